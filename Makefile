@@ -1,0 +1,51 @@
+# `make demo` and `make test` are all that a fresh machine with Python 3.11 needs.
+# Every target sets up `.venv` first, once, and again when pyproject.toml changes.
+
+PYTHON ?= python3.11
+EXTRAS ?= demo,dev
+
+# Torch goes in first and alone: asked for by a range, pip may take the newest build, and with it several GB of CUDA.
+# A version that is there already satisfies the range, and nothing more is fetched.
+# For a machine with a GPU, name the build that fits it (`make setup TORCH=torch==2.11.0`), or use the one that your
+# Python has already: `make setup TORCH= VENV_FLAGS=--system-site-packages`.
+TORCH ?= torch==2.13.0
+VENV_FLAGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+RECIPE ?= recipes/demo.toml
+ARGS ?=
+
+.PHONY: setup demo test test-slow lint bench clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
+	$(if $(TORCH),$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)")
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[$(EXTRAS)]"
+	touch $(STAMP)
+
+# Real asynchronous training of a real model; more settings by ARGS="--set seed=1".
+demo: setup
+	$(BIN)/headrace train $(RECIPE) $(ARGS)
+
+# One thread a process: tests start several processes, and oversubscribed OpenMP threads spin against each other.
+test: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(ARGS)
+
+test-slow: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy headrace
+
+bench: setup
+	$(BIN)/python benchmarks/pipeline.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,90 @@
+"""headrace: asynchronous reinforcement learning for language models.
+
+    import headrace
+
+    headrace.train("recipes/demo.toml")
+    headrace.train("mine.toml", reward=lambda prompts, completions, **columns: [float(len(c)) for c in completions])
+
+Everything is loaded when first used (PEP 562): `import headrace` costs milliseconds and loads no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headrace.config import RunConfig, load_config
+    from headrace.observe.facts import Evaluated
+    from headrace.orchestration.run import RunResult, export
+
+__version__ = "0.1.0"
+
+__all__ = ["RunConfig", "__version__", "evaluate", "export", "load_config", "train"]
+
+_HOMES = {
+    "RunConfig": "headrace.config",
+    "load_config": "headrace.config",
+    "export": "headrace.orchestration.run",
+}
+
+
+def train(
+    config: RunConfig | Mapping[str, Any] | str | Path,
+    reward: Callable[..., Any] | None = None,
+    *,
+    sets: Sequence[str] = (),
+    resume: str | Path | None = None,
+) -> RunResult:
+    """Trains until the run's last step; what the command `headrace train` does.
+
+    `config` is a TOML file, a dict of the same shape or a `RunConfig`; `sets` are texts such as "train.steps=100".
+    `reward(prompts=, completions=, **columns)` returns one number per completion and replaces the config's functions.
+    `resume` is the directory of an earlier run to go on from. Raises `errors.HeadraceError`.
+    """
+    from headrace.config import load_config
+    from headrace.orchestration import run
+
+    return run.train(load_config(config, sets), reward=reward, resume=Path(resume) if resume is not None else None)
+
+
+def evaluate(
+    config: RunConfig | Mapping[str, Any] | str | Path,
+    weights: str | Path | None = None,
+    prompts: int | None = None,
+    *,
+    sets: Sequence[str] = (),
+) -> Evaluated:
+    """Mean reward on held-out prompts, of the model itself or of `weights`."""
+    from headrace.config import load_config
+    from headrace.orchestration import run
+
+    return run.evaluate(load_config(config, sets), Path(weights) if weights is not None else None, prompts)
+
+
+class _Package(ModuleType):
+    """Keeps `headrace.train` the function, where importing the subpackage `headrace/train/` would bind it to the module.
+
+    `from headrace.train.config import ...` is not affected: it looks the module up by its full name.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name == "train" and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'headrace' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

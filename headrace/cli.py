@@ -1,0 +1,191 @@
+"""The command `headrace`. It reads arguments, calls one function of the library and turns errors into one message.
+
+Exit codes: 0 done, 1 the run failed, 2 the input cannot work, 130 interrupted.
+
+argparse, because six commands with at most four options need no dependency, and `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import headrace
+from headrace.errors import ConfigError, HeadraceError
+
+if TYPE_CHECKING:
+    from headrace.config import RunConfig
+
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+RUN_CONFIG = "config.toml"
+"""The resolved config in a run's directory."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parsed = _parser().parse_args(arguments)
+    try:
+        return parsed.command(parsed)
+    except ConfigError as error:
+        return _complain(error, BAD_INPUT)
+    except HeadraceError as error:
+        return _complain(error, FAILED)
+    except KeyboardInterrupt:
+        print("headrace: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _complain(error: Exception, code: int) -> int:
+    text = "\n".join([str(error) or type(error).__name__, *getattr(error, "__notes__", [])])
+    print("\n".join(f"headrace: {line}" for line in text.splitlines()), file=sys.stderr)
+    return code
+
+
+# --- commands --------------------------------------------------------------------------------------------------------
+
+
+def train(arguments: argparse.Namespace) -> int:
+    from headrace.orchestration import run
+
+    resume = run_directory(arguments.resume) if arguments.resume else None
+    config = _config_of(arguments.config, resume, _sets(arguments))
+    if arguments.dry_run:
+        from headrace.config import dump_config
+
+        print(f"{dump_config(config)}\n{run.describe(config)}")
+        return 0
+    result = run.train(config, resume=resume)
+    return INTERRUPTED if result.reason == "interrupted" else 0
+
+
+def evaluate(arguments: argparse.Namespace) -> int:
+    from headrace.orchestration import run
+
+    source = Path(arguments.source)
+    weights = None if source.suffix == ".toml" else run_directory(arguments.source)
+    config = _config_of(arguments.source if weights is None else None, weights, arguments.set)
+    measured = run.evaluate(config, weights, arguments.prompts)
+    print(
+        f"reward {measured.reward_mean:.4f} ± {measured.reward_sem:.4f} over {measured.prompts} held-out prompts, "
+        f"mean length {measured.length_mean:.1f} tokens, {measured.seconds:.1f} s"
+    )
+    if measured.failures:
+        print("failed rollouts: " + ", ".join(f"{count} × {reason}" for reason, count in measured.failures.items()))
+    return 0
+
+
+def report(arguments: argparse.Namespace) -> int:
+    from headrace.observe.report import write_report
+
+    print(write_report(run_directory(arguments.run)))
+    return 0
+
+
+def export(arguments: argparse.Namespace) -> int:
+    from headrace.orchestration import run
+
+    run.export(run_directory(arguments.run), Path(arguments.to), arguments.dtype)
+    print(f"{arguments.to}: load it with transformers.AutoModelForCausalLM.from_pretrained")
+    return 0
+
+
+def doctor(arguments: argparse.Namespace) -> int:
+    from headrace.doctor import examine
+
+    return examine(full=arguments.full)
+
+
+# --- arguments -------------------------------------------------------------------------------------------------------
+
+
+def _config_of(file: str | None, run_dir: Path | None, sets: Sequence[str]) -> RunConfig:
+    """The config named, or that of the run."""
+    from headrace.config import load_config
+
+    if file is None and run_dir is None:
+        raise ConfigError("name a config: headrace train CONFIG.toml (or --resume RUN to go on with a run)")
+    return load_config(file if file is not None else _run_config(run_dir), sets)
+
+
+def _run_config(run_dir: Path | None) -> Path:
+    assert run_dir is not None
+    path = run_dir / RUN_CONFIG
+    if not path.is_file():
+        raise ConfigError(f"{run_dir} is not the directory of a run: it has no {RUN_CONFIG}")
+    return path
+
+
+def _sets(arguments: argparse.Namespace) -> list[str]:
+    return [*arguments.set, *([f'name="{arguments.name}"'] if arguments.name else [])]
+
+
+def run_directory(run: str) -> Path:
+    """A run by its directory, or by its name under `runs/`."""
+    for candidate in (Path(run), Path("runs") / run):
+        if candidate.is_dir():
+            return candidate
+    known = [path.name for path in Path("runs").glob("*") if path.is_dir()]
+    near = difflib.get_close_matches(Path(run).name, known, n=1)
+    hint = f"; did you mean runs/{near[0]}?" if near else ""
+    raise ConfigError(f"there is no run {run}: neither a directory of that name nor runs/{run}{hint}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="headrace", description="Asynchronous reinforcement learning for language models."
+    )
+    parser.add_argument("--version", action="version", version=f"headrace {headrace.__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_train(commands)
+    _add_eval(commands)
+    one = _command(commands, "report", report, "write a run's report.html again, also while it is running")
+    one.add_argument("run", metavar="RUN", help="directory of the run, or its name under runs/")
+    one = _command(commands, "export", export, "save a run's model as a directory that transformers loads")
+    one.add_argument("run", metavar="RUN", help="directory of the run, or its name under runs/")
+    one.add_argument("--to", required=True, metavar="DIR", help="where to save it; must not exist or be empty")
+    one.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: %(default)s")
+    one = _command(commands, "doctor", doctor, "what is installed, what would run where, and what is missing")
+    one.add_argument("--full", action="store_true", help="also read cached models and compare their checksums")
+    return parser
+
+
+def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    one = _command(commands, "train", train, "train a model")
+    one.add_argument("config", nargs="?", metavar="CONFIG.toml", help="may be left out with --resume")
+    _add_set(one)
+    one.add_argument("--name", help="the run's directory under out/ (default: the config's, or its file's name)")
+    one.add_argument("--resume", metavar="RUN", help="go on from the last checkpoint of this run")
+    one.add_argument("--dry-run", action="store_true", help="print the resolved config and what would run where")
+
+
+def _add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    one = _command(commands, "eval", evaluate, "measure the reward on held-out prompts")
+    one.add_argument("source", metavar="CONFIG.toml|RUN", help="a config (its untrained model) or a run (its last one)")
+    one.add_argument("--prompts", type=_positive, metavar="N", help="how many held-out prompts (default: eval.prompts)")
+    _add_set(one)
+
+
+def _add_set(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="a.b=c", help="change a setting; may be given several times"
+    )
+
+
+def _command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    function: Callable[[argparse.Namespace], int],
+    summary: str,
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+    parser.set_defaults(command=function)
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
+    return int(text)

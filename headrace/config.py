@@ -1,0 +1,212 @@
+"""`RunConfig` composes the settings that live beside their owners; `load_config` reads them, `check` refuses bad pairs.
+
+Settings come from a TOML file and `--set section.setting=value`. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+from headrace.algo.config import AlgoConfig
+from headrace.engine.config import EngineConfig
+from headrace.errors import ConfigError
+from headrace.models import ModelConfig
+from headrace.observe.config import ObserveConfig
+from headrace.process_config import CheckpointConfig, EvalConfig, WatchConfig
+from headrace.rollout import RolloutConfig
+from headrace.scoring.config import RewardConfig
+from headrace.settings import Tree, build, dump, merge, parse_sets, read_toml
+from headrace.staleness import StalenessConfig
+from headrace.tasks.config import TaskConfig
+from headrace.train.config import TrainConfig
+
+NEEDS_CONTRAST = ("grpo", "dr_grpo", "rloo")
+"""Algorithms whose advantage compares the rollouts of one prompt with each other."""
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class RunConfig:
+    """One run, resolved. Every section is owned by the part that it configures."""
+
+    model: ModelConfig
+    task: TaskConfig
+    reward: RewardConfig
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """The run's directory is `out/name`. A config file without a name lends its own."""
+    seed: int = Field(default=0, ge=0)
+    """Everything random is drawn from this and from names."""
+    out: str = "runs"
+    """Where runs are kept, seen from where the command is given."""
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    algo: AlgoConfig = Field(default_factory=AlgoConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    staleness: StalenessConfig = Field(default_factory=StalenessConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    watch: WatchConfig = Field(default_factory=WatchConfig)
+    observe: ObserveConfig = Field(default_factory=ObserveConfig)
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.out) / self.name
+
+
+def load_config(source: RunConfig | Mapping[str, Any] | str | Path, sets: Sequence[str] = ()) -> RunConfig:
+    """A TOML file, a dict of the same shape or a finished config, with `--set` texts on top, validated and checked.
+
+    Relative paths in a TOML file are seen from its folder; those of a dict or of `sets` from the working directory.
+    Raises ConfigError with all complaints at once, one a line.
+    """
+    tree, base = _tree_of(source)
+    config = build(RunConfig, merge(resolve_paths(tree, base), resolve_paths(parse_sets(sets), Path.cwd())))
+    problems = check(config)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return config
+
+
+def dump_config(config: RunConfig) -> str:
+    """TOML text with every setting, which `load_config` reads back to an equal config."""
+    return dump(config)
+
+
+def check(config: RunConfig) -> list[str]:
+    """Pairs of settings that cannot work together, each with its remedy; empty when all is well."""
+    problems = [*_sampling_problems(config), *_length_problems(config), *_core_problems(config)]
+    if config.rollout.group_size == 1 and config.algo.name in NEEDS_CONTRAST:
+        problems.append(
+            f"rollout.group_size = 1 gives {config.algo.name} nothing to compare a rollout with, so every advantage would "
+            "be zero; use at least 2 (8 is usual), or algo.name = reinforce"
+        )
+    if config.train.warmup_steps >= config.train.steps:
+        problems.append(
+            f"train.warmup_steps = {config.train.warmup_steps} leaves none of the train.steps = {config.train.steps} at "
+            "the full learning rate; lower train.warmup_steps"
+        )
+    return problems
+
+
+# --- pairs -----------------------------------------------------------------------------------------------------------
+
+
+def _sampling_problems(config: RunConfig) -> list[str]:
+    rollout = config.rollout
+    problems = [
+        f"rollout.{name} = {given} cuts tokens out of the distribution, and training on it needs the sampling mask to be "
+        f"replayed in the trainer, which does not exist yet; set rollout.{name} = {off}"
+        for name, given, off in (
+            ("top_p", rollout.top_p, 1.0),
+            ("top_k", rollout.top_k, 0),
+            ("min_p", rollout.min_p, 0.0),
+        )
+        if given != off
+    ]
+    if rollout.temperature == 0:
+        problems.append(
+            "rollout.temperature = 0 samples the same completion for every rollout of a group, so there is nothing to "
+            "learn from; use 1.0 for training (eval.temperature = 0 measures greedy answers)"
+        )
+    return problems
+
+
+def _length_problems(config: RunConfig) -> list[str]:
+    problems = []
+    if config.rollout.max_tokens >= config.engine.context_length:
+        problems.append(
+            f"rollout.max_tokens = {config.rollout.max_tokens} leaves no room for a prompt in engine.context_length = "
+            f"{config.engine.context_length}; lower the first or raise the second"
+        )
+    if config.eval.prompts > config.task.held_out:
+        problems.append(
+            f"eval.prompts = {config.eval.prompts} asks for more than task.held_out = {config.task.held_out} prompts; "
+            "raise task.held_out or lower eval.prompts"
+        )
+    return problems
+
+
+def _core_problems(config: RunConfig) -> list[str]:
+    engine, train = set(config.engine.cores), set(config.train.cores)
+    problems = []
+    shared = sorted(engine & train)
+    if shared:
+        problems.append(
+            f"engine.cores and train.cores both claim {shared}, where each would slow the other down; give each cores of "
+            "its own, or leave both empty to share all of them"
+        )
+    present = available_cores()
+    for name, cores in (("engine", engine), ("train", train)):
+        if cores - present:
+            problems.append(
+                f"{name}.cores names {sorted(cores - present)}, which this machine does not lend; it has {sorted(present)}"
+            )
+    return problems
+
+
+def available_cores() -> set[int]:
+    """The CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return set(os.sched_getaffinity(0))
+    return set(range(os.cpu_count() or 1))
+
+
+# --- sources and paths -----------------------------------------------------------------------------------------------
+
+
+def _tree_of(source: RunConfig | Mapping[str, Any] | str | Path) -> tuple[Tree, Path]:
+    if isinstance(source, RunConfig):
+        return dataclasses.asdict(source), Path.cwd()
+    if isinstance(source, Mapping):
+        return dict(source), Path.cwd()
+    path = Path(source).expanduser()
+    return {"name": path.stem, **read_toml(path)}, path.absolute().parent
+
+
+def resolve_paths(tree: Tree, base: Path) -> Tree:
+    """Makes the relative paths in a tree of settings absolute, seen from `base`. What has the wrong type is left alone."""
+    model, task, reward = (tree.get(section) for section in ("model", "task", "reward"))
+    changed: Tree = {}
+    if isinstance(model, dict) and isinstance(model.get("path"), str):
+        changed["model"] = {**model, "path": _model_path(model["path"], base)}
+    if isinstance(task, dict):
+        paths = {k: _absolute(task[k], base) for k in ("path", "held_out_path") if _names_file(task.get(k))}
+        changed["task"] = {**task, **paths}
+    if isinstance(reward, dict):
+        changed["reward"] = _reward_paths(reward, base)
+    return {**tree, **changed}
+
+
+def _reward_paths(reward: Tree, base: Path) -> Tree:
+    """`function = "file.py:name"`, alone or in a list of tables."""
+    resolved = dict(reward)
+    if isinstance(reward.get("function"), str):
+        resolved["function"] = _function_path(reward["function"], base)
+    if isinstance(reward.get("functions"), list):
+        resolved["functions"] = [_reward_paths(f, base) if isinstance(f, dict) else f for f in reward["functions"]]
+    return resolved
+
+
+def _function_path(function: str, base: Path) -> str:
+    path, colon, name = function.rpartition(":")
+    return f"{_absolute(path, base)}:{name}" if colon and path.endswith(".py") else function
+
+
+def _model_path(path: str, base: Path) -> str:
+    """A known name or a hub id stays as it is, unless a directory of that name lies beside the config."""
+    looks_local = path.startswith((".", "/", "~")) or (base / path).is_dir()
+    return _absolute(path, base) if looks_local else path
+
+
+def _names_file(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _absolute(path: str, base: Path) -> str:
+    return os.path.normpath(base / Path(path).expanduser())

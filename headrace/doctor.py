@@ -1,0 +1,289 @@
+"""`headrace doctor`: what is installed, what would run where, what is missing and how to get it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+State = Literal["ok", "note", "bad"]
+
+GIB = 1024**3
+NEEDED_MEMORY = 6 * GIB
+"""fp32 weights, gradients, two AdamW moments, two published copies and the KV budget of the demo's 135 M parameters."""
+NEEDED_SHARED = 1 * GIB
+NEEDED_DISK = 4 * GIB
+
+EXTRAS = {
+    "tasks": "reasoning_gym",
+    "parquet": "pyarrow",
+    "datasets": "datasets",
+    "tensorboard": "tensorboard",
+    "trackio": "trackio",
+}
+"""Extra of `pip install headrace[...]` -> the module that it brings."""
+
+_ADVICE = {
+    "tasks": "procedural tasks, the demo's among them",
+    "parquet": "prompts from Parquet files",
+    "datasets": "prompts from a saved datasets directory",
+    "tensorboard": "curves in TensorBoard",
+    "trackio": "curves in trackio",
+}
+
+# Run in a process of its own: importing torch takes seconds, and a broken build must not take the doctor with it.
+_TORCH_PROBE = """
+import json, torch
+cuda = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+has = lambda name: bool(getattr(torch.cpu, name, bool)())
+print(json.dumps({
+    "version": torch.__version__, "threads": torch.get_num_threads(),
+    "avx512_bf16": has("_is_avx512_bf16_supported"), "amx": has("_is_amx_tile_supported"),
+    "built_for": torch.version.cuda or "CPU", "cuda": [[d.name, d.total_memory] for d in cuda],
+}))
+"""
+
+
+class Finding(NamedTuple):
+    what: str
+    state: State
+    value: str
+    remedy: str = ""
+
+
+def examine(full: bool = False) -> int:
+    """Prints the table. 0 when a run can start, 1 when something is missing. `full` also reads cached models."""
+    probe = subprocess.Popen(
+        [sys.executable, "-c", _TORCH_PROBE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    rest = [*_machine(), *_disks()]  # while torch is being imported
+    packages = [*_packages(), *_extras()]
+    models = list(_models(full))
+    torch = _torch(probe)
+    sections = {
+        "Software": [_python(), *_torch_findings(torch), *packages],
+        "Machine": rest,
+        "Models": models,
+        "What would run where (device = auto)": list(_placement(torch)),
+    }
+    _print(sections)
+    return 1 if any(finding.state == "bad" for findings in sections.values() for finding in findings) else 0
+
+
+# --- software --------------------------------------------------------------------------------------------------------
+
+
+def _python() -> Finding:
+    version = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info < (3, 11):
+        return Finding("Python", "bad", version, "headrace needs Python 3.11 or newer")
+    return Finding("Python", "ok", version)
+
+
+def _torch(probe: subprocess.Popen[str]) -> dict[str, Any] | str:
+    """What torch says of itself, or why it could not."""
+    try:
+        out, err = probe.communicate(timeout=120)
+    except subprocess.TimeoutExpired:
+        probe.kill()
+        return "importing it took more than two minutes"
+    if probe.returncode:
+        return (err.strip().splitlines() or [f"exit code {probe.returncode}"])[-1]
+    return json.loads(out.splitlines()[-1])
+
+
+def _torch_findings(torch: dict[str, Any] | str) -> Iterator[Finding]:
+    if isinstance(torch, str):
+        yield Finding("torch", "bad", torch, "pip install 'torch>=2.11,<2.14'")
+        return
+    yield _in_range("torch", torch["version"], f", {torch['threads']} threads, built for {_built_for(torch)}")
+    fast = [name for key, name in (("amx", "AMX"), ("avx512_bf16", "AVX512-BF16")) if torch[key]]
+    if torch["cuda"]:
+        names = ", ".join(f"{name} ({memory / GIB:.0f} GiB)" for name, memory in torch["cuda"])
+        yield Finding("GPU", "ok", names)
+    else:
+        yield Finding("GPU", "note", "none that torch can use", "not needed: engine and trainer run on the CPU")
+    if fast:
+        yield Finding("bfloat16 on the CPU", "ok", " and ".join(fast))
+    else:
+        yield Finding(
+            "bfloat16 on the CPU", "note", "emulated, slow", "on this CPU set engine.dtype and train.dtype to float32"
+        )
+
+
+def _built_for(torch: dict[str, Any]) -> str:
+    return "the CPU" if torch["built_for"] == "CPU" else f"CUDA {torch['built_for']}"
+
+
+def _packages() -> list[Finding]:
+    return [_in_range(name, _version(name)) for name in ("transformers", "pydantic", "reasoning-gym") if name != "reasoning-gym"]
+
+
+def _extras() -> Iterator[Finding]:
+    for extra, module in EXTRAS.items():
+        if importlib.util.find_spec(module):
+            yield Finding(f"[{extra}]", "ok", f"{module.replace('_', '-')} {_version(module) or ''}".strip())
+        else:
+            yield Finding(f"[{extra}]", "note", "not installed", f"{_ADVICE[extra]}: pip install 'headrace[{extra}]'")
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _in_range(name: str, version: str | None, more: str = "") -> Finding:
+    wanted = _requirement(name)
+    if version is None:
+        return Finding(name, "bad", "not installed", f"pip install '{name}{wanted}'")
+    if not _satisfies(version, wanted):
+        return Finding(name, "bad", version + more, f"headrace needs {wanted}: pip install '{name}{wanted}'")
+    return Finding(name, "ok", version + more)
+
+
+def _requirement(name: str) -> str:
+    """The range that headrace's own metadata asks for, such as `>=2.11,<2.14`."""
+    try:
+        required = importlib.metadata.requires("headrace") or []
+    except importlib.metadata.PackageNotFoundError:  # used from a source tree without an install
+        return ""
+    ours = [text for text in required if "extra ==" not in text and text.startswith(name)]
+    bounds = [text[len(name) :].replace(" ", "") for text in ours if text[len(name) : len(name) + 1] in "<>=! "]
+    return ",".join(sorted(bounds[0].split(","), reverse=True)) if bounds else ""
+
+
+def _satisfies(version: str, wanted: str) -> bool:
+    given = _numbers(version)
+    tests = {">=": lambda bound: given >= bound, "<": lambda bound: given < bound}
+    return all(
+        tests[sign](_numbers(part.removeprefix(sign)))
+        for part in wanted.split(",")
+        for sign in (">=", "<")
+        if part.startswith(sign)
+    )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    parts = version.split("+")[0].split(".")
+    return tuple(int(digits) for part in parts[:3] if (digits := "".join(c for c in part if c.isdigit())))
+
+
+# --- machine ---------------------------------------------------------------------------------------------------------
+
+
+def _machine() -> Iterator[Finding]:
+    cores = _cores()
+    advice = "engine and trainer will take turns" if cores < 2 else ""
+    yield Finding("CPU cores", "note" if cores < 2 else "ok", str(cores), advice)
+    memory = _memory()
+    low = memory < NEEDED_MEMORY
+    yield Finding(
+        "Memory", "note" if low else "ok", _gib(memory), f"the demo wants about {_gib(NEEDED_MEMORY)}" if low else ""
+    )
+    shared = Path("/dev/shm")
+    if shared.is_dir():
+        free = shutil.disk_usage(shared).free
+        remedy = "holds two copies of the served weights; in Docker start with --shm-size=4g" if free < NEEDED_SHARED else ""
+        yield Finding("Shared memory", "note" if remedy else "ok", f"{_gib(free)} free", remedy)
+
+
+def _cores() -> int:
+    """Cores this process may use, counting a container's limit."""
+    present = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota, _, period = _read("/sys/fs/cgroup/cpu.max").partition(" ")
+    if quota.isdigit() and period.isdigit():
+        return max(1, min(present, int(quota) // int(period)))
+    return present
+
+
+def _memory() -> int:
+    """Bytes, counting a container's limit."""
+    present = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = _read("/sys/fs/cgroup/memory.max")
+    return min(present, int(limit)) if limit.isdigit() else present
+
+
+def _disks() -> Iterator[Finding]:
+    for what, path in (("Disk for runs/", Path("runs")), ("Disk for models", _cache_dir())):
+        free = shutil.disk_usage(_existing(path)).free
+        low = free < NEEDED_DISK
+        remedy = "a checkpoint of the demo takes 1.6 GiB, its model 0.3 GiB" if low else ""
+        yield Finding(what, "note" if low else "ok", f"{_gib(free)} free at {path}", remedy)
+
+
+def _existing(path: Path) -> Path:
+    path = path.absolute()
+    return path if path.exists() else _existing(path.parent)
+
+
+def _cache_dir() -> Path:
+    from headrace.models import cache_dir
+
+    return cache_dir()
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
+
+
+def _gib(count: float) -> str:
+    return f"{count / GIB:.1f} GiB"
+
+
+# --- models and placement --------------------------------------------------------------------------------------------
+
+
+def _models(full: bool) -> Iterator[Finding]:
+    raise AssertionError
+
+
+def _placement(torch: dict[str, Any] | str) -> Iterator[Finding]:
+    if isinstance(torch, str):
+        yield Finding("engine, trainer", "bad", "nothing can run without torch")
+        return
+    cuda = torch["cuda"]
+    where = f"cuda:0, {cuda[0][0]}" if cuda else f"CPU, {torch['threads']} threads"
+    yield Finding("engine", "ok", f"{where}, bfloat16, in a process of its own")
+    yield Finding("trainer", "ok", f"{where}, fp32 weights, bfloat16 compute, in a process of its own")
+    yield Finding("rewards", "ok", "CPU, in processes of their own")
+    yield Finding("weights", "ok", "from trainer to engine through shared memory")
+
+
+# --- table -----------------------------------------------------------------------------------------------------------
+
+
+def _print(sections: dict[str, list[Finding]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    marks = {"ok": "[green]✓[/]", "note": "[yellow]–[/]", "bad": "[bold red]✗[/]"}
+    table = Table.grid(padding=(0, 2))
+    for title, findings in sections.items():
+        table.add_row("", f"[bold]{title}[/]")
+        for found in findings:
+            remedy = f"[{'bold red' if found.state == 'bad' else 'dim'}]{_escape(found.remedy)}[/]" if found.remedy else ""
+            table.add_row(marks[found.state], _escape(found.what), _escape(found.value), remedy)
+        table.add_row("")
+    Console(highlight=False).print(table)
+    bad = [found.what for findings in sections.values() for found in findings if found.state == "bad"]
+    Console(highlight=False).print(
+        f"[bold red]Cannot run yet:[/] {_escape(', '.join(bad))}" if bad else "[green]Ready:[/] headrace train CONFIG.toml"
+    )
+
+
+def _escape(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)

@@ -1,0 +1,31 @@
+"""Which watchers a run has. The journal, the metrics and the report are always written."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Literal
+
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass
+
+from headrace.errors import ConfigError
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class ObserveConfig:
+    terminal: Literal["auto", "live", "plain", "off"] = "auto"
+    """`live` redraws one view, `plain` prints a line per step; `auto` is live on a terminal and plain in a log."""
+    tensorboard: bool = False
+    """Scalars for TensorBoard under `runs/<name>/tensorboard`."""
+    trackio: bool = False
+    """Scalars for a local trackio dashboard; nothing leaves the machine."""
+
+
+def check_installed(config: ObserveConfig) -> None:
+    """Raises `ConfigError` with the pip remedy when a sink was asked for whose package is not installed."""
+    for name in ("tensorboard", "trackio"):
+        if getattr(config, name) and importlib.util.find_spec(name) is None:
+            raise ConfigError(
+                f"observe.{name} = true needs the package {name}, which is not installed: "
+                f"pip install 'headrace[{name}]', or set observe.{name} = false"
+            )

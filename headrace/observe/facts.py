@@ -1,0 +1,188 @@
+"""What the loops report: small frozen facts, in order. Metrics, journal, terminal view and report are made from these alone.
+
+`t` is always seconds since the start of the run (a resumed run goes on from where the killed one stood).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from headrace.types import EngineStats, Group, LoadReport, Struct, TrainReport, WeightUpdate
+
+
+class Fact(Struct, tag_field="fact", tag=True):
+    """Base: encoded with its class name under `fact`, so that one decoder reads a whole file."""
+
+    t: float
+
+
+class RunStarted(Fact):
+    name: str
+    headline: str
+    """One line for people: model, task, algorithm."""
+    seed: int
+    steps: int
+    groups_per_step: int
+    group_size: int
+    slots: int
+    window: int
+    max_lag: int
+    """The bound that holds (C1)."""
+    where: dict[str, str]
+    """What runs where: engine, trainer, scorer -> device, threads, path."""
+    resumed_at: int = 0
+    """Optimizer steps already done, 0 for a fresh run."""
+
+
+class TicketDrawn(Fact):
+    ticket: int
+    prompt_id: str
+    again: bool = False
+
+
+class GroupEnded(Fact):
+    """A ticket's generation and scoring are over. `ready` groups wait in the buffer; the others have left the pipeline."""
+
+    ticket: int
+    prompt_id: str
+    outcome: Literal["ready", "dropped", "failed"]
+    reason: str = ""
+    """`no_contrast`, `reward_timeout`, `engine_error`, ...; empty when ready."""
+    detail: str = ""
+    rewards: tuple[float, ...] = ()
+    lengths: tuple[int, ...] = ()
+    """Tokens of each completion."""
+    truncated: int = 0
+    """Completions that ended at max_tokens."""
+    failures: dict[str, int] = {}
+    """Rollouts that failed, by reason."""
+    seconds: float = 0.0
+    """From ticket to outcome."""
+
+
+class StepTrained(Fact):
+    """One optimizer step. `t` is its end; it began at `t - report.seconds`."""
+
+    report: TrainReport
+    groups: tuple[Group, ...]
+    """Complete, for the journal; sinks take what they need."""
+    lags: dict[int, int]
+    """Lag -> number of trained tokens."""
+    reward_mean: float
+    reward_std: float
+    wait_seconds: float
+    """How long the trainer waited for this batch."""
+
+
+class WeightsLive(Fact):
+    """`t` is the moment of the swap."""
+
+    update: WeightUpdate
+    load: LoadReport
+
+
+class IdentityChecked(Fact):
+    """The probe (C3): log-probs of a fixed prompt, engine against trainer, at one version."""
+
+    version: int
+    mean_abs_diff: float
+    max_abs_diff: float
+    tolerance: float
+    ok: bool
+
+
+class EngineSample(Fact):
+    """About once a second."""
+
+    stats: EngineStats
+
+
+class Evaluated(Fact):
+    phase: Literal["before", "during", "after"]
+    step: int
+    prompts: int
+    reward_mean: float
+    reward_sem: float
+    """Standard error of the mean."""
+    length_mean: float
+    failures: dict[str, int] = {}
+    seconds: float = 0.0
+
+
+class CheckpointSaved(Fact):
+    step: int
+    path: str
+    seconds: float
+    error: str = ""
+    """Empty, or why it could not be written (the run goes on; the last good one stays)."""
+
+
+class WorkerLost(Fact):
+    who: str
+    how: str
+    deaths: int
+    requests_reissued: int = 0
+
+
+class Waited(Fact):
+    """A named wait that is over (C6): `owner` waited for `what` during the `seconds` before `t`."""
+
+    owner: str
+    what: str
+    seconds: float
+
+
+class Warned(Fact):
+    """A sentence the user should read: a wait past its first deadline, a failed checkpoint, a skipped step, ..."""
+
+    message: str
+
+
+class Accounting(Struct):
+    """C2. drawn = trained + dropped + failed + in_pipeline + in_checkpoint, at every instant, in tickets."""
+
+    drawn: int = 0
+    trained: int = 0
+    dropped: dict[str, int] = {}
+    failed: dict[str, int] = {}
+    in_pipeline: int = 0
+    in_checkpoint: int = 0
+    """In flight when the checkpoint this run resumed from was written, and not drawn again yet."""
+    drawn_again: int = 0
+    """Of `in_checkpoint`: prompts that were drawn a second time after a resume (not counted in `drawn` again)."""
+    rollout_failures: dict[str, int] = {}
+    """Single rollouts that failed inside groups that went on, by reason."""
+
+    def balance(self) -> int:
+        """Zero when the identity holds."""
+        ended = self.trained + sum(self.dropped.values()) + sum(self.failed.values())
+        return self.drawn - ended - self.in_pipeline - self.in_checkpoint
+
+
+class RunEnded(Fact):
+    reason: str
+    """`finished`, `interrupted`, or the sentence of the error that ended it."""
+    step: int
+    accounting: Accounting
+    engine_idle: float
+    """Share of the run's training time in which the engine pool did nothing, 0 to 1."""
+    trainer_idle: float
+    prompt_tokens: int = 0
+    sampled_tokens: int = 0
+
+
+AnyFact = (
+    RunStarted
+    | TicketDrawn
+    | GroupEnded
+    | StepTrained
+    | WeightsLive
+    | IdentityChecked
+    | EngineSample
+    | Evaluated
+    | CheckpointSaved
+    | WorkerLost
+    | Waited
+    | Warned
+    | RunEnded
+)

@@ -1,0 +1,81 @@
+"""Append-only files of lines that survive a kill at any byte and a full disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from headrace.errors import HeadraceError
+
+
+class AppendFile:
+    """Every line is in the operating system's hands when `write` returns: a kill of this process loses none."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        drop_torn_line(path)
+        self._file = path.open("ab", buffering=0)
+        self._size = os.fstat(self._file.fileno()).st_size
+
+    def write(self, line: bytes) -> None:
+        """Appends `line` and a newline. Raises `HeadraceError` naming the file when the disk does not take it."""
+        rest = memoryview(line + b"\n")
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            with suppress(OSError):  # half a line must not glue itself to the next one
+                self._file.truncate(self._size)
+            raise HeadraceError(
+                f"could not write {self.path}: {error.strerror}. Make room on that disk and go on with --resume"
+            ) from error
+        self._size += len(line) + 1
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    """Complete lines without their newline; a last line without one was torn by a kill and is left out."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                yield line[:-1]
+
+
+def drop_torn_line(path: Path) -> None:
+    if not path.is_file():
+        return
+    with path.open("rb+") as file:
+        end = file.seek(0, os.SEEK_END)
+        position, tail = end, b""
+        while position and b"\n" not in tail:
+            step = min(position, 1 << 16)
+            position -= step
+            file.seek(position)
+            tail = file.read(step)
+        whole = position + tail.rfind(b"\n") + 1
+        if whole < end:
+            file.truncate(whole)
+
+
+def keep_lines(path: Path, kept: Iterable[bool]) -> None:
+    """Keeps the lines marked True, in order, and moves the others (those past the end of `kept` too) to `*.discarded`.
+
+    Killed in the middle, it can be done again: the file is replaced at once, and only after the others are safe.
+    """
+    if not path.is_file():
+        return
+    marks = iter(kept)
+    part = path.with_name(path.name + ".part")
+    with part.open("wb") as keep, path.with_name(path.name + ".discarded").open("ab") as discard:
+        for line in read_lines(path):
+            (keep if next(marks, False) else discard).write(line + b"\n")
+        for file in (discard, keep):
+            file.flush()
+            os.fsync(file.fileno())
+    os.replace(part, path)

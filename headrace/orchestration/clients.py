@@ -1,0 +1,249 @@
+"""Engine and trainer as the pipeline sees them, when they live in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from headrace.errors import HeadraceError, WorkerDied
+from headrace.observe.facts import EngineSample, WorkerLost
+from headrace.orchestration.local import Worker
+from headrace.orchestration.messages import EngineStart, TrainerReady, TrainerStart
+from headrace.orchestration.wire import Frame, unpack
+from headrace.protocols import Observer
+from headrace.types import (
+    Batch,
+    Capabilities,
+    Completion,
+    EngineStats,
+    LoadReport,
+    Request,
+    StepOutput,
+    TrainReport,
+    WeightUpdate,
+    spans_of,
+)
+
+
+class ProcessTrainer:
+    """Protocol `Trainer`. A dead trainer cannot be replaced (its optimizer state is gone): the run stops and can be resumed."""
+
+    def __init__(self, start: TrainerStart, cores: Sequence[int], weights_fd: int, log: Path) -> None:
+        self._start, self._cores, self._weights_fd = start, cores, weights_fd
+        self.worker = Worker("trainer", log)
+
+    async def open(self) -> TrainerReady:
+        await self.worker.start("trainer", [self._weights_fd], self._cores)
+        ready: TrainerReady = await self.worker.call("start", self._start, TrainerReady)
+        return ready
+
+    async def step(self, batch: Batch) -> TrainReport:
+        return await self.worker.call("step", batch, TrainReport)
+
+    async def publish(self) -> WeightUpdate:
+        return await self.worker.call("publish", None, WeightUpdate)
+
+    async def score(self, tokens: Sequence[int]) -> list[float]:
+        return await self.worker.call("score", list(tokens), list[float])
+
+    async def save(self, directory: Path) -> None:
+        await self.worker.call("save", str(directory), type(None))
+
+    async def watch(self) -> None:
+        raise WorkerDied("trainer", await self.worker.ended())
+
+    async def close(self) -> None:
+        await self.worker.close()
+
+
+@dataclass
+class _Pending:
+    """A request, and what has been sampled for it so far: all that a new process needs to go on with it."""
+
+    request: Request
+    done: asyncio.Future[Completion]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    kv_versions: list[int] = field(default_factory=list)
+
+    def reissue(self) -> Request:
+        request = self.request
+        return Request(request.id, request.prompt, request.sampling, request.group, (*request.prefix, *self.tokens))
+
+    def completion(self, stop: str, error: str) -> Completion:
+        spans = spans_of(self.versions, self.kv_versions)
+        return Completion(tuple(self.tokens), tuple(self.logprobs), spans, stop, error)  # type: ignore[arg-type]
+
+
+class ProcessEngine:
+    """Protocol `Engine`. A dead process is replaced at once: current weights first, then every request from its prefix."""
+
+    def __init__(
+        self,
+        start: EngineStart,
+        cores: Sequence[int],
+        weights_fd: int,
+        log: Path,
+        max_deaths: int,
+        observer: Observer,
+        clock: Callable[[], float],
+    ) -> None:
+        self._start, self._cores, self._weights_fd = start, cores, weights_fd
+        self._max_deaths, self._observer, self._clock, self._log = max_deaths, observer, clock, log
+        self._pending: dict[str, _Pending] = {}
+        self._wanted: WeightUpdate | None = None
+        self._deaths = 0
+        self._gave_up: asyncio.Future[None] | None = None
+        self._up = asyncio.Event()
+        self._earlier = EngineStats()
+        """What dead processes had done, so that totals never go back."""
+        self._latest = EngineStats()
+        self.capabilities = Capabilities(context_length=0)
+        self.worker = Worker("engine", log)
+
+    async def open(self) -> None:
+        self._gave_up = asyncio.get_running_loop().create_future()
+        await self._spawn()
+        self._up.set()
+        self._keeping = asyncio.get_running_loop().create_task(self._keep_alive())
+
+    async def generate(self, request: Request) -> Completion:
+        await self._until_up()
+        pending = _Pending(request, asyncio.get_running_loop().create_future())
+        self._pending[request.id] = pending
+        self._send("add", request)
+        try:
+            return await pending.done
+        except asyncio.CancelledError:
+            self._send("cancel", request.id)
+            raise
+        finally:
+            del self._pending[request.id]
+
+    async def load(self, update: WeightUpdate) -> LoadReport:
+        self._wanted = update
+        return await self._retrying("load", update, LoadReport)
+
+    async def score(self, tokens: Sequence[int]) -> list[float]:
+        return await self._retrying("score", list(tokens), list[float])
+
+    async def stats(self) -> EngineStats:
+        self._latest = await self._retrying("stats", None, EngineStats)
+        return self._totals()
+
+    async def watch(self) -> None:
+        assert self._gave_up is not None
+        await asyncio.shield(self._gave_up)
+
+    async def close(self) -> None:
+        self._keeping.cancel()
+        await self.worker.close()
+
+    # -- inside ---------------------------------------------------------------------------------------------------------
+
+    async def _spawn(self) -> None:
+        self.worker = Worker("engine", self._log, self._on_push)
+        await self.worker.start("engine", [self._weights_fd], self._cores)
+        self.capabilities = await self.worker.call("start", self._start, Capabilities)
+
+    async def _retrying(self, method: str, payload: object, returns: type):  # type: ignore[no-untyped-def]
+        """Calls have no side effect that a second process could suffer from: ask again after a respawn."""
+        while True:
+            await self._until_up()
+            worker = self.worker
+            try:
+                return await worker.call(method, payload, returns)
+            except WorkerDied:
+                if worker is self.worker:
+                    self._up.clear()
+
+    async def _until_up(self) -> None:
+        """Raises what ended the engine for good."""
+        assert self._gave_up is not None
+        while not self._up.is_set():
+            await asyncio.wait([self._gave_up, up := asyncio.ensure_future(self._up.wait())], return_when="FIRST_COMPLETED")
+            up.cancel()
+            if self._gave_up.done():
+                self._gave_up.result()
+
+    async def _keep_alive(self) -> None:
+        """The sentinel: notices the end of the process at once and replaces it, `max_deaths` times."""
+        try:
+            while True:
+                how = await self.worker.ended()
+                self._up.clear()
+                self._deaths += 1
+                await self.worker.close()
+                self._observer.record(
+                    WorkerLost(self._clock(), "engine", how, self._deaths, len(self._pending))
+                )
+                if self._deaths > self._max_deaths:
+                    raise WorkerDied("engine", f"{how}; it was its death no. {self._deaths} (engine.max_deaths allows "
+                                     f"{self._max_deaths})")  # fmt: skip
+                await self._revive()
+        except HeadraceError as error:
+            self._fail(error)
+
+    async def _revive(self) -> None:
+        self._earlier, self._latest = self._totals(), EngineStats()
+        try:
+            await self._spawn()
+            if self._wanted is not None:
+                await self.worker.call("load", self._wanted, LoadReport)
+        except WorkerDied:
+            return  # died again while starting: the loop counts it
+        for pending in self._pending.values():
+            self._send("add", pending.reissue())
+        self._up.set()
+
+    def _fail(self, error: Exception) -> None:
+        assert self._gave_up is not None
+        self._gave_up.set_exception(error)
+        self._gave_up.exception()  # whoever watches raises it; nobody watching is no error
+        for pending in self._pending.values():
+            if not pending.done.done():
+                pending.done.set_exception(error)
+
+    def _send(self, method: str, payload: object) -> None:
+        try:
+            self.worker.channel.push(method, payload)
+        except WorkerDied:
+            pass  # the sentinel re-issues what is pending
+
+    def _on_push(self, frame: Frame) -> None:
+        if frame.method == "output":
+            self._on_output(unpack(frame.payload, StepOutput))
+        elif frame.method == "stats":
+            self._latest = unpack(frame.payload, EngineStats)
+            self._observer.record(EngineSample(self._clock(), self._totals()))
+        elif frame.method == "refused":
+            request_id, message = unpack(frame.payload, tuple[str, str])
+            if (pending := self._pending.get(request_id)) and not pending.done.done():
+                pending.done.set_exception(ValueError(message))
+
+    def _on_output(self, output: StepOutput) -> None:
+        columns = zip(output.request_ids, output.tokens, output.logprobs, output.kv_versions, strict=True)
+        for request_id, token, logprob, kv_version in columns:
+            if pending := self._pending.get(request_id):
+                pending.tokens.append(token)
+                pending.logprobs.append(logprob)
+                pending.versions.append(output.version)
+                pending.kv_versions.append(kv_version)
+        for end in output.finished:
+            if (pending := self._pending.get(end.request_id)) and not pending.done.done():
+                pending.done.set_result(pending.completion(end.stop, end.error))
+
+    def _totals(self) -> EngineStats:
+        before, now = self._earlier, self._latest
+        return msgspec.structs.replace(
+            now,
+            sampled_tokens=before.sampled_tokens + now.sampled_tokens,
+            prompt_tokens=before.prompt_tokens + now.prompt_tokens,
+            steps=before.steps + now.steps,
+            busy_seconds=before.busy_seconds + now.busy_seconds,
+        )

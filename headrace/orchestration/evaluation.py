@@ -1,0 +1,82 @@
+"""Held-out reward: the same prompts before, during and after, through the same engine and scorer as training."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from headrace.observe.facts import Evaluated
+from headrace.process_config import EvalConfig
+from headrace.protocols import Engine, Observer, Scorer
+from headrace.rollout import Decode, RolloutConfig, roll_out, seed_of
+from headrace.types import Episode, Failure, Prompt, Scored
+
+
+class Evaluator:
+    def __init__(
+        self,
+        engine: Engine,
+        scorer: Scorer,
+        observer: Observer,
+        prompts: Sequence[Prompt],
+        config: EvalConfig,
+        rollout: RolloutConfig,
+        decode: Decode,
+        clock: Callable[[], float],
+    ) -> None:
+        self._engine, self._scorer, self._observer = engine, scorer, observer
+        self._prompts, self._config, self._rollout = prompts, config, rollout
+        self._decode, self._clock = decode, clock
+
+    async def measure(self, phase: Literal["before", "during", "after"], step: int) -> Evaluated | None:
+        """None when the run has no held-out prompts. A rollout that failed is counted by reason, not scored as zero."""
+        if not self._prompts:
+            return None
+        started = self._clock()
+        results = await asyncio.gather(*(self._one(i, prompt) for i, prompt in enumerate(self._prompts)))
+        scored = [one for group in results for one in group if isinstance(one, Scored)]
+        failures = Counter(one.reason for group in results for one in group if isinstance(one, Failure))
+        # The prompt is the unit that was drawn at random: samples of one prompt are not independent.
+        means = [_mean([one.reward for one in group if isinstance(one, Scored)]) for group in results]
+        kept = [mean for mean in means if not math.isnan(mean)]
+        fact = Evaluated(
+            self._clock(),
+            phase,
+            step,
+            len(kept),
+            _mean(kept),
+            _standard_error(kept),
+            _mean([len(one.episode.last.tokens) for one in scored]),
+            dict(failures),
+            self._clock() - started,
+        )
+        self._observer.record(fact)
+        return fact
+
+    async def _one(self, index: int, prompt: Prompt) -> list[Scored | Failure]:
+        # The seeds do not depend on the step: before and after differ by their weights alone.
+        rolled = await roll_out(
+            self._engine,
+            prompt,
+            self._config.samples,
+            lambda i: self._rollout.sampling(seed_of("held-out", index, i), self._config.temperature),
+            self._decode,
+            name=f"eval-{id(self)}-{index}-{self._clock()}",
+        )
+        episodes = [one for one in rolled if isinstance(one, Episode)]
+        failures: list[Scored | Failure] = [one for one in rolled if isinstance(one, Failure)]
+        return failures + (await self._scorer.score(prompt, episodes) if episodes else [])
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    if len(values) < 2:
+        return math.nan
+    mean = _mean(values)
+    return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))

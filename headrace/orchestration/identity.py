@@ -1,0 +1,47 @@
+"""The probe of C3: the engine's log-probs of a fixed prompt against the trainer's, at one version.
+
+The fingerprint proves that the engine holds the published bytes; the probe that it computes with them what the trainer does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from headrace.errors import IdentityError
+from headrace.observe.facts import IdentityChecked
+from headrace.protocols import Engine, Observer, Trainer
+
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15}
+"""Mean |difference| per token, nats, that rounding alone may cause in a serving dtype (0.01 to 0.04 is usual in bf16)."""
+
+
+class IdentityProbe:
+    def __init__(
+        self, tokens: Sequence[int], every: int, tolerance: float, observer: Observer, clock: Callable[[], float]
+    ) -> None:
+        """`every`: versions between two probes; 0 switches them off."""
+        self._tokens, self._every, self._tolerance = tuple(tokens), every, tolerance
+        self._observer, self._clock = observer, clock
+
+    async def trainer_side(self, trainer: Trainer, version: int) -> list[float] | None:
+        """What the engine must find, or None when this version is not probed."""
+        due = self._every and version % self._every == 0 and len(self._tokens) > 1
+        return await trainer.score(self._tokens) if due else None
+
+    async def engine_side(self, engine: Engine, version: int, expected: list[float] | None) -> None:
+        """Raises `IdentityError` when the served policy is not the trained one."""
+        if expected is None:
+            return
+        found = await engine.score(self._tokens)
+        differences = [abs(a - b) for a, b in zip(found, expected, strict=True)]
+        mean = sum(differences) / len(differences)
+        ok = mean <= self._tolerance  # False for NaN too
+        self._observer.record(
+            IdentityChecked(self._clock(), version, mean, max(differences), self._tolerance, ok)
+        )
+        if not ok:
+            raise IdentityError(
+                f"at version {version} the engine's log-probs of the probe differ from the trainer's by {mean:.3g} on average "
+                f"(tolerance {self._tolerance:g}): it does not compute the policy that is trained. Run with engine.path = "
+                '"hf"; if that agrees, the fused decoder is wrong for this model: please report it.'
+            )

@@ -1,0 +1,121 @@
+"""Worker processes on this machine: started with cores of their own, watched by their sentinel, ended with their parent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import WorkerDied
+from headrace.orchestration.wire import Channel, Frame
+
+GRACE = 5.0
+"""Seconds that a worker gets to leave by itself before it is killed."""
+
+
+class Worker:
+    """One child process and the channel to it."""
+
+    def __init__(self, who: str, log: Path, on_push: Callable[[Frame], None] | None = None) -> None:
+        """What the process prints goes to `log`: the terminal belongs to the live view."""
+        self.who, self._log = who, log
+        self.channel = Channel(who, on_push or (lambda frame: None), self._lost)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ended: asyncio.Future[str] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    async def start(self, kind: str, fds: Sequence[int], cores: Sequence[int]) -> None:
+        """Runs `python -m headrace.orchestration.worker KIND`: no `__main__` guard needed in the user's script."""
+        self._ended = asyncio.get_running_loop().create_future()
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "headrace.orchestration.worker", kind, str(theirs.fileno()), *map(str, fds)]
+        # A session of its own: Ctrl-C in the terminal reaches the controller only, which then ends its workers in order.
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                pass_fds=[theirs.fileno(), *fds],
+                env=environment(cores),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        theirs.close()
+        await self.channel.open(ours)
+
+    async def call(self, method: str, payload: Any, returns: type) -> Any:
+        try:
+            return await self.channel.call(method, payload, returns)
+        except WorkerDied:
+            raise WorkerDied(self.who, await self.ended()) from None
+
+    async def ended(self) -> str:
+        """Waits for the end of the process and says how it ended."""
+        assert self._ended is not None
+        return await asyncio.shield(self._ended)
+
+    async def close(self) -> None:
+        """Ask, wait, kill. Always returns with the process gone."""
+        await self.channel.close()
+        if self._process is None:
+            return
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(self._process.wait, GRACE)
+        if self._process.poll() is None:
+            self._process.kill()
+            await asyncio.to_thread(self._process.wait)
+
+    def kill(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            os.kill(self._process.pid, signal.SIGKILL)
+
+    def _lost(self) -> None:
+        """The connection ended, which the kernel does at once when the process dies."""
+        assert self._process is not None and self._ended is not None
+        process, ended = self._process, self._ended
+
+        def wait() -> str:
+            try:
+                code = process.wait(GRACE)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                return "closed its connection and hung; it was killed"
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            return f"{how} (its output is in {self._log})"
+
+        async def report() -> None:
+            how = await asyncio.to_thread(wait)
+            if not ended.done():
+                ended.set_result(how)
+
+        self._reporting = asyncio.ensure_future(report())
+
+
+def environment(cores: Sequence[int]) -> dict[str, str]:
+    """OpenMP must be told before torch is imported.
+
+    Waiting threads sleep instead of spinning: where two pools share cores, spinning costs a factor of up to ten (measured;
+    see docs/design-notes.md).
+    """
+    threads = str(len(cores) or os.cpu_count() or 1)
+    chosen = {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "GOMP_SPINCOUNT": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+    }
+    return {**os.environ, **chosen, "HEADRACE_CORES": ",".join(map(str, cores))}

@@ -1,0 +1,31 @@
+"""What a worker is told at its start, and what it answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace.types import Manifest, Struct
+
+
+class TrainerStart(Struct):
+    model_dir: str
+    train: dict[str, Any]
+    """TrainConfig as plain values."""
+    algo: dict[str, Any]
+    seed: int
+    serving_dtype: str
+    """What weights are converted to when they are published."""
+    restore: str = ""
+    """A checkpoint directory to go on from; empty starts from the model's own weights."""
+
+
+class TrainerReady(Struct):
+    manifest: Manifest
+    version: int
+
+
+class EngineStart(Struct):
+    model_dir: str
+    engine: dict[str, Any]
+    """EngineConfig as plain values."""
+    manifest: Manifest

@@ -1,0 +1,64 @@
+"""`runs/<name>/`: one run, one directory, one process at a time.
+
+    config.toml        the resolved settings
+    metrics.jsonl      every fact, one JSON line each
+    journal.jsonl      what each optimizer step consumed
+    checkpoints/       see checkpoint.py
+    logs/              what the worker processes printed
+    report.html
+"""
+
+from __future__ import annotations
+
+import fcntl
+from pathlib import Path
+from types import TracebackType
+
+from headrace.errors import ConfigError
+
+LOCK = ".lock"
+
+
+class RunDirectory:
+    """Locked while open. The lock belongs to the open file: a killed run leaves none behind."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.logs = path / "logs"
+        self._lock = (path / LOCK).open("a")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.close()
+            raise ConfigError(f"another process is training in {path}: wait for it, or choose another name") from None
+        self.checkpoints.mkdir(exist_ok=True)
+        self.logs.mkdir(exist_ok=True)
+
+    @classmethod
+    def create(cls, path: Path, config_toml: str) -> RunDirectory:
+        path.mkdir(parents=True, exist_ok=True)
+        directory = cls(path)
+        if (path / "metrics.jsonl").exists():
+            directory.close()
+            raise ConfigError(
+                f"{path} already holds a run: go on with it (headrace train --resume {path}), or choose another name "
+                "(--set name=...)"
+            )
+        (path / "config.toml").write_text(config_toml)
+        return directory
+
+    @classmethod
+    def reopen(cls, path: Path) -> RunDirectory:
+        if not (path / "config.toml").exists():
+            raise ConfigError(f"{path} is not a run directory (it has no config.toml)")
+        return cls(path)
+
+    def close(self) -> None:
+        self._lock.close()
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()

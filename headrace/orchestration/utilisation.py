@@ -1,0 +1,46 @@
+"""How busy the two pools were, measured where the work is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from headrace.protocols import Engine
+from headrace.types import EngineStats
+
+
+class Utilisation:
+    """Idle shares over the time between `start` and `stop`: the training proper, without loading and evaluation."""
+
+    def __init__(self, engine: Engine, clock: Callable[[], float]) -> None:
+        self._engine, self._clock = engine, clock
+        self._first = self._last = EngineStats()
+        self._began = self._ended = 0.0
+
+    async def start(self) -> None:
+        self._first = self._last = await self._engine.stats()
+        self._began = self._ended = self._clock()
+
+    async def stop(self) -> None:
+        """The engine may be gone for good: the figures then are those of its last report."""
+        self._ended = self._clock()
+        self._last = await self._engine.stats()
+
+    @property
+    def seconds(self) -> float:
+        return self._ended - self._began
+
+    @property
+    def engine_idle(self) -> float:
+        busy = self._last.busy_seconds - self._first.busy_seconds
+        return max(0.0, 1 - busy / self.seconds) if self.seconds else 0.0
+
+    def trainer_idle(self, busy_seconds: float) -> float:
+        return max(0.0, 1 - busy_seconds / self.seconds) if self.seconds else 0.0
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self._last.prompt_tokens - self._first.prompt_tokens
+
+    @property
+    def sampled_tokens(self) -> int:
+        return self._last.sampled_tokens - self._first.sampled_tokens

@@ -1,0 +1,182 @@
+"""What a worker process runs: `python -m headrace.orchestration.worker (engine|trainer) SOCKET_FD WEIGHTS_FD`.
+
+Reads frames in one thread, works in another, and leaves as soon as the controller's end of the socket is closed: a killed
+controller leaves no orphan behind.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import HeadraceError
+from headrace.orchestration.messages import EngineStart, TrainerReady, TrainerStart
+from headrace.orchestration.wire import Frame, WorkerEnd, name_of, unpack
+from headrace.protocols import EngineCore, TrainerCore, WeightReceiver, WeightSender
+from headrace.types import Batch, LoadReport, Request, WeightUpdate
+
+STATS_EVERY = 1.0
+"""Seconds between two unasked reports of an engine's statistics."""
+
+
+def main() -> None:
+    kind, socket_fd, weights_fd = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller decides when to leave
+    if cores := [int(core) for core in os.environ.get("HEADRACE_CORES", "").split(",") if core]:
+        os.sched_setaffinity(0, cores)
+    end = WorkerEnd(socket.socket(fileno=socket_fd))
+    inbox: queue.Queue[Frame] = queue.Queue()
+    threading.Thread(target=_read, args=(end, inbox), daemon=True).start()
+    try:
+        {"engine": serve_engine, "trainer": serve_trainer}[kind](end, inbox, weights_fd)
+    except BrokenPipeError:
+        os._exit(0)  # the controller is gone
+
+
+def _read(end: WorkerEnd, inbox: queue.Queue[Frame]) -> None:
+    while (frame := end.receive()) is not None:
+        inbox.put(frame)
+    os._exit(0)
+
+
+def _answer(end: WorkerEnd, frame: Frame, work: Callable[[], Any]) -> None:
+    """Replies with the result, or with the exception by name; the user's errors without a traceback."""
+    try:
+        result = work()
+    except Exception as error:
+        known = isinstance(error, (HeadraceError, ValueError, OSError))
+        end.fail(frame, name_of(error), str(error) if known else traceback.format_exc())
+    else:
+        end.reply(frame, result)
+
+
+# -- the trainer ------------------------------------------------------------------------------------------------------------
+
+
+def serve_trainer(end: WorkerEnd, inbox: queue.Queue[Frame], weights_fd: int) -> None:
+    """One call after the other."""
+    from headrace.orchestration.build import build_trainer_core
+
+    start = inbox.get()
+    parts: dict[str, Any] = {}
+
+    def begin() -> TrainerReady:
+        core, sender, manifest = build_trainer_core(unpack(start.payload, TrainerStart), weights_fd)
+        parts.update(core=core, sender=sender)
+        return TrainerReady(manifest, core.version)
+
+    _answer(end, start, begin)
+    while parts:
+        frame = inbox.get()
+        _answer(end, frame, lambda frame=frame: _trainer_call(parts["core"], parts["sender"], frame))  # type: ignore[misc]
+
+
+def _trainer_call(core: TrainerCore, sender: WeightSender, frame: Frame) -> Any:
+    match frame.method:
+        case "step":
+            return core.step(unpack(frame.payload, Batch))
+        case "publish":
+            return sender.send(core.version, core.parameters())
+        case "score":
+            return core.score(unpack(frame.payload, list[int]))
+        case "save":
+            return core.save(Path(unpack(frame.payload, str)))
+        case method:
+            raise AssertionError(f"unknown call {method}")
+
+
+# -- the engine -------------------------------------------------------------------------------------------------------------
+
+
+def serve_engine(end: WorkerEnd, inbox: queue.Queue[Frame], weights_fd: int) -> None:
+    """Forward passes for ever; messages are taken between them; new weights are verified beside them."""
+    from headrace.orchestration.build import build_engine_core
+
+    start = inbox.get()
+    parts: dict[str, Any] = {}
+
+    def begin() -> Any:
+        core, receiver = build_engine_core(unpack(start.payload, EngineStart), weights_fd)
+        parts.update(core=core, receiver=receiver)
+        return core.capabilities
+
+    _answer(end, start, begin)
+    if not parts:
+        return
+    loop = EngineLoop(end, inbox, parts["core"], parts["receiver"])
+    while True:
+        loop.turn()
+
+
+class EngineLoop:
+    def __init__(self, end: WorkerEnd, inbox: queue.Queue[Any], core: EngineCore, receiver: WeightReceiver) -> None:
+        self._end, self._inbox, self._core, self._receiver = end, inbox, core, receiver
+        self._stats_due = 0.0
+
+    def turn(self) -> None:
+        """Take what has arrived (wait for something when idle), then one forward pass."""
+        self._take(block=not self._core.has_work())
+        while not self._inbox.empty():
+            self._take(block=False)
+        if self._core.has_work():
+            self._end.push("output", self._core.step())
+        if (now := time.monotonic()) >= self._stats_due:
+            self._stats_due = now + STATS_EVERY
+            self._end.push("stats", self._core.stats())
+
+    def _take(self, block: bool) -> None:
+        try:
+            item = self._inbox.get(block=block, timeout=STATS_EVERY if block else None)
+        except queue.Empty:
+            return
+        if callable(item):  # new weights, prepared by the side thread
+            item()
+        elif item.method == "add":
+            self._add(unpack(item.payload, Request))
+        elif item.method == "cancel":
+            self._core.cancel(unpack(item.payload, str))
+        elif item.method == "load":
+            update = unpack(item.payload, WeightUpdate)
+            threading.Thread(target=self._prepare, args=(item, update), daemon=True).start()
+        elif item.method == "score":
+            _answer(self._end, item, lambda: self._core.score(unpack(item.payload, list[int])))
+        elif item.method == "stats":
+            _answer(self._end, item, self._core.stats)
+        else:
+            raise AssertionError(f"unknown message {item.method}")
+
+    def _add(self, request: Request) -> None:
+        try:
+            self._core.add(request)
+        except ValueError as error:
+            self._end.push("refused", (request.id, str(error)))
+
+    def _prepare(self, frame: Frame, update: WeightUpdate) -> None:
+        """Side thread: fingerprint and unpack while the engine goes on; the swap itself happens between two passes."""
+        started = time.perf_counter()
+        try:
+            prepared = self._core.prepare(update, self._receiver.receive(update))
+        except (HeadraceError, ValueError) as error:
+            self._end.fail(frame, name_of(error), str(error))
+            return
+        verified = time.perf_counter() - started
+
+        def swap() -> None:
+            before = time.perf_counter()
+            self._core.swap(prepared)
+            self._end.reply(frame, LoadReport(update.version, verified, time.perf_counter() - before))
+
+        self._inbox.put(swap)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""The ports between the parts. Each has one shipped fake (`engine/fake.py`, `train/fake.py`, `tasks/fake.py`, ...).
+
+The first half is what the pipeline sees (asynchronous); the second what a worker process holds (synchronous).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from headrace.types import (
+    Batch,
+    Capabilities,
+    Completion,
+    EngineStats,
+    Episode,
+    Failure,
+    LoadReport,
+    Prompt,
+    Request,
+    Scored,
+    StepOutput,
+    TrainReport,
+    WeightUpdate,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Engine(Protocol):
+    """Generates, and swaps weights while it generates."""
+
+    capabilities: Capabilities
+
+    async def generate(self, request: Request) -> Completion:
+        """Cancelling the awaiting task cancels the request and frees its KV. Raises `WorkerDied` when given up."""
+
+    async def load(self, update: WeightUpdate) -> LoadReport:
+        """Returns when the weights are live. Raises `IdentityError` if they are not those published."""
+
+    async def score(self, tokens: Sequence[int]) -> list[float]:
+        """[T-1] log-probs (temperature 1) of tokens[1:] given what precedes them, under the live weights."""
+
+    async def stats(self) -> EngineStats: ...
+
+    async def watch(self) -> None:
+        """Returns never; raises `WorkerDied` as soon as the engine is lost for good."""
+
+    async def close(self) -> None: ...
+
+
+class Trainer(Protocol):
+    """Turns batches into new weights."""
+
+    async def step(self, batch: Batch) -> TrainReport: ...
+
+    async def publish(self) -> WeightUpdate:
+        """Writes the current weights where engines can load them."""
+
+    async def score(self, tokens: Sequence[int]) -> list[float]:
+        """As `Engine.score`, under the trainer's own weights."""
+
+    async def save(self, directory: Path) -> None: ...
+
+    async def watch(self) -> None:
+        """Returns never; raises `WorkerDied` as soon as the trainer is lost."""
+
+    async def close(self) -> None: ...
+
+
+class Task(Protocol):
+    """Where prompts come from. Prompts are drawn one after the other; `state` says where the cursor stands (JSON-able)."""
+
+    def draw(self) -> Prompt: ...
+
+    def held_out(self, count: int) -> list[Prompt]:
+        """The same `count` prompts at every call; `draw` never yields one of them."""
+
+    def state(self) -> dict[str, Any]: ...
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Scorer(Protocol):
+    async def score(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[Scored | Failure]:
+        """One result per episode, in order. Never raises for what the user's reward did: that is a `Failure`."""
+
+    async def close(self) -> None: ...
+
+
+class Observer(Protocol):
+    """The one place where facts go (see `observe/facts.py`)."""
+
+    def record(self, fact: Any) -> None: ...
+
+
+class WeightSender(Protocol):
+    """The trainer's end of a transport."""
+
+    def send(self, version: int, parameters: Iterable[tuple[str, torch.Tensor]]) -> WeightUpdate: ...
+
+
+class WeightReceiver(Protocol):
+    """The engine's end of a transport."""
+
+    def receive(self, update: WeightUpdate) -> Mapping[str, torch.Tensor]:
+        """Views of the published parameters by name, verified against the fingerprint. Thread-safe.
+
+        The views stay valid until the version after the next one is published."""
+
+
+class EngineCore(Protocol):
+    """An engine as its worker process drives it: one thread calls `step` for ever; `prepare` may run beside it."""
+
+    capabilities: Capabilities
+
+    def add(self, request: Request) -> None:
+        """Raises `ValueError` with the remedy when the request can never run."""
+
+    def cancel(self, request_id: str) -> None:
+        """Frees its KV at once; unknown ids are ignored (it may just have ended)."""
+
+    def prepare(self, update: WeightUpdate, tensors: Mapping[str, torch.Tensor]) -> Any:
+        """Whatever must be done to new weights before they can serve; called in a side thread, beside `step`.
+
+        Raises `ValueError` naming the first parameter that is missing, unknown, or of another shape or dtype."""
+
+    def swap(self, prepared: Any) -> None:
+        """Called between two steps: the next forward pass uses the new weights. Running sequences go on, KV kept."""
+
+    def has_work(self) -> bool: ...
+
+    def step(self) -> StepOutput:
+        """One forward pass: chunks of waiting prompts beside one token for every running sequence."""
+
+    def score(self, tokens: Sequence[int]) -> list[float]: ...
+
+    def stats(self) -> EngineStats: ...
+
+
+class TrainerCore(Protocol):
+    """A trainer as its worker process drives it."""
+
+    version: int
+
+    def step(self, batch: Batch) -> TrainReport: ...
+
+    def parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """In canonical order (`named_parameters()`, tied ones once), fp32 masters; the sender casts to the serving dtype."""
+
+    def score(self, tokens: Sequence[int]) -> list[float]: ...
+
+    def save(self, directory: Path) -> None:
+        """Weights, optimizer, RNG, schedule. Files are flushed to disk; the caller renames the directory."""
+
+    def restore(self, directory: Path) -> None: ...
+
+    def export(self, directory: Path) -> None:
+        """A directory that `transformers` loads."""

@@ -1,0 +1,207 @@
+"""TOML and `--set a.b=c` to any tree of pydantic dataclasses and back, with sentences for what is wrong.
+
+Knows no setting of headrace by name: `config.py` says which settings exist.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import re
+import tomllib
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from headrace.errors import ConfigError
+
+T = TypeVar("T")
+Tree = dict[str, Any]
+
+_PART = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def read_toml(path: Path) -> Tree:
+    """Raises ConfigError where the file is missing, a directory or not TOML."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"there is no file {path}{_similar_file(path)}") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a directory; name a TOML file in it") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+
+
+def parse_sets(sets: Sequence[str]) -> Tree:
+    """`["a.b=1", "a.c=fast"]` -> `{"a": {"b": 1, "c": "fast"}}`: a value is TOML, or a string where it is not TOML."""
+    tree: Tree = {}
+    for text in sets:
+        key, sign, value = text.partition("=")
+        parts = key.strip().split(".")
+        if not sign or not all(_PART.fullmatch(part) for part in parts):
+            raise ConfigError(f"--set {text}: write it as section.setting=value, for example --set train.steps=100")
+        tree = merge(tree, _nest(parts, _toml_value(value.strip())))
+    return tree
+
+
+def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tree:
+    """Tables are merged key by key; anything else in `above` replaces what `below` holds."""
+    merged = dict(below)
+    for key, value in above.items():
+        old = merged.get(key)
+        merged[key] = merge(old, value) if isinstance(old, dict) and isinstance(value, Mapping) else value
+    return merged
+
+
+def build(kind: type[T], tree: Mapping[str, Any]) -> T:
+    """Validates strictly: a number in quotes is not a number. All complaints are raised at once, one a line."""
+    try:
+        # The JSON mode of pydantic is the strict mode that knows TOML's types: arrays may become tuples, 1 may become 1.0.
+        return TypeAdapter(kind).validate_json(json.dumps(tree, default=str), strict=True)
+    except ValidationError as error:
+        complaints = [_sentence(kind, detail) for detail in error.errors(include_url=False)]
+        raise ConfigError("\n".join(dict.fromkeys(complaints))) from None
+
+
+def dump(config: Any) -> str:
+    """TOML of a dataclass tree with every setting spelled out. What is None is left out: TOML has no word for it."""
+    lines: list[str] = []
+    _write_table(_plain(config), (), lines)
+    return "\n".join(lines).strip() + "\n"
+
+
+def setting_names(kind: type, prefix: str = "") -> Iterator[str]:
+    """Dotted names of all settings and sections; the elements of a list of tables go by the name of the list."""
+    hints = typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        name = f"{prefix}{field.name}"
+        yield name
+        for nested in _dataclasses_in(hints[field.name]):
+            yield from setting_names(nested, f"{name}.")
+
+
+# --- sentences -------------------------------------------------------------------------------------------------------
+
+
+def _sentence(kind: type, detail: Any) -> str:
+    name = _dotted(detail["loc"])
+    given, problem = detail["input"], detail["type"]
+    if problem == "unexpected_keyword_argument":
+        near = _nearest(name, list(setting_names(kind)))
+        return f"{name} is not a setting" + (f"; did you mean {near}?" if near else "")
+    if problem == "missing":
+        return f"{name} is missing: " + ("add it" if "." in name else f"add a [{name}] table or {name} = ... to the config")
+    if problem == "value_error":  # raised by a validator of the owner, whose message names the remedy
+        message = str(detail["ctx"]["error"])
+        return message if name.split(".")[0] in message else f"{name}: {message}"
+    return f"{name} = {_short(given)} does not fit: {_expected(detail)}"
+
+
+def _expected(detail: Any) -> str:
+    message = str(detail["msg"])
+    if detail["type"] in ("dataclass_type", "dict_type"):
+        return "expected a table"
+    return message.replace("Input should be a valid ", "expected a ").replace("Input should be ", "expected ")
+
+
+def _dotted(loc: Sequence[Any]) -> str:
+    text = ""
+    for part in loc:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}"
+    return text.lstrip(".")
+
+
+def _nearest(name: str, known: list[str]) -> str | None:
+    """First among the settings of the same section, then anywhere by the last part of the name, then by the whole name."""
+    plain = re.sub(r"\[\d+\]", "", name)
+    section, _, leaf = plain.rpartition(".")
+    siblings = [n for n in known if n.rpartition(".")[0] == section]
+    for candidates in (siblings, known):
+        leaves = {n.rpartition(".")[2]: n for n in reversed(candidates)}
+        match = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.7)
+        if match:
+            return leaves[match[0]]
+    match = difflib.get_close_matches(plain, known, n=1, cutoff=0.6)
+    return match[0] if match else None
+
+
+def _similar_file(path: Path) -> str:
+    near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")], n=1)
+    return f"; did you mean {path.with_name(near[0])}?" if near else ""
+
+
+def _short(value: Any) -> str:
+    text = _toml(value) if not isinstance(value, dict) else "{...}"
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _dataclasses_in(hint: Any) -> list[type]:
+    if dataclasses.is_dataclass(hint):
+        return [typing.cast(type, hint)]
+    return [kind for argument in typing.get_args(hint) for kind in _dataclasses_in(argument)]
+
+
+# --- TOML ------------------------------------------------------------------------------------------------------------
+
+
+def _toml_value(text: str) -> Any:
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+        return parsed["value"] if list(parsed) == ["value"] else text
+    except tomllib.TOMLDecodeError:
+        return text  # a bare word: `--set algo.name=rloo` needs no quotes
+
+
+def _nest(parts: Sequence[str], value: Any) -> Tree:
+    return {parts[0]: _nest(parts[1:], value) if parts[1:] else value}
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses to dicts without the settings that are None; tuples to lists; paths to strings."""
+    if dataclasses.is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value) if _is_set(value, f.name)}
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items() if v is not None}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _is_set(config: Any, name: str) -> bool:
+    return getattr(config, name) is not None
+
+
+def _write_table(table: Tree, path: tuple[str, ...], lines: list[str]) -> None:
+    lines += [f"{_key(key)} = {_toml(value)}" for key, value in table.items() if not isinstance(value, dict)]
+    for key, value in table.items():
+        if isinstance(value, dict):
+            here = (*path, _key(key))
+            lines += ["", f"[{'.'.join(here)}]"]
+            _write_table(value, here, lines)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_key(k)} = {_toml(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        return repr(value) if math.isfinite(value) else str(value)
+    return str(value) if isinstance(value, int) else _string(str(value))
+
+
+def _string(text: str) -> str:
+    # JSON's escapes are TOML's, except that TOML wants DEL escaped too and knows no surrogate pairs.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _key(key: str) -> str:
+    return key if _PART.fullmatch(key) else _string(key)

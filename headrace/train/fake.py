@@ -1,0 +1,56 @@
+"""A trainer without a model, for tests and simulations: settable speed, failures, and a record of what it trained."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from headrace.errors import WorkerDied
+from headrace.types import Batch, TrainReport, WeightUpdate
+
+
+@dataclass
+class FakeTrainer:
+    seconds_per_step: float = 0.1
+    publish_seconds: float = 0.0
+    skip: Callable[[int], bool] = lambda attempt: False
+    """Says of each attempted step (counted from 0) whether its gradient is non-finite."""
+    batches: list[Batch] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.version = 0
+        self._attempts = 0
+        self._died: asyncio.Future[None] | None = None
+
+    async def step(self, batch: Batch) -> TrainReport:
+        await asyncio.sleep(self.seconds_per_step)
+        self._attempts += 1
+        tokens = sum(len(row.tokens) for row in batch.rows)
+        if self.skip(self._attempts - 1):
+            return TrainReport(batch.step, self.version, skipped="nonfinite_gradient", loss_tokens=tokens)
+        self.batches.append(batch)
+        self.version += 1
+        return TrainReport(batch.step, self.version, loss_tokens=tokens, seconds=self.seconds_per_step)
+
+    async def publish(self) -> WeightUpdate:
+        await asyncio.sleep(self.publish_seconds)
+        return WeightUpdate(self.version, "full", f"fake-{self.version}", self.version % 2, 0, self.publish_seconds)
+
+    async def score(self, tokens: Sequence[int]) -> list[float]:
+        return [-1.0] * (len(tokens) - 1)
+
+    async def save(self, directory: Path) -> None:
+        (directory / "fake_trainer.txt").write_text(str(self.version))
+
+    async def watch(self) -> None:
+        self._died = asyncio.get_running_loop().create_future()
+        await self._died
+
+    def die(self) -> None:
+        assert self._died is not None
+        self._died.set_exception(WorkerDied("trainer", "was killed (fake)"))
+
+    async def close(self) -> None:
+        pass

@@ -1,0 +1,292 @@
+"""The nouns of headrace: one frozen type per stage, each born complete.
+
+Read this file, then `protocols.py`, then `orchestration/pipeline.py`, and you have understood the system.
+
+    Prompt --ticket--> Request --engine--> Completion --> Episode --scorer--> Scored --> Group --> Batch --> WeightUpdate
+
+A stage makes a new value; it never fills a hole in an old one. Every type is a `msgspec.Struct`, so that the same value
+travels between processes (msgpack), into the journal (JSON) and into a checkpoint without a second definition.
+
+Legend for shapes: P prompts a step, G rollouts a prompt, T tokens of one sequence, N packed tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+Stop = Literal["stop", "length", "interrupted", "error"]
+
+
+class Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of all nouns: frozen, compared by value, refuses fields it does not know."""
+
+
+class Prompt(Struct):
+    """One prompt as drawn from a task, already through the chat template (which is applied once, here and nowhere else)."""
+
+    id: str
+    """Unique within the task and stable across restarts: the accounting and the resume test rest on it."""
+    text: str
+    """What the person asked, for reward functions, journals and reports. Never re-tokenised."""
+    tokens: tuple[int, ...]
+    columns: dict[str, Any] = {}
+    """The row's other columns, handed to reward functions by name. JSON-able."""
+
+
+class Sampling(Struct):
+    """How tokens are drawn. Log-probs returned are always of the distribution these settings make."""
+
+    max_tokens: int = 64
+    temperature: float = 1.0
+    """0 is greedy (log-probs are then those at temperature 1)."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps the whole vocabulary."""
+    min_p: float = 0.0
+    """Keeps tokens of probability >= min_p * max probability. Order of filters: temperature, top_k, top_p, min_p."""
+    stop: tuple[str, ...] = ()
+    """Matched in the text of the completion only, never in the prompt. The tokens that matched stay in the completion."""
+    stop_token_ids: tuple[int, ...] = ()
+    """In addition to the model's own end-of-sequence tokens."""
+    ignore_eos: bool = False
+    seed: int = 0
+    """Token t of a request is drawn with a number that depends on (seed, t) alone: not on the batch, not on restarts."""
+
+
+class Request(Struct):
+    id: str
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    group: str = ""
+    """Requests of one group share their prompt, which the engine computes once."""
+    prefix: tuple[int, ...] = ()
+    """Tokens already sampled for this request (before an engine died, say). They are forwarded, not sampled again, count
+    towards `max_tokens`, and are not part of what the engine returns."""
+
+
+class VersionSpan(Struct):
+    """Tokens from `start` on were sampled by the weights `version` (until the next span starts)."""
+
+    start: int
+    version: int
+    kv_version: int
+    """The oldest weights that computed any of the KV entries those tokens attended to (<= version)."""
+
+
+class Completion(Struct):
+    """What an engine sampled. C4: versions of the spans never decrease; every token lies in exactly one span."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """[T] of the distribution really sampled from."""
+    spans: tuple[VersionSpan, ...]
+    stop: Stop
+    text: str = ""
+    """Decoded for rewards and reports; training never reads it (C5)."""
+
+    def versions(self) -> list[int]:
+        """[T] the version of every token, spans unrolled."""
+        ends = [*(s.start for s in self.spans[1:]), len(self.tokens)]
+        return [s.version for s, end in zip(self.spans, ends, strict=True) for _ in range(s.start, end)] if self.spans else []
+
+
+class Turn(Struct):
+    """One completion within an episode. `context` are the tokens before it that its parents do not already hold."""
+
+    context: tuple[int, ...]
+    completion: Completion
+    parents: tuple[int, ...] = ()
+    agent: str = ""
+
+
+class Episode(Struct):
+    """A directed graph of turns. A single-turn rollout is an episode of one turn."""
+
+    turns: tuple[Turn, ...]
+
+    @property
+    def last(self) -> Completion:
+        return self.turns[-1].completion
+
+
+class Scored(Struct):
+    """An episode with its reward, and the name of who gave each part of it."""
+
+    episode: Episode
+    reward: float
+    """The weighted sum of `rewards`."""
+    rewards: dict[str, float]
+
+
+class Failure(Struct):
+    """A rollout that could not be had or scored. It is data with a reason (C2), never a reward of zero."""
+
+    reason: str
+    """A short stable name: `reward_raised`, `reward_timeout`, `reward_nan`, `engine_error`, `prompt_too_long`, ..."""
+    detail: str = ""
+
+
+class Row(Struct):
+    """One training row: a root-to-leaf path of an episode. Everything in it is [T] over the sampled tokens but `prompt`."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """The sampler's. A non-finite one removes its token from numerator and denominator (and is counted)."""
+    advantages: tuple[float, ...]
+    mask: tuple[bool, ...]
+    """False keeps a token as context and takes it out of the loss and its denominator."""
+    versions: tuple[int, ...]
+
+
+class Group(Struct):
+    """G scored rollouts of one prompt with their advantages: what the buffer holds and the trainer consumes."""
+
+    ticket: int
+    """Admission number: groups were admitted in this order (C1)."""
+    prompt: Prompt
+    scored: tuple[Scored, ...]
+    rows: tuple[Row, ...]
+    failures: tuple[Failure, ...] = ()
+    """Rollouts of this group that failed; the others are normalised among themselves."""
+    drawn_again: bool = False
+    """True when the prompt was in flight at a checkpoint and drawn a second time after the resume."""
+
+
+class Batch(Struct):
+    """What one optimizer step consumes. `step` is the number of optimizer steps done before it, so lag = step - version."""
+
+    step: int
+    groups: tuple[Group, ...]
+    temperature: float = 1.0
+
+    @property
+    def rows(self) -> list[Row]:
+        return [row for group in self.groups for row in group.rows]
+
+
+class WeightUpdate(Struct):
+    """One publish: which weights, where they lie, and the fingerprint that whoever loads them must find (C3)."""
+
+    version: int
+    kind: Literal["full", "adapter"]
+    fingerprint: str
+    slot: int
+    """Which of the two packed buffers holds it."""
+    nbytes: int
+    seconds: float
+    """What the publish took on the trainer's side."""
+
+
+class TensorSpec(Struct):
+    """Where one parameter lies in the packed buffer. `dtype` is a torch name such as `bfloat16`."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+    nbytes: int
+
+
+class Manifest(Struct):
+    """All parameters in their canonical order (that of `named_parameters()`, tied ones once)."""
+
+    tensors: tuple[TensorSpec, ...]
+    slot_nbytes: int
+    """Bytes of one packed buffer; the shared memory holds two."""
+
+
+class TrainReport(Struct):
+    """What one `Trainer.step` did. Means are over the tokens in the loss, with the denominator of the whole step (C9)."""
+
+    step: int
+    """Optimizer steps done before this one."""
+    version: int
+    """The version the weights have now: step + 1, or step when the update was skipped."""
+    skipped: str = ""
+    """Empty, or the reason why the weights did not change: `nonfinite_gradient`, `no_tokens`."""
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    """Before clipping."""
+    lr: float = 0.0
+    entropy: float = 0.0
+    """Mean over tokens, nats, of the full distribution at the sampling temperature."""
+    ratio_mean: float = 1.0
+    ratio_max: float = 1.0
+    clip_fraction: float = 0.0
+    kl: float = 0.0
+    """k3 estimate of KL(sampler || trainer)."""
+    loss_tokens: int = 0
+    forward_tokens: int = 0
+    """Tokens really forwarded: a prompt shared by a group counts once."""
+    dropped_tokens: int = 0
+    """Tokens with a non-finite sampler log-prob."""
+    microbatches: int = 0
+    seconds: float = 0.0
+
+
+class EngineStats(Struct):
+    running: int = 0
+    waiting: int = 0
+    kv_used: float = 0.0
+    """Share of the KV budget in use, 0 to 1."""
+    sampled_tokens: int = 0
+    """Since the process started."""
+    prompt_tokens: int = 0
+    """Prompt tokens really forwarded (a group's prompt counts once)."""
+    steps: int = 0
+    busy_seconds: float = 0.0
+    version: int = -1
+    """-1 until weights are loaded."""
+
+
+class LoadReport(Struct):
+    """How a `WeightUpdate` went live."""
+
+    version: int
+    verify_seconds: float
+    """Fingerprinting and unpacking, beside generation."""
+    swap_seconds: float
+    """The gap between two forward passes: the only time in which generation stood still."""
+
+
+class Capabilities(Struct):
+    """What an engine can do. What it cannot is refused at start with a sentence (`errors.ConfigError`), never ignored."""
+
+    context_length: int
+    top_p: bool = True
+    top_k: bool = True
+    min_p: bool = True
+    stop_strings: bool = True
+    swap_in_flight: bool = True
+    path: str = ""
+    """A word for people: `fused llama`, `hugging face gpt_neox`, `fake`."""
+
+
+class Finished(Struct):
+    request_id: str
+    stop: Stop
+    error: str = ""
+
+
+class StepOutput(Struct):
+    """What one forward pass of an engine sampled: columns over the rows that got a token, and the requests that ended."""
+
+    version: int
+    request_ids: tuple[str, ...] = ()
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    kv_versions: tuple[int, ...] = ()
+    finished: tuple[Finished, ...] = ()
+
+
+def spans_of(versions: Sequence[int], kv_versions: Sequence[int]) -> tuple[VersionSpan, ...]:
+    """Run-length code of per-token versions."""
+    spans: list[VersionSpan] = []
+    for start, (version, kv_version) in enumerate(zip(versions, kv_versions, strict=True)):
+        if not spans or (spans[-1].version, spans[-1].kv_version) != (version, kv_version):
+            spans.append(VersionSpan(start, version, kv_version))
+    return tuple(spans)

@@ -1,0 +1,280 @@
+"""The shape of the code: floors, circles, budgets, what `import headrace` costs, where concrete classes are named."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from headrace.config import load_config
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "headrace"
+RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
+
+# A file imports only from lower floors; parts of one floor never import each other; inside a folder all may.
+FLOORS = {
+    "types": 0,
+    "errors": 0,
+    "virtual_time": 0,
+    "algo": 1,
+    "observe": 1,
+    "settings": 1,
+    "protocols": 2,
+    "staleness": 2,
+    "packing": 2,
+    "chat": 2,
+    "models": 2,
+    "process_config": 2,
+    "tasks": 3,
+    "scoring": 3,
+    "rollout": 3,
+    "buffer": 3,
+    "engine": 3,
+    "train": 3,
+    "weight_sync": 3,
+    "config": 4,
+    "orchestration": 5,
+    "doctor": 5,
+    "__init__": 6,
+    "cli": 7,
+    "__main__": 8,
+}
+
+HEAVY = ("torch", "transformers", "datasets", "pandas", "matplotlib", "rich", "reasoning_gym", "pydantic")
+
+# Concrete class -> the part that owns it. Elsewhere only build.py names it: everybody else holds a protocol.
+CONCRETE = {
+    "NativeEngine": "engine",
+    "FakeEngine": "engine",
+    "TorchTrainer": "train",
+    "FakeTrainer": "train",
+    "FunctionScorer": "scoring",
+    "FakeScorer": "scoring",
+    "ReasoningGymTask": "tasks",
+    "RowsTask": "tasks",
+    "FakeTask": "tasks",
+}
+BUILD = "orchestration/build.py"
+
+MAX_FUNCTION, MAX_FILE, MAX_CLASS, MAX_MEDIAN = 60, 400, 250, 15
+
+
+# --- the checkers: each yields one sentence per violation --------------------------------------------------------------
+
+
+def modules(package: Path) -> dict[str, Path]:
+    """Dotted name below the package -> file; the package's own `__init__.py` goes by that name."""
+    names = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package).with_suffix("").parts
+        names[".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)] = path
+    return names
+
+
+def imports(name: str, path: Path, known: dict[str, Path]) -> Iterator[str]:
+    """Our modules that a file imports, anywhere in it: at the top, in a function, under TYPE_CHECKING."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (target for alias in node.names if (target := _ours(alias.name, known)))
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:  # relative: rebuilt from the importing module's own name
+                package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+                above = package[: len(package) - node.level + 1]
+                base = ".".join(["headrace", *above, *([node.module] if node.module else [])])
+            for alias in node.names:
+                if target := _ours(f"{base}.{alias.name}", known) or _ours(base, known):
+                    yield target
+
+
+def _ours(dotted: str, known: dict[str, Path]) -> str | None:
+    if dotted == "headrace":
+        return "__init__"
+    below = dotted.removeprefix("headrace.")
+    return below if below != dotted and below in known else None
+
+
+def floor_violations(package: Path, floors: dict[str, int]) -> Iterator[str]:
+    known = modules(package)
+    for name, path in known.items():
+        part = name.split(".")[0]
+        if part not in floors:
+            yield f"{name} has no floor: add it to FLOORS"
+            continue
+        for target in imports(name, path, known):
+            other = target.split(".")[0]
+            if other != part and floors.get(other, -1) >= floors[part]:
+                yield f"{name} (floor {floors[part]}) imports {target} (floor {floors[other]})"
+
+
+def circles(package: Path) -> Iterator[str]:
+    known = modules(package)
+    graph = {name: set(imports(name, path, known)) - {name} for name, path in known.items()}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        yield " -> ".join(error.args[1])
+
+
+def budget_violations(package: Path) -> Iterator[str]:
+    for name, path in modules(package).items():
+        text = path.read_text()
+        if (lines := len(text.splitlines())) > MAX_FILE:
+            yield f"{name} has {lines} lines"
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef) and _length(node) > MAX_CLASS:
+                yield f"class {name}.{node.name} has {_length(node)} lines"
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _length(node) > MAX_FUNCTION:
+                yield f"{name}.{node.name} has {_length(node)} lines"
+
+
+def _length(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    assert node.end_lineno is not None
+    return node.end_lineno - node.lineno + 1
+
+
+def function_lengths(package: Path) -> list[int]:
+    trees = (ast.parse(path.read_text()) for path in modules(package).values())
+    return [
+        _length(node)
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+
+
+def concrete_names(package: Path, concrete: dict[str, str]) -> Iterator[str]:
+    for path in modules(package).values():
+        place = path.relative_to(package)
+        for node in ast.walk(ast.parse(path.read_text())):
+            named = {ast.Name: "id", ast.Attribute: "attr", ast.alias: "name"}.get(type(node))
+            word = getattr(node, named) if named else None
+            if word in concrete and place.parts[0] != concrete[word] and place.as_posix() != BUILD:
+                yield f"{place} names {word}"
+
+
+# --- the code keeps to them --------------------------------------------------------------------------------------------
+
+
+def test_floors():
+    assert list(floor_violations(PACKAGE, FLOORS)) == []
+
+
+def test_no_floor_without_a_file():
+    parts = {name.split(".")[0] for name in modules(PACKAGE)}
+    assert set(FLOORS) <= parts, f"FLOORS names what is not there: {set(FLOORS) - parts}"
+
+
+def test_no_circles_typing_and_lazy_imports_included():
+    assert list(circles(PACKAGE)) == []
+
+
+def test_budgets():
+    assert list(budget_violations(PACKAGE)) == []
+
+
+def test_median_function_is_short():
+    assert statistics.median(function_lengths(PACKAGE)) <= MAX_MEDIAN
+
+
+def test_concrete_classes_are_named_in_build_only():
+    assert list(concrete_names(PACKAGE, CONCRETE)) == []
+
+
+def test_concrete_classes_exist():
+    defined = {
+        node.name
+        for path in modules(PACKAGE).values()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    }
+    assert set(CONCRETE) <= defined, f"CONCRETE names what is not there: {set(CONCRETE) - defined}"
+
+
+def loaded_by(statement: str) -> set[str]:
+    code = f"import sys; {statement}; print(*sorted({{m.split('.')[0] for m in sys.modules}}))"
+    return set(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split())
+
+
+def test_import_headrace_loads_nothing_heavy():
+    assert not loaded_by("import headrace") & set(HEAVY)
+
+
+def test_config_loads_without_torch():
+    assert not loaded_by("import headrace.config") & (set(HEAVY) - {"pydantic"})
+
+
+def test_the_function_train_survives_importing_the_subpackage_train():
+    code = "import headrace, headrace.train.config; assert callable(headrace.train), headrace.train"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_loads(recipe):
+    assert load_config(recipe).name == recipe.stem
+
+
+def test_there_are_recipes():
+    assert ROOT / "recipes" / "demo.toml" in RECIPES
+
+
+# --- the checkers can fail ---------------------------------------------------------------------------------------------
+
+
+def plant(package: Path, **files: str) -> Path:
+    for name, text in files.items():
+        path = package.joinpath(*name.split("__")).with_suffix(".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return package
+
+
+def test_floor_checker_sees_lazy_typing_relative_and_sibling_imports(tmp_path):
+    floors = {"low": 0, "high": 1, "side": 1}
+    lazy = plant(tmp_path / "a", low="def f():\n    from headrace.high import x", high="x = 1")
+    typing = plant(tmp_path / "b", low="if TYPE_CHECKING:\n    import headrace.high", high="")
+    sibling = plant(tmp_path / "c", side="from headrace import high", high="")
+    relative = plant(tmp_path / "d", low__inner="from ..high import x", high="x = 1")
+    for package in (lazy, typing, sibling, relative):
+        assert len(list(floor_violations(package, floors))) == 1
+    assert list(floor_violations(plant(tmp_path / "e", high="import headrace.low", low=""), floors)) == []
+    assert list(floor_violations(plant(tmp_path / "f", new=""), floors)) == ["new has no floor: add it to FLOORS"]
+
+
+def test_circle_checker_sees_circles_inside_a_folder(tmp_path):
+    package = plant(tmp_path, a__x="from headrace.a.y import z", a__y="def f():\n    import headrace.a.x")
+    assert [sorted(set(circle.split(" -> "))) for circle in circles(package)] == [["a.x", "a.y"]]
+
+
+def test_budget_checker_counts(tmp_path):
+    body = "    pass\n"
+    package = plant(
+        tmp_path,
+        long_file="x = 1\n" * 401,
+        long_function="def f():\n" + body * 60,
+        long_class="class C:\n" + body * 250,
+        fits="def f():\n" + body * 59,
+    )
+    assert sorted(budget_violations(package)) == [
+        "class long_class.C has 251 lines",
+        "long_file has 401 lines",
+        "long_function.f has 61 lines",
+    ]
+
+
+def test_concrete_checker_sees_every_way_of_naming(tmp_path):
+    package = plant(
+        tmp_path,
+        a="from headrace.engine.native.core import NativeEngine",
+        b="import headrace.engine as e\ne.NativeEngine()",
+        engine__native="class NativeEngine: ...\nNativeEngine()",
+        orchestration__build="from headrace.engine.native import NativeEngine",
+    )
+    assert list(concrete_names(package, {"NativeEngine": "engine"})) == ["a.py names NativeEngine", "b.py names NativeEngine"]

@@ -1,0 +1,390 @@
+"""Contracts C1, C2, C4 and C6 of the real pipeline, with fakes, in virtual time: thousands of schedules in seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace import virtual_time
+from headrace.algo.groups import rows_of
+from headrace.buffer import Buffer
+from headrace.engine.fake import FakeEngine
+from headrace.errors import HeadraceError, IdentityError, StalledError, TrainingError, WorkerDied
+from headrace.observe.facts import CheckpointSaved, Fact, GroupEnded, StepTrained, Warned
+from headrace.observe.waits import Waits
+from headrace.orchestration.checkpoint import Checkpoints
+from headrace.orchestration.evaluation import Evaluator
+from headrace.orchestration.identity import IdentityProbe
+from headrace.orchestration.pipeline import Parts, Pipeline, Plan
+from headrace.orchestration.snapshots import Snapshots, load_controller
+from headrace.process_config import EvalConfig
+from headrace.rollout import RolloutConfig
+from headrace.scoring.fake import FakeScorer
+from headrace.staleness import StalenessConfig
+from headrace.tasks.fake import FakeTask
+from headrace.train.fake import FakeTrainer
+
+
+@dataclass
+class Ledger:
+    """An observer that keeps every fact."""
+
+    facts: list[Fact] = field(default_factory=list)
+    buffer: Buffer | None = None
+
+    def record(self, fact: Any) -> None:
+        self.facts.append(fact)
+        if self.buffer is not None:  # C2 holds at every instant, not only at the end
+            assert self.buffer.accounting().balance() == 0
+
+    def of(self, kind: type) -> list[Any]:
+        return [fact for fact in self.facts if isinstance(fact, kind)]
+
+
+@dataclass
+class World:
+    """The real pipeline joined to fakes."""
+
+    directory: Path
+    staleness: StalenessConfig = StalenessConfig(groups_per_step=3, max_lag=1)
+    steps: int = 6
+    engine: FakeEngine = field(default_factory=FakeEngine)
+    trainer: FakeTrainer = field(default_factory=FakeTrainer)
+    scorer: FakeScorer = field(default_factory=FakeScorer)
+    task: FakeTask = field(default_factory=FakeTask)
+    group_size: int = 2
+    patience: int = 200
+    checkpoint_every: int = 0
+    stop_after: float = 1e6
+
+    def build(self) -> Pipeline:
+        self.ledger = Ledger()
+        clock = asyncio.get_running_loop().time
+        self.buffer = Buffer(self.staleness, self.steps * self.staleness.groups_per_step)
+        self.ledger.buffer = self.buffer
+        self.checkpoints = Checkpoints(self.directory / "checkpoints", keep=2)
+        rollout = RolloutConfig(group_size=self.group_size, max_tokens=8, patience=self.patience)
+        parts = Parts(
+            task=self.task,
+            engine=self.engine,
+            trainer=self.trainer,
+            scorer=self.scorer,
+            observer=self.ledger,
+            buffer=self.buffer,
+            make_rows=lambda prompt, scored: rows_of(prompt, scored, _centred([s.reward for s in scored]), "train"),
+            decode=lambda tokens: " ".join(map(str, tokens)),
+            waits=Waits(self.ledger.record, clock, self.stop_after / 2, self.stop_after),
+            snapshots=Snapshots(self.checkpoints, self.ledger, clock),
+            probe=IdentityProbe([1, 2, 3], 2, 1e-3, self.ledger, clock),
+            evaluator=Evaluator(
+                self.engine, self.scorer, self.ledger, [], EvalConfig(), rollout, lambda tokens: "", clock
+            ),
+        )
+        plan = Plan(self.steps, self.staleness.groups_per_step, rollout, 0, 3, self.checkpoint_every, 0)
+        return Pipeline(parts, plan, clock, first_step=self.trainer.version)
+
+    async def go_live(self) -> None:
+        self.engine.version = -1
+        await self.engine.load(await self.trainer.publish())
+
+    async def run(self) -> None:
+        pipeline = self.build()
+        await self.go_live()
+        await pipeline.run()
+
+
+def _centred(rewards: list[float]) -> list[float]:
+    mean = sum(rewards) / len(rewards)
+    return [reward - mean for reward in rewards]
+
+
+def _trained_lags(world: World) -> list[int]:
+    return [
+        batch.step - version for batch in world.trainer.batches for row in batch.rows for version in row.versions
+    ]
+
+
+schedules = st.fixed_dictionaries(
+    {
+        "seed": st.integers(0, 10**6),
+        "groups": st.integers(1, 5),
+        "max_lag": st.integers(0, 4),
+        "window": st.integers(1, 6),
+        "token": st.sampled_from([0.0, 0.01, 0.1, 1.0]),
+        "step": st.sampled_from([0.0, 0.05, 0.5, 5.0]),
+        "load": st.sampled_from([0.0, 0.2, 3.0]),
+        "score": st.sampled_from([0.0, 0.1, 2.0]),
+        "failures": st.sampled_from([0.0, 0.2, 0.5]),
+    }
+)
+
+
+def _world(tmp: Path, s: dict[str, Any]) -> World:
+    window = min(s["window"], s["max_lag"] * s["groups"] + 1)
+    heavy_tail = lambda rng: min(8, int(rng.paretovariate(0.7)))  # noqa: E731
+    return World(
+        tmp,
+        StalenessConfig(groups_per_step=s["groups"], max_lag=s["max_lag"], window=window),
+        engine=FakeEngine(s["token"], s["load"], heavy_tail, s["failures"] / 2, s["seed"]),
+        trainer=FakeTrainer(s["step"], s["load"] / 3),
+        scorer=FakeScorer(seconds=s["score"], failure_rate=s["failures"] / 2, seed=s["seed"]),
+    )
+
+
+@settings(max_examples=300, deadline=None)
+@given(schedules)
+def test_c1_c2_c4_hold_in_every_schedule(tmp_path_factory: pytest.TempPathFactory, s: dict[str, Any]) -> None:
+    world = _world(tmp_path_factory.mktemp("run"), s)
+    virtual_time.run(world.run())
+    assert world.trainer.version == world.steps
+    assert max(_trained_lags(world)) <= world.staleness.lag_bound == s["max_lag"]
+    assert min(_trained_lags(world)) >= 0
+    counted = world.buffer.accounting()
+    assert counted.balance() == 0 and counted.in_pipeline == 0
+    assert counted.trained == world.steps * s["groups"]
+    trained = [group.ticket for batch in world.trainer.batches for group in batch.groups]
+    assert len(trained) == len(set(trained)), "a group was trained twice"
+    for batch in world.trainer.batches:
+        for row in batch.rows:
+            assert list(row.versions) == sorted(row.versions), "versions of a completion decrease"
+
+
+def test_the_bound_is_reached(tmp_path: Path) -> None:
+    """A proof of a bound that is never attained would be a proof of something else."""
+    world = World(tmp_path, StalenessConfig(groups_per_step=2, max_lag=3), engine=FakeEngine(0.001), steps=20)
+    virtual_time.run(world.run())
+    assert max(_trained_lags(world)) == 3
+
+
+def test_max_lag_0_is_synchronous(tmp_path: Path) -> None:
+    world = World(tmp_path, StalenessConfig(groups_per_step=3, max_lag=0))
+    virtual_time.run(world.run())
+    assert set(_trained_lags(world)) == {0}
+
+
+def test_strict_order_of_admission_with_window_1(tmp_path: Path) -> None:
+    slow_and_fast = lambda rng: rng.choice([1, 8])  # noqa: E731
+    world = World(tmp_path, engine=FakeEngine(0.1, length=slow_and_fast))
+    virtual_time.run(world.run())
+    tickets = [group.ticket for batch in world.trainer.batches for group in batch.groups]
+    assert tickets == sorted(tickets)
+
+
+def test_no_prompt_is_drawn_that_the_run_does_not_need(tmp_path: Path) -> None:
+    world = World(tmp_path, steps=4)
+    virtual_time.run(world.run())
+    counted = world.buffer.accounting()
+    assert counted.drawn == counted.trained + sum(counted.dropped.values()) + sum(counted.failed.values())
+    assert counted.trained == 12
+
+
+def test_groups_without_contrast_are_named_and_refilled(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    world = World(tmp_path, scorer=FakeScorer(reward=lambda prompt, episode: float(rng.random() < 0.3)))
+    virtual_time.run(world.run())
+    assert world.buffer.accounting().dropped["no_contrast"] > 0
+    assert world.trainer.version == world.steps
+    assert all(any(row.advantages) for batch in world.trainer.batches for row in batch.rows)
+
+
+def test_a_task_without_contrast_stops_the_run_with_a_reason(tmp_path: Path) -> None:
+    world = World(tmp_path, scorer=FakeScorer(reward=lambda prompt, episode: 1.0), patience=20)
+    with pytest.raises(TrainingError, match="20 groups in a row.*no_contrast"):
+        virtual_time.run(world.run())
+
+
+def test_failed_rollouts_are_data_and_the_rest_of_the_group_trains(tmp_path: Path) -> None:
+    world = World(tmp_path, scorer=FakeScorer(failure_rate=0.3), group_size=6)
+    virtual_time.run(world.run())
+    counted = world.buffer.accounting()
+    assert sum(counted.rollout_failures.values()) > 0
+    sizes = {len(group.rows) for batch in world.trainer.batches for group in batch.groups}
+    assert min(sizes) >= 2 and len(sizes) > 1, "uneven groups train on their own members"
+    assert 0.0 not in [s.reward for b in world.trainer.batches for g in b.groups for s in g.scored]
+
+
+def test_prompts_that_do_not_fit_fail_by_name(tmp_path: Path) -> None:
+    world = World(tmp_path, engine=FakeEngine(context_length=5), patience=10)
+    with pytest.raises(TrainingError, match="prompt_too_long"):
+        virtual_time.run(world.run())
+
+
+def test_skipped_steps_are_counted_and_three_in_a_row_stop_the_run(tmp_path: Path) -> None:
+    world = World(tmp_path, trainer=FakeTrainer(skip=lambda attempt: attempt in (1, 2)))
+    virtual_time.run(world.run())
+    assert world.buffer.accounting().dropped["nonfinite_gradient"] == 6
+    assert world.trainer.version == world.steps
+    world = World(tmp_path / "second", trainer=FakeTrainer(skip=lambda attempt: attempt >= 1), checkpoint_every=1)
+    with pytest.raises(TrainingError, match="3 steps in a row were skipped"):
+        virtual_time.run(world.run())
+    assert world.ledger.of(CheckpointSaved)[-1].step == 1, "what was learned before is kept"
+
+
+def test_a_dead_trainer_ends_the_run_at_once(tmp_path: Path) -> None:
+    world = World(tmp_path, trainer=FakeTrainer(seconds_per_step=100.0))
+
+    async def kill_it() -> float:
+        running = asyncio.ensure_future(world.run())
+        await asyncio.sleep(50.0)
+        world.trainer.die()
+        with pytest.raises(WorkerDied, match="trainer"):
+            await running
+        return asyncio.get_running_loop().time()
+
+    assert virtual_time.run(kill_it()) == pytest.approx(50.0)
+
+
+def test_an_engine_given_up_leaves_a_checkpoint(tmp_path: Path) -> None:
+    world = World(tmp_path, steps=1000)
+
+    async def kill_it() -> None:
+        running = asyncio.ensure_future(world.run())
+        await asyncio.sleep(5.0)
+        world.engine.die()
+        with pytest.raises(WorkerDied, match="engine"):
+            await running
+
+    virtual_time.run(kill_it())
+    assert load_controller(world.checkpoints.all()[-1]).step == world.trainer.version > 0
+
+
+def test_foreign_weights_are_refused(tmp_path: Path) -> None:
+    class Forger(FakeTrainer):
+        async def publish(self) -> Any:
+            import msgspec
+
+            update = await super().publish()
+            return update if update.version < 3 else msgspec.structs.replace(update, fingerprint="forged")
+
+    world = World(tmp_path, trainer=Forger())
+    with pytest.raises(IdentityError, match="version 3"):
+        virtual_time.run(world.run())
+
+
+def test_a_probe_that_disagrees_stops_the_run(tmp_path: Path) -> None:
+    class Drifting(FakeEngine):
+        async def score(self, tokens: Any) -> list[float]:
+            return [-1.0 - (self.version >= 4)] * (len(tokens) - 1)
+
+    world = World(tmp_path, engine=Drifting())
+    with pytest.raises(IdentityError, match="at version 4"):
+        virtual_time.run(world.run())
+
+
+@pytest.mark.parametrize("who", ["engine", "trainer", "scorer"])
+def test_c6_a_stall_is_said_and_then_stops_the_run(tmp_path: Path, who: str) -> None:
+    never = 1e9
+    world = World(tmp_path, stop_after=600.0)
+    match who:
+        case "engine":
+            world.engine = FakeEngine(seconds_per_token=never)
+        case "trainer":
+            world.trainer = FakeTrainer(seconds_per_step=never)
+        case "scorer":
+            world.scorer = FakeScorer(seconds=never)
+    with pytest.raises(StalledError, match=f"has waited 600 s for.*{who}"):
+        virtual_time.run(world.run())
+    assert any("has waited 300 s" in warning.message for warning in world.ledger.of(Warned))
+
+
+@settings(max_examples=60, deadline=None)
+@given(schedules, st.floats(0.1, 20.0))
+def test_interrupt_and_resume_lose_nothing_and_train_nothing_twice(
+    tmp_path_factory: pytest.TempPathFactory, s: dict[str, Any], when: float
+) -> None:
+    tmp = tmp_path_factory.mktemp("run")
+    first = _world(tmp, s)
+
+    async def until_interrupted() -> None:
+        pipeline = first.build()
+        await first.go_live()
+        asyncio.get_running_loop().call_later(when, pipeline.interrupt)
+        await pipeline.run()
+
+    virtual_time.run(until_interrupted())
+    state = load_controller(first.checkpoints.all()[-1])
+    assert state.step == first.trainer.version
+
+    second = _world(tmp, s)
+    second.trainer.version = state.step
+    second.task.restore(state.task)
+
+    async def resumed() -> None:
+        pipeline = second.build()
+        second.buffer.restore(state.buffer)
+        await second.go_live()
+        await pipeline.run()
+
+    virtual_time.run(resumed())
+    counted = second.buffer.accounting()
+    assert second.trainer.version == second.steps and counted.balance() == 0 and counted.in_pipeline == 0
+    ids = [group.prompt.id for world in (first, second) for batch in world.trainer.batches for group in batch.groups]
+    assert len(ids) == len(set(ids)) == second.steps * s["groups"]
+    assert max([0, *_trained_lags(second)]) <= s["max_lag"]
+    assert counted.drawn_again == len(state.buffer.unfinished) - counted.in_checkpoint
+
+
+def test_the_resumed_groups_know_that_they_were_drawn_again(tmp_path: Path) -> None:
+    first = World(tmp_path, steps=30)
+
+    async def until_interrupted() -> None:
+        pipeline = first.build()
+        await first.go_live()
+        asyncio.get_running_loop().call_later(0.5, pipeline.interrupt)
+        await pipeline.run()
+
+    virtual_time.run(until_interrupted())
+    state = load_controller(first.checkpoints.all()[-1])
+    assert state.buffer.unfinished, "nothing was in flight: choose another moment"
+    second = World(tmp_path, steps=30)
+    second.trainer.version = state.step
+    second.task.restore(state.task)
+
+    async def resumed() -> None:
+        pipeline = second.build()
+        second.buffer.restore(state.buffer)
+        await second.go_live()
+        await pipeline.run()
+
+    virtual_time.run(resumed())
+    again = {group.prompt.id for b in second.trainer.batches for group in b.groups if group.drawn_again}
+    assert again <= {prompt.id for prompt in state.buffer.unfinished}
+
+
+def test_a_full_disk_at_a_checkpoint_warns_and_goes_on(tmp_path: Path) -> None:
+    class Full(FakeTrainer):
+        async def save(self, directory: Path) -> None:
+            raise OSError(28, "No space left on device")
+
+    world = World(tmp_path, trainer=Full(), checkpoint_every=2)
+    virtual_time.run(world.run())
+    assert world.trainer.version == world.steps
+    assert all(fact.error for fact in world.ledger.of(CheckpointSaved))
+    assert any("No space left" in warning.message for warning in world.ledger.of(Warned))
+    assert not list((tmp_path / "checkpoints").iterdir()), "no half-written checkpoint is left"
+
+
+def test_every_ticket_ends_in_exactly_one_named_outcome(tmp_path: Path) -> None:
+    world = World(tmp_path, scorer=FakeScorer(failure_rate=0.6), engine=FakeEngine(failure_rate=0.3))
+    virtual_time.run(world.run())
+    ended = world.ledger.of(GroupEnded)
+    assert len({fact.ticket for fact in ended}) == len(ended) == world.buffer.accounting().drawn
+    assert all(fact.reason or fact.outcome == "ready" for fact in ended)
+    trained = sum(len(fact.groups) for fact in world.ledger.of(StepTrained))
+    assert trained == sum(fact.outcome == "ready" for fact in ended)
+
+
+def test_errors_of_ours_win_in_a_group_of_exceptions(tmp_path: Path) -> None:
+    class Broken(FakeScorer):
+        async def score(self, prompt: Any, episodes: Any) -> Any:
+            raise HeadraceError("the scorer is broken")
+
+    with pytest.raises(HeadraceError, match="the scorer is broken"):
+        virtual_time.run(World(tmp_path, scorer=Broken()).run())
