@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from headrace.config import RunConfig, load_config
     from headrace.observe.facts import Evaluated
-    from headrace.orchestration.run import RunResult, export
+    from headrace.orchestration.run import RunResult
 
 __version__ = "0.1.0"
 
@@ -29,7 +29,6 @@ __all__ = ["RunConfig", "__version__", "evaluate", "export", "load_config", "tra
 _HOMES = {
     "RunConfig": "headrace.config",
     "load_config": "headrace.config",
-    "export": "headrace.orchestration.run",
 }
 
 
@@ -47,23 +46,33 @@ def train(
     `resume` is the directory of an earlier run to go on from. Raises `errors.HeadraceError`.
     """
     from headrace.config import load_config
+
+    resolved = load_config(config, sets)  # before anything that takes longer to import
     from headrace.orchestration import run
 
-    return run.train(load_config(config, sets), reward=reward, resume=Path(resume) if resume is not None else None)
+    return run.train(resolved, reward=reward, resume=Path(resume) if resume is not None else None)
 
 
 def evaluate(
     config: RunConfig | Mapping[str, Any] | str | Path,
-    weights: str | Path | None = None,
+    run: str | Path | None = None,
     prompts: int | None = None,
     *,
     sets: Sequence[str] = (),
 ) -> Evaluated:
-    """Mean reward on held-out prompts, of the model itself or of `weights`."""
+    """Mean reward on `prompts` held-out prompts: of the config's model, or of the newest checkpoint of the directory `run`."""
     from headrace.config import load_config
-    from headrace.orchestration import run
+    from headrace.orchestration import one_shot
 
-    return run.evaluate(load_config(config, sets), Path(weights) if weights is not None else None, prompts)
+    return one_shot.evaluate(load_config(config, sets), Path(run) if run is not None else None, prompts)
+
+
+def export(run: str | Path, to: str | Path, dtype: str = "bfloat16") -> Path:
+    """Writes the model of a run's newest checkpoint to `to`, for `transformers` to load. Returns the checkpoint."""
+    from headrace.config import config_of_run, read_config
+    from headrace.orchestration import one_shot
+
+    return one_shot.export(read_config(config_of_run(Path(run))), Path(run), Path(to), dtype)
 
 
 class _Package(ModuleType):

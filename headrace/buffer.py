@@ -18,7 +18,7 @@ from headrace.staleness import StalenessConfig
 from headrace.types import Group, Prompt, Struct
 
 
-class InFlight(Struct):
+class InFlight(Struct, frozen=True):
     """A prompt that a ticket was drawn for and whose group is not ready yet."""
 
     ticket: int
@@ -26,7 +26,7 @@ class InFlight(Struct):
     again: bool = False
 
 
-class BufferState(Struct):
+class BufferState(Struct, frozen=True):
     """What a checkpoint holds of the buffer: finished groups, prompts to draw again, and the accounting."""
 
     next_ticket: int

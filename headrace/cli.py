@@ -21,14 +21,17 @@ if TYPE_CHECKING:
     from headrace.config import RunConfig
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
-RUN_CONFIG = "config.toml"
-"""The resolved config in a run's directory."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parsed = _parser().parse_args(arguments)
+    return exit_code(lambda: parsed.command(parsed))
+
+
+def exit_code(work: Callable[[], int]) -> int:
+    """Runs a command; what it raises on purpose becomes one message. Anything else is our own bug and keeps its traceback."""
     try:
-        return parsed.command(parsed)
+        return work()
     except ConfigError as error:
         return _complain(error, BAD_INPUT)
     except HeadraceError as error:
@@ -48,26 +51,27 @@ def _complain(error: Exception, code: int) -> int:
 
 
 def train(arguments: argparse.Namespace) -> int:
-    from headrace.orchestration import run
-
-    resume = run_directory(arguments.resume) if arguments.resume else None
-    config = _config_of(arguments.config, resume, _sets(arguments))
+    run_dir = run_directory(arguments.resume) if arguments.resume else None
+    config = _config(arguments.config, run_dir, _sets(arguments))
     if arguments.dry_run:
         from headrace.config import dump_config
+        from headrace.orchestration.one_shot import describe
 
-        print(f"{dump_config(config)}\n{run.describe(config)}")
+        print(f"{dump_config(config)}\n{describe(config)}")
         return 0
-    result = run.train(config, resume=resume)
+    from headrace.orchestration import run
+
+    result = run.train(config, resume=run_dir)
     return INTERRUPTED if result.reason == "interrupted" else 0
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
-    from headrace.orchestration import run
+    from headrace.orchestration import one_shot
 
-    source = Path(arguments.source)
-    weights = None if source.suffix == ".toml" else run_directory(arguments.source)
-    config = _config_of(arguments.source if weights is None else None, weights, arguments.set)
-    measured = run.evaluate(config, weights, arguments.prompts)
+    is_config = arguments.source.endswith(".toml")
+    run_dir = None if is_config else run_directory(arguments.source)
+    config = _config(arguments.source if is_config else None, run_dir, arguments.set)
+    measured = one_shot.evaluate(config, run_dir, arguments.prompts)
     print(
         f"reward {measured.reward_mean:.4f} ± {measured.reward_sem:.4f} over {measured.prompts} held-out prompts, "
         f"mean length {measured.length_mean:.1f} tokens, {measured.seconds:.1f} s"
@@ -85,10 +89,8 @@ def report(arguments: argparse.Namespace) -> int:
 
 
 def export(arguments: argparse.Namespace) -> int:
-    from headrace.orchestration import run
-
-    run.export(run_directory(arguments.run), Path(arguments.to), arguments.dtype)
-    print(f"{arguments.to}: load it with transformers.AutoModelForCausalLM.from_pretrained")
+    checkpoint = headrace.export(run_directory(arguments.run), arguments.to, arguments.dtype)
+    print(f"{arguments.to}: {checkpoint.name}, for transformers.AutoModelForCausalLM.from_pretrained")
     return 0
 
 
@@ -101,21 +103,15 @@ def doctor(arguments: argparse.Namespace) -> int:
 # --- arguments -------------------------------------------------------------------------------------------------------
 
 
-def _config_of(file: str | None, run_dir: Path | None, sets: Sequence[str]) -> RunConfig:
+def _config(file: str | None, run_dir: Path | None, sets: Sequence[str]) -> RunConfig:
     """The config named, or that of the run."""
-    from headrace.config import load_config
+    from headrace.config import config_of_run, load_config
 
-    if file is None and run_dir is None:
+    if file is not None:
+        return load_config(file, sets)
+    if run_dir is None:
         raise ConfigError("name a config: headrace train CONFIG.toml (or --resume RUN to go on with a run)")
-    return load_config(file if file is not None else _run_config(run_dir), sets)
-
-
-def _run_config(run_dir: Path | None) -> Path:
-    assert run_dir is not None
-    path = run_dir / RUN_CONFIG
-    if not path.is_file():
-        raise ConfigError(f"{run_dir} is not the directory of a run: it has no {RUN_CONFIG}")
-    return path
+    return load_config(config_of_run(run_dir), sets)
 
 
 def _sets(arguments: argparse.Namespace) -> list[str]:

@@ -27,9 +27,6 @@ from headrace.staleness import StalenessConfig
 from headrace.tasks.config import TaskConfig
 from headrace.train.config import TrainConfig
 
-NEEDS_CONTRAST = ("grpo", "dr_grpo", "rloo")
-"""Algorithms whose advantage compares the rollouts of one prompt with each other."""
-
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class RunConfig:
@@ -65,12 +62,24 @@ def load_config(source: RunConfig | Mapping[str, Any] | str | Path, sets: Sequen
     Relative paths in a TOML file are seen from its folder; those of a dict or of `sets` from the working directory.
     Raises ConfigError with all complaints at once, one a line.
     """
-    tree, base = _tree_of(source)
-    config = build(RunConfig, merge(resolve_paths(tree, base), resolve_paths(parse_sets(sets), Path.cwd())))
-    problems = check(config)
-    if problems:
+    config = read_config(source, sets)
+    if problems := check(config):
         raise ConfigError("\n".join(problems))
     return config
+
+
+def read_config(source: RunConfig | Mapping[str, Any] | str | Path, sets: Sequence[str] = ()) -> RunConfig:
+    """As `load_config` without `check`: for a run of another machine, whose cores this one need not have."""
+    tree, base = _tree_of(source)
+    return build(RunConfig, merge(resolve_paths(tree, base), resolve_paths(parse_sets(sets), Path.cwd())))
+
+
+def config_of_run(run_dir: Path) -> Path:
+    """The resolved config that a run keeps in its directory."""
+    path = run_dir / "config.toml"
+    if not path.is_file():
+        raise ConfigError(f"{run_dir} is not the directory of a run: it has no {path.name}")
+    return path
 
 
 def dump_config(config: RunConfig) -> str:
@@ -81,7 +90,7 @@ def dump_config(config: RunConfig) -> str:
 def check(config: RunConfig) -> list[str]:
     """Pairs of settings that cannot work together, each with its remedy; empty when all is well."""
     problems = [*_sampling_problems(config), *_length_problems(config), *_core_problems(config)]
-    if config.rollout.group_size == 1 and config.algo.name in NEEDS_CONTRAST:
+    if config.rollout.group_size == 1 and config.algo.recipe.advantage != "raw":
         problems.append(
             f"rollout.group_size = 1 gives {config.algo.name} nothing to compare a rollout with, so every advantage would "
             "be zero; use at least 2 (8 is usual), or algo.name = reinforce"

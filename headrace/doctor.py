@@ -18,7 +18,6 @@ State = Literal["ok", "note", "bad"]
 GIB = 1024**3
 NEEDED_MEMORY = 6 * GIB
 """fp32 weights, gradients, two AdamW moments, two published copies and the KV budget of the demo's 135 M parameters."""
-NEEDED_SHARED = 1 * GIB
 NEEDED_DISK = 4 * GIB
 
 EXTRAS = {
@@ -66,28 +65,24 @@ def examine(full: bool = False) -> int:
     rest = [*_machine(), *_disks()]  # while torch is being imported
     packages = [*_packages(), *_extras()]
     models = list(_models(full))
-    torch = _torch(probe)
+    torch = torch_facts(probe)
     sections = {
-        "Software": [_python(), *_torch_findings(torch), *packages],
+        "Software": [_python(), *torch_findings(torch), *packages],
         "Machine": rest,
         "Models": models,
-        "What would run where (device = auto)": list(_placement(torch)),
+        "What would run where": list(_placement(torch)),
     }
-    _print(sections)
-    return 1 if any(finding.state == "bad" for findings in sections.values() for finding in findings) else 0
+    return tell(sections)
 
 
 # --- software --------------------------------------------------------------------------------------------------------
 
 
 def _python() -> Finding:
-    version = ".".join(map(str, sys.version_info[:3]))
-    if sys.version_info < (3, 11):
-        return Finding("Python", "bad", version, "headrace needs Python 3.11 or newer")
-    return Finding("Python", "ok", version)
+    return Finding("Python", "ok", ".".join(map(str, sys.version_info[:3])))
 
 
-def _torch(probe: subprocess.Popen[str]) -> dict[str, Any] | str:
+def torch_facts(probe: subprocess.Popen[str]) -> dict[str, Any] | str:
     """What torch says of itself, or why it could not."""
     try:
         out, err = probe.communicate(timeout=120)
@@ -99,7 +94,7 @@ def _torch(probe: subprocess.Popen[str]) -> dict[str, Any] | str:
     return json.loads(out.splitlines()[-1])
 
 
-def _torch_findings(torch: dict[str, Any] | str) -> Iterator[Finding]:
+def torch_findings(torch: dict[str, Any] | str) -> Iterator[Finding]:
     if isinstance(torch, str):
         yield Finding("torch", "bad", torch, "pip install 'torch>=2.11,<2.14'")
         return
@@ -112,7 +107,7 @@ def _torch_findings(torch: dict[str, Any] | str) -> Iterator[Finding]:
         yield Finding("GPU", "note", "none that torch can use", "not needed: engine and trainer run on the CPU")
     if fast:
         yield Finding("bfloat16 on the CPU", "ok", " and ".join(fast))
-    else:
+    elif not torch["cuda"]:
         yield Finding(
             "bfloat16 on the CPU", "note", "emulated, slow", "on this CPU set engine.dtype and train.dtype to float32"
         )
@@ -123,7 +118,7 @@ def _built_for(torch: dict[str, Any]) -> str:
 
 
 def _packages() -> list[Finding]:
-    return [_in_range(name, _version(name)) for name in ("transformers", "pydantic", "reasoning-gym") if name != "reasoning-gym"]
+    return [_in_range(name, _version(name)) for name in ("transformers", "pydantic", "msgspec")]
 
 
 def _extras() -> Iterator[Finding]:
@@ -145,7 +140,7 @@ def _in_range(name: str, version: str | None, more: str = "") -> Finding:
     wanted = _requirement(name)
     if version is None:
         return Finding(name, "bad", "not installed", f"pip install '{name}{wanted}'")
-    if not _satisfies(version, wanted):
+    if not satisfies(version, wanted):
         return Finding(name, "bad", version + more, f"headrace needs {wanted}: pip install '{name}{wanted}'")
     return Finding(name, "ok", version + more)
 
@@ -161,7 +156,7 @@ def _requirement(name: str) -> str:
     return ",".join(sorted(bounds[0].split(","), reverse=True)) if bounds else ""
 
 
-def _satisfies(version: str, wanted: str) -> bool:
+def satisfies(version: str, wanted: str) -> bool:
     given = _numbers(version)
     tests = {">=": lambda bound: given >= bound, "<": lambda bound: given < bound}
     return all(
@@ -189,11 +184,6 @@ def _machine() -> Iterator[Finding]:
     yield Finding(
         "Memory", "note" if low else "ok", _gib(memory), f"the demo wants about {_gib(NEEDED_MEMORY)}" if low else ""
     )
-    shared = Path("/dev/shm")
-    if shared.is_dir():
-        free = shutil.disk_usage(shared).free
-        remedy = "holds two copies of the served weights; in Docker start with --shm-size=4g" if free < NEEDED_SHARED else ""
-        yield Finding("Shared memory", "note" if remedy else "ok", f"{_gib(free)} free", remedy)
 
 
 def _cores() -> int:
@@ -246,41 +236,62 @@ def _gib(count: float) -> str:
 
 
 def _models(full: bool) -> Iterator[Finding]:
-    raise AssertionError
+    from headrace.models import model_states
+
+    marks: dict[str, State] = {"ready": "ok", "absent": "note", "damaged": "bad"}
+    for found in model_states(full):
+        value = {"ready": f"cached, {_gib(_size(found.path))}", "absent": "not fetched yet"}.get(
+            found.state, found.state
+        )
+        more = found.detail if found.state != "ready" else ""
+        remedy = "; ".join(filter(None, [more, found.remedy]))
+        yield Finding(found.model.name, marks[found.state], value, remedy)
+
+
+def _size(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
 def _placement(torch: dict[str, Any] | str) -> Iterator[Finding]:
+    """What `device = "auto"` and `dtype = "auto"` come to here."""
     if isinstance(torch, str):
         yield Finding("engine, trainer", "bad", "nothing can run without torch")
         return
     cuda = torch["cuda"]
-    where = f"cuda:0, {cuda[0][0]}" if cuda else f"CPU, {torch['threads']} threads"
-    yield Finding("engine", "ok", f"{where}, bfloat16, in a process of its own")
-    yield Finding("trainer", "ok", f"{where}, fp32 weights, bfloat16 compute, in a process of its own")
-    yield Finding("rewards", "ok", "CPU, in processes of their own")
-    yield Finding("weights", "ok", "from trainer to engine through shared memory")
+    where = f"GPU 0 ({cuda[0][0]})" if cuda else f"CPU, {torch['threads']} threads"
+    compute = "bfloat16" if cuda or torch["amx"] or torch["avx512_bf16"] else "float32"
+    yield Finding("engine", "ok", f"a process of its own: {where}, bfloat16")
+    yield Finding("trainer", "ok", f"a process of its own: {where}, float32 weights, {compute} compute")
+    yield Finding("rewards", "ok", "worker processes on the CPU")
+    yield Finding("new weights", "ok", "shared memory, from trainer to engine")
 
 
 # --- table -----------------------------------------------------------------------------------------------------------
 
+_MARKS = {"ok": "[green]✓[/]", "note": "[yellow]–[/]", "bad": "[bold red]✗[/]"}
 
-def _print(sections: dict[str, list[Finding]]) -> None:
+
+def tell(sections: dict[str, list[Finding]]) -> int:
+    """Prints the findings and the verdict; returns the exit code."""
     from rich.console import Console
     from rich.table import Table
 
-    marks = {"ok": "[green]✓[/]", "note": "[yellow]–[/]", "bad": "[bold red]✗[/]"}
-    table = Table.grid(padding=(0, 2))
+    console = Console(highlight=False)
     for title, findings in sections.items():
-        table.add_row("", f"[bold]{title}[/]")
+        table = Table.grid(padding=(0, 2, 0, 0))
+        for width in (1, 22, None):
+            table.add_column(width=width)
         for found in findings:
-            remedy = f"[{'bold red' if found.state == 'bad' else 'dim'}]{_escape(found.remedy)}[/]" if found.remedy else ""
-            table.add_row(marks[found.state], _escape(found.what), _escape(found.value), remedy)
-        table.add_row("")
-    Console(highlight=False).print(table)
+            table.add_row(_MARKS[found.state], _escape(found.what), _escape(found.value))
+            if found.remedy:
+                table.add_row("", "", f"[{'red' if found.state == 'bad' else 'dim'}]→ {_escape(found.remedy)}[/]")
+        console.print(f"[bold]{title}[/]", table, "", sep="\n")
     bad = [found.what for findings in sections.values() for found in findings if found.state == "bad"]
-    Console(highlight=False).print(
-        f"[bold red]Cannot run yet:[/] {_escape(', '.join(bad))}" if bad else "[green]Ready:[/] headrace train CONFIG.toml"
-    )
+    if bad:
+        console.print(f"[bold red]Cannot run yet:[/] {_escape(', '.join(bad))}")
+    else:
+        console.print("[green]Ready:[/] headrace train CONFIG.toml")
+    return 1 if bad else 0
 
 
 def _escape(text: str) -> str:

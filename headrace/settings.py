@@ -96,7 +96,9 @@ def _sentence(kind: type, detail: Any) -> str:
         near = _nearest(name, list(setting_names(kind)))
         return f"{name} is not a setting" + (f"; did you mean {near}?" if near else "")
     if problem == "missing":
-        return f"{name} is missing: " + ("add it" if "." in name else f"add a [{name}] table or {name} = ... to the config")
+        return f"{name} is missing: " + (
+            "add it" if "." in name else f"add a [{name}] table or {name} = ... to the config"
+        )
     if problem == "value_error":  # raised by a validator of the owner, whose message names the remedy
         message = str(detail["ctx"]["error"])
         return message if name.split(".")[0] in message else f"{name}: {message}"
@@ -107,7 +109,8 @@ def _expected(detail: Any) -> str:
     message = str(detail["msg"])
     if detail["type"] in ("dataclass_type", "dict_type"):
         return "expected a table"
-    return message.replace("Input should be a valid ", "expected a ").replace("Input should be ", "expected ")
+    message = message.replace("Input should be a valid ", "expected a ").replace("Input should be ", "expected ")
+    return message.replace("expected a integer", "expected an integer")
 
 
 def _dotted(loc: Sequence[Any]) -> str:

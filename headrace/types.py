@@ -24,7 +24,7 @@ class Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Base of all nouns: frozen, compared by value, refuses fields it does not know."""
 
 
-class Prompt(Struct):
+class Prompt(Struct, frozen=True):
     """One prompt as drawn from a task, already through the chat template (which is applied once, here and nowhere else)."""
 
     id: str
@@ -36,7 +36,7 @@ class Prompt(Struct):
     """The row's other columns, handed to reward functions by name. JSON-able."""
 
 
-class Sampling(Struct):
+class Sampling(Struct, frozen=True):
     """How tokens are drawn. Log-probs returned are always of the distribution these settings make."""
 
     max_tokens: int = 64
@@ -56,7 +56,7 @@ class Sampling(Struct):
     """Token t of a request is drawn with a number that depends on (seed, t) alone: not on the batch, not on restarts."""
 
 
-class Request(Struct):
+class Request(Struct, frozen=True):
     id: str
     prompt: tuple[int, ...]
     sampling: Sampling
@@ -67,7 +67,7 @@ class Request(Struct):
     towards `max_tokens`, and are not part of what the engine returns."""
 
 
-class VersionSpan(Struct):
+class VersionSpan(Struct, frozen=True):
     """Tokens from `start` on were sampled by the weights `version` (until the next span starts)."""
 
     start: int
@@ -76,7 +76,7 @@ class VersionSpan(Struct):
     """The oldest weights that computed any of the KV entries those tokens attended to (<= version)."""
 
 
-class Completion(Struct):
+class Completion(Struct, frozen=True):
     """What an engine sampled. C4: versions of the spans never decrease; every token lies in exactly one span."""
 
     tokens: tuple[int, ...]
@@ -93,7 +93,7 @@ class Completion(Struct):
         return [s.version for s, end in zip(self.spans, ends, strict=True) for _ in range(s.start, end)] if self.spans else []
 
 
-class Turn(Struct):
+class Turn(Struct, frozen=True):
     """One completion within an episode. `context` are the tokens before it that its parents do not already hold."""
 
     context: tuple[int, ...]
@@ -102,7 +102,7 @@ class Turn(Struct):
     agent: str = ""
 
 
-class Episode(Struct):
+class Episode(Struct, frozen=True):
     """A directed graph of turns. A single-turn rollout is an episode of one turn."""
 
     turns: tuple[Turn, ...]
@@ -112,7 +112,7 @@ class Episode(Struct):
         return self.turns[-1].completion
 
 
-class Scored(Struct):
+class Scored(Struct, frozen=True):
     """An episode with its reward, and the name of who gave each part of it."""
 
     episode: Episode
@@ -121,7 +121,7 @@ class Scored(Struct):
     rewards: dict[str, float]
 
 
-class Failure(Struct):
+class Failure(Struct, frozen=True):
     """A rollout that could not be had or scored. It is data with a reason (C2), never a reward of zero."""
 
     reason: str
@@ -129,7 +129,7 @@ class Failure(Struct):
     detail: str = ""
 
 
-class Row(Struct):
+class Row(Struct, frozen=True):
     """One training row: a root-to-leaf path of an episode. Everything in it is [T] over the sampled tokens but `prompt`."""
 
     prompt: tuple[int, ...]
@@ -142,7 +142,7 @@ class Row(Struct):
     versions: tuple[int, ...]
 
 
-class Group(Struct):
+class Group(Struct, frozen=True):
     """G scored rollouts of one prompt with their advantages: what the buffer holds and the trainer consumes."""
 
     ticket: int
@@ -156,7 +156,7 @@ class Group(Struct):
     """True when the prompt was in flight at a checkpoint and drawn a second time after the resume."""
 
 
-class Batch(Struct):
+class Batch(Struct, frozen=True):
     """What one optimizer step consumes. `step` is the number of optimizer steps done before it, so lag = step - version."""
 
     step: int
@@ -168,7 +168,7 @@ class Batch(Struct):
         return [row for group in self.groups for row in group.rows]
 
 
-class WeightUpdate(Struct):
+class WeightUpdate(Struct, frozen=True):
     """One publish: which weights, where they lie, and the fingerprint that whoever loads them must find (C3)."""
 
     version: int
@@ -181,7 +181,7 @@ class WeightUpdate(Struct):
     """What the publish took on the trainer's side."""
 
 
-class TensorSpec(Struct):
+class TensorSpec(Struct, frozen=True):
     """Where one parameter lies in the packed buffer. `dtype` is a torch name such as `bfloat16`."""
 
     name: str
@@ -191,7 +191,7 @@ class TensorSpec(Struct):
     nbytes: int
 
 
-class Manifest(Struct):
+class Manifest(Struct, frozen=True):
     """All parameters in their canonical order (that of `named_parameters()`, tied ones once)."""
 
     tensors: tuple[TensorSpec, ...]
@@ -199,7 +199,7 @@ class Manifest(Struct):
     """Bytes of one packed buffer; the shared memory holds two."""
 
 
-class TrainReport(Struct):
+class TrainReport(Struct, frozen=True):
     """What one `Trainer.step` did. Means are over the tokens in the loss, with the denominator of the whole step (C9)."""
 
     step: int
@@ -228,7 +228,7 @@ class TrainReport(Struct):
     seconds: float = 0.0
 
 
-class EngineStats(Struct):
+class EngineStats(Struct, frozen=True):
     running: int = 0
     waiting: int = 0
     kv_used: float = 0.0
@@ -243,7 +243,7 @@ class EngineStats(Struct):
     """-1 until weights are loaded."""
 
 
-class LoadReport(Struct):
+class LoadReport(Struct, frozen=True):
     """How a `WeightUpdate` went live."""
 
     version: int
@@ -253,7 +253,7 @@ class LoadReport(Struct):
     """The gap between two forward passes: the only time in which generation stood still."""
 
 
-class Capabilities(Struct):
+class Capabilities(Struct, frozen=True):
     """What an engine can do. What it cannot is refused at start with a sentence (`errors.ConfigError`), never ignored."""
 
     context_length: int
@@ -266,13 +266,13 @@ class Capabilities(Struct):
     """A word for people: `fused llama`, `hugging face gpt_neox`, `fake`."""
 
 
-class Finished(Struct):
+class Finished(Struct, frozen=True):
     request_id: str
     stop: Stop
     error: str = ""
 
 
-class StepOutput(Struct):
+class StepOutput(Struct, frozen=True):
     """What one forward pass of an engine sampled: columns over the rows that got a token, and the requests that ended."""
 
     version: int

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -18,7 +18,7 @@ class Deadlock(AssertionError):
     """Every coroutine waits for another one."""
 
 
-class _JumpingSelector(selectors.DefaultSelector):  # type: ignore[misc,valid-type]
+class _JumpingSelector(selectors.DefaultSelector):
     """Never sleeps: where a real selector would wait for a timer, it moves the clock to that timer."""
 
     now = 0.0
@@ -39,6 +39,18 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self._jumping.now
+
+    def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+        """At once and on this thread: a thread would run in real time, and in an order of its own."""
+        future: asyncio.Future[T] = self.create_future()
+        try:
+            future.set_result(func(*args))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
+        """There is none."""
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:

@@ -277,4 +277,7 @@ def test_concrete_checker_sees_every_way_of_naming(tmp_path):
         engine__native="class NativeEngine: ...\nNativeEngine()",
         orchestration__build="from headrace.engine.native import NativeEngine",
     )
-    assert list(concrete_names(package, {"NativeEngine": "engine"})) == ["a.py names NativeEngine", "b.py names NativeEngine"]
+    assert list(concrete_names(package, {"NativeEngine": "engine"})) == [
+        "a.py names NativeEngine",
+        "b.py names NativeEngine",
+    ]

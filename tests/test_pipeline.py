@@ -138,7 +138,7 @@ def _world(tmp: Path, s: dict[str, Any]) -> World:
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=2000, deadline=None)
 @given(schedules)
 def test_c1_c2_c4_hold_in_every_schedule(tmp_path_factory: pytest.TempPathFactory, s: dict[str, Any]) -> None:
     world = _world(tmp_path_factory.mktemp("run"), s)
@@ -294,7 +294,7 @@ def test_c6_a_stall_is_said_and_then_stops_the_run(tmp_path: Path, who: str) -> 
     assert any("has waited 300 s" in warning.message for warning in world.ledger.of(Warned))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(schedules, st.floats(0.1, 20.0))
 def test_interrupt_and_resume_lose_nothing_and_train_nothing_twice(
     tmp_path_factory: pytest.TempPathFactory, s: dict[str, Any], when: float
@@ -332,18 +332,18 @@ def test_interrupt_and_resume_lose_nothing_and_train_nothing_twice(
 
 
 def test_the_resumed_groups_know_that_they_were_drawn_again(tmp_path: Path) -> None:
-    first = World(tmp_path, steps=30)
+    first = World(tmp_path, steps=30, engine=FakeEngine(0.3))
 
     async def until_interrupted() -> None:
         pipeline = first.build()
         await first.go_live()
-        asyncio.get_running_loop().call_later(0.5, pipeline.interrupt)
+        asyncio.get_running_loop().call_later(5.0, pipeline.interrupt)
         await pipeline.run()
 
     virtual_time.run(until_interrupted())
     state = load_controller(first.checkpoints.all()[-1])
     assert state.buffer.unfinished, "nothing was in flight: choose another moment"
-    second = World(tmp_path, steps=30)
+    second = World(tmp_path, steps=30, engine=FakeEngine(0.3))
     second.trainer.version = state.step
     second.task.restore(state.task)
 

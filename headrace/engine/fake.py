@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from headrace.errors import IdentityError, WorkerDied
-from headrace.types import Capabilities, Completion, EngineStats, LoadReport, Request, WeightUpdate, spans_of
+from headrace.types import Capabilities, Completion, EngineStats, LoadReport, Request, Stop, WeightUpdate, spans_of
 
 
 @dataclass
@@ -44,7 +44,7 @@ class FakeEngine:
         tokens = tuple(rng.randrange(1, 100) for _ in range(wanted))
         if rng.random() < self.failure_rate:
             return Completion(tokens, (-1.0,) * wanted, spans_of(versions, [kv] * wanted), "error", "injected failure")
-        stop = "length" if wanted == request.sampling.max_tokens else "stop"
+        stop: Stop = "length" if wanted == request.sampling.max_tokens else "stop"
         return Completion(tokens, (-1.0,) * wanted, spans_of(versions, [kv] * wanted), stop)
 
     async def load(self, update: WeightUpdate) -> LoadReport:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from typing import Literal
 
 from pydantic import ConfigDict
@@ -21,10 +22,10 @@ class ObserveConfig:
     """Scalars for a local trackio dashboard; nothing leaves the machine."""
 
 
-def check_installed(config: ObserveConfig) -> None:
-    """Raises `ConfigError` with the pip remedy when a sink was asked for whose package is not installed."""
+def check_installed(config: ObserveConfig, find: Callable[[str], object] = importlib.util.find_spec) -> None:
+    """Raises `ConfigError` with the pip remedy when a sink was asked for whose package `find` does not find."""
     for name in ("tensorboard", "trackio"):
-        if getattr(config, name) and importlib.util.find_spec(name) is None:
+        if getattr(config, name) and find(name) is None:
             raise ConfigError(
                 f"observe.{name} = true needs the package {name}, which is not installed: "
                 f"pip install 'headrace[{name}]', or set observe.{name} = false"

@@ -10,13 +10,13 @@ from typing import Literal
 from headrace.types import EngineStats, Group, LoadReport, Struct, TrainReport, WeightUpdate
 
 
-class Fact(Struct, tag_field="fact", tag=True):
+class Fact(Struct, frozen=True, tag_field="fact", tag=True):
     """Base: encoded with its class name under `fact`, so that one decoder reads a whole file."""
 
     t: float
 
 
-class RunStarted(Fact):
+class RunStarted(Fact, frozen=True):
     name: str
     headline: str
     """One line for people: model, task, algorithm."""
@@ -34,13 +34,13 @@ class RunStarted(Fact):
     """Optimizer steps already done, 0 for a fresh run."""
 
 
-class TicketDrawn(Fact):
+class TicketDrawn(Fact, frozen=True):
     ticket: int
     prompt_id: str
     again: bool = False
 
 
-class GroupEnded(Fact):
+class GroupEnded(Fact, frozen=True):
     """A ticket's generation and scoring are over. `ready` groups wait in the buffer; the others have left the pipeline."""
 
     ticket: int
@@ -60,7 +60,7 @@ class GroupEnded(Fact):
     """From ticket to outcome."""
 
 
-class StepTrained(Fact):
+class StepTrained(Fact, frozen=True):
     """One optimizer step. `t` is its end; it began at `t - report.seconds`."""
 
     report: TrainReport
@@ -74,14 +74,14 @@ class StepTrained(Fact):
     """How long the trainer waited for this batch."""
 
 
-class WeightsLive(Fact):
+class WeightsLive(Fact, frozen=True):
     """`t` is the moment of the swap."""
 
     update: WeightUpdate
     load: LoadReport
 
 
-class IdentityChecked(Fact):
+class IdentityChecked(Fact, frozen=True):
     """The probe (C3): log-probs of a fixed prompt, engine against trainer, at one version."""
 
     version: int
@@ -91,13 +91,13 @@ class IdentityChecked(Fact):
     ok: bool
 
 
-class EngineSample(Fact):
+class EngineSample(Fact, frozen=True):
     """About once a second."""
 
     stats: EngineStats
 
 
-class Evaluated(Fact):
+class Evaluated(Fact, frozen=True):
     phase: Literal["before", "during", "after"]
     step: int
     prompts: int
@@ -109,7 +109,7 @@ class Evaluated(Fact):
     seconds: float = 0.0
 
 
-class CheckpointSaved(Fact):
+class CheckpointSaved(Fact, frozen=True):
     step: int
     path: str
     seconds: float
@@ -117,14 +117,14 @@ class CheckpointSaved(Fact):
     """Empty, or why it could not be written (the run goes on; the last good one stays)."""
 
 
-class WorkerLost(Fact):
+class WorkerLost(Fact, frozen=True):
     who: str
     how: str
     deaths: int
     requests_reissued: int = 0
 
 
-class Waited(Fact):
+class Waited(Fact, frozen=True):
     """A named wait that is over (C6): `owner` waited for `what` during the `seconds` before `t`."""
 
     owner: str
@@ -132,13 +132,13 @@ class Waited(Fact):
     seconds: float
 
 
-class Warned(Fact):
+class Warned(Fact, frozen=True):
     """A sentence the user should read: a wait past its first deadline, a failed checkpoint, a skipped step, ..."""
 
     message: str
 
 
-class Accounting(Struct):
+class Accounting(Struct, frozen=True):
     """C2. drawn = trained + dropped + failed + in_pipeline + in_checkpoint, at every instant, in tickets."""
 
     drawn: int = 0
@@ -159,7 +159,7 @@ class Accounting(Struct):
         return self.drawn - ended - self.in_pipeline - self.in_checkpoint
 
 
-class RunEnded(Fact):
+class RunEnded(Fact, frozen=True):
     reason: str
     """`finished`, `interrupted`, or the sentence of the error that ended it."""
     step: int

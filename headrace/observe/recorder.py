@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from headrace.errors import ConfigError
 from headrace.observe.facts import StepTrained
 from headrace.observe.files import AppendFile
-from headrace.observe.records import JOURNAL, METRICS, MetricsFact, encode, journal_step, sample_of, summarise
+from headrace.observe.records import JOURNAL, METRICS, MetricsFact, encode, journal_step, pick_sample, summarise
 from headrace.observe.resume import rewind
 from headrace.observe.state import RunState
 
@@ -36,17 +36,18 @@ class Recorder:
         self.state = RunState()
         for fact in rewind(run_dir, resume_at_step) if resume_at_step is not None else ():
             self.state.fold(fact)
-        self._sinks = tuple(sinks)
+        self._sinks = list(sinks)
         self._metrics, self._journal = AppendFile(metrics), AppendFile(run_dir / JOURNAL)
+
+    def add(self, sink: Sink) -> None:
+        self._sinks.append(sink)
 
     def record(self, fact: Any) -> None:
         """Raises `HeadraceError` when the disk does not take it."""
         if isinstance(fact, StepTrained):
             # First the journal: a step that the metrics show can always be replayed.
             self._journal.write(encode(journal_step(fact)))
-            if fact.groups and fact.groups[0].scored:
-                group = fact.groups[fact.report.step % len(fact.groups)]
-                self.state.sample = sample_of(fact.report.step, group, fact.report.step % len(group.scored))
+            self.state.sample = pick_sample(fact) or self.state.sample
             fact = summarise(fact)
         self._metrics.write(encode(fact))
         self.state.fold(fact)
@@ -55,7 +56,7 @@ class Recorder:
 
     def close(self) -> None:
         """Idempotent. Later facts are refused by the closed files."""
-        sinks, self._sinks = self._sinks, ()
+        sinks, self._sinks = self._sinks, []
         for sink in sinks:
             sink.close()
         self._metrics.close()

@@ -56,7 +56,7 @@ class StepRow(Fact, tag="StepTrained"):
     """Completions that ended at max_tokens."""
 
 
-class JournalStep(Struct):
+class JournalStep(Struct, frozen=True):
     """What one optimizer step consumed, in order: with the checkpoint before it and the config, enough to run it again."""
 
     step: int
@@ -66,7 +66,7 @@ class JournalStep(Struct):
     groups: tuple[Group, ...]
 
 
-class Sample(Struct):
+class Sample(Struct, frozen=True):
     """One rollout for people to read."""
 
     step: int
@@ -161,6 +161,12 @@ def sample_of(step: int, group: Group, index: int) -> Sample:
         versions[0],
         versions[-1],
     )
+
+
+def pick_sample(fact: StepTrained) -> Sample | None:
+    """Another place in the batch at every step, so that neither the good nor the bad ones are favoured."""
+    every = [(group, index) for group in fact.groups for index in range(len(group.scored))]
+    return sample_of(fact.report.step, *every[fact.report.step * 7 % len(every)]) if every else None
 
 
 def read_metrics(run_dir: Path) -> list[MetricsFact]:

@@ -8,33 +8,286 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
+from headrace.algo.config import AlgoConfig
 from headrace.algo.groups import advantages_of, rows_of
 from headrace.buffer import Buffer
 from headrace.chat import ChatEncoder
 from headrace.config import RunConfig
-from headrace.models import check_model_dir, resolve_model
+from headrace.engine.config import EngineConfig
+from headrace.models import resolve_model
 from headrace.observe.facts import RunStarted, WeightsLive
 from headrace.observe.waits import Waits
 from headrace.orchestration.checkpoint import Checkpoints
 from headrace.orchestration.clients import ProcessEngine, ProcessTrainer
 from headrace.orchestration.evaluation import Evaluator
 from headrace.orchestration.identity import TOLERANCE, IdentityProbe
-from headrace.orchestration.messages import EngineStart, TrainerStart
-from headrace.orchestration.pipeline import Parts, Pipeline, Plan
-from headrace.orchestration.rundir import RunDirectory
+from headrace.orchestration.messages import EngineStart, TrainerReady, TrainerStart
+from headrace.orchestration.pipeline import MakeRows, Parts, Pipeline, Plan
 from headrace.orchestration.snapshots import ControllerState, Snapshots
 from headrace.orchestration.utilisation import Utilisation
 from headrace.protocols import EngineCore, Observer, Scorer, Task, TrainerCore, WeightReceiver, WeightSender
-from headrace.types import Manifest
+from headrace.tasks.config import TaskConfig
+from headrace.train.config import TrainConfig
+from headrace.types import Manifest, Prompt, Row, Scored
 from headrace.weight_sync.memory import anonymous_memory
 
-if TYPE_CHECKING:
-    from headrace.rollout import Decode
-
 Clock = Callable[[], float]
+Reward = Callable[..., Any]
+
+
+# -- in the controller ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Pools:
+    """Model, trainer and engine, up and running, with the trainer's weights not yet live."""
+
+    model_dir: Path
+    encoder: ChatEncoder
+    trainer: ProcessTrainer
+    engine: ProcessEngine
+    serving_dtype: str
+
+    async def close(self, now: bool = False) -> None:
+        """`now` kills the processes instead of asking them to leave."""
+        if now:
+            self.trainer.worker.kill()
+            self.engine.worker.kill()
+        await asyncio.gather(self.engine.close(), self.trainer.close())
+
+
+async def open_pools(config: RunConfig, logs: Path, observer: Observer, clock: Clock, restore: Path | None) -> Pools:
+    """Fetches the model if need be, starts both processes, and waits until both can work."""
+    model_dir = await asyncio.to_thread(resolve_model, config.model.path)
+    encoder = await asyncio.to_thread(ChatEncoder, model_dir)
+    dtype = config.engine.serving_dtype
+    async with AsyncExitStack() as undo:
+        weights_fd = anonymous_memory()
+        undo.callback(os.close, weights_fd)
+        start = TrainerStart(
+            str(model_dir),
+            dataclasses.asdict(config.train),
+            dataclasses.asdict(config.algo.with_length(config.rollout.max_tokens)),
+            config.seed,
+            dtype,
+            str(restore or ""),
+        )
+        trainer = ProcessTrainer(start, config.train.cores, weights_fd, logs / "trainer.log")
+        undo.push_async_callback(trainer.close)
+        ready: TrainerReady = await trainer.open()
+        engine = ProcessEngine(
+            EngineStart(str(model_dir), dataclasses.asdict(config.engine), ready.manifest),
+            config.engine.cores,
+            weights_fd,
+            logs / "engine.log",
+            config.engine.max_deaths,
+            observer,
+            clock,
+        )
+        undo.push_async_callback(engine.close)
+        await engine.open()
+        undo.pop_all()
+    return Pools(model_dir, encoder, trainer, engine, dtype)
+
+
+@dataclass
+class Built:
+    """A run ready to go."""
+
+    pools: Pools
+    parts: Parts
+    pipeline: Pipeline
+    utilisation: Utilisation
+    started: RunStarted
+    clock: Clock
+
+    async def go_live(self) -> None:
+        """Publishes the trainer's weights, loads them into the engine, and proves that they are the same (C3)."""
+        parts = self.parts
+        update = await parts.trainer.publish()
+        expected = await parts.probe.trainer_side(parts.trainer, update.version, always=True)
+        load = await parts.engine.load(update)
+        parts.observer.record(WeightsLive(self.clock(), update, load))
+        await parts.probe.engine_side(parts.engine, update.version, expected)
+
+    async def close(self, now: bool = False) -> None:
+        await self.parts.scorer.close()
+        await self.pools.close(now)
+
+
+async def build(
+    config: RunConfig,
+    logs: Path,
+    observer: Observer,
+    checkpoints: Checkpoints,
+    checkpoint: Path | None,
+    state: ControllerState | None,
+    reward: Reward | None,
+    clock: Clock,
+) -> Built:
+    pools = await open_pools(config, logs, observer, clock, checkpoint)
+    try:
+        return _assemble(config, pools, observer, checkpoints, state, reward, clock)
+    except BaseException:
+        await pools.close(now=True)
+        raise
+
+
+def _assemble(
+    config: RunConfig,
+    pools: Pools,
+    observer: Observer,
+    checkpoints: Checkpoints,
+    state: ControllerState | None,
+    reward: Reward | None,
+    clock: Clock,
+) -> Built:
+    task = build_task(config.task, pools.encoder, config.seed)
+    buffer = Buffer(config.staleness, config.train.steps * config.staleness.groups_per_step)
+    if state:
+        task.restore(state.task)
+        buffer.restore(state.buffer)
+    scorer = build_scorer(config, reward)
+    prompts = task.held_out(config.eval.prompts)
+    parts = Parts(
+        task=task,
+        engine=pools.engine,
+        trainer=pools.trainer,
+        scorer=scorer,
+        observer=observer,
+        buffer=buffer,
+        make_rows=build_rows(config.algo),
+        decode=pools.encoder.decode,
+        waits=Waits(observer.record, clock, config.watch.warn_after, config.watch.stop_after),
+        snapshots=Snapshots(checkpoints, observer, clock),
+        probe=IdentityProbe(
+            _probe_tokens(pools.encoder), config.watch.identity_every, TOLERANCE[pools.serving_dtype], observer, clock
+        ),
+        evaluator=Evaluator(
+            pools.engine, scorer, observer, prompts, config.eval, config.rollout, pools.encoder.decode, clock
+        ),
+    )
+    plan = Plan(
+        config.train.steps,
+        config.staleness.groups_per_step,
+        config.rollout,
+        config.seed,
+        config.train.max_skipped_steps,
+        config.checkpoint.every,
+        config.eval.every,
+    )
+    step = state.step if state else 0
+    pipeline = Pipeline(parts, plan, clock, step)
+    started = _started(config, pools, step, clock)
+    return Built(pools, parts, pipeline, Utilisation(pools.engine, clock), started, clock)
+
+
+def _probe_tokens(encoder: ChatEncoder) -> tuple[int, ...]:
+    """A fixed short prompt, the same for every run of a model."""
+    return encoder.encode_text("The quick brown fox jumps over the lazy dog, and 7 times 6 is 42.")
+
+
+def build_task(config: TaskConfig, encoder: ChatEncoder, seed: int) -> Task:
+    match config.kind:
+        case "reasoning_gym":
+            from headrace.tasks.reasoning_gym import ReasoningGymTask
+
+            return ReasoningGymTask(config, seed, encoder)
+        case _:
+            from headrace.tasks.rows import RowsTask
+
+            return RowsTask(config, seed, encoder)
+
+
+def build_scorer(config: RunConfig, reward: Reward | None, log: Path | None = None) -> Scorer:
+    from headrace.scoring.functions import FunctionScorer
+
+    return FunctionScorer(config.reward, [reward] if reward else [], log)
+
+
+def build_rows(algo: AlgoConfig) -> MakeRows:
+    """The algorithm as the pipeline sees it."""
+    advantages = advantages_of(algo)
+
+    def make_rows(prompt: Prompt, scored: tuple[Scored, ...]) -> tuple[Row, ...]:
+        return rows_of(prompt, scored, advantages([one.reward for one in scored]), algo.overlong)
+
+    return make_rows
+
+
+def _started(config: RunConfig, pools: Pools, step: int, clock: Clock) -> RunStarted:
+    return RunStarted(
+        clock(),
+        config.name,
+        headline(config),
+        config.seed,
+        config.train.steps,
+        config.staleness.groups_per_step,
+        config.rollout.group_size,
+        config.staleness.slots,
+        config.staleness.window,
+        config.staleness.lag_bound,
+        where(config, pools.engine.capabilities.path),
+        step,
+    )
+
+
+def headline(config: RunConfig) -> str:
+    model = Path(config.model.path).name
+    return f"{model} · {config.task.name or Path(config.task.path).name} · {config.algo.name} · max lag {config.staleness.max_lag}"
+
+
+def where(config: RunConfig, path: str) -> dict[str, str]:
+    """What runs where, in words."""
+    return {
+        "controller": "this process",
+        "engine": f"own process, {_place(config.engine.device, config.engine.cores)}, {config.engine.serving_dtype}, {path}",
+        "trainer": f"own process, {_place(config.train.device, config.train.cores)}, {config.train.dtype}",
+        "weights": "shared memory, two packed buffers",
+        "scorer": f"{config.reward.workers} workers",
+    }
+
+
+def _place(device: str, cores: Sequence[int]) -> str:
+    if device != "cpu" and not cores:
+        return f"device {device}"
+    return f"cores {', '.join(map(str, cores))}" if cores else f"all {os.cpu_count()} cores, shared"
+
+
+def export_weights(config: RunConfig, model_dir: Path, checkpoint: Path, to: Path, dtype: Literal["bfloat16", "float32"]) -> None:
+    """A directory that `transformers` loads: the checkpoint's weights, the model's tokenizer and templates."""
+    from headrace.train.torch_trainer import TorchTrainer
+
+    trainer = TorchTrainer(model_dir, config.train, config.algo.with_length(config.rollout.max_tokens), config.seed)
+    trainer.restore(checkpoint)
+    trainer.export(to, dtype)
+
+
+# -- in the workers ---------------------------------------------------------------------------------------------------------
+
+
+def build_trainer_core(start: TrainerStart, weights_fd: int) -> tuple[TrainerCore, WeightSender, Manifest]:
+    import torch
+
+    from headrace.train.torch_trainer import TorchTrainer
+    from headrace.weight_sync.shared_memory import SharedMemorySender, lay_out
+
+    core = TorchTrainer(Path(start.model_dir), TrainConfig(**start.train), AlgoConfig(**start.algo), start.seed)
+    if start.restore:
+        core.restore(Path(start.restore))
+    manifest = lay_out(core.parameters(), getattr(torch, start.serving_dtype))
+    return core, SharedMemorySender(weights_fd, manifest), manifest
+
+
+def build_engine_core(start: EngineStart, weights_fd: int) -> tuple[EngineCore, WeightReceiver]:
+    from headrace.engine.native.core import NativeEngine
+    from headrace.weight_sync.shared_memory import SharedMemoryReceiver
+
+    core = NativeEngine(Path(start.model_dir), EngineConfig(**start.engine))
+    return core, SharedMemoryReceiver(weights_fd, start.manifest)

@@ -61,7 +61,7 @@ class Checkpoints:
 
     def newest_good(self) -> tuple[Path | None, list[str]]:
         """The newest checkpoint that matches its checksums, and what is wrong with newer ones."""
-        complaints = []
+        complaints: list[str] = []
         for path in reversed(self.all()):
             complaint = damage(path)
             if not complaint:

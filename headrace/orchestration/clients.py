@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -77,7 +78,7 @@ class _Pending:
 
     def completion(self, stop: str, error: str) -> Completion:
         spans = spans_of(self.versions, self.kv_versions)
-        return Completion(tuple(self.tokens), tuple(self.logprobs), spans, stop, error)  # type: ignore[arg-type]
+        return Completion(tuple(self.tokens), tuple(self.logprobs), spans, stop, error)
 
 
 class ProcessEngine:
@@ -165,11 +166,11 @@ class ProcessEngine:
     async def _until_up(self) -> None:
         """Raises what ended the engine for good."""
         assert self._gave_up is not None
-        while not self._up.is_set():
-            await asyncio.wait([self._gave_up, up := asyncio.ensure_future(self._up.wait())], return_when="FIRST_COMPLETED")
-            up.cancel()
-            if self._gave_up.done():
-                self._gave_up.result()
+        up: asyncio.Future[Any] = asyncio.ensure_future(self._up.wait())
+        await asyncio.wait([self._gave_up, up], return_when=asyncio.FIRST_COMPLETED)
+        up.cancel()
+        if self._gave_up.done():
+            self._gave_up.result()
 
     async def _keep_alive(self) -> None:
         """The sentinel: notices the end of the process at once and replaces it, `max_deaths` times."""

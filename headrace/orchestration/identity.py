@@ -23,9 +23,9 @@ class IdentityProbe:
         self._tokens, self._every, self._tolerance = tuple(tokens), every, tolerance
         self._observer, self._clock = observer, clock
 
-    async def trainer_side(self, trainer: Trainer, version: int) -> list[float] | None:
-        """What the engine must find, or None when this version is not probed."""
-        due = self._every and version % self._every == 0 and len(self._tokens) > 1
+    async def trainer_side(self, trainer: Trainer, version: int, always: bool = False) -> list[float] | None:
+        """What the engine must find, or None when this version is not probed. `always`: whatever its number."""
+        due = bool(self._every) and (always or version % self._every == 0)
         return await trainer.score(self._tokens) if due else None
 
     async def engine_side(self, engine: Engine, version: int, expected: list[float] | None) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from headrace.types import Manifest, Struct
 
 
-class TrainerStart(Struct):
+class TrainerStart(Struct, frozen=True):
     model_dir: str
     train: dict[str, Any]
     """TrainConfig as plain values."""
@@ -19,12 +19,12 @@ class TrainerStart(Struct):
     """A checkpoint directory to go on from; empty starts from the model's own weights."""
 
 
-class TrainerReady(Struct):
+class TrainerReady(Struct, frozen=True):
     manifest: Manifest
     version: int
 
 
-class EngineStart(Struct):
+class EngineStart(Struct, frozen=True):
     model_dir: str
     engine: dict[str, Any]
     """EngineConfig as plain values."""

@@ -274,6 +274,7 @@ class Pipeline:
     def _skip(self, report: TrainReport, groups: tuple[Group, ...]) -> None:
         for group in groups:
             self._parts.buffer.end(group.ticket, "dropped", report.skipped)
+            self._record(self._ended(group.ticket, group.prompt, "dropped", report.skipped, group.scored, (), 0.0))
         self._skipped += 1
         message = f"step {report.step} was skipped: {report.skipped}; the weights are unchanged, its groups are dropped"
         self._record(Warned(self._clock(), message))

@@ -13,7 +13,11 @@ from typing import Any
 from headrace.config import RunConfig, dump_config
 from headrace.errors import CheckpointError, HeadraceError
 from headrace.observe.facts import Evaluated, RunEnded, Warned
-from headrace.orchestration.build import Built, Watchers, build, open_watchers
+from headrace.observe.build import open_recorder
+from headrace.observe.recorder import Recorder
+from headrace.observe.report import write_report
+from headrace.observe.summary import print_summary
+from headrace.orchestration.build import Built, build
 from headrace.orchestration.checkpoint import Checkpoints
 from headrace.orchestration.rundir import RunDirectory
 from headrace.orchestration.snapshots import ControllerState, load_controller
@@ -45,10 +49,10 @@ def train(config: RunConfig, reward: Reward | None = None, resume: Path | None =
         checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep)
         checkpoint, complaints = _restore_point(checkpoints) if resume else (None, [])
         state = load_controller(checkpoint) if checkpoint else None
-        watchers = open_watchers(config, directory, state)
+        recorder = open_recorder(config.observe, path, (state.step if state else 0) if resume else None)
         for complaint in complaints:
-            watchers.record(Warned(state.seconds if state else 0.0, complaint))
-        session = _Session(config, directory, watchers, checkpoints, checkpoint, state, reward)
+            recorder.record(Warned(state.seconds if state else 0.0, complaint))
+        session = _Session(config, directory, recorder, checkpoints, checkpoint, state, reward)
         try:
             asyncio.run(session.run())
         except HeadraceError as error:
@@ -56,8 +60,17 @@ def train(config: RunConfig, reward: Reward | None = None, resume: Path | None =
                 error.add_note(f"go on from {last[-1].name} with: headrace train --resume {path}")
             raise
         finally:
-            report = watchers.close()
+            report = _close(recorder, path)
         return RunResult(path, session.reason, session.step, session.before, session.after, report)
+
+
+def _close(recorder: Recorder, path: Path) -> Path:
+    """The summary on the terminal and the report on disk, however the run ended."""
+    recorder.close()
+    report = write_report(path)
+    if recorder.state.started:
+        print_summary(recorder.state, report)
+    return report
 
 
 def _restore_point(checkpoints: Checkpoints) -> tuple[Path | None, list[str]]:
@@ -77,13 +90,13 @@ class _Session:
         self,
         config: RunConfig,
         directory: RunDirectory,
-        watchers: Watchers,
+        recorder: Recorder,
         checkpoints: Checkpoints,
         checkpoint: Path | None,
         state: ControllerState | None,
         reward: Reward | None,
     ) -> None:
-        self._config, self._directory, self._watchers = config, directory, watchers
+        self._config, self._directory, self._recorder = config, directory, recorder
         self._checkpoints, self._checkpoint, self._state, self._reward = checkpoints, checkpoint, state, reward
         self.reason, self.step = "finished", state.step if state else 0
         self.before: Evaluated | None = None
@@ -102,8 +115,8 @@ class _Session:
         try:
             self._built = await build(
                 self._config,
-                self._directory,
-                self._watchers,
+                self._directory.logs,
+                self._recorder,
                 self._checkpoints,
                 self._checkpoint,
                 self._state,
@@ -118,11 +131,11 @@ class _Session:
             self.reason = "interrupted"
         finally:
             if self._built:
-                self._watchers.record(await self._ended(self._built))
+                self._recorder.record(await self._ended(self._built))
                 await self._built.close(now=self._interrupts > 1)
 
     async def _train(self, built: Built) -> None:
-        self._watchers.record(built.started)
+        self._recorder.record(built.started)
         await built.go_live()
         if self._state is None:
             self.before = await built.parts.evaluator.measure("before", 0)
@@ -142,7 +155,7 @@ class _Session:
         """Ctrl-C once: a checkpoint at the next step's end, then leave. Twice: leave now."""
         self._interrupts += 1
         if self._interrupts == 1 and self._training and self._built:
-            self._watchers.record(
+            self._recorder.record(
                 Warned(self._built.clock(), "interrupted: finishing this step, writing a checkpoint (Ctrl-C again: leave now)")
             )
             self._built.pipeline.interrupt()

@@ -18,7 +18,7 @@ from headrace.types import Struct
 CONTROLLER = "controller.msgpack"
 
 
-class ControllerState(Struct):
+class ControllerState(Struct, frozen=True):
     """C7, as far as it goes today: in-flight prompts are drawn again (and counted as such), not continued."""
 
     step: int

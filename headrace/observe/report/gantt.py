@@ -1,0 +1,160 @@
+"""Both pools over time: engine busy and idle, trainer stepping, publishing and waiting, swaps, measurements.
+
+Bars lie in a nested coordinate system whose unit is the second, so that the page's script zooms by changing its view box.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from html import escape
+
+from headrace.observe.measures import train_seconds
+from headrace.observe.pools import EngineSpan
+from headrace.observe.report.svg import ticks
+from headrace.observe.state import RunState
+from headrace.observe.text import duration, number, percent, short_time
+
+LANES = {"engine": (4, 34), "swaps": (42, 20), "trainer": (68, 34), "other": (108, 22)}
+"""Lane -> top and height."""
+HEIGHT = 134
+MAX_BARS = 3000
+"""Of one kind. Longer runs: engine samples are merged, of the steps only the last are drawn (and the note says so)."""
+
+
+def gantt(state: RunState) -> str:
+    if not state.engine.spans and not state.rows:
+        return '<p class="empty">Nothing was sampled of either pool.</p>'
+    start, end = 0.0, max(state.now, 1.0)
+    left, right = _first_window(state, end)
+    bars = "".join([*_engine(state), *_swaps(state), *_trainer(state), *_others(state)])
+    labels = "".join(
+        f'<span style="top:{top + height / 2:.0f}px">{name}</span>' for name, (top, height) in LANES.items()
+    )
+    return (
+        f'<div class="gantt" data-start="{start}" data-end="{end:.3f}">{_controls()}'
+        f'<div class="gantt-body"><div class="lanes">{labels}</div><svg class="gantt-svg" height="{HEIGHT}"'
+        f' viewBox="{left:.3f} 0 {right - left:.3f} {HEIGHT}" preserveAspectRatio="none">{_ground(end)}{bars}</svg></div>'
+        f'<div class="gantt-axis">{_axis(left, right)}</div>{_legend(state)}</div>'
+    )
+
+
+def _first_window(state: RunState, end: float) -> tuple[float, float]:
+    """All of a short run, else about twelve steps from its middle: bars that can be told apart."""
+    if end <= 60 or len(state.rows) < 12:
+        return 0.0, end
+    middle = len(state.rows) // 2
+    first, last = state.rows[max(0, middle - 6)], state.rows[min(len(state.rows) - 1, middle + 6)]
+    return first.t - first.report.seconds - first.wait_seconds, last.t + 0.5
+
+
+def _bar(start: float, end: float, lane: str, name: str, tip: str, share: float = 1.0) -> str:
+    top, height = LANES[lane]
+    tall = max(0.5, height * share)
+    return (
+        f'<rect class="{name}" x="{start:.3f}" y="{top + height - tall:.1f}" width="{max(0.0, end - start):.3f}"'
+        f' height="{tall:.1f}" data-tip="{escape(tip)}"/>'
+    )
+
+
+def _ground(end: float) -> str:
+    return "".join(
+        f'<rect class="ground" x="0" y="{top}" width="{end:.3f}" height="{height}"/>'
+        for top, height in (LANES["engine"], LANES["trainer"])
+    )
+
+
+def _engine(state: RunState) -> Iterable[str]:
+    for span in _merged(state.engine.spans):
+        seconds = span.end - span.start
+        tip = (
+            f"{_clock(span.start, span.end)}\nengine busy {percent(span.busy)}\n{span.sampled / seconds:,.0f} tokens a second"
+            f"\n{span.running} running, {span.waiting} waiting"
+        )
+        yield _bar(span.start, span.end, "engine", "busy", tip, span.busy)
+
+
+def _merged(spans: list[EngineSpan]) -> Iterable[EngineSpan]:
+    """At most `MAX_BARS`: neighbours are joined, their busy shares weighted by time."""
+    per = -(-len(spans) // MAX_BARS) or 1
+    for i in range(0, len(spans), per):
+        some = spans[i : i + per]
+        seconds = sum(one.end - one.start for one in some)
+        busy = sum(one.busy * (one.end - one.start) for one in some) / seconds
+        last, sampled, prompt = some[-1], sum(one.sampled for one in some), sum(one.prompt for one in some)
+        yield EngineSpan(some[0].start, last.end, busy, sampled, prompt, last.running, last.waiting)
+
+
+def _swaps(state: RunState) -> Iterable[str]:
+    top, height = LANES["swaps"]
+    for swap in state.swaps[-MAX_BARS:]:
+        tip = (
+            f"{duration(swap.t)}\nversion {swap.update.version} live\ngeneration stood still"
+            f" {short_time(swap.load.swap_seconds)}\nverified in {short_time(swap.load.verify_seconds)} beside it"
+        )
+        yield (
+            f'<line class="swap" x1="{swap.t:.3f}" x2="{swap.t:.3f}" y1="{LANES["engine"][0]}" y2="{top + height}"'
+            f' data-tip="{escape(tip)}"/>'
+        )
+
+
+def _trainer(state: RunState) -> Iterable[str]:
+    published = {swap.update.version: swap.update.seconds for swap in state.swaps}
+    for row in state.rows[-MAX_BARS:]:
+        began = row.t - row.report.seconds
+        waited = f"step {row.report.step + 1}\nwaited {short_time(row.wait_seconds)} for its groups"
+        yield _bar(began - row.wait_seconds, began, "trainer", "waits", waited, 0.35)
+        tip = f"step {row.report.step + 1}\ntrained {short_time(row.report.seconds)}, {row.report.loss_tokens:,} tokens"
+        yield _bar(began, row.t, "trainer", "steps", f"{tip}\nreward {number(row.reward_mean)}")
+        if seconds := published.get(row.report.version, 0.0):
+            tip = f"version {row.report.version}\npublished in {short_time(seconds)}"
+            yield _bar(row.t, row.t + seconds, "trainer", "publishes", tip)
+
+
+def _others(state: RunState) -> Iterable[str]:
+    for one in state.evals:
+        tip = f"held-out reward {one.phase}\n{one.reward_mean:.3f} in {short_time(one.seconds)}"
+        yield _bar(one.t - one.seconds, one.t, "other", "evals", tip)
+    for saved in state.checkpoints[-MAX_BARS:]:
+        tip = f"checkpoint of step {saved.step}\n{saved.error or short_time(saved.seconds)}"
+        yield _bar(saved.t - saved.seconds, saved.t, "other", "saves", tip)
+    top, height = LANES["other"]
+    for death in state.deaths:
+        tip = f"{duration(death.t)}\nthe {death.who} process {death.how}"
+        yield f'<line class="death" x1="{death.t:.3f}" x2="{death.t:.3f}" y1="0" y2="{top + height}" data-tip="{escape(tip)}"/>'
+
+
+def _clock(start: float, end: float) -> str:
+    return f"{duration(start)} to {duration(end)}"
+
+
+def _axis(left: float, right: float) -> str:
+    """The same marks as the script makes, for readers without one."""
+    return "".join(
+        f'<span style="left:{100 * (t - left) / (right - left):.3f}%">{duration(t)}</span>'
+        for t in ticks(left, right, 8)
+    )
+
+
+def _controls() -> str:
+    buttons = (("all", "whole run"), ("in", "+"), ("out", "−"), ("left", "◀"), ("right", "▶"))
+    made = "".join(f'<button type="button" data-do="{do}">{text}</button>' for do, text in buttons)
+    return f'<div class="gantt-controls">{made}<span class="faint">drag to move, Ctrl + wheel to zoom</span></div>'
+
+
+def _legend(state: RunState) -> str:
+    names = (
+        ("busy", "engine busy (height is the share)"),
+        ("swap", "new weights live"),
+        ("steps", "training"),
+        ("publishes", "publishing"),
+        ("waits", "waiting for groups"),
+        ("evals", "held-out measurement"),
+        ("saves", "checkpoint"),
+        ("death", "worker died"),
+    )
+    keys = "".join(f'<span class="key"><i class="{name}"></i>{text}</span>' for name, text in names)
+    cut = ""
+    if len(state.rows) > MAX_BARS:
+        cut = f'<p class="note">Of {len(state.rows):,} steps the last {MAX_BARS:,} are drawn.</p>'
+    spent = f'<p class="note">Training went on for {duration(train_seconds(state))} of {duration(state.now)}.</p>'
+    return f'<div class="keys">{keys}</div>{spent}{cut}'

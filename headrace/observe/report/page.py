@@ -1,0 +1,244 @@
+"""The page around the plots: headline, verdicts, tables. Everything that came from a model or a user is escaped."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+
+from headrace.observe import measures
+from headrace.observe.records import Sample
+from headrace.observe.report.data import ReportData
+from headrace.observe.report.gantt import gantt
+from headrace.observe.report.plots import all_plots
+from headrace.observe.state import RunState
+from headrace.observe.text import clip, counted, duration, number, percent, plural, short_time
+from headrace.observe.verdicts import all_verdicts, equation, reasons
+
+HERE = Path(__file__).parent
+MAX_TEXT = 4000
+"""Characters of a prompt or completion that the table shows."""
+SECTIONS = ("curves", "pools", "accounting", "rollouts", "warnings", "setup")
+MARKS = {"good": "✓", "bad": "✗", "plain": "•", "unknown": "?"}
+
+
+def page(data: ReportData) -> str:
+    state = data.state
+    name = state.started.name if state.started else data.run_dir.name
+    body = "".join(
+        [
+            _header(state, name),
+            _cards(state),
+            _section("curves", "Learning and staleness", f'<div class="figures">{all_plots(data)}</div>'),
+            _section("pools", "Both pools over time", gantt(state) + _waits(state)),
+            _section("accounting", "Where every prompt went", _accounting(state)),
+            _section("rollouts", "Rollouts", _rollouts(data.samples)),
+            _section("warnings", "Warnings", _warnings(state)),
+            _section("setup", "What ran where", _where(state) + _config(data.config)),
+        ]
+    )
+    style, script = (HERE / "style.css").read_text(), (HERE / "script.js").read_text()
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(name)} · headrace</title>'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{style}</style></head>'
+        f"<body><main>{body}<footer>Made by headrace from metrics.jsonl and journal.jsonl of this run.</footer></main>"
+        f'<div id="tip"></div><script>{script}</script></body></html>'
+    )
+
+
+def _section(name: str, title: str, body: str) -> str:
+    return f'<section id="{name}"><h2>{escape(title)}</h2>{body}</section>'
+
+
+def _header(state: RunState, name: str) -> str:
+    started = state.started
+    line = escape(started.headline) if started else "The run left no facts."
+    facts = []
+    if started:
+        facts = [
+            f"step {state.step:,} of {started.steps:,}",
+            f"{started.groups_per_step} groups of {started.group_size} a step",
+            f"lag bound {started.max_lag} ({started.slots} slots, window {started.window})",
+            f"seed {started.seed}",
+            duration(state.now),
+        ]
+    meta = "".join(f"<span>{escape(fact)}</span>" for fact in facts)
+    links = "".join(f'<a href="#{anchor}">{anchor}</a>' for anchor in SECTIONS)
+    return (
+        f'<header><div class="top"><h1>{escape(name)}</h1>{_badge(state)}<nav>{links}'
+        f'<button type="button" id="theme" title="light or dark">◐</button></nav></div><p class="headline">{line}</p>'
+        f'<p class="meta">{meta}</p></header>{_banner(state)}'
+    )
+
+
+def _badge(state: RunState) -> str:
+    if not state.ended:
+        return '<span class="badge bad">did not end by itself</span>'
+    word = measures.phase(state)
+    return f'<span class="badge {"good" if word == "finished" else "plain" if word == "interrupted" else "bad"}">{word}</span>'
+
+
+def _banner(state: RunState) -> str:
+    lines = []
+    if not state.ended:
+        lines.append(f"The last fact is from {duration(state.now)}: the run goes on, or was killed.")
+    elif state.ended.reason not in ("finished", "interrupted"):
+        lines.append(state.ended.reason)
+    if len(state.sessions) > 1:
+        at = ", ".join(duration(start) for start in state.sessions[1:])
+        lines.append(f"Resumed {plural(len(state.sessions) - 1, 'time')} (at {at}).")
+    return "".join(f'<p class="banner">{escape(line)}</p>' for line in lines)
+
+
+def _cards(state: RunState) -> str:
+    cards = "".join(
+        f'<div class="card {one.mood}"><h3>{escape(one.title)}<i>{MARKS[one.mood]}</i></h3><b>{escape(one.value)}</b>'
+        f"<p>{escape(one.detail)}</p></div>"
+        for one in all_verdicts(state)
+    )
+    tiles = "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for name, value in _tiles(state))
+    return f'<div class="cards">{cards}</div><div class="tiles">{tiles}</div>'
+
+
+def _tiles(state: RunState) -> list[tuple[str, str]]:
+    engine, trainer = measures.idle_shares(state)
+    gap, rates = measures.mean_swap(state), (state.engine.rate(state.windows), measures.trainer_rate(state))
+    return [
+        ("tokens a second sampled", _rate(rates[0])),
+        ("tokens a second trained", _rate(rates[1])),
+        ("engine idle", percent(engine)),
+        ("trainer idle", percent(trainer)),
+        ("gap of a swap, mean", short_time(gap) if gap is not None else "no swap"),
+        ("worker deaths", str(len(state.deaths))),
+    ]
+
+
+def _rate(rate: float | None) -> str:
+    return "not measured" if rate is None else f"{rate:,.0f}"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]], name: str = "") -> str:
+    """Cells are HTML already; columns whose heading starts with # are numbers."""
+    classes = ["num" if one.startswith("#") else "" for one in head]
+    top = "".join(f'<th class="{kind}">{escape(one.lstrip("#"))}</th>' for one, kind in zip(head, classes, strict=True))
+    body = "".join(
+        "<tr>" + "".join(f'<td class="{kind}">{cell}</td>' for cell, kind in zip(row, classes, strict=True)) + "</tr>"
+        for row in rows
+    )
+    return f'<div class="scroll"><table class="{name}"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _waits(state: RunState) -> str:
+    """Who waited for whom, the longest first."""
+    ordered = sorted(state.waits.items(), key=lambda pair: -pair[1].seconds)
+    if not ordered:
+        return '<p class="empty">No wait was recorded.</p>'
+    rows = [
+        (
+            escape(owner),
+            escape(what),
+            f"{total.count:,}",
+            short_time(total.seconds),
+            short_time(total.seconds / total.count),
+            short_time(total.longest),
+        )
+        for (owner, what), total in ordered[:14]
+    ]
+    if rest := ordered[14:]:
+        seconds = sum(total.seconds for _, total in rest)
+        longest = max(total.longest for _, total in rest)
+        count = sum(total.count for _, total in rest)
+        rows.append(
+            (
+                "others",
+                f"{len(rest)} more",
+                f"{count:,}",
+                short_time(seconds),
+                short_time(seconds / count),
+                short_time(longest),
+            )
+        )
+    return "<h3>Who waited for whom</h3>" + _table(("who", "for what", "#times", "#in all", "#mean", "#longest"), rows)
+
+
+def _accounting(state: RunState) -> str:
+    counts = state.accounting
+    rows = [
+        ("drawn", f"{counts.drawn:,}", ""),
+        ("trained", f"{counts.trained:,}", ""),
+        ("dropped", f"{sum(counts.dropped.values()):,}", escape(counted(counts.dropped))),
+        ("failed", f"{sum(counts.failed.values()):,}", escape(counted(counts.failed))),
+        ("in the pipeline", f"{counts.in_pipeline:,}", "generating, being scored, or ready for the trainer"),
+        ("in the checkpoint", f"{counts.in_checkpoint:,}", "drawn again after a resume"),
+    ]
+    off = counts.balance()
+    mood = "bad" if off else "good"
+    source = "as the controller counted" if state.ended else "as counted from the facts"
+    extra = "".join(
+        f"<li>{escape(line)}</li>" for line in reasons(counts)[-2:] if not line.startswith(("dropped", "failed"))
+    )
+    return (
+        f'<p class="equation {mood}"><i>{MARKS[mood]}</i>{equation(counts)}</p>'
+        + _table(("tickets", "#groups", "reasons"), rows)
+        + f'<p class="note">{source}</p><ul>{extra}</ul>'
+    )
+
+
+def _rollouts(samples: Sequence[tuple[Sample, float, int]]) -> str:
+    if not samples:
+        return '<p class="empty">No trained rollout is in the journal.</p>'
+    note = "From steps spread over the run: the best and the worst rollout of one group."
+    head = ("#step", "prompt", "completion", "#reward", "#advantage", "#tokens", "#version", "#lag")
+    rows = [_rollout(sample, advantage, lag) for sample, advantage, lag in samples]
+    return f'<p class="note">{note}</p>' + _table(head, rows, "rollouts")
+
+
+def _rollout(sample: Sample, advantage: float, lag: int) -> tuple[str, ...]:
+    parts = ""
+    if len(sample.rewards) > 1:
+        listed = ", ".join(f"{name} {number(value)}" for name, value in sample.rewards.items())
+        parts = f"<small>{escape(listed)}</small>"
+    versions = str(sample.first_version)
+    if sample.last_version != sample.first_version:
+        versions += f" to {sample.last_version}"
+    return (
+        str(sample.step + 1),
+        _text(sample.prompt),
+        _text(sample.text),
+        f"{number(sample.reward)}{parts}",
+        "not trained" if math.isnan(advantage) else f"{advantage:+.3f}",
+        f"{sample.tokens}<small>{escape(sample.stop)}</small>",
+        versions,
+        str(lag),
+    )
+
+
+def _text(text: str) -> str:
+    shown = text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} … ({len(text) - MAX_TEXT:,} characters more)"
+    return f'<div class="text">{escape(shown)}</div>' if shown else '<span class="faint">(empty)</span>'
+
+
+def _warnings(state: RunState) -> str:
+    found = [
+        (one.t, f"the {one.who} process {one.how}; {one.requests_reissued} requests re-issued") for one in state.deaths
+    ]
+    found += [(one.t, one.message) for one in state.warnings]
+    found += [(one.t, f"checkpoint of step {one.step} failed: {one.error}") for one in state.checkpoints if one.error]
+    found += [(one.t, f"identity probe FAILED at version {one.version}") for one in state.checks if not one.ok]
+    if not found:
+        return '<p class="empty">None.</p>'
+    rows = [(duration(t), escape(clip(message, 2000))) for t, message in sorted(found)[-200:]]
+    return _table(("#at", "what"), rows)
+
+
+def _where(state: RunState) -> str:
+    if not state.started or not state.started.where:
+        return ""
+    return _table(("part", "runs on"), [(escape(part), escape(place)) for part, place in state.started.where.items()])
+
+
+def _config(text: str) -> str:
+    if not text:
+        return '<p class="empty">The run directory has no config.toml.</p>'
+    return f"<details open><summary>Resolved config</summary><pre>{escape(text)}</pre></details>"

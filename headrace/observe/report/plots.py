@@ -1,0 +1,191 @@
+"""The curves and histograms of the report. Each function: data in, one `<figure>` out, or empty when there is nothing."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+
+from headrace.observe.records import StepRow
+from headrace.observe.report.data import Bin, ReportData
+from headrace.observe.report.svg import Chart, extent, figure
+from headrace.observe.state import Lengths
+from headrace.observe.text import number, percent, percent_tick, tick
+
+MAX_LAGS = 6
+"""Lags with a colour of their own; the last one stands for all above it too."""
+
+
+def all_plots(data: ReportData) -> str:
+    if not data.bins:
+        return '<p class="empty">No optimizer step was trained: there is nothing to plot.</p>' + lengths(data)
+    figures = [
+        reward(data),
+        lag(data),
+        lengths(data),
+        curve(data, "Entropy", "c1", lambda row: row.report.entropy, "nats, mean over trained tokens"),
+        ratio(data),
+        curve(
+            data,
+            "Clip fraction",
+            "c2",
+            lambda row: row.report.clip_fraction,
+            "share of tokens clipped",
+            percent_tick,
+            True,
+        ),
+        curve(data, "KL(sampler ‖ trainer)", "c4", lambda row: row.report.kl, "k3 estimate, nats"),
+        curve(data, "Gradient norm", "c1", lambda row: row.report.grad_norm, "before clipping", zero=True),
+        curve(data, "Learning rate", "c3", lambda row: row.report.lr, "", zero=True),
+    ]
+    return "".join(figures)
+
+
+def _width(data: ReportData) -> tuple[float, float]:
+    return data.bins[0].first - 0.5, data.bins[-1].last + 0.5
+
+
+def _binned(data: ReportData) -> str:
+    per = len(data.bins[0].rows)
+    return f"Each point is the mean of {per} steps" if per > 1 else ""
+
+
+def _hovers(chart: Chart, data: ReportData, tip: Callable[[Bin], str]) -> Chart:
+    for one in data.bins:
+        chart.hover(one.first - 0.5, one.last + 0.5, f"{one.name}\n{tip(one)}")
+    return chart
+
+
+def _resumes(chart: Chart, data: ReportData) -> Chart:
+    for start in data.state.sessions[1:]:
+        done = [row.report.step + 1 for row in data.state.rows if row.t <= start]
+        chart.mark(done[-1] + 0.5 if done else data.bins[0].first - 0.5, "resumed")
+    return chart
+
+
+def curve(
+    data: ReportData,
+    title: str,
+    colour: str,
+    value: Callable[[StepRow], float],
+    note: str,
+    text: Callable[[float], str] = tick,
+    zero: bool = False,
+) -> str:
+    """One number a step."""
+    points = [(one.x, one.mean(value)) for one in data.bins]
+    chart = Chart(_width(data), extent((y for _, y in points), zero=zero), y_text=text).line(points, colour)
+    _hovers(_resumes(chart, data), data, lambda one: f"{title.lower()} {text(one.mean(value))}")
+    return figure(title, chart.svg(title), note="; ".join(part for part in (note, _binned(data)) if part))
+
+
+def reward(data: ReportData) -> str:
+    """Training reward with the spread of single rollouts, and the held-out measurements with their standard error."""
+    middle = [(one.x, one.mean(lambda row: row.reward_mean)) for one in data.bins]
+    spread = [one.mean(lambda row: row.reward_std) for one in data.bins]
+    lower = [(x, y - s) for (x, y), s in zip(middle, spread, strict=True)]
+    upper = [(x, y + s) for (x, y), s in zip(middle, spread, strict=True)]
+    evals = [one for one in data.state.evals if math.isfinite(one.reward_mean)]
+    seen = [y for _, y in [*lower, *upper]] + [one.reward_mean for one in evals]
+    low, high = _width(data)
+    ends = min([low, *(one.step for one in evals)]), max([high, *(one.step + 0.5 for one in evals)])
+    chart = Chart(ends, extent(seen), width=1140, height=300)
+    chart.band(lower, upper, "c1").line(middle, "c1")
+    _resumes(chart, data)
+    chart.dots([(one.step, one.reward_mean) for one in evals], "c2", [one.reward_sem for one in evals])
+    _hovers(chart, data, _reward_tip)
+    legend = [("c1", "trained groups: mean, ± std of rollouts")]
+    if evals:
+        legend.append(("c2", "held-out prompts: mean ± standard error"))
+    note = "Groups without contrast are not trained: the trained mean is not the mean of all that was drawn."
+    return figure("Reward", chart.svg("Reward"), legend, " ".join([note, _binned(data)]), wide=True)
+
+
+def _reward_tip(one: Bin) -> str:
+    lines = [f"reward {one.mean(lambda row: row.reward_mean):.3f} ± {one.mean(lambda row: row.reward_std):.3f}"]
+    names = sorted({name for row in one.rows for name in row.components})
+    if len(names) > 1:
+        lines += [f"{name} {one.mean(lambda row, n=name: row.components.get(n, math.nan)):.3f}" for name in names]  # type: ignore[misc]
+    return "\n".join(lines)
+
+
+def lag(data: ReportData) -> str:
+    """Shares of trained tokens by lag, stacked; lags above the bound stand out."""
+    bound = data.state.started.max_lag if data.state.started else math.inf
+    chart = Chart(_width(data), (0.0, 1.0), y_text=percent_tick)
+    for one in data.bins:
+        counts, base = one.lags(), 0.0
+        total = sum(counts.values())
+        for step in sorted(counts):
+            share = counts[step] / total
+            chart.box(one.first - 0.5, one.last + 0.5, base, base + share, _lag_class(step, bound))
+            base += share
+    _hovers(_resumes(chart, data), data, _lag_tip)
+    present = sorted({_lag_class(step, bound): step for step in sorted(data.state.lags, reverse=True)}.items())
+    legend = [(name, _lag_name(name, step)) for name, step in present]
+    return figure("Lag of the trained tokens", chart.svg("Lag"), legend, f"the bound is {bound}")
+
+
+def _lag_class(step: int, bound: float) -> str:
+    return "over" if step > bound else f"lag{min(step, MAX_LAGS - 1)}"
+
+
+def _lag_name(name: str, step: int) -> str:
+    if name == "over":
+        return "above the bound"
+    return f"{step} and more" if step >= MAX_LAGS - 1 else str(step)
+
+
+def _lag_tip(one: Bin) -> str:
+    counts = one.lags()
+    total = sum(counts.values()) or 1
+    return "\n".join(f"lag {step}: {percent(count / total)}" for step, count in sorted(counts.items()))
+
+
+def ratio(data: ReportData) -> str:
+    means = [(one.x, one.mean(lambda row: row.report.ratio_mean)) for one in data.bins]
+    tops = [(one.x, one.most(lambda row: row.report.ratio_max)) for one in data.bins]
+    chart = Chart(_width(data), extent(y for _, y in means + tops)).rule(1.0, "on policy")
+    chart.line(tops, "c5").line(means, "c1")
+    _hovers(
+        _resumes(chart, data),
+        data,
+        lambda one: (
+            f"mean {number(one.mean(lambda row: row.report.ratio_mean), 4)}\n"
+            f"max {number(one.most(lambda row: row.report.ratio_max))}"
+        ),
+    )
+    return figure("Ratio trainer / sampler", chart.svg("Ratio"), [("c1", "mean"), ("c5", "max")], _binned(data))
+
+
+def lengths(data: ReportData) -> str:
+    """Histogram of completion lengths: a difference between drawn and trained is a bias of the run."""
+    drawn, trained = data.state.drawn, data.state.trained
+    if not drawn.count and not trained.count:
+        return ""
+    top = max([*drawn.counts, *trained.counts, 1])
+    width = max(1, math.ceil((top + 1) / 40))
+    both = [_shares(one, width) for one in (drawn, trained)]
+    highest = max(share for shares in both for share in shares.values())
+    chart = Chart((0, (top // width + 1) * width), (0.0, highest * 1.08), y_text=percent_tick, x_label="tokens")
+    for index, colour in ((0, "c6"), (1, "c1")):
+        for slot, share in both[index].items():
+            left = (slot + 0.08 + 0.42 * index) * width
+            chart.box(left, left + 0.42 * width, 0, share, colour)
+    for slot in range(top // width + 1):
+        name = f"{slot * width} to {(slot + 1) * width - 1} tokens" if width > 1 else f"{slot} tokens"
+        tip = f"{name}\ndrawn {percent(both[0].get(slot, 0.0))}\ntrained {percent(both[1].get(slot, 0.0))}"
+        chart.hover(slot * width, (slot + 1) * width, tip)
+    legend = [("c6", _length_name("drawn", drawn)), ("c1", _length_name("trained", trained))]
+    return figure("Completion lengths, drawn against trained", chart.svg("Lengths"), legend, "share of completions")
+
+
+def _shares(one: Lengths, width: int) -> dict[int, float]:
+    counts: Counter[int] = Counter()
+    for length, count in one.counts.items():
+        counts[length // width] += count
+    return {slot: count / one.count for slot, count in counts.items()}
+
+
+def _length_name(name: str, one: Lengths) -> str:
+    return f"{name}: {one.count:,}, mean {one.mean:.1f}" if one.mean is not None else f"{name}: none"

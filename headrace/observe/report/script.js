@@ -1,0 +1,70 @@
+"use strict";
+// The theme: what the system says until the button is pressed.
+const root = document.documentElement;
+const asked = new URLSearchParams(location.search).get("theme");
+const dark = window.matchMedia("(prefers-color-scheme: dark)");
+const setTheme = (theme) => { root.dataset.theme = theme; };
+setTheme(asked || (dark.matches ? "dark" : "light"));
+dark.addEventListener("change", () => setTheme(dark.matches ? "dark" : "light"));
+document.getElementById("theme").onclick = () => setTheme(root.dataset.theme === "dark" ? "light" : "dark");
+
+// One tooltip for every mark with data-tip.
+const tip = document.getElementById("tip");
+document.addEventListener("mousemove", (event) => {
+  const text = event.target.dataset && event.target.dataset.tip;
+  tip.style.opacity = text ? 1 : 0;
+  if (!text) return;
+  tip.textContent = text;
+  const left = Math.min(event.clientX + 14, window.innerWidth - tip.offsetWidth - 8);
+  const above = event.clientY + 16 + tip.offsetHeight > window.innerHeight;
+  tip.style.left = left + "px";
+  tip.style.top = (above ? event.clientY - tip.offsetHeight - 10 : event.clientY + 16) + "px";
+});
+
+// The time chart: its bars lie in seconds, so zooming is a new view box.
+for (const gantt of document.querySelectorAll(".gantt")) {
+  const svg = gantt.querySelector("svg"), axis = gantt.querySelector(".gantt-axis");
+  const first = Number(gantt.dataset.start), last = Number(gantt.dataset.end), height = svg.viewBox.baseVal.height;
+  let left = svg.viewBox.baseVal.x, width = svg.viewBox.baseVal.width;
+
+  const clock = (seconds) => {
+    const s = Math.round(seconds), pad = (n) => String(n).padStart(2, "0");
+    return s >= 3600 ? `${Math.floor(s / 3600)}:${pad(Math.floor(s / 60) % 60)}:${pad(s % 60)}` : `${Math.floor(s / 60)}:${pad(s % 60)}`;
+  };
+  const show = (newLeft, newWidth) => {
+    width = Math.min(Math.max(newWidth, 2), last - first);
+    left = Math.min(Math.max(newLeft, first), last - width);
+    svg.setAttribute("viewBox", `${left} 0 ${width} ${height}`);
+    const steps = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400];
+    const step = steps.find((s) => width / s <= 10) || 604800;
+    axis.replaceChildren();
+    for (let t = Math.ceil(left / step) * step; t <= left + width; t += step) {
+      const mark = document.createElement("span");
+      mark.textContent = clock(t);
+      mark.style.left = (100 * (t - left)) / width + "%";
+      axis.append(mark);
+    }
+  };
+  const zoom = (factor, at = 0.5) => show(left + width * at * (1 - factor), width * factor);
+  const does = {
+    all: () => show(first, last - first), in: () => zoom(0.5), out: () => zoom(2),
+    left: () => show(left - width / 2, width), right: () => show(left + width / 2, width),
+  };
+  for (const button of gantt.querySelectorAll("button")) button.onclick = does[button.dataset.do];
+  svg.addEventListener("wheel", (event) => {
+    if (!event.ctrlKey) return;
+    event.preventDefault();
+    zoom(event.deltaY > 0 ? 1.25 : 0.8, event.offsetX / svg.clientWidth);
+  }, { passive: false });
+  let held = null;
+  svg.addEventListener("pointerdown", (event) => {
+    held = { x: event.clientX, left };
+    svg.setPointerCapture(event.pointerId);
+    svg.classList.add("held");
+  });
+  svg.addEventListener("pointermove", (event) => {
+    if (held) show(held.left - ((event.clientX - held.x) / svg.clientWidth) * width, width);
+  });
+  for (const end of ["pointerup", "pointercancel"]) svg.addEventListener(end, () => { held = null; svg.classList.remove("held"); });
+  show(left, width);
+}

@@ -1,0 +1,153 @@
+"""Folds facts into the numbers that terminal, summary and report show. Pure: no clock, no files."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+
+from headrace.observe.facts import (
+    Accounting,
+    CheckpointSaved,
+    EngineSample,
+    Evaluated,
+    GroupEnded,
+    IdentityChecked,
+    RunEnded,
+    RunStarted,
+    TicketDrawn,
+    Waited,
+    Warned,
+    WeightsLive,
+    WorkerLost,
+)
+from headrace.observe.pools import EngineUse, Window
+from headrace.observe.records import MetricsFact, Sample, StepRow
+from headrace.observe.tickets import Tickets
+
+
+class Lengths:
+    """A histogram of completion lengths, in tokens."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[int] = Counter()
+
+    def add(self, lengths: Iterable[int]) -> None:
+        self.counts.update(lengths)
+
+    @property
+    def count(self) -> int:
+        return self.counts.total()
+
+    @property
+    def mean(self) -> float | None:
+        return sum(length * n for length, n in self.counts.items()) / self.count if self.count else None
+
+
+class WaitTotal:
+    """All waits of one owner for one thing."""
+
+    def __init__(self) -> None:
+        self.count, self.seconds, self.longest = 0, 0.0, 0.0
+
+    def add(self, seconds: float) -> None:
+        self.count += 1
+        self.seconds += seconds
+        self.longest = max(self.longest, seconds)
+
+
+class RunState:
+    """What the facts so far say. `measures.py` and `verdicts.py` draw the conclusions."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.started: RunStarted | None = None
+        self.ended: RunEnded | None = None
+        self.sessions: list[float] = []
+        """Start of every process of this run: more than one after a resume."""
+        self.windows: list[Window] = []
+        """When training went on: from a session's first ticket to its last step."""
+        self.rows: list[StepRow] = []
+        self.lags: Counter[int] = Counter()
+        self.drawn, self.trained = Lengths(), Lengths()
+        self.tickets = Tickets()
+        self.engine = EngineUse()
+        self.evals: list[Evaluated] = []
+        self.checks: list[IdentityChecked] = []
+        self.swaps: list[WeightsLive] = []
+        self.checkpoints: list[CheckpointSaved] = []
+        self.deaths: list[WorkerLost] = []
+        self.warnings: list[Warned] = []
+        self.waits: defaultdict[tuple[str, str], WaitTotal] = defaultdict(WaitTotal)
+        self.sample: Sample | None = None
+        """Set by the recorder, which alone sees texts."""
+        self._training = False
+
+    def fold(self, fact: MetricsFact) -> None:
+        self.now = max(self.now, fact.t)
+        match fact:
+            case RunStarted():
+                self._start(fact)
+            case TicketDrawn():
+                self._draw(fact)
+            case GroupEnded():
+                if self.tickets.end(fact):
+                    self.drawn.add(fact.lengths)
+            case StepRow():
+                self._step(fact)
+            case EngineSample():
+                self.engine.fold(fact.t, fact.stats)
+            case Waited():
+                self.waits[fact.owner, fact.what].add(fact.seconds)
+            case RunEnded():
+                self.ended, self._training = fact, False
+            case Evaluated():
+                self.evals.append(fact)
+            case IdentityChecked():
+                self.checks.append(fact)
+            case WeightsLive():
+                self.swaps.append(fact)
+            case CheckpointSaved():
+                self.checkpoints.append(fact)
+            case WorkerLost():
+                self.deaths.append(fact)
+            case Warned():
+                self.warnings.append(fact)
+        if self._training:
+            self.windows[-1] = (self.windows[-1][0], max(fact.t, self.windows[-1][1]))
+        if self.started and self.step >= self.started.steps:
+            self._training = False
+
+    def _start(self, fact: RunStarted) -> None:
+        if self.started or fact.resumed_at:
+            self.tickets.resume()
+            self.engine.restart()
+        self.started, self.ended, self._training = fact, None, False
+        self.sessions.append(fact.t)
+
+    def _draw(self, fact: TicketDrawn) -> None:
+        self.tickets.draw(fact)
+        if not self._training:
+            self.windows.append((fact.t, fact.t))
+            self._training = True
+
+    def _step(self, row: StepRow) -> None:
+        self.rows.append(row)
+        self.lags.update(row.lags)
+        self.trained.add(row.lengths)
+        self.tickets.train(row.tickets)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        if self.rows:
+            return self.rows[-1].report.version
+        return self.started.resumed_at if self.started else 0
+
+    @property
+    def accounting(self) -> Accounting:
+        """The controller's own when it said so at the end; counted from the facts while the run goes on or was killed."""
+        return self.ended.accounting if self.ended else self.tickets.accounting()
+
+    @property
+    def training(self) -> bool:
+        return self._training

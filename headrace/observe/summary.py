@@ -1,0 +1,149 @@
+"""What a run came to, in at most 100 columns; reads as well without colour."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from headrace.observe import measures
+from headrace.observe.state import RunState
+from headrace.observe.text import bar, clip, duration, percent, plural, short_time, sparkline
+from headrace.observe.verdicts import Verdict, accounting, equation, held_out, identity, lag, reasons
+from headrace.observe.view import BAD, FAINT, GOOD, LABEL, WARN, WIDTH
+
+MARKS = {"good": ("✓", GOOD), "bad": ("✗", BAD), "plain": ("•", ""), "unknown": ("?", FAINT)}
+
+
+def summary(state: RunState, run_dir: Path | None = None, report: Path | None = None) -> RenderableType:
+    """A panel for the end of a run, finished or not. It says `not measured` where the facts say nothing."""
+    table = Table.grid(padding=(0, 1))
+    table.add_column(width=1)
+    table.add_column(style=LABEL, min_width=15, no_wrap=True)
+    table.add_column(overflow="fold")
+    _learned(table, state)
+    _stale(table, state)
+    _spent(table, state)
+    _proven(table, state)
+    _troubles(table, state)
+    _next(table, state, run_dir, report)
+    border = "red" if _is_bad(state) else "cyan"
+    return Panel(
+        Group(_title(state), Text(""), table), width=WIDTH, box=box.ROUNDED, border_style=border, padding=(0, 1)
+    )
+
+
+def print_summary(state: RunState, report: Path, console: Console | None = None) -> None:
+    """`report`: where `write_report` put it, in the run's directory."""
+    (console or Console(highlight=False)).print(summary(state, report.parent, report))
+
+
+def _is_bad(state: RunState) -> bool:
+    broken = any(verdict.mood == "bad" for verdict in (lag(state), accounting(state), identity(state)))
+    return broken or (state.ended is not None and state.ended.reason not in ("finished", "interrupted"))
+
+
+def _title(state: RunState) -> Text:
+    text = Text()
+    if state.started is None:
+        return text.append("the run did not start", BAD)
+    ended = measures.phase(state) if state.ended else "did not end by itself"
+    text.append(state.started.name, "bold").append(f"  {state.started.headline}\n", FAINT)
+    text.append(f"{ended} at step {state.step} of {state.started.steps} after {duration(state.now)}")
+    if len(state.sessions) > 1:
+        text.append(f", {plural(len(state.sessions) - 1, 'resume')}")
+    if state.ended and state.ended.reason not in ("finished", "interrupted"):
+        text.append(f"\n{clip(state.ended.reason, 400)}", BAD)
+    return text
+
+
+def _row(table: Table, verdict: Verdict, label: str = "") -> None:
+    mark, style = MARKS[verdict.mood]
+    text = Text(verdict.value, "bold" if verdict.mood != "bad" else BAD).append(f"   {verdict.detail}", "not bold")
+    table.add_row(Text(mark, style), label or verdict.title, text)
+
+
+def _more(table: Table, label: str, text: str | Text) -> None:
+    table.add_row("", label, text)
+
+
+def _learned(table: Table, state: RunState) -> None:
+    _row(table, held_out(state))
+    if state.rows:
+        rewards = [row.reward_mean for row in state.rows]
+        curve = Text(sparkline(rewards, 48), "green")
+        _more(table, "Reward, trained", curve.append(f"  {rewards[0]:.3f} → {rewards[-1]:.3f}", ""))
+
+
+def _stale(table: Table, state: RunState) -> None:
+    _row(table, lag(state))
+    total = state.lags.total()
+    for step, count in sorted(state.lags.items())[:8]:
+        text = Text(f"{step:>2} ").append(f"{bar(count / total, 40):<40} ", "cyan")
+        _more(
+            table,
+            "",
+            text.append(
+                f"{percent(count / total)} of {total:,} tokens" if step == min(state.lags) else percent(count / total)
+            ),
+        )
+
+
+def _spent(table: Table, state: RunState) -> None:
+    engine, trainer = measures.idle_shares(state)
+    rates = state.engine.rate(state.windows), measures.trainer_rate(state)
+    for name, idle, rate, verb in (("Engine", engine, rates[0], "sampled"), ("Trainer", trainer, rates[1], "trained")):
+        text = Text(f"idle {percent(idle)}", "bold")
+        if rate is not None:
+            text.append(f"   {rate:,.0f} tokens a second {verb}", "not bold")
+        _more(table, f"{name} pool", text)
+    gap = measures.mean_swap(state)
+    if gap is not None:
+        publish = sum(swap.update.seconds for swap in state.swaps) / len(state.swaps)
+        mean = f"{len(state.swaps)} swaps   generation stood still {short_time(gap)} for each; publish {short_time(publish)}"
+        _more(table, "Weight sync", mean)
+    drawn, trained = measures.length_means(state)
+    if drawn is not None:
+        of_trained = f"{trained:.1f} trained" if trained is not None else "none trained"
+        _more(table, "Mean length", f"{drawn:.1f} tokens drawn, {of_trained}{_length_bias(drawn, trained)}")
+
+
+def _length_bias(drawn: float, trained: float | None) -> str:
+    return f" ({100 * (trained / drawn - 1):+.0f} %)" if trained and drawn else ""
+
+
+def _proven(table: Table, state: RunState) -> None:
+    verdict = accounting(state)
+    mark, style = MARKS[verdict.mood]
+    counts = state.accounting
+    table.add_row(Text(mark, style), verdict.title, Text(equation(counts), BAD if verdict.mood == "bad" else ""))
+    if verdict.mood == "bad":
+        _more(table, "", Text(f"THE IDENTITY DOES NOT HOLD: {verdict.detail}", BAD))
+    for line in reasons(counts):
+        _more(table, "", Text(line, FAINT))
+    _row(table, identity(state))
+
+
+def _troubles(table: Table, state: RunState) -> None:
+    if state.deaths:
+        last = state.deaths[-1]
+        words = f"{plural(len(state.deaths), 'worker')} died; the last: the {last.who} process {last.how}"
+        table.add_row(Text("!", WARN), "Deaths", Text(words, WARN))
+    for index, one in enumerate(state.warnings[-3:]):
+        label = plural(len(state.warnings), "warning") if index == 0 else ""
+        table.add_row(Text("!" if index == 0 else "", WARN), label, Text(clip(one.message, 160), WARN))
+
+
+def _next(table: Table, state: RunState, run_dir: Path | None, report: Path | None) -> None:
+    _more(table, "", "")
+    if report:
+        _more(table, "Report", str(report))
+    if run_dir and state.started:
+        if state.step < state.started.steps:
+            _more(table, "Go on with", f"headrace train --resume {run_dir}")
+        if any(not one.error for one in state.checkpoints):
+            _more(table, "Export with", f"headrace export {run_dir} --to DIR")

@@ -1,0 +1,102 @@
+"""Numbers as people read them, and pictures made of characters."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+EIGHTHS = "▏▎▍▌▋▊▉█"
+
+
+def number(value: float, digits: int = 3) -> str:
+    """Significant digits without noise: 0.412, 12.3, 4,120, 2.1e-05."""
+    if not math.isfinite(value):
+        return str(value)
+    if value == 0:
+        return "0"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    if abs(value) < 10.0**-digits:
+        return f"{value:.{max(digits - 2, 0)}e}"
+    return f"{value:.{digits}g}" if abs(value) >= 1 else f"{value:.{digits}f}"
+
+
+def percent(share: float | None) -> str:
+    return "not measured" if share is None or not math.isfinite(share) else f"{100 * share:.0f} %"
+
+
+def tick(value: float) -> str:
+    """A round number on an axis: 0.5, 2.5e-06, 12,000."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def percent_tick(value: float) -> str:
+    return f"{100 * value:.4g} %"
+
+
+def duration(seconds: float) -> str:
+    """`0:07`, `12:40`, `3:05:09`."""
+    whole = max(0, round(seconds))
+    hours, rest = divmod(whole, 3600)
+    minutes, second = divmod(rest, 60)
+    return f"{hours}:{minutes:02}:{second:02}" if hours else f"{minutes}:{second:02}"
+
+
+def short_time(seconds: float) -> str:
+    """`0.8 ms`, `1.25 s`, `3:20`."""
+    if seconds < 0.1:
+        return f"{1000 * seconds:.2g} ms" if seconds else "0 ms"
+    return f"{seconds:.3g} s" if seconds < 100 else duration(seconds)
+
+
+def counted(counts: Mapping[str, int]) -> str:
+    """`no_contrast 12, reward_timeout 1`, the commonest first."""
+    return ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items(), key=lambda pair: -pair[1]))
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def with_error(mean: float, error: float) -> str:
+    """`0.412 ± 0.021`; without the error where it is not known."""
+    if not math.isfinite(mean):
+        return "not measured"
+    return f"{mean:.3f} ± {error:.3f}" if math.isfinite(error) else f"{mean:.3f}"
+
+
+def shrink(values: Sequence[float], width: int) -> list[float]:
+    """At most `width` values: means of equal runs. Non-finite values are left out."""
+    finite = [value for value in values if math.isfinite(value)]
+    if len(finite) <= width:
+        return finite
+    edges = [round(i * len(finite) / width) for i in range(width + 1)]
+    return [sum(finite[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+
+
+def sparkline(values: Sequence[float], width: int = 40) -> str:
+    """From the smallest (lowest block) to the largest value shown."""
+    kept = shrink(values, width)
+    if not kept:
+        return ""
+    low, span = min(kept), max(kept) - min(kept)
+    if span == 0:
+        return BLOCKS[3] * len(kept)
+    return "".join(BLOCKS[min(7, int(8 * (value - low) / span))] for value in kept)
+
+
+def bar(share: float, width: int) -> str:
+    """A horizontal bar of `share` of `width`, in eighths of a character; any share above 0 shows."""
+    eighths = round(min(1.0, max(0.0, share)) * width * 8)
+    if share > 0:
+        eighths = max(1, eighths)
+    full, rest = divmod(eighths, 8)
+    return "█" * full + (EIGHTHS[rest - 1] if rest else "")
+
+
+def clip(text: str, width: int) -> str:
+    """One line of at most `width` characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= width else line[: width - 1] + "…"

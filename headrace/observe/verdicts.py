@@ -1,0 +1,121 @@
+"""The four questions of a run, each with one answer: did it learn, how stale, is all accounted for, was it on policy."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+from headrace.observe.facts import Accounting, Evaluated
+from headrace.observe.measures import mean_lag
+from headrace.observe.state import RunState
+from headrace.observe.text import counted, number, plural, with_error
+
+Mood = Literal["good", "bad", "plain", "unknown"]
+
+
+class Verdict(NamedTuple):
+    title: str
+    value: str
+    detail: str
+    mood: Mood
+
+
+def before_and_after(state: RunState) -> tuple[Evaluated | None, Evaluated | None]:
+    """The first measurement before training, and the last one since (which may be of the middle of the run)."""
+    before = next((one for one in state.evals if one.phase == "before"), None)
+    since = [one for one in state.evals if one.phase != "before"]
+    return before, since[-1] if since else None
+
+
+def held_out(state: RunState) -> Verdict:
+    before, after = before_and_after(state)
+    title = "Held-out reward"
+    if before is None and after is None:
+        return Verdict(title, "not measured", "the run has no evaluation", "unknown")
+    if before is None or after is None:
+        one = before or after
+        assert one is not None
+        missing = "after training: not measured" if after is None else "before training: not measured"
+        return Verdict(title, with_error(one.reward_mean, one.reward_sem), f"{one.phase}; {missing}", "unknown")
+    change = after.reward_mean - before.reward_mean
+    # As if the two were independent: they share prompts, so the true error of the difference is rather smaller.
+    error = math.hypot(before.reward_sem, after.reward_sem)
+    value = f"{before.reward_mean:.3f} → {after.reward_mean:.3f}"
+    when = "" if after.phase == "after" else f" at step {after.step}"
+    detail = f"{with_error(change, error).replace('-', '−') if change < 0 else '+' + with_error(change, error)}{when}"
+    detail += f", {plural(after.prompts, 'prompt')}"
+    if not math.isfinite(change):
+        return Verdict(title, value, "a measurement has no finite mean", "bad")
+    if math.isfinite(error) and abs(change) < 2 * error:
+        return Verdict(title, value, f"{detail}; within two standard errors", "plain")
+    return Verdict(title, value, detail, "good" if change > 0 else "bad")
+
+
+def lag(state: RunState) -> Verdict:
+    mean = mean_lag(state)
+    bound = state.started.max_lag if state.started else None
+    if mean is None or bound is None:
+        return Verdict("Lag", "not measured", "no token was trained", "unknown")
+    worst = max(state.lags)
+    if worst > bound:
+        return Verdict("Lag", f"max {worst}", f"ABOVE the bound of {bound}; mean {number(mean, 2)}", "bad")
+    return Verdict("Lag", f"max {worst}", f"bound {bound} holds; mean {number(mean, 2)} steps", "good")
+
+
+def accounting(state: RunState) -> Verdict:
+    counts = state.accounting
+    off = counts.balance()
+    source = "the controller's count" if state.ended else "counted from the facts"
+    if not counts.drawn and not off:
+        return Verdict("Accounting", "no ticket drawn", source, "unknown")
+    if off:
+        return Verdict("Accounting", "DOES NOT HOLD", f"{plural(abs(off), 'ticket')} {lost_or_double(off)}", "bad")
+    return Verdict(
+        "Accounting", "holds", f"{plural(counts.drawn, 'prompt')} drawn, each accounted for once; {source}", "good"
+    )
+
+
+def lost_or_double(off: int) -> str:
+    return "without an outcome" if off > 0 else "with more than one outcome"
+
+
+def equation(counts: Accounting) -> str:
+    """`drawn 812 = trained 800 + dropped 10 + failed 2 + pipeline 0 + checkpoint 0`."""
+    sign = "=" if counts.balance() == 0 else "≠"
+    return (
+        f"drawn {counts.drawn:,} {sign} trained {counts.trained:,} + dropped {sum(counts.dropped.values()):,}"
+        f" + failed {sum(counts.failed.values()):,} + pipeline {counts.in_pipeline:,}"
+        f" + checkpoint {counts.in_checkpoint:,}"
+    )
+
+
+def reasons(counts: Accounting) -> list[str]:
+    """The reasons behind the equation, one line each."""
+    lines = [f"dropped: {counted(counts.dropped)}"] if counts.dropped else []
+    if counts.failed:
+        lines.append(f"failed: {counted(counts.failed)}")
+    if counts.rollout_failures:
+        lines.append(f"single rollouts failed inside groups that went on: {counted(counts.rollout_failures)}")
+    if counts.drawn_again:
+        lines.append(f"drawn a second time after a resume: {plural(counts.drawn_again, 'prompt')}")
+    return lines
+
+
+def identity(state: RunState) -> Verdict:
+    title = "Policy identity"
+    swaps = f"{plural(len(state.swaps), 'version')} delivered"
+    if not state.checks:
+        return Verdict(title, "not probed", swaps if state.swaps else "no version was delivered", "unknown")
+    failed = [check for check in state.checks if not check.ok]
+    worst = max(state.checks, key=lambda check: check.mean_abs_diff if math.isfinite(check.mean_abs_diff) else math.inf)
+    spread = f"worst mean |Δ log-prob| {number(worst.mean_abs_diff)} of {number(worst.tolerance)} allowed"
+    spread += f" (single token {number(max(check.max_abs_diff for check in state.checks))})"
+    if failed:
+        return Verdict(
+            title, f"{plural(len(failed), 'probe')} FAILED", f"first at version {failed[0].version}; {spread}", "bad"
+        )
+    return Verdict(title, f"{plural(len(state.checks), 'probe')} ok", f"{spread}; {swaps}", "good")
+
+
+def all_verdicts(state: RunState) -> list[Verdict]:
+    return [held_out(state), lag(state), accounting(state), identity(state)]

@@ -1,0 +1,85 @@
+"""What needs no training: `headrace eval`, `headrace export`, and what `--dry-run` says."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from pathlib import Path
+from typing import Literal
+
+from headrace.config import RunConfig
+from headrace.errors import CheckpointError, ConfigError
+from headrace.models import resolve_model
+from headrace.observe.facts import Evaluated, Fact
+from headrace.orchestration.build import build_scorer, build_task, export_weights, headline, open_pools, where
+from headrace.orchestration.checkpoint import Checkpoints
+from headrace.orchestration.evaluation import Evaluator
+
+
+class _Silent:
+    def record(self, fact: Fact) -> None:
+        """An evaluation has its result; nothing else is kept of it."""
+
+
+def evaluate(config: RunConfig, run: Path | None = None, prompts: int | None = None) -> Evaluated:
+    """Mean reward on `prompts` held-out prompts of the model in the config, or of the newest checkpoint of `run`."""
+    count = config.eval.prompts if prompts is None else prompts
+    if not 0 < count <= config.task.held_out:
+        raise ConfigError(f"{count} held-out prompts were asked for; there are {config.task.held_out} (task.held_out)")
+    return asyncio.run(_evaluate(config, newest_checkpoint(run) if run else None, count))
+
+
+async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int) -> Evaluated:
+    with tempfile.TemporaryDirectory() as logs:
+        pools = await open_pools(config, Path(logs), _Silent(), time.monotonic, checkpoint)
+        scorer = build_scorer(config, None)
+        try:
+            await pools.engine.load(await pools.trainer.publish())
+            task = build_task(config.task, pools.encoder, config.seed)
+            evaluator = Evaluator(
+                pools.engine,
+                scorer,
+                _Silent(),
+                task.held_out(prompts),
+                config.eval,
+                config.rollout,
+                pools.encoder.decode,
+                time.monotonic,
+            )
+            measured = await evaluator.measure("after", 0)
+            assert measured is not None
+            return measured
+        finally:
+            await scorer.close()
+            await pools.close()
+
+
+def newest_checkpoint(run: Path) -> Path:
+    checkpoint, complaints = Checkpoints(run / "checkpoints", keep=1).newest_good()
+    if checkpoint is None:
+        raise CheckpointError(f"{run} has no whole checkpoint" + "".join(f"; {text}" for text in complaints))
+    return checkpoint
+
+
+def export(config: RunConfig, run: Path, to: Path, dtype: Literal["bfloat16", "float32"] = "bfloat16") -> Path:
+    """Writes the model of the run's newest checkpoint as a directory that `transformers` loads. Returns the checkpoint."""
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise ConfigError(f"{to} exists already: name a directory that is new or empty")
+    checkpoint = newest_checkpoint(run)
+    export_weights(config, resolve_model(config.model.path), checkpoint, to, dtype)
+    return checkpoint
+
+
+def describe(config: RunConfig) -> str:
+    """For `--dry-run`: what will run where, and what that means."""
+    staleness, rollout = config.staleness, config.rollout
+    lines = [headline(config), ""]
+    lines += [f"  {part:<11}{place}" for part, place in where(config, "path chosen when the model is read").items()]
+    lines += [
+        "",
+        f"  {config.train.steps} steps of {staleness.groups_per_step} groups x {rollout.group_size} rollouts; "
+        f"{staleness.slots} tickets, so no token is older than {staleness.lag_bound} steps when it is trained",
+        f"  run directory: {config.run_dir}",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,60 @@
+"""Settings of what gives rewards."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic.dataclasses import dataclass
+
+BUILTIN = ("reasoning_gym",)
+_STRICT = ConfigDict(extra="forbid")
+
+
+def _checked_function(function: str) -> str:
+    path, colon, name = function.rpartition(":")
+    if function in BUILTIN or (colon and path.endswith(".py") and name.isidentifier()):
+        return function
+    raise ValueError(
+        f'reward function "{function}" is neither {" nor ".join(BUILTIN)} nor of the form path/to/file.py:name; write it so'
+    )
+
+
+@dataclass(frozen=True, config=_STRICT)
+class RewardSpec:
+    function: str
+    """`reasoning_gym` (the verifier of the task), or `path/to/file.py:name`."""
+    weight: float = Field(default=1.0, allow_inf_nan=False)
+    """Its share of the sum. Negative for a penalty."""
+    extract: Literal["", "last_number", "answer_tag"] = ""
+    """What the function sees of a completion: all, the last number, or what stands between <answer> and </answer>."""
+
+    _function = field_validator("function")(_checked_function)
+
+    @property
+    def name(self) -> str:
+        return self.function.rpartition(":")[2]
+
+
+@dataclass(frozen=True, config=_STRICT)
+class RewardConfig:
+    function: str = ""
+    """Short for `functions` with one entry of weight 1."""
+    functions: tuple[RewardSpec, ...] = ()
+    """Several, whose weighted sum is the reward."""
+    timeout: float = Field(default=30.0, gt=0)
+    """Seconds that one call for one group may take; then its rollouts fail with the reason `reward_timeout`."""
+    workers: int = Field(default=2, gt=0)
+    """Calls of functions that are not `async` running at once, each in a process of its own."""
+
+    @model_validator(mode="after")
+    def _one_way_to_say_it(self) -> RewardConfig:
+        if self.function and self.functions:
+            raise ValueError("reward.function and reward.functions are both set; keep one of them")
+        if self.function:
+            _checked_function(self.function)
+        return self
+
+    @property
+    def specs(self) -> tuple[RewardSpec, ...]:
+        return (RewardSpec(self.function),) if self.function else self.functions

@@ -1,0 +1,117 @@
+"""The scorer of reward functions: several at once for a group, weighted, each with its own way of going wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import ConfigError
+from headrace.scoring.config import RewardConfig, RewardSpec
+from headrace.scoring.extract import EXTRACTORS
+from headrace.scoring.job import Job, Values, is_async, signature_problem
+from headrace.scoring.processes import PrivatePool, SharedProcess, check_functions
+from headrace.scoring.threads import ThreadPool, name_of
+from headrace.types import Episode, Failure, Prompt, Scored
+
+
+@dataclass(frozen=True)
+class _Judge:
+    name: str
+    weight: float
+    extract: Callable[[str], str]
+    call: Callable[[Job], Awaitable[Values]]
+
+    async def judge(self, prompt: Prompt, episodes: Sequence[Episode]) -> Values:
+        texts = tuple(self.extract(episode.last.text) for episode in episodes)
+        return await self.call(Job(prompt.text, texts, tuple(e.last.tokens for e in episodes), prompt.columns))
+
+
+class FunctionScorer:
+    """Functions of the config run in processes; `callables`, which replace them, in threads or on the running loop."""
+
+    def __init__(
+        self, config: RewardConfig, callables: Sequence[Callable[..., Any]] = (), log: Path | None = None
+    ) -> None:
+        """Loads the functions once to see that they can be loaded: raises ConfigError. `log` gets what they print."""
+        self.threads = ThreadPool(config.workers, config.timeout)
+        self._pools: list[PrivatePool | SharedProcess] = []
+        if callables:
+            self._judges = [self._judge_of(function) for function in callables]
+        elif config.specs:
+            self._judges = self._judges_in_processes(config, log)
+        else:
+            raise ConfigError(
+                'nothing gives rewards: set reward.function = "path/to/file.py:name" (or "reasoning_gym"), or pass reward= '
+                "to headrace.train"
+            )
+        self._judges = _with_distinct_names(self._judges)
+
+    async def score(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[Scored | Failure]:
+        if not episodes:
+            return []
+        values = await asyncio.gather(*(judge.judge(prompt, episodes) for judge in self._judges))
+        return [
+            self._combined(episode, parts) for episode, parts in zip(episodes, zip(*values, strict=True), strict=True)
+        ]
+
+    async def close(self) -> None:
+        """Kills the processes. Threads that were abandoned are left to themselves."""
+        await asyncio.gather(*(pool.close() for pool in self._pools))
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes that are alive."""
+        return [pid for pool in self._pools for pid in pool.pids]
+
+    def _combined(self, episode: Episode, parts: Sequence[float | Failure]) -> Scored | Failure:
+        rewards: dict[str, float] = {}
+        for judge, part in zip(self._judges, parts, strict=True):
+            if isinstance(part, Failure):  # a sum that lacks a part is not the reward
+                return Failure(part.reason, f"{judge.name}: {part.detail}")
+            rewards[judge.name] = part
+        total = sum(judge.weight * rewards[judge.name] for judge in self._judges)
+        if not math.isfinite(total):
+            return Failure("reward_nan", f"the weighted sum of {rewards} is {total}")
+        return Scored(episode, total, rewards)
+
+    def _judge_of(self, function: Callable[..., Any]) -> _Judge:
+        if problem := signature_problem(function):
+            raise ConfigError(f"the reward function {function!r} {problem}")
+        how = self.threads.call_async if is_async(function) else self.threads.call
+        return _Judge(name_of(function), 1.0, EXTRACTORS[""], partial(how, function))
+
+    def _judges_in_processes(self, config: RewardConfig, log: Path | None) -> list[_Judge]:
+        loaded = check_functions([spec.function for spec in config.specs])
+        kinds = dict(zip((spec.function for spec in config.specs), (one.is_async for one in loaded), strict=True))
+        plain = [function for function, is_async in kinds.items() if not is_async]
+        later = [function for function, is_async in kinds.items() if is_async]
+        calls: dict[str, Callable[[Job], Awaitable[Values]]] = {}
+        if plain:
+            pool = PrivatePool(plain, config.workers, config.timeout, log)
+            self._pools.append(pool)
+            calls |= {function: partial(pool.call, place) for place, function in enumerate(plain)}
+        if later:
+            shared = SharedProcess(later, config.timeout, log)
+            self._pools.append(shared)
+            calls |= {function: partial(shared.call, place) for place, function in enumerate(later)}
+        return [_judge_for(spec, calls[spec.function]) for spec in config.specs]
+
+
+def _judge_for(spec: RewardSpec, call: Callable[[Job], Awaitable[Values]]) -> _Judge:
+    return _Judge(spec.name, spec.weight, EXTRACTORS[spec.extract], call)
+
+
+def _with_distinct_names(judges: Sequence[_Judge]) -> list[_Judge]:
+    """`exact`, `exact#2`: two files may call their function the same."""
+    named: list[_Judge] = []
+    seen: dict[str, int] = {}
+    for judge in judges:
+        seen[judge.name] = seen.get(judge.name, 0) + 1
+        name = judge.name if seen[judge.name] == 1 else f"{judge.name}#{seen[judge.name]}"
+        named.append(_Judge(name, judge.weight, judge.extract, judge.call))
+    return named

@@ -1,0 +1,168 @@
+"""What a reward function is asked, and what may come back: one call for one group."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import math
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from headrace.types import Failure, Struct
+
+Values = list[float | Failure]
+"""One per completion: a finite number, or why there is none."""
+
+
+class Job(Struct):
+    prompt: str
+    completions: tuple[str, ...]
+    completion_tokens: tuple[tuple[int, ...], ...]
+    columns: dict[str, Any]
+    """One value per column: all completions of a group share their row."""
+
+
+class Loaded(Struct):
+    """A reward function as the worker found it."""
+
+    name: str
+    is_async: bool
+
+
+def fail_all(job: Job, reason: str, detail: str) -> Values:
+    return [Failure(reason, detail)] * len(job.completions)
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def signature_problem(function: Any) -> str:
+    """Empty, or why this cannot be called as `fn(prompts=, completions=, **columns)`."""
+    if not callable(function):
+        return f"is a {type(function).__name__}, which cannot be called"
+    for parameter in _parameters(function):
+        if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
+            return f"takes {parameter.name} by position only; it is called as fn(prompts=[...], completions=[...], **columns)"
+    return ""
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # some functions written in C do not say
+        return [inspect.Parameter("anything", inspect.Parameter.VAR_KEYWORD)]
+
+
+def arguments(function: Callable[..., Any], job: Job) -> dict[str, Any]:
+    """Lists of equal length, as TRL hands them: `prompts`, `completions`, `completion_tokens` and every column.
+
+    Only what the function's signature names, unless it takes `**columns`.
+    """
+    count = len(job.completions)
+    offered: dict[str, Any] = {
+        name: [copy.deepcopy(value) for _ in range(count)]  # theirs to change
+        for name, value in job.columns.items()
+    }
+    offered |= {
+        "prompts": [job.prompt] * count,
+        "completions": list(job.completions),
+        "completion_tokens": [list(tokens) for tokens in job.completion_tokens],
+    }
+    parameters = _parameters(function)
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return offered
+    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    missing = [p.name for p in parameters if p.name in named - offered.keys() and p.default is p.empty]
+    if missing:
+        raise TypeError(
+            f"it needs {', '.join(missing)}, which is no column of the task; there are: {', '.join(offered)}"
+        )
+    return {name: value for name, value in offered.items() if name in named}
+
+
+def call(function: Callable[..., Any], job: Job) -> Values:
+    """Runs a function that is not async, to its end."""
+    try:
+        return read_values(function(**arguments(function, job)), len(job.completions))
+    except (Exception, SystemExit) as error:
+        return fail_all(job, "reward_raised", one_line(error))
+
+
+async def call_async(function: Callable[..., Any], job: Job, seconds: float) -> Values:
+    """Cancels a function that is not done within `seconds`, and does not wait for it to obey."""
+    task = asyncio.ensure_future(_awaited(function, job))
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+        return task.result() if task.done() else too_late(job, seconds)
+    finally:
+        task.cancel()
+
+
+async def _awaited(function: Callable[..., Any], job: Job) -> Values:
+    try:
+        return read_values(await function(**arguments(function, job)), len(job.completions))
+    except (Exception, SystemExit) as error:
+        return fail_all(job, "reward_raised", one_line(error))
+
+
+def too_late(job: Job, seconds: float, then: str = "it was cancelled") -> Values:
+    detail = f"no answer within {seconds:g} s (reward.timeout); {then}"
+    return fail_all(job, "reward_timeout", detail)
+
+
+def read_values(result: Any, count: int) -> Values:
+    """What a function returned, as numbers or as reasons why there are none. Never a zero for a missing one."""
+    if result is None:
+        return [
+            Failure("reward_none", "the function returned None instead of a list; is its return statement missing?")
+        ] * count
+    values = result.tolist() if hasattr(result, "tolist") else result  # NumPy arrays and torch tensors
+    if not isinstance(values, (list, tuple)):
+        if inspect.iscoroutine(values):
+            values.close()
+        detail = f"the function returned {_shown(result)} where a list of {count} numbers is needed"
+        return [Failure("reward_wrong_type", detail)] * count
+    if len(values) != count:
+        return [Failure("reward_wrong_count", f"{len(values)} rewards came back for {count} completions")] * count
+    return [_read_one(value) for value in values]
+
+
+def _read_one(value: Any) -> float | Failure:
+    if isinstance(value, Failure):
+        return value
+    if hasattr(value, "item") and not isinstance(value, (int, float)):
+        try:
+            value = value.item()
+        except Exception:
+            return Failure("reward_wrong_type", f"{_shown(value)} is not one number")
+    if value is None:
+        return Failure("reward_none", "the reward of this completion is None")
+    if not isinstance(value, (bool, int, float)):
+        return Failure("reward_wrong_type", f"{_shown(value)} is not a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        return Failure("reward_nan", "the reward is too large for a float")
+    return number if math.isfinite(number) else Failure("reward_nan", f"the reward is {number}")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+
+
+def one_line(error: BaseException) -> str:
+    """`ZeroDivisionError: division by zero (rewards.py:12)`: the last place within the file that headrace called."""
+    frames = traceback.extract_tb(error.__traceback__)
+    outside = [frame for frame in frames if not frame.filename.startswith(_PACKAGE)]
+    theirs = [frame for frame in outside if frame.filename == outside[0].filename]
+    place = f" ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else ""
+    said = (str(error).strip().splitlines() or [""])[0][:300]
+    return f"{type(error).__name__}{': ' if said else ''}{said}{place}"
+
+
+_PACKAGE = str(Path(__file__).resolve().parent.parent)

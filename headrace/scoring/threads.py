@@ -1,0 +1,59 @@
+"""Reward functions handed in from Python: they share the controller's process, so they can be abandoned but not killed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from headrace.scoring.job import Job, Values, call, call_async, too_late
+
+_numbers = itertools.count(1)
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    inner = function.func if isinstance(function, functools.partial) else function
+    name = getattr(inner, "__name__", type(inner).__name__)
+    return "reward" if name == "<lambda>" else name
+
+
+class ThreadPool:
+    """Daemon threads, which never hold up the end of the program. A call that is too late keeps its thread for ever."""
+
+    def __init__(self, width: int, timeout: float) -> None:
+        self._slots, self._timeout = asyncio.Semaphore(width), timeout
+        self.abandoned: Counter[str] = Counter()
+        """Threads that were too late, by the name of their function."""
+
+    async def call(self, function: Callable[..., Any], job: Job) -> Values:
+        async with self._slots:
+            answer: asyncio.Future[Values] = asyncio.get_running_loop().create_future()
+            name = f"headrace-reward-{name_of(function)}-{next(_numbers)}"
+            threading.Thread(target=_work, args=(function, job, answer), name=name, daemon=True).start()
+            try:
+                async with asyncio.timeout(self._timeout):
+                    return await answer
+            except TimeoutError:
+                self.abandoned[name_of(function)] += 1
+                return too_late(
+                    job, self._timeout, f"the thread {name} was abandoned ({self.abandoned.total()} so far)"
+                )
+
+    async def call_async(self, function: Callable[..., Any], job: Job) -> Values:
+        return await call_async(function, job, self._timeout)
+
+
+def _work(function: Callable[..., Any], job: Job, answer: asyncio.Future[Values]) -> None:
+    values = call(function, job)
+    with contextlib.suppress(RuntimeError):  # the loop may be closed by now
+        answer.get_loop().call_soon_threadsafe(_settle, answer, values)
+
+
+def _settle(answer: asyncio.Future[Values], values: Values) -> None:
+    if not answer.done():
+        answer.set_result(values)

@@ -1,0 +1,58 @@
+"""Settings of where prompts come from."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field, model_validator
+from pydantic.dataclasses import dataclass
+
+# Settings that belong to some kinds only, as they are when nobody set them.
+_OF_FAMILIES: dict[str, Any] = {"name": "", "options": {}}
+_OF_ROWS: dict[str, Any] = {"path": "", "held_out_path": "", "prompt": "prompt", "answer": "answer", "shuffle": True}
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class TaskConfig:
+    kind: Literal["reasoning_gym", "jsonl", "parquet", "datasets"]
+    """Procedural problems without end, or rows of a file: JSON lines, Parquet, a directory saved by `datasets`."""
+    name: str = ""
+    """reasoning_gym: the family of problems, such as chain_sum."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """reasoning_gym: settings of that family, such as max_terms."""
+    path: str = ""
+    """The file or directory with the rows."""
+    held_out_path: str = ""
+    """Rows for evaluation only. Empty takes the last `held_out` rows of `path`."""
+    prompt: str = "prompt"
+    """The column with the prompt: a string, or a list of messages {role, content}."""
+    answer: str = "answer"
+    """The column with the right answer, shown in few-shot `examples`. Reward functions get every column anyway."""
+    chat: bool = True
+    """Apply the model's chat template. False samples from the prompt as it stands."""
+    system: str = ""
+    """A system message in front."""
+    examples: int = Field(default=0, ge=0)
+    """Few-shot: solved problems shown in front, as turns of a chat. They are never trained on."""
+    held_out: int = Field(default=64, ge=0)
+    """Prompts kept for evaluation. They do not depend on the run's seed, so that runs can be compared."""
+    shuffle: bool = True
+    """Another order in every epoch, and held-out rows taken at random. False keeps the order of the file."""
+
+    @model_validator(mode="after")
+    def _fits_its_kind(self) -> TaskConfig:
+        needed = "name" if self.kind == "reasoning_gym" else "path"
+        if not getattr(self, needed):
+            what = "a problem family, such as chain_sum" if needed == "name" else "the file with the rows"
+            raise ValueError(f"task.{needed} is missing: task.kind = {self.kind} needs {what}")
+        for setting, unset in (_OF_ROWS if needed == "name" else _OF_FAMILIES).items():
+            if getattr(self, setting) != unset:
+                raise ValueError(
+                    f"task.{setting} means nothing to task.kind = {self.kind}; remove it, or change task.kind"
+                )
+        if not self.chat and (self.system or self.examples):
+            raise ValueError(
+                "task.system and task.examples are turns of a chat, but task.chat = false; set task.chat = true or write them "
+                "into the prompts"
+            )
+        return self

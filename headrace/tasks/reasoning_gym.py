@@ -1,0 +1,170 @@
+"""Procedural problems with verifiers, from the `reasoning-gym` package: without end, without files."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from headrace.errors import ConfigError
+from headrace.tasks.config import TaskConfig
+from headrace.tasks.prompts import (
+    Encoder,
+    PromptMaker,
+    checked_cursor,
+    digest_of,
+    jsonable,
+    nearest,
+    seed_from,
+    take,
+)
+from headrace.types import Prompt
+
+BLOCK = 1000
+"""Problems of one dataset object. Some families prepare `size` problems ahead, so one endless dataset will not do; and
+problem i of seed s is often problem 0 of seed s + i, so each block has a seed of its own, far from the others."""
+
+PATIENCE = 1000
+"""Known problems in a row after which a family is taken to have no others."""
+
+
+class ReasoningGymTask:
+    """Draws `train/<index>` for ever. Held-out problems are the same for every run seed and are never drawn."""
+
+    def __init__(self, config: TaskConfig, seed: int, encoder: Encoder) -> None:
+        """Raises ConfigError for an unknown family, options it does not take, or a family with too few problems."""
+        self._family, self._options, self._seed, self._next = config.name, dict(config.options), seed, 0
+        self._block: tuple[tuple[object, ...], Any] = ((), None)
+        self._source = digest_of([config.name, json.dumps(config.options, sort_keys=True, default=str), str(seed)])
+        _check_family(config.name, config.options)
+        held = self._distinct("held-out", config.held_out, "task.held_out", avoid=set())
+        self._known = {entry["question"] for entry in held}
+        shown = self._distinct("examples", config.examples, "task.examples", avoid=self._known)
+        self._known |= {entry["question"] for entry in shown}
+        self._maker = PromptMaker(config, encoder, [_solved(entry, config.name) for entry in shown])
+        self._held = [self._prompt(f"held-out/{i}", entry) for i, entry in enumerate(held)]
+        self._peek()
+
+    def draw(self) -> Prompt:
+        for index in range(self._next, self._next + PATIENCE):
+            entry = self._entry(index, "train", self._seed)
+            if entry["question"] not in self._known:
+                self._next = index + 1
+                return self._prompt(f"train/{index}", entry)
+        raise self._too_few(f"{PATIENCE} problems in a row were held-out ones", "task.held_out")
+
+    def held_out(self, count: int) -> list[Prompt]:
+        return take(self._held, count)
+
+    def state(self) -> dict[str, Any]:
+        return {"next": self._next, "source": self._source}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._next = int(checked_cursor(state, self._source)["next"])
+
+    def _peek(self) -> None:
+        """Finds out at start whether there is anything to train on."""
+        self.draw()
+        self._next = 0
+
+    def _entry(self, index: int, *stream: object) -> dict[str, Any]:
+        block, place = divmod(index, BLOCK)
+        key = (*stream, block)
+        if self._block[0] != key:
+            self._block = (key, _dataset(self._family, {**self._options, "size": BLOCK, "seed": seed_from(*key)}))
+        try:
+            return self._block[1][place]
+        except Exception as error:  # some settings are found impossible only when a problem is made
+            raise ConfigError(
+                f"reasoning_gym {self._family} could not make a problem: {error}; change task.options"
+            ) from None
+
+    def _distinct(self, stream: str, count: int, setting: str, avoid: set[str]) -> list[dict[str, Any]]:
+        """The first `count` problems of a stream with different questions."""
+        found: dict[str, dict[str, Any]] = {}
+        misses = index = 0
+        while len(found) < count:
+            entry = self._entry(index, stream)
+            known = entry["question"] in found or entry["question"] in avoid
+            misses = misses + 1 if known else 0
+            if not known:
+                found[entry["question"]] = entry
+            if misses > PATIENCE:
+                raise self._too_few(
+                    f"only {len(found)} different problems were found where {count} are needed", setting
+                )
+            index += 1
+        return list(found.values())
+
+    def _too_few(self, what: str, setting: str) -> ConfigError:
+        return ConfigError(f"reasoning_gym {self._family}: {what}; lower {setting}, or widen task.options")
+
+    def _prompt(self, id: str, entry: dict[str, Any]) -> Prompt:
+        return self._maker.make(id, entry["question"], columns_of(entry))
+
+
+def columns_of(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """`answer` and `metadata` for people's reward functions; `entry` for the family's own verifier.
+
+    JSON turns tuples into lists and keys into strings, upon which some verifiers (ARC's) quietly give another score. So the
+    entry travels as a Python literal, which keeps both.
+    """
+    columns = {"answer": jsonable(entry["answer"]), "metadata": jsonable(entry["metadata"])}
+    literal = repr(dict(entry))
+    return {**columns, "entry": literal} if _reads_back(literal, entry) else columns
+
+
+def _reads_back(literal: str, entry: Mapping[str, Any]) -> bool:
+    try:
+        return bool(ast.literal_eval(literal) == entry)
+    except (ValueError, SyntaxError):
+        return False
+
+
+def _solved(entry: Mapping[str, Any], family: str) -> tuple[str, str]:
+    if not isinstance(entry["answer"], str):
+        raise ConfigError(f"reasoning_gym {family} gives no answers that could be shown; set task.examples = 0")
+    return entry["question"], entry["answer"]
+
+
+def _check_family(family: str, options: Mapping[str, Any]) -> None:
+    families = _families()
+    if family not in families:
+        raise ConfigError(
+            f"task.name = {family} is no reasoning_gym dataset{nearest(family, families)} ({len(families)} are there: "
+            "python -c 'from reasoning_gym.factory import DATASETS; print(*DATASETS)')"
+        )
+    known = {field.name for field in dataclasses.fields(families[family][1])} - {"size", "seed"}
+    for option in options:
+        if option in ("size", "seed"):
+            raise ConfigError(
+                f"task.options.{option} is decided by the run (problems never end, `seed` is the run's); remove it"
+            )
+        if option not in known:
+            near = nearest(option, known)
+            raise ConfigError(
+                f"task.options.{option} is no option of reasoning_gym {family}{near or '; there are ' + ', '.join(sorted(known))}"
+            )
+    _dataset(family, {**options, "size": 1, "seed": 0})
+
+
+def _families() -> dict[str, Any]:
+    try:
+        from reasoning_gym.factory import DATASETS
+    except ImportError:
+        raise ConfigError(
+            'task.kind = reasoning_gym needs the package reasoning-gym; pip install "headrace[tasks]"'
+        ) from None
+    return DATASETS
+
+
+def _dataset(family: str, options: Mapping[str, Any]) -> Any:
+    import reasoning_gym
+
+    try:
+        return reasoning_gym.create_dataset(family, **options)
+    except Exception as error:  # the families validate with assert, ValueError, TypeError, ...
+        given = ", ".join(f"{key} = {value}" for key, value in options.items() if key not in ("size", "seed"))
+        raise ConfigError(f"reasoning_gym {family} refuses task.options ({given or 'none given'}): {error}") from None

@@ -1,0 +1,152 @@
+"""Prompts from rows: JSON lines, Parquet, a directory saved by `datasets`. Epoch after epoch, in a new order each time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from headrace.errors import ConfigError
+from headrace.tasks.config import TaskConfig
+from headrace.tasks.prompts import (
+    RESERVED,
+    Encoder,
+    PromptMaker,
+    checked_cursor,
+    digest_of,
+    jsonable,
+    nearest,
+    prompt_problem,
+    take,
+)
+from headrace.tasks.read import read_rows
+from headrace.types import Prompt
+
+Row = dict[str, Any]
+
+
+class RowsTask:
+    """Draws `train/<epoch>/<row>`, each row once an epoch.
+
+    Held-out rows and few-shot examples are chosen without the run's seed and taken out of what is drawn, together with
+    every row that asks the same.
+    """
+
+    def __init__(self, config: TaskConfig, seed: int, encoder: Encoder) -> None:
+        """Reads and checks all rows. Raises ConfigError for whatever is wrong with them, with the place and the remedy."""
+        self._config, self._seed = config, seed
+        self._rows = _load(config.path, config)
+        settings = (seed, config.shuffle, config.held_out, config.held_out_path, config.examples)
+        self._source = digest_of([str(settings), *(_key(row[config.prompt]) for row in self._rows)])
+        train, held, shown = self._split()
+        self._maker = PromptMaker(config, encoder, [self._solved(index) for index in shown])
+        self._held = [self._prompt(f"held-out/{index}", row) for index, row in held]
+        self._train = train
+        self._epoch = self._place = 0
+        self._order = self._shuffled(0)
+
+    def draw(self) -> Prompt:
+        if self._place == len(self._order):
+            self._epoch, self._place = self._epoch + 1, 0
+            self._order = self._shuffled(self._epoch)
+        index = self._order[self._place]
+        self._place += 1
+        return self._prompt(f"train/{self._epoch}/{index}", self._rows[index])
+
+    def held_out(self, count: int) -> list[Prompt]:
+        return take(self._held, count)
+
+    def state(self) -> dict[str, Any]:
+        return {"epoch": self._epoch, "place": self._place, "source": self._source}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        checked = checked_cursor(state, self._source)
+        self._epoch, self._place = int(checked["epoch"]), int(checked["place"])
+        self._order = self._shuffled(self._epoch)
+
+    def _shuffled(self, epoch: int) -> list[int]:
+        order = list(self._train)
+        if self._config.shuffle:
+            random.Random(f"{self._seed}/epoch/{epoch}").shuffle(order)
+        return order
+
+    def _split(self) -> tuple[list[int], list[tuple[int, Row]], list[int]]:
+        """Row numbers to train on; held-out rows with their numbers; row numbers of the examples."""
+        config, count = self._config, len(self._rows)
+        order = list(range(count))
+        if config.shuffle:
+            random.Random(f"split/{count}").shuffle(order)
+        if config.held_out_path:
+            apart = _load(config.held_out_path, config)
+            held = list(enumerate(apart))[: config.held_out]
+        else:
+            cut = max(0, count - config.held_out)
+            order, held = order[:cut], [(index, self._rows[index]) for index in order[cut:]]
+        asked = {_key(row[config.prompt]) for _, row in held}
+        order = [index for index in order if _key(self._rows[index][config.prompt]) not in asked]
+        shown, order = order[: config.examples], order[config.examples :]
+        told = {_key(self._rows[index][config.prompt]) for index in shown}
+        train = sorted(index for index in order if _key(self._rows[index][config.prompt]) not in told)
+        if not train:
+            raise ConfigError(
+                f"{config.path} has {count} rows, of which none is left to train on after task.held_out = {config.held_out} and "
+                f"task.examples = {config.examples} (rows that ask the same are left out too); lower them, or give "
+                "task.held_out_path a file of its own"
+            )
+        return train, held, shown
+
+    def _solved(self, index: int) -> tuple[str, str]:
+        config, row = self._config, self._rows[index]
+        question, answer = row[config.prompt], row.get(config.answer)
+        if config.answer not in row:
+            raise ConfigError(
+                _no_column("task.answer", config.answer, row, config.path) + " It is needed for task.examples."
+            )
+        if not isinstance(question, str) or answer is None:
+            raise ConfigError(
+                f"{config.path}, row {index + 1}: an example needs a prompt that is a string and an answer; set task.examples = 0"
+            )
+        return question, str(answer)
+
+    def _prompt(self, id: str, row: Row) -> Prompt:
+        question = row[self._config.prompt]
+        # A conversation stays among the columns, because the prompt's text holds its last message only.
+        columns = {
+            name: value for name, value in row.items() if name != self._config.prompt or not isinstance(question, str)
+        }
+        return self._maker.make(id, question, columns)
+
+
+def _key(prompt: Any) -> str:
+    return prompt if isinstance(prompt, str) else repr(prompt)
+
+
+def _load(path: str, config: TaskConfig) -> list[Row]:
+    raw = read_rows(config.kind, path)
+    if not raw:
+        raise ConfigError(f"{path} holds no rows; a task needs at least one prompt")
+    return [_checked(row, f"{path}, row {number}", path, config) for number, row in enumerate(raw, 1)]
+
+
+def _checked(row: Row, where: str, path: str, config: TaskConfig) -> Row:
+    if config.prompt not in row:
+        raise ConfigError(f"{where}: " + _no_column("task.prompt", config.prompt, row, path))
+    if taken := [name for name in RESERVED if name in row]:
+        raise ConfigError(
+            f"{where}: the column {taken[0]} has a name that reward functions need for something else; rename it"
+        )
+    plain = {}
+    for name, value in row.items():
+        try:
+            plain[str(name)] = jsonable(value)
+        except TypeError as error:
+            raise ConfigError(
+                f"{where}: the column {name} cannot be kept in the journal ({error}); remove it"
+            ) from None
+    if problem := prompt_problem(plain[config.prompt], config):
+        raise ConfigError(f"{where}: the prompt in column {config.prompt} {problem}")
+    return plain
+
+
+def _no_column(setting: str, name: str, row: Row, path: str) -> str:
+    return f"there is no column {name} ({setting}) in {path}{nearest(name, row)}; its columns are: {', '.join(map(str, row)) or 'none'}."

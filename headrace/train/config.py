@@ -1,0 +1,39 @@
+"""Settings of the trainer. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class TrainConfig:
+    steps: int = Field(default=100, gt=0)
+    """Optimizer steps of the run."""
+    learning_rate: float = Field(default=1e-6, gt=0)
+    """Full fine-tuning by RL: 1e-6 for billions of parameters, up to 1e-5 for 100 million."""
+    schedule: Literal["constant", "cosine"] = "constant"
+    """After the warm-up: stay, or fall to zero along a cosine until `steps`."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps in which the learning rate rises linearly."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled (AdamW), on matrices only. RL moves weights little: pulling them to zero is not what one wants."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    """0.95 rather than AdamW's 0.999: runs are a few hundred steps, and gradients change as the policy does."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """The gradient of the whole step is scaled down to this norm."""
+    microbatch_tokens: int = Field(default=2048, gt=0)
+    """Tokens forwarded at once: bounds memory, never changes the gradient. A longer row gets a microbatch of its own."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Of the computation (autocast); weights and optimizer are always float32. auto: bfloat16 where the hardware has it."""
+    gradient_checkpointing: bool = False
+    """Less memory for about a third more time."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda if there is one."""
+    cores: tuple[int, ...] = ()
+    """CPU cores of the trainer process; empty shares all of them."""
+    max_skipped_steps: int = Field(default=3, gt=0)
+    """Skipped steps (non-finite gradient) in a row that stop the run."""

@@ -1,0 +1,156 @@
+"""The trainer's part of a checkpoint, bit for bit: three files, no pickles.
+
+    model.safetensors       float32 masters under their own names, tied ones once, and buffers that are part of the model
+    optimizer.safetensors   exp_avg/<name>, exp_avg_sq/<name>, step/<name>, rng/cpu, rng/cuda:<i>
+    trainer.json            format, version, seed
+
+The learning rate is a function of the version, so a schedule has no state of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from headrace.errors import CheckpointError
+
+FORMAT = 1
+MODEL, OPTIMIZER, TRAINER = "model.safetensors", "optimizer.safetensors", "trainer.json"
+
+
+def save(directory: Path, model: Any, optimizer: torch.optim.Optimizer, version: int, seed: int) -> None:
+    """Writes and flushes the three files; the caller renames the directory. Raises OSError (disk full, say)."""
+    directory.mkdir(parents=True, exist_ok=True)
+    _write(directory / MODEL, weights_of(model))
+    _write(directory / OPTIMIZER, {**_moments(model, optimizer), **_rng()})
+    text = json.dumps({"format": FORMAT, "version": version, "seed": seed})
+    (directory / TRAINER).write_text(text)
+    for name in (MODEL, OPTIMIZER, TRAINER):
+        _flush(directory / name)
+
+
+def restore(directory: Path, model: Any, optimizer: torch.optim.Optimizer) -> int:
+    """Puts everything back and returns the version. Raises CheckpointError before anything is changed."""
+    facts = _read_facts(directory)
+    weights, rest = _read(directory / MODEL), _read(directory / OPTIMIZER)
+    _check(directory, weights, weights_of(model))
+    state = _optimizer_state(directory, rest, model, optimizer)
+    with torch.no_grad():
+        for name, tensor in weights_of(model).items():
+            tensor.copy_(weights[name])
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    _restore_rng(rest)
+    return facts["version"]
+
+
+def weights_of(model: Any) -> dict[str, Tensor]:
+    """Parameters in canonical order, tied ones once, then the buffers that `state_dict` would save."""
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    saved = model.state_dict()
+    return parameters | {name: buffer for name, buffer in model.named_buffers() if name in saved}
+
+
+def _moments(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """AdamW's state by parameter name. A parameter that never had a gradient has none."""
+    return {
+        f"{key}/{name}": tensor
+        for name, parameter in model.named_parameters()
+        for key, tensor in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def _optimizer_state(
+    directory: Path, rest: Mapping[str, Tensor], model: Any, optimizer: torch.optim.Optimizer
+) -> dict[int, dict[str, Tensor]]:
+    """In torch's form: by the parameter's number in the groups."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    ordered = [(names[p], p) for group in optimizer.param_groups for p in group["params"]]
+    known = {f"{key}/{name}" for name, _ in ordered for key in ("exp_avg", "exp_avg_sq", "step")}
+    state: dict[int, dict[str, Tensor]] = {}
+    for number, (name, parameter) in enumerate(ordered):
+        found = {key: rest[f"{key}/{name}"] for key in ("exp_avg", "exp_avg_sq", "step") if f"{key}/{name}" in rest}
+        shapes = [found[key].shape for key in ("exp_avg", "exp_avg_sq") if key in found]
+        if found and (len(found) != 3 or shapes != [parameter.shape] * 2):
+            raise _foreign(directory, f"the optimizer state of {name} does not fit")
+        if found:
+            state[number] = found
+    strangers = [name for name in rest if name not in known and not name.startswith("rng/")]
+    if strangers:
+        raise _foreign(directory, f"{OPTIMIZER} holds {strangers[0]}, which the model does not have")
+    return state
+
+
+def _check(directory: Path, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    missing = [name for name in expected if name not in found]
+    strangers = [name for name in found if name not in expected]
+    if missing or strangers:
+        problem = f"lacks {missing[0]}" if missing else f"holds {strangers[0]}, which the model does not have"
+        raise _foreign(directory, f"{MODEL} {problem}")
+    for name, tensor in expected.items():
+        if (found[name].shape, found[name].dtype) != (tensor.shape, tensor.dtype):
+            shapes = f"{list(found[name].shape)} instead of {list(tensor.shape)}"
+            raise _foreign(directory, f"{name} has shape {shapes} or another dtype")
+
+
+def _foreign(directory: Path, problem: str) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint {directory.name}: {problem}; it belongs to another model: resume with the model it was written for"
+    )
+
+
+def _rng() -> dict[str, Tensor]:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {"rng/cpu": torch.get_rng_state(), **{f"rng/cuda:{i}": state for i, state in enumerate(cuda)}}
+
+
+def _restore_rng(rest: Mapping[str, Tensor]) -> None:
+    if "rng/cpu" in rest:
+        torch.set_rng_state(rest["rng/cpu"])
+    for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        if f"rng/cuda:{i}" in rest:
+            torch.cuda.set_rng_state(rest[f"rng/cuda:{i}"], i)
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    except SafetensorError as error:
+        raise OSError(f"could not write {path.name}: {error}") from error
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _read_facts(directory: Path) -> dict[str, int]:
+    path = directory / TRAINER
+    try:
+        facts = json.loads(path.read_text())
+        version, form = int(facts["version"]), facts["format"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _unreadable(path, error) from error
+    if form != FORMAT:
+        raise CheckpointError(f"checkpoint {directory.name} has format {form}; this version of headrace reads {FORMAT}")
+    return {"version": version}
+
+
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint {path.parent.name}: {path.name} cannot be read ({error}); resume from an older checkpoint"
+    )
+
+
+def _flush(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())

@@ -1,0 +1,86 @@
+"""Any Hugging Face causal LM: loaded whole or not at all, and written back so that `transformers` loads it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from headrace.errors import ConfigError
+
+_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
+
+
+def resolve_device(device: str) -> torch.device:
+    """`auto` is cuda if there is one."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("train.device = cuda, but torch sees no CUDA device; set it to auto or cpu")
+    return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 where the hardware multiplies it; elsewhere it would be emulated, slower than float32."""
+    if dtype != "auto":
+        return getattr(torch, dtype)
+    native = torch.cuda.is_bf16_supported() if device.type == "cuda" else torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if native else torch.float32
+
+
+def load_model(directory: Path, device: torch.device) -> Any:
+    """float32 masters in evaluation mode, without dropout. Raises ConfigError if anything is missing or does not fit."""
+    from transformers import AutoModelForCausalLM
+
+    if not (directory / "config.json").is_file():
+        raise ConfigError(f"{directory} has no config.json; model.path must be a directory that transformers can load")
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ConfigError(f"cannot load a causal language model from {directory}: {error}") from error
+    # transformers would go on with random numbers in their place
+    wrong = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
+    if wrong:
+        raise ConfigError(
+            f"the weights in {directory} lack or do not fit {len(wrong)} parameters of its config.json, the first: {wrong[0]}; "
+            "save the model again with `save_pretrained`"
+        )
+    _switch_dropout_off(model)
+    return model.to(device).eval()
+
+
+def _switch_dropout_off(model: torch.nn.Module) -> None:
+    """The ratio to the sampler's log-probs means nothing under dropout, and checkpointing needs training mode."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+
+
+def enable_checkpointing(model: Any) -> None:
+    if not model.supports_gradient_checkpointing:
+        kind = type(model).__name__
+        raise ConfigError(f"{kind} cannot be checkpointed; set train.gradient_checkpointing = false")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()  # transformers checkpoints in training mode only
+
+
+def export_model(model: Any, source: Path, directory: Path, dtype: Literal["bfloat16", "float32"] = "bfloat16") -> None:
+    """A directory that `transformers` loads: weights in `dtype`, config, and all that lies beside the weights in `source`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    lowered = {name: _to(tensor, getattr(torch, dtype)) for name, tensor in model.state_dict().items()}
+    model.save_pretrained(directory, state_dict=lowered)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2) + "\n")
+    for path in source.iterdir():  # tokenizer, chat template, generation config, licence
+        is_weights = path.suffix in _WEIGHTS or path.name.endswith(".index.json")
+        if path.is_file() and not is_weights and path.name != "config.json":
+            shutil.copyfile(path, directory / path.name)
+
+
+def _to(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)

@@ -1,0 +1,191 @@
+"""The HTML report: complete, self-contained, escaped, and honest about what was not measured."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import msgspec
+import pytest
+from fact_stream import FactStream
+
+from headrace.errors import ConfigError, HeadraceError
+from headrace.observe.facts import CheckpointSaved, Fact, StepTrained, Warned
+from headrace.observe.recorder import Recorder
+from headrace.observe.records import summarise
+from headrace.observe.report import write_report
+from headrace.observe.report.data import bins, load
+from headrace.observe.report.svg import Chart, extent, ticks
+
+VOID = {"meta", "br", "hr", "img", "input", "link"}
+SVG_VOID = {"line", "rect", "circle", "path", "polygon"}
+
+
+class Checker(HTMLParser):
+    """Tags must nest; collects what a browser would load from elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loads: list[str] = []
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.loads += [
+            str(value) for name, value in attrs if name in ("src", "href") and not str(value).startswith("#")
+        ]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag in SVG_VOID, tag
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def report(run_dir: Path, facts: list[Fact], resume_at_step: int | None = None) -> str:
+    recorder = Recorder(run_dir, resume_at_step=resume_at_step)
+    for fact in facts:
+        recorder.record(fact)
+    recorder.close()
+    html = write_report(run_dir).read_text()
+    checker = Checker()
+    checker.feed(html)
+    assert checker.open == [] and checker.loads == []
+    assert checker.tags.count("script") == 1
+    assert "url(" not in html and "@import" not in html and "http" not in html
+    assert not re.search(r'="-?(nan|inf)|[ML]-?(nan|inf)', html)
+    return html
+
+
+def test_report_of_a_whole_run_holds_everything(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text('name = "demo"\n[algo]\nkind = "grpo"\n')
+    html = report(tmp_path, list(FactStream(steps=30).facts()))
+    figures = (
+        "Reward|Lag of the trained tokens|Completion lengths, drawn against trained|Entropy|Ratio trainer / sampler"
+    )
+    for title in (figures + "|Clip fraction|Gradient norm|Learning rate").split("|"):
+        assert f"<b>{title}</b>" in html
+    for word in ("Who waited for whom", "kind = &quot;grpo&quot;", "bound 1 holds", 'class="swap"', 'class="death"'):
+        assert word in html
+    assert "finished" in html and "not measured" not in html
+
+
+def test_text_of_models_and_users_is_escaped(tmp_path: Path) -> None:
+    evil = "<script>alert('x')</script><img src=x onerror=y>"
+    (tmp_path / "config.toml").write_text(f'name = "{evil}"\n')
+    stream = FactStream(steps=3)
+    facts: list[Fact] = []
+    for fact in stream.facts():
+        if isinstance(fact, StepTrained):
+            groups = tuple(
+                msgspec.structs.replace(group, prompt=msgspec.structs.replace(group.prompt, text=evil))
+                for group in fact.groups
+            )
+            fact = msgspec.structs.replace(fact, groups=groups)
+        facts.append(fact)
+    started = msgspec.structs.replace(stream.start(), name=evil, headline=evil, where={evil: evil})
+    html = report(
+        tmp_path, [started, *facts[1:-1], Warned(stream.t, evil), msgspec.structs.replace(facts[-1], reason=evil)]
+    )
+    assert "<script>alert" not in html and "<img" not in html
+    assert html.count("&lt;script&gt;alert") >= 8
+
+
+def test_a_killed_run_says_so(tmp_path: Path) -> None:
+    facts = list(FactStream(steps=10).facts())
+    html = report(tmp_path, facts[: len(facts) // 2])
+    assert "did not end by itself" in html and "counted from the facts" in html
+    assert "after training: not measured" in html
+
+
+def test_a_run_without_steps_claims_nothing(tmp_path: Path) -> None:
+    html = report(tmp_path, [FactStream().start()])
+    assert html.count("not measured") >= 4
+    assert "No optimizer step was trained" in html and "no ticket drawn" in html and "No trained rollout" in html
+
+
+def test_an_empty_file_is_an_empty_run(tmp_path: Path) -> None:
+    assert "The run left no facts" in report(tmp_path, [])
+
+
+def test_a_resumed_run_has_one_history_and_says_where_it_was_resumed(tmp_path: Path) -> None:
+    stream = FactStream(steps=12, troubles=False)
+    facts = list(stream.facts())
+    saved = next(i for i, fact in enumerate(facts) if isinstance(fact, CheckpointSaved))
+    report(tmp_path, facts[: saved + 4])
+    again = msgspec.structs.replace(stream.start(resumed_at=10), t=facts[saved].t)
+    html = report(tmp_path, [again, *facts[saved + 1 :]], resume_at_step=10)
+    assert "1 resume" not in html and "Resumed 1 time (" in html and ">resumed</text>" in html
+    assert [row.report.step for row in load(tmp_path).state.rows] == list(range(12))
+
+
+def test_a_run_that_failed_shows_its_sentence(tmp_path: Path) -> None:
+    stream = FactStream(steps=2)
+    facts = list(stream.facts())
+    html = report(
+        tmp_path, [*facts[:-1], msgspec.structs.replace(stream.end(), reason="the trainer process was killed")]
+    )
+    assert "the trainer process was killed" in html and 'badge bad">stopped' in html
+
+
+def test_lags_above_the_bound_stand_out(tmp_path: Path) -> None:
+    facts: list[Fact] = []
+    for fact in FactStream(steps=3).facts():
+        facts.append(msgspec.structs.replace(fact, lags={0: 10, 4: 10}) if isinstance(fact, StepTrained) else fact)
+    html = report(tmp_path, facts)
+    assert 'class="box over"' in html and "ABOVE the bound of 1" in html and 'class="card bad"' in html
+
+
+def test_numbers_that_are_not_finite_are_left_out_of_the_curves(tmp_path: Path) -> None:
+    facts: list[Fact] = []
+    for fact in FactStream(steps=4).facts():
+        if isinstance(fact, StepTrained) and fact.report.step % 2:
+            fact = msgspec.structs.replace(fact, report=msgspec.structs.replace(fact.report, entropy=float("nan")))
+        facts.append(fact)
+    assert "<b>Entropy</b>" in report(tmp_path, facts)
+
+
+def test_each_rollout_is_shown_with_its_own_advantage(tmp_path: Path) -> None:
+    report(tmp_path, list(FactStream(steps=10).facts()))
+    samples = load(tmp_path).samples
+    assert len(samples) == 16
+    # The stream's advantages are reward minus the group's mean: the best is above it, the worst below.
+    assert all(advantage > 0 for sample, advantage, _ in samples if sample.reward == 1)
+    assert all(advantage < 0 for sample, advantage, _ in samples if sample.reward == 0)
+
+
+def test_long_runs_are_binned_without_losing_a_step() -> None:
+    row = next(summarise(fact) for fact in FactStream(steps=1).facts() if isinstance(fact, StepTrained))
+    rows = [msgspec.structs.replace(row, report=msgspec.structs.replace(row.report, step=i)) for i in range(1234)]
+    made = bins(rows, most=200)
+    assert len(made) <= 200 and [one for each in made for one in each.rows] == rows
+    assert (made[0].first, made[0].last, made[0].name) == (1, 7, "steps 1 to 7")
+
+
+def test_ticks_are_round_and_inside() -> None:
+    assert ticks(0, 1) == [0, 0.2, 0.4, 0.6, 0.8, 1.0]
+    assert ticks(3, 57, 5) == [20, 40]
+    assert extent([], zero=True) == (0.0, 1.0) and extent([2.0, 2.0]) == (1.5, 2.5)
+
+
+def test_chart_maps_data_to_its_frame() -> None:
+    chart = Chart((0, 10), (0, 1), width=566, height=242)
+    assert (chart.x(0), chart.x(10)) == (52, 552) and (chart.y(0), chart.y(1)) == (212, 12)
+    assert 'd="M52.0 212.0L552.0 12.0"' in chart.line([(0, 0), (10, 1)], "c1").svg("t")
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not a run directory"):
+        write_report(tmp_path)
+
+
+def test_a_report_that_cannot_be_written_names_its_path(tmp_path: Path) -> None:
+    Recorder(tmp_path).close()
+    (tmp_path / "report.html").mkdir()
+    with pytest.raises(HeadraceError, match=r"could not write .*report\.html"):
+        write_report(tmp_path)
+    assert not (tmp_path / "report.html.part").exists()
