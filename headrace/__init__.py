@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from headrace.config import RunConfig, load_config
@@ -67,7 +67,7 @@ def evaluate(
     return one_shot.evaluate(load_config(config, sets), Path(run) if run is not None else None, prompts)
 
 
-def export(run: str | Path, to: str | Path, dtype: str = "bfloat16") -> Path:
+def export(run: str | Path, to: str | Path, dtype: Literal["bfloat16", "float32"] = "bfloat16") -> Path:
     """Writes the model of a run's newest checkpoint to `to`, for `transformers` to load. Returns the checkpoint."""
     from headrace.config import config_of_run, read_config
     from headrace.orchestration import one_shot

@@ -107,11 +107,13 @@ def _config(file: str | None, run_dir: Path | None, sets: Sequence[str]) -> RunC
     """The config named, or that of the run."""
     from headrace.config import config_of_run, load_config
 
-    if file is not None:
-        return load_config(file, sets)
-    if run_dir is None:
+    source = file or (run_dir and config_of_run(run_dir))
+    if not source:
         raise ConfigError("name a config: headrace train CONFIG.toml (or --resume RUN to go on with a run)")
-    return load_config(config_of_run(run_dir), sets)
+    config = load_config(source, sets)
+    if not config.reward.specs:  # unlike `headrace.train`, the command line cannot be handed a function
+        raise ConfigError('nothing gives rewards: set reward.function = "path/to/file.py:name" (or "reasoning_gym")')
+    return config
 
 
 def _sets(arguments: argparse.Namespace) -> list[str]:

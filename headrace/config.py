@@ -18,7 +18,7 @@ from headrace.algo.config import AlgoConfig
 from headrace.engine.config import EngineConfig
 from headrace.errors import ConfigError
 from headrace.models import ModelConfig
-from headrace.observe.config import ObserveConfig
+from headrace.observe.config import ObserveConfig, check_installed
 from headrace.process_config import CheckpointConfig, EvalConfig, WatchConfig
 from headrace.rollout import RolloutConfig
 from headrace.scoring.config import RewardConfig
@@ -34,13 +34,14 @@ class RunConfig:
 
     model: ModelConfig
     task: TaskConfig
-    reward: RewardConfig
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """The run's directory is `out/name`. A config file without a name lends its own."""
     seed: int = Field(default=0, ge=0)
     """Everything random is drawn from this and from names."""
     out: str = "runs"
     """Where runs are kept, seen from where the command is given."""
+    reward: RewardConfig = Field(default_factory=RewardConfig)
+    """May be empty where a function is passed to `headrace.train`."""
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     algo: AlgoConfig = Field(default_factory=AlgoConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
@@ -100,6 +101,10 @@ def check(config: RunConfig) -> list[str]:
             f"train.warmup_steps = {config.train.warmup_steps} leaves none of the train.steps = {config.train.steps} at "
             "the full learning rate; lower train.warmup_steps"
         )
+    try:
+        check_installed(config.observe)
+    except ConfigError as error:
+        problems.append(str(error))
     return problems
 
 

@@ -90,7 +90,11 @@ class Completion(Struct, frozen=True):
     def versions(self) -> list[int]:
         """[T] the version of every token, spans unrolled."""
         ends = [*(s.start for s in self.spans[1:]), len(self.tokens)]
-        return [s.version for s, end in zip(self.spans, ends, strict=True) for _ in range(s.start, end)] if self.spans else []
+        return (
+            [s.version for s, end in zip(self.spans, ends, strict=True) for _ in range(s.start, end)]
+            if self.spans
+            else []
+        )
 
 
 class Turn(Struct, frozen=True):

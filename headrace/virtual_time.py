@@ -40,9 +40,9 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._jumping.now
 
-    def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:  # type: ignore[override]
         """At once and on this thread: a thread would run in real time, and in an order of its own."""
-        future: asyncio.Future[T] = self.create_future()
+        future = self.create_future()
         try:
             future.set_result(func(*args))
         except Exception as error:

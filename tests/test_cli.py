@@ -78,6 +78,7 @@ def test_a_bug_keeps_its_traceback():
         (["train", "mine.toml", "--set", "train.stesp=1"], "did you mean train.steps?"),
         (["train", "mine.toml", "--set", "rollout.top_p=0.5"], "set rollout.top_p = 1"),
         (["train", "mine.toml", "--name", "a/b"], "name = "),
+        (["train", "mine.toml", "--set", "reward.function="], "nothing gives rewards: set reward.function"),
         (["train", "--resume", "runs/absent"], "there is no run runs/absent"),
         (["train", "--resume", "."], "is not the directory of a run: it has no config.toml"),
         (["eval", "absent.toml"], "there is no file absent.toml"),
@@ -135,7 +136,7 @@ def test_python_has_the_same_doors(config):
     assert headrace.load_config(config).name == "mine"
     assert callable(headrace.train) and callable(headrace.evaluate) and callable(headrace.export)
     assert headrace.RunConfig is type(headrace.load_config(config))
-    with pytest.raises(ConfigError, match=r"did you mean train\.steps"):
+    with pytest.raises(ConfigError, match="did you mean train.steps"):
         headrace.train(config, sets=["train.stpes=1"])
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         headrace.trian  # noqa: B018

@@ -106,9 +106,7 @@ def _centred(rewards: list[float]) -> list[float]:
 
 
 def _trained_lags(world: World) -> list[int]:
-    return [
-        batch.step - version for batch in world.trainer.batches for row in batch.rows for version in row.versions
-    ]
+    return [batch.step - version for batch in world.trainer.batches for row in batch.rows for version in row.versions]
 
 
 schedules = st.fixed_dictionaries(

@@ -51,7 +51,7 @@ def reinforce(logprob: Tensor, old: Tensor, advantage: Tensor, low: float, high:
     return TokenLoss(-torch.clamp(ratio, max=TRUNCATION) * advantage * logprob, ratio > TRUNCATION)
 
 
-LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor, float, float], TokenLoss]] = {
+LOSSES: dict[str, Callable[..., TokenLoss]] = {
     "ppo_clip": ppo_clip,
     "reinforce": reinforce,
 }

@@ -38,7 +38,7 @@ from headrace.types import Completion, Group, Scored, Struct, TrainReport
 METRICS, JOURNAL, REPORT = "metrics.jsonl", "journal.jsonl", "report.html"
 
 
-class StepRow(Fact, tag="StepTrained"):
+class StepRow(Fact, frozen=True, tag="StepTrained"):
     """`StepTrained` without its tokens: what metrics, terminal and report need of a step."""
 
     report: TrainReport

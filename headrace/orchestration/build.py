@@ -133,7 +133,7 @@ async def build(
 ) -> Built:
     pools = await open_pools(config, logs, observer, clock, checkpoint)
     try:
-        return _assemble(config, pools, observer, checkpoints, state, reward, clock)
+        return _assemble(config, pools, logs, observer, checkpoints, state, reward, clock)
     except BaseException:
         await pools.close(now=True)
         raise
@@ -142,6 +142,7 @@ async def build(
 def _assemble(
     config: RunConfig,
     pools: Pools,
+    logs: Path,
     observer: Observer,
     checkpoints: Checkpoints,
     state: ControllerState | None,
@@ -153,7 +154,7 @@ def _assemble(
     if state:
         task.restore(state.task)
         buffer.restore(state.buffer)
-    scorer = build_scorer(config, reward)
+    scorer = build_scorer(config, reward, logs / "scorer.log")
     prompts = task.held_out(config.eval.prompts)
     parts = Parts(
         task=task,
@@ -260,7 +261,9 @@ def _place(device: str, cores: Sequence[int]) -> str:
     return f"cores {', '.join(map(str, cores))}" if cores else f"all {os.cpu_count()} cores, shared"
 
 
-def export_weights(config: RunConfig, model_dir: Path, checkpoint: Path, to: Path, dtype: Literal["bfloat16", "float32"]) -> None:
+def export_weights(
+    config: RunConfig, model_dir: Path, checkpoint: Path, to: Path, dtype: Literal["bfloat16", "float32"]
+) -> None:
     """A directory that `transformers` loads: the checkpoint's weights, the model's tokenizer and templates."""
     from headrace.train.torch_trainer import TorchTrainer
 

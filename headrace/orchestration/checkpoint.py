@@ -85,7 +85,9 @@ def damage(path: Path) -> str:
         if not file.exists():
             return f"checkpoint {path.name}: {name} is missing"
         if file.stat().st_size != entry.nbytes:
-            return f"checkpoint {path.name}: {name} has {file.stat().st_size} bytes instead of {entry.nbytes} (truncated?)"
+            return (
+                f"checkpoint {path.name}: {name} has {file.stat().st_size} bytes instead of {entry.nbytes} (truncated?)"
+            )
         if _checksum(file) != entry.xxh3:
             return f"checkpoint {path.name}: {name} does not match its checksum"
     return ""

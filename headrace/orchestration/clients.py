@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -24,6 +24,7 @@ from headrace.types import (
     LoadReport,
     Request,
     StepOutput,
+    Stop,
     TrainReport,
     WeightUpdate,
     spans_of,
@@ -61,6 +62,9 @@ class ProcessTrainer:
         await self.worker.close()
 
 
+T = TypeVar("T")
+
+
 @dataclass
 class _Pending:
     """A request, and what has been sampled for it so far: all that a new process needs to go on with it."""
@@ -76,7 +80,7 @@ class _Pending:
         request = self.request
         return Request(request.id, request.prompt, request.sampling, request.group, (*request.prefix, *self.tokens))
 
-    def completion(self, stop: str, error: str) -> Completion:
+    def completion(self, stop: Stop, error: str) -> Completion:
         spans = spans_of(self.versions, self.kv_versions)
         return Completion(tuple(self.tokens), tuple(self.logprobs), spans, stop, error)
 
@@ -152,7 +156,7 @@ class ProcessEngine:
         await self.worker.start("engine", [self._weights_fd], self._cores)
         self.capabilities = await self.worker.call("start", self._start, Capabilities)
 
-    async def _retrying(self, method: str, payload: object, returns: type):  # type: ignore[no-untyped-def]
+    async def _retrying(self, method: str, payload: object, returns: type[T]) -> T:
         """Calls have no side effect that a second process could suffer from: ask again after a respawn."""
         while True:
             await self._until_up()
@@ -180,9 +184,7 @@ class ProcessEngine:
                 self._up.clear()
                 self._deaths += 1
                 await self.worker.close()
-                self._observer.record(
-                    WorkerLost(self._clock(), "engine", how, self._deaths, len(self._pending))
-                )
+                self._observer.record(WorkerLost(self._clock(), "engine", how, self._deaths, len(self._pending)))
                 if self._deaths > self._max_deaths:
                     raise WorkerDied("engine", f"{how}; it was its death no. {self._deaths} (engine.max_deaths allows "
                                      f"{self._max_deaths})")  # fmt: skip

@@ -11,10 +11,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from headrace.errors import WorkerDied
 from headrace.orchestration.wire import Channel, Frame
+
+T = TypeVar("T")
 
 GRACE = 5.0
 """Seconds that a worker gets to leave by itself before it is killed."""
@@ -54,7 +56,7 @@ class Worker:
         theirs.close()
         await self.channel.open(ours)
 
-    async def call(self, method: str, payload: Any, returns: type) -> Any:
+    async def call(self, method: str, payload: Any, returns: type[T]) -> T:
         try:
             return await self.channel.call(method, payload, returns)
         except WorkerDied:

@@ -22,8 +22,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from headrace.buffer import Buffer
 from headrace.errors import IdentityError, TrainingError, WorkerDied, first_error
@@ -35,6 +36,8 @@ from headrace.orchestration.snapshots import Snapshots
 from headrace.protocols import Engine, Observer, Scorer, Task, Trainer
 from headrace.rollout import Decode, RolloutConfig, roll_out, seed_of
 from headrace.types import Batch, Episode, Failure, Group, Prompt, Row, Scored, TrainReport, WeightUpdate
+
+T = TypeVar("T")
 
 MakeRows = Callable[[Prompt, tuple[Scored, ...]], tuple[Row, ...]]
 """The algorithm as the pipeline sees it: a group's rewards become rows with advantages."""
@@ -99,7 +102,9 @@ class Pipeline:
                 await self._run(loops)
         except BaseExceptionGroup as group:
             error = first_error(group)
-            if isinstance(error, (TrainingError, IdentityError)) or (isinstance(error, WorkerDied) and error.who == "engine"):
+            if isinstance(error, (TrainingError, IdentityError)) or (
+                isinstance(error, WorkerDied) and error.who == "engine"
+            ):
                 await self._checkpoint()
             raise error from group
 
@@ -288,7 +293,7 @@ class Pipeline:
     async def _checkpoint(self) -> None:
         await self._busy(self._parts.snapshots.save(self.step, self._parts), "checkpoint")
 
-    async def _busy(self, work, what: str):  # type: ignore[no-untyped-def]
+    async def _busy(self, work: Awaitable[T], what: str) -> T:
         """Awaits the trainer's work under a named wait, and counts its time as busy."""
         started = self._clock()
         async with self._parts.waits.named("controller", f"the trainer ({what})"):
@@ -310,5 +315,3 @@ def _step_fact(t: float, report: TrainReport, groups: tuple[Group, ...], waited:
     mean = sum(rewards) / len(rewards)
     std = (sum((reward - mean) ** 2 for reward in rewards) / len(rewards)) ** 0.5
     return StepTrained(t, report, groups, dict(lags), mean, std, waited)
-
-

@@ -12,8 +12,8 @@ from typing import Any
 
 from headrace.config import RunConfig, dump_config
 from headrace.errors import CheckpointError, HeadraceError
-from headrace.observe.facts import Evaluated, RunEnded, Warned
 from headrace.observe.build import open_recorder
+from headrace.observe.facts import Evaluated, RunEnded, Warned
 from headrace.observe.recorder import Recorder
 from headrace.observe.report import write_report
 from headrace.observe.summary import print_summary
@@ -65,9 +65,11 @@ def train(config: RunConfig, reward: Reward | None = None, resume: Path | None =
 
 
 def _close(recorder: Recorder, path: Path) -> Path:
-    """The summary on the terminal and the report on disk, however the run ended."""
+    """The report on disk and the summary on the terminal, however the run ended."""
     recorder.close()
-    report = write_report(path)
+    report = path / "report.html"
+    with suppress(OSError, HeadraceError):  # nor may they hide it
+        report = write_report(path)
     if recorder.state.started:
         print_summary(recorder.state, report)
     return report
@@ -131,7 +133,8 @@ class _Session:
             self.reason = "interrupted"
         finally:
             if self._built:
-                self._recorder.record(await self._ended(self._built))
+                with suppress(HeadraceError):  # a disk that is full now must not hide what ended the run
+                    self._recorder.record(await self._ended(self._built))
                 await self._built.close(now=self._interrupts > 1)
 
     async def _train(self, built: Built) -> None:
@@ -156,7 +159,10 @@ class _Session:
         self._interrupts += 1
         if self._interrupts == 1 and self._training and self._built:
             self._recorder.record(
-                Warned(self._built.clock(), "interrupted: finishing this step, writing a checkpoint (Ctrl-C again: leave now)")
+                Warned(
+                    self._built.clock(),
+                    "interrupted: finishing this step, writing a checkpoint (Ctrl-C again: leave now)",
+                )
             )
             self._built.pipeline.interrupt()
         elif self._main:

@@ -1,11 +1,11 @@
 """`runs/<name>/`: one run, one directory, one process at a time.
 
-    config.toml        the resolved settings
-    metrics.jsonl      every fact, one JSON line each
-    journal.jsonl      what each optimizer step consumed
-    checkpoints/       see checkpoint.py
-    logs/              what the worker processes printed
-    report.html
+config.toml        the resolved settings
+metrics.jsonl      every fact, one JSON line each
+journal.jsonl      what each optimizer step consumed
+checkpoints/       see checkpoint.py
+logs/              what the worker processes printed
+report.html
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from headrace.types import Struct
 _LENGTH = struct.Struct(">I")
 
 
-class Call(Struct):
+class Call(Struct, frozen=True):
     id: int
     function: int
     """Which of the worker's functions, by its place on the command line."""
@@ -23,12 +23,12 @@ class Call(Struct):
     """Seconds after which an async function is cancelled. One that is not async can only be killed, by the other side."""
 
 
-class Reply(Struct, tag_field="kind", tag="reply"):
+class Reply(Struct, frozen=True, tag_field="kind", tag="reply"):
     id: int
     values: Values
 
 
-class Ready(Struct, tag_field="kind", tag="ready"):
+class Ready(Struct, frozen=True, tag_field="kind", tag="ready"):
     """The first frame of a worker: what it loaded, or the sentence why it could not."""
 
     functions: tuple[Loaded, ...] = ()

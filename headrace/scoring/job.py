@@ -17,7 +17,7 @@ Values = list[float | Failure]
 """One per completion: a finite number, or why there is none."""
 
 
-class Job(Struct):
+class Job(Struct, frozen=True):
     prompt: str
     completions: tuple[str, ...]
     completion_tokens: tuple[tuple[int, ...], ...]
@@ -25,7 +25,7 @@ class Job(Struct):
     """One value per column: all completions of a group share their row."""
 
 
-class Loaded(Struct):
+class Loaded(Struct, frozen=True):
     """A reward function as the worker found it."""
 
     name: str
@@ -158,7 +158,7 @@ def _shown(value: Any) -> str:
 def one_line(error: BaseException) -> str:
     """`ZeroDivisionError: division by zero (rewards.py:12)`: the last place within the file that headrace called."""
     frames = traceback.extract_tb(error.__traceback__)
-    outside = [frame for frame in frames if not frame.filename.startswith(_PACKAGE)]
+    outside = [frame for frame in frames if not frame.filename.startswith((_PACKAGE, "<frozen"))]
     theirs = [frame for frame in outside if frame.filename == outside[0].filename]
     place = f" ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else ""
     said = (str(error).strip().splitlines() or [""])[0][:300]

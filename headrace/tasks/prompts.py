@@ -77,8 +77,11 @@ def _kind(value: Any) -> str:
 
 def jsonable(value: Any) -> Any:
     """As JSON can hold it: dates as ISO text, tuples and sets as lists, NumPy as plain values. TypeError for what cannot."""
-    if value is None or isinstance(value, (str, bool, int, float)):
+    if value is None or isinstance(value, bool):
         return value
+    for plain in (str, int, float):
+        if isinstance(value, plain):
+            return plain(value)  # numpy.str_ is a str and numpy.float64 a float, which encoders refuse all the same
     if isinstance(value, Mapping):
         return {str(key): jsonable(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

@@ -102,7 +102,7 @@ class ReasoningGymTask:
         return ConfigError(f"reasoning_gym {self._family}: {what}; lower {setting}, or widen task.options")
 
     def _prompt(self, id: str, entry: dict[str, Any]) -> Prompt:
-        return self._maker.make(id, entry["question"], columns_of(entry))
+        return self._maker.make(id, str(entry["question"]), columns_of(entry))
 
 
 def columns_of(entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ def resolve_device(device: str) -> torch.device:
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 where the hardware multiplies it; elsewhere it would be emulated, slower than float32."""
+    """`auto` is bfloat16 where there are kernels for it; elsewhere it would be emulated, slower than float32."""
     if dtype != "auto":
         return getattr(torch, dtype)
     native = torch.cuda.is_bf16_supported() if device.type == "cuda" else torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -54,6 +54,7 @@ def load_model(directory: Path, device: torch.device) -> Any:
 
 def _switch_dropout_off(model: torch.nn.Module) -> None:
     """The ratio to the sampler's log-probs means nothing under dropout, and checkpointing needs training mode."""
+    module: Any
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -65,7 +66,9 @@ def enable_checkpointing(model: Any) -> None:
     if not model.supports_gradient_checkpointing:
         kind = type(model).__name__
         raise ConfigError(f"{kind} cannot be checkpointed; set train.gradient_checkpointing = false")
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    # transformers 5.23 gave it a new name and warns of the old one
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
     model.train()  # transformers checkpoints in training mode only
 
 

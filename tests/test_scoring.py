@@ -1,0 +1,658 @@
+"""Rewards: what a function is asked, every way in which it can go wrong, and that no failure is ever a zero."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from headrace import virtual_time
+from headrace.errors import ConfigError
+from headrace.scoring.builtin import reasoning_gym_reward
+from headrace.scoring.config import RewardConfig, RewardSpec
+from headrace.scoring.extract import answer_tag, last_number
+from headrace.scoring.fake import FakeScorer
+from headrace.scoring.functions import FunctionScorer
+from headrace.scoring.job import read_values
+from headrace.tasks.reasoning_gym import columns_of
+from headrace.types import Completion, Episode, Failure, Prompt, Scored, Turn, VersionSpan
+
+PROMPT = Prompt("train/0", "2 + 2 =", (7, 8), {"answer": "4", "tags": ["easy"]})
+
+FILE = '''
+import asyncio, os, sys, time
+
+def exact(prompts, completions, answer):
+    return [float(c == a) for c, a in zip(completions, answer)]
+
+def length(completions, **columns):
+    assert set(columns) == {"prompts", "completion_tokens", "answer", "tags"}, columns
+    return [len(c) for c in completions]
+
+def raises(completions):
+    inner(completions)
+
+def inner(completions):
+    raise KeyError("lost")  # line 15
+
+def forgets(completions):
+    pass
+
+def partly(completions):
+    return [1.0, None, float("nan")][: len(completions)]
+
+def too_few(completions):
+    return [1.0] * (len(completions) - 1)
+
+def wrong_type(completions):
+    return ["1.0"] * len(completions)
+
+def a_number(completions):
+    return 1.0
+
+def needs(completions, solution):
+    return [1.0] * len(completions)
+
+def leaves(completions):
+    sys.exit(3)
+
+def never(completions):
+    while True:
+        time.sleep(0.01)
+
+def dies(completions):
+    os.kill(os.getpid(), 9)
+
+def chatty(completions):
+    print("x" * 100_000)
+    os.write(1, b"to the file descriptor")
+    try:
+        input()
+    except EOFError:
+        pass
+    return [float(os.getpid())] * len(completions)
+
+async def later(completions, answer):
+    await asyncio.sleep(0.3)
+    return [2.0 * (c == a) for c, a in zip(completions, answer)]
+
+async def sleeps_for_ever(completions):
+    await asyncio.sleep(1e6)
+
+async def refuses_to_end(completions):
+    while True:
+        try:
+            await asyncio.sleep(1e6)
+        except asyncio.CancelledError:
+            pass
+
+async def blocks(completions):
+    time.sleep(1e6)
+
+async def raises_later(completions):
+    raise ValueError("later")
+
+number = 3
+
+def by_position(completions, /):
+    return []
+'''
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("rewards") / "mine.py"
+    path.write_text(FILE)
+    return path
+
+
+def episodes(*texts: str) -> list[Episode]:
+    return [
+        Episode((Turn(PROMPT.tokens, Completion((i + 1,), (-1.0,), (VersionSpan(0, 0, 0),), "stop", text)),))
+        for i, text in enumerate(texts)
+    ]
+
+
+def run(scorer: FunctionScorer, *texts: str, prompt: Prompt = PROMPT) -> list[Scored | Failure]:
+    async def once() -> list[Scored | Failure]:
+        try:
+            return await scorer.score(prompt, episodes(*texts))
+        finally:
+            await scorer.close()
+
+    return asyncio.run(once())
+
+
+def score(config: RewardConfig, *texts: str, prompt: Prompt = PROMPT) -> list[Scored | Failure]:
+    return run(FunctionScorer(config), *texts, prompt=prompt)
+
+
+def from_file(file: Path, *names: str, timeout: float = 20.0, workers: int = 2) -> RewardConfig:
+    specs = tuple(RewardSpec(f"{file}:{name}") for name in names)
+    return RewardConfig(functions=specs, timeout=timeout, workers=workers)
+
+
+def rewards(results: list[Scored | Failure]) -> list[float]:
+    assert all(isinstance(result, Scored) for result in results), results
+    return [result.reward for result in results if isinstance(result, Scored)]
+
+
+def reasons(results: list[Scored | Failure]) -> list[str]:
+    return [result.reason if isinstance(result, Failure) else "scored" for result in results]
+
+
+def detail(result: Scored | Failure) -> str:
+    assert isinstance(result, Failure)
+    return result.detail
+
+
+# --- what works --------------------------------------------------------------------------------------------------------
+
+
+def test_several_functions_are_weighted_and_named(file: Path) -> None:
+    functions = (
+        RewardSpec(f"{file}:exact", weight=2.0),
+        RewardSpec(f"{file}:length", weight=-0.5),
+        RewardSpec(f"{file}:later"),
+        RewardSpec(f"{file}:exact", weight=0.25, extract="last_number"),
+    )
+    first, second = score(RewardConfig(functions=functions), "4", "is 4.")
+    assert isinstance(first, Scored) and isinstance(second, Scored)
+    assert first.rewards == {"exact": 1.0, "length": 1.0, "later": 2.0, "exact#2": 1.0}
+    assert first.reward == 2.0 - 0.5 + 2.0 + 0.25
+    assert second.rewards == {"exact": 0.0, "length": 5.0, "later": 0.0, "exact#2": 1.0}
+    assert second.reward == -2.5 + 0.25
+    assert first.episode.last.text == "4"
+
+
+def test_what_the_user_s_code_prints_and_reads_does_not_reach_the_wire(file: Path, tmp_path: Path) -> None:
+    log = tmp_path / "rewards.log"
+    scorer = FunctionScorer(from_file(file, "chatty"), log=log)
+    assert rewards(run(scorer, "a", "b"))[0] != os.getpid()
+    assert log.read_text().count("x") == 100_000 and "to the file descriptor" in log.read_text()
+
+
+def test_a_neighbour_of_the_file_can_be_imported_and_replaces_nothing_of_python(tmp_path: Path) -> None:
+    (tmp_path / "helpers.py").write_text("VALUE = 3")
+    (tmp_path / "random.py").write_text("raise RuntimeError('not this one')")
+    path = tmp_path / "r.py"
+    path.write_text("import helpers, random\nrandom.random()\ndef f(completions):\n return [helpers.VALUE]")
+    assert rewards(score(from_file(path, "f"), "a")) == [3.0]
+
+
+def test_plain_functions_from_python(tmp_path: Path) -> None:
+    seen: dict[str, Any] = {}
+
+    def reward(prompts: list[str], completions: list[str], **columns: Any) -> list[bool]:
+        seen.update(columns, prompts=prompts, thread=threading.current_thread())
+        columns["tags"][0].append("spoilt")
+        return [c == "4" for c in completions]
+
+    results = run(FunctionScorer(RewardConfig(function="reasoning_gym"), [reward]), "4", "5")
+    assert rewards(results) == [1.0, 0.0]
+    assert seen["prompts"] == ["2 + 2 ="] * 2 and seen["answer"] == ["4", "4"]
+    assert seen["completion_tokens"] == [[1], [2]]
+    assert seen["thread"].daemon and seen["thread"] is not threading.main_thread()
+    assert seen["tags"] == [["easy", "spoilt"], ["easy"]] and PROMPT.columns["tags"] == ["easy"], "each has its own copy"
+
+
+async def _awaited(completions: list[str]) -> list[float]:
+    await asyncio.sleep(0)
+    return [float(len(c)) for c in completions]
+
+
+class _Callable:
+    async def __call__(self, completions: list[str]) -> list[float]:
+        return await _awaited(completions)
+
+
+@pytest.mark.parametrize("function", [_awaited, _Callable(), functools.partial(_awaited)])
+def test_async_callables_are_awaited(function: Callable[..., Any]) -> None:
+    assert rewards(run(FunctionScorer(RewardConfig(), [function]), "a", "bc")) == [1.0, 2.0]
+
+
+def test_one_group_is_judged_by_all_functions_at_once() -> None:
+    async def first(completions: list[str]) -> list[float]:
+        begun.set()
+        await other.wait()
+        return [1.0] * len(completions)
+
+    async def second(completions: list[str]) -> list[float]:
+        other.set()
+        await begun.wait()
+        return [1.0] * len(completions)
+
+    async def main() -> list[Scored | Failure]:
+        return await FunctionScorer(RewardConfig(timeout=5), [first, second]).score(PROMPT, episodes("a"))
+
+    begun, other = asyncio.Event(), asyncio.Event()
+    assert rewards(asyncio.run(main())) == [2.0]
+
+
+def test_async_functions_of_a_file_wait_side_by_side(file: Path) -> None:
+    async def main() -> float:
+        scorer = FunctionScorer(from_file(file, "later", workers=1))
+        await scorer.score(PROMPT, episodes("4"))  # the process is up
+        started = time.monotonic()
+        results = await asyncio.gather(*(scorer.score(PROMPT, episodes("4")) for _ in range(20)))
+        seconds = time.monotonic() - started
+        assert [rewards(result) for result in results] == [[2.0]] * 20 and len(scorer.pids) == 1
+        await scorer.close()
+        return seconds
+
+    assert asyncio.run(main()) < 20 * 0.3 / 2, "one after the other they take 6 s"
+
+
+def test_plain_functions_of_a_file_share_the_workers(file: Path) -> None:
+    async def main() -> int:
+        scorer = FunctionScorer(from_file(file, "exact", workers=2))
+        results = await asyncio.gather(*(scorer.score(PROMPT, episodes("4", "5")) for _ in range(20)))
+        assert [rewards(result) for result in results] == [[1.0, 0.0]] * 20
+        alive = scorer.pids
+        await scorer.close()
+        assert not any(_runs(pid) for pid in alive)
+        return len(alive)
+
+    assert asyncio.run(main()) == 2
+
+
+def test_no_episodes_no_call() -> None:
+    assert run(FunctionScorer(RewardConfig(), [lambda completions: 1 / 0])) == []
+
+
+# --- what a function returns -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("returned", "outcome"),
+    [
+        ([1, True], [1.0, 1.0]),
+        ((0.5, -2.5), [0.5, -2.5]),
+        (np.array([1.5, 2.5], dtype=np.float32), [1.5, 2.5]),
+        ([np.float64(1.5), np.int64(2)], [1.5, 2.0]),
+        ([1.0, None], [1.0, "reward_none"]),
+        (None, ["reward_none"] * 2),
+        ([math.nan, 1.0], ["reward_nan", 1.0]),
+        ([math.inf, -math.inf], ["reward_nan"] * 2),
+        ([10**400, 1.0], ["reward_nan", 1.0]),
+        ([1.0], ["reward_wrong_count"] * 2),
+        ([1.0] * 3, ["reward_wrong_count"] * 2),
+        ([], ["reward_wrong_count"] * 2),
+        (1.0, ["reward_wrong_type"] * 2),
+        ("12", ["reward_wrong_type"] * 2),
+        ({"a": 1.0, "b": 2.0}, ["reward_wrong_type"] * 2),
+        (["1.0", 1.0], ["reward_wrong_type", 1.0]),
+        ([[1.0], 1.0], ["reward_wrong_type", 1.0]),
+        (np.ones((2, 2)), ["reward_wrong_type"] * 2),
+    ],
+)
+def test_what_comes_back_is_a_number_or_a_named_failure(returned: Any, outcome: list[Any]) -> None:
+    assert [v.reason if isinstance(v, Failure) else v for v in read_values(returned, 2)] == outcome
+
+
+anything = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.lists(st.floats(), max_size=2)
+
+
+@given(st.lists(anything, max_size=5) | anything, st.integers(1, 5))
+def test_there_is_always_one_outcome_a_completion_and_every_number_was_returned(returned: Any, count: int) -> None:
+    values = read_values(returned, count)
+    assert len(values) == count
+    for place, value in enumerate(values):
+        if isinstance(value, Failure):
+            assert value.reason.startswith("reward_") and value.detail
+        else:
+            assert math.isfinite(value) and value == returned[place]
+
+
+# --- a function that fails ---------------------------------------------------------------------------------------------
+
+FAILURES = [
+    ("raises", ["reward_raised"] * 3, "KeyError: 'lost' (", "mine.py:15)"),
+    ("forgets", ["reward_none"] * 3, "returned None", "return statement"),
+    ("partly", ["scored", "reward_none", "reward_nan"], "None", ""),
+    ("too_few", ["reward_wrong_count"] * 3, "2 rewards came back for 3 completions", ""),
+    ("wrong_type", ["reward_wrong_type"] * 3, "'1.0' (str) is not a number", ""),
+    ("a_number", ["reward_wrong_type"] * 3, "list of 3 numbers", ""),
+    ("needs", ["reward_raised"] * 3, "it needs solution, which is no column of the task; there are: answer", ""),
+    ("leaves", ["reward_raised"] * 3, "SystemExit: 3", "mine.py:"),
+    ("raises_later", ["reward_raised"] * 3, "ValueError: later", "mine.py:"),
+]
+
+
+@pytest.mark.parametrize("where", ["process", "thread"])
+def test_every_failure_is_named(file: Path, where: str) -> None:
+    async def main() -> None:
+        config = from_file(file, *(name for name, *_ in FAILURES))
+        for name, expected, *words in FAILURES:
+            if where == "thread":
+                results = await FunctionScorer(config, [_load(file, name)]).score(PROMPT, episodes("a", "b", "c"))
+            else:
+                judge = next(judge for judge in scorer._judges if judge.name == name)
+                alone = FunctionScorer(config, [_load(file, "exact")])
+                alone._judges = [judge]
+                results = await alone.score(PROMPT, episodes("a", "b", "c"))
+            assert reasons(results) == expected, name
+            failed = next(result for result in results if isinstance(result, Failure))
+            assert failed.detail.startswith(f"{name}: ") and all(word in failed.detail for word in words), failed
+
+    async def around() -> None:
+        try:
+            await main()
+        finally:
+            await scorer.close()
+
+    scorer = FunctionScorer(from_file(file, *(name for name, *_ in FAILURES)))
+    asyncio.run(around())
+
+
+def _load(file: Path, name: str) -> Callable[..., Any]:
+    space: dict[str, Any] = {}
+    exec(compile(file.read_text(), str(file), "exec"), space)
+    return space[name]
+
+
+def test_a_sum_that_lacks_a_part_is_no_reward(file: Path) -> None:
+    config = RewardConfig(functions=(RewardSpec(f"{file}:exact"), RewardSpec(f"{file}:partly", weight=0.0)))
+    assert reasons(score(config, "4", "4", "4")) == ["scored", "reward_none", "reward_nan"]
+
+
+def test_a_sum_that_overflows_is_no_reward() -> None:
+    scorer = FunctionScorer(RewardConfig(), [lambda completions: [1e308], lambda completions: [1e308]])
+    assert reasons(run(scorer, "a")) == ["reward_nan"]
+
+
+# --- a function that never returns, or dies ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("never", "its process was killed"),
+        ("sleeps_for_ever", "it was cancelled"),
+        ("refuses_to_end", "it was cancelled"),
+        ("blocks", "it blocked its event loop"),
+    ],
+)
+def test_a_function_of_a_file_that_never_returns(file: Path, name: str, words: str) -> None:
+    async def main() -> None:
+        scorer = FunctionScorer(from_file(file, name, "exact", "later", timeout=0.6, workers=1))
+        late = await scorer.score(PROMPT, episodes("4", "5"))
+        assert reasons(late) == ["reward_timeout"] * 2
+        assert "no answer within 0.6 s" in detail(late[0]) and words in detail(late[0]), late
+        scorer._judges = [judge for judge in scorer._judges if judge.name != name]
+        assert rewards(await scorer.score(PROMPT, episodes("4", "5"))) == [3.0, 0.0], "others go on"
+        alive = scorer.pids
+        await scorer.close()
+        assert alive and not any(_runs(pid) for pid in alive)
+
+    asyncio.run(main())
+
+
+def test_a_callable_that_never_returns_is_abandoned_and_counted() -> None:
+    def stuck(completions: list[str]) -> list[float]:
+        release.wait()
+        return [1.0] * len(completions)
+
+    async def main() -> tuple[list[Scored | Failure], list[Scored | Failure], float]:
+        scorer = FunctionScorer(RewardConfig(timeout=0.1, workers=1), [stuck])
+        first = await scorer.score(PROMPT, episodes("a"))
+        second = await scorer.score(PROMPT, episodes("a"))  # the abandoned thread holds no slot
+        assert scorer.threads.abandoned == {"stuck": 2}
+        started = time.monotonic()
+        await scorer.close()
+        return first, second, time.monotonic() - started
+
+    release = threading.Event()
+    first, second, closing = asyncio.run(main())
+    assert reasons(first) == reasons(second) == ["reward_timeout"]
+    assert "headrace-reward-stuck-" in detail(second[0]) and "abandoned (2 so far)" in detail(second[0])
+    assert closing < 1.0
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name.startswith("headrace-reward-stuck"))
+    release.set()  # the threads now answer into a closed loop, which must not be noticed
+
+
+@pytest.mark.parametrize("name", ["sleeps_for_ever", "refuses_to_end"])
+def test_an_async_callable_that_never_returns(file: Path, name: str) -> None:
+    async def main() -> list[Scored | Failure]:
+        scorer = FunctionScorer(RewardConfig(timeout=0.1), [_load(file, name)])
+        results = await scorer.score(PROMPT, episodes("a", "b"))
+        await scorer.close()
+        return results
+
+    loop = asyncio.new_event_loop()  # not asyncio.run, which waits for a task that refuses to end
+    assert reasons(loop.run_until_complete(main())) == ["reward_timeout"] * 2
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def _until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def test_a_worker_killed_while_scoring_is_named_and_replaced(file: Path) -> None:
+    async def main() -> None:
+        scorer = FunctionScorer(from_file(file, "never", "exact", workers=1, timeout=60))
+        judges = scorer._judges
+        scorer._judges = judges[:1]
+        running = asyncio.ensure_future(scorer.score(PROMPT, episodes("4", "5")))
+        await _until(lambda: scorer.pids)
+        (pid,) = scorer.pids
+        os.kill(pid, signal.SIGKILL)
+        results = await asyncio.wait_for(running, 5)
+        assert reasons(results) == ["reward_worker_died"] * 2 and "was killed by SIGKILL" in detail(results[0])
+        scorer._judges = judges[1:]
+        assert rewards(await scorer.score(PROMPT, episodes("4", "5"))) == [1.0, 0.0]
+        assert scorer.pids != [pid]
+        await scorer.close()
+
+    asyncio.run(main())
+
+
+def test_a_function_that_kills_its_process(file: Path) -> None:
+    assert reasons(score(from_file(file, "dies"), "a")) == ["reward_worker_died"]
+
+
+def test_a_worker_killed_while_idle_costs_nothing(file: Path) -> None:
+    async def main() -> None:
+        scorer = FunctionScorer(from_file(file, "exact", "later", workers=1))
+        await scorer.score(PROMPT, episodes("4"))
+        assert len(scorer.pids) == 2
+        for pid in scorer.pids:
+            os.kill(pid, signal.SIGKILL)
+        await _until(lambda: not scorer.pids)
+        assert rewards(await scorer.score(PROMPT, episodes("4"))) == [3.0]
+        await scorer.close()
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_call_frees_its_worker(file: Path) -> None:
+    async def main() -> None:
+        scorer = FunctionScorer(from_file(file, "never", "exact", workers=1, timeout=60))
+        judges = scorer._judges
+        scorer._judges = judges[:1]
+        running = asyncio.ensure_future(scorer.score(PROMPT, episodes("4")))
+        await _until(lambda: scorer.pids)
+        (pid,) = scorer.pids
+        running.cancel()
+        await asyncio.wait({running})
+        assert not _runs(pid)
+        scorer._judges = judges[1:]
+        assert rewards(await scorer.score(PROMPT, episodes("4"))) == [1.0]
+        await scorer.close()
+
+    asyncio.run(main())
+
+
+def test_workers_end_with_their_parent_whatever_they_are_doing(file: Path, tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    code = f"""
+import asyncio, pathlib
+from headrace.scoring.processes import WorkerProcess
+from headrace.scoring.job import Job
+async def main():
+    worker = WorkerProcess(["{file}:never"], None)
+    await worker.start()
+    print(worker.pid, flush=True)
+    await worker.ask(0, Job("p", ("c",), ((1,),), {{}}), 60)
+asyncio.run(main())
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    assert _runs(pid)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+
+    async def gone() -> None:
+        await _until(lambda: not _runs(pid) or _is_zombie(pid))
+
+    asyncio.run(gone())
+
+
+def _is_zombie(pid: int) -> bool:
+    """Orphans of a container without an init stay as zombies."""
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+# --- what is refused at start ------------------------------------------------------------------------------------------
+
+
+def refusal(config: RewardConfig, callables: tuple[Any, ...] = ()) -> str:
+    with pytest.raises(ConfigError) as caught:
+        FunctionScorer(config, callables)
+    return str(caught.value)
+
+
+def test_functions_that_cannot_be_loaded_are_refused_at_start(file: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text("x = 1\ndef f(:\n")
+    failing = tmp_path / "failing.py"
+    failing.write_text("def f(completions): ...\n\n1 / 0\n")
+    leaving = tmp_path / "leaving.py"
+    leaving.write_text("import os\nos._exit(7)\n")
+    assert f"there is no file {tmp_path / 'gone.py'}" in refusal(RewardConfig(function=f"{tmp_path / 'gone.py'}:f"))
+    assert "mine.py defines no exakt; did you mean exact?" in refusal(RewardConfig(function=f"{file}:exakt"))
+    assert "invalid syntax" in (said := refusal(RewardConfig(function=f"{broken}:f"))) and f"{broken}:2" in said
+    said = refusal(RewardConfig(function=f"{failing}:f"))
+    assert "ZeroDivisionError" in said and f"{failing}:3" in said
+    assert "ended with exit code 7" in refusal(RewardConfig(function=f"{leaving}:f"))
+    assert "is a int, which cannot be called" in refusal(RewardConfig(function=f"{file}:number"))
+    assert "takes completions by position only" in refusal(RewardConfig(function=f"{file}:by_position"))
+
+
+def test_a_config_without_rewards_is_refused() -> None:
+    assert "set reward.function" in refusal(RewardConfig())
+    assert "cannot be called" in refusal(RewardConfig(), ("a string",))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"function": "exact"}, "of the form path/to/file.py:name"),
+        ({"function": "file.txt:exact"}, "of the form path/to/file.py:name"),
+        ({"function": "file.py:"}, "of the form path/to/file.py:name"),
+        ({"functions": [{"function": "reasoning-gym"}]}, "of the form path/to/file.py:name"),
+        ({"function": "reasoning_gym", "functions": [{"function": "reasoning_gym"}]}, "keep one of them"),
+        ({"timeout": 0}, "greater than 0"),
+        ({"functions": [{"function": "reasoning_gym", "weight": math.inf}]}, "finite"),
+        ({"functions": [{"function": "reasoning_gym", "extract": "first"}]}, "last_number"),
+    ],
+)
+def test_bad_settings(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        RewardConfig(**arguments)
+
+
+# --- built in ----------------------------------------------------------------------------------------------------------
+
+
+def _entry(family: str, **options: Any) -> tuple[dict[str, Any], Prompt]:
+    import reasoning_gym
+
+    entry = reasoning_gym.create_dataset(family, size=1, seed=3, **options)[0]
+    return entry, Prompt("train/0", entry["question"], (1,), columns_of(entry))
+
+
+def test_the_verifier_of_reasoning_gym_in_a_process() -> None:
+    entry, prompt = _entry("chain_sum")
+    answer = entry["answer"]
+    first, second, third = rewards(
+        score(RewardConfig(function="reasoning_gym"), f" {answer}\n", "no idea", f"it is {answer}", prompt=prompt)
+    )
+    assert (first, second) == (1.0, 0.0) and 0 < third < 1
+
+
+def test_an_answer_that_the_verifier_cannot_read_fails_alone() -> None:
+    entry, prompt = _entry("prime_factorization")
+    right, unreadable = reasoning_gym_reward(
+        [prompt.text] * 2, [entry["answer"], "hello"], **{k: [v] * 2 for k, v in prompt.columns.items()}
+    )
+    assert right == 1.0 and isinstance(unreadable, Failure) and unreadable.reason == "reward_raised"
+
+
+@pytest.mark.parametrize("family", ["arc_agi", "chain_sum", "knights_knaves", "prime_factorization", "countdown"])
+def test_the_verifier_sees_the_entry_as_it_was_before_json(family: str) -> None:
+    import msgspec
+
+    entry, prompt = _entry(family)
+    travelled = msgspec.json.decode(msgspec.json.encode(prompt), type=Prompt)
+    columns = {name: [value] for name, value in travelled.columns.items()}
+    assert reasoning_gym_reward([prompt.text], [entry["answer"]], **columns) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("so 1,234.", "1234"), ("3 + 4 = -7.50", "-7.50"), ("none", ""), ("", ""), ("x=.5", ".5"), ("7-3", "-3"), ("a\n12\n", "12")],
+)
+def test_last_number(text: str, number: str) -> None:
+    assert last_number(text) == number
+
+
+def test_answer_tag() -> None:
+    assert answer_tag("<answer>1</answer> no: <ANSWER>\n 2 \n</ANSWER>.") == "2"
+    assert answer_tag("<answer>1") == answer_tag("1") == ""
+
+
+# --- the fake ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_fake_scorer_has_settable_delay_rewards_and_failures() -> None:
+    async def main(scorer: FakeScorer) -> tuple[list[Scored | Failure], float]:
+        results = await scorer.score(PROMPT, episodes(*"abcdefgh"))
+        return results, asyncio.get_running_loop().time()
+
+    def go(scorer: FakeScorer) -> tuple[list[Scored | Failure], float]:
+        awaited: Awaitable[Any] = main(scorer)
+        return virtual_time.run(awaited)  # type: ignore[arg-type]
+
+    results, seconds = go(FakeScorer(seconds=100.0))
+    assert seconds == 100.0 and len(set(rewards(results))) == 8 and min(rewards(results)) > 0
+    assert rewards(go(FakeScorer(reward=lambda prompt, episode: float(len(episode.last.text))))[0]) == [1.0] * 8
+    assert set(reasons(go(FakeScorer(failure_rate=1.0))[0])) == {"reward_raised"}
+    assert set(reasons(go(FakeScorer(failure_rate=0.5))[0])) == {"reward_raised", "scored"}

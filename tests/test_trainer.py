@@ -1,0 +1,491 @@
+"""The trainer against plain padded code with full logits, on tiny random models of several families."""
+
+from __future__ import annotations
+
+import math
+import random
+import shutil
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.algo.config import AlgoConfig
+from headrace.errors import CheckpointError, ConfigError
+from headrace.train.config import TrainConfig
+from headrace.train.torch_attention import tree_of
+from headrace.train.torch_head import _blocks, token_logprobs
+from headrace.train.torch_optimizer import learning_rate
+from headrace.train.torch_trainer import TorchTrainer
+from headrace.types import Batch, Group, Prompt, Row
+
+V = 61
+SIZES = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+GQA = {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.2}
+MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "llama": ("Llama", {**GQA, "tie_word_embeddings": True}, "packed trees, chunked head"),
+    "qwen3": ("Qwen3", GQA, "packed trees, chunked head"),
+    "gemma3": (
+        "Gemma3Text",
+        {
+            **GQA,
+            "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "query_pre_attn_scalar": 8,
+        },
+        "packed trees, chunked head",
+    ),
+    "mixtral": ("Mixtral", {**GQA, "num_local_experts": 4}, "packed trees, chunked head"),
+    "gpt_neox": ("GPTNeoX", {**SIZES, "initializer_range": 0.2}, "packed trees, chunked head"),
+    "gpt2": ("GPT2", {"vocab_size": V, "n_embd": 32, "n_layer": 2, "n_head": 4}, "packed trees, chunked head"),
+    "phi": ("Phi", {**SIZES, "initializer_range": 0.2}, "packed trees, chunked head"),  # its head has a bias
+    "gemma2": ("Gemma2", {**GQA, "query_pre_attn_scalar": 8}, "row by row, own head"),  # caps attention and logits
+    "granite": ("Granite", {**GQA, "logits_scaling": 4.0}, "row by row, own head"),  # scales logits
+    "gpt_oss": ("GptOss", {**GQA, "num_local_experts": 4, "sliding_window": 4}, "row by row, chunked head"),  # sinks
+    "bloom": ("Bloom", {"vocab_size": V, "hidden_size": 32, "n_layer": 2, "n_head": 4}, "row by row, chunked head"),
+    "mamba": ("Mamba", {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 2}, "row by row, chunked head"),
+}
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory):
+    """name -> directory of a tiny random model."""
+    root = tmp_path_factory.mktemp("models")
+
+    @cache
+    def make(name: str) -> Path:
+        kind, sizes, _ = MODELS[name]
+        torch.manual_seed(1)
+        model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, f"{kind}Config")(**sizes))
+        for parameter in model.parameters():
+            if parameter.ndim < 2:  # biases and norms are born 0 and 1, where mistakes do not show
+                parameter.data += 0.1 * torch.randn_like(parameter)
+        model.save_pretrained(root / name)
+        (root / name / "chat_template.jinja").write_text("{{ messages }}")
+        return root / name
+
+    return make
+
+
+def trainer(directory: Path, algo: AlgoConfig | None = None, **config: Any) -> TorchTrainer:
+    config = {"dtype": "float32", "learning_rate": 1e-3, "device": "cpu", **config}
+    return TorchTrainer(directory, TrainConfig(**config), algo or AlgoConfig(), seed=0)
+
+
+def group(rng: random.Random, rows: int, prompt: int, longest: int) -> Group:
+    """Ragged completions, some tokens masked, some sampler's log-probs missing."""
+    tokens = tuple(rng.randrange(V) for _ in range(prompt))
+    made = []
+    for _ in range(rows):
+        count = rng.randint(1, longest)
+        made.append(
+            Row(
+                tokens,
+                tuple(rng.randrange(V) for _ in range(count)),
+                tuple(math.nan if rng.random() < 0.1 else rng.gauss(-4, 0.5) for _ in range(count)),
+                (rng.gauss(0, 1),) * count,
+                tuple(rng.random() < 0.85 for _ in range(count)),
+                (0,) * count,
+            )
+        )
+    return Group(0, Prompt("p", "", tokens), (), tuple(made))
+
+
+def batch(seed: int = 0, step: int = 0, temperature: float = 1.0) -> Batch:
+    rng = random.Random(seed)
+    return Batch(step, (group(rng, 4, 5, 7), group(rng, 1, 3, 4), group(rng, 3, 9, 2)), temperature)
+
+
+def gradients(of: TorchTrainer, given_batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
+    sums = of._gradients(of._plan(given_batch), given_batch.temperature)
+    found = {name: p.grad.clone() for name, p in of._model.named_parameters() if p.grad is not None}
+    of._optimizer.zero_grad()
+    return sums.loss, found
+
+
+def reference(directory: Path, given_batch: Batch, weigh: str) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradient as one would write them down: padded rows, full logits, PPO by its formula."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    rows = given_batch.rows
+    ids = [row.prompt + row.tokens for row in rows]
+    longest = max(map(len, ids))
+    padded = torch.tensor([row + (0,) * (longest - len(row)) for row in ids])
+    attention = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in ids])
+    logits = model(input_ids=padded, attention_mask=attention, use_cache=False).logits / given_batch.temperature
+    logp = torch.log_softmax(logits, -1)
+    losses = []
+    for i, row in enumerate(rows):
+        mine = []
+        for t, token in enumerate(row.tokens):
+            if row.mask[t] and math.isfinite(row.logprobs[t]):
+                ratio = torch.exp(logp[i, len(row.prompt) + t - 1, token] - row.logprobs[t])
+                adv = row.advantages[t]
+                mine.append(-min(ratio * adv, ratio.clamp(0.8, 1.2) * adv))
+        losses.append(mine)
+    flat = [loss for mine in losses for loss in mine]
+    filled = [mine for mine in losses if mine]
+    if weigh == "token_mean":
+        total = sum(flat) / len(flat)
+    elif weigh == "seq_mean_token_mean":
+        total = sum(sum(mine) / len(mine) for mine in filled) / len(filled)
+    elif weigh == "token_sum":
+        total = sum(flat) / (7 * len(filled))
+    else:
+        total = sum(flat) / len(filled)
+    total.backward()
+    return float(total.detach()), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
+    """To `tolerance` of the largest gradient; a parameter without gradient on one side has zeros on the other."""
+    scale = max(float(grad.abs().max()) for grad in expected.values())
+    assert scale > 1e-4
+    for name in actual.keys() | expected.keys():
+        zero = torch.zeros_like((actual if name in actual else expected)[name])
+        difference = (actual.get(name, zero) - expected.get(name, zero)).abs().max()
+        assert difference <= tolerance * max(scale, 1), f"{name}: {difference} of {scale}"
+
+
+# -- the gradient -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_packed_loss_and_gradient_equal_padded_full_logits(name, model_dir):
+    one = trainer(model_dir(name))
+    assert one._forward.path == MODELS[name][2]
+    loss, grads = gradients(one, batch(temperature=0.7))
+    expected_loss, expected = reference(model_dir(name), batch(temperature=0.7), "token_mean")
+    assert loss == pytest.approx(expected_loss, abs=1e-5)
+    close(grads, expected)
+
+
+@pytest.mark.parametrize("weigh", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_sum"])
+def test_every_aggregation_equals_its_formula(weigh, model_dir):
+    algo = AlgoConfig(aggregation=weigh, length_constant=7)
+    loss, grads = gradients(trainer(model_dir("llama"), algo, microbatch_tokens=16), batch(3))
+    expected_loss, expected = reference(model_dir("llama"), batch(3), weigh)
+    assert loss == pytest.approx(expected_loss, abs=1e-5)
+    close(grads, expected)
+
+
+@pytest.fixture(scope="module")
+def whole(model_dir):
+    one = trainer(model_dir("qwen3"), microbatch_tokens=10_000)
+    return one, gradients(one, batch(5))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 80), st.randoms(use_true_random=False))
+def test_neither_order_nor_split_changes_the_gradient(whole, budget, rng):
+    one, (expected_loss, expected) = whole
+    groups = [replace_rows(g, rng) for g in batch(5).groups]
+    rng.shuffle(groups)
+    one._config = replace(one._config, microbatch_tokens=budget)
+    loss, grads = gradients(one, Batch(0, tuple(groups)))
+    assert loss == pytest.approx(expected_loss, abs=1e-5)
+    close(grads, expected)
+
+
+def replace_rows(old: Group, rng: random.Random) -> Group:
+    rows = list(old.rows)
+    rng.shuffle(rows)
+    return Group(old.ticket, old.prompt, (), tuple(rows))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_checkpointing_changes_nothing(name, model_dir):
+    expected = gradients(trainer(model_dir(name)), batch(8))[1]
+    close(gradients(trainer(model_dir(name), gradient_checkpointing=True), batch(8))[1], expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_long_completions_attend_segment_by_segment_to_the_same_end(name, model_dir):
+    rng = random.Random(0)
+    long = tuple(
+        Row((1, 2, 3), tuple(rng.randrange(V) for _ in range(n)), (-4.0,) * n, (1.0 - i,) * n, (True,) * n, (0,) * n)
+        for i, n in enumerate((300, 310, 290))
+    )
+    one_batch = Batch(0, (Group(0, Prompt("p", "", (1, 2, 3)), (), long),))
+    one = trainer(model_dir(name))
+    (pack,) = one._plan(one_batch).packs
+    assert len(tree_of(pack.segments, torch.device("cpu")).blocks) == 4
+    close(gradients(one, one_batch)[1], gradients(trainer(model_dir(name), microbatch_tokens=1), one_batch)[1])
+
+
+def test_bfloat16_stays_near(model_dir):
+    loss, grads = gradients(trainer(model_dir("llama"), dtype="bfloat16", microbatch_tokens=20), batch(2))
+    expected_loss, expected = gradients(trainer(model_dir("llama")), batch(2))
+    assert loss == pytest.approx(expected_loss, rel=0.05)
+    assert all(grad.dtype == torch.float32 for grad in grads.values())
+    flat = lambda found: torch.cat([found[name].flatten() for name in expected])  # noqa: E731
+    assert torch.cosine_similarity(flat(grads), flat(expected), dim=0) > 0.99
+
+
+# -- the head ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("biased", [False, True])
+def test_blocked_head_equals_full_logits(temperature, biased):
+    torch.manual_seed(0)
+    vocabulary, places = 9000, 600
+    assert len(list(_blocks(places, vocabulary))) == 2
+    hidden = torch.randn(places, 4, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(vocabulary, 4, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(vocabulary, dtype=torch.float64, requires_grad=True) if biased else None
+    predictor = torch.cat([torch.randperm(places), torch.tensor([3, 0, 3, 3])])  # some places predict several targets
+    target = torch.randint(vocabulary, (len(predictor),))
+    target[-4:] = torch.tensor([vocabulary - 1, 1, 0, 0])
+    coefficients = torch.randn(len(predictor), dtype=torch.float64)
+    logp = torch.log_softmax((hidden @ weight.T + (0 if bias is None else bias)) / temperature, -1)
+    inputs = [hidden, weight, *([bias] if biased else [])]
+    expected = torch.autograd.grad((logp[predictor, target] * coefficients).sum(), inputs)
+
+    low = [x.detach().float().requires_grad_() for x in inputs]
+    head = (low[0], low[1], low[2] if biased else None)
+    logprobs, entropy = token_logprobs(*head, predictor, target, temperature, torch.float32)
+    torch.testing.assert_close(logprobs, logp[predictor, target].float(), atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(entropy, -(logp.exp() * logp).sum(-1)[predictor].float(), atol=2e-5, rtol=1e-5)
+    assert not entropy.requires_grad
+    for actual, one in zip(torch.autograd.grad((logprobs * coefficients).sum(), low), expected, strict=True):
+        torch.testing.assert_close(actual, one.float(), atol=5e-5, rtol=1e-4)
+
+
+# -- a step -----------------------------------------------------------------------------------------------------------------
+
+
+def test_report_is_complete_and_right(model_dir):
+    one = trainer(model_dir("llama"), microbatch_tokens=20, warmup_steps=4)
+    given_batch = batch(1)
+    logprobs = score_rows(one, given_batch)
+    report = one.step(given_batch)
+    ratios = [math.exp(new - old) for new, old in logprobs]
+    assert report.version == one.version == 1 and report.skipped == ""
+    assert report.lr == pytest.approx(1e-3 / 4)
+    assert report.loss_tokens == len(logprobs)
+    assert report.ratio_mean == pytest.approx(sum(ratios) / len(ratios), rel=1e-4)
+    assert report.ratio_max == pytest.approx(max(ratios), rel=1e-4)
+    kl = sum(r - 1 - math.log(r) for r in ratios) / len(ratios)
+    assert report.kl == pytest.approx(kl, rel=1e-4)
+    assert 0 < report.clip_fraction < 1 and 0 < report.entropy <= math.log(V)
+    nan_tokens = sum(
+        m and not math.isfinite(lp) for row in given_batch.rows for m, lp in zip(row.mask, row.logprobs, strict=True)
+    )
+    assert report.dropped_tokens == nan_tokens > 0
+    assert report.microbatches > 1 and report.grad_norm > 0 and report.seconds > 0
+
+
+def score_rows(one: TorchTrainer, given_batch: Batch) -> list[tuple[float, float]]:
+    """(trainer's, sampler's) log-prob of every loss token, each row scored alone."""
+    pairs = []
+    for row in given_batch.rows:
+        scores = one.score(row.prompt + row.tokens)[len(row.prompt) - 1 :]
+        for new, old, mask in zip(scores, row.logprobs, row.mask, strict=True):
+            if mask and math.isfinite(old):
+                pairs.append((new, old))
+    return pairs
+
+
+def test_score_equals_hugging_face(model_dir):
+    tokens = [5, 9, 60, 0, 3, 3, 17]
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir("gemma3"), dtype=torch.float32).eval()
+    logp = model(torch.tensor([tokens])).logits[0].log_softmax(-1).detach()
+    expected = [float(logp[i, token]) for i, token in enumerate(tokens[1:])]
+    assert trainer(model_dir("gemma3")).score(tokens) == pytest.approx(expected, abs=1e-5)
+    assert trainer(model_dir("gemma3")).score([4]) == []
+
+
+def test_a_step_does_what_adamw_does(model_dir):
+    settings_ = {"learning_rate": 0.01, "weight_decay": 0.1, "max_grad_norm": 0.05}
+    one = trainer(model_dir("llama"), **settings_)
+    before = {name: p.clone() for name, p in one.parameters()}
+    _, grads = gradients(one, batch(4))
+    report = one.step(batch(4))
+    norm = math.sqrt(sum(float(grad.double().square().sum()) for grad in grads.values()))
+    assert report.grad_norm == pytest.approx(norm, rel=1e-5) and norm > 0.05
+    for name, after in one.parameters():
+        grad = grads[name] * 0.05 / norm  # the first AdamW step moves by g / (|g| + eps)
+        decay = 0.1 if after.ndim >= 2 else 0.0
+        expected = before[name] * (1 - 0.01 * decay) - 0.01 * grad / (grad.abs() + 1e-8)
+        torch.testing.assert_close(after, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_training_raises_the_probability_of_what_was_rewarded(model_dir):
+    one = trainer(model_dir("llama"), learning_rate=3e-3)
+    prompt, good, bad = (1, 2, 3), (10, 11), (20, 21)
+    start = one.score(prompt + good)[2:]
+    for step in range(10):
+        old = {tokens: tuple(one.score(prompt + tokens)[2:]) for tokens in (good, bad)}
+        rows = tuple(
+            Row(prompt, tokens, old[tokens], (adv,) * 2, (True,) * 2, (0,) * 2)
+            for tokens, adv in ((good, 1.0), (bad, -1.0))
+        )
+        report = one.step(Batch(step, (Group(0, Prompt("p", "", prompt), (), rows),)))
+        assert report.ratio_mean == pytest.approx(1, abs=1e-4)  # on policy
+    assert sum(one.score(prompt + good)[2:]) > sum(start) + 1
+
+
+def test_a_non_finite_gradient_changes_nothing(model_dir):
+    one, twin = trainer(model_dir("llama")), trainer(model_dir("llama"))
+    one.step(batch(1))
+    twin.step(batch(1))
+    broken = batch(2, step=1)
+    rows = list(broken.groups[0].rows)
+    rows[0] = Row(rows[0].prompt, (1, 2), (-1.0, -1.0), (math.inf, 1.0), (True, True), (0, 0))
+    broken = Batch(1, (Group(0, broken.groups[0].prompt, (), tuple(rows)), *broken.groups[1:]))
+    report = one.step(broken)
+    assert (report.skipped, report.version, one.version) == ("nonfinite_gradient", 1, 1)
+    same_parameters(one, twin)
+    assert one.step(batch(3, step=1)).lr == twin.step(batch(3, step=1)).lr
+    same_parameters(one, twin)  # nor did the optimizer's state change
+
+
+def test_a_finite_loss_with_a_non_finite_gradient_changes_nothing(model_dir):
+    one, twin = trainer(model_dir("llama")), trainer(model_dir("llama"))
+    name, parameter = next((n, p) for n, p in one._model.named_parameters() if n.endswith("down_proj.weight"))
+    handle = parameter.register_hook(lambda grad: grad * math.nan)
+    report = one.step(batch(2))
+    assert report.skipped == "nonfinite_gradient" and math.isfinite(report.loss), name
+    same_parameters(one, twin)
+    handle.remove()
+    assert one.step(batch(2)).version == 1
+
+
+def test_nothing_to_train_is_named(model_dir):
+    one, twin = trainer(model_dir("llama")), trainer(model_dir("llama"))
+    row = Row((1,), (2, 3), (math.nan, -1.0), (1.0, 1.0), (True, False), (0, 0))
+    report = one.step(Batch(0, (Group(0, Prompt("p", "", (1,)), (), (row,)),)))
+    assert (report.skipped, report.version, report.dropped_tokens) == ("no_tokens", 0, 1)
+    same_parameters(one, twin)
+
+
+def same_parameters(one: TorchTrainer, other: TorchTrainer) -> None:
+    for (name, a), (_, b) in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_learning_rates():
+    constant = TrainConfig(steps=10, learning_rate=1.0, warmup_steps=4)
+    assert [learning_rate(step, constant) for step in range(6)] == [0.25, 0.5, 0.75, 1, 1, 1]
+    cosine = TrainConfig(steps=12, learning_rate=1.0, warmup_steps=4, schedule="cosine")
+    rates = [learning_rate(step, cosine) for step in range(13)]
+    assert rates[4] == 1 and rates[8] == pytest.approx(0.5) and rates[12] == pytest.approx(0)
+    assert all(a > b for a, b in pairwise(rates[4:]))
+
+
+def test_tied_parameters_are_published_once(model_dir):
+    names = [name for name, _ in trainer(model_dir("llama")).parameters()]
+    assert names[0] == "model.embed_tokens.weight" and "lm_head.weight" not in names and len(set(names)) == len(names)
+    assert all(tensor.dtype == torch.float32 for _, tensor in trainer(model_dir("llama")).parameters())
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(name, model_dir, tmp_path):
+    straight = trainer(model_dir(name), schedule="cosine", warmup_steps=2, steps=6)
+    for step in range(3):
+        straight.step(batch(step, step))
+    straight.save(tmp_path / "saved")
+    resumed = trainer(model_dir(name), schedule="cosine", warmup_steps=2, steps=6)
+    resumed.restore(tmp_path / "saved")
+    assert resumed.version == 3
+    for step in range(3, 6):
+        a, b = straight.step(batch(step, step)), resumed.step(batch(step, step))
+        assert (a.loss, a.grad_norm, a.lr) == (b.loss, b.grad_norm, b.lr)
+    same_parameters(straight, resumed)
+
+
+def test_the_random_generator_is_restored(model_dir, tmp_path):
+    one = trainer(model_dir("llama"))
+    one.save(tmp_path / "saved")
+    expected = torch.rand(4)
+    torch.manual_seed(9)
+    one.restore(tmp_path / "saved")
+    assert torch.equal(torch.rand(4), expected)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "trainer.json"])
+@pytest.mark.parametrize("damage", ["missing", "truncated"])
+def test_a_damaged_checkpoint_is_refused_and_changes_nothing(file, damage, model_dir, tmp_path):
+    one, twin = trainer(model_dir("llama")), trainer(model_dir("llama"))
+    one.step(batch(1))
+    twin.step(batch(1))
+    one.save(tmp_path / "step-1")
+    path = tmp_path / "step-1" / file
+    whole_file = path.read_bytes()
+    path.unlink()
+    if damage == "truncated":
+        path.write_bytes(whole_file[: len(whole_file) // 2])
+    one.step(batch(2, 1))
+    twin.step(batch(2, 1))
+    with pytest.raises(CheckpointError, match=f"checkpoint step-1: {file} cannot be read"):
+        one.restore(tmp_path / "step-1")
+    same_parameters(one, twin)
+
+
+def test_a_checkpoint_of_another_model_is_refused(model_dir, tmp_path):
+    trainer(model_dir("llama")).save(tmp_path / "saved")
+    with pytest.raises(CheckpointError, match="belongs to another model"):
+        trainer(model_dir("gpt2")).restore(tmp_path / "saved")
+
+
+def test_a_place_that_cannot_be_written_is_an_os_error(model_dir, tmp_path):
+    (tmp_path / "saved" / "model.safetensors").mkdir(parents=True)
+    with pytest.raises(OSError, match=r"model\.safetensors"):
+        trainer(model_dir("llama")).save(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_an_export_loads_in_transformers(name, dtype, model_dir, tmp_path):
+    one = trainer(model_dir(name))
+    one.step(batch(1))
+    one.export(tmp_path / "out", dtype)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert model.dtype == getattr(torch, dtype)
+    for (name_, trained), (other, loaded) in zip(one.parameters(), model.named_parameters(), strict=True):
+        assert name_ == other and torch.equal(trained.to(loaded.dtype), loaded)
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
+
+
+# -- bad input --------------------------------------------------------------------------------------------------------------
+
+
+def test_missing_directory_and_missing_weights_are_config_errors(model_dir, tmp_path):
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        trainer(tmp_path / "nowhere")
+    shutil.copytree(model_dir("llama"), tmp_path / "bare")
+    (tmp_path / "bare" / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="cannot load a causal language model"):
+        trainer(tmp_path / "bare")
+
+
+def test_a_missing_parameter_is_not_made_up(model_dir, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model_dir("llama"), tmp_path / "holed")
+    tensors = load_file(tmp_path / "holed" / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "holed" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"the first: model\.norm\.weight"):
+        trainer(tmp_path / "holed")
+
+
+def test_dr_grpo_needs_its_constant(model_dir):
+    with pytest.raises(ConfigError, match=r"set algo\.length_constant, usually to rollout\.max_tokens"):
+        trainer(model_dir("llama"), AlgoConfig("dr_grpo"))
+    assert trainer(model_dir("llama"), AlgoConfig("dr_grpo").with_length(7)).step(batch()).version == 1
+
+
+def test_a_batch_of_another_step_is_our_own_mistake(model_dir):
+    with pytest.raises(AssertionError, match="batch of step 3 for weights of version 0"):
+        trainer(model_dir("llama")).step(batch(step=3))
