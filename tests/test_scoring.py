@@ -8,7 +8,6 @@ import math
 import os
 import signal
 import threading
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from headrace.types import Completion, Episode, Failure, Prompt, Scored, Turn, V
 
 PROMPT = Prompt("train/0", "2 + 2 =", (7, 8), {"answer": "4", "tags": ["easy"]})
 
-FILE = '''
+FILE = """
 import asyncio, os, sys, time
 
 def exact(prompts, completions, answer):
@@ -86,8 +85,17 @@ def chatty(completions):
     return [float(os.getpid())] * len(completions)
 
 async def later(completions, answer):
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(0.05)
     return [2.0 * (c == a) for c, a in zip(completions, answer)]
+
+begun = 0
+
+async def meets(completions):
+    global begun
+    begun += 1
+    while begun < 20:
+        await asyncio.sleep(0.01)
+    return [1.0] * len(completions)
 
 async def sleeps_for_ever(completions):
     await asyncio.sleep(1e6)
@@ -109,7 +117,7 @@ number = 3
 
 def by_position(completions, /):
     return []
-'''
+"""
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +214,9 @@ def test_plain_functions_from_python(tmp_path: Path) -> None:
     assert seen["prompts"] == ["2 + 2 ="] * 2 and seen["answer"] == ["4", "4"]
     assert seen["completion_tokens"] == [[1], [2]]
     assert seen["thread"].daemon and seen["thread"] is not threading.main_thread()
-    assert seen["tags"] == [["easy", "spoilt"], ["easy"]] and PROMPT.columns["tags"] == ["easy"], "each has its own copy"
+    assert seen["tags"] == [["easy", "spoilt"], ["easy"]] and PROMPT.columns["tags"] == ["easy"], (
+        "each has its own copy"
+    )
 
 
 async def _awaited(completions: list[str]) -> list[float]:
@@ -243,17 +253,13 @@ def test_one_group_is_judged_by_all_functions_at_once() -> None:
 
 
 def test_async_functions_of_a_file_wait_side_by_side(file: Path) -> None:
-    async def main() -> float:
-        scorer = FunctionScorer(from_file(file, "later", workers=1))
-        await scorer.score(PROMPT, episodes("4"))  # the process is up
-        started = time.monotonic()
+    async def main() -> None:
+        scorer = FunctionScorer(from_file(file, "meets", workers=1))
         results = await asyncio.gather(*(scorer.score(PROMPT, episodes("4")) for _ in range(20)))
-        seconds = time.monotonic() - started
-        assert [rewards(result) for result in results] == [[2.0]] * 20 and len(scorer.pids) == 1
+        assert [rewards(result) for result in results] == [[1.0]] * 20 and len(scorer.pids) == 1
         await scorer.close()
-        return seconds
 
-    assert asyncio.run(main()) < 20 * 0.3 / 2, "one after the other they take 6 s"
+    asyncio.run(main())
 
 
 def test_plain_functions_of_a_file_share_the_workers(file: Path) -> None:
@@ -267,6 +273,10 @@ def test_plain_functions_of_a_file_share_the_workers(file: Path) -> None:
         return len(alive)
 
     assert asyncio.run(main()) == 2
+
+
+def test_one_function_may_see_an_extract(file: Path) -> None:
+    assert rewards(score(RewardConfig(function=f"{file}:exact", extract="last_number"), "is 4.", "is")) == [1.0, 0.0]
 
 
 def test_no_episodes_no_call() -> None:
@@ -303,7 +313,9 @@ def test_what_comes_back_is_a_number_or_a_named_failure(returned: Any, outcome: 
     assert [v.reason if isinstance(v, Failure) else v for v in read_values(returned, 2)] == outcome
 
 
-anything = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.lists(st.floats(), max_size=2)
+anything = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.lists(st.floats(), max_size=2)
+)
 
 
 @given(st.lists(anything, max_size=5) | anything, st.integers(1, 5))
@@ -388,10 +400,10 @@ def test_a_sum_that_overflows_is_no_reward() -> None:
 )
 def test_a_function_of_a_file_that_never_returns(file: Path, name: str, words: str) -> None:
     async def main() -> None:
-        scorer = FunctionScorer(from_file(file, name, "exact", "later", timeout=0.6, workers=1))
+        scorer = FunctionScorer(from_file(file, name, "exact", "later", timeout=1.0, workers=1))
         late = await scorer.score(PROMPT, episodes("4", "5"))
         assert reasons(late) == ["reward_timeout"] * 2
-        assert "no answer within 0.6 s" in detail(late[0]) and words in detail(late[0]), late
+        assert "no answer within 1 s" in detail(late[0]) and words in detail(late[0]), late
         scorer._judges = [judge for judge in scorer._judges if judge.name != name]
         assert rewards(await scorer.score(PROMPT, episodes("4", "5"))) == [3.0, 0.0], "others go on"
         alive = scorer.pids
@@ -406,21 +418,20 @@ def test_a_callable_that_never_returns_is_abandoned_and_counted() -> None:
         release.wait()
         return [1.0] * len(completions)
 
-    async def main() -> tuple[list[Scored | Failure], list[Scored | Failure], float]:
+    async def main() -> tuple[list[Scored | Failure], list[Scored | Failure]]:
         scorer = FunctionScorer(RewardConfig(timeout=0.1, workers=1), [stuck])
         first = await scorer.score(PROMPT, episodes("a"))
         second = await scorer.score(PROMPT, episodes("a"))  # the abandoned thread holds no slot
         assert scorer.threads.abandoned == {"stuck": 2}
-        started = time.monotonic()
         await scorer.close()
-        return first, second, time.monotonic() - started
+        return first, second
 
     release = threading.Event()
-    first, second, closing = asyncio.run(main())
+    first, second = asyncio.run(main())
     assert reasons(first) == reasons(second) == ["reward_timeout"]
     assert "headrace-reward-stuck-" in detail(second[0]) and "abandoned (2 so far)" in detail(second[0])
-    assert closing < 1.0
-    assert all(thread.daemon for thread in threading.enumerate() if thread.name.startswith("headrace-reward-stuck"))
+    left = [thread for thread in threading.enumerate() if thread.name.startswith("headrace-reward-stuck")]
+    assert len(left) == 2 and all(thread.daemon for thread in left), "closing waited for nobody, nor will the program"
     release.set()  # the threads now answer into a closed loop, which must not be noticed
 
 
@@ -434,6 +445,7 @@ def test_an_async_callable_that_never_returns(file: Path, name: str) -> None:
 
     loop = asyncio.new_event_loop()  # not asyncio.run, which waits for a task that refuses to end
     assert reasons(loop.run_until_complete(main())) == ["reward_timeout"] * 2
+    loop.close()
 
 
 def _runs(pid: int) -> bool:
@@ -579,6 +591,7 @@ def test_a_config_without_rewards_is_refused() -> None:
         ({"function": "file.py:"}, "of the form path/to/file.py:name"),
         ({"functions": [{"function": "reasoning-gym"}]}, "of the form path/to/file.py:name"),
         ({"function": "reasoning_gym", "functions": [{"function": "reasoning_gym"}]}, "keep one of them"),
+        ({"extract": "last_number"}, "reward.extract belongs to reward.function"),
         ({"timeout": 0}, "greater than 0"),
         ({"functions": [{"function": "reasoning_gym", "weight": math.inf}]}, "finite"),
         ({"functions": [{"function": "reasoning_gym", "extract": "first"}]}, "last_number"),
@@ -628,7 +641,15 @@ def test_the_verifier_sees_the_entry_as_it_was_before_json(family: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "number"),
-    [("so 1,234.", "1234"), ("3 + 4 = -7.50", "-7.50"), ("none", ""), ("", ""), ("x=.5", ".5"), ("7-3", "-3"), ("a\n12\n", "12")],
+    [
+        ("so 1,234.", "1234"),
+        ("3 + 4 = -7.50", "-7.50"),
+        ("none", ""),
+        ("", ""),
+        ("x=.5", ".5"),
+        ("7-3", "-3"),
+        ("a\n12\n", "12"),
+    ],
 )
 def test_last_number(text: str, number: str) -> None:
     assert last_number(text) == number

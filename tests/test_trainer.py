@@ -16,6 +16,7 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from headrace.algo.config import AlgoConfig
 from headrace.errors import CheckpointError, ConfigError
@@ -454,6 +455,8 @@ def test_an_export_loads_in_transformers(name, dtype, model_dir, tmp_path):
     assert model.dtype == getattr(torch, dtype)
     for (name_, trained), (other, loaded) in zip(one.parameters(), model.named_parameters(), strict=True):
         assert name_ == other and torch.equal(trained.to(loaded.dtype), loaded)
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert sum(tensor.numel() for tensor in stored.values()) == sum(p.numel() for _, p in one.parameters())  # tied ones once
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
 
 
@@ -470,8 +473,6 @@ def test_missing_directory_and_missing_weights_are_config_errors(model_dir, tmp_
 
 
 def test_a_missing_parameter_is_not_made_up(model_dir, tmp_path):
-    from safetensors.torch import load_file, save_file
-
     shutil.copytree(model_dir("llama"), tmp_path / "holed")
     tensors = load_file(tmp_path / "holed" / "model.safetensors")
     del tensors["model.norm.weight"]

@@ -46,13 +46,10 @@ Reward = Callable[..., Any]
 
 @dataclass
 class Pools:
-    """Model, trainer and engine, up and running, with the trainer's weights not yet live."""
+    """Trainer and engine, up and running, with the trainer's weights not yet live."""
 
-    model_dir: Path
-    encoder: ChatEncoder
     trainer: ProcessTrainer
     engine: ProcessEngine
-    serving_dtype: str
 
     async def close(self, now: bool = False) -> None:
         """`now` kills the processes instead of asking them to leave."""
@@ -62,11 +59,16 @@ class Pools:
         await asyncio.gather(self.engine.close(), self.trainer.close())
 
 
-async def open_pools(config: RunConfig, logs: Path, observer: Observer, clock: Clock, restore: Path | None) -> Pools:
-    """Fetches the model if need be, starts both processes, and waits until both can work."""
+async def open_model(config: RunConfig) -> tuple[Path, ChatEncoder]:
+    """The model's directory (fetched if need be) and its tokenizer."""
     model_dir = await asyncio.to_thread(resolve_model, config.model.path)
-    encoder = await asyncio.to_thread(ChatEncoder, model_dir)
-    dtype = config.engine.serving_dtype
+    return model_dir, await asyncio.to_thread(ChatEncoder, model_dir)
+
+
+async def open_pools(
+    config: RunConfig, model_dir: Path, logs: Path, observer: Observer, clock: Clock, restore: Path | None
+) -> Pools:
+    """Starts both processes and waits until both can work."""
     async with AsyncExitStack() as undo:
         weights_fd = anonymous_memory()
         undo.callback(os.close, weights_fd)
@@ -75,7 +77,7 @@ async def open_pools(config: RunConfig, logs: Path, observer: Observer, clock: C
             dataclasses.asdict(config.train),
             dataclasses.asdict(config.algo.with_length(config.rollout.max_tokens)),
             config.seed,
-            dtype,
+            config.engine.serving_dtype,
             str(restore or ""),
         )
         trainer = ProcessTrainer(start, config.train.cores, weights_fd, logs / "trainer.log")
@@ -93,7 +95,7 @@ async def open_pools(config: RunConfig, logs: Path, observer: Observer, clock: C
         undo.push_async_callback(engine.close)
         await engine.open()
         undo.pop_all()
-    return Pools(model_dir, encoder, trainer, engine, dtype)
+    return Pools(trainer, engine)
 
 
 @dataclass
@@ -131,31 +133,36 @@ async def build(
     reward: Reward | None,
     clock: Clock,
 ) -> Built:
-    pools = await open_pools(config, logs, observer, clock, checkpoint)
-    try:
-        return _assemble(config, pools, logs, observer, checkpoints, state, reward, clock)
-    except BaseException:
-        await pools.close(now=True)
-        raise
+    # What can be wrong in the user's input is found out first: the processes take seconds to start.
+    model_dir, encoder = await open_model(config)
+    task = build_task(config.task, encoder, config.seed)
+    scorer = build_scorer(config, reward, logs / "scorer.log")
+    prompts = task.held_out(config.eval.prompts)
+    async with AsyncExitStack() as undo:
+        undo.push_async_callback(scorer.close)
+        pools = await open_pools(config, model_dir, logs, observer, clock, checkpoint)
+        undo.push_async_callback(pools.close, now=True)
+        built = _assemble(config, pools, encoder, task, scorer, prompts, observer, checkpoints, state, clock)
+        undo.pop_all()
+    return built
 
 
 def _assemble(
     config: RunConfig,
     pools: Pools,
-    logs: Path,
+    encoder: ChatEncoder,
+    task: Task,
+    scorer: Scorer,
+    prompts: Sequence[Prompt],
     observer: Observer,
     checkpoints: Checkpoints,
     state: ControllerState | None,
-    reward: Reward | None,
     clock: Clock,
 ) -> Built:
-    task = build_task(config.task, pools.encoder, config.seed)
     buffer = Buffer(config.staleness, config.train.steps * config.staleness.groups_per_step)
     if state:
         task.restore(state.task)
         buffer.restore(state.buffer)
-    scorer = build_scorer(config, reward, logs / "scorer.log")
-    prompts = task.held_out(config.eval.prompts)
     parts = Parts(
         task=task,
         engine=pools.engine,
@@ -164,14 +171,14 @@ def _assemble(
         observer=observer,
         buffer=buffer,
         make_rows=build_rows(config.algo),
-        decode=pools.encoder.decode,
+        decode=encoder.decode,
         waits=Waits(observer.record, clock, config.watch.warn_after, config.watch.stop_after),
         snapshots=Snapshots(checkpoints, observer, clock),
         probe=IdentityProbe(
-            _probe_tokens(pools.encoder), config.watch.identity_every, TOLERANCE[pools.serving_dtype], observer, clock
+            _probe_tokens(encoder), config.watch.identity_every, TOLERANCE[config.engine.serving_dtype], observer, clock
         ),
         evaluator=Evaluator(
-            pools.engine, scorer, observer, prompts, config.eval, config.rollout, pools.encoder.decode, clock
+            pools.engine, scorer, observer, prompts, config.eval, config.rollout, encoder.decode, clock
         ),
     )
     plan = Plan(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -213,10 +214,8 @@ class ProcessEngine:
                 pending.done.set_exception(error)
 
     def _send(self, method: str, payload: object) -> None:
-        try:
+        with contextlib.suppress(WorkerDied):  # the sentinel re-issues what is pending
             self.worker.channel.push(method, payload)
-        except WorkerDied:
-            pass  # the sentinel re-issues what is pending
 
     def _on_push(self, frame: Frame) -> None:
         if frame.method == "output":

@@ -12,7 +12,15 @@ from headrace.config import RunConfig
 from headrace.errors import CheckpointError, ConfigError
 from headrace.models import resolve_model
 from headrace.observe.facts import Evaluated, Fact
-from headrace.orchestration.build import build_scorer, build_task, export_weights, headline, open_pools, where
+from headrace.orchestration.build import (
+    build_scorer,
+    build_task,
+    export_weights,
+    headline,
+    open_model,
+    open_pools,
+    where,
+)
 from headrace.orchestration.checkpoint import Checkpoints
 from headrace.orchestration.evaluation import Evaluator
 
@@ -32,11 +40,11 @@ def evaluate(config: RunConfig, run: Path | None = None, prompts: int | None = N
 
 async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int) -> Evaluated:
     with tempfile.TemporaryDirectory() as logs:
-        pools = await open_pools(config, Path(logs), _Silent(), time.monotonic, checkpoint)
-        scorer = build_scorer(config, None)
+        model_dir, encoder = await open_model(config)
+        task, scorer = build_task(config.task, encoder, config.seed), build_scorer(config, None)
+        pools = await open_pools(config, model_dir, Path(logs), _Silent(), time.monotonic, checkpoint)
         try:
             await pools.engine.load(await pools.trainer.publish())
-            task = build_task(config.task, pools.encoder, config.seed)
             evaluator = Evaluator(
                 pools.engine,
                 scorer,
@@ -44,7 +52,7 @@ async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int) ->
                 task.held_out(prompts),
                 config.eval,
                 config.rollout,
-                pools.encoder.decode,
+                encoder.decode,
                 time.monotonic,
             )
             measured = await evaluator.measure("after", 0)
@@ -79,7 +87,7 @@ def describe(config: RunConfig) -> str:
     lines += [
         "",
         f"  {config.train.steps} steps of {staleness.groups_per_step} groups x {rollout.group_size} rollouts; "
-        f"{staleness.slots} tickets, so no token is older than {staleness.lag_bound} steps when it is trained",
+        f"{staleness.slots} tickets, so no token is older than {staleness.lag_bound} optimizer step(s) when it is trained",
         f"  run directory: {config.run_dir}",
     ]
     return "\n".join(lines)

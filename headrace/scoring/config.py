@@ -8,6 +8,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
 BUILTIN = ("reasoning_gym",)
+Extract = Literal["", "last_number", "answer_tag"]
 _STRICT = ConfigDict(extra="forbid")
 
 
@@ -26,7 +27,7 @@ class RewardSpec:
     """`reasoning_gym` (the verifier of the task), or `path/to/file.py:name`."""
     weight: float = Field(default=1.0, allow_inf_nan=False)
     """Its share of the sum. Negative for a penalty."""
-    extract: Literal["", "last_number", "answer_tag"] = ""
+    extract: Extract = ""
     """What the function sees of a completion: all, the last number, or what stands between <answer> and </answer>."""
 
     _function = field_validator("function")(_checked_function)
@@ -40,6 +41,8 @@ class RewardSpec:
 class RewardConfig:
     function: str = ""
     """Short for `functions` with one entry of weight 1."""
+    extract: Extract = ""
+    """What that one function sees of a completion."""
     functions: tuple[RewardSpec, ...] = ()
     """Several, whose weighted sum is the reward."""
     timeout: float = Field(default=30.0, gt=0)
@@ -51,10 +54,14 @@ class RewardConfig:
     def _one_way_to_say_it(self) -> RewardConfig:
         if self.function and self.functions:
             raise ValueError("reward.function and reward.functions are both set; keep one of them")
+        if self.extract and not self.function:
+            raise ValueError(
+                "reward.extract belongs to reward.function; give each of reward.functions an extract of its own"
+            )
         if self.function:
             _checked_function(self.function)
         return self
 
     @property
     def specs(self) -> tuple[RewardSpec, ...]:
-        return (RewardSpec(self.function),) if self.function else self.functions
+        return (RewardSpec(self.function, extract=self.extract),) if self.function else self.functions

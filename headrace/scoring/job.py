@@ -165,4 +165,4 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}{': ' if said else ''}{said}{place}"
 
 
-_PACKAGE = str(Path(__file__).resolve().parent.parent)
+_PACKAGE = str(Path(__file__).parent.parent)

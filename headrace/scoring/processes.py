@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ def check_functions(specs: Sequence[str]) -> tuple[Loaded, ...]:
     named = ", ".join(specs)
     try:
         done = subprocess.run(
-            [*_command(["--check", *specs])],
+            _command(["--check", *specs]),
             input=b"",
             capture_output=True,
             timeout=LOAD_SECONDS,
@@ -57,9 +58,12 @@ def _command(arguments: Sequence[str]) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
+    # A worker is one of several: one core each, and no spinning beside the engine, unless the user says otherwise.
+    environment = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", **os.environ}
     package = str(Path(__file__).resolve().parent.parent.parent)
-    paths = [package, os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    if package not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):  # run from a checkout
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+    return environment
 
 
 def ending(code: int | None) -> str:
@@ -104,8 +108,12 @@ class WorkerProcess:
         try:
             async with asyncio.timeout(LOAD_SECONDS):
                 ready = await receive(self._process.stdout)
-        except (EOFError, TimeoutError):
+        except TimeoutError:
             await self.close(f"did not load the reward functions within {LOAD_SECONDS:g} s")
+            raise ProcessLost(self._why) from None
+        except EOFError:
+            how = ending(await self._process.wait())
+            await self.close(f"{how} while it loaded the reward functions")
             raise ProcessLost(self._why) from None
         except asyncio.CancelledError:
             await self.close("was not needed any more")
@@ -118,7 +126,10 @@ class WorkerProcess:
         self._receiving = asyncio.create_task(self._receive())
 
     async def ask(self, function: int, job: Job, seconds: float) -> Values:
-        """Waits as long as it takes; an async function is cancelled after `seconds`. Raises ProcessLost when the process ends before."""
+        """Waits as long as it takes; the worker cancels an async function after `seconds`.
+
+        Raises ProcessLost when the process ends before it answers.
+        """
         assert self._process is not None and self._process.stdin is not None
         if not self.alive:
             raise ProcessLost(self._why)

@@ -43,7 +43,10 @@ class PromptMaker:
             assert isinstance(question, str)
             return Prompt(id, question, self._encoder.encode_text(question), columns)
         messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
-        _, tokens = self._encoder.encode_messages([*self._front, *messages])
+        try:
+            _, tokens = self._encoder.encode_messages([*self._front, *messages])
+        except ConfigError as error:  # the template refuses it
+            raise ConfigError(f"prompt {id}: {error}") from None
         return Prompt(id, last_user(messages), tokens, columns)
 
 
@@ -76,12 +79,16 @@ def _kind(value: Any) -> str:
 
 
 def jsonable(value: Any) -> Any:
-    """As JSON can hold it: dates as ISO text, tuples and sets as lists, NumPy as plain values. TypeError for what cannot."""
+    """As JSON and msgpack can hold it: dates as ISO text, tuples and sets as lists, NumPy as plain values, integers beyond
+    64 bits as their digits. TypeError for what cannot be held."""
     if value is None or isinstance(value, bool):
         return value
-    for plain in (str, int, float):
-        if isinstance(value, plain):
-            return plain(value)  # numpy.str_ is a str and numpy.float64 a float, which encoders refuse all the same
+    if isinstance(value, int):
+        return int(value) if -(2**63) <= value < 2**64 else str(value)
+    if isinstance(value, float):
+        return float(value)  # numpy.float64 is a float and numpy.str_ a str, which encoders refuse all the same
+    if isinstance(value, str):
+        return _whole_text(str(value))
     if isinstance(value, Mapping):
         return {str(key): jsonable(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -95,6 +102,14 @@ def jsonable(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return jsonable(value.tolist())
     raise TypeError(f"{type(value).__name__} has no place in JSON")
+
+
+def _whole_text(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise TypeError("text with half of a surrogate pair has no place in UTF-8") from None
+    return text
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

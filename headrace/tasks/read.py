@@ -78,7 +78,7 @@ def _saved_dataset(path: Path) -> list[Row]:
     except ImportError:
         raise ConfigError('task.kind = datasets needs the package datasets; pip install "headrace[datasets]"') from None
     try:
-        saved = datasets.load_from_disk(str(path))
+        saved = [] if _is_empty(path) else datasets.load_from_disk(str(path))
     except Exception as error:  # errors of several libraries, depending on what the directory holds instead
         said = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(
@@ -88,3 +88,11 @@ def _saved_dataset(path: Path) -> list[Row]:
         splits = " or ".join(str(path / split) for split in saved)
         raise ConfigError(f"{path} holds several splits; set task.path (and task.held_out_path) to {splits}")
     return list(saved)
+
+
+def _is_empty(path: Path) -> bool:
+    """`datasets` cannot load an empty dataset that it saved itself."""
+    try:
+        return json.loads((path / "state.json").read_text(encoding="utf-8"))["_data_files"] == []
+    except (OSError, ValueError, KeyError):
+        return False

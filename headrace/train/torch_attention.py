@@ -23,6 +23,9 @@ NAME = "headrace_tree"
 # call per segment 1.5 times the pairs that see each other, plus an overhead worth about 10,000 pairs a call.
 SEGMENT_PRICE, SEGMENT_OVERHEAD = 1.5, 10_000
 
+FLOAT32_UP_TO = 256
+"""Keys of a call up to which CPU attention is done in float32: there the bf16 kernel takes up to twice as long."""
+
 
 class UnsupportedModel(ValueError):
     """The model's attention needs something that trees do not offer."""
@@ -32,8 +35,10 @@ class UnsupportedModel(ValueError):
 class Block:
     """One attention call: a root segment, or a segment with its root, or a whole tree at once."""
 
-    queries: slice
-    keys: tuple[slice, ...]
+    queries: int
+    """Number of the piece of the pack that asks."""
+    keys: tuple[int, ...]
+    """Numbers of the pieces that it may see."""
     query_place: Tensor
     """[2, queries] int64: number of the segment (0 is the root), position in the sequence."""
     key_place: Tensor
@@ -61,7 +66,10 @@ class Block:
 class Tree:
     """Who sees whom in a pack."""
 
+    pieces: list[int]
+    """Lengths: the pack is cut into these, once, which costs less in the backward pass than slicing it for every call."""
     blocks: list[Block]
+    """One for each piece, in order."""
     windows: list[int | None] = field(default_factory=list)
     """The sliding window that each attention call asked for, in order."""
 
@@ -69,26 +77,27 @@ class Tree:
 def tree_of(segments: Sequence[Segment], device: torch.device) -> Tree:
     """The attention calls for the segments of a pack."""
     roots = [i for i, segment in enumerate(segments) if segment.parent == ROOT]
-    families = [segments[start:end] for start, end in pairwise([*roots, len(segments)])]
-    return Tree([block for family in families for block in _blocks(family, device)])
+    tree = Tree([], [])
+    for start, end in pairwise([*roots, len(segments)]):
+        _add_family(tree, segments[start], segments[start + 1 : end], device)
+    return tree
 
 
-def _blocks(family: Sequence[Segment], device: torch.device) -> list[Block]:
-    root, *children = family
+def _add_family(tree: Tree, root: Segment, children: Sequence[Segment], device: torch.device) -> None:
     places = [torch.stack([torch.zeros(root.length, dtype=torch.long), torch.arange(root.length)])]
     for number, child in enumerate(children, 1):
         positions = torch.arange(root.length, root.length + child.length)
         places.append(torch.stack([torch.full_like(positions, number), positions]))
-    places = [place.to(device) for place in places]
     if children and _whole_is_cheaper(root, children):
-        whole, place = slice(root.start, children[-1].end), torch.cat(places, 1)
-        return [Block(whole, (whole,), place, place)]
-    above = slice(root.start, root.end)
-    blocks = [Block(above, (above,), places[0], places[0])]
-    for child, place in zip(children, places[1:], strict=True):
-        own = slice(child.start, child.end)
-        blocks.append(Block(own, (above, own), place, torch.cat([places[0], place], 1)))
-    return blocks
+        places = [torch.cat(places, 1)]
+    first = len(tree.pieces)
+    for piece, place in enumerate(places, first):
+        keys: tuple[int, ...] = (piece,)
+        key_place = place
+        if piece > first:
+            keys, key_place = (first, piece), torch.cat([places[0], place], 1)
+        tree.pieces.append(place.shape[1])
+        tree.blocks.append(Block(piece, keys, place.to(device), key_place.to(device)))
 
 
 def _whole_is_cheaper(root: Segment, children: Sequence[Segment]) -> bool:
@@ -115,26 +124,42 @@ def tree_attention(
     if foreign:
         raise UnsupportedModel(f"the model's attention uses {', '.join(foreign)}")
     tree.windows.append(sliding_window)
-    query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast rotary embeddings leave float32
-    outputs = [_attend(block, query, key, value, scaling, sliding_window) for block in tree.blocks]
+    queries, keys, values = (x.split(tree.pieces, 2) for x in (query, key, value))
+    outputs = [
+        _attend(
+            block,
+            queries[block.queries],
+            _join([keys[i] for i in block.keys]),
+            _join([values[i] for i in block.keys]),
+            scaling,
+            sliding_window,
+        )
+        for block in tree.blocks
+    ]
     return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
 
 
 def _attend(block: Block, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None) -> Tensor:
     mask = block.mask(window)
-    return scaled_dot_product_attention(
-        q[:, :, block.queries],
-        _gather(k, block.keys),
-        _gather(v, block.keys),
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scaling,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
+    small = q.device.type == "cpu" and k.shape[2] <= FLOAT32_UP_TO
+    dtype = (
+        torch.float32 if small else v.dtype
+    )  # under autocast, rotary embeddings leave q and k in float32 and v in bf16
+    with torch.autocast(q.device.type, enabled=False):
+        out = scaled_dot_product_attention(
+            q.to(dtype),
+            k.to(dtype),
+            v.to(dtype),
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scaling,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+    return out.to(v.dtype)
 
 
-def _gather(x: Tensor, ranges: tuple[slice, ...]) -> Tensor:
-    return x[:, :, ranges[0]] if len(ranges) == 1 else torch.cat([x[:, :, each] for each in ranges], 2)
+def _join(pieces: Sequence[Tensor]) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), 2)
 
 
 def register() -> None:

@@ -75,14 +75,20 @@ def enable_checkpointing(model: Any) -> None:
 def export_model(model: Any, source: Path, directory: Path, dtype: Literal["bfloat16", "float32"] = "bfloat16") -> None:
     """A directory that `transformers` loads: weights in `dtype`, config, and all that lies beside the weights in `source`."""
     directory.mkdir(parents=True, exist_ok=True)
-    lowered = {name: _to(tensor, getattr(torch, dtype)) for name, tensor in model.state_dict().items()}
-    model.save_pretrained(directory, state_dict=lowered)
+    saved = model.state_dict()
+    lowered = {_place(tensor): _to(tensor, getattr(torch, dtype)) for tensor in saved.values()}
+    # tied parameters stay one tensor, which `save_pretrained` writes once
+    model.save_pretrained(directory, state_dict={name: lowered[_place(tensor)] for name, tensor in saved.items()})
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2) + "\n")
     for path in source.iterdir():  # tokenizer, chat template, generation config, licence
         is_weights = path.suffix in _WEIGHTS or path.name.endswith(".index.json")
         if path.is_file() and not is_weights and path.name != "config.json":
             shutil.copyfile(path, directory / path.name)
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, torch.Size]:
+    return tensor.data_ptr(), tensor.shape
 
 
 def _to(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -100,7 +100,8 @@ def thresholds(x: torch.Tensor, top_k: np.ndarray, top_p: np.ndarray, min_p: np.
         keep = _kth_largest(x, np.where(top_k > 0, np.minimum(top_k, x.shape[1]), x.shape[1]))
     if (top_p < 1).any():
         rows = torch.from_numpy(np.flatnonzero(top_p < 1)).to(x.device)
-        left = x[rows].masked_fill(x[rows] < keep[rows, None], -torch.inf)
+        left = x[rows]
+        left.masked_fill_(left < keep[rows, None], -torch.inf)
         keep[rows] = torch.maximum(keep[rows], _nucleus(left, torch.from_numpy(top_p[top_p < 1]).to(x.device)))
     if (min_p > 0).any():
         # p >= min_p * max(p) says the same of unnormalised log-probs: x >= max(x) + log(min_p).
@@ -129,7 +130,7 @@ def _nucleus(x: torch.Tensor, top_p: torch.Tensor, first: int = 512) -> torch.Te
     """
     size = min(first, x.shape[1])
     top = x.topk(size, dim=-1).values
-    mass = (top.double() - torch.logsumexp(x.double(), -1, keepdim=True)).exp().cumsum(-1)
+    mass = (top.double() - torch.logsumexp(x, -1, keepdim=True).double()).exp().cumsum(-1)
     reached = mass >= top_p[:, None]
     last = reached.to(torch.uint8).argmax(-1)
     enough = reached.any(-1)

@@ -1,0 +1,183 @@
+"""A model without its weights: parameters on the meta device, buffers real. And what attention it does, found by a dry run.
+
+The dry run is one forward pass on the meta device with an attention function that only takes notes. It says which shapes
+the cache needs, and whether the model can be served here at all, by what it does and not by what its config says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+from headrace.engine.native.kv import Geometry
+from headrace.errors import ConfigError
+
+ATTENTION = "headrace"
+"""Its name is in no mask table of transformers, so models hand it no mask: who sees whom is ours to decide."""
+
+Attend = Callable[..., torch.Tensor]
+_current: ContextVar[Attend] = ContextVar("attention of the forward pass under way")
+
+
+def _attention(module: Any, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> tuple[torch.Tensor, None]:
+    """q [1, Hq, N, D], k and v [1, Hkv, N, D] -> [1, N, Hq, D], as transformers wants it."""
+    return _current.get()(module, q, k, v, mask, **options), None
+
+
+AttentionInterface.register(ATTENTION, _attention)
+
+
+@contextmanager
+def attention(attend: Attend) -> Iterator[None]:
+    """Every attention layer inside calls `attend(module, q, k, v, mask, **options)`."""
+    token = _current.set(attend)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    model: Any
+    """A transformers model in eval mode."""
+    config: Any
+    """Of its text part."""
+    shapes: dict[str, tuple[int, ...]]
+    """Every parameter in canonical order, tied ones once."""
+    geometry: Geometry
+    windows: tuple[int | None, ...]
+    """Sliding window of each layer."""
+    vocabulary: int
+    context_length: int | None
+    """Positions the model was made for."""
+
+    @property
+    def model_type(self) -> str:
+        return self.config.model_type
+
+
+def read(model_dir: Path, dtype: torch.dtype, device: torch.device) -> Skeleton:
+    """Reads config.json alone. Raises ConfigError for models that cannot be served."""
+    config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+    what = f"{model_dir.name} ({config.model_type})"
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"{what} is an encoder-decoder; the native engine serves decoder-only models: choose one of those"
+        )
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=dtype)
+    except (ValueError, KeyError) as error:
+        raise ConfigError(f"{what} cannot be served by the native engine: {error}; choose another model") from None
+    model.eval()
+    notes, vocabulary = _dry_run(model, what)
+    geometry = _geometry(notes, model, what)
+    _refuse_buffers(model, what)
+    _make_buffers(model, device)
+    text = config.get_text_config(decoder=True)
+    return Skeleton(
+        model,
+        text,
+        {name: tuple(parameter.shape) for name, parameter in model.named_parameters()},
+        geometry,
+        tuple(note.options.get("sliding_window") for note in notes),
+        vocabulary,
+        getattr(text, "max_position_embeddings", None),
+    )
+
+
+@dataclass(frozen=True)
+class _Note:
+    """What one call of attention asked for."""
+
+    layer: Any
+    q: torch.Size
+    k: torch.Size
+    v: torch.Size
+    masked: bool
+    causal: bool
+    options: dict[str, Any]
+
+
+def _dry_run(model: Any, what: str) -> tuple[list[_Note], int]:
+    notes: list[_Note] = []
+
+    def attend(module: Any, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> torch.Tensor:
+        layer = getattr(module, "layer_idx", None)
+        causal = bool(options.get("is_causal", getattr(module, "is_causal", True)) is not False)
+        notes.append(_Note(layer, q.shape, k.shape, v.shape, mask is not None, causal, options))
+        return q.new_empty((*q.shape[:1], q.shape[2], q.shape[1], v.shape[3]))
+
+    tokens = torch.zeros(1, 3, dtype=torch.long, device="meta")
+    experts = model.get_experts_implementation() if model._can_set_experts_implementation() else None
+    try:
+        if experts is not None:
+            model.set_experts_implementation("batched_mm")  # the others look at values, of which there are none here
+        with attention(attend), torch.no_grad():
+            logits = model(input_ids=tokens, position_ids=tokens, use_cache=False, logits_to_keep=tokens[0, :1]).logits
+    except Exception as error:
+        raise ConfigError(
+            f"{what} cannot be served by the native engine: a dry run of its forward pass failed with "
+            f"{type(error).__name__}: {error}; choose another model"
+        ) from error
+    finally:
+        if experts is not None:
+            model.set_experts_implementation(experts)
+    if logits.shape[:2] != (1, 1):
+        raise ConfigError(
+            f"{what} cannot be served by the native engine: it does not return logits of chosen positions"
+        )
+    return notes, logits.shape[-1]
+
+
+def _geometry(notes: list[_Note], model: Any, what: str) -> Geometry:
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    if reason := _objection(notes, layers, model):
+        raise ConfigError(f"{what} cannot be served by the native engine: {reason}; choose another model")
+    return Geometry(layers, kv_heads=notes[0].k[1], head_dim=notes[0].k[3])
+
+
+def _objection(notes: list[_Note], layers: int, model: Any) -> str:
+    """Empty, or why this attention cannot be computed over our cache. Each would otherwise be wrong in silence."""
+    if not model._supports_attention_backend:
+        return "its class does not support attention functions of others (_supports_attention_backend)"
+    if [note.layer for note in notes] != list(range(layers)):
+        return f"{len(notes)} attention calls in {layers} layers (recurrent, linear or shared layers are not supported)"
+    for note in notes:
+        if note.k != notes[0].k or note.v != note.k or note.q[3] != note.k[3]:
+            return "its layers differ in key and value heads, or keys and values in size"
+        if note.masked or not note.causal:
+            return "its attention is not causal, or brings a mask of its own"
+        if note.options.get("softcap") is not None:
+            return "it caps attention scores (softcap)"
+        if note.options.get("s_aux") is not None:
+            return "it uses attention sinks"
+        if note.options.get("position_bias") is not None or note.options.get("alibi") is not None:
+            return "it adds a bias to attention scores"
+    return ""
+
+
+def _refuse_buffers(model: Any, what: str) -> None:
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    if kept := [name for name in model.state_dict() if name not in parameters]:
+        raise ConfigError(
+            f"{what} cannot be served by the native engine: it keeps {kept[0]} in a buffer, which weight sync does not "
+            "carry; choose another model"
+        )
+
+
+def _make_buffers(model: Any, device: torch.device) -> None:
+    """Rotary frequencies and the like, computed as `from_pretrained` does: empty buffers, then the model's own init."""
+    for module in model.modules():
+        module._is_hf_initialized = False
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = torch.empty_like(buffer, device=device)
+    model.initialize_weights()
