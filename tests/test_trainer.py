@@ -456,7 +456,9 @@ def test_an_export_loads_in_transformers(name, dtype, model_dir, tmp_path):
     for (name_, trained), (other, loaded) in zip(one.parameters(), model.named_parameters(), strict=True):
         assert name_ == other and torch.equal(trained.to(loaded.dtype), loaded)
     stored = load_file(tmp_path / "out" / "model.safetensors")
-    assert sum(tensor.numel() for tensor in stored.values()) == sum(p.numel() for _, p in one.parameters())  # tied ones once
+    assert sum(tensor.numel() for tensor in stored.values()) == sum(
+        p.numel() for _, p in one.parameters()
+    )  # tied ones once
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
 
 

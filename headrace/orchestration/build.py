@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import importlib
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -50,6 +51,7 @@ class Pools:
 
     trainer: ProcessTrainer
     engine: ProcessEngine
+    weights_fd: int
 
     async def close(self, now: bool = False) -> None:
         """`now` kills the processes instead of asking them to leave."""
@@ -57,6 +59,7 @@ class Pools:
             self.trainer.worker.kill()
             self.engine.worker.kill()
         await asyncio.gather(self.engine.close(), self.trainer.close())
+        os.close(self.weights_fd)
 
 
 async def open_model(config: RunConfig) -> tuple[Path, ChatEncoder]:
@@ -80,22 +83,17 @@ async def open_pools(
             config.engine.serving_dtype,
             str(restore or ""),
         )
+        engine = ProcessEngine(
+            config.engine.cores, weights_fd, logs / "engine.log", config.engine.max_deaths, observer, clock
+        )
+        undo.push_async_callback(engine.close)
+        await engine.launch()
         trainer = ProcessTrainer(start, config.train.cores, weights_fd, logs / "trainer.log")
         undo.push_async_callback(trainer.close)
         ready: TrainerReady = await trainer.open()
-        engine = ProcessEngine(
-            EngineStart(str(model_dir), dataclasses.asdict(config.engine), ready.manifest),
-            config.engine.cores,
-            weights_fd,
-            logs / "engine.log",
-            config.engine.max_deaths,
-            observer,
-            clock,
-        )
-        undo.push_async_callback(engine.close)
-        await engine.open()
+        await engine.open(EngineStart(str(model_dir), dataclasses.asdict(config.engine), ready.manifest))
         undo.pop_all()
-    return Pools(trainer, engine)
+    return Pools(trainer, engine, weights_fd)
 
 
 @dataclass
@@ -135,9 +133,9 @@ async def build(
 ) -> Built:
     # What can be wrong in the user's input is found out first: the processes take seconds to start.
     model_dir, encoder = await open_model(config)
-    task = build_task(config.task, encoder, config.seed)
-    scorer = build_scorer(config, reward, logs / "scorer.log")
-    prompts = task.held_out(config.eval.prompts)
+    task = await asyncio.to_thread(build_task, config.task, encoder, config.seed)
+    scorer = await asyncio.to_thread(build_scorer, config, reward, logs / "scorer.log")
+    prompts = await asyncio.to_thread(task.held_out, config.eval.prompts)
     async with AsyncExitStack() as undo:
         undo.push_async_callback(scorer.close)
         pools = await open_pools(config, model_dir, logs, observer, clock, checkpoint)
@@ -175,7 +173,7 @@ def _assemble(
         waits=Waits(observer.record, clock, config.watch.warn_after, config.watch.stop_after),
         snapshots=Snapshots(checkpoints, observer, clock),
         probe=IdentityProbe(
-            _probe_tokens(encoder), config.watch.identity_every, TOLERANCE[config.engine.serving_dtype], observer, clock
+            _probe_tokens(encoder, pools.engine.capabilities.context_length), config.watch.identity_every, TOLERANCE[config.engine.serving_dtype], observer, clock
         ),
         evaluator=Evaluator(
             pools.engine, scorer, observer, prompts, config.eval, config.rollout, encoder.decode, clock
@@ -196,9 +194,9 @@ def _assemble(
     return Built(pools, parts, pipeline, Utilisation(pools.engine, clock), started, clock)
 
 
-def _probe_tokens(encoder: ChatEncoder) -> tuple[int, ...]:
-    """A fixed short prompt, the same for every run of a model."""
-    return encoder.encode_text("The quick brown fox jumps over the lazy dog, and 7 times 6 is 42.")
+def _probe_tokens(encoder: ChatEncoder, context_length: int) -> tuple[int, ...]:
+    """A fixed short text, the same for every run of a model."""
+    return encoder.encode_text("The quick brown fox jumps over the lazy dog, and 7 times 6 is 42.")[:context_length]
 
 
 def build_task(config: TaskConfig, encoder: ChatEncoder, seed: int) -> Task:
@@ -280,6 +278,11 @@ def export_weights(
 
 
 # -- in the workers ---------------------------------------------------------------------------------------------------------
+
+
+def preload(kind: str) -> None:
+    """Imports what the worker will need, while the controller is still busy with the other one."""
+    importlib.import_module({"trainer": "headrace.train.torch_trainer", "engine": "headrace.engine.native.core"}[kind])
 
 
 def build_trainer_core(start: TrainerStart, weights_fd: int) -> tuple[TrainerCore, WeightSender, Manifest]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -91,7 +91,6 @@ class ProcessEngine:
 
     def __init__(
         self,
-        start: EngineStart,
         cores: Sequence[int],
         weights_fd: int,
         log: Path,
@@ -99,12 +98,14 @@ class ProcessEngine:
         observer: Observer,
         clock: Callable[[], float],
     ) -> None:
-        self._start, self._cores, self._weights_fd = start, cores, weights_fd
+        self._cores, self._weights_fd = cores, weights_fd
         self._max_deaths, self._observer, self._clock, self._log = max_deaths, observer, clock, log
         self._pending: dict[str, _Pending] = {}
         self._wanted: WeightUpdate | None = None
+        self._live: LoadReport | None = None
         self._deaths = 0
         self._gave_up: asyncio.Future[None] | None = None
+        self._keeping: asyncio.Task[None] | None = None
         self._up = asyncio.Event()
         self._earlier = EngineStats()
         """What dead processes had done, so that totals never go back."""
@@ -112,9 +113,15 @@ class ProcessEngine:
         self.capabilities = Capabilities(context_length=0)
         self.worker = Worker("engine", log)
 
-    async def open(self) -> None:
+    async def launch(self) -> None:
+        """Starts the process, which imports what it needs beside whatever else goes on."""
+        self.worker = Worker("engine", self._log, self._on_push)
+        await self.worker.start("engine", [self._weights_fd], self._cores)
+
+    async def open(self, start: EngineStart) -> None:
+        self._start = start
         self._gave_up = asyncio.get_running_loop().create_future()
-        await self._spawn()
+        await self._begin()
         self._up.set()
         self._keeping = asyncio.get_running_loop().create_task(self._keep_alive())
 
@@ -133,13 +140,13 @@ class ProcessEngine:
 
     async def load(self, update: WeightUpdate) -> LoadReport:
         self._wanted = update
-        return await self._retrying("load", update, LoadReport)
+        return await self._retrying(lambda worker: self._load(worker, update))
 
     async def score(self, tokens: Sequence[int]) -> list[float]:
-        return await self._retrying("score", list(tokens), list[float])
+        return await self._retrying(lambda worker: worker.call("score", list(tokens), list[float]))
 
     async def stats(self) -> EngineStats:
-        self._latest = await self._retrying("stats", None, EngineStats)
+        self._latest = await self._retrying(lambda worker: worker.call("stats", None, EngineStats))
         return self._totals()
 
     async def watch(self) -> None:
@@ -147,23 +154,28 @@ class ProcessEngine:
         await asyncio.shield(self._gave_up)
 
     async def close(self) -> None:
-        self._keeping.cancel()
+        if self._keeping:
+            self._keeping.cancel()
         await self.worker.close()
 
     # -- inside ---------------------------------------------------------------------------------------------------------
 
-    async def _spawn(self) -> None:
-        self.worker = Worker("engine", self._log, self._on_push)
-        await self.worker.start("engine", [self._weights_fd], self._cores)
+    async def _begin(self) -> None:
         self.capabilities = await self.worker.call("start", self._start, Capabilities)
 
-    async def _retrying(self, method: str, payload: object, returns: type[T]) -> T:
-        """Calls have no side effect that a second process could suffer from: ask again after a respawn."""
+    async def _load(self, worker: Worker, update: WeightUpdate) -> LoadReport:
+        """A process that was respawned meanwhile has been given the newest update already."""
+        if self._live is None or self._live.version != update.version:
+            self._live = await worker.call("load", update, LoadReport)
+        return self._live
+
+    async def _retrying(self, ask: Callable[[Worker], Awaitable[T]]) -> T:
+        """Asks again after a respawn."""
         while True:
             await self._until_up()
             worker = self.worker
             try:
-                return await worker.call(method, payload, returns)
+                return await ask(worker)
             except WorkerDied:
                 if worker is self.worker:
                     self._up.clear()
@@ -196,9 +208,11 @@ class ProcessEngine:
     async def _revive(self) -> None:
         self._earlier, self._latest = self._totals(), EngineStats()
         try:
-            await self._spawn()
+            await self.launch()
+            await self._begin()
+            self._live = None
             if self._wanted is not None:
-                await self.worker.call("load", self._wanted, LoadReport)
+                await self._load(self.worker, self._wanted)
         except WorkerDied:
             return  # died again while starting: the loop counts it
         for pending in self._pending.values():

@@ -126,8 +126,8 @@ class _Session:
                 lambda: loop.time() - origin,
             )
             await self._train(self._built)
-        except HeadraceError as error:
-            self.reason = str(error)
+        except Exception as error:
+            self.reason = str(error) if isinstance(error, HeadraceError) else repr(error)
             raise
         except asyncio.CancelledError:
             self.reason = "interrupted"

@@ -64,8 +64,9 @@ def _answer(end: WorkerEnd, frame: Frame, work: Callable[[], Any]) -> None:
 
 def serve_trainer(end: WorkerEnd, inbox: queue.Queue[Frame], weights_fd: int) -> None:
     """One call after the other."""
-    from headrace.orchestration.build import build_trainer_core
+    from headrace.orchestration.build import build_trainer_core, preload
 
+    preload("trainer")
     start = inbox.get()
     parts: dict[str, Any] = {}
 
@@ -99,8 +100,9 @@ def _trainer_call(core: TrainerCore, sender: WeightSender, frame: Frame) -> Any:
 
 def serve_engine(end: WorkerEnd, inbox: queue.Queue[Frame], weights_fd: int) -> None:
     """Forward passes for ever; messages are taken between them; new weights are verified beside them."""
-    from headrace.orchestration.build import build_engine_core
+    from headrace.orchestration.build import build_engine_core, preload
 
+    preload("engine")
     start = inbox.get()
     parts: dict[str, Any] = {}
 

@@ -39,7 +39,7 @@ def load_model(directory: Path, device: torch.device) -> Any:
         model, info = AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, local_files_only=True, output_loading_info=True
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except Exception as error:  # a damaged file, a foreign architecture, ...: each library has exceptions of its own
         raise ConfigError(f"cannot load a causal language model from {directory}: {error}") from error
     # transformers would go on with random numbers in their place
     wrong = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))

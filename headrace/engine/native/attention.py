@@ -3,8 +3,7 @@
     tokens = [ one token for each of B running sequences | chunk of prompt | chunk of prompt | ... ]      N in all
 
 Running sequences sit in cache rows [0, B), so their attention is one call over a slice of the cache with a mask by length;
-each chunk is one causal call over its own row. The query heads of one KV head are folded into the query's length:
-[B, Hkv, rep, D] against [B, Hkv, T, D], so nothing is repeated for grouped-query attention.
+each chunk is one causal call over its own row. Grouped-query attention is left to torch, whose kernels repeat nothing.
 """
 
 from __future__ import annotations
@@ -73,18 +72,17 @@ class Ragged:
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def _decode(self, layer: int, q: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
-        rows, heads, dim = q.shape
+        rows = len(q)
         keys, values = self.cache.layer(layer)
-        kv_heads = keys.shape[2]
-        mask = self._decode_mask(window).expand(rows, 1, heads // kv_heads, self.longest)
         out = scaled_dot_product_attention(
-            q.view(rows, kv_heads, heads // kv_heads, dim),
+            q[:, :, None],
             keys[:rows, : self.longest].transpose(1, 2),
             values[:rows, : self.longest].transpose(1, 2),
-            attn_mask=mask,
+            attn_mask=self._decode_mask(window),
             scale=scale,
+            enable_gqa=q.shape[1] != keys.shape[2],
         )
-        return out.reshape(rows, heads, dim)
+        return out[:, :, 0]
 
     def _prefill(self, layer: int, index: int, q: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
         chunk = self.chunks[index]

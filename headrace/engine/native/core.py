@@ -147,12 +147,13 @@ class NativeEngine:
         """Logits of every decoding row. Those of prompts that are complete now go to their entries."""
         running = self._schedule.running
         chunks = [chunk for _, chunk in plan]
-        pieces = [running.column("token"), *(entry.tokens[chunk.start : chunk.stop] for entry, chunk in plan)]
-        ends = np.cumsum([len(piece) for piece in pieces])
+        prompts = [np.array(entry.tokens[chunk.start : chunk.stop]) for entry, chunk in plan]
+        tokens = np.concatenate([running.column("token"), *prompts]).astype(np.int64)
+        ends = decoding + np.cumsum([len(prompt) for prompt in prompts])
         complete = [i for i, (entry, chunk) in enumerate(plan) if chunk.stop == len(entry.tokens)]
-        rows = np.concatenate([np.arange(decoding), [ends[i + 1] - 1 for i in complete]]).astype(np.int64)
+        rows = np.concatenate([np.arange(decoding), [ends[i] - 1 for i in complete]]).astype(np.int64)
         logits = self._runner.forward(
-            self._tensor(np.concatenate(pieces).astype(np.int64)),
+            self._tensor(tokens),
             Ragged(self._cache, running.column("length"), chunks, self._device, self._dtype),
             self._tensor(rows),
         )
@@ -173,7 +174,7 @@ class NativeEngine:
         full = running.column("counter") >= running.column("limit")
         kept, ended = np.flatnonzero(drawn.finite), np.flatnonzero(stopped | full | ~drawn.finite)
         ids = [sequence.id for sequence in running.sequences]
-        finished += [self._finish(ids[row], row, drawn, stopped) for row in ended]
+        finished += [self._finish(ids[row], row, drawn, stopped) for row in ended.tolist()]
         output = StepOutput(
             self._version,
             tuple(ids[row] for row in kept),

@@ -47,9 +47,9 @@ class HuggingFaceRunner:
             sliding_window: int | None = None,
             **_: Any,
         ) -> torch.Tensor:
-            flat = (states[0].transpose(0, 1) for states in (q, k, v))
             scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-            return batch.attend(module.layer_idx, *flat, scale, sliding_window)[None]
+            q, k, v = (states[0].transpose(0, 1) for states in (q, k, v))
+            return batch.attend(module.layer_idx, q, k, v, scale, sliding_window)[None]
 
         with attention(attend):
             out = self._model(

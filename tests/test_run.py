@@ -1,0 +1,347 @@
+"""Whole runs with real processes on a tiny model: what a user does, and what can happen to them meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import headrace
+from headrace.errors import CheckpointError, ConfigError, HeadraceError, TrainingError, WorkerDied
+from headrace.observe.facts import CheckpointSaved, IdentityChecked, RunEnded, WorkerLost
+from headrace.observe.records import StepRow, read_journal, read_metrics
+
+Config = dict[str, Any]
+
+REWARD = '''
+def share_of_e(prompts, completions, **columns):
+    return [text.count("e") / max(len(text), 1) for text in completions]
+'''
+
+
+@pytest.fixture
+def config(tiny_llama: Path, tmp_path: Path) -> Config:
+    rows = [{"prompt": f"{i} + {i}?", "answer": str(2 * i)} for i in range(200)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "reward.py").write_text(REWARD)
+    return {
+        "name": "tiny",
+        "out": str(tmp_path / "runs"),
+        "model": {"path": str(tiny_llama)},
+        "task": {"kind": "jsonl", "path": str(tmp_path / "rows.jsonl"), "held_out": 16},
+        "reward": {"function": f"{tmp_path / 'reward.py'}:share_of_e"},
+        "rollout": {"group_size": 4, "max_tokens": 8},
+        "train": {"steps": 6, "learning_rate": 1e-2, "dtype": "float32"},
+        "engine": {"dtype": "float32", "kv_gib": 0.01, "context_length": 64, "max_running": 16},
+        "staleness": {"groups_per_step": 4, "max_lag": 1},
+        "checkpoint": {"every": 2},
+        "eval": {"prompts": 8, "samples": 2},
+        "watch": {"identity_every": 1},
+        "observe": {"terminal": "off"},
+    }
+
+
+def of(directory: Path, kind: type) -> list[Any]:
+    return [fact for fact in read_metrics(directory) if isinstance(fact, kind)]
+
+
+def workers_of(pid: int) -> dict[str, int]:
+    """The worker processes of a controller, by kind."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            command = (entry / "cmdline").read_bytes().split(b"\0")
+            parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+        except OSError:
+            continue
+        if parent == pid and b"headrace.orchestration.worker" in command:
+            found[command[command.index(b"headrace.orchestration.worker") + 1].decode()] = int(entry.name)
+    return found
+
+
+def when_step(directory: Path, step: int, act: Callable[[], None]) -> threading.Thread:
+    """Does something from outside as soon as the metrics show that step."""
+
+    def watch() -> None:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            metrics = directory / "metrics.jsonl"
+            if metrics.exists() and metrics.read_text().count('"StepTrained"') >= step:
+                act()
+                return
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread
+
+
+def assert_complete(directory: Path, steps: int, groups: int = 4) -> None:
+    """C2 and C7 as a reader of the run's files can check them."""
+    ended = of(directory, RunEnded)[-1]
+    assert ended.reason == "finished" and ended.step == steps
+    assert ended.accounting.balance() == 0 and ended.accounting.in_pipeline == 0
+    assert ended.accounting.trained == steps * groups
+    journal = list(read_journal(directory))
+    assert [entry.step for entry in journal] == list(range(steps))
+    prompts = [group.prompt.id for entry in journal for group in entry.groups]
+    assert len(prompts) == len(set(prompts)), "a prompt was trained twice"
+    assert max(lag for row in of(directory, StepRow) for lag in row.lags) <= 1
+
+
+def newest_step(directory: Path) -> int:
+    return max(int(path.name.split("-")[1]) for path in (directory / "checkpoints").glob("step-*"))
+
+
+def test_a_run_from_python_with_a_plain_function_learns(config: Config, tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    def reward(prompts: list[str], completions: list[str], answer: list[str]) -> list[float]:
+        seen.extend(answer)
+        return [text.count("e") / 8 for text in completions]
+
+    config["train"]["steps"] = 25
+    del config["reward"]
+    result = headrace.train(config, reward=reward)
+    assert result.reason == "finished" and result.step == 25
+    assert result.before is not None and result.after is not None
+    assert result.after.reward_mean > 2 * result.before.reward_mean + 0.1, "it did not learn to say e"
+    assert seen and all(int(answer) % 2 == 0 for answer in seen), "the row's other columns reach the function"
+    assert_complete(result.directory, 25)
+    checks = of(result.directory, IdentityChecked)
+    assert len(checks) == 26 and all(check.ok for check in checks)
+    html = result.report.read_text()
+    assert "<svg" in html and "http://" not in html.replace("http://www.w3.org", "")
+
+
+def test_eval_and_export_use_the_trained_weights(config: Config, tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    config["train"]["steps"] = 25
+    result = headrace.train(config)
+    measured = headrace.evaluate(config, run=result.directory)
+    assert result.after is not None
+    assert measured.reward_mean == pytest.approx(result.after.reward_mean, abs=0.15)
+    untrained = headrace.evaluate(config)
+    assert measured.reward_mean > 2 * untrained.reward_mean
+    headrace.export(result.directory, tmp_path / "exported", "float32")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported")
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "3 + 3?"}], tokenize=False, add_generation_prompt=True)
+    tokens = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
+    logits = model(tokens).logits[0, -1]
+    assert tokenizer.decode([int(logits.argmax())]) == "e"
+    with pytest.raises(ConfigError, match="new or empty"):
+        headrace.export(result.directory, tmp_path / "exported")
+
+
+def test_a_killed_engine_is_replaced_and_nothing_is_lost(config: Config) -> None:
+    directory = Path(config["out"]) / "tiny"
+    config["train"]["steps"] = 12
+    killers = [
+        when_step(directory, step, lambda: os.kill(workers_of(os.getpid())["engine"], signal.SIGKILL)) for step in (2, 6)
+    ]
+    result = headrace.train(config)
+    for killer in killers:
+        killer.join()
+    lost = of(directory, WorkerLost)
+    assert [fact.deaths for fact in lost] == [1, 2] and all("SIGKILL" in fact.how for fact in lost)
+    assert result.reason == "finished"
+    assert_complete(directory, 12)
+
+
+def test_an_engine_that_keeps_dying_stops_the_run_with_a_checkpoint(config: Config) -> None:
+    directory = Path(config["out"]) / "tiny"
+    config["train"]["steps"] = 500
+    config["engine"]["max_deaths"] = 1
+    killers = [
+        when_step(directory, step, lambda: os.kill(workers_of(os.getpid())["engine"], signal.SIGKILL)) for step in (3, 8)
+    ]
+    with pytest.raises(WorkerDied, match=r"death no. 2 \(engine.max_deaths allows 1\)") as caught:
+        headrace.train(config)
+    for killer in killers:
+        killer.join()
+    assert any("--resume" in note for note in caught.value.__notes__)
+    last = of(directory, RunEnded)[-1]
+    assert of(directory, CheckpointSaved)[-1].step == last.step
+    assert last.accounting.balance() == 0 and last.accounting.in_checkpoint > 0
+    assert not workers_of(os.getpid()), "no process is left behind"
+
+
+def test_a_killed_trainer_stops_the_run_and_resume_finishes_it(config: Config) -> None:
+    directory = Path(config["out"]) / "tiny"
+    config["train"]["steps"] = 10
+    killer = when_step(directory, 5, lambda: os.kill(workers_of(os.getpid())["trainer"], signal.SIGKILL))
+    started = time.monotonic()
+    with pytest.raises(WorkerDied, match="trainer process was killed by SIGKILL") as caught:
+        headrace.train(config)
+    killer.join()
+    assert time.monotonic() - started < 100
+    assert any(f"--resume {directory}" in note for note in caught.value.__notes__)
+    result = headrace.train(config, resume=directory)
+    assert result.reason == "finished"
+    assert_complete(directory, 10)
+
+
+def command(config: Config, tmp_path: Path, *more: str) -> list[str]:
+    toml = tmp_path / "config.toml"
+    toml.write_text(headrace_toml(config))
+    return [sys.executable, "-m", "headrace", "train", str(toml), *more]
+
+
+def headrace_toml(config: Config) -> str:
+    from headrace.config import dump_config, load_config
+
+    return dump_config(load_config(config))
+
+
+@pytest.fixture
+def controller(config: Config, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*more: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            command(config, tmp_path, *more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+
+
+def until_gone(pids: list[int], seconds: float = 20) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not any(Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_kill_9_of_the_controller_leaves_no_orphan_and_resume_loses_nothing(
+    config: Config, controller: Callable[..., subprocess.Popen[str]]
+) -> None:
+    directory = Path(config["out"]) / "tiny"
+    config["train"]["steps"] = 5000
+    process = controller()
+    rng = random.Random(os.getpid())
+    pids: list[int] = []
+
+    def kill() -> None:
+        time.sleep(rng.random())
+        pids.extend(workers_of(process.pid).values())
+        process.kill()
+
+    when_step(directory, 4, kill).join()
+    assert process.wait(60) == -signal.SIGKILL and len(pids) == 2
+    assert until_gone(pids), "a worker outlived its controller"
+    steps = config["train"]["steps"] = newest_step(directory) + 5
+    result = headrace.train(config, resume=directory)
+    assert result.reason == "finished"
+    assert_complete(directory, steps)
+
+
+def test_ctrl_c_once_leaves_cleanly_with_a_checkpoint(config: Config, controller: Callable[..., subprocess.Popen[str]]) -> None:
+    directory = Path(config["out"]) / "tiny"
+    config["train"]["steps"] = 5000
+    config["checkpoint"]["every"] = 0
+    process = controller()
+    when_step(directory, 3, lambda: process.send_signal(signal.SIGINT)).join()
+    output = process.communicate(timeout=90)[0]
+    assert process.returncode == 130, output
+    ended = of(directory, RunEnded)[-1]
+    assert ended.reason == "interrupted"
+    assert of(directory, CheckpointSaved)[-1].step == ended.step
+    assert ended.accounting.balance() == 0 and ended.accounting.in_checkpoint > 0
+    config["train"]["steps"] = ended.step + 3
+    result = headrace.train(config, resume=directory)
+    assert result.reason == "finished"
+    assert_complete(directory, ended.step + 3)
+
+
+def test_ctrl_c_twice_leaves_now(config: Config, controller: Callable[..., subprocess.Popen[str]]) -> None:
+    directory = Path(config["out"]) / "tiny"
+    config["train"]["steps"] = 5000
+    process = controller()
+
+    def twice() -> None:
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+
+    when_step(directory, 3, twice).join()
+    pids = list(workers_of(process.pid).values())
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert until_gone(pids)
+
+
+def test_two_runs_in_one_directory_are_refused(config: Config, controller: Callable[..., subprocess.Popen[str]]) -> None:
+    directory = Path(config["out"]) / "tiny"
+    config["train"]["steps"] = 5000
+    process = controller()
+    when_step(directory, 1, lambda: None).join()
+    with pytest.raises(ConfigError, match="another process is training"):
+        headrace.train(config, resume=directory)
+    process.kill()
+    process.wait()
+    with pytest.raises(ConfigError, match="already holds a run"):
+        headrace.train(config)
+
+
+def test_resume_uses_an_older_checkpoint_when_the_newest_is_truncated(config: Config) -> None:
+    config["train"]["steps"] = 6
+    result = headrace.train(config)
+    newest, older = (result.directory / "checkpoints" / f"step-{step:06d}" for step in (6, 4))
+    weights = newest / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    again = headrace.train(config, resume=result.directory)
+    assert again.reason == "finished"
+    assert_complete(result.directory, 6)
+    (older / "files.json").unlink()
+    for path in (result.directory / "checkpoints").glob("step-*/model.safetensors"):
+        path.write_bytes(b"")
+    with pytest.raises(CheckpointError, match="model.safetensors has 0 bytes"):
+        headrace.train(config, resume=result.directory)
+
+
+def test_a_reward_that_always_raises_stops_the_run_by_name(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text("def share_of_e(completions, **columns):\n    raise KeyError('no such column')\n")
+    config["rollout"]["patience"] = 12
+    config["eval"]["prompts"] = 0
+    with pytest.raises(TrainingError, match="reward_raised.*no such column"):
+        headrace.train(config)
+
+
+def test_bad_input_is_refused_before_a_process_is_started(config: Config, tmp_path: Path) -> None:
+    started = time.monotonic()
+    config["reward"]["function"] = str(tmp_path / "reward.py") + ":missing"
+    with pytest.raises(ConfigError, match="missing"):
+        headrace.train(config)
+    assert time.monotonic() - started < 20
+
+
+def test_a_model_that_cannot_be_loaded_is_a_sentence_and_not_a_traceback(config: Config, tiny_llama: Path, tmp_path: Path) -> None:
+    import shutil
+
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny_llama, broken)
+    (broken / "model.safetensors").write_bytes(b"not safetensors")
+    config["model"]["path"] = str(broken)
+    with pytest.raises(HeadraceError, match="broken"):
+        headrace.train(config)
