@@ -11,10 +11,8 @@ Everything is loaded when first used (PEP 562): `import headrace` costs millisec
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -73,20 +71,6 @@ def export(run: str | Path, to: str | Path, dtype: Literal["bfloat16", "float32"
     from headrace.orchestration import one_shot
 
     return one_shot.export(read_config(config_of_run(Path(run))), Path(run), Path(to), dtype)
-
-
-class _Package(ModuleType):
-    """Keeps `headrace.train` the function, where importing the subpackage `headrace/train/` would bind it to the module.
-
-    `from headrace.train.config import ...` is not affected: it looks the module up by its full name.
-    """
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name == "train" and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:

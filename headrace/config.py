@@ -25,7 +25,7 @@ from headrace.scoring.config import RewardConfig
 from headrace.settings import Tree, build, dump, merge, parse_sets, read_toml
 from headrace.staleness import StalenessConfig
 from headrace.tasks.config import TaskConfig
-from headrace.train.config import TrainConfig
+from headrace.trainer.config import TrainConfig
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))

@@ -1,4 +1,4 @@
-"""The ports between the parts. Each has one shipped fake (`engine/fake.py`, `train/fake.py`, `tasks/fake.py`, ...).
+"""The ports between the parts. Each has one shipped fake (`engine/fake.py`, `trainer/fake.py`, `tasks/fake.py`, ...).
 
 The first half is what the pipeline sees (asynchronous); the second what a worker process holds (synchronous).
 """

@@ -54,7 +54,7 @@ def test_clip_without_ppo_is_refused():
 
 
 def test_the_controllers_half_imports_no_torch():
-    code = "import sys, headrace.algo.groups, headrace.train.config; assert 'torch' not in sys.modules"
+    code = "import sys, headrace.algo.groups, headrace.trainer.config; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -29,7 +29,7 @@ from headrace.rollout import RolloutConfig
 from headrace.scoring.fake import FakeScorer
 from headrace.staleness import StalenessConfig
 from headrace.tasks.fake import FakeTask
-from headrace.train.fake import FakeTrainer
+from headrace.trainer.fake import FakeTrainer
 
 
 @dataclass

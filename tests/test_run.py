@@ -23,10 +23,10 @@ from headrace.observe.records import StepRow, read_journal, read_metrics
 
 Config = dict[str, Any]
 
-REWARD = '''
+REWARD = """
 def share_of_e(prompts, completions, **columns):
     return [text.count("e") / max(len(text), 1) for text in completions]
-'''
+"""
 
 
 @pytest.fixture
@@ -140,7 +140,9 @@ def test_eval_and_export_use_the_trained_weights(config: Config, tmp_path: Path)
     headrace.export(result.directory, tmp_path / "exported", "float32")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported")
-    text = tokenizer.apply_chat_template([{"role": "user", "content": "3 + 3?"}], tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "3 + 3?"}], tokenize=False, add_generation_prompt=True
+    )
     tokens = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
     logits = model(tokens).logits[0, -1]
     assert tokenizer.decode([int(logits.argmax())]) == "e"
@@ -152,7 +154,8 @@ def test_a_killed_engine_is_replaced_and_nothing_is_lost(config: Config) -> None
     directory = Path(config["out"]) / "tiny"
     config["train"]["steps"] = 12
     killers = [
-        when_step(directory, step, lambda: os.kill(workers_of(os.getpid())["engine"], signal.SIGKILL)) for step in (2, 6)
+        when_step(directory, step, lambda: os.kill(workers_of(os.getpid())["engine"], signal.SIGKILL))
+        for step in (2, 6)
     ]
     result = headrace.train(config)
     for killer in killers:
@@ -168,7 +171,8 @@ def test_an_engine_that_keeps_dying_stops_the_run_with_a_checkpoint(config: Conf
     config["train"]["steps"] = 500
     config["engine"]["max_deaths"] = 1
     killers = [
-        when_step(directory, step, lambda: os.kill(workers_of(os.getpid())["engine"], signal.SIGKILL)) for step in (3, 8)
+        when_step(directory, step, lambda: os.kill(workers_of(os.getpid())["engine"], signal.SIGKILL))
+        for step in (3, 8)
     ]
     with pytest.raises(WorkerDied, match=r"death no. 2 \(engine.max_deaths allows 1\)") as caught:
         headrace.train(config)
@@ -256,7 +260,9 @@ def test_kill_9_of_the_controller_leaves_no_orphan_and_resume_loses_nothing(
     assert_complete(directory, steps)
 
 
-def test_ctrl_c_once_leaves_cleanly_with_a_checkpoint(config: Config, controller: Callable[..., subprocess.Popen[str]]) -> None:
+def test_ctrl_c_once_leaves_cleanly_with_a_checkpoint(
+    config: Config, controller: Callable[..., subprocess.Popen[str]]
+) -> None:
     directory = Path(config["out"]) / "tiny"
     config["train"]["steps"] = 5000
     config["checkpoint"]["every"] = 0
@@ -291,7 +297,9 @@ def test_ctrl_c_twice_leaves_now(config: Config, controller: Callable[..., subpr
     assert until_gone(pids)
 
 
-def test_two_runs_in_one_directory_are_refused(config: Config, controller: Callable[..., subprocess.Popen[str]]) -> None:
+def test_two_runs_in_one_directory_are_refused(
+    config: Config, controller: Callable[..., subprocess.Popen[str]]
+) -> None:
     directory = Path(config["out"]) / "tiny"
     config["train"]["steps"] = 5000
     process = controller()
@@ -321,7 +329,9 @@ def test_resume_uses_an_older_checkpoint_when_the_newest_is_truncated(config: Co
 
 
 def test_a_reward_that_always_raises_stops_the_run_by_name(config: Config, tmp_path: Path) -> None:
-    (tmp_path / "reward.py").write_text("def share_of_e(completions, **columns):\n    raise KeyError('no such column')\n")
+    (tmp_path / "reward.py").write_text(
+        "def share_of_e(completions, **columns):\n    raise KeyError('no such column')\n"
+    )
     config["rollout"]["patience"] = 12
     config["eval"]["prompts"] = 0
     with pytest.raises(TrainingError, match="reward_raised.*no such column"):
@@ -336,7 +346,9 @@ def test_bad_input_is_refused_before_a_process_is_started(config: Config, tmp_pa
     assert time.monotonic() - started < 20
 
 
-def test_a_model_that_cannot_be_loaded_is_a_sentence_and_not_a_traceback(config: Config, tiny_llama: Path, tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_loaded_is_a_sentence_and_not_a_traceback(
+    config: Config, tiny_llama: Path, tmp_path: Path
+) -> None:
     import shutil
 
     broken = tmp_path / "broken"

@@ -20,11 +20,11 @@ from safetensors.torch import load_file, save_file
 
 from headrace.algo.config import AlgoConfig
 from headrace.errors import CheckpointError, ConfigError
-from headrace.train.config import TrainConfig
-from headrace.train.torch_attention import tree_of
-from headrace.train.torch_head import _blocks, token_logprobs
-from headrace.train.torch_optimizer import learning_rate
-from headrace.train.torch_trainer import TorchTrainer
+from headrace.trainer.config import TrainConfig
+from headrace.trainer.torch_attention import tree_of
+from headrace.trainer.torch_head import _blocks, token_logprobs
+from headrace.trainer.torch_optimizer import learning_rate
+from headrace.trainer.torch_trainer import TorchTrainer
 from headrace.types import Batch, Group, Prompt, Row
 
 V = 61

@@ -34,7 +34,7 @@ from headrace.orchestration.snapshots import ControllerState, Snapshots
 from headrace.orchestration.utilisation import Utilisation
 from headrace.protocols import EngineCore, Observer, Scorer, Task, TrainerCore, WeightReceiver, WeightSender
 from headrace.tasks.config import TaskConfig
-from headrace.train.config import TrainConfig
+from headrace.trainer.config import TrainConfig
 from headrace.types import Manifest, Prompt, Row, Scored
 from headrace.weight_sync.memory import anonymous_memory
 
@@ -173,7 +173,11 @@ def _assemble(
         waits=Waits(observer.record, clock, config.watch.warn_after, config.watch.stop_after),
         snapshots=Snapshots(checkpoints, observer, clock),
         probe=IdentityProbe(
-            _probe_tokens(encoder, pools.engine.capabilities.context_length), config.watch.identity_every, TOLERANCE[config.engine.serving_dtype], observer, clock
+            _probe_tokens(encoder, pools.engine.capabilities.context_length),
+            config.watch.identity_every,
+            TOLERANCE[config.engine.serving_dtype],
+            observer,
+            clock,
         ),
         evaluator=Evaluator(
             pools.engine, scorer, observer, prompts, config.eval, config.rollout, encoder.decode, clock
@@ -270,7 +274,7 @@ def export_weights(
     config: RunConfig, model_dir: Path, checkpoint: Path, to: Path, dtype: Literal["bfloat16", "float32"]
 ) -> None:
     """A directory that `transformers` loads: the checkpoint's weights, the model's tokenizer and templates."""
-    from headrace.train.torch_trainer import TorchTrainer
+    from headrace.trainer.torch_trainer import TorchTrainer
 
     trainer = TorchTrainer(model_dir, config.train, config.algo.with_length(config.rollout.max_tokens), config.seed)
     trainer.restore(checkpoint)
@@ -282,13 +286,15 @@ def export_weights(
 
 def preload(kind: str) -> None:
     """Imports what the worker will need, while the controller is still busy with the other one."""
-    importlib.import_module({"trainer": "headrace.train.torch_trainer", "engine": "headrace.engine.native.core"}[kind])
+    importlib.import_module(
+        {"trainer": "headrace.trainer.torch_trainer", "engine": "headrace.engine.native.core"}[kind]
+    )
 
 
 def build_trainer_core(start: TrainerStart, weights_fd: int) -> tuple[TrainerCore, WeightSender, Manifest]:
     import torch
 
-    from headrace.train.torch_trainer import TorchTrainer
+    from headrace.trainer.torch_trainer import TorchTrainer
     from headrace.weight_sync.shared_memory import SharedMemorySender, lay_out
 
     core = TorchTrainer(Path(start.model_dir), TrainConfig(**start.train), AlgoConfig(**start.algo), start.seed)

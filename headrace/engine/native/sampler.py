@@ -152,7 +152,7 @@ def _draw(p: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     p = p.view(rows, blocks, BLOCK)
     block, inside = _search(p.sum(-1), u)
     entry, _ = _search(p[torch.arange(rows, device=p.device), block], inside)
-    return block * BLOCK + entry
+    return (block * BLOCK + entry).clamp_(max=vocabulary - 1)  # rows of NaN end anywhere
 
 
 def _search(weights: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -163,7 +163,7 @@ def _search(weights: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, torch
     sums = weights.double().cumsum(-1)
     target = u.clamp(max=_BELOW_ONE) * sums[:, -1]
     column = torch.searchsorted(sums, target[:, None], right=True)
-    column.clamp_(max=weights.shape[1] - 1)  # rows of NaN end here
+    column.clamp_(max=weights.shape[1] - 1)  # rows of NaN again
     share = weights.gather(1, column).double()
     before = sums.gather(1, column) - share
     inside = (target[:, None] - before) / share

@@ -78,11 +78,13 @@ def read(model_dir: Path, dtype: torch.dtype, device: torch.device) -> Skeleton:
     except (ValueError, KeyError) as error:
         raise ConfigError(f"{what} cannot be served by the native engine: {error}; choose another model") from None
     model.eval()
+    text = model.config.get_text_config(decoder=True)
+    # There is no padding in a flat batch: without this, some models search every batch for it and warn.
+    model.config.pad_token_id = text.pad_token_id = None
     notes, vocabulary = _dry_run(model, what)
     geometry = _geometry(notes, model, what)
     _refuse_buffers(model, what)
     _make_buffers(model, device)
-    text = config.get_text_config(decoder=True)
     return Skeleton(
         model,
         text,

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from headrace.train.config import TrainConfig
+from headrace.trainer.config import TrainConfig
 
 
 def make_optimizer(parameters: Iterable[tuple[str, torch.nn.Parameter]], config: TrainConfig) -> torch.optim.AdamW:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from headrace.packing import ROOT, Pack, Segment
-from headrace.train.torch_attention import NAME, Tree, register, tree_of
-from headrace.train.torch_head import token_logprobs
+from headrace.trainer.torch_attention import NAME, Tree, register, tree_of
+from headrace.trainer.torch_head import token_logprobs
 
 TOLERANCE = 1e-3
 """Largest difference from the model's own numbers, relative to their root mean square. Rounding gives 1e-6, a wrong mask 1."""

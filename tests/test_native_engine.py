@@ -1,0 +1,779 @@
+"""The native engine against Hugging Face, in float32 on tiny random models: tokens equal, log-probs within 1e-4."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerFast
+
+from headrace.engine.config import EngineConfig
+from headrace.engine.native.core import NativeEngine
+from headrace.engine.native.weights import fuse, parameters_from_dir
+from headrace.errors import ConfigError
+from headrace.types import Request, Sampling, WeightUpdate
+from headrace.weight_sync.memory import anonymous_memory
+from headrace.weight_sync.shared_memory import SharedMemoryReceiver, SharedMemorySender, lay_out
+
+TOLERANCE = 1e-4
+EOS = 258
+
+SMALL = dict(
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=48,
+    vocab_size=260,
+    max_position_embeddings=256,
+    bos_token_id=257,
+    eos_token_id=EOS,
+    pad_token_id=259,
+)
+
+MODELS: dict[str, tuple[str, dict]] = {
+    "llama": ("llama", {}),
+    "llama-tied-biased": ("llama", dict(tie_word_embeddings=True, attention_bias=True, mlp_bias=True, head_dim=16)),
+    "llama3-rope": (
+        "llama",
+        dict(
+            rope_parameters=dict(
+                rope_type="llama3",
+                rope_theta=10_000.0,
+                factor=8.0,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                original_max_position_embeddings=32,
+            )
+        ),
+    ),
+    "mistral": ("mistral", dict(sliding_window=None)),
+    "mistral-sliding": ("mistral", dict(sliding_window=6)),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", dict(head_dim=8, tie_word_embeddings=True)),
+    "gemma3_text": (
+        "gemma3_text",
+        dict(
+            head_dim=8, sliding_window=7, layer_types=["sliding_attention", "full_attention"], query_pre_attn_scalar=8
+        ),
+    ),
+    "gpt_neox": ("gpt_neox", dict(num_key_value_heads=4)),
+    "gpt2": ("gpt2", {}),
+    "mixtral": ("mixtral", dict(num_local_experts=4, sliding_window=None)),
+}
+FUSED = ["llama", "llama-tied-biased", "llama3-rope", "mistral"]
+
+
+# --- what the tests stand on -------------------------------------------------------------------------------------------
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, and four special ones."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {character: index for index, character in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    fast.add_special_tokens(
+        {"unk_token": "<unk>", "bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}  # 256 to 259
+    )
+    assert len(fast) == 260 and fast.eos_token_id == EOS
+    return fast
+
+
+TOKENIZER = make_tokenizer()
+
+
+def encode(text: str) -> tuple[int, ...]:
+    return tuple(TOKENIZER(text, add_special_tokens=False)["input_ids"])
+
+
+def save_model(directory: Path, name: str, seed: int = 0, **changes) -> Path:
+    model_type, extra = MODELS.get(name, (name, {}))
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(model_type, **{**SMALL, **extra, **changes})
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():  # wide enough that greedy choices are clear and neighbours differ
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.15)
+    model.generation_config.eos_token_id = EOS
+    model.save_pretrained(directory)
+    TOKENIZER.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Callable[..., Path]:
+    """Models by name, made once."""
+    made: dict[tuple, Path] = {}
+
+    def get(name: str = "llama", seed: int = 0) -> Path:
+        if (name, seed) not in made:
+            made[name, seed] = save_model(tmp_path_factory.mktemp(name), name, seed)
+        return made[name, seed]
+
+    return get
+
+
+def update(version: int) -> WeightUpdate:
+    return WeightUpdate(version, "full", "", version % 2, 0, 0.0)
+
+
+def put(engine: NativeEngine, model_dir: Path, version: int) -> None:
+    tensors = parameters_from_dir(model_dir, torch.float32)
+    engine.swap(engine.prepare(update(version), tensors))
+
+
+def make_engine(model_dir: Path, live: bool = True, **config) -> NativeEngine:
+    defaults = dict(dtype="float32", device="cpu", kv_gib=0.05, max_running=4, context_length=96, prefill_chunk=16)
+    engine = NativeEngine(model_dir, EngineConfig(**{**defaults, **config}))
+    if live:
+        put(engine, model_dir, 0)
+    return engine
+
+
+@dataclass
+class Answer:
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    kv_versions: list[int] = field(default_factory=list)
+    stop: str = ""
+    error: str = ""
+
+
+def step(engine: NativeEngine, answers: dict[str, Answer]) -> None:
+    output = engine.step()
+    columns = zip(output.request_ids, output.tokens, output.logprobs, output.kv_versions, strict=True)
+    for request_id, token, logprob, kv_version in columns:
+        answer = answers.setdefault(request_id, Answer())
+        assert not answer.stop, "nothing comes after the end"
+        answer.tokens.append(token)
+        answer.logprobs.append(logprob)
+        answer.versions.append(output.version)
+        answer.kv_versions.append(kv_version)
+    for finished in output.finished:
+        answer = answers.setdefault(finished.request_id, Answer())
+        assert not answer.stop, "a request ends once"
+        answer.stop, answer.error = finished.stop, finished.error
+    engine.integrity()
+
+
+def run(engine: NativeEngine, requests: Iterable[Request] = (), answers: dict[str, Answer] | None = None):
+    for request in requests:
+        engine.add(request)
+    answers = {} if answers is None else answers
+    for _ in range(2000):
+        if not engine.has_work():
+            return answers
+        step(engine, answers)
+    raise AssertionError("the engine does not come to an end")
+
+
+def greedy(name: str, prompt: tuple[int, ...], tokens: int = 12, **options) -> Request:
+    sampling = Sampling(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+    return Request(name, prompt, sampling, **options)
+
+
+def drawn(name: str, prompt: tuple[int, ...], seed: int, tokens: int = 12, group: str = "", **sampling) -> Request:
+    return Request(name, prompt, Sampling(max_tokens=tokens, seed=seed, ignore_eos=True, **sampling), group)
+
+
+def prompts(*lengths: int) -> list[tuple[int, ...]]:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    return [tuple(torch.randint(0, 256, (length,), generator=generator).tolist()) for length in lengths]
+
+
+def reference(model_dir: Path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+@torch.no_grad()
+def teacher_forced(model, prompt, tokens, temperature: float = 1.0) -> torch.Tensor:
+    """[T, V] log-probs before each of `tokens`."""
+    logits = model(torch.tensor([[*prompt, *tokens]])).logits[0].float() / temperature
+    return logits.log_softmax(-1)[len(prompt) - 1 : -1]
+
+
+def assert_greedy(model, request: Request, answer: Answer) -> None:
+    wanted = model.generate(
+        torch.tensor([request.prompt]),
+        attention_mask=torch.ones(1, len(request.prompt), dtype=torch.long),
+        max_new_tokens=request.sampling.max_tokens,
+        do_sample=False,
+        eos_token_id=None,
+    )
+    assert answer.tokens == wanted[0, len(request.prompt) :].tolist()
+    assert_logprobs(model, request, answer)
+
+
+def assert_logprobs(model, request: Request, answer: Answer, temperature: float = 1.0) -> None:
+    wanted = teacher_forced(model, request.prompt, answer.tokens, temperature)
+    wanted = wanted.gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]
+    assert (torch.tensor(answer.logprobs) - wanted).abs().max() < TOLERANCE
+
+
+# --- against Hugging Face ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ragged_batches_with_joins_and_leaves_equal_generate(name, saved):
+    """Prompts longer and shorter than a chunk, more requests than slots, some arriving while others decode."""
+    engine, model = make_engine(saved(name)), reference(saved(name))
+    assert engine.capabilities.path.startswith("fused" if name in FUSED else "hugging face")
+    lengths, counts = (1, 5, 17, 40, 3, 33, 8), (12, 3, 20, 7, 1, 15, 9)
+    requests = [
+        greedy(str(i), prompt, count) for i, (prompt, count) in enumerate(zip(prompts(*lengths), counts, strict=True))
+    ]
+    answers: dict[str, Answer] = {}
+    for request in requests[:3]:
+        engine.add(request)
+    for _ in range(4):
+        step(engine, answers)
+    run(engine, requests[3:], answers)
+    for request in requests:
+        assert answers[request.id].stop == "length"
+        assert_greedy(model, request, answers[request.id])
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_the_fused_decoder_equals_hugging_faces_forward(name, saved):
+    requests = [drawn(str(i), prompt, seed=i, temperature=0.8) for i, prompt in enumerate(prompts(4, 30, 11))]
+    fused = run(make_engine(saved(name)), requests)
+    plain = run(make_engine(saved(name), path="hf"), requests)
+    for request in requests:
+        assert fused[request.id].tokens == plain[request.id].tokens
+        assert fused[request.id].logprobs == pytest.approx(plain[request.id].logprobs, abs=TOLERANCE)
+
+
+def test_the_two_paths_agree_in_bfloat16(saved):
+    """Same roundings at the same places: what differs is the order of sums."""
+    scores = []
+    for path in ("auto", "hf"):
+        engine = make_engine(saved(), live=False, path=path, dtype="bfloat16")
+        engine.swap(engine.prepare(update(0), parameters_from_dir(saved(), torch.bfloat16)))
+        scores.append(torch.tensor(engine.score(prompts(60)[0])))
+    assert (scores[0] - scores[1]).abs().mean() < 0.02
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3"])
+def test_sampled_logprobs_are_those_of_the_model_at_the_temperature(name, saved):
+    engine, model = make_engine(saved(name)), reference(saved(name))
+    requests = [drawn(str(i), prompt, seed=i, temperature=0.5 + i / 2) for i, prompt in enumerate(prompts(3, 20, 9))]
+    answers = run(engine, requests)
+    for request in requests:
+        assert_logprobs(model, request, answers[request.id], request.sampling.temperature)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "mistral-sliding"])
+def test_score_is_teacher_forcing_and_disturbs_nobody(name, saved):
+    engine, model = make_engine(saved(name), context_length=250), reference(saved(name))
+    text = prompts(200)[0]  # longer than one chunk of score
+    requests = [drawn(str(i), prompt, seed=i) for i, prompt in enumerate(prompts(20, 5))]
+    alone = run(make_engine(saved(name), context_length=250), requests)
+    answers: dict[str, Answer] = {}
+    for request in requests:
+        engine.add(request)
+    while engine.has_work():
+        step(engine, answers)
+        scores = engine.score(text)
+    wanted = teacher_forced(model, text[:1], text[1:]).gather(1, torch.tensor(text[1:])[:, None])[:, 0]
+    assert (torch.tensor(scores) - wanted).abs().max() < TOLERANCE
+    assert engine.score(text[:1]) == []
+    for name_ in alone:
+        assert answers[name_].tokens == alone[name_].tokens
+
+
+def test_buffers_made_without_weights_are_those_of_the_real_model(saved):
+    """Rotary frequencies, embedding scales: computed here, loaded there."""
+    from headrace.engine.native.skeleton import read
+
+    for name in MODELS:
+        ours = read(saved(name), torch.float32, torch.device("cpu")).model
+        theirs = dict(reference(saved(name)).named_buffers())
+        assert dict(ours.named_buffers()).keys() == theirs.keys()
+        for key, buffer in ours.named_buffers():
+            assert torch.equal(buffer, theirs[key]), f"{name}: {key}"
+
+
+# --- swaps -------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def forward_with_cache(model, tokens, cache: DynamicCache) -> torch.Tensor:
+    """[V] log-probs after `tokens`, which the cache then holds."""
+    out = model(torch.tensor([tokens]), past_key_values=cache, use_cache=True)
+    return out.logits[0, -1].float().log_softmax(-1)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3_text"])
+def test_tokens_after_a_swap_come_from_the_new_weights_over_the_kept_cache(name, saved):
+    old, new = reference(saved(name)), reference(saved(name, 1))
+    engine = make_engine(saved(name))
+    requests = [greedy(str(i), prompt, 14) for i, prompt in enumerate(prompts(6, 21))]
+    answers: dict[str, Answer] = {}
+    for request in requests:
+        engine.add(request)
+    for _ in range(6):
+        step(engine, answers)
+    put(engine, saved(name, 1), 1)
+    run(engine, (), answers)
+    for request in requests:
+        answer, cache = answers[request.id], DynamicCache(config=old.config)
+        assert answer.versions == sorted(answer.versions) and set(answer.versions) == {0, 1}
+        assert set(answer.kv_versions) == {0}
+        logprobs = forward_with_cache(old, request.prompt, cache)
+        for position, (token, version) in enumerate(zip(answer.tokens, answer.versions, strict=True)):
+            if position:  # the token before enters the cache under the weights that sample this one
+                logprobs = forward_with_cache(new if version else old, [answer.tokens[position - 1]], cache)
+            assert token == int(logprobs.argmax())
+            assert answer.logprobs[position] == pytest.approx(float(logprobs[token]), abs=TOLERANCE)
+
+
+def test_a_prompt_that_straddles_a_swap_keeps_what_it_has_and_says_so(saved):
+    old, new = reference(saved()), reference(saved(seed=1))
+    prompt = prompts(40)[0]
+    engine = make_engine(saved(), prefill_chunk=16)
+    engine.add(greedy("straddles", prompt, 4))
+    answers: dict[str, Answer] = {}
+    step(engine, answers)
+    step(engine, answers)  # 32 of 40 tokens
+    assert not answers
+    put(engine, saved(seed=1), 1)
+    engine.add(greedy("fresh", prompt, 4))  # the same prompt, but for it the old part must not be used
+    run(engine, (), answers)
+    cache = DynamicCache(config=old.config)
+    forward_with_cache(old, prompt[:32], cache)
+    logprobs = forward_with_cache(new, prompt[32:], cache)
+    assert answers["straddles"].logprobs[0] == pytest.approx(float(logprobs.max()), abs=TOLERANCE)
+    assert answers["straddles"].versions == [1] * 4 and answers["straddles"].kv_versions == [0] * 4
+    assert answers["fresh"].versions == [1] * 4 and answers["fresh"].kv_versions == [1] * 4
+    assert_greedy(new, greedy("fresh", prompt, 4), answers["fresh"])
+
+
+def test_a_prompt_of_older_weights_is_never_reused(saved):
+    engine, prompt = make_engine(saved()), prompts(20)[0]
+    run(engine, [greedy("before", prompt)])
+    put(engine, saved(seed=1), 1)
+    answers = run(engine, [greedy("after", prompt)])
+    assert_greedy(reference(saved(seed=1)), greedy("after", prompt), answers["after"])
+    assert engine.stats().prompt_tokens == 40
+
+
+def test_fused_weights_are_views_of_the_packed_update(saved):
+    parameters = parameters_from_dir(saved(), torch.bfloat16)
+    manifest, fd = lay_out(parameters.items(), torch.bfloat16), anonymous_memory()
+    sender, receiver = SharedMemorySender(fd, manifest), SharedMemoryReceiver(fd, manifest)
+    views = receiver.receive(sender.send(0, parameters.items()))
+    engine = make_engine(saved(), live=False, dtype="bfloat16")
+    prepared = engine.prepare(update(0), views)
+    storage = views["model.embed_tokens.weight"].untyped_storage().data_ptr()
+    layer = prepared.weights.layers[1]
+    for weight in (
+        layer.qkv[0],
+        layer.gate_up[0],
+        layer.out[0],
+        layer.down[0],
+        layer.input_norm,
+        prepared.weights.head,
+    ):
+        assert weight.untyped_storage().data_ptr() == storage
+    expected = [parameters[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"]
+    assert torch.equal(layer.qkv[0], torch.cat(expected))
+    engine.swap(prepared)
+    other = make_engine(saved(), live=False, dtype="bfloat16")
+    other.swap(other.prepare(update(0), parameters))  # not packed: fused by copying
+    text = prompts(30)[0]
+    assert engine.score(text) == other.score(text)
+
+
+def test_fuse_copies_what_does_not_touch():
+    whole = torch.arange(24.0).view(6, 4)
+    assert fuse([whole[:2], whole[2:5]]).data_ptr() == whole.data_ptr()
+    apart = fuse([whole[:2], whole[3:5]])
+    assert torch.equal(apart, torch.cat([whole[:2], whole[3:5]])) and apart.data_ptr() != whole.data_ptr()
+    assert torch.equal(fuse([whole[2:4], whole[:2]]), torch.cat([whole[2:4], whole[:2]]))
+
+
+@pytest.mark.parametrize("path", ["auto", "hf"])
+def test_an_update_that_does_not_fit_is_refused_by_name(path, saved):
+    engine = make_engine(saved(), path=path)
+    good = parameters_from_dir(saved(), torch.float32)
+    name = "model.layers.1.mlp.up_proj.weight"
+    bad = {
+        "lacks the parameter " + name: {key: value for key, value in good.items() if key != name},
+        "holds extra": {**good, "extra": torch.zeros(2)},
+        name + r" came with shape \(3, 2\)": {**good, name: torch.zeros(3, 2)},
+        name + " came as torch.bfloat16": {**good, name: good[name].bfloat16()},
+    }
+    for message, tensors in bad.items():
+        with pytest.raises(ValueError, match=message):
+            engine.prepare(update(1), tensors)
+    assert run(engine, [greedy("still serves", prompts(4)[0])])["still serves"].versions == [0] * 12
+
+
+def test_without_weights_requests_wait_and_a_step_is_refused(saved):
+    engine = make_engine(saved(), live=False)
+    engine.add(greedy("early", prompts(5)[0]))
+    assert not engine.has_work() and engine.stats().version == -1
+    with pytest.raises(RuntimeError, match="no weights yet"):
+        engine.step()
+    with pytest.raises(ValueError, match="no weights yet"):
+        engine.score([1, 2])
+    put(engine, saved(), 3)
+    assert run(engine)["early"].versions == [3] * 12
+
+
+# --- seeds, batches, re-issues -----------------------------------------------------------------------------------------
+
+
+def test_what_a_request_samples_depends_on_its_seed_alone(saved):
+    """Not on batch mates, slots, chunks or order."""
+    requests = [drawn(str(i), prompt, seed=i, top_p=0.95) for i, prompt in enumerate(prompts(4, 30, 11, 22, 7, 16))]
+    together = run(make_engine(saved()), requests)
+    backwards = run(make_engine(saved(), max_running=6, prefill_chunk=64), requests[::-1])
+    for request in requests:
+        alone = run(make_engine(saved()), [request])
+        assert alone[request.id].tokens == together[request.id].tokens == backwards[request.id].tokens
+    other = run(make_engine(saved()), [drawn("other", requests[0].prompt, seed=99)])
+    assert other["other"].tokens != together["0"].tokens
+
+
+def test_a_reissued_request_goes_on_where_it_stood(saved):
+    prompt = prompts(9)[0]
+    whole = run(make_engine(saved()), [drawn("a", prompt, seed=4, tokens=20)])["a"]
+    for kept in (1, 7, 19):
+        again = Request(
+            "a", prompt, Sampling(max_tokens=20, seed=4, ignore_eos=True), prefix=tuple(whole.tokens[:kept])
+        )
+        answer = run(make_engine(saved()), [again])["a"]
+        assert answer.tokens == whole.tokens[kept:]
+        assert answer.logprobs == pytest.approx(whole.logprobs[kept:], abs=TOLERANCE)
+        assert answer.stop == "length"
+
+
+def test_a_reissued_request_that_had_ended_ends_at_once(saved):
+    engine, prompt = make_engine(saved()), encode("hello")
+    ended = {
+        "full": Request("full", prompt, Sampling(max_tokens=3), prefix=(1, 2, 3)),
+        "eos": Request("eos", prompt, Sampling(max_tokens=9), prefix=(1, EOS)),
+        "id": Request("id", prompt, Sampling(max_tokens=9, stop_token_ids=(7,)), prefix=(1, 7)),
+        "string": Request("string", prompt, Sampling(max_tokens=9, stop=("end",)), prefix=encode("the end")),
+    }
+    answers = run(engine, ended.values())
+    assert {name: answer.stop for name, answer in answers.items()} == dict(
+        full="length", eos="stop", id="stop", string="stop"
+    )
+    assert not any(answer.tokens for answer in answers.values())
+
+
+# --- groups, slots, cancellation ---------------------------------------------------------------------------------------
+
+
+def test_the_prompt_of_a_group_is_computed_once(saved):
+    """Also for siblings that wait for a slot, and for one that comes when the first have ended."""
+    engine, prompt = make_engine(saved(), max_running=3), prompts(40)[0]
+    siblings = [drawn(str(i), prompt, seed=i, tokens=5 + i, group="g") for i in range(8)]
+    answers = run(engine, siblings)
+    late = drawn("late", prompt, seed=3, tokens=8, group="g")
+    answers |= run(engine, [late])
+    assert engine.stats().prompt_tokens == 40
+    assert answers["late"].tokens == answers["3"].tokens[:8]
+    model = reference(saved())
+    for request in siblings:
+        assert_logprobs(model, request, answers[request.id])
+
+
+def test_a_sibling_that_comes_while_the_prompt_is_computed_joins_it(saved):
+    engine, prompt = make_engine(saved()), prompts(40)[0]
+    engine.add(drawn("first", prompt, seed=0, group="g"))
+    answers: dict[str, Answer] = {}
+    step(engine, answers)
+    run(engine, [drawn("second", prompt, seed=1, group="g")], answers)
+    assert engine.stats().prompt_tokens == 40
+    for name, seed in (("first", 0), ("second", 1)):
+        assert_logprobs(reference(saved()), drawn(name, prompt, seed), answers[name])
+
+
+def test_more_requests_than_slots_all_finish_in_order_of_arrival(saved):
+    engine = make_engine(saved(), max_running=3)
+    requests = [drawn(str(i), prompt, seed=i, tokens=1 + i % 7) for i, prompt in enumerate(prompts(*range(1, 31)))]
+    first: list[str] = []
+    for request in requests:
+        engine.add(request)
+    assert engine.stats().waiting == 30
+    while engine.has_work():
+        output = engine.step()
+        engine.integrity()
+        first += [name for name in output.request_ids if name not in first]
+        assert engine.stats().running <= 3
+    assert sorted(first) == sorted(request.id for request in requests)
+    assert all(first.index(str(i)) < first.index(str(i + 6)) for i in range(24)), "nobody is passed by many"
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.kv_used) == (0, 0, 0.0)
+    assert stats.sampled_tokens == sum(request.sampling.max_tokens for request in requests)
+    assert stats.prompt_tokens == sum(range(1, 31)) and stats.busy_seconds > 0
+
+
+def test_a_tight_kv_budget_lowers_what_runs_at_once(saved):
+    row = 2 * 2 * 96 * 2 * 8 * 4 / 2**30  # layers * (key, value) * tokens * heads * size * bytes
+    engine = make_engine(saved(), max_running=50, kv_gib=3.5 * row)
+    requests = [greedy(str(i), prompt) for i, prompt in enumerate(prompts(3, 50, 20, 9, 31))]
+    answers: dict[str, Answer] = {}
+    for request in requests:
+        engine.add(request)
+    while engine.has_work():
+        step(engine, answers)
+        assert engine.stats().running <= 2
+    for request in requests:
+        assert_greedy(reference(saved()), request, answers[request.id])
+    with pytest.raises(ConfigError, match=r"raise engine\.kv_gib"):
+        make_engine(saved(), kv_gib=1.5 * row)
+
+
+def test_cancelling_frees_at_once_wherever_the_request_is(saved):
+    engine = make_engine(saved(), max_running=3, prefill_chunk=16)
+    quick, slow, long, waits, stays = prompts(4, 6, 70, 5, 8)
+    engine.add(drawn("decodes", quick, seed=0, tokens=60))
+    engine.add(drawn("stays", stays, seed=1, tokens=20))
+    engine.add(drawn("prefills", long, seed=2, tokens=20))
+    engine.add(drawn("waits", waits, seed=3, tokens=20))
+    answers: dict[str, Answer] = {}
+    for _ in range(3):
+        step(engine, answers)
+    assert engine.stats().running == 3 and engine.stats().waiting == 1
+    for name in ("decodes", "prefills", "waits", "never seen", "decodes"):
+        engine.cancel(name)
+        engine.integrity()
+    assert engine.stats().running == 1 and engine.stats().waiting == 0
+    run(engine, [drawn("decodes", slow, seed=5, tokens=9)], answers | {})
+    answers.pop("decodes")
+    engine.add(drawn("again", slow, seed=5, tokens=9))
+    run(engine, (), answers)
+    assert "waits" not in answers and "prefills" not in answers
+    alone = run(make_engine(saved()), [drawn("again", slow, seed=5, tokens=9)])
+    assert answers["again"].tokens == alone["again"].tokens
+
+
+def test_a_shared_prompt_survives_the_cancellation_of_one(saved):
+    engine, prompt = make_engine(saved()), prompts(40)[0]
+    for i in range(3):
+        engine.add(drawn(str(i), prompt, seed=i, group="g"))
+    answers: dict[str, Answer] = {}
+    step(engine, answers)
+    engine.cancel("0")
+    run(engine, (), answers)
+    assert sorted(answers) == ["1", "2"] and engine.stats().prompt_tokens == 40
+
+
+# --- ends --------------------------------------------------------------------------------------------------------------
+
+
+def constant(directory: Path, text: str, **changes) -> Path:
+    """A Llama that says `text` whatever it is asked: position p (after a one-token prompt) is followed by byte p of it.
+
+    Attention and MLP add nothing; the embedding of each token of `text` points at the one after it.
+    """
+    tokens = [0, *encode(text)]
+    assert len(set(tokens)) == len(tokens), "every token must have one successor"
+    save_model(directory, "llama", hidden_size=64, num_hidden_layers=1, **changes)
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.model.layers.parameters():
+            parameter.zero_()
+        model.model.norm.weight.fill_(1.0)
+        directions = torch.randn(260, 64, generator=generator)
+        model.lm_head.weight.copy_(directions)
+        for token, following in zip(tokens, tokens[1:], strict=False):
+            model.model.embed_tokens.weight[token] = directions[following] * 10
+    model.save_pretrained(directory)
+    return directory
+
+
+SAYS = "The café—9 naïve? END."
+"""Characters of one, two and three bytes. As bytes no one may come twice, for `constant`."""
+
+
+def unique(text: str) -> str:
+    """`text` without the characters whose bytes came before."""
+    kept, seen = "", {0}
+    for character in text:
+        tokens = encode(character)
+        if len(set(tokens)) == len(tokens) and not seen & set(tokens):
+            kept += character
+            seen |= set(tokens)
+    return kept
+
+
+@pytest.fixture(scope="module")
+def speaker(tmp_path_factory) -> tuple[Path, str]:
+    text = unique(SAYS)
+    assert any(ord(character) > 0x7F for character in text)
+    return constant(tmp_path_factory.mktemp("speaker"), text), text
+
+
+def say(engine: NativeEngine, stop=(), prefix=(), prompt=(0,), **sampling) -> Answer:
+    settings = Sampling(max_tokens=20, temperature=0.0, stop=tuple(stop), ignore_eos=True, **sampling)
+    return run(engine, [Request("r", prompt, settings, prefix=tuple(prefix))])["r"]
+
+
+def test_the_speaker_says_its_text(speaker):
+    directory, text = speaker
+    said = say(make_engine(directory)).tokens
+    assert TOKENIZER.decode(said).startswith(text[:8])
+
+
+def test_stop_strings_end_a_completion_with_the_token_that_completes_them(speaker):
+    directory, text = speaker
+    engine, tokens = make_engine(directory), encode(text)
+    for start in range(len(text)):
+        for length in (1, 2, 4):
+            stop = text[start : start + length]
+            end = len(encode(text[: start + len(stop)]))
+            if start + length > len(text) or end > 20:
+                continue
+            answer = say(engine, stop=["never said", stop])
+            assert answer.stop == "stop", stop
+            assert answer.tokens == list(tokens[:end]), stop
+
+
+def test_a_stop_string_in_the_prompt_does_not_stop_and_one_begun_in_the_prefix_does(speaker):
+    directory, text = speaker
+    engine, tokens = make_engine(directory), encode(text)
+    prompt = (*encode("The END"), 0)
+    answer = say(engine, stop=["The END"], prompt=prompt)
+    assert answer.stop == "length" and len(answer.tokens) == 20
+    answer = say(engine, stop=[text[1:4]], prefix=tokens[:3])
+    assert answer.stop == "stop" and answer.tokens == [tokens[3]]
+    answer = say(engine, stop=["0" + text[0]], prompt=(*encode("0"), 0))  # begun in the prompt
+    assert answer.stop == "length"
+
+
+def test_stop_tokens_and_end_of_sequence(speaker):
+    directory, text = speaker
+    engine, tokens = make_engine(directory), encode(text)
+    assert say(engine, stop_token_ids=(tokens[4],)).tokens == list(tokens[:5])
+    settings = json.loads((directory / "generation_config.json").read_text())
+    for named in (tokens[2], [EOS, tokens[2]]):  # one, or several
+        (directory / "generation_config.json").write_text(json.dumps({**settings, "eos_token_id": named}))
+        other = make_engine(directory)
+        answers = run(
+            other,
+            [
+                Request("obeys", (0,), Sampling(max_tokens=6, temperature=0.0)),
+                Request("ignores", (0,), Sampling(max_tokens=6, temperature=0.0, ignore_eos=True)),
+            ],
+        )
+        assert (answers["obeys"].stop, answers["obeys"].tokens) == ("stop", list(tokens[:3]))
+        assert (answers["ignores"].stop, answers["ignores"].tokens) == ("length", list(tokens[:6]))
+    (directory / "generation_config.json").write_text(json.dumps(settings))
+
+
+def test_a_special_token_can_be_a_stop_string(speaker):
+    from headrace.engine.native.stopping import Stopper
+
+    stopper = Stopper((), ("<eos>",), lambda tokens: TOKENIZER.decode(tokens, skip_special_tokens=False))
+    assert [stopper.push(token) for token in (*encode("hi"), EOS)] == [False, False, True]
+
+
+def test_text_of_half_characters_does_not_hide_what_follows():
+    """Bytes that never become a character: a stop string after them is found all the same."""
+    from headrace.engine.native.stopping import Stopper
+
+    half = encode("é")[0]
+    stopper = Stopper((), ("stop",), lambda tokens: TOKENIZER.decode(tokens))
+    said = [stopper.push(token) for token in (*[half] * 30, *encode("stop"))]
+    assert said.index(True) == 33
+
+
+def test_logits_that_are_not_finite_end_their_rows_and_nobody_elses(saved):
+    """A swap to poisoned weights ends what runs, by name; good weights after it serve as if nothing had been."""
+    engine, prompt = make_engine(saved()), prompts(20)[0]
+    poisoned = parameters_from_dir(saved(), torch.float32)
+    poisoned["model.embed_tokens.weight"][7] = torch.nan  # one token only
+    engine.swap(engine.prepare(update(1), poisoned))
+    clean = tuple(token for token in prompt if token != 7)
+    answers = run(engine, [greedy("bad", (*clean, 7), 3, group="g"), greedy("worse", (*clean, 7), 3, group="g")])
+    for name in ("bad", "worse"):
+        assert answers[name].stop == "error" and not answers[name].tokens
+        assert answers[name].error == "non-finite logits at version 1"
+    good = greedy("good", clean, 12)
+    answers = run(engine, [greedy("bad", (*clean, 7), 3), good])
+    assert answers["bad"].stop == "error"
+    put(engine, saved(), 2)
+    for _ in range(3):  # through all rows the bad ones had
+        answers = run(engine, [greedy(str(i), prompt) for i, prompt in enumerate(prompts(3, 8, 11, 14))])
+        assert all(answer.stop == "length" for answer in answers.values())
+    assert_greedy(reference(saved()), good, run(engine, [good])["good"])
+
+
+# --- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_requests_that_can_never_run_are_refused_with_the_remedy(saved):
+    engine = make_engine(saved())
+    engine.add(greedy("here", (1, 2)))
+    refused = {
+        "no tokens": Request("r", (), Sampling()),
+        "shorten the prompt": Request("r", (1,) * 90, Sampling(max_tokens=7)),
+        "max_tokens = 0": Request("r", (1,), Sampling(max_tokens=0)),
+        "temperature = -1": Request("r", (1,), Sampling(temperature=-1.0)),
+        "temperature = 1e-30": Request("r", (1,), Sampling(temperature=1e-30)),
+        "temperature = nan": Request("r", (1,), Sampling(temperature=float("nan"))),
+        "top_p = 0": Request("r", (1,), Sampling(top_p=0.0)),
+        "top_k = -1": Request("r", (1,), Sampling(top_k=-1)),
+        "min_p = 1.5": Request("r", (1,), Sampling(min_p=1.5)),
+        "not empty": Request("r", (1,), Sampling(stop=("",))),
+        "token 260 is not": Request("r", (1, 260), Sampling()),
+        "token -1 is not": Request("r", (1,), Sampling(), prefix=(-1,)),
+        "a prefix of 3 tokens exceeds": Request("r", (1,), Sampling(max_tokens=2), prefix=(1, 1, 1)),
+        "is here already": greedy("here", (3,)),
+    }
+    for message, request in refused.items():
+        with pytest.raises(ValueError, match=message):
+            engine.add(request)
+    assert list(run(engine)) == ["here"]
+    with pytest.raises(ValueError, match="token 999"):
+        engine.score([1, 999])
+    with pytest.raises(ValueError, match="score fewer"):
+        engine.score([1] * 97)
+
+
+def test_the_context_is_no_longer_than_the_model_was_made_for(saved):
+    assert make_engine(saved(), context_length=10_000, live=False).capabilities.context_length == 256
+
+
+def test_a_model_without_tokenizer_serves_all_but_stop_strings(tmp_path):
+    directory = save_model(tmp_path, "llama")
+    for file in (*directory.glob("token*"), *directory.glob("special*")):
+        file.unlink()
+    engine = make_engine(directory)
+    assert not engine.capabilities.stop_strings
+    with pytest.raises(ValueError, match="use stop_token_ids"):
+        engine.add(Request("r", (1,), Sampling(stop=("x",))))
+    assert run(engine, [greedy("r", (1, 2, 3))])["r"].stop == "length"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("gemma2", dict(head_dim=8), "softcap"),
+        ("gpt_oss", dict(head_dim=8, num_local_experts=2), "attention sinks"),
+        ("mamba", {}, "cannot be served"),
+        ("qwen3_next", dict(head_dim=8, num_hidden_layers=4), "cannot be served"),
+        ("bloom", dict(n_head=4), "cannot be served"),
+        ("t5", dict(d_model=32), "encoder-decoder"),
+        ("llama", dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)), "cannot be served"),
+    ],
+)
+def test_models_whose_attention_cannot_be_had_over_our_cache_are_refused(name, changes, reason, tmp_path):
+    AutoConfig.for_model(name, **{**SMALL, **changes}).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=reason):
+        make_engine(tmp_path, live=False)
