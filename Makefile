@@ -27,9 +27,9 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[$(EXTRAS)]"
 	touch $(STAMP)
 
-# Real asynchronous training of a real model; more settings by ARGS="--set seed=1".
+# Real asynchronous training of a real model, each time in a directory of its own; more settings by ARGS="--set seed=1".
 demo: setup
-	$(BIN)/headrace train $(RECIPE) $(ARGS)
+	$(BIN)/headrace train $(RECIPE) --name demo-$$(date +%Y%m%d-%H%M%S) $(ARGS)
 
 # One thread a process: tests start several processes, and oversubscribed OpenMP threads spin against each other.
 test: setup
