@@ -226,7 +226,7 @@ class FactStream:
             microbatches=2,
             seconds=seconds,
         )
-        return StepTrained(self.t, report, batch, dict(lags), mean, std, wait)
+        return StepTrained(self.t, report, batch, dict(lags), mean, std, mean, wait)
 
     def accounting(self) -> Accounting:
         return Accounting(

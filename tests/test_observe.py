@@ -462,7 +462,7 @@ def test_tensorboard_gets_the_scalars_and_forgets_what_was_discarded(tmp_path: P
     again = [fact for fact in facts if isinstance(fact, StepTrained) and fact.report.step == 4]
     second.record(again[0])
     second.close()
-    read = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("reward/mean")
+    read = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("reward/trained")
     assert [event.step for event in read] == [1, 2, 3, 4, 5]
     expected = [fact.reward_mean for fact in facts if isinstance(fact, StepTrained)][:5]
     assert [event.value for event in read] == pytest.approx(expected)
@@ -481,7 +481,7 @@ for fact in FactStream(steps=3).facts():
     recorder.record(fact)
 recorder.close()
 from trackio.sqlite_storage import SQLiteStorage
-print([row["reward/mean"] for row in SQLiteStorage.get_logs("headrace", "demo") if "reward/mean" in row])
+print([row["reward/trained"] for row in SQLiteStorage.get_logs("headrace", "demo") if "reward/trained" in row])
 """
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     env = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "PYTHONPATH": path}

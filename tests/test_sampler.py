@@ -59,14 +59,14 @@ def random_logits(rows: int, vocabulary: int, seed: int = 0, spread: float = 2.0
 
 
 CASES = [
-    dict(),
-    dict(temperature=0.7),
-    dict(temperature=1.5),
-    dict(top_k=5),
-    dict(top_p=0.8),
-    dict(min_p=0.1),
-    dict(temperature=0.6, top_k=20, top_p=0.9, min_p=0.05),
-    dict(temperature=2.0, top_k=3, top_p=0.99),
+    {},
+    {"temperature": 0.7},
+    {"temperature": 1.5},
+    {"top_k": 5},
+    {"top_p": 0.8},
+    {"min_p": 0.1},
+    {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "min_p": 0.05},
+    {"temperature": 2.0, "top_k": 3, "top_p": 0.99},
 ]
 
 
@@ -97,10 +97,10 @@ def test_greedy_takes_the_largest_and_reports_the_plain_distribution():
 
 def test_rows_of_one_batch_do_not_see_each_other():
     logits = random_logits(len(CASES) + 1, 700)
-    cases = [*CASES, dict(temperature=0.0)]
+    cases = [*CASES, {"temperature": 0.0}]
     columns = {
         name: [case.get(name, default) for case in cases]
-        for name, default in dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0).items()
+        for name, default in {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}.items()
     }
     seeds, counters = np.arange(len(cases)) * 7, np.arange(len(cases)) + 3
     together = sample(logits, same(len(cases), **columns, seed=seeds, counter=counters))
@@ -153,7 +153,7 @@ def test_bfloat16_logits_are_sampled_in_float32():
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-@pytest.mark.parametrize("case", [dict(), dict(temperature=0.0), dict(top_k=3, top_p=0.9, min_p=0.1)], ids=str)
+@pytest.mark.parametrize("case", [{}, {"temperature": 0.0}, {"top_k": 3, "top_p": 0.9, "min_p": 0.1}], ids=str)
 def test_a_row_that_is_not_finite_is_told_and_hurts_nobody(poison, case):
     logits = random_logits(3, 400)
     clean = sample(logits, same(3, seed=5, **case))
@@ -173,7 +173,7 @@ def test_tokens_that_a_model_forbids_are_never_drawn():
 def test_uniforms_are_uniform_and_depend_on_seed_and_counter_alone():
     seeds, counters = np.meshgrid(np.arange(200, dtype=np.uint64), np.arange(200))
     u = uniforms(seeds.ravel(), counters.ravel())
-    assert len(np.unique(u)) == len(u) and 0 <= u.min() and u.max() < 1
+    assert len(np.unique(u)) == len(u) and u.min() >= 0 and u.max() < 1
     counts = np.histogram(u, bins=50, range=(0, 1))[0]
     assert ((counts - 800.0) ** 2 / 800).sum() < 50 + 5 * np.sqrt(100)
     square = u.reshape(200, 200)

@@ -69,7 +69,11 @@ class StepTrained(Fact, frozen=True):
     lags: dict[int, int]
     """Lag -> number of trained tokens."""
     reward_mean: float
+    """Over the rollouts that this step trained. Groups without contrast are not among them: as a policy gets better, the
+    easy prompts leave this mean. `reward_drawn` is the policy's."""
     reward_std: float
+    reward_drawn: float
+    """Over all scored rollouts whose group ended since the step before, trained or not (the last known, if none ended)."""
     wait_seconds: float
     """How long the trainer waited for this batch."""
 

@@ -88,8 +88,9 @@ def trainer_rate(state: RunState, recent: int | None = None) -> float | None:
 
 
 def recent_reward(state: RunState, recent: int = 10) -> float | None:
+    """Of all that was drawn: the mean over trained groups leaves the easy prompts out."""
     rows = state.rows[-recent:]
-    return sum(row.reward_mean for row in rows) / len(rows) if rows else None
+    return sum(row.reward_drawn for row in rows) / len(rows) if rows else None
 
 
 def mean_lag(state: RunState) -> float | None:

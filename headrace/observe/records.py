@@ -46,6 +46,7 @@ class StepRow(Fact, frozen=True, tag="StepTrained"):
     """Lag -> number of trained tokens."""
     reward_mean: float
     reward_std: float
+    reward_drawn: float
     wait_seconds: float
     tickets: tuple[int, ...]
     components: dict[str, float]
@@ -128,6 +129,7 @@ def summarise(fact: StepTrained) -> StepRow:
         fact.lags,
         fact.reward_mean,
         fact.reward_std,
+        fact.reward_drawn,
         fact.wait_seconds,
         tuple(group.ticket for group in fact.groups),
         _component_means(scored),

@@ -39,7 +39,7 @@ def _step_scalars(row: StepRow, engine: EngineUse) -> dict[str, float]:
     report = row.report
     names = ("loss", "grad_norm", "lr", "entropy", "ratio_mean", "ratio_max", "clip_fraction", "kl")
     values = {f"train/{name}": float(getattr(report, name)) for name in names}
-    values |= {"reward/mean": row.reward_mean, "reward/std": row.reward_std}
+    values |= {"reward/drawn": row.reward_drawn, "reward/trained": row.reward_mean, "reward/std": row.reward_std}
     values |= {f"reward/{name}": mean for name, mean in row.components.items()}
     tokens = sum(row.lags.values())
     if tokens:

@@ -74,9 +74,9 @@ def _more(table: Table, label: str, text: str | Text) -> None:
 def _learned(table: Table, state: RunState) -> None:
     _row(table, held_out(state))
     if state.rows:
-        rewards = [row.reward_mean for row in state.rows]
+        rewards = [row.reward_drawn for row in state.rows]
         curve = Text(sparkline(rewards, 48), "green")
-        _more(table, "Reward, trained", curve.append(f"  {rewards[0]:.3f} → {rewards[-1]:.3f}", ""))
+        _more(table, "Reward, drawn", curve.append(f"  {rewards[0]:.3f} → {rewards[-1]:.3f}", ""))
 
 
 def _stale(table: Table, state: RunState) -> None:

@@ -134,7 +134,7 @@ def step_line(row: StepRow, state: RunState) -> str:
     trainer_idle, left = measures.recent_trainer_idle(state), measures.seconds_left(state)
     parts = [
         f"step {report.version}/{state.started.steps if state.started else '?'}",
-        f"reward {row.reward_mean:.3f}",
+        f"reward {row.reward_drawn:.3f}",
         f"lag {max(row.lags, default=0)}",
         f"entropy {number(report.entropy)}",
         f"grad {number(report.grad_norm)}",

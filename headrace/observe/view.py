@@ -54,7 +54,7 @@ def _reward(state: RunState) -> Text:
         recent = measures.recent_reward(state)
         assert recent is not None
         text.append(f"{recent:.3f} ", "bold")
-        text.append(sparkline([row.reward_mean for row in state.rows], 28), "green")
+        text.append(sparkline([row.reward_drawn for row in state.rows], 28), "green")
     before, since = before_and_after(state)
     for name, one in (("before", before), ("now", since)):
         if one:

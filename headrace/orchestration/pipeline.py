@@ -21,6 +21,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -86,6 +87,9 @@ class Pipeline:
         self._evaluations: list[asyncio.Task[None]] = []
         self._barren = 0
         self._skipped = 0
+        self._rewards: list[float] = []
+        """Of the groups that ended since the last step."""
+        self._reward_drawn = math.nan
 
     def interrupt(self) -> None:
         """Leave at the next step's end, with a checkpoint. What is in flight is drawn again after a resume."""
@@ -142,6 +146,7 @@ class Pipeline:
     async def _roll_group(self, ticket: int, prompt: Prompt, again: bool) -> None:
         started = self._clock()
         scored, failures = await self._rollouts_of(ticket, prompt)
+        self._rewards += [one.reward for one in scored]
         seconds = self._clock() - started
         if len(scored) < min(2, self._plan.rollout.group_size):
             self._end(ticket, prompt, "failed", _commonest(failures), scored, failures, seconds)
@@ -243,7 +248,7 @@ class Pipeline:
             self._skipped = 0
             self.step = report.version
             parts.buffer.trained(groups)
-            self._record(_step_fact(self._clock(), report, groups, waited))
+            self._record(_step_fact(self._clock(), report, groups, self._mean_drawn(), waited))
             if delivery:  # a publish overwrites the slot before last: the last one must be live
                 async with parts.waits.named("trainer", "the swap of the version before"):
                     await delivery
@@ -276,6 +281,13 @@ class Pipeline:
     async def _evaluate(self, version: int) -> None:
         await self._parts.evaluator.measure("during", version)
 
+    def _mean_drawn(self) -> float:
+        """Of what ended since the last step; the value before when nothing did."""
+        if self._rewards:
+            self._reward_drawn = sum(self._rewards) / len(self._rewards)
+            self._rewards.clear()
+        return self._reward_drawn
+
     def _skip(self, report: TrainReport, groups: tuple[Group, ...]) -> None:
         for group in groups:
             self._parts.buffer.end(group.ticket, "dropped", report.skipped)
@@ -306,7 +318,7 @@ def _commonest(failures: tuple[Failure, ...]) -> str:
     return Counter(failure.reason for failure in failures).most_common(1)[0][0]
 
 
-def _step_fact(t: float, report: TrainReport, groups: tuple[Group, ...], waited: float) -> StepTrained:
+def _step_fact(t: float, report: TrainReport, groups: tuple[Group, ...], drawn: float, waited: float) -> StepTrained:
     rows = [row for group in groups for row in group.rows]
     lags = Counter(
         report.step - version for row in rows for version, kept in zip(row.versions, row.mask, strict=True) if kept
@@ -314,4 +326,4 @@ def _step_fact(t: float, report: TrainReport, groups: tuple[Group, ...], waited:
     rewards = [one.reward for group in groups for one in group.scored]
     mean = sum(rewards) / len(rewards)
     std = (sum((reward - mean) ** 2 for reward in rewards) / len(rewards)) ** 0.5
-    return StepTrained(t, report, groups, dict(lags), mean, std, waited)
+    return StepTrained(t, report, groups, dict(lags), mean, std, drawn, waited)

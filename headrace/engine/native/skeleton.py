@@ -66,7 +66,7 @@ class Skeleton:
 
 def read(model_dir: Path, dtype: torch.dtype, device: torch.device) -> Skeleton:
     """Reads config.json alone. Raises ConfigError for models that cannot be served."""
-    config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+    config = _read_config(model_dir)
     what = f"{model_dir.name} ({config.model_type})"
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError(
@@ -94,6 +94,15 @@ def read(model_dir: Path, dtype: torch.dtype, device: torch.device) -> Skeleton:
         vocabulary,
         getattr(text, "max_position_embeddings", None),
     )
+
+
+def _read_config(model_dir: Path) -> Any:
+    try:
+        return AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"{model_dir} has no config that transformers can read: {error}; name a model it knows"
+        ) from None
 
 
 @dataclass(frozen=True)

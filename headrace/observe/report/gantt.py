@@ -104,7 +104,7 @@ def _trainer(state: RunState) -> Iterable[str]:
         waited = f"step {row.report.step + 1}\nwaited {short_time(row.wait_seconds)} for its groups"
         yield _bar(began - row.wait_seconds, began, "trainer", "waits", waited, 0.35)
         tip = f"step {row.report.step + 1}\ntrained {short_time(row.report.seconds)}, {row.report.loss_tokens:,} tokens"
-        yield _bar(began, row.t, "trainer", "steps", f"{tip}\nreward {number(row.reward_mean)}")
+        yield _bar(began, row.t, "trainer", "steps", f"{tip}\nreward {number(row.reward_drawn)}")
         if seconds := published.get(row.report.version, 0.0):
             tip = f"version {row.report.version}\npublished in {short_time(seconds)}"
             yield _bar(row.t, row.t + seconds, "trainer", "publishes", tip)

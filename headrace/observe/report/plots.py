@@ -80,29 +80,33 @@ def curve(
 
 
 def reward(data: ReportData) -> str:
-    """Training reward with the spread of single rollouts, and the held-out measurements with their standard error."""
+    """Reward of all that was drawn, of what was trained with the spread of single rollouts, and on held-out prompts."""
+    drawn = [(one.x, one.mean(lambda row: row.reward_drawn)) for one in data.bins]
     middle = [(one.x, one.mean(lambda row: row.reward_mean)) for one in data.bins]
     spread = [one.mean(lambda row: row.reward_std) for one in data.bins]
     lower = [(x, y - s) for (x, y), s in zip(middle, spread, strict=True)]
     upper = [(x, y + s) for (x, y), s in zip(middle, spread, strict=True)]
     evals = [one for one in data.state.evals if math.isfinite(one.reward_mean)]
-    seen = [y for _, y in [*lower, *upper]] + [one.reward_mean for one in evals]
+    seen = [y for _, y in [*lower, *upper, *drawn]] + [one.reward_mean for one in evals]
     low, high = _width(data)
     ends = min([low, *(one.step for one in evals)]), max([high, *(one.step + 0.5 for one in evals)])
     chart = Chart(ends, extent(seen), width=1140, height=300)
-    chart.band(lower, upper, "c1").line(middle, "c1")
+    chart.band(lower, upper, "c6").line(middle, "c6").line(drawn, "c1")
     _resumes(chart, data)
     chart.dots([(one.step, one.reward_mean) for one in evals], "c2", [one.reward_sem for one in evals])
     _hovers(chart, data, _reward_tip)
-    legend = [("c1", "trained groups: mean, ± std of rollouts")]
+    legend = [("c1", "all groups drawn: the policy's mean"), ("c6", "trained groups: mean, ± std of rollouts")]
     if evals:
         legend.append(("c2", "held-out prompts: mean ± standard error"))
-    note = "Groups without contrast are not trained: the trained mean is not the mean of all that was drawn."
+    note = "Groups without contrast are not trained: as the policy gets better, easy prompts leave the mean of the trained ones."
     return figure("Reward", chart.svg("Reward"), legend, " ".join([note, _binned(data)]), wide=True)
 
 
 def _reward_tip(one: Bin) -> str:
-    lines = [f"reward {one.mean(lambda row: row.reward_mean):.3f} ± {one.mean(lambda row: row.reward_std):.3f}"]
+    lines = [
+        f"drawn {one.mean(lambda row: row.reward_drawn):.3f}",
+        f"trained {one.mean(lambda row: row.reward_mean):.3f} ± {one.mean(lambda row: row.reward_std):.3f}",
+    ]
     names = sorted({name for row in one.rows for name in row.components})
     if len(names) > 1:
         lines += [f"{name} {one.mean(lambda row, n=name: row.components.get(n, math.nan)):.3f}" for name in names]  # type: ignore[misc]
