@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -19,7 +20,6 @@ from headrace.errors import ConfigError
 from headrace.types import Request, Sampling, WeightUpdate
 from headrace.weight_sync.memory import anonymous_memory
 from headrace.weight_sync.shared_memory import SharedMemoryReceiver, SharedMemorySender, lay_out
-import itertools
 
 TOLERANCE = 1e-4
 EOS = 258
@@ -696,14 +696,33 @@ def test_a_special_token_can_be_a_stop_string(speaker):
     assert [stopper.push(token) for token in (*encode("hi"), EOS)] == [False, False, True]
 
 
-def test_text_of_half_characters_does_not_hide_what_follows():
-    """Bytes that never become a character: a stop string after them is found all the same."""
-    from headrace.engine.native.stopping import Stopper
+def test_text_of_half_characters_hides_nothing_and_costs_no_more_than_other_text():
+    """Bytes that never become a character: a stop string after them is found, and windows stay small."""
+    from headrace.engine.native.stopping import LONGEST_CHARACTER, Stopper
+
+    windows: list[int] = []
+
+    def decode(tokens) -> str:
+        windows.append(len(tokens))
+        return TOKENIZER.decode(tokens)
 
     half = encode("é")[0]
-    stopper = Stopper((), ("stop",), lambda tokens: TOKENIZER.decode(tokens))
-    said = [stopper.push(token) for token in (*[half] * 30, *encode("stop"))]
-    assert said.index(True) == 33
+    stopper = Stopper((), ("stop",), decode)
+    said = [stopper.push(token) for token in (*[half] * 50, *encode("stop"))]
+    assert said.index(True) == 53
+    assert max(windows) <= 2 * LONGEST_CHARACTER
+
+
+def test_every_end_token_that_the_model_names_counts(tmp_path):
+    from types import SimpleNamespace
+
+    from headrace.engine.native.core import end_tokens
+
+    assert end_tokens(tmp_path, SimpleNamespace(eos_token_id=5)) == {5}
+    for named, wanted in ((3, {3, 5}), ([3, 4], {3, 4, 5}), (None, {5})):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
+        assert end_tokens(tmp_path, SimpleNamespace(eos_token_id=5)) == wanted
+    assert end_tokens(tmp_path, SimpleNamespace()) == set()
 
 
 def test_logits_that_are_not_finite_end_their_rows_and_nobody_elses(saved):
@@ -719,7 +738,8 @@ def test_logits_that_are_not_finite_end_their_rows_and_nobody_elses(saved):
         assert answers[name].error == "non-finite logits at version 1"
     good = greedy("good", clean, 12)
     answers = run(engine, [greedy("bad", (*clean, 7), 3), good])
-    assert answers["bad"].stop == "error"
+    assert answers["bad"].stop == "error" and answers["good"].stop == "length"
+    assert engine.stats().prompt_tokens == 2 * (len(clean) + 1) + len(clean), "a bad prompt is not kept for others"
     put(engine, saved(), 2)
     for _ in range(3):  # through all rows the bad ones had
         answers = run(engine, [greedy(str(i), prompt) for i, prompt in enumerate(prompts(3, 8, 11, 14))])
@@ -790,3 +810,25 @@ def test_models_whose_attention_cannot_be_had_over_our_cache_are_refused(name, c
     AutoConfig.for_model(name, **{**SMALL, **changes}).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=reason):
         make_engine(tmp_path, live=False)
+
+
+@pytest.mark.slow
+def test_the_real_model_in_float32_and_bfloat16():
+    """SmolLM2-135M: greedy answers of both paths equal `generate`; in bfloat16, log-probs stay near those of float32."""
+    from headrace.models import resolve_model
+
+    directory = resolve_model("smollm2-135m-instruct")
+    model, tokenizer = reference(directory), PreTrainedTokenizerFast.from_pretrained(directory)
+    questions = ["What is 17 + 25?", "Name three rivers.", "Write a line about the sea, please, in plain words."]
+    requests = [greedy(str(i), tuple(tokenizer(text)["input_ids"]), 24) for i, text in enumerate(questions)]
+    for path in ("auto", "hf"):
+        engine = make_engine(directory, path=path, kv_gib=1.0, context_length=128)
+        answers = run(engine, requests)
+        for request in requests:
+            assert_greedy(model, request, answers[request.id])
+    half = make_engine(directory, live=False, dtype="bfloat16", kv_gib=1.0, context_length=128)
+    half.swap(half.prepare(update(0), parameters_from_dir(directory, torch.bfloat16)))
+    for request in requests:
+        text = (*request.prompt, *answers[request.id].tokens)
+        difference = torch.tensor(half.score(text)) - torch.tensor(engine.score(text))
+        assert difference.abs().mean() < 0.05

@@ -120,6 +120,7 @@ schedules = st.fixed_dictionaries(
         "load": st.sampled_from([0.0, 0.2, 3.0]),
         "score": st.sampled_from([0.0, 0.1, 2.0]),
         "failures": st.sampled_from([0.0, 0.2, 0.5]),
+        "outages": st.sampled_from([0.0, 0.0, 0.1]),
     }
 )
 
@@ -130,7 +131,7 @@ def _world(tmp: Path, s: dict[str, Any]) -> World:
     return World(
         tmp,
         StalenessConfig(groups_per_step=s["groups"], max_lag=s["max_lag"], window=window),
-        engine=FakeEngine(s["token"], s["load"], heavy_tail, s["failures"] / 2, s["seed"]),
+        engine=FakeEngine(s["token"], s["load"], heavy_tail, s["failures"] / 2, s["outages"], seed=s["seed"]),
         trainer=FakeTrainer(s["step"], s["load"] / 3),
         scorer=FakeScorer(seconds=s["score"], failure_rate=s["failures"] / 2, seed=s["seed"]),
     )
@@ -138,7 +139,7 @@ def _world(tmp: Path, s: dict[str, Any]) -> World:
 
 @settings(max_examples=2000, deadline=None)
 @given(schedules)
-def test_c1_c2_c4_hold_in_every_schedule(tmp_path_factory: pytest.TempPathFactory, s: dict[str, Any]) -> None:
+def test_c1_c2_c4_c5_hold_in_every_schedule(tmp_path_factory: pytest.TempPathFactory, s: dict[str, Any]) -> None:
     world = _world(tmp_path_factory.mktemp("run"), s)
     virtual_time.run(world.run())
     assert world.trainer.version == world.steps
@@ -150,8 +151,11 @@ def test_c1_c2_c4_hold_in_every_schedule(tmp_path_factory: pytest.TempPathFactor
     trained = [group.ticket for batch in world.trainer.batches for group in batch.groups]
     assert len(trained) == len(set(trained)), "a group was trained twice"
     for batch in world.trainer.batches:
-        for row in batch.rows:
-            assert list(row.versions) == sorted(row.versions), "versions of a completion decrease"
+        for group in batch.groups:
+            for row, one in zip(group.rows, group.scored, strict=True):
+                assert list(row.versions) == sorted(row.versions), "C4: versions of a completion decrease"
+                assert row.prompt == group.prompt.tokens and row.tokens == one.episode.last.tokens, "C5"
+                assert all(span.kv_version <= span.version for span in one.episode.last.spans)
 
 
 def test_the_bound_is_reached(tmp_path: Path) -> None:

@@ -306,8 +306,10 @@ def test_two_runs_in_one_directory_are_refused(
     when_step(directory, 1, lambda: None).join()
     with pytest.raises(ConfigError, match="another process is training"):
         headrace.train(config, resume=directory)
+    pids = list(workers_of(process.pid).values())
     process.kill()
     process.wait()
+    assert until_gone(pids)
     with pytest.raises(ConfigError, match="already holds a run"):
         headrace.train(config)
 

@@ -20,6 +20,10 @@ class FakeEngine:
     length: Callable[[random.Random], int] = lambda rng: rng.randint(1, 8)
     failure_rate: float = 0.0
     """Share of requests that end with `stop = "error"`."""
+    outage_rate: float = 0.0
+    """Chance per token that the process dies and is replaced: the request waits, then goes on from its prefix, whose KV the
+    live weights compute again."""
+    outage_seconds: float = 1.0
     seed: int = 0
     context_length: int = 1_000_000
 
@@ -36,16 +40,22 @@ class FakeEngine:
         rng = random.Random(f"{self.seed}/{request.id}")
         wanted = min(max(1, self.length(rng)), request.sampling.max_tokens)
         versions: list[int] = []
+        kv_versions: list[int] = []
         kv = self.version
         for _ in range(wanted):
+            if rng.random() < self.outage_rate:
+                await asyncio.sleep(self.outage_seconds)
+                kv = self.version
             versions.append(self.version)
+            kv_versions.append(kv)
             self._sampled += 1
             await asyncio.sleep(self.seconds_per_token)
+        spans = spans_of(versions, kv_versions)
         tokens = tuple(rng.randrange(1, 100) for _ in range(wanted))
         if rng.random() < self.failure_rate:
-            return Completion(tokens, (-1.0,) * wanted, spans_of(versions, [kv] * wanted), "error", "injected failure")
+            return Completion(tokens, (-1.0,) * wanted, spans, "error", "injected failure")
         stop: Stop = "length" if wanted == request.sampling.max_tokens else "stop"
-        return Completion(tokens, (-1.0,) * wanted, spans_of(versions, [kv] * wanted), stop)
+        return Completion(tokens, (-1.0,) * wanted, spans, stop)
 
     async def load(self, update: WeightUpdate) -> LoadReport:
         await asyncio.sleep(self.load_seconds)

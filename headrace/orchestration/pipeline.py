@@ -250,7 +250,7 @@ class Pipeline:
             parts.buffer.trained(groups)
             self._record(_step_fact(self._clock(), report, groups, self._mean_drawn(), waited))
             if delivery:  # a publish overwrites the slot before last: the last one must be live
-                async with parts.waits.named("trainer", "the swap of the version before"):
+                async with parts.waits.named("trainer", "the swap in the engine (of the version before)"):
                     await delivery
             delivery = await self._publish(loops, groups)
             if plan.checkpoint_every and self.step % plan.checkpoint_every == 0:
@@ -269,7 +269,7 @@ class Pipeline:
         self, loops: asyncio.TaskGroup, update: WeightUpdate, groups: tuple[Group, ...], expected: list[float] | None
     ) -> None:
         parts = self._parts
-        async with parts.waits.named("delivery", f"the engine to swap to version {update.version}"):
+        async with parts.waits.named("delivery", "the swap in the engine"):
             load = await parts.engine.load(update)
         self._record(WeightsLive(self._clock(), update, load))
         parts.buffer.release(groups)

@@ -135,11 +135,14 @@ class WorkerEnd:
 
     def receive(self) -> Frame | None:
         """None when the controller is gone: the worker then ends, whatever it is doing."""
-        head = self._file.read(_LENGTH.size)
-        if len(head) < _LENGTH.size:
+        try:
+            head = self._file.read(_LENGTH.size)
+            if len(head) < _LENGTH.size:
+                return None
+            (length,) = _LENGTH.unpack(head)
+            body = self._file.read(length)
+        except ConnectionError:  # killed with replies of ours unread: a reset, not an end of file
             return None
-        (length,) = _LENGTH.unpack(head)
-        body = self._file.read(length)
         return _decode(body) if len(body) == length else None
 
     def reply(self, to: Frame, payload: Any) -> None:

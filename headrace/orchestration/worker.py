@@ -43,8 +43,12 @@ def main() -> None:
 
 
 def _read(end: WorkerEnd, inbox: queue.Queue[Frame]) -> None:
-    while (frame := end.receive()) is not None:
-        inbox.put(frame)
+    """Whatever ends this thread ends the process: a worker that hears nothing would wait for ever."""
+    try:
+        while (frame := end.receive()) is not None:
+            inbox.put(frame)
+    except BaseException:
+        traceback.print_exc()
     os._exit(0)
 
 
