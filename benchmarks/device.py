@@ -31,7 +31,14 @@ PEAKS = {"H200": (989e12, 4.8e12), "H100": (989e12, 3.35e12), "A100": (312e12, 2
 
 def model(small: bool) -> LlamaConfig:
     sizes = (512, 64, 128, 2, 4, 2) if small else (49152, 576, 1536, 30, 9, 3)
-    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    names = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+    )
     return LlamaConfig(
         **dict(zip(names, sizes, strict=True)), max_position_embeddings=512, tie_word_embeddings=True, eos_token_id=2
     )
@@ -40,7 +47,9 @@ def model(small: bool) -> LlamaConfig:
 def engine(directory: Path, device: str, dtype: str, running: int, weights: LlamaForCausalLM) -> NativeEngine:
     core = NativeEngine(
         directory,
-        EngineConfig(device=device, dtype=dtype, max_running=running, context_length=256, kv_gib=24 if device == "cuda" else 0.5),
+        EngineConfig(
+            device=device, dtype=dtype, max_running=running, context_length=256, kv_gib=24 if device == "cuda" else 0.5
+        ),
     )
     served = {name: tensor.detach().to(getattr(torch, dtype)) for name, tensor in weights.named_parameters()}
     core.swap(core.prepare(WeightUpdate(0, "full", "", 0, 0, 0.0), served))
@@ -84,8 +93,12 @@ def check(directory: Path, device: str, weights: LlamaForCausalLM) -> None:
     there, here = engine(directory, device, dtype, 8, weights), engine(directory, "cpu", "float32", 8, weights)
     tokens = [random.Random(1).randrange(3, 500) for _ in range(100)]
     worst = max(abs(a - b) for a, b in zip(there.score(tokens), here.score(tokens), strict=True))
-    same = [a == b for a, b in zip(*(sample(core, 1, 32, temperature=0.0)[1]["0"] for core in (there, here)), strict=True)]
-    print(f"log-probs {device} {dtype} against cpu float32: max |difference| {worst:.2g}; greedy tokens equal {sum(same)} of {len(same)}")
+    same = [
+        a == b for a, b in zip(*(sample(core, 1, 32, temperature=0.0)[1]["0"] for core in (there, here)), strict=True)
+    ]
+    print(
+        f"log-probs {device} {dtype} against cpu float32: max |difference| {worst:.2g}; greedy tokens equal {sum(same)} of {len(same)}"
+    )
     assert worst < (0.5 if dtype == "bfloat16" else 1e-4), "the device does not compute what the CPU does"
 
 
@@ -115,7 +128,9 @@ def main() -> None:
         for step in range(4):
             report = trainer.step(batch(step, *shape, vocabulary=weights.config.vocab_size))
         rate = report.forward_tokens / report.seconds
-        print(f"trainer {report.forward_tokens:5d} tokens a step  {rate:8.0f} tokens/s  MFU {6 * parameters * rate / flops:.1%}")
+        print(
+            f"trainer {report.forward_tokens:5d} tokens a step  {rate:8.0f} tokens/s  MFU {6 * parameters * rate / flops:.1%}"
+        )
 
 
 if __name__ == "__main__":

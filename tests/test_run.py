@@ -346,6 +346,9 @@ def test_bad_input_is_refused_before_a_process_is_started(config: Config, tmp_pa
     with pytest.raises(ConfigError, match="missing"):
         headrace.train(config)
     assert time.monotonic() - started < 20
+    config["reward"]["function"] = str(tmp_path / "reward.py") + ":share_of_e"
+    config["train"]["steps"] = 1
+    assert headrace.train(config).reason == "finished", "the mistake mended, the same name works"
 
 
 def test_a_model_that_cannot_be_loaded_is_a_sentence_and_not_a_traceback(

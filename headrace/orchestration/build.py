@@ -253,21 +253,23 @@ def headline(config: RunConfig) -> str:
     return f"{model} · {config.task.name or Path(config.task.path).name} · {config.algo.name} · max lag {config.staleness.max_lag}"
 
 
+_DTYPES = {"auto": "bfloat16 where the hardware has it"}
+
+
 def where(config: RunConfig, path: str) -> dict[str, str]:
     """What runs where, in words."""
     return {
         "controller": "this process",
         "engine": f"own process, {_place(config.engine.device, config.engine.cores)}, {config.engine.serving_dtype}, {path}",
-        "trainer": f"own process, {_place(config.train.device, config.train.cores)}, {config.train.dtype}",
+        "trainer": f"own process, {_place(config.train.device, config.train.cores)}, {config.train.dtype if config.train.dtype != 'auto' else 'bfloat16 where the hardware has it'}",
         "weights": "shared memory, two packed buffers",
         "scorer": f"{config.reward.workers} workers",
     }
 
 
 def _place(device: str, cores: Sequence[int]) -> str:
-    if device != "cpu" and not cores:
-        return f"device {device}"
-    return f"cores {', '.join(map(str, cores))}" if cores else f"all {os.cpu_count()} cores, shared"
+    cpu = f"cores {', '.join(map(str, cores))}" if cores else f"all {os.cpu_count()} cores, shared"
+    return {"cpu": cpu, "cuda": "cuda", "auto": f"cuda if there is one, else {cpu}"}[device]
 
 
 def export_weights(

@@ -39,7 +39,8 @@ class RunDirectory:
     def create(cls, path: Path, config_toml: str) -> RunDirectory:
         path.mkdir(parents=True, exist_ok=True)
         directory = cls(path)
-        if (path / "metrics.jsonl").exists():
+        metrics = path / "metrics.jsonl"
+        if metrics.exists() and metrics.stat().st_size:  # one that was refused at its start has written nothing
             directory.close()
             raise ConfigError(
                 f"{path} already holds a run: go on with it (headrace train --resume {path}), or choose another name "

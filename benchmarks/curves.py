@@ -1,0 +1,70 @@
+"""Learning curves of several runs in one picture, with a table for docs/results.md.
+
+    pip install matplotlib && python benchmarks/curves.py RUN [RUN ...] --to docs/curves.png
+
+Drawn are the mean reward of all rollouts per optimizer step (trained or not), smoothed over five steps, and the held-out reward
+before and after with its standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from headrace.observe.facts import Evaluated, RunEnded, RunStarted
+from headrace.observe.records import StepRow, read_metrics
+
+SMOOTH = 5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, nargs="+")
+    parser.add_argument("--to", type=Path, default=Path("docs/curves.png"))
+    arguments = parser.parse_args()
+    figure, axes = plt.subplots(figsize=(9, 4), dpi=110)
+    print(
+        "| seed | held-out before | held-out after | ratio | trained groups | dropped | max lag | minutes |\n|---|---|---|---|---|---|---|---|"
+    )
+    for number, run in enumerate(arguments.runs):
+        facts = read_metrics(run)
+        started = next(fact for fact in facts if isinstance(fact, RunStarted))
+        ended = [fact for fact in facts if isinstance(fact, RunEnded)][-1]
+        steps = [fact for fact in facts if isinstance(fact, StepRow)]
+        evals = [fact for fact in facts if isinstance(fact, Evaluated)]
+        rewards = [step.reward_drawn for step in steps]
+        smooth = [statistics.mean(rewards[max(0, i - SMOOTH + 1) : i + 1]) for i in range(len(rewards))]
+        axes.plot(
+            [step.report.version for step in steps],
+            smooth,
+            f"C{number}",
+            label=f"seed {started.seed}, all rollouts drawn",
+        )
+        held = ([one.step for one in evals], [one.reward_mean for one in evals], [one.reward_sem for one in evals])
+        axes.errorbar(held[0], held[1], held[2], fmt="o", color=f"C{number}", capsize=3)
+        before, after = evals[0], evals[-1]
+        print(
+            f"| {started.seed} | {before.reward_mean:.3f} ± {before.reward_sem:.3f} | {after.reward_mean:.3f} ± {after.reward_sem:.3f} "
+            f"| {after.reward_mean / before.reward_mean:.1f} | {ended.accounting.trained} | {sum(ended.accounting.dropped.values())} "
+            f"| {max(lag for step in steps for lag in step.lags)} | {ended.t / 60:.1f} |"
+        )
+    axes.set(
+        xlabel="optimizer step",
+        ylabel="mean reward",
+        ylim=(0, 1),
+        title="Demo task: points are held-out prompts, ± standard error",
+    )
+    axes.grid(alpha=0.3)
+    axes.legend(loc="upper left")
+    figure.tight_layout()
+    figure.savefig(arguments.to)
+
+
+if __name__ == "__main__":
+    main()
