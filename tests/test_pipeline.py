@@ -71,6 +71,7 @@ class World:
         self.ledger.buffer = self.buffer
         self.checkpoints = Checkpoints(self.directory / "checkpoints", keep=2)
         rollout = RolloutConfig(group_size=self.group_size, max_tokens=8, patience=self.patience)
+        waits = Waits(self.ledger.record, clock, self.stop_after / 2, self.stop_after)
         parts = Parts(
             task=self.task,
             engine=self.engine,
@@ -80,11 +81,11 @@ class World:
             buffer=self.buffer,
             make_rows=lambda prompt, scored: rows_of(prompt, scored, _centred([s.reward for s in scored]), "train"),
             decode=lambda tokens: " ".join(map(str, tokens)),
-            waits=Waits(self.ledger.record, clock, self.stop_after / 2, self.stop_after),
+            waits=waits,
             snapshots=Snapshots(self.checkpoints, self.ledger, clock),
             probe=IdentityProbe([1, 2, 3], 2, 1e-3, self.ledger, clock),
             evaluator=Evaluator(
-                self.engine, self.scorer, self.ledger, [], EvalConfig(), rollout, lambda tokens: "", clock
+                self.engine, self.scorer, self.ledger, [], EvalConfig(), rollout, lambda tokens: "", waits, clock
             ),
         )
         plan = Plan(self.steps, self.staleness.groups_per_step, rollout, 0, 3, self.checkpoint_every, 0)

@@ -62,6 +62,10 @@ class Pools:
         os.close(self.weights_fd)
 
 
+def open_waits(config: RunConfig, observer: Observer, clock: Clock) -> Waits:
+    return Waits(observer.record, clock, config.watch.warn_after, config.watch.stop_after)
+
+
 async def open_model(config: RunConfig) -> tuple[Path, ChatEncoder]:
     """The model's directory (fetched if need be) and its tokenizer."""
     model_dir = await asyncio.to_thread(resolve_model, config.model.path)
@@ -69,7 +73,7 @@ async def open_model(config: RunConfig) -> tuple[Path, ChatEncoder]:
 
 
 async def open_pools(
-    config: RunConfig, model_dir: Path, logs: Path, observer: Observer, clock: Clock, restore: Path | None
+    config: RunConfig, model_dir: Path, logs: Path, observer: Observer, waits: Waits, clock: Clock, restore: Path | None
 ) -> Pools:
     """Starts both processes and waits until both can work."""
     async with AsyncExitStack() as undo:
@@ -90,8 +94,10 @@ async def open_pools(
         await engine.launch()
         trainer = ProcessTrainer(start, config.train.cores, weights_fd, logs / "trainer.log")
         undo.push_async_callback(trainer.close)
-        ready: TrainerReady = await trainer.open()
-        await engine.open(EngineStart(str(model_dir), dataclasses.asdict(config.engine), ready.manifest))
+        async with waits.named("start", "the trainer to load the model"):
+            ready: TrainerReady = await trainer.open()
+        async with waits.named("start", "the engine to make room for it"):
+            await engine.open(EngineStart(str(model_dir), dataclasses.asdict(config.engine), ready.manifest))
         undo.pop_all()
     return Pools(trainer, engine, weights_fd)
 
@@ -110,11 +116,12 @@ class Built:
     async def go_live(self) -> None:
         """Publishes the trainer's weights, loads them into the engine, and proves that they are the same (C3)."""
         parts = self.parts
-        update = await parts.trainer.publish()
-        expected = await parts.probe.trainer_side(parts.trainer, update.version, always=True)
-        load = await parts.engine.load(update)
-        parts.observer.record(WeightsLive(self.clock(), update, load))
-        await parts.probe.engine_side(parts.engine, update.version, expected)
+        async with parts.waits.named("start", "the first weights to be live"):
+            update = await parts.trainer.publish()
+            expected = await parts.probe.trainer_side(parts.trainer, update.version, always=True)
+            load = await parts.engine.load(update)
+            parts.observer.record(WeightsLive(self.clock(), update, load))
+            await parts.probe.engine_side(parts.engine, update.version, expected)
 
     async def close(self, now: bool = False) -> None:
         await self.parts.scorer.close()
@@ -131,6 +138,7 @@ async def build(
     reward: Reward | None,
     clock: Clock,
 ) -> Built:
+    waits = open_waits(config, observer, clock)
     # What can be wrong in the user's input is found out first: the processes take seconds to start.
     model_dir, encoder = await open_model(config)
     task = await asyncio.to_thread(build_task, config.task, encoder, config.seed)
@@ -138,9 +146,9 @@ async def build(
     prompts = await asyncio.to_thread(task.held_out, config.eval.prompts)
     async with AsyncExitStack() as undo:
         undo.push_async_callback(scorer.close)
-        pools = await open_pools(config, model_dir, logs, observer, clock, checkpoint)
+        pools = await open_pools(config, model_dir, logs, observer, waits, clock, checkpoint)
         undo.push_async_callback(pools.close, now=True)
-        built = _assemble(config, pools, encoder, task, scorer, prompts, observer, checkpoints, state, clock)
+        built = _assemble(config, pools, encoder, task, scorer, prompts, observer, waits, checkpoints, state, clock)
         undo.pop_all()
     return built
 
@@ -153,6 +161,7 @@ def _assemble(
     scorer: Scorer,
     prompts: Sequence[Prompt],
     observer: Observer,
+    waits: Waits,
     checkpoints: Checkpoints,
     state: ControllerState | None,
     clock: Clock,
@@ -170,7 +179,7 @@ def _assemble(
         buffer=buffer,
         make_rows=build_rows(config.algo),
         decode=encoder.decode,
-        waits=Waits(observer.record, clock, config.watch.warn_after, config.watch.stop_after),
+        waits=waits,
         snapshots=Snapshots(checkpoints, observer, clock),
         probe=IdentityProbe(
             _probe_tokens(encoder, pools.engine.capabilities.context_length),
@@ -180,7 +189,7 @@ def _assemble(
             clock,
         ),
         evaluator=Evaluator(
-            pools.engine, scorer, observer, prompts, config.eval, config.rollout, encoder.decode, clock
+            pools.engine, scorer, observer, prompts, config.eval, config.rollout, encoder.decode, waits, clock
         ),
     )
     plan = Plan(
@@ -195,7 +204,7 @@ def _assemble(
     step = state.step if state else 0
     pipeline = Pipeline(parts, plan, clock, step)
     started = _started(config, pools, step, clock)
-    return Built(pools, parts, pipeline, Utilisation(pools.engine, clock), started, clock)
+    return Built(pools, parts, pipeline, Utilisation(pools.engine, waits, clock), started, clock)
 
 
 def _probe_tokens(encoder: ChatEncoder, context_length: int) -> tuple[int, ...]:

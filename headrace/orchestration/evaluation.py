@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from headrace.observe.facts import Evaluated
+from headrace.observe.waits import Waits
 from headrace.process_config import EvalConfig
 from headrace.protocols import Engine, Observer, Scorer
 from headrace.rollout import Decode, RolloutConfig, roll_out, seed_of
@@ -25,18 +26,20 @@ class Evaluator:
         config: EvalConfig,
         rollout: RolloutConfig,
         decode: Decode,
+        waits: Waits,
         clock: Callable[[], float],
     ) -> None:
         self._engine, self._scorer, self._observer = engine, scorer, observer
         self._prompts, self._config, self._rollout = prompts, config, rollout
-        self._decode, self._clock = decode, clock
+        self._decode, self._waits, self._clock = decode, waits, clock
 
     async def measure(self, phase: Literal["before", "during", "after"], step: int) -> Evaluated | None:
         """None when the run has no held-out prompts. A rollout that failed is counted by reason, not scored as zero."""
         if not self._prompts:
             return None
         started = self._clock()
-        results = await asyncio.gather(*(self._one(i, prompt) for i, prompt in enumerate(self._prompts)))
+        async with self._waits.named("evaluation", "the engine and the scorer"):
+            results = await asyncio.gather(*(self._one(i, prompt) for i, prompt in enumerate(self._prompts)))
         scored = [one for group in results for one in group if isinstance(one, Scored)]
         failures = Counter(one.reason for group in results for one in group if isinstance(one, Failure))
         # The prompt is the unit that was drawn at random: samples of one prompt are not independent.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Literal
 from headrace.config import RunConfig
 from headrace.errors import CheckpointError, ConfigError
 from headrace.models import resolve_model
-from headrace.observe.facts import Evaluated, Fact
+from headrace.observe.facts import Evaluated, Fact, Warned, WorkerLost
 from headrace.orchestration.build import (
     build_scorer,
     build_task,
@@ -19,15 +20,21 @@ from headrace.orchestration.build import (
     headline,
     open_model,
     open_pools,
+    open_waits,
     where,
 )
 from headrace.orchestration.checkpoint import Checkpoints
 from headrace.orchestration.evaluation import Evaluator
 
 
-class _Silent:
+class _Stderr:
+    """An evaluation has its result; of the rest only what went wrong is worth a line."""
+
     def record(self, fact: Fact) -> None:
-        """An evaluation has its result; nothing else is kept of it."""
+        if isinstance(fact, Warned):
+            print(fact.message, file=sys.stderr)
+        elif isinstance(fact, WorkerLost):
+            print(f"the {fact.who} process {fact.how}; it is started again", file=sys.stderr)
 
 
 def evaluate(config: RunConfig, run: Path | None = None, prompts: int | None = None) -> Evaluated:
@@ -42,17 +49,19 @@ async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int) ->
     with tempfile.TemporaryDirectory() as logs:
         model_dir, encoder = await open_model(config)
         task, scorer = build_task(config.task, encoder, config.seed), build_scorer(config, None)
-        pools = await open_pools(config, model_dir, Path(logs), _Silent(), time.monotonic, checkpoint)
+        waits = open_waits(config, _Stderr(), time.monotonic)
+        pools = await open_pools(config, model_dir, Path(logs), _Stderr(), waits, time.monotonic, checkpoint)
         try:
             await pools.engine.load(await pools.trainer.publish())
             evaluator = Evaluator(
                 pools.engine,
                 scorer,
-                _Silent(),
+                _Stderr(),
                 task.held_out(prompts),
                 config.eval,
                 config.rollout,
                 encoder.decode,
+                waits,
                 time.monotonic,
             )
             measured = await evaluator.measure("after", 0)

@@ -262,7 +262,8 @@ class Pipeline:
 
     async def _publish(self, loops: asyncio.TaskGroup, groups: tuple[Group, ...]) -> asyncio.Task[None]:
         update = await self._busy(self._parts.trainer.publish(), "publish")
-        expected = await self._parts.probe.trainer_side(self._parts.trainer, update.version)
+        probed = self._parts.probe.trainer_side(self._parts.trainer, update.version)
+        expected = await self._busy(probed, "probe")
         return loops.create_task(self._deliver(loops, update, groups, expected))
 
     async def _deliver(
@@ -273,7 +274,8 @@ class Pipeline:
             load = await parts.engine.load(update)
         self._record(WeightsLive(self._clock(), update, load))
         parts.buffer.release(groups)
-        await parts.probe.engine_side(parts.engine, update.version, expected)
+        async with parts.waits.named("delivery", "the engine (probe)"):
+            await parts.probe.engine_side(parts.engine, update.version, expected)
         every, version = self._plan.evaluate_every, update.version
         if every and version % every == 0 and version < self._plan.steps:
             self._evaluations.append(loops.create_task(self._evaluate(version)))

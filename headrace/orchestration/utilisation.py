@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from headrace.observe.waits import Waits
 from headrace.protocols import Engine
 from headrace.types import EngineStats
 
@@ -11,19 +12,23 @@ from headrace.types import EngineStats
 class Utilisation:
     """Idle shares over the time between `start` and `stop`: the training proper, without loading and evaluation."""
 
-    def __init__(self, engine: Engine, clock: Callable[[], float]) -> None:
-        self._engine, self._clock = engine, clock
+    def __init__(self, engine: Engine, waits: Waits, clock: Callable[[], float]) -> None:
+        self._engine, self._waits, self._clock = engine, waits, clock
         self._first = self._last = EngineStats()
         self._began = self._ended = 0.0
 
     async def start(self) -> None:
-        self._first = self._last = await self._engine.stats()
+        self._first = self._last = await self._stats()
         self._began = self._ended = self._clock()
 
     async def stop(self) -> None:
         """The engine may be gone for good: the figures then are those of its last report."""
         self._ended = self._clock()
-        self._last = await self._engine.stats()
+        self._last = await self._stats()
+
+    async def _stats(self) -> EngineStats:
+        async with self._waits.named("controller", "the engine's statistics"):
+            return await self._engine.stats()
 
     @property
     def seconds(self) -> float:
