@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 import headrace
-from headrace.errors import CheckpointError, ConfigError, HeadraceError, TrainingError, WorkerDied
-from headrace.observe.facts import CheckpointSaved, IdentityChecked, RunEnded, WorkerLost
+from headrace.errors import CheckpointError, ConfigError, HeadraceError, StalledError, TrainingError, WorkerDied
+from headrace.observe.facts import CheckpointSaved, IdentityChecked, RunEnded, Warned, WorkerLost
 from headrace.observe.records import StepRow, read_journal, read_metrics
 
 Config = dict[str, Any]
@@ -200,6 +200,20 @@ def test_a_killed_trainer_stops_the_run_and_resume_finishes_it(config: Config) -
     assert_complete(directory, 10)
 
 
+def test_an_engine_that_hangs_stops_the_run_with_a_sentence(config: Config) -> None:
+    directory = Path(config["out"]) / "tiny"
+    config["train"]["steps"] = 5000
+    config["watch"] = {"warn_after": 10.0, "stop_after": 20.0}
+    hang = when_step(directory, 3, lambda: os.kill(workers_of(os.getpid())["engine"], signal.SIGSTOP))
+    started = time.monotonic()
+    with pytest.raises(StalledError, match="has waited 20 s for .*engine"):
+        headrace.train(config)
+    hang.join()
+    assert time.monotonic() - started < 90
+    assert any("has waited" in fact.message for fact in of(directory, Warned)), "it was said before it was acted on"
+    assert not workers_of(os.getpid())
+
+
 def command(config: Config, tmp_path: Path, *more: str) -> list[str]:
     toml = tmp_path / "config.toml"
     toml.write_text(headrace_toml(config))
@@ -292,8 +306,8 @@ def test_ctrl_c_twice_leaves_now(config: Config, controller: Callable[..., subpr
 
     when_step(directory, 3, twice).join()
     pids = list(workers_of(process.pid).values())
-    process.communicate(timeout=60)
-    assert process.returncode == 130
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 130, output
     assert until_gone(pids)
 
 

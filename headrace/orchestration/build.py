@@ -53,11 +53,12 @@ class Pools:
     engine: ProcessEngine
     weights_fd: int
 
-    async def close(self, now: bool = False) -> None:
-        """`now` kills the processes instead of asking them to leave."""
-        if now:
-            self.trainer.worker.kill()
-            self.engine.worker.kill()
+    def kill(self) -> None:
+        """Instead of asking the processes to leave; `close` still has to be called."""
+        self.trainer.worker.kill()
+        self.engine.worker.kill()
+
+    async def close(self) -> None:
         await asyncio.gather(self.engine.close(), self.trainer.close())
         os.close(self.weights_fd)
 
@@ -123,9 +124,9 @@ class Built:
             parts.observer.record(WeightsLive(self.clock(), update, load))
             await parts.probe.engine_side(parts.engine, update.version, expected)
 
-    async def close(self, now: bool = False) -> None:
+    async def close(self) -> None:
         await self.parts.scorer.close()
-        await self.pools.close(now)
+        await self.pools.close()
 
 
 async def build(
@@ -147,7 +148,7 @@ async def build(
     async with AsyncExitStack() as undo:
         undo.push_async_callback(scorer.close)
         pools = await open_pools(config, model_dir, logs, observer, waits, clock, checkpoint)
-        undo.push_async_callback(pools.close, now=True)
+        undo.push_async_callback(pools.close)
         built = _assemble(config, pools, encoder, task, scorer, prompts, observer, waits, checkpoints, state, clock)
         undo.pop_all()
     return built

@@ -104,7 +104,7 @@ class _Session:
         self.before: Evaluated | None = None
         self.after: Evaluated | None = None
         self._built: Built | None = None
-        self._training = False
+        self._training = self._leaving = False
         self._interrupts = 0
         self._main: asyncio.Task[Any] | None = None
 
@@ -132,10 +132,13 @@ class _Session:
         except asyncio.CancelledError:
             self.reason = "interrupted"
         finally:
+            self._leaving = True
             if self._built:
+                if self._interrupts > 1:
+                    self._built.pools.kill()
                 with suppress(HeadraceError):  # a disk that is full now must not hide what ended the run
                     self._recorder.record(await self._ended(self._built))
-                await self._built.close(now=self._interrupts > 1)
+                await self._built.close()
 
     async def _train(self, built: Built) -> None:
         self._recorder.record(built.started)
@@ -165,6 +168,8 @@ class _Session:
                 )
             )
             self._built.pipeline.interrupt()
+        elif self._leaving and self._built:
+            self._built.pools.kill()
         elif self._main:
             self._main.cancel()
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Callable
 
+from headrace.errors import HeadraceError
 from headrace.observe.waits import Waits
 from headrace.protocols import Engine
 from headrace.types import EngineStats
+
+LAST_WORD = 5.0
+"""Seconds that the engine gets to report once training is over."""
 
 
 class Utilisation:
@@ -22,9 +28,11 @@ class Utilisation:
         self._began = self._ended = self._clock()
 
     async def stop(self) -> None:
-        """The engine may be gone for good: the figures then are those of its last report."""
+        """An engine that is gone for good, or hangs, has no last word: the figures then are those of its last report."""
         self._ended = self._clock()
-        self._last = await self._stats()
+        with contextlib.suppress(TimeoutError, HeadraceError):
+            async with asyncio.timeout(LAST_WORD):
+                self._last = await self._engine.stats()
 
     async def _stats(self) -> EngineStats:
         async with self._waits.named("controller", "the engine's statistics"):
