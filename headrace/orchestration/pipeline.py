@@ -22,17 +22,17 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
 from headrace.buffer import Buffer
 from headrace.errors import IdentityError, TrainingError, WorkerDied, first_error
-from headrace.observe.facts import GroupEnded, StepTrained, TicketDrawn, Warned, WeightsLive
+from headrace.observe.facts import TicketDrawn, Warned, WeightsLive
 from headrace.observe.waits import Waits
 from headrace.orchestration.evaluation import Evaluator
 from headrace.orchestration.identity import IdentityProbe
+from headrace.orchestration.outcomes import Outcome, Rolled, step_fact
 from headrace.orchestration.snapshots import Snapshots
 from headrace.protocols import Engine, Observer, Scorer, Task, Trainer
 from headrace.rollout import Decode, RolloutConfig, roll_out, seed_of
@@ -146,20 +146,20 @@ class Pipeline:
     async def _roll_group(self, ticket: int, prompt: Prompt, again: bool) -> None:
         started = self._clock()
         scored, failures = await self._rollouts_of(ticket, prompt)
+        rolled = Rolled(ticket, prompt, scored, failures, self._clock() - started)
         self._rewards += [one.reward for one in scored]
-        seconds = self._clock() - started
         if len(scored) < min(2, self._plan.rollout.group_size):
-            self._end(ticket, prompt, "failed", _commonest(failures), scored, failures, seconds)
+            self._end(rolled, "failed", rolled.commonest_failure)
             return
         rows = self._parts.make_rows(prompt, scored)
         if not any(any(row.mask) for row in rows):
-            self._end(ticket, prompt, "dropped", "overlong", scored, failures, seconds)
+            self._end(rolled, "dropped", "overlong")
         elif not any(any(row.advantages) for row in rows):
-            self._end(ticket, prompt, "dropped", "no_contrast", scored, failures, seconds)
+            self._end(rolled, "dropped", "no_contrast")
         else:
             self._barren = 0
             self._parts.buffer.put(Group(ticket, prompt, scored, rows, failures, again))
-            self._record(self._ended(ticket, prompt, "ready", "", scored, failures, seconds))
+            self._record(rolled.ended(self._clock(), "ready"))
 
     async def _rollouts_of(self, ticket: int, prompt: Prompt) -> tuple[tuple[Scored, ...], tuple[Failure, ...]]:
         parts, rollout = self._parts, self._plan.rollout
@@ -184,50 +184,17 @@ class Pipeline:
         scored = tuple(result for result in judged if isinstance(result, Scored))
         return scored, tuple(result for result in [*results, *judged] if isinstance(result, Failure))
 
-    def _end(
-        self,
-        ticket: int,
-        prompt: Prompt,
-        outcome: str,
-        reason: str,
-        scored: tuple[Scored, ...],
-        failures: tuple[Failure, ...],
-        seconds: float,
-    ) -> None:
-        self._parts.buffer.end(ticket, outcome, reason, failures)
-        self._record(self._ended(ticket, prompt, outcome, reason, scored, failures, seconds))
+    def _end(self, rolled: Rolled, outcome: Outcome, reason: str) -> None:
+        self._parts.buffer.end(rolled.ticket, outcome, reason, rolled.failures)
+        self._record(rolled.ended(self._clock(), outcome, reason))
         self._barren += 1
         if self._barren >= self._plan.rollout.patience:
-            detail = failures[0].detail if failures else "all rewards of each group were equal"
             raise TrainingError(
-                f"{self._barren} groups in a row could not be trained; the last one: {reason} ({detail}). With no_contrast "
-                "the task is too hard or too easy for this model: change the task, the reward, or raise "
-                "rollout.group_size; rollout.patience sets how many groups may pass."
+                f"{self._barren} groups in a row could not be trained; the last one: {reason} "
+                f"({rolled.detail or 'all rewards of the group were equal'}). With no_contrast the task is too hard or too "
+                "easy for this model: change the task, the reward, or raise rollout.group_size; rollout.patience sets how "
+                "many groups may pass."
             )
-
-    def _ended(
-        self,
-        ticket: int,
-        prompt: Prompt,
-        outcome: str,
-        reason: str,
-        scored: tuple[Scored, ...],
-        failures: tuple[Failure, ...],
-        seconds: float,
-    ) -> GroupEnded:
-        return GroupEnded(
-            self._clock(),
-            ticket,
-            prompt.id,
-            outcome,  # type: ignore[arg-type]
-            reason,
-            failures[0].detail if failures else "",
-            tuple(one.reward for one in scored),
-            tuple(len(one.episode.last.tokens) for one in scored),
-            sum(one.episode.last.stop == "length" for one in scored),
-            dict(Counter(failure.reason for failure in failures)),
-            seconds,
-        )
 
     # -- train ----------------------------------------------------------------------------------------------------------
 
@@ -248,7 +215,7 @@ class Pipeline:
             self._skipped = 0
             self.step = report.version
             parts.buffer.trained(groups)
-            self._record(_step_fact(self._clock(), report, groups, self._mean_drawn(), waited))
+            self._record(step_fact(self._clock(), report, groups, self._mean_drawn(), waited))
             if delivery:  # a publish overwrites the slot before last: the last one must be live
                 async with parts.waits.named("trainer", "the swap in the engine (of the version before)"):
                     await delivery
@@ -293,7 +260,9 @@ class Pipeline:
     def _skip(self, report: TrainReport, groups: tuple[Group, ...]) -> None:
         for group in groups:
             self._parts.buffer.end(group.ticket, "dropped", report.skipped)
-            self._record(self._ended(group.ticket, group.prompt, "dropped", report.skipped, group.scored, (), 0.0))
+            self._record(
+                Rolled(group.ticket, group.prompt, group.scored).ended(self._clock(), "dropped", report.skipped)
+            )
         self._skipped += 1
         message = f"step {report.step} was skipped: {report.skipped}; the weights are unchanged, its groups are dropped"
         self._record(Warned(self._clock(), message))
@@ -314,18 +283,3 @@ class Pipeline:
             result = await work
         self.trainer_busy += self._clock() - started
         return result
-
-
-def _commonest(failures: tuple[Failure, ...]) -> str:
-    return Counter(failure.reason for failure in failures).most_common(1)[0][0]
-
-
-def _step_fact(t: float, report: TrainReport, groups: tuple[Group, ...], drawn: float, waited: float) -> StepTrained:
-    rows = [row for group in groups for row in group.rows]
-    lags = Counter(
-        report.step - version for row in rows for version, kept in zip(row.versions, row.mask, strict=True) if kept
-    )
-    rewards = [one.reward for group in groups for one in group.scored]
-    mean = sum(rewards) / len(rewards)
-    std = (sum((reward - mean) ** 2 for reward in rewards) / len(rewards)) ** 0.5
-    return StepTrained(t, report, groups, dict(lags), mean, std, drawn, waited)

@@ -1,0 +1,59 @@
+"""How a group's rollouts and an optimizer step become facts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal
+
+from headrace.observe.facts import GroupEnded, StepTrained
+from headrace.types import Failure, Group, Prompt, Scored, TrainReport
+
+Outcome = Literal["ready", "dropped", "failed"]
+
+
+@dataclass(frozen=True)
+class Rolled:
+    """A ticket whose rollouts are sampled and scored, whatever came of them."""
+
+    ticket: int
+    prompt: Prompt
+    scored: tuple[Scored, ...]
+    failures: tuple[Failure, ...] = ()
+    seconds: float = 0.0
+    """From the ticket to here."""
+
+    @property
+    def commonest_failure(self) -> str:
+        return Counter(failure.reason for failure in self.failures).most_common(1)[0][0]
+
+    @property
+    def detail(self) -> str:
+        return self.failures[0].detail if self.failures else ""
+
+    def ended(self, t: float, outcome: Outcome, reason: str = "") -> GroupEnded:
+        return GroupEnded(
+            t,
+            self.ticket,
+            self.prompt.id,
+            outcome,
+            reason,
+            self.detail,
+            tuple(one.reward for one in self.scored),
+            tuple(len(one.episode.last.tokens) for one in self.scored),
+            sum(one.episode.last.stop == "length" for one in self.scored),
+            dict(Counter(failure.reason for failure in self.failures)),
+            self.seconds,
+        )
+
+
+def step_fact(t: float, report: TrainReport, groups: tuple[Group, ...], drawn: float, waited: float) -> StepTrained:
+    """`drawn`: mean reward of all that ended since the step before; `waited`: seconds until the batch was full."""
+    rows = [row for group in groups for row in group.rows]
+    lags = Counter(
+        report.step - version for row in rows for version, kept in zip(row.versions, row.mask, strict=True) if kept
+    )
+    rewards = [one.reward for group in groups for one in group.scored]
+    mean = sum(rewards) / len(rewards)
+    std = (sum((reward - mean) ** 2 for reward in rewards) / len(rewards)) ** 0.5
+    return StepTrained(t, report, groups, dict(lags), mean, std, drawn, waited)
