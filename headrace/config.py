@@ -83,6 +83,20 @@ def config_of_run(run_dir: Path) -> Path:
     return path
 
 
+def check_resumable(old: RunConfig, new: RunConfig) -> None:
+    """A resumed run may change most settings. Raises ConfigError for those that its buffer and its weights depend on."""
+    fixed = {
+        "model.path": (old.model.path, new.model.path),
+        "seed": (old.seed, new.seed),
+        "staleness.groups_per_step": (old.staleness.groups_per_step, new.staleness.groups_per_step),
+    }
+    changed = [f"{name} was {was}, not {now}" for name, (was, now) in fixed.items() if was != now]
+    if changed:
+        raise ConfigError(
+            f"a run cannot be resumed with other values here: {'; '.join(changed)}. Start a new run for that"
+        )
+
+
 def dump_config(config: RunConfig) -> str:
     """TOML text with every setting, which `load_config` reads back to an equal config."""
     return dump(config)

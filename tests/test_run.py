@@ -289,7 +289,10 @@ def test_ctrl_c_once_leaves_cleanly_with_a_checkpoint(
     assert of(directory, CheckpointSaved)[-1].step == ended.step
     assert ended.accounting.balance() == 0 and ended.accounting.in_checkpoint > 0
     config["train"]["steps"] = ended.step + 3
+    with pytest.raises(ConfigError, match="groups_per_step was 4, not 5"):
+        headrace.train({**config, "staleness": {"groups_per_step": 5}}, resume=directory)
     result = headrace.train(config, resume=directory)
+    assert "steps = 5000" in (directory / f"config.until-step-{ended.step}.toml").read_text()
     assert result.reason == "finished"
     assert_complete(directory, ended.step + 3)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.config import RunConfig, dump_config
+from headrace.config import RunConfig, check_resumable, config_of_run, dump_config, read_config
 from headrace.errors import CheckpointError, HeadraceError
 from headrace.observe.build import open_recorder
 from headrace.observe.facts import Evaluated, RunEnded, Warned
@@ -49,6 +49,9 @@ def train(config: RunConfig, reward: Reward | None = None, resume: Path | None =
         checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep)
         checkpoint, complaints = _restore_point(checkpoints) if resume else (None, [])
         state = load_controller(checkpoint) if checkpoint else None
+        if resume:
+            check_resumable(read_config(config_of_run(path)), config)
+            directory.keep_config(dump_config(config), state.step if state else 0)
         recorder = open_recorder(config.observe, path, (state.step if state else 0) if resume else None)
         for complaint in complaints:
             recorder.record(Warned(state.seconds if state else 0.0, complaint))

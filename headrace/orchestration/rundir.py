@@ -55,6 +55,13 @@ class RunDirectory:
             raise ConfigError(f"{path} is not a run directory (it has no config.toml)")
         return cls(path)
 
+    def keep_config(self, config_toml: str, step: int) -> None:
+        """The settings that a resumed run goes on with; those until then stay beside them."""
+        current = self.path / "config.toml"
+        if current.read_text() != config_toml:
+            current.rename(self.path / f"config.until-step-{step}.toml")
+            current.write_text(config_toml)
+
     def close(self) -> None:
         self._lock.close()
 
