@@ -91,11 +91,11 @@ def reward(data: ReportData) -> str:
     low, high = _width(data)
     ends = min([low, *(one.step for one in evals)]), max([high, *(one.step + 0.5 for one in evals)])
     chart = Chart(ends, extent(seen), width=1140, height=300)
-    chart.band(lower, upper, "c6").line(middle, "c6").line(drawn, "c1")
+    chart.band(lower, upper, "c5").line(middle, "c5").line(drawn, "c1")
     _resumes(chart, data)
     chart.dots([(one.step, one.reward_mean) for one in evals], "c2", [one.reward_sem for one in evals])
     _hovers(chart, data, _reward_tip)
-    legend = [("c1", "all groups drawn: the policy's mean"), ("c6", "trained groups: mean, ± std of rollouts")]
+    legend = [("c1", "all groups drawn: the policy's mean"), ("c5", "trained groups: mean, ± std of rollouts")]
     if evals:
         legend.append(("c2", "held-out prompts: mean ± standard error"))
     note = "Groups without contrast are not trained: as the policy gets better, easy prompts leave the mean of the trained ones."
