@@ -181,7 +181,7 @@ def test_an_engine_that_keeps_dying_stops_the_run_with_a_checkpoint(config: Conf
     assert any("--resume" in note for note in caught.value.__notes__)
     last = of(directory, RunEnded)[-1]
     assert of(directory, CheckpointSaved)[-1].step == last.step
-    assert last.accounting.balance() == 0 and last.accounting.in_checkpoint > 0
+    assert last.accounting.balance() == 0 and last.accounting.in_pipeline == 0
     assert not workers_of(os.getpid()), "no process is left behind"
 
 
@@ -287,7 +287,7 @@ def test_ctrl_c_once_leaves_cleanly_with_a_checkpoint(
     ended = of(directory, RunEnded)[-1]
     assert ended.reason == "interrupted"
     assert of(directory, CheckpointSaved)[-1].step == ended.step
-    assert ended.accounting.balance() == 0 and ended.accounting.in_checkpoint > 0
+    assert ended.accounting.balance() == 0 and ended.accounting.in_pipeline == 0
     config["train"]["steps"] = ended.step + 3
     with pytest.raises(ConfigError, match="groups_per_step was 4, not 5"):
         headrace.train({**config, "staleness": {"groups_per_step": 5}}, resume=directory)
