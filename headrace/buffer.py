@@ -11,19 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import msgspec
-
 from headrace.observe.facts import Accounting
 from headrace.staleness import StalenessConfig
 from headrace.types import Group, Prompt, Struct
-
-
-class InFlight(Struct, frozen=True):
-    """A prompt that a ticket was drawn for and whose group is not ready yet."""
-
-    ticket: int
-    prompt: Prompt
-    again: bool = False
 
 
 class BufferState(Struct, frozen=True):
@@ -43,7 +33,8 @@ class Buffer:
         self._config = config
         self._wanted = groups_wanted
         self._next_ticket = 0
-        self._in_flight: dict[int, InFlight] = {}
+        self._in_flight: dict[int, Prompt] = {}
+        """By ticket."""
         self._ready: dict[int, Group] = {}
         self._taken: dict[int, Group] = {}
         self._trained_not_live: set[int] = set()
@@ -67,7 +58,7 @@ class Buffer:
 
     def start(self, ticket: int, prompt: Prompt, again: bool = False) -> None:
         """The prompt of a ticket just drawn. `again`: it was in flight at the checkpoint that this run resumed from."""
-        self._in_flight[ticket] = InFlight(ticket, prompt, again)
+        self._in_flight[ticket] = prompt
         if again:
             self._drawn_again += 1
         else:
@@ -131,10 +122,6 @@ class Buffer:
         """Tickets that hold a slot."""
         return len(self._in_flight) + len(self._ready) + len(self._taken) + len(self._trained_not_live)
 
-    @property
-    def ready_count(self) -> int:
-        return len(self._ready) + len(self._taken)
-
     def accounting(self, in_checkpoint: bool = False) -> Accounting:
         """C2 at this instant. `in_checkpoint`: what is in the pipeline now is what a checkpoint holds."""
         inside = len(self._in_flight) + len(self._ready) + len(self._taken)
@@ -151,7 +138,7 @@ class Buffer:
         )
 
     def state(self) -> BufferState:
-        unfinished = tuple(flight.prompt for flight in self._in_flight.values()) + tuple(self._to_draw_again)
+        unfinished = tuple(self._in_flight.values()) + tuple(self._to_draw_again)
         ready = {**self._ready, **self._taken}
         groups = tuple(ready[ticket] for ticket in sorted(ready))
         return BufferState(self._next_ticket, groups, unfinished, self.accounting(in_checkpoint=True))
@@ -194,6 +181,3 @@ class Buffer:
             if not sleeper.done():
                 sleeper.set_result(None)
         self._sleepers.clear()
-
-
-decode_state = msgspec.msgpack.Decoder(BufferState).decode

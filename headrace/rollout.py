@@ -60,7 +60,7 @@ async def roll_out(
     engine: Engine, prompt: Prompt, count: int, sampling: Callable[[int], Sampling], decode: Decode, name: str
 ) -> list[Episode | Failure]:
     """`count` completions of one prompt, sampled side by side; `sampling(i)` are the settings of the i-th."""
-    requests = [Request(f"{name}/{i}", prompt.tokens, sampling(i), group=name) for i in range(count)]
+    requests = [Request(f"{name}/{i}", prompt.tokens, sampling(i)) for i in range(count)]
     results = await asyncio.gather(*(boundary(engine.generate(request)) for request in requests))
     return [
         result if isinstance(result, Failure) else Episode((Turn(prompt.tokens, _with_text(result, decode)),))

@@ -57,11 +57,11 @@ class Sampling(Struct, frozen=True):
 
 
 class Request(Struct, frozen=True):
+    """Requests with equal prompts (a group's, say) share it: an engine computes it once for each version of the weights."""
+
     id: str
     prompt: tuple[int, ...]
     sampling: Sampling
-    group: str = ""
-    """Requests of one group share their prompt, which the engine computes once."""
     prefix: tuple[int, ...] = ()
     """Tokens already sampled for this request (before an engine died, say). They are forwarded, not sampled again, count
     towards `max_tokens`, and are not part of what the engine returns."""
@@ -261,11 +261,7 @@ class Capabilities(Struct, frozen=True):
     """What an engine can do. What it cannot is refused at start with a sentence (`errors.ConfigError`), never ignored."""
 
     context_length: int
-    top_p: bool = True
-    top_k: bool = True
-    min_p: bool = True
     stop_strings: bool = True
-    swap_in_flight: bool = True
     path: str = ""
     """A word for people: `fused llama`, `hugging face gpt_neox`, `fake`."""
 

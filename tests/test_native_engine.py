@@ -195,8 +195,8 @@ def greedy(name: str, prompt: tuple[int, ...], tokens: int = 12, **options) -> R
     return Request(name, prompt, sampling, **options)
 
 
-def drawn(name: str, prompt: tuple[int, ...], seed: int, tokens: int = 12, group: str = "", **sampling) -> Request:
-    return Request(name, prompt, Sampling(max_tokens=tokens, seed=seed, ignore_eos=True, **sampling), group)
+def drawn(name: str, prompt: tuple[int, ...], seed: int, tokens: int = 12, **sampling) -> Request:
+    return Request(name, prompt, Sampling(max_tokens=tokens, seed=seed, ignore_eos=True, **sampling))
 
 
 def prompts(*lengths: int) -> list[tuple[int, ...]]:
@@ -496,9 +496,9 @@ def test_a_reissued_request_that_had_ended_ends_at_once(saved):
 def test_the_prompt_of_a_group_is_computed_once(saved):
     """Also for siblings that wait for a slot, and for one that comes when the first have ended."""
     engine, prompt = make_engine(saved(), max_running=3), prompts(40)[0]
-    siblings = [drawn(str(i), prompt, seed=i, tokens=5 + i, group="g") for i in range(8)]
+    siblings = [drawn(str(i), prompt, seed=i, tokens=5 + i) for i in range(8)]
     answers = run(engine, siblings)
-    late = drawn("late", prompt, seed=3, tokens=8, group="g")
+    late = drawn("late", prompt, seed=3, tokens=8)
     answers |= run(engine, [late])
     assert engine.stats().prompt_tokens == 40
     assert answers["late"].tokens == answers["3"].tokens[:8]
@@ -509,10 +509,10 @@ def test_the_prompt_of_a_group_is_computed_once(saved):
 
 def test_a_sibling_that_comes_while_the_prompt_is_computed_joins_it(saved):
     engine, prompt = make_engine(saved()), prompts(40)[0]
-    engine.add(drawn("first", prompt, seed=0, group="g"))
+    engine.add(drawn("first", prompt, seed=0))
     answers: dict[str, Answer] = {}
     step(engine, answers)
-    run(engine, [drawn("second", prompt, seed=1, group="g")], answers)
+    run(engine, [drawn("second", prompt, seed=1)], answers)
     assert engine.stats().prompt_tokens == 40
     for name, seed in (("first", 0), ("second", 1)):
         assert_logprobs(reference(saved()), drawn(name, prompt, seed), answers[name])
@@ -580,7 +580,7 @@ def test_cancelling_frees_at_once_wherever_the_request_is(saved):
 def test_a_shared_prompt_survives_the_cancellation_of_one(saved):
     engine, prompt = make_engine(saved()), prompts(40)[0]
     for i in range(3):
-        engine.add(drawn(str(i), prompt, seed=i, group="g"))
+        engine.add(drawn(str(i), prompt, seed=i))
     answers: dict[str, Answer] = {}
     step(engine, answers)
     engine.cancel("0")
@@ -732,7 +732,7 @@ def test_logits_that_are_not_finite_end_their_rows_and_nobody_elses(saved):
     poisoned["model.embed_tokens.weight"][7] = torch.nan  # one token only
     engine.swap(engine.prepare(update(1), poisoned))
     clean = tuple(token for token in prompt if token != 7)
-    answers = run(engine, [greedy("bad", (*clean, 7), 3, group="g"), greedy("worse", (*clean, 7), 3, group="g")])
+    answers = run(engine, [greedy("bad", (*clean, 7), 3), greedy("worse", (*clean, 7), 3)])
     for name in ("bad", "worse"):
         assert answers[name].stop == "error" and not answers[name].tokens
         assert answers[name].error == "non-finite logits at version 1"

@@ -21,6 +21,7 @@ from headrace.buffer import Buffer
 from headrace.chat import ChatEncoder
 from headrace.config import RunConfig
 from headrace.engine.config import EngineConfig
+from headrace.errors import ConfigError
 from headrace.models import resolve_model
 from headrace.observe.facts import RunStarted, WeightsLive
 from headrace.observe.waits import Waits
@@ -149,6 +150,10 @@ async def build(
         undo.push_async_callback(scorer.close)
         pools = await open_pools(config, model_dir, logs, observer, waits, clock, checkpoint)
         undo.push_async_callback(pools.close)
+        if config.rollout.stop and not pools.engine.capabilities.stop_strings:
+            raise ConfigError(
+                "this engine cannot end completions at strings (the model has no tokenizer it can use); remove rollout.stop"
+            )
         built = _assemble(config, pools, encoder, task, scorer, prompts, observer, waits, checkpoints, state, clock)
         undo.pop_all()
     return built

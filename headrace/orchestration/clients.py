@@ -79,7 +79,7 @@ class _Pending:
 
     def reissue(self) -> Request:
         request = self.request
-        return Request(request.id, request.prompt, request.sampling, request.group, (*request.prefix, *self.tokens))
+        return Request(request.id, request.prompt, request.sampling, (*request.prefix, *self.tokens))
 
     def completion(self, stop: Stop, error: str) -> Completion:
         spans = spans_of(self.versions, self.kv_versions)
