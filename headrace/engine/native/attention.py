@@ -1,97 +1,180 @@
-"""Attention of one flat forward pass over a ragged batch, the same for both runners.
+"""Attention over a paged KV cache, in plain PyTorch: for every runner that has no kernels of its own.
 
-    tokens = [ one token for each of B running sequences | chunk of prompt | chunk of prompt | ... ]      N in all
-
-Running sequences sit in cache rows [0, B), so their attention is one call over a slice of the cache with a mask by length;
-each chunk is one causal call over its own row. Grouped-query attention is left to torch, whose kernels repeat nothing.
+Segments of one token (decoding) go through one call for all: their blocks are gathered by the block table, what lies
+behind a sequence's end is masked. Longer segments (chunks of prompts) are one causal call each. On CUDA with
+FlashAttention 3, one kernel reads the pages where they lie.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 
 import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from headrace.engine.native.kv import KVCache
+from headrace.engine.native.batch import BLOCK, Batch
+
+PagedKernel = Callable[..., torch.Tensor]
+"""`torch.nn.attention.varlen.varlen_attn`, or what takes the same arguments."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What attention needs to know of a model."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+
+    def block_nbytes(self, dtype: torch.dtype) -> int:
+        return self.layers * 2 * BLOCK * self.kv_heads * self.head_dim * dtype.itemsize
+
+
+class PagedCache:
+    """[L, 2, blocks + 1, BLOCK, Hkv, D]: keys and values. The last block is scratch: what padding writes to."""
+
+    def __init__(self, geometry: Geometry, dtype: torch.dtype, device: torch.device) -> None:
+        self.geometry, self.dtype, self.device = geometry, dtype, device
+        self.kernel = paged_kernel(dtype, device)
+        self.scratch = 0
+
+    def allocate(self, blocks: int) -> None:
+        # Zeros and not empty: what lies behind a sequence's end is masked, but 0 * NaN would still be NaN. The system hands
+        # out zeroed pages at first touch, so this costs nothing on a CPU.
+        layers, heads, dim = self.geometry.layers, self.geometry.kv_heads, self.geometry.head_dim
+        self._data = torch.zeros(layers, 2, blocks + 1, BLOCK, heads, dim, dtype=self.dtype, device=self.device)
+        self._pages = [(layer[0], layer[1]) for layer in self._data]
+        self._blocks = [(keys.flatten(1), values.flatten(1)) for keys, values in self._pages]
+        self._tokens = [
+            (keys.flatten(0, 1).flatten(1), values.flatten(0, 1).flatten(1)) for keys, values in self._pages
+        ]
+        self.scratch = blocks
+
+    def write(self, layer: int, where: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """`where` [N]: block * BLOCK + place of each token; keys and values [N, Hkv, D]."""
+        for cached, fresh in zip(self._tokens[layer], (keys, values), strict=True):
+            cached.index_copy_(0, where, fresh.reshape(len(where), -1).to(self.dtype))
+
+    def gather(self, layer: int, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """blocks [n, w] -> keys and values [n, w * BLOCK, Hkv, D]. Whole blocks by `index_select`: on a CPU seven times
+        faster than indexing."""
+        shape = (len(blocks), -1, self.geometry.kv_heads, self.geometry.head_dim)
+        keys, values = (part.index_select(0, blocks.flatten()).view(shape) for part in self._blocks[layer])
+        return keys, values
+
+    def pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [blocks + 1, BLOCK, Hkv, D] where they lie."""
+        return self._pages[layer]
+
+    def copy(self, source: np.ndarray, target: np.ndarray) -> None:
+        self._data[:, :, self._index(target)] = self._data[:, :, self._index(source)]
+
+    def clear(self, blocks: np.ndarray) -> None:
+        self._data[:, :, self._index(blocks)] = 0
+
+    def _index(self, blocks: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.asarray(blocks, dtype=np.int64)).to(self.device)
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens [start, stop) of a prompt that is computed in cache row `row`."""
+    """Tokens [start, stop) of the pass, which stand behind `context` tokens in the blocks of `table`."""
 
-    row: int
     start: int
     stop: int
+    context: int
+    table: torch.Tensor
 
 
 @dataclass
-class Ragged:
-    """What attention must know of one forward pass. Masks are made once and used by every layer."""
+class Pass:
+    """What attention must know of one forward pass. Masks are made once and serve every layer."""
 
-    cache: KVCache
-    lengths: np.ndarray
-    """[B] tokens in the cache of each running sequence, before this pass."""
-    chunks: list[Chunk]
-    device: torch.device
-    dtype: torch.dtype
-    positions: torch.Tensor = field(init=False)
-    """[N]"""
-    where: torch.Tensor = field(init=False)
-    """[N] row * Tmax + position: where each token's key and value go."""
-    _decode_masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
-    _chunk_masks: dict[tuple[int, int | None], torch.Tensor | None] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        spans = [np.arange(chunk.start, chunk.stop) for chunk in self.chunks]
-        positions = np.concatenate([self.lengths, *spans]).astype(np.int64)
-        rows = [np.full(chunk.stop - chunk.start, chunk.row) for chunk in self.chunks]
-        where = np.concatenate([np.arange(len(self.lengths)), *rows]).astype(np.int64) * self.cache.tokens + positions
-        self.positions = torch.from_numpy(positions).to(self.device)
-        self.where = torch.from_numpy(where).to(self.device)
-        self.longest = int(self.lengths.max()) + 1 if len(self.lengths) else 0
+    cache: PagedCache
+    positions: torch.Tensor
+    """[N] int64"""
+    where: torch.Tensor
+    """[N] int64: where each token's key and value go."""
+    single: torch.Tensor | None
+    """[n] tokens that make a segment alone; None when all do."""
+    tables: torch.Tensor
+    """[n, W] int64: the blocks of those."""
+    chunks: list[Chunk] = field(default_factory=list)
+    exact: bool = False
+    """Every token alone, block after block: the order of sums depends on nothing but the token's own context."""
+    paged: tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int] | None = None
+    """For the kernel that reads pages: segment starts, lengths and tables [S, W] int32, longest segment and sequence."""
+    _plans: dict[int | None, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    _masks: dict[tuple[int, int | None], torch.Tensor | None] = field(default_factory=dict)
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None
     ) -> torch.Tensor:
-        """q [N, Hq, D], k and v [N, Hkv, D] -> [N, Hq, D]. Writes k and v into the cache first.
+        """q [N, Hq, D], k and v [N, Hkv, D] -> [N, Hq, D] in q's dtype. Writes k and v into the cache first.
 
         `window`: a token sees itself and the window - 1 tokens before it.
         """
         self.cache.write(layer, self.where, k, v)
-        running = len(self.lengths)
-        if not self.chunks:
+        if self.paged is not None and self.cache.kernel is not None:
+            return self._read_pages(self.cache.kernel, layer, q, scale, window)
+        if self.single is None:
             return self._decode(layer, q, scale, window)
-        parts = [self._decode(layer, q[:running], scale, window)] if running else []
-        offset = running
+        out = torch.empty_like(q)
+        if len(self.single):
+            out[self.single] = self._decode(layer, q[self.single], scale, window)
         for index, chunk in enumerate(self.chunks):
-            size = chunk.stop - chunk.start
-            parts.append(self._prefill(layer, index, q[offset : offset + size], scale, window))
-            offset += size
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+            out[chunk.start : chunk.stop] = self._chunk(layer, index, q[chunk.start : chunk.stop], scale, window)
+        return out
+
+    # -- tokens alone -------------------------------------------------------------------------------------------------------
 
     def _decode(self, layer: int, q: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
-        rows = len(q)
-        keys, values = self.cache.layer(layer)
+        blocks, seen = self._plan(window)
+        # The query heads of one key head are rows of one small matrix: nothing is repeated.
+        heads = q.view(len(q), self.cache.geometry.kv_heads, -1, q.shape[-1])
+        if self.exact:
+            return _block_by_block(self.cache, layer, heads, blocks, seen, scale).view(q.shape).to(q.dtype)
+        keys, values = self.cache.gather(layer, blocks)
         out = scaled_dot_product_attention(
-            q[:, :, None],
-            keys[:rows, : self.longest].transpose(1, 2),
-            values[:rows, : self.longest].transpose(1, 2),
-            attn_mask=self._decode_mask(window),
-            scale=scale,
-            enable_gqa=q.shape[1] != keys.shape[2],
+            heads, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=seen[:, None, None], scale=scale
         )
-        return out[:, :, 0]
+        return out.reshape(q.shape)
 
-    def _prefill(self, layer: int, index: int, q: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
+    def _plan(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Blocks [n, w] that the window touches, and a mask [n, w * BLOCK] to be added to the scores."""
+        if window not in self._plans:
+            last = self.positions if self.single is None else self.positions[self.single]
+            width = self.tables.shape[1]
+            first = torch.zeros_like(last)
+            if window is not None:
+                first = (last - window + 1).clamp(min=0) // BLOCK
+                width = min(width, (window + BLOCK - 2) // BLOCK + 1)
+            columns = first[:, None] + torch.arange(width, device=last.device)
+            # Behind the end stands the sequence's own last block again: of others' not even NaN may come in.
+            blocks = self.tables.gather(1, columns.minimum(last[:, None] // BLOCK))
+            keys = (columns[..., None] * BLOCK + torch.arange(BLOCK, device=last.device)).flatten(1)
+            self._plans[window] = blocks, self._mask(_visible(keys, last[:, None], window))
+        return self._plans[window]
+
+    def _mask(self, seen: torch.Tensor) -> torch.Tensor:
+        dtype = torch.float32 if self.exact else self.cache.dtype
+        return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+
+    # -- chunks -------------------------------------------------------------------------------------------------------------
+
+    def _chunk(self, layer: int, index: int, q: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
         chunk = self.chunks[index]
-        keys, values = self.cache.layer(layer)
+        length = chunk.context + len(q)
+        keys, values = self.cache.gather(layer, chunk.table[None])
         mask = self._chunk_mask(index, window)
         out = scaled_dot_product_attention(
             q.transpose(0, 1)[None],
-            keys[chunk.row, : chunk.stop].transpose(0, 1)[None],
-            values[chunk.row, : chunk.stop].transpose(0, 1)[None],
+            keys[:, :length].transpose(1, 2),
+            values[:, :length].transpose(1, 2),
             attn_mask=mask,
             is_causal=mask is None,
             scale=scale,
@@ -99,28 +182,112 @@ class Ragged:
         )
         return out[0].transpose(0, 1)
 
-    def _decode_mask(self, window: int | None) -> torch.Tensor:
-        """[B, 1, 1, longest], added to the scores."""
-        if window not in self._decode_masks:
-            last = self.positions[: len(self.lengths), None]
-            seen = _visible(torch.arange(self.longest, device=self.device)[None], last, window)
-            mask = torch.zeros(seen.shape, dtype=self.dtype, device=self.device).masked_fill_(~seen, -torch.inf)
-            self._decode_masks[window] = mask[:, None, None]
-        return self._decode_masks[window]
-
     def _chunk_mask(self, index: int, window: int | None) -> torch.Tensor | None:
-        """[chunk, stop] of booleans; None where plain causality says it all."""
-        key = (index, window)
-        if key not in self._chunk_masks:
-            chunk = self.chunks[index]
-            if chunk.start == 0 and (window is None or window >= chunk.stop):
-                self._chunk_masks[key] = None
-            else:
-                queries = torch.arange(chunk.start, chunk.stop, device=self.device)[:, None]
-                self._chunk_masks[key] = _visible(torch.arange(chunk.stop, device=self.device)[None], queries, window)
-        return self._chunk_masks[key]
+        """[n, context + n] to be added to the scores; None where plain causality says it all."""
+        key, chunk = (index, window), self.chunks[index]
+        if key not in self._masks:
+            queries = self.positions[chunk.start : chunk.stop, None]
+            length = chunk.context + len(queries)
+            plain = chunk.context == 0 and (window is None or window >= length)
+            keys = torch.arange(length, device=queries.device)[None]
+            self._masks[key] = None if plain else self._mask(_visible(keys, queries, window))
+        return self._masks[key]
+
+    # -- pages where they lie -----------------------------------------------------------------------------------------------
+
+    def _read_pages(
+        self, kernel: PagedKernel, layer: int, q: torch.Tensor, scale: float, window: int | None
+    ) -> torch.Tensor:
+        assert self.paged is not None
+        starts, lengths, tables, longest, context = self.paged
+        keys, values = self.cache.pages(layer)
+        return kernel(
+            q.to(self.cache.dtype),
+            keys,
+            values,
+            starts,
+            None,
+            longest,
+            context,
+            scale=scale,
+            window_size=(-1 if window is None else window - 1, 0),
+            enable_gqa=q.shape[1] != keys.shape[2],
+            seqused_k=lengths,
+            block_table=tables,
+        )
+
+
+def plan_pass(batch: Batch, cache: PagedCache, exact: bool = False) -> Pass:
+    """Everything that attention must know of a batch, moved to the cache's device."""
+
+    def move(array: np.ndarray, dtype: type = np.int64) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array, dtype=dtype)).to(cache.device, non_blocking=True)
+
+    positions, segments, sizes = batch.positions(), batch.segments(), np.diff(batch.starts)
+    where = batch.tables[segments, positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK
+    if exact:
+        return Pass(cache, move(positions), move(where), None, move(batch.tables[segments]), exact=True)
+    alone = np.flatnonzero(sizes == 1)
+    ends = batch.context + sizes
+    chunks = [
+        Chunk(
+            int(batch.starts[s]),
+            int(batch.starts[s + 1]),
+            int(batch.context[s]),
+            move(batch.tables[s, : -(-ends[s] // BLOCK)]),
+        )
+        for s in np.flatnonzero(sizes > 1)
+    ]
+    tables = batch.tables if len(alone) == len(sizes) else batch.tables[alone]
+    single = None if not chunks else move(batch.starts[alone])
+    paged = None
+    if cache.kernel is not None:
+        columns = [move(array, np.int32) for array in (batch.starts, ends, batch.tables)]
+        paged = (columns[0], columns[1], columns[2], int(sizes.max()), int(ends.max()))
+    return Pass(cache, move(positions), move(where), single, move(tables), chunks, paged=paged)
+
+
+def paged_kernel(dtype: torch.dtype, device: torch.device) -> PagedKernel | None:
+    """FlashAttention 3 behind torch's own interface, where it is installed (`flash_attn_interface`) and the GPU is a Hopper:
+    FlashAttention 2, which torch ships, reads no pages. No machine of ours has had it: the arguments are tested against a
+    plain computation, the kernel itself never ran."""
+    if (
+        device.type != "cuda"
+        or dtype not in (torch.bfloat16, torch.float16)
+        or find_spec("flash_attn_interface") is None
+    ):
+        return None
+    from torch.nn import attention
+    from torch.nn.attention.varlen import varlen_attn
+
+    activate = getattr(attention, "activate_flash_attention_impl", None)  # since torch 2.11
+    pages = "block_table" in inspect.signature(varlen_attn).parameters  # since 2.13
+    if activate is None or not pages or torch.cuda.get_device_capability(device)[0] != 9:
+        return None
+    activate("FA3")
+    return varlen_attn
 
 
 def _visible(keys: torch.Tensor, queries: torch.Tensor, window: int | None) -> torch.Tensor:
     seen = keys <= queries
     return seen if window is None else seen & (keys > queries - window)
+
+
+def _block_by_block(
+    cache: PagedCache, layer: int, q: torch.Tensor, blocks: torch.Tensor, mask: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """q [n, Hkv, g, D] -> [n, Hkv, g, D] float32, with a running softmax (Milakov and Gimelshein, arXiv:1805.02867) over
+    blocks in order. Every product has the same shape whatever the context, and a block that is masked changes no bit."""
+    q = q.float() * scale
+    best = torch.full((*q.shape[:3], 1), -torch.inf, device=q.device)
+    total, out = torch.zeros_like(best), torch.zeros_like(q)
+    for index in range(blocks.shape[1]):
+        keys, values = cache.gather(layer, blocks[:, index : index + 1])
+        scores = q @ keys.permute(0, 2, 3, 1).float()
+        scores = scores + mask[:, None, None, index * BLOCK : (index + 1) * BLOCK]
+        higher = torch.maximum(best, scores.amax(-1, keepdim=True))
+        weights, keep = torch.exp(scores - higher), torch.exp(best - higher)
+        total = total * keep + weights.sum(-1, keepdim=True)
+        out = out * keep + weights @ values.transpose(1, 2).float()
+        best = higher
+    return out / total

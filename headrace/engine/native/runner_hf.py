@@ -6,22 +6,52 @@ into our cache. So it gets continuous batching, chunked prefill and shared promp
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
+from torch.nn.functional import pad
 
-from headrace.engine.native.attention import Ragged
+from headrace.engine.native.attention import Pass
+from headrace.engine.native.batch import Batch, Forward
+from headrace.engine.native.padding import EXACT_ROWS
+from headrace.engine.native.paged import PagedRunner
 from headrace.engine.native.skeleton import Skeleton, attention
+from headrace.errors import ConfigError
+from headrace.types import AdapterSpec
 
 
-class HuggingFaceRunner:
-    def __init__(self, skeleton: Skeleton, dtype: torch.dtype, device: torch.device) -> None:
-        self.path = f"hugging face {skeleton.model_type}"
-        self.device, self.dtype = device, dtype
-        self._model = skeleton.model
-        self._places = _places(skeleton.model)
+class HuggingFaceRunner(PagedRunner):
+    """Raises ConfigError for what it cannot do: adapters, and exactness of mixtures of experts."""
+
+    def __init__(
+        self,
+        model: Skeleton,
+        context_length: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        exact: bool = False,
+        max_adapters: int = 0,
+    ) -> None:
+        super().__init__(model.geometry, dtype, device, exact)
+        self.path = f"hugging face {model.model_type}"
+        self._model = model.model
+        if max_adapters:
+            raise ConfigError(
+                f"engine.max_adapters = {max_adapters}, but {self.path} runs through a forward pass that is not ours; serve a "
+                "model of a known family (llama, mistral, qwen2, qwen3, gemma3, qwen3_moe, mixtral, olmoe) or set it to 0"
+            )
+        if exact and model.model._can_set_experts_implementation():
+            raise ConfigError(
+                f"engine.exact = true, but in {self.path} how an expert adds depends on how many tokens chose it; serve "
+                "qwen3_moe, mixtral or olmoe through the fused path, or set it to false"
+            )
+        self._places = _places(model.model)
+        self._blocks = _decoder_layers(model.model, model.geometry.layers)
         self._loaded = False
+
+    # -- weights ------------------------------------------------------------------------------------------------------------
 
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.nn.Parameter]:
         """One parameter for each place of the model, tied ones repeated."""
@@ -33,29 +63,71 @@ class HuggingFaceRunner:
             module._parameters[attribute] = parameter
         self._loaded = True
 
-    def forward(self, tokens: torch.Tensor, batch: Ragged, rows: torch.Tensor) -> torch.Tensor:
-        """tokens [N] -> logits [len(rows), V] of the flat positions `rows`."""
+    def prepare_adapter(self, spec: AdapterSpec, tensors: Mapping[str, torch.Tensor]) -> Any:
+        raise ValueError(f"{self.path} serves no adapters; merge {spec.name} into the weights")
+
+    def use_adapter(self, slot: int, adapter: Any) -> None:
+        assert adapter is None, "an adapter that was never prepared"
+
+    # -- the pass -----------------------------------------------------------------------------------------------------------
+
+    def _forward(self, batch: Batch) -> Forward:
+        rows = self._tensor(batch.rows)
+        wanted = pad(rows, (0, EXACT_ROWS - len(rows))) if self.exact else rows
+        return Forward(self._run(batch, wanted)[: len(rows)])
+
+    @torch.inference_mode()
+    def blame(self, batch: Batch) -> np.ndarray:
+        blamed = torch.full((len(batch.tokens),), -1, device=self.device)
+        seen = 0
+
+        def look(module: torch.nn.Module, args: Any, output: Any) -> None:
+            nonlocal seen
+            x = (output[0] if isinstance(output, tuple) else output).reshape(len(blamed), -1)
+            blamed[(blamed < 0) & ~x.isfinite().all(-1)] = seen
+            seen += 1
+
+        hooks = [block.register_forward_hook(look) for block in self._blocks]
+        try:
+            rows = self._tensor(batch.rows)
+            broken = ~self._run(batch, rows).isfinite().all(-1)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        layers = self._cache.geometry.layers
+        blamed[rows] = torch.where((blamed[rows] < 0) & broken, layers, blamed[rows])
+        return blamed.cpu().numpy()
+
+    def _run(self, batch: Batch, rows: torch.Tensor) -> torch.Tensor:
+        """Logits [len(rows), V]."""
         assert self._loaded, "forward before the first weights"
-
-        def attend(
-            module: Any,
-            q: torch.Tensor,
-            k: torch.Tensor,
-            v: torch.Tensor,
-            mask: None,
-            scaling: float | None = None,
-            sliding_window: int | None = None,
-            **_: Any,
-        ) -> torch.Tensor:
-            scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-            q, k, v = (states[0].transpose(0, 1) for states in (q, k, v))
-            return batch.attend(module.layer_idx, q, k, v, scale, sliding_window)[None]
-
-        with attention(attend):
+        plan = self._plan(batch)
+        with attention(_attend_with(plan)):
             out = self._model(
-                input_ids=tokens[None], position_ids=batch.positions[None], use_cache=False, logits_to_keep=rows
+                input_ids=self._tensor(batch.tokens)[None],
+                position_ids=plan.positions[None],
+                use_cache=False,
+                logits_to_keep=rows,
             )
         return out.logits[0]
+
+
+def _attend_with(plan: Pass) -> Callable[..., torch.Tensor]:
+    def attend(
+        module: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: None,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+        q, k, v = (states[0].transpose(0, 1) for states in (q, k, v))
+        return plan.attend(module.layer_idx, q, k, v, scale, sliding_window)[None]
+
+    return attend
 
 
 def _places(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, str]]:
@@ -67,3 +139,10 @@ def _places(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, str]]:
         for attribute, parameter in module._parameters.items()
         if parameter is not None
     ]
+
+
+def _decoder_layers(model: torch.nn.Module, layers: int) -> list[torch.nn.Module]:
+    """The model's decoder layers in order: the first list of modules that is as long as there are layers. Empty where there
+    is none such: `blame` then knows no layer."""
+    lists = (module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
+    return list(next((found for found in lists if len(found) == layers), []))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-from headrace.engine.native.kv import Geometry
+from headrace.engine.native.attention import Geometry
 from headrace.errors import ConfigError
 
 ATTENTION = "headrace"
@@ -55,6 +55,8 @@ class Skeleton:
     geometry: Geometry
     windows: tuple[int | None, ...]
     """Sliding window of each layer."""
+    scales: tuple[float, ...]
+    """What each layer multiplies its attention scores with."""
     vocabulary: int
     context_length: int | None
     """Positions the model was made for."""
@@ -91,6 +93,7 @@ def read(model_dir: Path, dtype: torch.dtype, device: torch.device) -> Skeleton:
         {name: tuple(parameter.shape) for name, parameter in model.named_parameters()},
         geometry,
         tuple(note.options.get("sliding_window") for note in notes),
+        tuple(note.scale for note in notes),
         vocabulary,
         getattr(text, "max_position_embeddings", None),
     )
@@ -116,6 +119,11 @@ class _Note:
     masked: bool
     causal: bool
     options: dict[str, Any]
+
+    @property
+    def scale(self) -> float:
+        scaling = self.options.get("scaling")
+        return self.q[3] ** -0.5 if scaling is None else scaling
 
 
 def _dry_run(model: Any, what: str) -> tuple[list[_Note], int]:

@@ -1,0 +1,72 @@
+"""Batches of a fixed size: cut into pieces of so many tokens, and filled up with tokens that nobody reads.
+
+Two need this: exactness (a matrix product that always has the same shape always adds in the same order) and CUDA graphs
+(which replay the shapes they were captured with).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch.nn.functional import pad as pad_tensor
+
+from headrace.engine.native.batch import Batch, Forward
+
+EXACT_ROWS = 32
+"""Rows of every matrix product in exact mode."""
+
+
+def cut(batch: Batch, size: int) -> Iterator[Batch]:
+    """Pieces of `size` tokens, the last one shorter. Run in this order they do what the whole does: a later token of a
+    sequence finds the earlier ones in the cache."""
+    for start in range(0, len(batch.tokens), size):
+        stop = min(start + size, len(batch.tokens))
+        first = int(np.searchsorted(batch.starts, start, "right")) - 1
+        last = int(np.searchsorted(batch.starts, stop, "left"))
+        behind = np.maximum(start - batch.starts[first:last], 0)
+        rows = batch.rows[(batch.rows >= start) & (batch.rows < stop)] - start
+        yield replace(
+            batch,
+            tokens=batch.tokens[start:stop],
+            starts=batch.starts[first : last + 1].clip(start, stop) - start,
+            context=batch.context[first:last] + behind.astype(batch.context.dtype),
+            tables=batch.tables[first:last],
+            rows=rows,
+            adapters=batch.adapters[first:last],
+        )
+
+
+def fill_up(batch: Batch, tokens: int, width: int, scratch: int) -> Batch:
+    """At least `tokens` tokens and tables at least `width` wide: what is missing are sequences of one token, all written to
+    the block `scratch`, which nobody else reads. The rows stay as they are."""
+    missing = max(tokens - len(batch.tokens), 0)
+    columns = max(width - batch.tables.shape[1], 0)
+    tables = np.pad(batch.tables, ((0, missing), (0, columns)))
+    tables[len(batch.context) :, 0] = scratch
+    return replace(
+        batch,
+        tokens=np.pad(batch.tokens, (0, missing)),
+        starts=np.concatenate([batch.starts, batch.starts[-1] + np.arange(1, missing + 1, dtype=batch.starts.dtype)]),
+        context=np.pad(batch.context, (0, missing)),
+        tables=tables,
+        adapters=np.pad(batch.adapters, (0, missing), constant_values=-1),
+    )
+
+
+def join(parts: Sequence[Forward], sizes: Sequence[int]) -> Forward:
+    """The passes over the pieces of a batch as one; `sizes` are the pieces' tokens without filling."""
+    routing = [part.routing[:size] for part, size in zip(parts, sizes, strict=True) if part.routing is not None]
+    return Forward(torch.cat([part.logits for part in parts]), np.concatenate(routing) if routing else None)
+
+
+def in_pieces(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, rows: int) -> torch.Tensor:
+    """`function` of x [n, ...], which it sees `rows` rows at a time, never more or fewer."""
+    parts = [function(_filled(x[start : start + rows], rows))[: len(x) - start] for start in range(0, len(x), rows)]
+    return torch.cat(parts) if parts else function(x)
+
+
+def _filled(x: torch.Tensor, rows: int) -> torch.Tensor:
+    return x if len(x) == rows else pad_tensor(x, (0, 0) * (x.dim() - 1) + (0, rows - len(x)))

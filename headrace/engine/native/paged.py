@@ -1,0 +1,53 @@
+"""What the PyTorch runners share: the cache of blocks, and exactness by cutting every pass into pieces of one size."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+import torch
+
+from headrace.engine.native.attention import Geometry, PagedCache, Pass, plan_pass
+from headrace.engine.native.batch import Batch, Forward
+from headrace.engine.native.padding import EXACT_ROWS, cut, fill_up, join
+
+
+class PagedRunner(ABC):
+    """Half of a `Runner`; the other half is `_forward` and the weights."""
+
+    experts: tuple[int, int] = (0, 0)
+
+    def __init__(self, geometry: Geometry, dtype: torch.dtype, device: torch.device, exact: bool) -> None:
+        """`exact`: logits of a token depend on its sequence alone, not on what else is in the batch, nor on how the sequence
+        was cut into chunks. Every operation then sees 32 tokens at a time, and attention goes block by block."""
+        self.dtype, self.device, self.exact = dtype, device, exact
+        self.block_nbytes = geometry.block_nbytes(dtype)
+        self._cache = PagedCache(geometry, dtype, device)
+
+    def allocate(self, blocks: int) -> None:
+        self._cache.allocate(blocks)
+
+    @torch.inference_mode()
+    def copy_blocks(self, source: np.ndarray, target: np.ndarray) -> None:
+        self._cache.copy(source, target)
+
+    @torch.inference_mode()
+    def clear_blocks(self, blocks: np.ndarray) -> None:
+        self._cache.clear(blocks)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> Forward:
+        if not self.exact:
+            return self._forward(batch)
+        pieces = list(cut(batch, EXACT_ROWS))
+        parts = [self._forward(fill_up(piece, EXACT_ROWS, 0, self._cache.scratch)) for piece in pieces]
+        return join(parts, [len(piece.tokens) for piece in pieces])
+
+    @abstractmethod
+    def _forward(self, batch: Batch) -> Forward: ...
+
+    def _plan(self, batch: Batch) -> Pass:
+        return plan_pass(batch, self._cache, self.exact)
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self.device, non_blocking=True)

@@ -1,0 +1,191 @@
+"""Tiny random models of every family, and a driver that steps a runner by hand: what the tests of the runners stand on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from headrace.engine.native.batch import BLOCK, Batch, Forward
+from headrace.engine.native.skeleton import Skeleton, read
+
+SMALL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 96,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+BIASED = {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "head_dim": 16}
+GEMMA = {
+    "head_dim": 8,
+    "sliding_window": 7,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "query_pre_attn_scalar": 12,
+}
+QWEN3_MOE = {
+    "head_dim": 8,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-tied-biased": ("llama", BIASED),
+    "llama3-rope": ("llama", {"rope_parameters": LLAMA3_ROPE}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral-sliding": ("mistral", {"sliding_window": 37}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-sliding": ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
+    "gemma3_text": ("gemma3_text", GEMMA),
+    "qwen3_moe": ("qwen3_moe", QWEN3_MOE),
+    "qwen3_moe-mixed": ("qwen3_moe", {**QWEN3_MOE, "mlp_only_layers": [0], "norm_topk_prob": False}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "sliding_window": None}),
+    "olmoe": ("olmoe", {"num_experts": 8, "num_experts_per_tok": 2}),
+}
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt_neox": ("gpt_neox", {"num_key_value_heads": 4}),
+    "gpt2": ("gpt2", {}),
+    "gemma3-capped": ("gemma3_text", {**GEMMA, "final_logit_softcapping": 3.0}),
+}
+MIXTURES = [name for name in MODELS if "moe" in name or name == "mixtral"]
+
+
+@cache
+def saved(name: str, seed: int = 0) -> Path:
+    """A directory with the model, made once."""
+    directory = Path(mkdtemp(prefix=f"headrace-{name}-"))
+    make(name, seed).save_pretrained(directory)
+    return directory
+
+
+def make(name: str, seed: int = 0, **changes: Any) -> Any:
+    model_type, extra = (MODELS | OTHERS).get(name, (name, {}))
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(model_type, **{**SMALL, **extra, **changes})
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():  # wide enough that greedy choices are clear, neighbours differ and experts are not tied
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.15)
+    return model.eval()
+
+
+def reference(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    return AutoModelForCausalLM.from_pretrained(saved(name), dtype=dtype, attn_implementation="eager").eval()
+
+
+def skeleton(name: str, dtype: torch.dtype = torch.float32) -> Skeleton:
+    return read(saved(name), dtype, torch.device("cpu"))
+
+
+def parameters(name: str, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    return {key: value.detach() for key, value in reference(name, dtype).named_parameters()}
+
+
+@dataclass
+class Stretch:
+    tokens: list[int]
+    adapter: int = -1
+    cached: int = 0
+    blocks: list[int] = field(default_factory=list)
+
+
+class Driver:
+    """Steps a runner over sequences whose blocks lie anywhere in its cache."""
+
+    def __init__(self, runner: Any, weights: Mapping[str, torch.Tensor] | None = None, blocks: int = 64) -> None:
+        self.runner = runner
+        runner.allocate(blocks)
+        self.free = np.random.default_rng(0).permutation(blocks).tolist()
+        if weights is not None:
+            runner.use(runner.prepare(weights))
+
+    def sequence(self, tokens: Sequence[int], adapter: int = -1) -> Stretch:
+        return Stretch(list(tokens), adapter)
+
+    def batch(self, segments: Sequence[tuple[Stretch, int]], rows: Sequence[int] | None = None, routing=False) -> Batch:
+        """The next tokens of each sequence. `rows`: the last of every segment unless said otherwise."""
+        for sequence, count in segments:
+            while len(sequence.blocks) * BLOCK < sequence.cached + count:
+                sequence.blocks.append(self.free.pop())
+        width = max(len(sequence.blocks) for sequence, _ in segments)
+        tables = [sequence.blocks + [0] * (width - len(sequence.blocks)) for sequence, _ in segments]
+        tokens = [token for s, count in segments for token in s.tokens[s.cached : s.cached + count]]
+        starts = np.cumsum([0, *(count for _, count in segments)])
+        return Batch(
+            np.array(tokens, dtype=np.int64),
+            starts.astype(np.int32),
+            np.array([sequence.cached for sequence, _ in segments], dtype=np.int32),
+            np.array(tables, dtype=np.int32),
+            np.array(starts[1:] - 1 if rows is None else rows, dtype=np.int64),
+            np.array([sequence.adapter for sequence, _ in segments], dtype=np.int32),
+            routing,
+        )
+
+    def step(self, segments: Sequence[tuple[Stretch, int]], **options: Any) -> Forward:
+        out = self.runner.forward(self.batch(segments, **options))
+        for sequence, count in segments:
+            sequence.cached += count
+        return out
+
+    def logprobs(self, tokens: Sequence[int], chunk: int = 1000, adapter: int = -1) -> torch.Tensor:
+        """[T, V] of a sequence alone, prefilled in chunks."""
+        sequence, parts = self.sequence(tokens, adapter), []
+        while sequence.cached < len(tokens):
+            count = min(chunk, len(tokens) - sequence.cached)
+            parts.append(self.step([(sequence, count)], rows=range(count)).logits.float().log_softmax(-1))
+        return torch.cat(parts)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        counts: Sequence[int],
+        chunk: int = 16,
+        adapters: Sequence[int] | None = None,
+    ) -> list[list[int]]:
+        """Greedy decoding of all together: one chunk of a prompt a step beside those that decode."""
+        adapters = adapters or [-1] * len(prompts)
+        waiting = [self.sequence(prompt, adapter) for prompt, adapter in zip(prompts, adapters, strict=True)]
+        everyone, running = list(waiting), []
+        ends = {id(s): len(s.tokens) + count for s, count in zip(everyone, counts, strict=True)}
+        while waiting or running:
+            segments = [(sequence, 1) for sequence in running]
+            if waiting:
+                first = waiting[0]
+                segments.insert(len(running) // 2, (first, min(chunk, len(first.tokens) - first.cached)))
+            best = self.step(segments).logits.argmax(-1).tolist()
+            for (sequence, _), token in zip(segments, best, strict=True):
+                if sequence.cached == len(sequence.tokens):
+                    sequence.tokens.append(token)
+            if waiting and len(waiting[0].tokens) > waiting[0].cached:
+                running += [waiting.pop(0)] if len(waiting[0].tokens) == waiting[0].cached + 1 else []
+            running = [sequence for sequence in running if len(sequence.tokens) < ends[id(sequence)]]
+        return [s.tokens[len(p) :] for s, p in zip(everyone, prompts, strict=True)]
+
+
+def prompts(*lengths: int, vocabulary: int = 96) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    return [torch.randint(3, vocabulary, (length,), generator=generator).tolist() for length in lengths]
