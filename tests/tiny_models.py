@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -86,14 +87,20 @@ def make(name: str, seed: int = 0, **changes: Any) -> Any:
     model_type, extra = (MODELS | OTHERS).get(name, (name, {}))
     torch.manual_seed(seed)
     config = AutoConfig.for_model(model_type, **{**SMALL, **extra, **changes})
-    model = AutoModelForCausalLM.from_config(config)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():  # wide enough that greedy choices are clear, neighbours differ and experts are not tied
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.15)
     return model.eval()
 
 
+_made = cache(make)
+
+
 def reference(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    """Hugging Face's own model, to be changed at will."""
+    if dtype == torch.float32:
+        return deepcopy(_made(name))
     return AutoModelForCausalLM.from_pretrained(saved(name), dtype=dtype, attn_implementation="eager").eval()
 
 
@@ -102,7 +109,8 @@ def skeleton(name: str, dtype: torch.dtype = torch.float32) -> Skeleton:
 
 
 def parameters(name: str, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    return {key: value.detach() for key, value in reference(name, dtype).named_parameters()}
+    """As a trainer would publish them."""
+    return {key: value.detach().to(dtype) for key, value in _made(name).named_parameters()}
 
 
 @dataclass

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from headrace.engine.native.batch import BLOCK, Batch
 
-PagedKernel = Callable[..., torch.Tensor]
+PagedKernel = Callable[..., Any]
 """`torch.nn.attention.varlen.varlen_attn`, or what takes the same arguments."""
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch.nn.functional import embedding, gelu, rms_norm, silu
 
+from headrace.engine.native.adapters import Adapter, Groups, by_adapter, groups, read_adapter
 from headrace.engine.native.attention import Pass
 from headrace.engine.native.batch import Batch, Forward
 from headrace.engine.native.experts import Mixture, route
@@ -31,6 +32,7 @@ from headrace.engine.native.linear import Matrix, packs
 from headrace.engine.native.padding import EXACT_ROWS, in_pieces
 from headrace.engine.native.paged import PagedRunner
 from headrace.engine.native.skeleton import Skeleton
+from headrace.types import AdapterSpec
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class Inputs:
     attention: Pass
     rotary: dict[str, tuple[torch.Tensor, torch.Tensor]]
     """cos and sin [N, 1, D] for each kind of layer."""
+    adapters: Groups | None
     routing: list[torch.Tensor] | None
     """Filled with the experts [N, K] of each layer that has some, when asked for."""
 
@@ -90,6 +93,7 @@ class FusedRunner(PagedRunner):
         self._gate = silu if spec.activation == "silu" else _gelu_tanh
         self._pack = packs(dtype, device)
         self._decoder: Decoder | None = None
+        self._slots: list[Adapter | None] = [None] * max_adapters
 
     # -- weights ------------------------------------------------------------------------------------------------------------
 
@@ -101,6 +105,13 @@ class FusedRunner(PagedRunner):
 
     def use(self, weights: Decoder) -> None:
         self._decoder = weights
+
+    @torch.no_grad()
+    def prepare_adapter(self, spec: AdapterSpec, tensors: Tensors) -> Adapter:
+        return read_adapter(self.spec, spec, tensors, self.dtype, self.device, self.exact)
+
+    def use_adapter(self, slot: int, adapter: Adapter | None) -> None:
+        self._slots[slot] = adapter
 
     def _matrix(self, weights: tuple[torch.Tensor, torch.Tensor | None]) -> Matrix:
         return Matrix(weights, self._pack)
@@ -128,6 +139,7 @@ class FusedRunner(PagedRunner):
     # -- the pass -----------------------------------------------------------------------------------------------------------
 
     def _forward(self, batch: Batch) -> Forward:
+        batch, went = by_adapter(batch)
         inputs = self._inputs(batch)
         for x in self._layers(inputs):
             last = x
@@ -136,10 +148,12 @@ class FusedRunner(PagedRunner):
             return Forward(logits)
         assert self.spec.routing is not None
         width = np.uint8 if self.spec.routing.experts <= 256 else np.uint16
-        return Forward(logits, torch.stack(inputs.routing, 1).cpu().numpy().astype(width))
+        routing = torch.stack(inputs.routing, 1).cpu().numpy().astype(width)
+        return Forward(logits, routing if went is None else routing[went])
 
     @torch.inference_mode()
     def blame(self, batch: Batch) -> np.ndarray:
+        batch, went = by_adapter(batch)
         inputs = self._inputs(batch)
         blamed = torch.full((len(batch.tokens),), -1, device=self.device)
         for index, x in enumerate(self._layers(inputs)):
@@ -147,7 +161,8 @@ class FusedRunner(PagedRunner):
             last = x
         rows, broken = inputs.rows, ~self._logits(last[inputs.rows]).isfinite().all(-1)
         blamed[rows] = torch.where((blamed[rows] < 0) & broken, len(self.spec.layers), blamed[rows])
-        return blamed.cpu().numpy()
+        found = blamed.cpu().numpy()
+        return found if went is None else found[went]
 
     def _inputs(self, batch: Batch) -> Inputs:
         attention = self._plan(batch)
@@ -155,8 +170,14 @@ class FusedRunner(PagedRunner):
             kind: (cos[attention.positions, None], sin[attention.positions, None])
             for kind, (cos, sin) in self._rotary.items()
         }
-        routing: list[torch.Tensor] | None = [] if batch.routing else None
-        return Inputs(self._tensor(batch.tokens), self._tensor(batch.rows), attention, rotary, routing)
+        return Inputs(
+            self._tensor(batch.tokens),
+            self._tensor(batch.rows),
+            attention,
+            rotary,
+            groups(batch, self._slots, self.exact),
+            [] if batch.routing else None,
+        )
 
     def _layers(self, inputs: Inputs) -> Iterator[torch.Tensor]:
         """The residual stream [N, H] float32 after every layer; one tensor, which the next layer changes."""
@@ -179,7 +200,7 @@ class FusedRunner(PagedRunner):
 
     def _attention(self, index: int, layer: Layer, x: torch.Tensor, inputs: Inputs) -> torch.Tensor:
         spec, count = self.spec, self.spec.heads + self.spec.kv_heads
-        heads = layer.qkv(x).view(len(x), -1, spec.head_dim)
+        heads = _multiply(layer.qkv, "qkv", index, x, inputs).view(len(x), -1, spec.head_dim)
         qk = heads[:, :count].float()
         if layer.qk_norm is not None:
             qk = self._normed_heads(qk) * layer.qk_norm
@@ -188,7 +209,7 @@ class FusedRunner(PagedRunner):
         out = inputs.attention.attend(
             index, qk[:, : spec.heads], qk[:, spec.heads :], heads[:, count:], layer.spec.scale, layer.spec.window
         )
-        return layer.out(out.reshape(len(x), -1))
+        return _multiply(layer.out, "out", index, out.reshape(len(x), -1), inputs)
 
     def _normed_heads(self, qk: torch.Tensor) -> torch.Tensor:
         """[N, Hq + Hkv, D] without the weights."""
@@ -202,9 +223,10 @@ class FusedRunner(PagedRunner):
             choice = route(x, layer.mlp.router, layer.mlp.routing)
             if inputs.routing is not None:
                 inputs.routing.append(choice.experts)
-            return layer.mlp(x, choice)
+            return layer.mlp(x, choice, inputs.adapters.of_experts(index) if inputs.adapters else ())
         gate_up, down = layer.mlp
-        return down(self._activate(gate_up(x)))
+        hidden = self._activate(_multiply(gate_up, "gate_up", index, x, inputs))
+        return _multiply(down, "down", index, hidden, inputs)
 
     def _activate(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -216,6 +238,11 @@ class FusedRunner(PagedRunner):
 
     def _behind(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         return x if weight is None else rms_norm(x.float(), weight.shape, weight, self.spec.eps)
+
+
+def _multiply(matrix: Matrix, name: str, layer: int, x: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    out = matrix(x)
+    return out if inputs.adapters is None else inputs.adapters.add(layer, name, x, out)
 
 
 def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,16 +18,12 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Choice:
-    """What the router said, and the N * K assignments sorted by expert."""
+    """What the router said, and the N * K assignments of tokens to experts."""
 
     experts: torch.Tensor
     """[N, K] int64, best first."""
     weights: torch.Tensor
     """[N, K] float32"""
-    order: torch.Tensor
-    """[N * K] the assignments (token * K + place) by expert, tokens in order within one."""
-    counts: torch.Tensor
-    """[E] rows of each expert."""
 
 
 def route(x: torch.Tensor, router: torch.Tensor, routing: Routing) -> Choice:
@@ -35,56 +31,93 @@ def route(x: torch.Tensor, router: torch.Tensor, routing: Routing) -> Choice:
     weights, experts = linear(x.float(), router).softmax(-1).topk(routing.chosen, dim=-1)
     if routing.normalise:
         weights = weights / weights.sum(-1, keepdim=True)
-    assigned = experts.flatten()
-    counts = torch.zeros(routing.experts, dtype=torch.int64, device=x.device)
-    counts.scatter_add_(0, assigned, torch.ones_like(assigned))
-    return Choice(experts, weights, assigned.argsort(stable=True), counts)
+    return Choice(experts, weights)
+
+
+class Stack:
+    """Matrices [E, out, in] of all experts, ready to multiply."""
+
+    def __init__(self, weight: torch.Tensor, pack: bool, exact: bool) -> None:
+        self._exact = exact
+        self._stacked = weight.mT if _groups(weight) else None
+        self._single = [] if self._stacked is not None else [Matrix((matrix, None), pack) for matrix in weight]
+
+    def __call__(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """rows [n, in], those of expert 0 first, `counts` [E] of each -> [n, out]"""
+        if self._stacked is not None:
+            return torch.nn.functional.grouped_mm(rows, self._stacked, offs=counts.cumsum(0).to(torch.int32))
+        parts = zip(self._single, rows.split(counts.tolist()), strict=True)
+        return torch.cat([self._product(matrix, mine) for matrix, mine in parts if len(mine)])
+
+    def _product(self, matrix: Matrix, rows: torch.Tensor) -> torch.Tensor:
+        return in_pieces(matrix, rows, EXACT_ROWS) if self._exact else matrix(rows)
+
+
+@dataclass(frozen=True)
+class ExpertPair:
+    """A LoRA adapter of every expert: x -> b(a(x)), the scale in b."""
+
+    a: Stack
+    b: Stack
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """An adapter of the layer's experts, and the tokens [start, stop) that use it."""
+
+    gate_up: ExpertPair | None
+    down: ExpertPair | None
+    start: int
+    stop: int
 
 
 class Mixture:
-    """The experts of one layer, ready to multiply."""
+    """The experts of one layer."""
 
     def __init__(self, experts: Experts, routing: Routing, activation: Activation, pack: bool, exact: bool) -> None:
-        self.router, self.routing, self._activation, self._exact = experts.router, routing, activation, exact
-        self._stacked = None if not _groups(experts.down) else (experts.gate_up.mT, experts.down.mT)
-        self._single: list[tuple[Matrix, Matrix]] = []
-        if self._stacked is None:
-            pairs = zip(experts.gate_up, experts.down, strict=True)
-            self._single = [(Matrix((gate_up, None), pack), Matrix((down, None), pack)) for gate_up, down in pairs]
+        self.router, self.routing, self._activation = experts.router, routing, activation
+        self._gate_up, self._down = Stack(experts.gate_up, pack, exact), Stack(experts.down, pack, exact)
 
-    def __call__(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, choice: Choice, adapted: Sequence[Adapted] = ()) -> torch.Tensor:
         """x [N, H] -> [N, H] float32: the chosen experts' outputs, weighted and added best first."""
-        chosen = choice.experts.shape[1]
-        rows = x[choice.order // chosen]
-        sorted_out = self._grouped(rows, choice.counts) if self._stacked else self._one_by_one(rows, choice.counts)
-        out = torch.empty_like(sorted_out, dtype=torch.float32)
-        out[choice.order] = sorted_out.float()
-        return (out.view(len(x), chosen, -1) * choice.weights[..., None]).sum(1)
+        assigned = choice.experts.flatten()
+        order = assigned.argsort(stable=True)
+        tokens, experts = order // self.routing.chosen, assigned[order]
+        rows, counts = x[tokens], self._counts(experts)
+        hidden = self._gate_up(rows, counts)
+        mine = [((tokens >= part.start) & (tokens < part.stop)).nonzero()[:, 0] for part in adapted]
+        for part, places in zip(adapted, mine, strict=True):
+            self._add(part.gate_up, hidden, rows, experts, places)
+        hidden = self._activation(hidden)
+        out = self._down(hidden, counts)
+        for part, places in zip(adapted, mine, strict=True):
+            self._add(part.down, out, hidden, experts, places)
+        back = torch.empty_like(out, dtype=torch.float32)
+        back[order] = out.float()
+        return (back.view(*choice.experts.shape, -1) * choice.weights[..., None]).sum(1)
 
-    def _grouped(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        assert self._stacked is not None
-        ends = counts.cumsum(0).to(torch.int32)
-        hidden = self._activation(torch.nn.functional.grouped_mm(rows, self._stacked[0], offs=ends))
-        return torch.nn.functional.grouped_mm(hidden, self._stacked[1], offs=ends)
+    def _add(
+        self,
+        pair: ExpertPair | None,
+        out: torch.Tensor,
+        rows: torch.Tensor,
+        experts: torch.Tensor,
+        places: torch.Tensor,
+    ) -> None:
+        if pair is not None and len(places):
+            counts = self._counts(experts[places])
+            out.index_add_(0, places, pair.b(pair.a(rows[places], counts), counts))
 
-    def _one_by_one(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        out, start = torch.empty_like(rows), 0
-        for (gate_up, down), count in zip(self._single, counts.tolist(), strict=True):
-            if count:
-                mine = slice(start, start + count)
-                out[mine] = self._expert(gate_up, down, rows[mine])
-                start += count
-        return out
-
-    def _expert(self, gate_up: Matrix, down: Matrix, rows: torch.Tensor) -> torch.Tensor:
-        def run(x: torch.Tensor) -> torch.Tensor:
-            return down(self._activation(gate_up(x)))
-
-        return in_pieces(run, rows, EXACT_ROWS) if self._exact else run(rows)
+    def _counts(self, experts: torch.Tensor) -> torch.Tensor:
+        """[E] how often each occurs. (`bincount` would make a GPU wait.)"""
+        counts = torch.zeros(self.routing.experts, dtype=torch.int64, device=experts.device)
+        return counts.scatter_add_(0, experts, torch.ones_like(experts))
 
 
 def _groups(weight: torch.Tensor) -> bool:
-    """Whether torch multiplies all experts at once: bfloat16 on GPUs since Ampere. On a CPU it loops, as we do, but without
-    packed weights."""
-    available = hasattr(torch.nn.functional, "grouped_mm") and weight.dtype == torch.bfloat16
-    return available and weight.is_cuda and torch.cuda.get_device_capability(weight.device) >= (8, 0)
+    """Whether torch multiplies all experts at once: bfloat16 on GPUs since Ampere, rows of 16 bytes. On a CPU it loops, as we
+    do, but without packed weights."""
+    if not weight.is_cuda or weight.dtype != torch.bfloat16 or not hasattr(torch.nn.functional, "grouped_mm"):
+        return False
+    aligned = weight.shape[-1] % 8 == 0 and weight.shape[-2] % 8 == 0
+    return aligned and torch.cuda.get_device_capability(weight.device) >= (8, 0)

@@ -1,0 +1,245 @@
+"""LoRA adapters (Hu et al., arXiv:2106.09685) beside the base weights: several at once, never merged.
+
+A pass whose segments are sorted by adapter multiplies by the base weights once for all tokens; then each adapter adds its
+low-rank product to its own rows. Tensors come by the names and in the shapes that peft saves.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch.nn.functional import linear
+
+from headrace.engine.native.batch import Batch
+from headrace.engine.native.experts import Adapted, ExpertPair, Stack
+from headrace.engine.native.families import LayerSpec, Spec, expert_shapes, linear_shapes
+from headrace.engine.native.padding import EXACT_ROWS, in_pieces
+from headrace.types import AdapterSpec
+
+Number = TypeVar("Number", int, float)
+
+PREFIX = "base_model.model."
+"""What peft puts before the name of a module."""
+
+PARTS = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "out": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+"""Which modules lie in one product of the fused decoder."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """x -> x + b(a(x)) over the parts of one product: their ranks side by side, b block-diagonal with the scale in it."""
+
+    a: torch.Tensor
+    """[ranks, in]"""
+    b: torch.Tensor
+    """[out, ranks]"""
+
+    def add(self, x: torch.Tensor, out: torch.Tensor, exact: bool) -> None:
+        if exact:
+            out += in_pieces(lambda rows: linear(linear(rows, self.a), self.b), x, EXACT_ROWS)
+        else:
+            out.addmm_(linear(x, self.a), self.b.T)
+
+
+@dataclass(frozen=True)
+class AdapterLayer:
+    linears: dict[str, Pair]
+    """By product; those without an adapter are not here."""
+    experts: dict[str, ExpertPair]
+    """`gate_up`, `down`"""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    layers: list[AdapterLayer]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The adapters of one pass, each with its tokens [start, stop)."""
+
+    parts: Sequence[tuple[Adapter, int, int]]
+    exact: bool
+
+    def add(self, layer: int, name: str, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """To `out`, the product `name` of x, what the adapters add to it."""
+        for adapter, start, stop in self.parts:
+            if pair := adapter.layers[layer].linears.get(name):
+                pair.add(x[start:stop], out[start:stop], self.exact)
+        return out
+
+    def of_experts(self, layer: int) -> list[Adapted]:
+        """Those that adapt the experts of a layer."""
+        parts = [(adapter.layers[layer].experts, start, stop) for adapter, start, stop in self.parts]
+        return [Adapted(pairs.get("gate_up"), pairs.get("down"), start, stop) for pairs, start, stop in parts if pairs]
+
+
+def by_adapter(batch: Batch) -> tuple[Batch, np.ndarray | None]:
+    """The batch with its segments sorted by adapter, and where each token [N] went; None where nothing had to move."""
+    if not len(batch.adapters) or (np.diff(batch.adapters) >= 0).all():
+        return batch, None
+    order, sizes = np.argsort(batch.adapters, kind="stable"), np.diff(batch.starts)
+    starts = np.concatenate([[0], np.cumsum(sizes[order])]).astype(batch.starts.dtype)
+    new_start = np.empty_like(batch.context)
+    new_start[order] = starts[:-1]
+    segments = batch.segments()
+    went = np.arange(len(batch.tokens)) - batch.starts[segments] + new_start[segments]
+    tokens = np.empty_like(batch.tokens)
+    tokens[went] = batch.tokens
+    moved = replace(
+        batch,
+        tokens=tokens,
+        starts=starts,
+        context=batch.context[order],
+        tables=batch.tables[order],
+        rows=went[batch.rows],
+        adapters=batch.adapters[order],
+    )
+    return moved, went
+
+
+def groups(batch: Batch, slots: Sequence[Adapter | None], exact: bool) -> Groups | None:
+    """`batch`: sorted by adapter. None when nobody uses one."""
+    parts = []
+    for slot in np.unique(batch.adapters[batch.adapters >= 0]):
+        first, last = np.searchsorted(batch.adapters, [slot, slot + 1])
+        adapter = slots[slot]
+        assert adapter is not None, f"a request uses the empty adapter slot {slot}"
+        parts.append((adapter, int(batch.starts[first]), int(batch.starts[last])))
+    return Groups(parts, exact) if parts else None
+
+
+# --- from named tensors ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Matrices:
+    """One module's, float32: a [E, r, in] and b [E, out, r] with the scale in it. A plain module is one of one expert."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+def read_adapter(
+    base: Spec,
+    spec: AdapterSpec,
+    tensors: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
+    device: torch.device,
+    exact: bool = False,
+) -> Adapter:
+    """Raises ValueError naming the first tensor that the base model has no place for."""
+    shapes = _module_shapes(base)
+    found: dict[str, _Matrices] = {}
+    for module, (a, b) in _pairs(spec, tensors).items():
+        name = _module(spec, module, shapes, a, b)
+        found[name] = _checked(spec, name, shapes[name], a, b)
+    if not found:
+        raise ValueError(f"the adapter {spec.name} holds no tensors; publish its lora_A and lora_B")
+
+    def layer(index: int, of: LayerSpec) -> AdapterLayer:
+        prefix = f"model.layers.{index}."
+        mine = {name.removeprefix(prefix): pair for name, pair in found.items() if name.startswith(prefix)}
+        shapes = linear_shapes(base, of)
+        parts = {name: modules for name, modules in PARTS.items() if any(module in mine for module in modules)}
+        linears = {name: _fused([(shapes[m], mine.get(m)) for m in parts[name]], dtype, device) for name in parts}
+        experts = {
+            name: ExpertPair(*(Stack(part.to(device, dtype), False, exact) for part in (pair.a, pair.b)))
+            for name in ("gate_up", "down")
+            if (pair := mine.get(f"mlp.experts.{name}_proj"))
+        }
+        return AdapterLayer(linears, experts)
+
+    return Adapter([layer(index, of) for index, of in enumerate(base.layers)])
+
+
+def _module_shapes(base: Spec) -> dict[str, tuple[int, int, int]]:
+    """(experts, out, in) of everything that can be adapted."""
+    shapes = {}
+    for index, layer in enumerate(base.layers):
+        plain = {name: (1, *shape) for name, shape in linear_shapes(base, layer).items()}
+        for name, shape in (plain | expert_shapes(base, layer)).items():
+            shapes[f"model.layers.{index}.{name}"] = shape
+    return shapes
+
+
+def _pairs(spec: AdapterSpec, tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Module name as peft has it -> its A and B."""
+    names = []
+    for name in tensors:
+        if "lora_magnitude_vector" in name:
+            raise ValueError(
+                f"the adapter {spec.name} holds {name}: DoRA is not served unmerged; train plain LoRA, or publish full weights"
+            )
+        match = re.fullmatch(rf"{re.escape(PREFIX)}(.+)\.lora_[AB]\.weight", name)
+        if match is None:
+            raise ValueError(
+                f"the adapter {spec.name} holds {name}, which is no LoRA matrix; publish those that peft names "
+                f"{PREFIX}<module>.lora_A.weight and lora_B.weight, and nothing else"
+            )
+        names.append(match[1])
+    pairs = {}
+    for module in names:
+        a, b = (tensors.get(f"{PREFIX}{module}.lora_{letter}.weight") for letter in "AB")
+        if a is None or b is None:
+            raise ValueError(f"the adapter {spec.name} holds one of lora_A and lora_B for {module}; publish both")
+        pairs[module] = a, b
+    return pairs
+
+
+def _module(
+    spec: AdapterSpec, module: str, shapes: Mapping[str, tuple[int, int, int]], a: torch.Tensor, b: torch.Tensor
+) -> str:
+    """The adapted module's canonical name. Of experts peft does not tell which of their two parameters is meant (the one it
+    wrapped first is called `base_layer`), but their sizes do."""
+    plain = module.replace(".base_layer", "")
+    if plain.endswith(".experts"):
+        for name in (f"{plain}.gate_up_proj", f"{plain}.down_proj"):
+            if name in shapes and shapes[name][1:] == (b.shape[0], a.shape[-1]):
+                return name
+    elif plain in shapes:
+        return plain
+    raise ValueError(
+        f"the adapter {spec.name} adapts {module} with matrices of shape {tuple(a.shape)} and {tuple(b.shape)}, for which the "
+        "base model has no place (q, k, v, o, gate, up and down projections and experts can be adapted); is it an adapter "
+        "for another base model?"
+    )
+
+
+def _checked(spec: AdapterSpec, name: str, shape: tuple[int, int, int], a: torch.Tensor, b: torch.Tensor) -> _Matrices:
+    experts, out, into = shape
+    rank = _of_pattern(spec.rank_pattern, name, spec.rank)
+    for letter, tensor, wanted in (("A", a, (rank * experts, into)), ("B", b, (out, rank * experts))):
+        if tuple(tensor.shape) != wanted:
+            raise ValueError(
+                f"lora_{letter} of {name} in the adapter {spec.name} came with shape {tuple(tensor.shape)}, the base model and "
+                f"rank {rank} take {wanted}; is it an adapter for another base model, or of another rank?"
+            )
+    alpha = _of_pattern(spec.alpha_pattern, name, spec.alpha)
+    scale = alpha / (rank**0.5 if spec.rslora else rank)
+    b = b.float().view(out, rank, experts).permute(2, 0, 1)  # peft counts experts fastest in B and slowest in A
+    return _Matrices(a.float().view(experts, rank, into), b * scale)
+
+
+def _of_pattern(pattern: Mapping[str, Number], name: str, default: Number) -> Number:
+    """As peft matches: a regular expression for the end of the name."""
+    keys = (key for key in pattern if re.match(rf"(.*\.)?({key})$", name))
+    return next((pattern[key] for key in keys), default)
+
+
+def _fused(parts: Sequence[tuple[tuple[int, int], _Matrices | None]], dtype: torch.dtype, device: torch.device) -> Pair:
+    """`parts`: (out, in) of each module of a product, and its matrices if it has some."""
+    present = [pair for _, pair in parts if pair is not None]
+    blocks = [torch.zeros(out, 0) if pair is None else pair.b[0].cpu() for (out, _), pair in parts]
+    a = torch.cat([pair.a[0] for pair in present])
+    return Pair(a.to(device, dtype), torch.block_diag(*blocks).to(device, dtype))
