@@ -1,30 +1,43 @@
-"""Draws tokens. Every filter is a threshold on the logits, and every draw an inverse CDF in two levels.
+"""Draws tokens, and tells what they were drawn from.
 
-Logits [R, V] of rows with different settings go through one path:
+Logits [R, V] of rows with different settings go through one path, a few rows at a time (what is in the processor's cache is
+read for nothing, and no second copy of the logits is made):
 
-    x = logits / temperature  ->  x < threshold becomes -inf  ->  p = softmax(x)  ->  draw  ->  log p[token]
+    weights = exp((x - max) / temperature) ──▶ rows without filters: sums of blocks ──▶ a block, then a token in it
+                                           └─▶ rows with filters: the tokens kept (filters.py) ──▶ a token among them
 
-so the log-prob returned is that of the distribution really sampled from. The random number of a row depends on its seed
-and on how many tokens its request has sampled, on nothing else.
+Every draw is an inverse CDF, and the log-prob returned is that of the distribution really sampled from. The random number of a
+row depends on its seed and on how many tokens its request has sampled; no row depends on what other rows there are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from headrace.engine.native.filters import GROUP, Filters, Ragged, candidates, concatenated, group_maxima, keep
+
 BLOCK = 256
-"""Vocabulary entries whose probabilities are summed before one block is searched. An exponential race would need a random
-number and a logarithm per entry: 45 ms against 12 for 64 rows of 49,152 on two cores."""
+"""Vocabulary entries whose weights are summed before one block is searched. An exponential race would need a random number
+and a logarithm per entry: 45 ms against 12 for 64 rows of 49,152 on two cores."""
+
+CHUNK = {"cpu": 1 << 19, "cuda": 1 << 26}
+"""Logits worked on at once: on a CPU 2 MiB of float32, the second-level cache of a core."""
 
 _BELOW_ONE = 1.0 - 2.0**-52
+_MULTIPLE = max(BLOCK, GROUP)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """One value per row: float64 but for `top_k` (int64, 0 = off), `seed` (uint64) and `counter` (int64)."""
+    """One value per row: float64 but for `top_k` (int64, 0 = off), `seed` (uint64) and `counter` (int64).
+
+    Temperature 0 is greedy: the largest logit is taken, whatever the filters say.
+    """
 
     temperature: np.ndarray
     top_k: np.ndarray
@@ -33,14 +46,93 @@ class Settings:
     seed: np.ndarray
     counter: np.ndarray
 
+    def filters(self) -> Filters:
+        """Those in force: none on greedy rows, which report the plain distribution."""
+        greedy = self.temperature == 0
+        return Filters(
+            np.where(greedy, 1.0, self.temperature),
+            np.where(greedy, 0, self.top_k),
+            np.where(greedy, 1.0, self.top_p),
+            np.where(greedy, 0.0, self.min_p),
+        )
+
+
+class Mask(NamedTuple):
+    """The vocabulary that filters kept: the tokens over which the distribution of each row was normalised.
+
+    An empty row is one from which nothing was cut: one without filters, a greedy one, one whose filters kept everything, one that
+    was not asked for. It cannot be mistaken for a row that keeps nothing, because at least one token is always kept. A row that is
+    not finite is empty too.
+    """
+
+    token_ids: np.ndarray
+    """[M] int32, ascending in each row"""
+    offsets: np.ndarray
+    """[R + 1] int64: row r holds token_ids[offsets[r]:offsets[r + 1]]"""
+
 
 @dataclass(frozen=True)
 class Drawn:
-    """`finite` is False for rows whose logits held NaN or infinity; their token and log-prob mean nothing."""
+    """`finite` is False for rows whose logits held NaN or infinity; their token and log-probs mean nothing."""
 
     tokens: np.ndarray
+    """[R] int64"""
     logprobs: np.ndarray
+    """[R] float64"""
     finite: np.ndarray
+    """[R] bool"""
+    mask: Mask | None = None
+    top_ids: np.ndarray | None = None
+    """[R, top] int32, most probable first; -1 where the distribution has fewer tokens."""
+    top_logprobs: np.ndarray | None = None
+    """[R, top] float64; -inf where there is no token."""
+
+
+class Scores(NamedTuple):
+    logprobs: np.ndarray
+    """[R] float64; not a number where the logits hold NaN or infinity."""
+    top_ids: np.ndarray | None
+    """As in `Drawn`."""
+    top_logprobs: np.ndarray | None
+
+
+def sample(logits: torch.Tensor, settings: Settings, want_mask: np.ndarray | None = None, top: int = 0) -> Drawn:
+    """One token per row of `logits` [R, V].
+
+    `want_mask` [R] bool: rows whose kept vocabulary is to be told. `top`: how many of the most probable tokens to tell, under the
+    distribution sampled from (that of temperature 1 for greedy rows).
+    """
+    filters = settings.filters()
+    on = filters.on()
+    scan = _scan(logits, filters, top)
+    u = uniforms(settings.seed, settings.counter)
+    tokens, chosen, norm = np.zeros(len(on), np.int64), np.zeros(len(on)), np.zeros(len(on))
+    if not on.all():
+        rows = np.flatnonzero(~on)
+        tokens[rows], chosen[rows], norm[rows] = _draw_whole(logits, scan, rows, settings.temperature[rows], u[rows])
+    kept = keep(scan.near, scan.peak, scan.total, filters) if on.any() else scan.near
+    for rows, table in kept.rows(on).tables():
+        place, norm[rows] = _draw_kept(table, scan.peak[rows], filters.temperature[rows], u[rows])
+        place += kept.offsets[rows]
+        tokens[rows], chosen[rows] = kept.ids[place], kept.logits[place]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        base = scan.peak + filters.temperature * np.log(norm)
+        logprobs = (chosen - base) / filters.temperature
+    mask = None if want_mask is None else _mask(kept, on & want_mask, logits.shape[1])
+    best = _top(kept, base, filters.temperature, top)
+    return Drawn(tokens, logprobs, np.isfinite(scan.peak), mask, *best)
+
+
+def token_logprobs(logits: torch.Tensor, tokens: np.ndarray, top: int = 0) -> Scores:
+    """Log-probs at temperature 1 of one given token per row of `logits` [R, V], and of the `top` most probable ones."""
+    rows = len(logits)
+    plain = Filters(np.ones(rows), np.zeros(rows, np.int64), np.ones(rows), np.zeros(rows))
+    scan = _scan(logits, plain, top)
+    given = torch.from_numpy(np.asarray(tokens, np.int64)).to(logits.device)
+    chosen = logits.gather(1, given[:, None])[:, 0].double().cpu().numpy()
+    with np.errstate(invalid="ignore"):
+        base = scan.peak + np.log(scan.total)
+        return Scores(chosen - base, *_top(scan.near, base, plain.temperature, top))
 
 
 def uniforms(seed: np.ndarray, counter: np.ndarray) -> np.ndarray:
@@ -59,112 +151,135 @@ def _mix(z: np.ndarray) -> np.ndarray:
     return z ^ (z >> np.uint64(31))
 
 
-def sample(logits: torch.Tensor, settings: Settings) -> Drawn:
-    """One token per row of `logits` [R, V]."""
-    x = logits.float()
-    if x is logits:
-        x = x.clone()
-    greedy = settings.temperature == 0
-    temperature = np.where(greedy, 1.0, settings.temperature)
-    if (temperature != 1.0).any():
-        x.div_(torch.from_numpy(temperature).to(x)[:, None])
-    _truncate(x, settings, greedy)
-    p = torch.softmax(x, dim=-1)
-    tokens = _draw(p, torch.from_numpy(uniforms(settings.seed, settings.counter)).to(x.device))
+# -- one look at the whole vocabulary ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Scan:
+    peak: np.ndarray
+    """[R] float64: the largest logit. Not finite if any logit is NaN or +inf, or all are -inf."""
+    total: np.ndarray
+    """[R] float64: the sum of all weights exp((x - peak) / temperature)."""
+    sums: torch.Tensor
+    """[R, blocks] float64: cumulative sums of the weights over blocks of BLOCK tokens."""
+    near: Ragged
+    """[R] the likely tokens of rows that have filters, of all rows where the most probable tokens are wanted."""
+
+
+def _scan(logits: torch.Tensor, filters: Filters, top: int) -> _Scan:
+    rows, vocabulary = logits.shape
+    width = -(-vocabulary // _MULTIPLE) * _MULTIPLE
+    peak = torch.empty(rows, device=logits.device)
+    sums = torch.zeros(rows, width // BLOCK, device=logits.device)
+    scale = None if (filters.temperature == 1).all() else torch.from_numpy(1 / filters.temperature).to(peak)
+    summed, near = filters.needs_total(), []
+    for part, x, weights in _chunks(logits, width):
+        maxima = group_maxima(x)
+        torch.amax(maxima, -1, out=peak[part])
+        if summed[part].any():
+            torch.sub(x, peak[part, None], out=weights)
+            if scale is not None:
+                weights.mul_(scale[part, None])
+            torch.sum(weights.exp_().view(len(x), -1, BLOCK), -1, out=sums[part])
+        near.append(_near(x, maxima, sums[part], filters.at(part), top))
+    cumulative = sums.cumsum(-1, dtype=torch.float64)
+    return _Scan(peak.double().cpu().numpy(), cumulative[:, -1].cpu().numpy(), cumulative, concatenated(near))
+
+
+def _chunks(logits: torch.Tensor, width: int) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+    """(rows, their logits [r, width] in float32 with -inf behind the vocabulary, room for as many weights)."""
+    rows, vocabulary = logits.shape
+    size = max(1, min(rows, CHUNK.get(logits.device.type, CHUNK["cuda"]) // width))
+    room = torch.empty(2, size, width, device=logits.device)
+    room[0, :, vocabulary:] = -torch.inf
+    for start in range(0, rows, size):
+        part = slice(start, min(start + size, rows))
+        x, weights = room[:, : part.stop - start]
+        x[:, :vocabulary] = logits[part]
+        yield part, x, weights
+
+
+def _near(x: torch.Tensor, maxima: torch.Tensor, sums: torch.Tensor, filters: Filters, top: int) -> Ragged:
+    rows = np.flatnonzero(filters.on() | (top > 0))
+    counts = np.zeros(len(x) + 1, np.int64)
+    if not len(rows):
+        return Ragged(counts, np.zeros(0, np.int64), np.zeros(0, np.float32))
+    if len(rows) < len(x):
+        index = torch.from_numpy(rows).to(x.device)
+        x, maxima, sums = x[index], maxima[index], sums[index]
+    found = candidates(x, maxima, sums.sum(-1, dtype=torch.float64), filters.at(rows), top)
+    counts[rows + 1] = found.counts()
+    return Ragged(counts.cumsum(), found.ids, found.logits)
+
+
+# -- draws ------------------------------------------------------------------------------------------------------------------
+
+
+def _draw_whole(
+    logits: torch.Tensor, scan: _Scan, rows: np.ndarray, temperature: np.ndarray, u: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(tokens, their logits, total weights) of rows without filters: first a block of the vocabulary, then an entry of it."""
+    device, vocabulary = logits.device, logits.shape[1]
+    index = torch.from_numpy(rows).to(device)
+    block, inside = _search(scan.sums[index], torch.from_numpy(u).to(device))
+    columns = block[:, None] * BLOCK + torch.arange(BLOCK, device=device)
+    x = logits[index[:, None], columns.clamp(max=vocabulary - 1)].double()
+    x.masked_fill_(columns >= vocabulary, -torch.inf)
+    greedy = temperature == 0
+    scale = torch.from_numpy(np.where(greedy, 1.0, temperature)[:, None]).to(device)
+    peak = torch.from_numpy(scan.peak[rows, None]).to(device)
+    entry, _ = _search(((x - peak) / scale).exp_().cumsum(-1), inside)
+    tokens = (block * BLOCK + entry).clamp_(max=vocabulary - 1)  # rows of NaN end anywhere
     if greedy.any():
-        rows = torch.from_numpy(np.flatnonzero(greedy)).to(x.device)
-        tokens[rows] = x[rows].argmax(-1)
-    chosen = p.gather(1, tokens[:, None])[:, 0]
-    # NaN or +inf in a row makes all its probabilities NaN: one column is enough to see it.
-    found = torch.stack([tokens.double(), chosen.double().log(), p[:, 0].double()]).cpu().numpy()
-    return Drawn(found[0].astype(np.int64), found[1], np.isfinite(found[1]) & np.isfinite(found[2]))
+        where = torch.from_numpy(greedy).to(device)
+        tokens[where] = (logits if greedy.sum() == len(logits) else logits[index[where]]).argmax(-1)
+    found = torch.stack([tokens.double(), logits[index, tokens].double()]).cpu().numpy()
+    return found[0].astype(np.int64), found[1], scan.total[rows]
 
 
-def _truncate(x: torch.Tensor, settings: Settings, greedy: np.ndarray) -> None:
-    """Sets what the filters remove to -inf, in place. Ties with the last token that is kept are kept."""
-    cut = ~greedy & ((settings.top_k > 0) | (settings.top_p < 1) | (settings.min_p > 0))
-    if not cut.any():
-        return
-    rows = torch.from_numpy(np.flatnonzero(cut)).to(x.device)
-    part = x if cut.all() else x[rows]
-    threshold = thresholds(part, settings.top_k[cut], settings.top_p[cut], settings.min_p[cut])
-    part = part.masked_fill_(part < threshold[:, None], -torch.inf)
-    if part is not x:
-        x[rows] = part
+def _search(sums: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[R] the column of cumulative sums [R, C] in which the share u of all falls, and how far into it, from 0 to 1.
 
-
-def thresholds(x: torch.Tensor, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray) -> torch.Tensor:
-    """[R] the smallest logit that top-k, then top-p of what is left, then min-p of what is left keep."""
-    keep = torch.full(x.shape[:1], -torch.inf, device=x.device)
-    if (top_k > 0).any():
-        keep = _kth_largest(x, np.where(top_k > 0, np.minimum(top_k, x.shape[1]), x.shape[1]))
-    if (top_p < 1).any():
-        rows = torch.from_numpy(np.flatnonzero(top_p < 1)).to(x.device)
-        left = x[rows]
-        left.masked_fill_(left < keep[rows, None], -torch.inf)
-        keep[rows] = torch.maximum(keep[rows], _nucleus(left, torch.from_numpy(top_p[top_p < 1]).to(x.device)))
-    if (min_p > 0).any():
-        # p >= min_p * max(p) says the same of unnormalised log-probs: x >= max(x) + log(min_p).
-        with np.errstate(divide="ignore"):
-            floor = torch.from_numpy(np.log(min_p)).to(x)
-        keep = torch.maximum(keep, x.amax(-1) + floor)
-    return keep
-
-
-def _kth_largest(x: torch.Tensor, k: np.ndarray) -> torch.Tensor:
-    """[R] the k-th largest entry of each row; -inf where k is the whole vocabulary."""
-    vocabulary = x.shape[1]
-    cut = k < vocabulary
-    kth = torch.full(x.shape[:1], -torch.inf, device=x.device)
-    if cut.any():
-        rows = torch.from_numpy(np.flatnonzero(cut)).to(x.device)
-        top = x[rows].topk(int(k[cut].max()), dim=-1).values
-        kth[rows] = top.gather(1, torch.from_numpy(k[cut] - 1).to(x.device)[:, None])[:, 0]
-    return kth
-
-
-def _nucleus(x: torch.Tensor, top_p: torch.Tensor, first: int = 512) -> torch.Tensor:
-    """[R] the logit of the last token of the smallest set whose probabilities sum to `top_p` or more.
-
-    Looks at the `first` largest entries and sorts the whole vocabulary only of the rows that need more.
+    Never a column that adds nothing: u below one keeps the target strictly below the sum.
     """
-    size = min(first, x.shape[1])
-    top = x.topk(size, dim=-1).values
-    mass = (top.double() - torch.logsumexp(x, -1, keepdim=True).double()).exp().cumsum(-1)
-    reached = mass >= top_p[:, None]
-    last = reached.to(torch.uint8).argmax(-1)
-    enough = reached.any(-1)
-    if size == x.shape[1]:
-        last = torch.where(enough, last, size - 1)  # rounding kept the sum below top_p: everything is kept
-        enough = torch.ones_like(enough)
-    threshold = top.gather(1, last[:, None])[:, 0]
-    if not bool(enough.all()):
-        threshold[~enough] = _nucleus(x[~enough], top_p[~enough], x.shape[1])
-    return threshold
-
-
-def _draw(p: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """[R] the entry in which u [R] falls when the probabilities p [R, V] are laid end to end."""
-    rows, vocabulary = p.shape
-    blocks = -(-vocabulary // BLOCK)
-    if vocabulary % BLOCK:
-        p = torch.nn.functional.pad(p, (0, blocks * BLOCK - vocabulary))
-    p = p.view(rows, blocks, BLOCK)
-    block, inside = _search(p.sum(-1), u)
-    entry, _ = _search(p[torch.arange(rows, device=p.device), block], inside)
-    return (block * BLOCK + entry).clamp_(max=vocabulary - 1)  # rows of NaN end anywhere
-
-
-def _search(weights: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[R] the column of weights [R, C] in which the share u of their sum falls, and how far into it, from 0 to 1.
-
-    Never a column of weight zero: u below one keeps the target strictly below the sum.
-    """
-    sums = weights.double().cumsum(-1)
-    target = u.clamp(max=_BELOW_ONE) * sums[:, -1]
-    column = torch.searchsorted(sums, target[:, None], right=True)
-    column.clamp_(max=weights.shape[1] - 1)  # rows of NaN again
-    share = weights.gather(1, column).double()
-    before = sums.gather(1, column) - share
-    inside = (target[:, None] - before) / share
+    target = (u.clamp(max=_BELOW_ONE) * sums[:, -1])[:, None]
+    column = torch.searchsorted(sums, target, right=True).clamp_(max=sums.shape[1] - 1)  # rows of NaN again
+    before = sums.gather(1, (column - 1).clamp(min=0)).masked_fill_(column == 0, 0.0)
+    inside = (target - before) / (sums.gather(1, column) - before)
     return column[:, 0], inside.clamp_(0.0, 1.0)[:, 0]
+
+
+def _draw_kept(
+    table: np.ndarray, peak: np.ndarray, temperature: np.ndarray, u: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """(columns of a table [R, C] of logits, total weights)."""
+    sums = np.exp((table - peak[:, None]) / temperature[:, None]).cumsum(-1)
+    total = sums[:, -1]
+    return (sums <= (np.minimum(u, _BELOW_ONE) * total)[:, None]).sum(-1), total
+
+
+# -- what else is told ------------------------------------------------------------------------------------------------------
+
+
+def _mask(kept: Ragged, rows: np.ndarray, vocabulary: int) -> Mask:
+    told = kept.rows(rows & (kept.counts() < vocabulary))
+    return Mask(told.ids.astype(np.int32), told.offsets)
+
+
+def _top(
+    tokens: Ragged, base: np.ndarray, temperature: np.ndarray, top: int
+) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
+    """(ids, log-probs) [R, top]; of tokens that are equally probable, the smaller id first. base [R]: the logit of log-prob 0."""
+    if not top:
+        return None, None
+    rows = len(base)
+    ids, logprobs = np.full((rows, top), -1, np.int32), np.full((rows, top), -np.inf)
+    likely = Filters(temperature, np.full(rows, top), np.ones(rows), np.zeros(rows))
+    tokens = keep(tokens, base, base, likely)
+    for some, table in tokens.tables():
+        order = np.argsort(-table, axis=-1, kind="stable")[:, :top]
+        found = np.take_along_axis(table, order, axis=-1)
+        place = np.minimum(tokens.offsets[some, None] + order, len(tokens.ids) - 1)
+        ids[some, : order.shape[1]] = np.where(np.isfinite(found), tokens.ids[place], -1)
+        logprobs[some, : order.shape[1]] = (found - base[some, None]) / temperature[some, None]
+    return ids, logprobs
