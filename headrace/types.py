@@ -40,6 +40,7 @@ class Sampling(Struct, frozen=True):
     """How tokens are drawn. Log-probs returned are always of the distribution these settings make."""
 
     max_tokens: int = 64
+    """0 samples nothing: for requests that only score their prompt (`Request.prompt_logprobs`)."""
     temperature: float = 1.0
     """0 is greedy (log-probs are then those at temperature 1)."""
     top_p: float = 1.0
@@ -56,24 +57,91 @@ class Sampling(Struct, frozen=True):
     """Token t of a request is drawn with a number that depends on (seed, t) alone: not on the batch, not on restarts."""
 
 
+class Fork(Struct, frozen=True):
+    """Go on from an earlier token of another request, over the cache entries that it has: nothing is computed again but the
+    one token before the first that is sampled."""
+
+    of: str
+    """Id of a request that runs, or that ended not long ago. Refused when its cache entries live no more."""
+    at_token: int
+    """Tokens of its completion that are kept: the fork samples what comes behind them. 0 keeps its prompt alone."""
+
+
 class Request(Struct, frozen=True):
     """Requests with equal prompts (a group's, say) share it: an engine computes it once for each version of the weights."""
 
     id: str
     prompt: tuple[int, ...]
+    """Empty for a fork."""
     sampling: Sampling
     prefix: tuple[int, ...] = ()
     """Tokens already sampled for this request (before an engine died, say). They are forwarded, not sampled again, count
     towards `max_tokens`, and are not part of what the engine returns."""
+    priority: int = 0
+    """Lower goes first; equal ones in their order of arrival."""
+    adapter: str = ""
+    """Name of a LoRA adapter that is loaded; empty for the base model. A fork has that of its source."""
+    fork: Fork | None = None
+    prompt_logprobs: bool = False
+    """Return the log-probs (temperature 1) of the prompt's tokens. The prompt is then computed anew, under one version."""
+    top_logprobs: int = 0
+    """Return the log-probs of so many most probable tokens at every position that is sampled (or scored)."""
+    return_mask: bool = False
+    """Return which vocabulary top-k, top-p and min-p kept at every position."""
+    return_routing: bool = False
+    """Return which experts every position went to."""
+
+
+def scoring(request_id: str, tokens: Sequence[int], priority: int = 0) -> Request:
+    """A request for the log-probs of `tokens` and nothing else: `Completion.prompt_logprobs`."""
+    return Request(request_id, tuple(tokens), Sampling(max_tokens=0), priority=priority, prompt_logprobs=True)
 
 
 class VersionSpan(Struct, frozen=True):
-    """Tokens from `start` on were sampled by the weights `version` (until the next span starts)."""
+    """Tokens from `start` on were sampled by the weights `version` (until the next span starts).
+
+    Of a request with an adapter both versions are the adapter's.
+    """
 
     start: int
     version: int
     kv_version: int
     """The oldest weights that computed any of the KV entries those tokens attended to (<= version)."""
+
+
+class TopLogprobs(Struct, frozen=True):
+    """The most probable tokens of each position, most probable first. [T, k] int32 and float32, as bytes in rows."""
+
+    k: int
+    tokens: bytes = b""
+    logprobs: bytes = b""
+
+
+class SamplingMask(Struct, frozen=True):
+    """The vocabulary that was left to be sampled from at each position, compressed by rows.
+
+    An empty row is one from which nothing was cut. It cannot be mistaken for one that keeps nothing: one token always stays.
+    """
+
+    token_ids: bytes
+    """[M] int32, ascending in each row"""
+    offsets: bytes
+    """[T + 1] int64: position t holds token_ids[offsets[t]:offsets[t + 1]]"""
+
+
+class RoutingTrace(Struct, frozen=True):
+    """[T', layers, k] experts chosen, best first, at every forwarded position: prompt and completion but its last token.
+
+    Of a position that another request had computed it is what that pass chose, of one that was computed again (after a swap
+    with `engine.swap = "recompute"`, or when room had run out) the last choice: that of the cache entries in use.
+    """
+
+    layers: int
+    """Those with experts."""
+    k: int
+    width: int
+    """Bytes of one expert's number: 1, or 2 above 256 experts."""
+    experts: bytes
 
 
 class Completion(Struct, frozen=True):
@@ -83,9 +151,21 @@ class Completion(Struct, frozen=True):
     logprobs: tuple[float, ...]
     """[T] of the distribution really sampled from."""
     spans: tuple[VersionSpan, ...]
+    """One (of no token) when the request only scored its prompt: under which version."""
     stop: Stop
     text: str = ""
     """Decoded for rewards and reports; training never reads it (C5)."""
+    error: str = ""
+    """What went wrong, where `stop` is `error`."""
+    prompt_logprobs: tuple[float, ...] | None = None
+    """[prompt - 1] of its tokens but the first, given what precedes them, at temperature 1. All under one version: that of the
+    first span."""
+    prompt_top: TopLogprobs | None = None
+    """[prompt - 1, k] beside `prompt_logprobs`."""
+    top: TopLogprobs | None = None
+    """[T, k] of the distributions sampled from."""
+    mask: SamplingMask | None = None
+    routing: RoutingTrace | None = None
 
     def versions(self) -> list[int]:
         """[T] the version of every token, spans unrolled."""
@@ -172,10 +252,26 @@ class Batch(Struct, frozen=True):
         return [row for group in self.groups for row in group.rows]
 
 
+class AdapterSpec(Struct, frozen=True):
+    """A LoRA adapter (Hu et al., arXiv:2106.09685) without its tensors, in peft's terms."""
+
+    name: str
+    rank: int
+    alpha: float
+    rslora: bool = False
+    """Scale by alpha / sqrt(rank) (Kalajdzievski, arXiv:2312.03732) and not by alpha / rank."""
+    rank_pattern: dict[str, int] = {}
+    """Module name (or its end) -> rank, where it differs."""
+    alpha_pattern: dict[str, float] = {}
+    base: str = ""
+    """Fingerprint of the base weights it was trained on; empty when unknown. Served over others, it is refused."""
+
+
 class WeightUpdate(Struct, frozen=True):
     """One publish: which weights, where they lie, and the fingerprint that whoever loads them must find (C3)."""
 
     version: int
+    """Of the whole model, or of the adapter."""
     kind: Literal["full", "adapter"]
     fingerprint: str
     slot: int
@@ -183,6 +279,8 @@ class WeightUpdate(Struct, frozen=True):
     nbytes: int
     seconds: float
     """What the publish took on the trainer's side."""
+    adapter: AdapterSpec | None = None
+    """Set where kind is `adapter`."""
 
 
 class TensorSpec(Struct, frozen=True):
@@ -236,15 +334,33 @@ class EngineStats(Struct, frozen=True):
     running: int = 0
     waiting: int = 0
     kv_used: float = 0.0
-    """Share of the KV budget in use, 0 to 1."""
+    """Share of the KV budget that requests hold, 0 to 1. What is cached beyond it is given away when room is needed."""
     sampled_tokens: int = 0
-    """Since the process started."""
+    """Since the process started, as all totals."""
     prompt_tokens: int = 0
     """Prompt tokens really forwarded (a group's prompt counts once)."""
     steps: int = 0
     busy_seconds: float = 0.0
     version: int = -1
     """-1 until weights are loaded."""
+    asked_tokens: int = 0
+    """Prompt tokens of the requests that were admitted."""
+    cached_tokens: int = 0
+    """How many of these were found in the prefix cache."""
+    recomputed_tokens: int = 0
+    """Forwarded a second time: after a preemption, or a swap with `engine.swap = "recompute"`."""
+    swaps: int = 0
+    preemptions: int = 0
+    """Requests that had to make room for others, and went on later."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """While there was work."""
+        return self.sampled_tokens / self.busy_seconds if self.busy_seconds else 0.0
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        return self.cached_tokens / self.asked_tokens if self.asked_tokens else 0.0
 
 
 class LoadReport(Struct, frozen=True):
@@ -270,6 +386,25 @@ class Finished(Struct, frozen=True):
     request_id: str
     stop: Stop
     error: str = ""
+    routing: RoutingTrace | None = None
+
+
+class PromptScores(Struct, frozen=True):
+    """What a request wanted to know of its prompt: sent once, when all of it is known, before anything is sampled."""
+
+    request_id: str
+    version: int
+    logprobs: tuple[float, ...]
+    top: TopLogprobs | None = None
+
+
+class TokenDetails(Struct, frozen=True):
+    """What some requests want beside the token that was sampled: one row of `TopLogprobs` and of `SamplingMask`."""
+
+    request_id: str
+    top_tokens: bytes = b""
+    top_logprobs: bytes = b""
+    mask: bytes = b""
 
 
 class StepOutput(Struct, frozen=True):
@@ -281,6 +416,10 @@ class StepOutput(Struct, frozen=True):
     logprobs: tuple[float, ...] = ()
     kv_versions: tuple[int, ...] = ()
     finished: tuple[Finished, ...] = ()
+    versions: tuple[int, ...] = ()
+    """Empty where all are `version`; else one per row, for rows with an adapter the adapter's."""
+    details: tuple[TokenDetails, ...] = ()
+    scores: tuple[PromptScores, ...] = ()
 
 
 def spans_of(versions: Sequence[int], kv_versions: Sequence[int]) -> tuple[VersionSpan, ...]:

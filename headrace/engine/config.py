@@ -17,17 +17,29 @@ class EngineConfig:
     kv_gib: float = Field(default=2.0, gt=0)
     """GiB of KV cache at most. Its pages are taken from the system when they are first used."""
     max_running: int = Field(default=64, gt=0)
-    """Sequences decoding at once; fewer run when `kv_gib` does not hold so many of `context_length`."""
+    """Sequences decoding at once; fewer run when `kv_gib` does not hold the tokens that so many are expected to have."""
     context_length: int = Field(default=1024, gt=1)
     """Tokens of prompt and completion together, for one request."""
     prefill_chunk: int = Field(default=512, gt=0)
     """Prompt tokens forwarded at once, beside one token of every running sequence."""
+    swap: Literal["keep", "recompute"] = "keep"
+    """What becomes of the KV cache of running sequences when weights are swapped: keep it (their spans say so), or compute
+    it again under the new weights before they go on."""
+    exact: bool = False
+    """Tokens and log-probs of a request do not depend on what else is in the batch. Slower."""
+    max_adapters: int = Field(default=0, ge=0)
+    """LoRA adapters that can be loaded at once."""
+    routing: bool = False
+    """Keep which experts every position went to, so that requests may ask for it. Costs memory beside the KV cache."""
+    check: bool = False
+    """Assert after every forward pass that the books of the KV cache add up. For debugging."""
     cores: tuple[int, ...] = ()
     """CPU cores of the engine process; empty shares all of them."""
     max_deaths: int = Field(default=3, gt=0)
     """Engine processes that may die before the run stops."""
-    path: Literal["auto", "hf"] = "auto"
-    """auto: the fused decoder where there is one for the model; hf: Hugging Face's own forward always."""
+    path: Literal["auto", "kernels", "fused", "hf"] = "auto"
+    """kernels: our own C++; fused: the decoder in plain PyTorch; hf: Hugging Face's own forward; auto: the first of these
+    that serves the model on this machine."""
 
     @property
     def serving_dtype(self) -> str:

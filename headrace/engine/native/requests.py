@@ -3,36 +3,63 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
-from headrace.engine.native.stopping import Decode
 from headrace.types import Request, Sampling
 
 COLDEST = 1e-5
 """Logits divided by less could overflow."""
 
 
-def check(request: Request, context_length: int, vocabulary: int, decode: Decode | None) -> None:
-    """Raises ValueError when the request can never run."""
-    check_tokens(request.prompt, vocabulary)
-    check_tokens(request.prefix, vocabulary)
-    if not request.prompt:
-        raise ValueError("the prompt has no tokens; begin it with a start token at least")
-    _check_sampling(request.sampling)
-    wanted = len(request.prompt) + request.sampling.max_tokens
-    if wanted > context_length:
-        raise ValueError(
-            f"a prompt of {len(request.prompt)} tokens and max_tokens = {request.sampling.max_tokens} need {wanted} tokens, "
-            f"the engine's context holds {context_length}; shorten the prompt, lower max_tokens or raise engine.context_length"
-        )
-    if len(request.prefix) > request.sampling.max_tokens:
-        raise ValueError(
-            f"a prefix of {len(request.prefix)} tokens exceeds max_tokens = {request.sampling.max_tokens}; raise max_tokens"
-        )
-    if request.sampling.stop and decode is None:
-        raise ValueError("stop strings need the model's tokenizer, which its directory lacks; use stop_token_ids")
+@dataclass(frozen=True)
+class Limits:
+    """What requests are held against."""
+
+    context_length: int
+    vocabulary: int
+    stop_strings: bool
+    routing: bool
+
+    def check(self, request: Request, context: int) -> None:
+        """Raises ValueError when the request can never run. `context`: tokens of its prompt, or of what it forks."""
+        _check_tokens(request.prompt, self.vocabulary)
+        _check_tokens(request.prefix, self.vocabulary)
+        if not context:
+            raise ValueError("the prompt has no tokens; begin it with a start token at least")
+        _check_sampling(request.sampling)
+        self._check_length(request, context)
+        self._check_wishes(request)
+
+    def _check_length(self, request: Request, context: int) -> None:
+        most = request.sampling.max_tokens
+        if context + most > self.context_length:
+            raise ValueError(
+                f"a prompt of {context} tokens and max_tokens = {most} need {context + most} tokens, the engine's context "
+                f"holds {self.context_length}; shorten the prompt, lower max_tokens or raise engine.context_length"
+            )
+        if len(request.prefix) > most:
+            raise ValueError(f"a prefix of {len(request.prefix)} tokens exceeds max_tokens = {most}; raise max_tokens")
+        if not most and not request.prompt_logprobs:
+            raise ValueError("max_tokens = 0 samples nothing; raise it, or set prompt_logprobs to score the prompt")
+
+    def _check_wishes(self, request: Request) -> None:
+        if request.sampling.stop and not self.stop_strings:
+            raise ValueError("stop strings need the model's tokenizer, which its directory lacks; use stop_token_ids")
+        if not 0 <= request.top_logprobs <= self.vocabulary:
+            raise ValueError(
+                f"top_logprobs = {request.top_logprobs} cannot be told; it must be 0 to {self.vocabulary}, the vocabulary"
+            )
+        if request.return_routing and not self.routing:
+            raise ValueError(
+                "return_routing needs engine.routing = true (and a model with experts); set it, or do not ask"
+            )
+        if request.fork and (request.prompt or request.prefix or request.prompt_logprobs or request.adapter):
+            raise ValueError(
+                "a fork has the prompt and the adapter of its source; leave prompt, prefix, prompt_logprobs and adapter empty"
+            )
 
 
-def check_tokens(tokens: tuple[int, ...], vocabulary: int) -> None:
+def _check_tokens(tokens: tuple[int, ...], vocabulary: int) -> None:
     if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
         wrong = next(token for token in tokens if not 0 <= token < vocabulary)
         raise ValueError(
@@ -46,7 +73,7 @@ def _is_temperature(value: float) -> bool:
 
 def _check_sampling(sampling: Sampling) -> None:
     rules = [
-        (sampling.max_tokens >= 1, "max_tokens", "at least 1"),
+        (sampling.max_tokens >= 0, "max_tokens", "at least 0"),
         (_is_temperature(sampling.temperature), "temperature", f"0 (greedy) or at least {COLDEST}"),
         (0 < sampling.top_p <= 1, "top_p", "above 0 and at most 1 (1 keeps all tokens)"),
         (sampling.top_k >= 0, "top_k", "0 (keeps all tokens) or more"),

@@ -1,24 +1,34 @@
-"""The running sequences: columns of numbers for what happens at every token, objects for what happens once."""
+"""The sequences in the engine: columns of numbers for what happens at every token, objects for what happens once."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
+from headrace.engine.native.batch import BLOCK
+from headrace.engine.native.prefixes import Node
 from headrace.engine.native.sampler import Settings
 from headrace.engine.native.stopping import Stopper
 from headrace.types import Request
 
 ROW = np.dtype(
     [
-        ("token", np.int64),  # sampled last, not in the cache yet
-        ("length", np.int64),  # tokens in the cache: the position of `token`
+        ("token", np.int64),  # the last one known, not in the cache yet
+        ("computed", np.int32),  # tokens in the cache
+        ("known", np.int32),  # tokens there are: computed + 1 while decoding
+        ("blocks", np.int32),  # in the table
         ("counter", np.int64),  # tokens of the completion so far, those of a re-issued prefix included
         ("limit", np.int64),  # max_tokens
-        ("kv_version", np.int64),  # oldest weights among the row's cache entries
+        ("kv_version", np.int64),  # oldest weights among the cache entries; -1 before there are any
+        ("adapter", np.int32),  # its slot; -1 without
         ("ends_at_eos", np.bool_),
         ("watched", np.bool_),  # has stop tokens or strings of its own
+        ("scored", np.bool_),  # log-probs of its prompt are still to be computed
+        ("fresh", np.bool_),  # no logits of it have been seen to be finite
+        ("mask", np.bool_),  # the sampling mask is wanted
+        ("top", np.int32),  # most probable tokens wanted
         ("temperature", np.float64),
         ("top_k", np.int64),
         ("top_p", np.float64),
@@ -26,29 +36,77 @@ ROW = np.dtype(
         ("seed", np.uint64),
     ]
 )
+_SETTINGS = ("temperature", "top_k", "top_p", "min_p", "seed", "counter")
 
 
-@dataclass
+@dataclass(eq=False)
 class Sequence:
-    """One accepted request. `row` is its place among the running ones, -1 before it has one."""
+    """One accepted request."""
 
     request: Request
     tokens: tuple[int, ...]
-    """What must be in the cache before sampling begins: the prompt and, for a re-issued request, its prefix."""
-    stopper: Stopper | None
+    """What must be in the cache before sampling goes on. While it has a row, the row's history has what was added."""
+    prompt: int
+    """How many of them are not the completion's."""
+    arrival: int
+    adapter: str = ""
+    stopper: Stopper | None = None
+    scored: bool = False
+    """Log-probs of its prompt are still owed."""
+    scores: list[Any] = field(default_factory=list)
+    """Those there are of them, chunk by chunk."""
+    begun: bool = False
+    """Had a row before, here or in an engine that died: one that drains still finishes it."""
     row: int = -1
+    """Its place among the running ones, -1 without."""
+    gone: bool = False
+    leader: Sequence | None = None
+    """Who computes the prompt that it waits for."""
+    followers: list[Sequence] = field(default_factory=list)
+    pinned: Pinned | None = None
+    """The cache entries of a fork that waits for a row."""
+    node: Node | None = None
+    """Of its last full block in the prefix cache; None when its entries are not for others."""
+    tail: Node | None = None
+    """Of the block behind it, when the cache knows what that holds so far."""
+    promised: list[Node] = field(default_factory=list)
+    verified: int = 0
+    """Blocks whose entries finite logits have vouched for."""
 
     @property
     def id(self) -> str:
         return self.request.id
 
+    @property
+    def order(self) -> tuple[int, int]:
+        """Lower goes first."""
+        return self.request.priority, self.arrival
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """Blocks that are held for a sequence that has no row yet."""
+
+    blocks: list[int]
+    """The last one is to be copied when it is not used to its end."""
+    computed: int
+    kv_version: int
+
+    @property
+    def whole(self) -> int:
+        """Blocks that can be shared as they are."""
+        return self.computed // BLOCK
+
 
 class Running:
-    """Rows [0, len) are in use. A row that ends is filled with the last one, in the columns here as in the cache."""
+    """Rows [0, len) are in use. A row that ends is filled with the last one."""
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, context_length: int) -> None:
         self.slots = slots
         self.columns = np.zeros(slots, dtype=ROW)
+        self.tables = np.zeros((slots, -(-context_length // BLOCK)), dtype=np.int32)
+        self.history = np.zeros((slots, context_length + 1), dtype=np.int32)
+        """All tokens of each row."""
         self.sequences: list[Sequence] = []
 
     def __len__(self) -> int:
@@ -58,38 +116,60 @@ class Running:
         """A view of one column over the rows in use."""
         return self.columns[name][: len(self.sequences)]
 
-    def add(self, sequence: Sequence, kv_version: int) -> int:
-        assert len(self.sequences) < self.slots, "admission goes by free slots"
-        row, sampling = len(self.sequences), sequence.request.sampling
+    def add(self, sequence: Sequence, table: list[int], computed: int, kv_version: int, adapter: int) -> None:
+        row, request, tokens = len(self.sequences), sequence.request, sequence.tokens
+        assert row < self.slots and computed < len(tokens), "admission goes by free rows; one token is always forwarded"
+        sampling = request.sampling
         self.columns[row] = (
-            0,
-            len(sequence.tokens),
-            len(sequence.request.prefix),
+            tokens[-1],
+            computed,
+            len(tokens),
+            len(table),
+            len(tokens) - sequence.prompt,
             sampling.max_tokens,
             kv_version,
+            adapter,
             not sampling.ignore_eos,
             sequence.stopper is not None,
+            sequence.scored,
+            True,
+            request.return_mask,
+            request.top_logprobs,
             sampling.temperature,
             sampling.top_k,
             sampling.top_p,
             sampling.min_p,
             sampling.seed & 0xFFFFFFFFFFFFFFFF,
         )
+        self.tables[row, : len(table)] = table
+        self.history[row, : len(tokens)] = tokens
         sequence.row = row
         self.sequences.append(sequence)
-        return row
 
-    def remove(self, row: int) -> int:
-        """The row whose cache must be moved to `row` (the last one; `row` itself when that was the last)."""
+    def remove(self, row: int) -> None:
         self.sequences[row].row = -1
-        moved = self.sequences.pop()
-        last = len(self.sequences)
+        moved, last = self.sequences.pop(), len(self.sequences)
+        self.tables[row] = 0
         if row != last:
-            self.columns[row] = self.columns[last]
+            columns = self.columns[row] = self.columns[last]
+            self.tables[row] = self.tables[last]
+            self.tables[last] = 0
+            self.history[row, : columns["known"]] = self.history[last, : columns["known"]]
             self.sequences[row] = moved
             moved.row = row
-        return last
 
-    def settings(self) -> Settings:
-        names = ("temperature", "top_k", "top_p", "min_p", "seed", "counter")
-        return Settings(*(self.column(name).copy() for name in names))
+    def append(self, row: int, block: int) -> None:
+        """One more block at the end of the row's table."""
+        self.tables[row, self.columns["blocks"][row]] = block
+        self.columns["blocks"][row] += 1
+
+    def table(self, row: int) -> list[int]:
+        return self.tables[row, : self.columns["blocks"][row]].tolist()
+
+    def tokens(self, row: int, start: int = 0, stop: int | None = None) -> tuple[int, ...]:
+        return tuple(self.history[row, start : self.columns["known"][row] if stop is None else stop].tolist())
+
+    def settings(self, rows: np.ndarray | None) -> Settings:
+        """Of some rows, or of all."""
+        chosen = self.columns[: len(self)] if rows is None else self.columns[rows]
+        return Settings(*(chosen[name].copy() for name in _SETTINGS))

@@ -1,0 +1,94 @@
+"""The pool of KV blocks: who holds which, and which of the unused ones is given away next. No tensor is touched here.
+
+    idle (longest unused first) ──take──▶ held by 1, 2, ... sequences ──release──▶ idle
+
+An idle block keeps its content until it is taken: the prefix cache finds it by its tokens (`prefixes.py`), a fork by its
+serial number (`forks.py`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from typing import Protocol
+
+
+class Cached(Protocol):
+    """What a block may be cached for: a node of the prefix cache."""
+
+    block: int
+
+    def remove(self, blocks: Blocks) -> None: ...
+
+
+class Blocks:
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.serials = [0] * count
+        """How often each block was taken or cleared: tells a block that is remembered from one that was given to somebody else."""
+        self.nodes: list[Cached | None] = [None] * count
+        """The prefix that a block is cached for."""
+        self._holders = [0] * count
+        self._idle: OrderedDict[int, None] = OrderedDict.fromkeys(range(count))
+        self._tainted: set[int] = set()
+        self._dirty: list[int] = []
+
+    @property
+    def free(self) -> int:
+        """Blocks that nobody holds."""
+        return len(self._idle)
+
+    @property
+    def held(self) -> int:
+        return self.count - len(self._idle)
+
+    def take(self) -> int:
+        """The block that was unused for longest. What it was cached for is forgotten."""
+        assert self._idle, "whoever takes looks at `free` first"
+        block, _ = self._idle.popitem(last=False)
+        if (node := self.nodes[block]) is not None:
+            node.remove(self)
+        self.serials[block] += 1
+        self._holders[block] = 1
+        return block
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            if not self._holders[block]:
+                del self._idle[block]
+            self._holders[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Last ones first: of one sequence's blocks, the first are the likelier to be asked for again."""
+        for block in reversed(list(blocks)):
+            self._holders[block] -= 1
+            if not self._holders[block]:
+                self._idle[block] = None
+                if block in self._tainted:
+                    self._tainted.remove(block)
+                    self._dirty.append(block)
+                    self.serials[block] += 1  # nothing is left to remember
+                if self.nodes[block] is None:  # worth nothing to the prefix cache
+                    self._idle.move_to_end(block, last=False)
+
+    def taint(self, blocks: Iterable[int]) -> None:
+        """May hold NaN: cached for nobody (with all that follows it), and to be cleared when its last holder lets go."""
+        for block in blocks:
+            self._tainted.add(block)
+            if (node := self.nodes[block]) is not None:
+                node.remove(self)
+
+    def dirty(self) -> list[int]:
+        """Blocks to be cleared before the next pass; each is told once."""
+        dirty, self._dirty = self._dirty, []
+        return dirty
+
+    def integrity(self, holders: Iterable[int]) -> None:
+        """Asserts exact accounting, given every block that somebody holds (as often as it is held)."""
+        counted = Counter(holders)
+        assert counted == {block: n for block, n in enumerate(self._holders) if n}, "held as often as it is referred to"
+        assert not self._idle.keys() & counted.keys(), "no block is idle and held"
+        assert len(self._idle) + len(counted) == self.count, "every block is idle or held"
+        assert self._tainted <= counted.keys(), "a tainted block is held by somebody"
+        for block, node in enumerate(self.nodes):
+            assert node is None or node.block == block, "a block and its prefix know each other"

@@ -1,0 +1,63 @@
+"""What requests may want to know beside their tokens: top log-probs, sampling masks, log-probs of the prompt. As bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from headrace.engine.native.passes import Chunk
+from headrace.engine.native.sampler import Drawn, Scores, token_logprobs
+from headrace.engine.native.sequences import Running, Sequence
+from headrace.types import PromptScores, TokenDetails, TopLogprobs
+
+
+def top_wanted(running: Running, rows: np.ndarray) -> int:
+    return int(running.columns["top"][rows].max(initial=0))
+
+
+def of_tokens(running: Running, rows: np.ndarray, drawn: Drawn) -> tuple[TokenDetails, ...]:
+    """`rows`: those that `drawn` is about, in its order."""
+    top, mask = running.columns["top"][rows], running.columns["mask"][rows]
+    wanted = np.flatnonzero(((top > 0) | mask) & drawn.finite)
+    return tuple(
+        TokenDetails(
+            running.sequences[rows[place]].id,
+            *(_row_of_top(drawn, place, int(top[place])) if top[place] else (b"", b"")),
+            _row_of_mask(drawn, place) if mask[place] else b"",
+        )
+        for place in wanted.tolist()
+    )
+
+
+def _row_of_top(drawn: Drawn, place: int, k: int) -> tuple[bytes, bytes]:
+    assert drawn.top_ids is not None and drawn.top_logprobs is not None
+    return (
+        drawn.top_ids[place, :k].astype(np.int32).tobytes(),
+        drawn.top_logprobs[place, :k].astype(np.float32).tobytes(),
+    )
+
+
+def _row_of_mask(drawn: Drawn, place: int) -> bytes:
+    assert drawn.mask is not None
+    offsets = drawn.mask.offsets
+    return drawn.mask.token_ids[offsets[place] : offsets[place + 1]].tobytes()
+
+
+def score(logits: torch.Tensor, running: Running, chunk: Chunk) -> bool:
+    """Log-probs of the tokens behind a chunk's positions, put beside those that its sequence has. `logits` [scores, V].
+    False when one of them is not finite."""
+    sequence = running.sequences[chunk.row]
+    following = running.history[chunk.row, chunk.start + 1 : chunk.start + 1 + chunk.scores]
+    scores = token_logprobs(logits, following.astype(np.int64), sequence.request.top_logprobs)
+    sequence.scores.append(scores)
+    return bool(np.isfinite(scores.logprobs).all())
+
+
+def of_prompt(sequence: Sequence, version: int) -> PromptScores:
+    """All that was scored, once it is complete."""
+    parts: list[Scores] = sequence.scores
+    k = sequence.request.top_logprobs
+    logprobs = tuple(float(value) for part in parts for value in part.logprobs)
+    ids = b"".join(part.top_ids.astype(np.int32).tobytes() for part in parts if part.top_ids is not None)
+    values = b"".join(part.top_logprobs.astype(np.float32).tobytes() for part in parts if part.top_logprobs is not None)
+    return PromptScores(sequence.id, version, logprobs, TopLogprobs(k, ids, values) if k else None)

@@ -1,0 +1,95 @@
+"""Going on from an earlier token of another sequence, over the cache entries that it left.
+
+Nothing is kept alive for forks that may come: a finished sequence is remembered with the serial numbers of its blocks, and
+whoever forks it finds out whether they are still what they were.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from headrace.engine.native.batch import BLOCK
+from headrace.engine.native.blocks import Blocks
+from headrace.engine.native.scheduler import Scheduler
+from headrace.engine.native.sequences import Pinned, Running, Sequence
+from headrace.types import Fork
+
+REMEMBERED = 1024
+"""Finished sequences."""
+
+
+@dataclass(frozen=True)
+class Past:
+    """What there is to go on from."""
+
+    tokens: tuple[int, ...]
+    prompt: int
+    adapter: str
+    computed: int
+    blocks: list[int]
+    serials: list[int]
+    kv_version: int
+
+
+class Forks:
+    def __init__(self, schedule: Scheduler, running: Running, blocks: Blocks) -> None:
+        self._schedule, self._running, self._blocks = schedule, running, blocks
+        self._past: OrderedDict[str, Past] = OrderedDict()
+
+    def remember(self, sequence: Sequence) -> None:
+        """Called while it still has its row."""
+        self._past.pop(sequence.id, None)
+        self._past[sequence.id] = self._look(sequence)
+        if len(self._past) > REMEMBERED:
+            self._past.popitem(last=False)
+
+    def forget(self, adapter: str | None) -> None:
+        """Those with this adapter (it is unloaded), or with any (the base weights under them were swapped): its version does
+        not tell any more what computed their entries."""
+        for name in [name for name, past in self._past.items() if past.adapter and adapter in (None, past.adapter)]:
+            del self._past[name]
+
+    def _look(self, sequence: Sequence) -> Past:
+        row, table = sequence.row, self._running.table(sequence.row)
+        columns = self._running.columns[row]
+        return Past(
+            self._running.tokens(row),
+            sequence.prompt,
+            sequence.adapter,
+            int(columns["computed"]),
+            table,
+            [self._blocks.serials[block] for block in table],
+            int(columns["kv_version"]),
+        )
+
+    def source(self, fork: Fork) -> Past:
+        """Raises ValueError where there is nothing to go on from."""
+        sequence = self._schedule.get(fork.of)
+        if sequence is not None and sequence.row < 0:
+            raise ValueError(f"request {fork.of} has no KV cache now: it waits for room; fork it once it runs")
+        past = self._look(sequence) if sequence else self._past.get(fork.of)
+        if past is None:
+            raise ValueError(
+                f"request {fork.of} is not known (or ended long ago); give its tokens as the prompt of a new request"
+            )
+        there = len(past.tokens) - past.prompt
+        if not 0 <= fork.at_token <= there:
+            raise ValueError(
+                f"request {fork.of} cannot be forked at token {fork.at_token}: it has sampled {there}; choose 0 to {there}"
+            )
+        return past
+
+    def pin(self, fork: Fork, past: Past) -> Pinned:
+        """Holds the blocks that the fork goes on from. Raises ValueError when they live no more, or not yet."""
+        needed = past.prompt + fork.at_token - 1  # the last token is forwarded again, for its logits
+        blocks = past.blocks[: -(-needed // BLOCK)]
+        if needed > past.computed:
+            raise ValueError(f"request {fork.of} has not computed that far yet; fork it once it samples")
+        if [self._blocks.serials[block] for block in blocks] != past.serials[: len(blocks)]:
+            raise ValueError(
+                f"the KV cache of request {fork.of} has made room for others; give its tokens as the prompt of a new request "
+                "(which computes them anew), or raise engine.kv_gib"
+            )
+        self._blocks.hold(blocks)
+        return Pinned(blocks, needed, past.kv_version)

@@ -1,0 +1,114 @@
+"""What an engine is made of, found from a model's directory: the forward pass, the tokenizer, the end-of-sequence tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace.engine.config import EngineConfig
+from headrace.engine.native import skeleton, weights
+from headrace.engine.native.batch import BLOCK, Runner
+from headrace.engine.native.stopping import Decode
+from headrace.errors import ConfigError
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model that can be served, without its weights."""
+
+    runner: Runner
+    context_length: int
+    vocabulary: int
+    ends: frozenset[int]
+    """Every end-of-sequence token."""
+    decode: Decode | None
+    """Tokens to text; None without a tokenizer."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of every parameter."""
+    dtype: torch.dtype
+    device: torch.device
+
+    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Any:
+        """Raises ValueError naming the first parameter that is missing, unknown, or of another shape or dtype."""
+        weights.check(self.shapes, tensors, self.dtype)
+        return self.runner.prepare(weights.on_device(tensors, self.device))
+
+
+def read_model(model_dir: Path, config: EngineConfig) -> Model:
+    """Raises ConfigError for a model that cannot be served."""
+    device, dtype = find_device(config.device), getattr(torch, config.serving_dtype)
+    model = skeleton.read(model_dir, dtype, device)
+    context = min(config.context_length, model.context_length or config.context_length)
+    return Model(
+        _runner(model, config, context, dtype, device),
+        context,
+        model.vocabulary,
+        frozenset(end_tokens(model_dir, model.config)),
+        _decoder(model_dir),
+        model.shapes,
+        dtype,
+        device,
+    )
+
+
+def find_device(wanted: str) -> torch.device:
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError('engine.device = "cuda", but torch finds no GPU; use "auto" or "cpu"')
+    return torch.device("cuda" if wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available()) else "cpu")
+
+
+def _runner(
+    model: skeleton.Skeleton, config: EngineConfig, context: int, dtype: torch.dtype, device: torch.device
+) -> Runner:
+    """The first of our three that serves this model here."""
+    from headrace.engine.native import families
+    from headrace.engine.native.decoder import FusedRunner
+    from headrace.engine.native.kernels import runner as kernels
+    from headrace.engine.native.runner_hf import HuggingFaceRunner
+
+    settings = (model, context, dtype, device, config.exact, config.max_adapters)
+    if config.path in ("auto", "kernels") and not config.max_adapters and kernels.serves(model, dtype, device):
+        return kernels.KernelRunner(*settings)
+    if config.path in ("auto", "fused") and families.serves(model):
+        return FusedRunner(*settings)
+    if config.path in ("auto", "hf"):
+        return HuggingFaceRunner(*settings)
+    raise ConfigError(f'engine.path = "{config.path}" does not serve {model.model_type} here; use "auto"')
+
+
+def count_blocks(model: Model, kv_gib: float) -> int:
+    """Raises ConfigError when not even one sequence fits."""
+    block, needed = model.runner.block_nbytes, -(-model.context_length // BLOCK)
+    if (fit := int(kv_gib * GIB // block)) < needed:
+        raise ConfigError(
+            f"engine.kv_gib = {kv_gib} does not hold one sequence of engine.context_length = {model.context_length}, which "
+            f"takes {needed * block / GIB:.3g} GiB for this model; raise engine.kv_gib or lower engine.context_length"
+        )
+    return fit
+
+
+def _decoder(model_dir: Path) -> Decode | None:
+    """Tokens to text with special tokens in it, so that they can be stop strings. None without a tokenizer."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+    except Exception:  # transformers raises OSError, ValueError, TypeError, ... for the same thing: there is none
+        return None
+    return lambda tokens: tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def end_tokens(model_dir: Path, config: Any) -> set[int]:
+    """Every end-of-sequence token that the model's generation config or config names."""
+    path = model_dir / "generation_config.json"
+    named = [json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")] if path.exists() else []
+    named.append(getattr(config, "eos_token_id", None))
+    lists = [entry if isinstance(entry, list) else [entry] for entry in named if entry is not None]
+    return {token for tokens in lists for token in tokens}

@@ -1,0 +1,190 @@
+"""The prefix cache: which tokens, under which weights, have their keys and values in which block.
+
+A tree of blocks. A node stands for the (up to BLOCK) tokens behind those of its parent; its key and value entries are
+right only behind that parent. Roots are keyed by the weights, base and adapter, that computed everything below them: so a
+new request never meets entries of older weights, and after a swap the old roots are cut off as a whole.
+
+A sequence *promises* the blocks of its prompt when it is admitted and *fulfils* them when logits have shown that the
+entries are finite. Who comes meanwhile with the same tokens waits for them: a group's prompt is computed once.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.engine.native.batch import BLOCK
+from headrace.engine.native.blocks import Blocks
+
+Tokens = tuple[int, ...]
+Root = tuple[int, str, int]
+"""Version of the base weights; name and version of the adapter (empty and 0 without one)."""
+
+
+class Node:
+    __slots__ = ("_sorted", "block", "children", "depth", "owner", "parent", "root", "tokens")
+
+    def __init__(self, tokens: Tokens, block: int, parent: Node | None, owner: Any = None) -> None:
+        self.tokens, self.block, self.parent, self.owner = tokens, block, parent, owner
+        self.root: Node = parent.root if parent else self
+        self.depth: int = parent.depth + 1 if parent else 0
+        """Blocks from the beginning, this one included."""
+        self.children: dict[Tokens, Node] = {}
+        self._sorted: list[Tokens] = []
+        """Keys of `children` in order: who has the longest beginning in common is a neighbour."""
+
+    @property
+    def alive(self) -> bool:
+        """Reachable still: neither removed, nor of weights that were swapped out."""
+        return self.block >= 0 and self.root.block >= 0
+
+    def add(self, tokens: Tokens, block: int, owner: Any = None) -> Node:
+        assert tokens not in self.children
+        node = self.children[tokens] = Node(tokens, block, self, owner)
+        insort(self._sorted, tokens)
+        return node
+
+    def rename(self, tokens: Tokens) -> None:
+        """More of its block is filled."""
+        assert self.parent is not None and not self.children and tokens not in self.parent.children
+        self._unlist()
+        self.tokens = tokens
+        self.parent.children[tokens] = self
+        insort(self.parent._sorted, tokens)
+
+    def _unlist(self) -> None:
+        assert self.parent is not None
+        del self.parent.children[self.tokens]
+        del self.parent._sorted[bisect_left(self.parent._sorted, self.tokens)]
+
+    def nearest(self, tokens: Tokens) -> tuple[Node | None, int]:
+        """The child that begins with most of `tokens`, and how many of them."""
+        place = bisect_left(self._sorted, tokens)
+        near = [(_common(key, tokens), key) for key in self._sorted[max(place - 1, 0) : place + 1]]
+        shared, key = max(near, default=(0, ()))
+        return (self.children[key], shared) if shared else (None, 0)
+
+    def remove(self, blocks: Blocks) -> None:
+        """Takes itself and everything behind it out of the cache."""
+        if self.block < 0:
+            return
+        self._unlist()
+        for node in [self, *_below(self)]:
+            if blocks.nodes[node.block] is node:
+                blocks.nodes[node.block] = None
+            node.block = -1
+
+
+def _common(one: Tokens, other: Tokens) -> int:
+    """Length of the beginning that two tuples share."""
+    for i, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return i
+    return min(len(one), len(other))
+
+
+@dataclass(frozen=True)
+class Match:
+    """What the cache holds of a sequence's tokens, the last one aside (its logits are needed, so it is always forwarded)."""
+
+    node: Node
+    """The deepest full block that matches, or the root."""
+    blocks: list[int]
+    """The full blocks up to it."""
+    tail: Node | None = None
+    """A block whose first `shared` tokens are those that follow: to be copied."""
+    shared: int = 0
+    awaits: Any = None
+    """Who is computing what comes next."""
+
+    @property
+    def tokens(self) -> int:
+        return len(self.blocks) * BLOCK + self.shared
+
+
+class Prefixes:
+    def __init__(self, blocks: Blocks) -> None:
+        self._blocks = blocks
+        self._roots: dict[Root, Node] = {}
+
+    def nothing(self, key: Root) -> Match:
+        """As if nothing was cached."""
+        if key not in self._roots:
+            self._roots[key] = Node((), 0, None)
+        return Match(self._roots[key], [])
+
+    def find(self, key: Root, tokens: Tokens) -> Match:
+        node = self.nothing(key).node
+        usable = len(tokens) - 1
+        blocks: list[int] = []
+        while len(rest := tokens[len(blocks) * BLOCK : min((len(blocks) + 1) * BLOCK, usable)]) == BLOCK:
+            child = node.children.get(rest)
+            if child is None:
+                break
+            if child.owner is not None:
+                return Match(node, blocks, awaits=child.owner)
+            blocks.append(child.block)
+            node = child
+        tail, shared = node.nearest(rest) if rest else (None, 0)
+        if tail is None or tail.owner is None:
+            return Match(node, blocks, tail, shared)
+        covers = shared == usable - len(blocks) * BLOCK  # else it is not worth waiting for
+        return Match(node, blocks, awaits=tail.owner if covers else None)
+
+    def promise(self, owner: Any, match: Match, tokens: Tokens, table: list[int]) -> list[Node]:
+        """Nodes behind the match for the blocks that `owner` is about to fill, as far as nobody else has them."""
+        node, promised = match.node, []
+        for place in range(len(match.blocks), len(table)):
+            part = tokens[place * BLOCK : (place + 1) * BLOCK]
+            if part in node.children:
+                break
+            node = node.add(part, table[place], owner)
+            self._blocks.nodes[table[place]] = node
+            promised.append(node)
+        return promised
+
+    def keep(self, node: Node, tokens: Tokens, block: int) -> Node | None:
+        """A node for a block that holds `tokens` by now, or None when one of the same beginning is there already."""
+        if node.nearest(tokens)[1] == len(tokens):
+            return None
+        kept = node.add(tokens, block)
+        self._blocks.nodes[block] = kept
+        return kept
+
+    def follow(self, key: Root, tokens: Tokens, table: list[int]) -> Node | None:
+        """The node of the last full block of `table`, when the cache knows all of them as these very blocks."""
+        node = self._roots.get(key)
+        for place in range(len(tokens) // BLOCK):
+            node = node.children.get(tokens[place * BLOCK : (place + 1) * BLOCK]) if node else None
+            if node is None or node.block != table[place]:
+                return None
+        return node
+
+    def cut(self, adapter: str | None = None) -> None:
+        """Forgets everything (the base weights were swapped), or what one adapter's weights computed."""
+        for key in [key for key in self._roots if adapter is None or key[1] == adapter]:
+            root = self._roots.pop(key)
+            root.block = -1
+            for node in _below(root):
+                if self._blocks.nodes[node.block] is node:
+                    self._blocks.nodes[node.block] = None
+
+    def integrity(self) -> None:
+        """Asserts that the tree and the pool agree."""
+        seen = [node for root in self._roots.values() for node in _below(root)]
+        for node in seen:
+            assert self._blocks.nodes[node.block] is node and node.alive, "a cached block knows its prefix"
+            assert node.parent is not None and node.parent.children[node.tokens] is node
+            assert node.parent.parent is None or len(node.parent.tokens) == BLOCK, "nothing lies behind half a block"
+            assert sorted(node.children) == node._sorted
+        assert sum(node is not None for node in self._blocks.nodes) == len(seen), "no block knows a prefix of the past"
+
+
+def _below(node: Node) -> Iterator[Node]:
+    stack = list(node.children.values())
+    while stack:
+        node = stack.pop()
+        yield node
+        stack += node.children.values()

@@ -1,0 +1,94 @@
+"""Which weights are live: the base model's, and those of LoRA adapters by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from headrace.engine.native.prefixes import Root
+from headrace.types import AdapterSpec, WeightUpdate
+
+
+@dataclass(frozen=True)
+class Loaded:
+    slot: int
+    version: int
+    base: str
+    """Fingerprint of the base weights it belongs to; empty when unknown."""
+
+
+class Served:
+    def __init__(self, max_adapters: int) -> None:
+        self.base = -1
+        """Version of the base weights; -1 before there are any."""
+        self.fingerprint = ""
+        self.adapters: dict[str, Loaded] = {}
+        self._versions = np.full(max_adapters + 1, -1, dtype=np.int64)
+        """By slot; the last one is the base model's."""
+
+    def version(self, adapter: str) -> int:
+        return self.adapters[adapter].version if adapter else self.base
+
+    def slot(self, adapter: str) -> int:
+        return self.adapters[adapter].slot if adapter else -1
+
+    def root(self, adapter: str) -> Root:
+        return self.base, adapter, self.version(adapter) if adapter else 0
+
+    def versions(self, slots: np.ndarray) -> np.ndarray:
+        """Of rows, by their adapters' slots."""
+        return self._versions[slots]
+
+    def require(self, adapter: str) -> None:
+        """Raises ValueError where there is no such adapter."""
+        if adapter and adapter not in self.adapters:
+            there = ", ".join(sorted(self.adapters)) or "none"
+            raise ValueError(
+                f"no adapter {adapter} is loaded (there are: {there}); load it before naming it in a request"
+            )
+
+    # -- changes ------------------------------------------------------------------------------------------------------------
+
+    def check_base(self, update: WeightUpdate) -> None:
+        """Raises ValueError when an adapter that is loaded would be served over weights that it was not made for."""
+        for name, loaded in self.adapters.items():
+            if loaded.base and loaded.base != update.fingerprint:
+                raise ValueError(
+                    f"the adapter {name} belongs to base weights {loaded.base}, version {update.version} has fingerprint "
+                    f"{update.fingerprint}; unload the adapter before new base weights are loaded"
+                )
+
+    def check_adapter(self, spec: AdapterSpec) -> None:
+        """Raises ValueError when it cannot be served here and now."""
+        if spec.base and self.fingerprint and spec.base != self.fingerprint:
+            raise ValueError(
+                f"the adapter {spec.name} was made for base weights with fingerprint {spec.base}, the engine serves "
+                f"{self.fingerprint}; load the base weights it was trained on"
+            )
+        slots = len(self._versions) - 1
+        if spec.name not in self.adapters and len(self.adapters) >= slots:
+            raise ValueError(
+                f"there is no room for the adapter {spec.name}: {len(self.adapters)} are loaded; unload one or raise "
+                f"engine.max_adapters (now {slots})"
+            )
+
+    def set_base(self, update: WeightUpdate) -> None:
+        assert update.version > self.base, "versions never go back"
+        self.base, self.fingerprint = update.version, update.fingerprint
+        self._versions[-1] = update.version
+
+    def set_adapter(self, spec: AdapterSpec, version: int) -> int:
+        """The slot that it has."""
+        before = self.adapters.get(spec.name)
+        assert before is None or version > before.version, "versions never go back"
+        taken = {loaded.slot for loaded in self.adapters.values()}
+        slot = before.slot if before else next(slot for slot in range(len(self._versions)) if slot not in taken)
+        self.adapters[spec.name] = Loaded(slot, version, spec.base)
+        self._versions[slot] = version
+        return slot
+
+    def drop_adapter(self, name: str) -> int:
+        """The slot that it had."""
+        self.require(name)
+        return self.adapters.pop(name).slot

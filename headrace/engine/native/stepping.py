@@ -1,0 +1,236 @@
+"""One step: a forward pass under one version of the weights (C4), a token drawn for every row that is up to date, and the
+books brought up to what happened."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+import torch
+
+from headrace.engine.native import details
+from headrace.engine.native.batch import Runner
+from headrace.engine.native.forks import Forks
+from headrace.engine.native.passes import Chunk, Plan, Planner
+from headrace.engine.native.routing import Routing
+from headrace.engine.native.sampler import Drawn, sample
+from headrace.engine.native.scheduler import LOST, Scheduler
+from headrace.engine.native.sequences import Sequence
+from headrace.engine.native.served import Served
+from headrace.types import Finished, PromptScores, RoutingTrace, StepOutput, Stop, TokenDetails
+
+
+@dataclass
+class Counters:
+    """Totals since the start."""
+
+    sampled: int = 0
+    prompt: int = 0
+    recomputed: int = 0
+
+
+@dataclass
+class Ends:
+    """Who ends with this step, found out before any row is taken out (which moves others)."""
+
+    stops: dict[Sequence, Stop] = field(default_factory=dict)
+    poisoned: list[Sequence] = field(default_factory=list)
+    """Their logits are not finite."""
+
+
+class Stepper:
+    def __init__(
+        self,
+        runner: Runner,
+        schedule: Scheduler,
+        planner: Planner,
+        served: Served,
+        forks: Forks,
+        routing: Routing | None,
+        ends: np.ndarray,
+    ) -> None:
+        """`ends` [V] bool: end-of-sequence tokens."""
+        self._runner, self._schedule, self._planner = runner, schedule, planner
+        self._served, self._forks, self._routing = served, forks, routing
+        self._running, self._ends = schedule.running, ends
+        self.counters = Counters()
+
+    def __call__(self) -> StepOutput:
+        plan = self._prepare()
+        lost = tuple(Finished(sequence.id, "error", LOST) for sequence in self._schedule.lost)
+        self._schedule.lost.clear()
+        if plan is None:
+            return StepOutput(self._served.base, finished=lost)
+        forward = self._runner.forward(plan.batch)
+        if self._routing is not None and forward.routing is not None:
+            self._routing.record(plan.batch, forward.routing)
+        return self._collect(plan, forward.logits, lost)
+
+    def _prepare(self) -> Plan | None:
+        """Rows and blocks for who is next, copied and cleared as need be."""
+        self._clear()
+        if copies := self._schedule.admit():
+            source, target = np.array(copies, dtype=np.int64).T.copy()
+            self._runner.copy_blocks(source, target)
+            if self._routing is not None:
+                self._routing.copy(source, target)
+        self._schedule.grow()
+        self._clear()
+        return self._planner.plan(self._running)
+
+    def _clear(self) -> None:
+        if dirty := self._schedule.blocks.dirty():
+            self._runner.clear_blocks(np.array(dirty, dtype=np.int64))
+
+    # -- what came of it ----------------------------------------------------------------------------------------------------
+
+    def _collect(self, plan: Plan, logits: torch.Tensor, lost: tuple[Finished, ...]) -> StepOutput:
+        running, ends = self._running, Ends()
+        drawn = self._draw(plan, logits)
+        self._advance(plan)
+        scores = self._score(plan, logits, ends)
+        kept = plan.rows[drawn.finite]
+        self._append(kept, drawn)
+        self._find_ends(plan.rows, drawn, ends)
+        output = StepOutput(
+            self._served.base,
+            tuple([running.sequences[row].request.id for row in kept.tolist()]),
+            tuple(drawn.tokens[drawn.finite].tolist()),
+            tuple(drawn.logprobs[drawn.finite].tolist()),
+            tuple(running.columns["kv_version"][kept].tolist()),
+            versions=self._versions(kept),
+            details=self._details(plan.rows, drawn),
+            scores=scores,
+        )
+        self.counters.sampled += len(kept)
+        finished = self._take_out(plan, ends)
+        return msgspec.structs.replace(output, finished=lost + finished) if lost or finished else output
+
+    def _draw(self, plan: Plan, logits: torch.Tensor) -> Drawn:
+        running, rows = self._running, plan.rows
+        if not len(rows):
+            nothing = np.zeros(0)
+            return Drawn(nothing.astype(np.int64), nothing, nothing.astype(bool))
+        settings = running.settings(rows if plan.chunks else None)
+        if plan.drawn is not None:
+            logits = logits[torch.from_numpy(plan.drawn).to(logits.device)]
+        masks = running.columns["mask"][rows]
+        return sample(logits, settings, masks if masks.any() else None, details.top_wanted(running, rows))
+
+    def _advance(self, plan: Plan) -> None:
+        """What the pass put into the cache."""
+        columns = self._running.columns
+        self.counters.prompt += int(np.count_nonzero(columns["fresh"][plan.decoding]))
+        columns["computed"][plan.decoding] += 1
+        for chunk in plan.chunks:
+            columns["computed"][chunk.row] = chunk.stop
+            if self._running.sequences[chunk.row].begun:
+                self.counters.recomputed += chunk.stop - chunk.start
+            else:
+                self.counters.prompt += chunk.stop - chunk.start
+        columns = columns[: len(self._running)]
+        unset = np.flatnonzero((columns["kv_version"] < 0) & (columns["computed"] > 0))
+        if len(unset):
+            columns["kv_version"][unset] = self._served.versions(columns["adapter"][unset])
+
+    def _append(self, kept: np.ndarray, drawn: Drawn) -> None:
+        """The tokens that were drawn, for rows `kept`."""
+        columns, tokens = self._running.columns, drawn.tokens[drawn.finite]
+        self._running.history[kept, columns["known"][kept]] = tokens
+        columns["token"][kept] = tokens
+        columns["known"][kept] += 1
+        columns["counter"][kept] += 1
+        for row in kept[columns["fresh"][kept]].tolist():
+            self._schedule.verify(self._running.sequences[row])
+        self._schedule.full(kept)
+
+    def _score(self, plan: Plan, logits: torch.Tensor, ends: Ends) -> tuple[PromptScores, ...]:
+        """Log-probs of prompts, told when a prompt is through."""
+        told, place = [], len(plan.decoding)
+        for chunk in plan.chunks:
+            sequence = self._running.sequences[chunk.row]
+            if sequence.scored and self._score_chunk(chunk, logits[place : place + chunk.scores], ends):
+                told.append(details.of_prompt(sequence, self._served.version(sequence.adapter)))
+                sequence.scored, sequence.scores = False, []
+                self._running.columns["scored"][chunk.row] = False
+            place += chunk.scores + chunk.samples
+        return tuple(told)
+
+    def _score_chunk(self, chunk: Chunk, logits: torch.Tensor, ends: Ends) -> bool:
+        """Whether the prompt is through. One that was only to be scored ends with its last token."""
+        sequence = self._running.sequences[chunk.row]
+        if chunk.scores and not details.score(logits, self._running, chunk):
+            ends.poisoned.append(sequence)
+            return False
+        if chunk.stop < sequence.prompt:
+            return False
+        if not sequence.request.sampling.max_tokens:
+            ends.stops[sequence] = "length"
+        return True
+
+    def _find_ends(self, rows: np.ndarray, drawn: Drawn, ends: Ends) -> None:
+        columns = self._running.columns
+        stopped = columns["ends_at_eos"][rows] & self._ends[drawn.tokens] & drawn.finite
+        for place in np.flatnonzero(columns["watched"][rows] & drawn.finite).tolist():
+            stopper = self._running.sequences[rows[place]].stopper
+            assert stopper is not None
+            stopped[place] |= stopper.push(int(drawn.tokens[place]))
+        full = columns["counter"][rows] >= columns["limit"][rows]
+        for place in np.flatnonzero(stopped | full | ~drawn.finite).tolist():
+            sequence = self._running.sequences[rows[place]]
+            if drawn.finite[place]:
+                ends.stops[sequence] = "stop" if stopped[place] else "length"
+            elif sequence not in ends.poisoned:
+                ends.poisoned.append(sequence)
+
+    def _versions(self, rows: np.ndarray) -> tuple[int, ...]:
+        """Empty while no adapter is loaded."""
+        if not self._served.adapters:
+            return ()
+        return tuple(self._served.versions(self._running.columns["adapter"][rows]).tolist())
+
+    def _details(self, rows: np.ndarray, drawn: Drawn) -> tuple[TokenDetails, ...]:
+        if drawn.mask is None and drawn.top_ids is None:
+            return ()
+        return details.of_tokens(self._running, rows, drawn)
+
+    # -- the end of sequences -----------------------------------------------------------------------------------------------
+
+    def _take_out(self, plan: Plan, ends: Ends) -> tuple[Finished, ...]:
+        finished = []
+        if ends.poisoned:
+            errors = self._blame(plan, ends.poisoned)
+            for sequence, error in zip(ends.poisoned, errors, strict=True):
+                finished.append(Finished(sequence.id, "error", error))
+                self._schedule.end(sequence, poisoned=True)
+        for sequence, stop in ends.stops.items():
+            if not sequence.gone:
+                finished.append(self.finished(sequence, stop))
+                self._forks.remember(sequence)
+                self._schedule.finish(sequence)
+        return tuple(finished)
+
+    def finished(self, sequence: Sequence, stop: Stop) -> Finished:
+        """The last word on a sequence, said while its row is still there (if it has one)."""
+        return Finished(sequence.id, stop, routing=self._trace(sequence))
+
+    def _trace(self, sequence: Sequence) -> RoutingTrace | None:
+        if not sequence.request.return_routing or self._routing is None:
+            return None
+        if sequence.row < 0:
+            return self._routing.trace([], 0)
+        computed = int(self._running.columns["computed"][sequence.row])
+        return self._routing.trace(self._running.table(sequence.row), computed)
+
+    def _blame(self, plan: Plan, poisoned: list[Sequence]) -> list[str]:
+        """Which version and which layer."""
+        layers = self._runner.blame(plan.batch)
+        rows = [*plan.decoding.tolist(), *(chunk.row for chunk in plan.chunks)]
+        sentences = []
+        for sequence in poisoned:
+            segment = rows.index(sequence.row)
+            found = layers[plan.batch.starts[segment] : plan.batch.starts[segment + 1]]
+            where = f"first after layer {found[found >= 0].min()}" if (found >= 0).any() else "gone when computed again"
+            sentences.append(f"non-finite logits at version {self._served.version(sequence.adapter)}, {where}")
+        return sentences

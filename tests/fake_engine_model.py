@@ -1,0 +1,237 @@
+"""A model whose cache can be read: every entry holds the token, the version and the adapter that made it.
+
+Logits are a hash of the tokens found through the block table, so a wrong table, a lost copy or a stale block changes them.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace.engine.config import EngineConfig
+from headrace.engine.native.batch import BLOCK, Batch, Forward
+from headrace.engine.native.core import Core
+from headrace.engine.native.parts import GIB, Model
+from headrace.engine.native.sampler import Settings, sample
+from headrace.types import AdapterSpec, Request, Sampling, StepOutput, WeightUpdate
+
+VOCABULARY = 40
+POISON = 39
+"""A token whose entries are not a number, while the weights are poisoned."""
+ENTRY = np.dtype([("token", np.int64), ("version", np.int64), ("adapter", np.int64), ("nan", np.bool_)])
+LAYERS, K = 2, 3
+
+
+def logits_of(tokens: Iterable[int], version: int, adapter: int = -1) -> np.ndarray:
+    """[V] what the model says after `tokens`."""
+    seed = zlib.crc32(np.array([*tokens, version, adapter], dtype=np.int64).tobytes())
+    return np.random.default_rng(seed).normal(0, 2, VOCABULARY).astype(np.float32)
+
+
+def routing_of(token: int, position: int, version: int) -> np.ndarray:
+    """[LAYERS, K]"""
+    return (np.arange(LAYERS * K).reshape(LAYERS, K) * 5 + token + 3 * position + 7 * version) % 251
+
+
+class FakeRunner:
+    path = "fake"
+    block_nbytes = 1024
+    experts = (LAYERS, K)
+
+    def __init__(self) -> None:
+        self.version = -1
+        self.poisoned = False
+        self.adapters: dict[int, int] = {}
+        self.passes: list[Batch] = []
+        self.oldest: np.ndarray = np.zeros(0)
+        """Of each row of the last pass: the oldest version among its entries."""
+
+    def allocate(self, blocks: int) -> None:
+        self.cache = np.zeros((blocks, BLOCK), dtype=ENTRY)
+        self.cache["token"] = -1
+
+    def copy_blocks(self, source: np.ndarray, target: np.ndarray) -> None:
+        assert not set(source.tolist()) & set(target.tolist()) and len(set(target.tolist())) == len(target)
+        self.cache[target] = self.cache[source]
+
+    def clear_blocks(self, blocks: np.ndarray) -> None:
+        self.cache[blocks] = np.zeros((), dtype=ENTRY)
+        self.cache["token"][blocks] = -1
+
+    def prepare(self, tensors: Any) -> Any:
+        return {name: tensor.item() for name, tensor in tensors.items()}
+
+    def use(self, weights: Any) -> None:
+        self.version, self.poisoned = int(weights["version"]), bool(weights["poisoned"])
+
+    def prepare_adapter(self, spec: AdapterSpec, tensors: Any) -> Any:
+        return tensors
+
+    def use_adapter(self, slot: int, adapter: Any) -> None:
+        self.adapters.pop(slot, None)
+        if adapter is not None:
+            self.adapters[slot] = adapter
+
+    def forward(self, batch: Batch) -> Forward:
+        self.passes.append(batch)
+        self._check(batch)
+        segments, positions = batch.segments(), batch.positions()
+        blocks = batch.tables[segments, positions // BLOCK]
+        entries = np.zeros(len(batch.tokens), dtype=ENTRY)
+        adapters = np.array([self.adapters.get(int(slot), -1) for slot in batch.adapters])[segments]
+        entries["token"], entries["adapter"] = batch.tokens, adapters
+        entries["version"] = np.where(adapters < 0, self.version, adapters)
+        entries["nan"] = self.poisoned & (batch.tokens == POISON)
+        self.cache[blocks, positions % BLOCK] = entries
+        found = [self._seen(batch, int(row), segments, positions) for row in batch.rows]
+        self.oldest = np.array([int(seen["version"].min()) for seen in found])
+        logits = [self._logits(batch, int(row), segments, seen) for row, seen in zip(batch.rows, found, strict=True)]
+        told = [routing_of(*at, self.version) for at in zip(batch.tokens, positions, strict=True)]
+        return Forward(
+            torch.from_numpy(np.array(logits, dtype=np.float32).reshape(-1, VOCABULARY)),
+            np.array(told, dtype=np.uint8) if batch.routing else None,
+        )
+
+    def _seen(self, batch: Batch, row: int, segments: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        table = batch.tables[segments[row]]
+        return self.cache[table].reshape(-1)[: positions[row] + 1]
+
+    def _logits(self, batch: Batch, row: int, segments: np.ndarray, seen: np.ndarray) -> np.ndarray:
+        adapter = self.adapters.get(int(batch.adapters[segments[row]]), -1)
+        if seen["nan"].any():
+            return np.full(VOCABULARY, np.nan, dtype=np.float32)
+        assert len(set((seen["adapter"] < 0).tolist())) == 1, "entries of the base model and of an adapter do not mix"
+        return logits_of(seen["token"].tolist(), self.version, adapter)
+
+    def _check(self, batch: Batch) -> None:
+        """What `Batch` promises."""
+        lengths = np.diff(batch.starts)
+        assert (lengths > 0).all() and batch.starts[-1] == len(batch.tokens) and (np.diff(batch.rows) > 0).all()
+        tables = [
+            set(row[: -(-int(end) // BLOCK)].tolist())
+            for row, end in zip(batch.tables, batch.context + lengths, strict=True)
+        ]
+        written = [
+            set(row[int(start) // BLOCK : -(-int(end) // BLOCK)].tolist())
+            for row, start, end in zip(batch.tables, batch.context, batch.context + lengths, strict=True)
+        ]
+        for i, blocks in enumerate(written):
+            assert not any(blocks & table for j, table in enumerate(tables) if i != j), (
+                "written by one, seen by another"
+            )
+
+    def blame(self, batch: Batch) -> np.ndarray:
+        return np.where(batch.tokens == POISON, 1, -1)
+
+
+@dataclass
+class Told:
+    """What an engine said of one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    kv_versions: list[int] = field(default_factory=list)
+    stop: str = ""
+    error: str = ""
+    output: list[StepOutput] = field(default_factory=list)
+
+
+class Driver:
+    """An engine over the fake model, and everything it told."""
+
+    def __init__(self, blocks: int = 64, context_length: int = 128, ends: Iterable[int] = (), **config: Any) -> None:
+        self.runner = FakeRunner()
+        model = Model(
+            self.runner,
+            context_length,
+            VOCABULARY,
+            frozenset(ends),
+            None,
+            {"version": (), "poisoned": ()},
+            torch.float32,
+            torch.device("cpu"),
+        )
+        defaults = {"max_running": 4, "prefill_chunk": 16, "check": True, "kv_gib": (blocks + 0.5) * 1024 / GIB}
+        self.engine = Core(model, EngineConfig(**{**defaults, **config}))
+        self.told: dict[str, Told] = {}
+        self.requests: dict[str, Request] = {}
+        self.version = -1
+        self.swap()
+
+    def swap(self, poisoned: bool = False) -> None:
+        self.version += 1
+        tensors = {"version": torch.tensor(float(self.version)), "poisoned": torch.tensor(float(poisoned))}
+        update = WeightUpdate(self.version, "full", f"base-{self.version}", 0, 0, 0.0)
+        self.engine.swap(self.engine.prepare(update, tensors))
+
+    def add(self, *requests: Request) -> None:
+        for request in requests:
+            self.engine.add(request)
+            self.requests[request.id] = request
+            self.told[request.id] = Told()
+
+    def step(self) -> StepOutput:
+        before = len(self.runner.passes)
+        output = self.engine.step()
+        for i, name in enumerate(output.request_ids):
+            told = self.told[name]
+            assert not told.stop, "nothing comes after the end"
+            told.tokens.append(output.tokens[i])
+            told.logprobs.append(output.logprobs[i])
+            told.versions.append(output.versions[i] if output.versions else output.version)
+            told.kv_versions.append(output.kv_versions[i])
+        if len(self.runner.passes) > before and len(output.kv_versions) == len(self.runner.oldest):
+            assert list(output.kv_versions) == self.runner.oldest.tolist(), "what spans say of the cache is true"
+        for end in output.finished:
+            told = self.told[end.request_id]
+            assert not told.stop, "a request ends once"
+            told.stop, told.error = end.stop, end.error
+        for name in self.told:
+            self.told[name].output.append(output)
+        return output
+
+    def run(self, *requests: Request) -> dict[str, Told]:
+        self.add(*requests)
+        for _ in range(5000):
+            if not self.engine.has_work():
+                return self.told
+            self.step()
+        raise AssertionError("the engine does not come to an end")
+
+    def check(self, name: str, context: tuple[int, ...] | None = None, adapter: int = -1) -> None:
+        """Every token is what the model says after what came before it, drawn with the request's own numbers."""
+        request, told = self.requests[name], self.told[name]
+        tokens = [*(request.prompt if context is None else context), *request.prefix]
+        for t, (token, version, logprob) in enumerate(zip(told.tokens, told.versions, told.logprobs, strict=True)):
+            logits = logits_of(tokens, self.version_of(version, adapter), adapter)
+            drawn = draw(logits, request.sampling, len(request.prefix) + t)
+            assert (token, logprob) == drawn, f"token {t} of {name}"
+            tokens.append(token)
+
+    def version_of(self, version: int, adapter: int) -> int:
+        return version if adapter < 0 else self.version
+
+
+def draw(logits: np.ndarray, sampling: Sampling, counter: int) -> tuple[int, float]:
+    """By the sampler, alone in its batch."""
+    columns = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.seed, counter)
+    types = (np.float64, np.int64, np.float64, np.float64, np.uint64, np.int64)
+    settings = Settings(*(np.array([value], dtype=kind) for value, kind in zip(columns, types, strict=True)))
+    drawn = sample(torch.from_numpy(logits[None]), settings)
+    return int(drawn.tokens[0]), float(drawn.logprobs[0])
+
+
+def request(name: str, prompt: Iterable[int], tokens: int = 8, seed: int = 0, **options: Any) -> Request:
+    sampling = Sampling(max_tokens=tokens, seed=seed, ignore_eos=True)
+    return Request(name, tuple(prompt), sampling, **options)
+
+
+def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
+    """Without the poison."""
+    return tuple(np.random.default_rng([length, seed]).integers(0, POISON, length).tolist())
