@@ -1,0 +1,268 @@
+"""What the native engine's capabilities cost, as a share of its throughput without them.
+
+    python benchmarks/capabilities.py [--model smollm2-135m-instruct] [--rounds 5] [--sequences 64] [--tokens 64] [--only masks lora]
+
+Every group compares ways of serving the same load (distinct prompts of 32 tokens, ends of sequence ignored, bfloat16), interleaved
+in rounds, with what its first row gives; ratios are of one round, medians and extremes over the rounds. The last group is
+about work that is not done: prompt tokens forwarded in conversations of several turns, with and without the cache of earlier turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+
+from headrace.engine.config import EngineConfig
+from headrace.engine.native.core import NativeEngine
+from headrace.engine.native.weights import parameters_from_dir
+from headrace.models import resolve_model
+from headrace.types import AdapterSpec, Request, Sampling, WeightUpdate
+
+PROMPT, CONTEXT = 32, 1024
+RANK = 16
+EXPERTS, CHOSEN, NOISE = 4, 2, 0.05
+TURNS, TURN_PROMPT = 4, 24
+
+Tensors = Mapping[str, torch.Tensor]
+Options = Mapping[str, Any]
+"""Of a request, beside what all have."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    name: str
+    sampling: Options = field(default_factory=dict)
+    options: Callable[[int], Options] = lambda index: {}
+    """By the number of the request."""
+    config: Options = field(default_factory=dict)
+    """Variants of equal settings share an engine."""
+    adapters: int = 0
+    """That are loaded."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    name: str
+    limit: str
+    variants: tuple[Variant, ...]
+    """The first is what the others are compared with."""
+    experts: bool = False
+
+
+COMPARISONS = (
+    Comparison(
+        "masks",
+        "returned: 5 %",
+        (
+            Variant("top-p 0.95", {"top_p": 0.95}),
+            Variant("top-p 0.95, mask returned", {"top_p": 0.95}, lambda index: {"return_mask": True}),
+            Variant("no filter"),
+        ),
+    ),
+    Comparison("top", "-", (Variant("plain"), Variant("8 top log-probs", {}, lambda index: {"top_logprobs": 8}))),
+    Comparison(
+        "lora",
+        "1 adapter: 25 %",
+        (
+            Variant("no adapter"),
+            Variant("room for 4, none used", config={"max_adapters": 4}),
+            Variant("1 adapter", {}, lambda index: {"adapter": "a0"}, {"max_adapters": 4}, 4),
+            Variant("4 adapters", {}, lambda index: {"adapter": f"a{index % 4}"}, {"max_adapters": 4}, 4),
+        ),
+    ),
+    Comparison("exact", "-", (Variant("exact = false"), Variant("exact = true", config={"exact": True}))),
+    Comparison(
+        "routing",
+        "5 %",
+        (
+            Variant("mixture of experts"),
+            Variant("routing returned", {}, lambda index: {"return_routing": True}, {"routing": True}),
+        ),
+        experts=True,
+    ),
+)
+
+
+class Bench:
+    """Engines over one model, made when first used."""
+
+    def __init__(self, model_dir: Path, sequences: int, tokens: int) -> None:
+        self._model_dir, self._sequences, self._tokens = model_dir, sequences, tokens
+        self._parameters = parameters_from_dir(model_dir, torch.bfloat16)
+        self._engines: dict[tuple[tuple[str, Any], ...], NativeEngine] = {}
+
+    def engine(self, variant: Variant) -> NativeEngine:
+        key = tuple(sorted(variant.config.items()))
+        if key not in self._engines:
+            self._engines[key] = engine = self.fresh(variant.config)
+            for number in range(variant.config.get("max_adapters", 0)):
+                spec = AdapterSpec(f"a{number}", RANK, 2.0 * RANK)
+                update = WeightUpdate(1, "adapter", "", 0, 0, 0.0, spec)
+                engine.swap(engine.prepare(update, adapter(self._parameters, number)))
+        return self._engines[key]
+
+    def fresh(self, config: Options) -> NativeEngine:
+        settings = EngineConfig(
+            dtype="bfloat16", kv_gib=1.0, max_running=self._sequences, context_length=CONTEXT, **config
+        )
+        engine = NativeEngine(self._model_dir, settings)
+        self.publish(engine, 0)
+        return engine
+
+    def publish(self, engine: NativeEngine, version: int) -> None:
+        engine.swap(engine.prepare(WeightUpdate(version, "full", "", 0, 0, 0.0), self._parameters))
+
+    def rate(self, variant: Variant, seed: str) -> float:
+        """Sampled tokens a second."""
+        engine, rng = self.engine(variant), random.Random(seed)
+        started = time.perf_counter()
+        for index in range(self._sequences):
+            sampling = Sampling(max_tokens=self._tokens, ignore_eos=True, seed=index, **variant.sampling)
+            engine.add(Request(str(index), some_tokens(rng, PROMPT), sampling, **variant.options(index)))
+        drawn = sum(len(tokens) for tokens in finish(engine).values())
+        assert drawn == self._sequences * self._tokens
+        return drawn / (time.perf_counter() - started)
+
+
+def some_tokens(rng: random.Random, count: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(100, 40_000) for _ in range(count))
+
+
+def finish(engine: NativeEngine) -> dict[str, list[int]]:
+    """What everybody samples until all have ended."""
+    sampled: dict[str, list[int]] = {}
+    while engine.has_work():
+        output = engine.step()
+        for request_id, token in zip(output.request_ids, output.tokens, strict=True):
+            sampled.setdefault(request_id, []).append(token)
+        for finished in output.finished:
+            assert finished.stop == "length", finished
+    return sampled
+
+
+def adapter(parameters: Tensors, seed: int) -> dict[str, torch.Tensor]:
+    """Random, on every linear layer of attention and MLP, in peft's names."""
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for name, tensor in parameters.items():
+        if name.endswith("_proj.weight"):
+            out, into = tensor.shape
+            module = f"base_model.model.{name.removesuffix('.weight')}"
+            tensors[f"{module}.lora_A.weight"] = torch.randn(RANK, into, generator=generator) / into**0.5
+            tensors[f"{module}.lora_B.weight"] = torch.randn(out, RANK, generator=generator) * 0.01
+    return tensors
+
+
+def upcycle(model_dir: Path, to: Path) -> None:
+    """A mixture of experts that speaks: every expert is the dense model's MLP with a little noise (Komatsuzaki et al., sparse
+    upcycling, arXiv:2212.05055), the router random."""
+    dense = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, local_files_only=True)
+    same = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "tie_word_embeddings",
+        "rope_parameters",
+        "eos_token_id",
+    )
+    settings = {name: getattr(dense.config, name) for name in same}
+    torch.manual_seed(0)
+    sparse = MixtralForCausalLM(MixtralConfig(num_local_experts=EXPERTS, num_experts_per_tok=CHOSEN, **settings))
+    weights = dense.state_dict()
+    gates = {name: tensor for name, tensor in weights.items() if ".mlp." in name}
+    new = {name: tensor for name, tensor in weights.items() if name not in gates}
+    for layer in range(dense.config.num_hidden_layers):
+        gate, up, down = (gates[f"model.layers.{layer}.mlp.{part}_proj.weight"] for part in ("gate", "up", "down"))
+        new[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = noisy(torch.cat([gate, up]))
+        new[f"model.layers.{layer}.mlp.experts.down_proj"] = noisy(down)
+    missing, unexpected = sparse.load_state_dict(new, strict=False)
+    assert not unexpected and all(name.endswith("mlp.gate.weight") for name in missing), (missing, unexpected)
+    sparse.to(torch.bfloat16).save_pretrained(to)
+
+
+def noisy(weight: torch.Tensor) -> torch.Tensor:
+    """[E, ...]"""
+    return weight + NOISE * weight.std() * torch.randn(EXPERTS, *weight.shape)
+
+
+def compare(bench: Bench, comparison: Comparison, rounds: int) -> Iterator[str]:
+    """Rows of the table."""
+    rates: dict[str, list[float]] = {variant.name: [] for variant in comparison.variants}
+    for number in range(rounds + 1):  # the first is to warm up
+        for variant in comparison.variants:
+            rate = bench.rate(variant, f"{comparison.name} {variant.name} {number}")
+            if number:
+                rates[variant.name].append(rate)
+    base = rates[comparison.variants[0].name]
+    for variant in comparison.variants:
+        ratios = [rate / of for rate, of in zip(rates[variant.name], base, strict=True)]
+        ratio = f"{statistics.median(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f})"
+        path = bench.engine(variant).capabilities.path
+        yield f"| {variant.name} | {path} | {statistics.median(rates[variant.name]):.0f} | {ratio} | {comparison.limit} |"
+
+
+def conversations(bench: Bench, sequences: int, tokens: int, reuse: bool) -> tuple[int, float]:
+    """(prompt tokens forwarded, seconds). Without reuse: the weights are published anew before every turn, after which no
+    request may see the cache of before."""
+    engine, rng = bench.fresh({}), random.Random(0)
+    histories = {str(index): some_tokens(rng, PROMPT) for index in range(sequences)}
+    started, forwarded = time.perf_counter(), engine.stats().prompt_tokens
+    for turn in range(TURNS):
+        if turn and not reuse:
+            bench.publish(engine, turn)
+        for index, history in histories.items():
+            engine.add(Request(index, history, Sampling(max_tokens=tokens, ignore_eos=True, seed=turn)))
+        for index, sampled in finish(engine).items():
+            histories[index] += (*sampled, *some_tokens(rng, TURN_PROMPT))
+    return engine.stats().prompt_tokens - forwarded, time.perf_counter() - started
+
+
+def reused(bench: Bench, sequences: int, tokens: int) -> Iterator[str]:
+    yield f"| {sequences} conversations of {TURNS} turns | prompt tokens forwarded | s |"
+    yield "|---|---|---|"
+    for name, reuse in (("cache of earlier turns used", True), ("not used", False)):
+        forwarded, seconds = conversations(bench, sequences, tokens, reuse)
+        yield f"| {name} | {forwarded} | {seconds:.1f} |"
+
+
+def main() -> None:
+    names = [comparison.name for comparison in COMPARISONS] + ["prefix"]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--sequences", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--only", nargs="+", choices=names, default=names)
+    arguments = parser.parse_args()
+    load = (arguments.sequences, arguments.tokens)
+    model_dir = resolve_model(arguments.model)
+    print(f"{load[0]} sequences of {load[1]} tokens, {torch.get_num_threads()} threads, {arguments.rounds} rounds\n")
+    print("| | path | tokens/s | of the first row (min-max) | may cost |\n|---|---|---|---|---|", flush=True)
+    bench = Bench(model_dir, *load)
+    with tempfile.TemporaryDirectory() as folder:
+        for comparison in (one for one in COMPARISONS if one.name in arguments.only):
+            if comparison.experts:
+                upcycle(model_dir, Path(folder))
+            on = Bench(Path(folder), *load) if comparison.experts else bench
+            for line in compare(on, comparison, arguments.rounds):
+                print(line, flush=True)
+    if "prefix" in arguments.only:
+        print("\n" + "\n".join(reused(bench, *load)))
+
+
+if __name__ == "__main__":
+    main()
