@@ -1,0 +1,102 @@
+"""The C++ structs of `src/decoder.h`, field by field, and the functions of the library."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace.engine.native.kernels.build import built
+
+
+class Linear(Structure):
+    _fields_ = [("packed", c_void_p), ("bias", c_void_p), ("n", c_int32), ("k", c_int32)]
+
+
+class Layer(Structure):
+    _fields_ = [
+        *((name, Linear) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, c_void_p) for name in ("input_norm", "after_attention", "mlp_norm", "after_mlp", "q_norm", "k_norm")),
+        ("window", c_int32),
+        ("rotary", c_int32),
+        ("scale", c_float),
+    ]
+
+
+class LowRank(Structure):
+    _fields_ = [("a", c_void_p), ("b", c_void_p), ("rank", c_int64)]
+
+
+class Model(Structure):
+    _fields_ = [
+        *((name, c_int32) for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "inter", "vocabulary")),
+        ("gelu", c_int32),
+        ("eps", c_float),
+        ("embed_scale", c_float),
+        ("embed", c_void_p),
+        ("layer", POINTER(Layer)),
+        ("norm", c_void_p),
+        ("head", Linear),
+        ("cos", c_void_p * 2),
+        ("sin", c_void_p * 2),
+    ]
+
+
+class Cache(Structure):
+    _fields_ = [("data", c_void_p), ("blocks", c_int64)]
+
+
+class Pass(Structure):
+    _fields_ = [
+        *((name, c_int32) for name in ("tokens_count", "segments", "width", "rows_count", "slots")),
+        *((name, c_void_p) for name in ("tokens", "starts", "context", "tables", "rows", "adapters")),
+        ("low_rank", POINTER(LowRank)),
+        ("logits", c_void_p),
+        ("broken", c_void_p),
+    ]
+
+
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "headrace_begin": (c_int, []),
+    "headrace_open": (c_void_p, [POINTER(Cache), c_int]),
+    "headrace_close": (None, [c_void_p]),
+    "headrace_use": (None, [c_void_p, POINTER(Model)]),
+    "headrace_forward": (None, [c_void_p, POINTER(Pass)]),
+    "headrace_pack": (None, [c_void_p, c_int, c_void_p, c_int, c_void_p]),
+    "headrace_draw": (None, [c_void_p, c_void_p, c_void_p, c_int, c_int, c_int64, *[c_void_p] * 4]),
+}
+
+
+@cache
+def library() -> Any | None:
+    """The functions, or None where there are no kernels (`build.built().reason` says why). ctypes lets go of the GIL in a
+    call, so messages are read and weights prepared while a pass is under way."""
+    path = built().library
+    if path is None:
+        return None
+    functions = ctypes.CDLL(str(path))
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(functions, name)
+        function.restype, function.argtypes = result, arguments
+    return functions if functions.headrace_begin() else None
+
+
+def zeros(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """[count] on pages of 2 MiB where the system has them: a pass walks over all weights, and small pages cost it 10 %."""
+    # Private: shared mappings, Python's default, get no large pages.
+    pages = mmap.mmap(-1, max(count * dtype.itemsize, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype, count=count)
+
+
+def address(array: torch.Tensor | np.ndarray | None) -> int | None:
+    if array is None:
+        return None
+    assert array.is_contiguous() if isinstance(array, torch.Tensor) else array.flags.c_contiguous
+    return array.data_ptr() if isinstance(array, torch.Tensor) else array.ctypes.data

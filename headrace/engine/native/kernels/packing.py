@@ -1,0 +1,72 @@
+"""Weights in the layout of `src/gemm.h`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import pad
+
+from headrace.engine.native.kernels import binding
+from headrace.engine.native.kernels.binding import address
+
+SIDE = 32
+"""Rows and columns of a block; outputs of a panel."""
+
+
+ARENA = 32 * 2**20
+"""Numbers taken from the system at once."""
+
+
+def padded(count: int) -> int:
+    return -(-count // SIDE) * SIDE
+
+
+def gate_up_order(inner: int) -> np.ndarray:
+    """Rows of [gate; up] so that sixteen gates and their sixteen ups lie in one panel."""
+    return np.arange(2 * inner, dtype=np.int32).reshape(2, inner // 16, 16).swapaxes(0, 1).ravel()
+
+
+class Packer:
+    """Packs matrices and keeps alive all that the C++ side is pointed to."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        self._kept: list[Any] = []
+        self._arena = torch.zeros(0, dtype=torch.bfloat16)
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._kept.append(tensor)
+        return tensor
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """On large pages: rows of an embedding are looked up at random."""
+        return self._room(tensor.numel()).view(tensor.shape).copy_(tensor)
+
+    def linear(
+        self, weights: tuple[torch.Tensor, torch.Tensor | None], order: np.ndarray | None = None
+    ) -> binding.Linear:
+        """`order`: which row of the weight becomes which output; -1 leaves an output zero."""
+        weight, bias = weights[0].contiguous(), weights[1]
+        rows = np.arange(len(weight), dtype=np.int32) if order is None else order
+        count, inputs = len(rows), weight.shape[1]
+        packed = self._room(padded(count) * padded(inputs))
+        self._library.headrace_pack(address(weight), inputs, address(rows), count, address(packed))
+        wide = None
+        if bias is not None:
+            wide = self.keep(pad(bias.float()[torch.from_numpy(rows).long()], (0, padded(count) - count)).contiguous())
+        return binding.Linear(address(packed), address(wide), count, inputs)
+
+    def _room(self, count: int) -> torch.Tensor:
+        """From a large piece: matrices that follow one another lie behind one another."""
+        if count > len(self._arena):
+            self._arena = self.keep(binding.zeros(max(count, ARENA), torch.bfloat16))
+        room, self._arena = self._arena[:count], self._arena[count:]
+        return room
+
+    def norm(self, weight: torch.Tensor | None) -> int | None:
+        """float32, padded with zeros."""
+        if weight is None:
+            return None
+        return address(self.keep(pad(weight.float(), (0, padded(len(weight)) - len(weight))).contiguous()))

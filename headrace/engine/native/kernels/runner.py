@@ -1,0 +1,244 @@
+"""The `Runner` over the C++ decoder: dense families in bfloat16 on a CPU.
+
+What it computes for a token depends on the token's own sequence alone: every sum has a fixed order, prefill and decoding are
+one path, and blocks that sequences share are only read together. So `exact` costs nothing here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace.engine.native.adapters import PARTS, read_adapter
+from headrace.engine.native.batch import BLOCK, Batch, Forward
+from headrace.engine.native.families import (
+    LayerSpec,
+    LayerWeights,
+    Tensors,
+    read_spec,
+    read_weights,
+    rotary_tables,
+)
+from headrace.engine.native.families import serves as is_family
+from headrace.engine.native.kernels import binding
+from headrace.engine.native.kernels.binding import address
+from headrace.engine.native.kernels.packing import Packer, gate_up_order, padded
+from headrace.engine.native.skeleton import Skeleton
+from headrace.types import AdapterSpec
+
+WIDEST_HEAD = 512
+"""Stack buffers of the C++ side."""
+
+
+def serves(skeleton: Skeleton, dtype: torch.dtype, device: torch.device) -> bool:
+    if device.type != "cpu" or dtype != torch.bfloat16 or not is_family(skeleton):
+        return False
+    spec = read_spec(skeleton)
+    fits = spec.head_dim % 32 == 0 and spec.head_dim <= WIDEST_HEAD and all(layer.inner % 16 == 0 for layer in spec.layers)
+    return fits and spec.routing is None and spec.qk_norm != "projection" and binding.library() is not None
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Weights ready to serve. `keep` owns what `model` points to."""
+
+    model: binding.Model
+    keep: list[Any]
+
+
+@dataclass(frozen=True)
+class PackedAdapter:
+    low_rank: Any
+    """[layers * 4] in the order of `PARTS`."""
+    keep: Packer
+
+
+class KernelRunner:
+    experts = (0, 0)
+
+    def __init__(
+        self,
+        model: Skeleton,
+        context_length: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        exact: bool = False,
+        max_adapters: int = 0,
+    ) -> None:
+        assert serves(model, dtype, device), "ask `serves` first"
+        self.spec = spec = read_spec(model)
+        self.path = f"kernels {spec.family}"
+        self.block_nbytes = len(spec.layers) * self._block_elements * 2
+        self._library = binding.library()
+        self._tables = _rotary(model, context_length)
+        self._live: Packed | None = None
+        self._adapters: list[PackedAdapter | None] = [None] * max_adapters
+        self._low_rank = (binding.LowRank * (max_adapters * len(spec.layers) * len(PARTS)))()
+        self._logits, self._logits_at = torch.zeros(0, 0), 0
+        self._views: dict[int, torch.Tensor] = {}
+        self._broken = np.zeros(0, np.int32)
+        self._decoder: int | None = None
+
+    @property
+    def _block_elements(self) -> int:
+        """Of one layer."""
+        return self.spec.kv_heads * 2 * -(-self.spec.head_dim // 32) * 32 * BLOCK
+
+    # -- the cache ----------------------------------------------------------------------------------------------------------
+
+    def allocate(self, blocks: int) -> None:
+        layers = len(self.spec.layers)
+        self._cache = binding.zeros(layers * blocks * self._block_elements, torch.bfloat16).view(layers, blocks, -1)
+        cache = binding.Cache(address(self._cache), blocks)
+        self._decoder = self._library.headrace_open(ctypes.byref(cache), torch.get_num_threads())
+
+    def __del__(self) -> None:
+        if getattr(self, "_decoder", None) is not None:
+            self._library.headrace_close(self._decoder)
+
+    def copy_blocks(self, source: np.ndarray, target: np.ndarray) -> None:
+        for one, other in zip(source.tolist(), target.tolist(), strict=True):
+            self._cache[:, other] = self._cache[:, one]
+
+    def clear_blocks(self, blocks: np.ndarray) -> None:
+        for block in blocks.tolist():
+            self._cache[:, block] = 0
+
+    # -- weights ------------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def prepare(self, tensors: Tensors) -> Packed:
+        spec, weights = self.spec, read_weights(self.spec, tensors)
+        packer = Packer(self._library)
+        layers = (binding.Layer * len(spec.layers))()
+        for into, layer, part in zip(layers, spec.layers, weights.layers, strict=True):
+            _fill(into, layer, part, packer, sorted(self._tables).index(layer.rotary))
+        embed = packer.copy(weights.embed)
+        model = binding.Model(
+            len(layers),
+            spec.hidden,
+            spec.heads,
+            spec.kv_heads,
+            spec.head_dim,
+            max(layer.inner for layer in spec.layers),
+            spec.vocabulary,
+            int(spec.activation == "gelu_tanh"),
+            spec.eps,
+            spec.embed_scale,
+            address(embed),
+            layers,
+            packer.norm(weights.norm),
+            packer.linear((weights.head, None)),
+        )
+        for i, (_, (cos, sin)) in enumerate(sorted(self._tables.items())):
+            model.cos[i], model.sin[i] = address(cos), address(sin)
+        return Packed(model, [layers, packer])
+
+    def use(self, weights: Packed) -> None:
+        self._live = weights
+        self._library.headrace_use(self._decoder, ctypes.byref(weights.model))
+
+    @torch.no_grad()
+    def prepare_adapter(self, spec: AdapterSpec, tensors: Tensors) -> PackedAdapter:
+        adapter = read_adapter(self.spec, spec, tensors, torch.bfloat16, torch.device("cpu"))
+        packer = Packer(self._library)
+        low_rank = (binding.LowRank * (len(adapter.layers) * len(PARTS)))()
+        for index, (layer, shape) in enumerate(zip(adapter.layers, self.spec.layers, strict=True)):
+            for place, name in enumerate(PARTS):
+                if pair := layer.linears.get(name):
+                    a = packer.linear((pair.a, None))
+                    b = packer.linear((pair.b, None), gate_up_order(shape.inner) if name == "gate_up" else None)
+                    low_rank[index * len(PARTS) + place] = binding.LowRank(a.packed, b.packed, len(pair.a))
+        return PackedAdapter(low_rank, packer)
+
+    def use_adapter(self, slot: int, adapter: PackedAdapter | None) -> None:
+        self._adapters[slot] = adapter
+        size = len(self.spec.layers) * len(PARTS)
+        for i in range(size):
+            self._low_rank[slot * size + i] = adapter.low_rank[i] if adapter else binding.LowRank()
+
+    # -- the pass -----------------------------------------------------------------------------------------------------------
+
+    def forward(self, batch: Batch) -> Forward:
+        """The logits are good until the next pass: their memory is used again."""
+        assert self._live is not None, "forward before the first weights"
+        wide = [_as(array, np.int64) for array in (batch.tokens, batch.rows)]
+        narrow = [_as(array, np.int32) for array in (batch.starts, batch.context, batch.tables, batch.adapters)]
+        self._broken = np.empty(len(batch.tokens), np.int32)
+        what = binding.Pass(
+            len(batch.tokens),
+            len(batch.context),
+            batch.tables.shape[1],
+            len(batch.rows),
+            len(self._adapters) if self._adapters and (batch.adapters >= 0).any() else 0,
+            *(address(array) for array in (wide[0], *narrow[:3], wide[1], narrow[3])),
+            self._low_rank,
+            self._room(len(batch.rows)),
+            address(self._broken),
+        )
+        self._library.headrace_forward(self._decoder, ctypes.byref(what))
+        return Forward(self._views[len(batch.rows)], draw=self._draw)
+
+    def _room(self, rows: int) -> int:
+        """Address of [rows up to 32, vocabulary up to 32]. The views are kept: to make one costs torch more than it seems."""
+        width = padded(self.spec.vocabulary)
+        if len(self._logits) < padded(rows):
+            self._logits = binding.zeros(padded(rows) * width, torch.float32).view(-1, width)
+            self._logits_at = self._logits.data_ptr()
+            self._views.clear()
+        if rows not in self._views:
+            self._views[rows] = self._logits[:rows, : self.spec.vocabulary]
+        return self._logits_at
+
+    def _draw(self, temperature: np.ndarray, u: np.ndarray, rows: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+        """One token for each of the last pass's rows (or of these), and its log-prob; see `Forward.draw`."""
+        inverse = (1 / np.where(temperature == 0, 1, temperature)).astype(np.float32)
+        u = np.where(temperature == 0, -1.0, u)
+        places = np.arange(len(u)) if rows is None else _as(rows, np.int64)
+        tokens, logprobs = np.zeros(len(u), np.int64), np.zeros(len(u))
+        self._library.headrace_draw(
+            self._decoder,
+            self._logits_at,
+            address(places),
+            len(u),
+            self.spec.vocabulary,
+            self._logits.shape[1],
+            *(address(array) for array in (inverse, u, tokens, logprobs)),
+        )
+        return tokens, logprobs
+
+    def blame(self, batch: Batch) -> np.ndarray:
+        """Every pass takes notes, so none is run again."""
+        assert len(self._broken) == len(batch.tokens), "blame comes right after the pass"
+        blamed = self._broken.copy()
+        rows = batch.rows[(~self._views[len(batch.rows)].isfinite().all(-1)).numpy()]
+        blamed[rows] = np.where(blamed[rows] < 0, len(self.spec.layers), blamed[rows])
+        return blamed
+
+
+def _as(array: np.ndarray, dtype: type) -> np.ndarray:
+    return np.ascontiguousarray(array, dtype=dtype)
+
+
+def _rotary(model: Skeleton, length: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """cos and sin [length, D / 2]: the other half is the same."""
+    tables = rotary_tables(model, length, torch.device("cpu"))
+    assert len(tables) <= 2, "local and global"
+    return {
+        kind: tuple(table[:, : table.shape[1] // 2].contiguous() for table in pair)  # type: ignore[misc]
+        for kind, pair in tables.items()
+    }
+
+
+def _fill(into: binding.Layer, spec: LayerSpec, weights: LayerWeights, packer: Packer, rotary: int) -> None:
+    gate_up, down = weights.mlp.gate_up, weights.mlp.down  # type: ignore[union-attr]
+    into.qkv, into.out = packer.linear(weights.qkv), packer.linear(weights.out)
+    into.gate_up, into.down = packer.linear(gate_up, gate_up_order(spec.inner)), packer.linear(down)
+    into.input_norm, into.mlp_norm = packer.norm(weights.attention_norm), packer.norm(weights.mlp_norm)
+    into.after_attention, into.after_mlp = packer.norm(weights.attention_out_norm), packer.norm(weights.mlp_out_norm)
+    into.q_norm, into.k_norm = packer.norm(weights.q_norm), packer.norm(weights.k_norm)
+    into.window, into.rotary, into.scale = spec.window or 0, rotary, spec.scale

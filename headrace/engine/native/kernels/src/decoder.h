@@ -1,0 +1,47 @@
+// What the decoder is told: plain structs that `binding.py` mirrors field by field. Pointers stay owned by Python.
+#pragma once
+#include "attention.h"
+
+struct Linear {
+    const bf16* packed;  // panels of outputs; see gemm.h
+    const float* bias;   // [n] or null
+    int32_t n, k;
+};
+struct Layer {
+    Linear qkv, out, gate_up, down;  // gate_up: 16 gates, then their 16 ups, and so on
+    const float *input_norm, *after_attention, *mlp_norm, *after_mlp;  // [hidden up to 32]; the second and fourth may be null
+    const float *q_norm, *k_norm;                                      // [head_dim] or null
+    int32_t window;                                                    // 0: none
+    int32_t rotary;                                                    // which of the tables
+    float scale;                                                       // of the attention scores
+};
+struct LowRank {
+    const bf16 *a, *b;  // A [rank, k] and B [n, rank] with the scale in it, packed as the linear's weights are; null: left alone
+    int64_t rank;
+};
+struct Model {
+    int32_t layers, hidden, heads, kv_heads, head_dim, inter, vocabulary, gelu;  // inter: of the widest layer
+    float eps, embed_scale;
+    const bf16* embed;  // [vocabulary, hidden], not packed
+    const Layer* layer;
+    const float* norm;
+    Linear head;
+    const float* cos[2];  // [context, head_dim / 2]
+    const float* sin[2];
+};
+struct Cache {
+    bf16* data;  // [layers][blocks][kv_heads][2][dim up to 32, 32]
+    int64_t blocks;
+};
+struct Pass {
+    int32_t tokens_count, segments, width, rows_count, slots;
+    const int64_t* tokens;    // [N]
+    const int32_t* starts;    // [S + 1]
+    const int32_t* context;   // [S]
+    const int32_t* tables;    // [S, width]
+    const int64_t* rows;      // [R]
+    const int32_t* adapters;  // [S]
+    const LowRank* low_rank;  // [slots][layers][4], in the order qkv, out, gate_up, down
+    float* logits;            // [R up to 32, vocabulary up to 32]
+    int32_t* broken;          // [N] out: first layer after which a hidden state was not finite, -1 if none
+};

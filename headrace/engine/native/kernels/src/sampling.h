@@ -1,0 +1,51 @@
+// Draws one token from each row of logits by inverse CDF in two levels, as sampler.py does: no random number per entry.
+#pragma once
+#include "vec.h"
+
+constexpr int SEARCH = 256;  // entries summed before one stretch of them is searched
+
+struct Draw {
+    int64_t token;
+    double logprob;  // NaN where the row held NaN or +inf
+};
+
+// logits [vocabulary], readable up to the next multiple of 16. `u` in [0, 1); negative takes the most probable entry.
+static inline Draw draw(const float* logits, int vocabulary, float inverse_temperature, double u, double* sums) {
+    const float scale = inverse_temperature * 1.44269504f;
+    f16x high = splat(-INFINITY);
+    i16x whole = {};  // lanes that saw NaN or +inf
+    auto logit = [&](int i) { return i + 16 <= vocabulary ? load(logits + i) : within(load(logits + i), i, 0, vocabulary); };
+    for (int i = 0; i < vocabulary; i += 16) {
+        f16x x = logit(i);
+        high = max16(x, high);
+        whole |= !(x < INFINITY);
+    }
+    float peak = largest(high);
+    for (int lane = 0; lane < 16; lane++)
+        if (whole[lane] || !(peak > -INFINITY)) return {0, NAN};
+    auto weight = [&](int i) { return exp2_16((logit(i) - peak) * scale); };
+    double total = 0;
+    int stretches = 0;
+    for (int i = 0; i < vocabulary; i += SEARCH) {
+        f16x part = {};
+        for (int j = i; j < i + SEARCH && j < vocabulary; j += 16) part += weight(j);
+        sums[stretches++] = total += sum(part);
+    }
+    int64_t token = 0;
+    if (u < 0) {
+        while (logits[token] != peak) token++;
+    } else {
+        double target = u * total;
+        int stretch = 0;
+        while (stretch < stretches - 1 && sums[stretch] <= target) stretch++;
+        double before = stretch ? sums[stretch - 1] : 0;
+        int last = -1;
+        for (int j = stretch * SEARCH; j < vocabulary && j < (stretch + 1) * SEARCH && (last < 0 || before <= target); j += 16) {
+            f16x p = weight(j);
+            for (int lane = 0; lane < 16 && (last < 0 || before <= target); lane++)
+                if (p[lane] > 0) before += p[lane], last = j + lane;
+        }
+        token = last;  // rounding may leave target a hair above the last entry's sum: then it is the last one
+    }
+    return {token, (double)(logits[token] - peak) * inverse_temperature - std::log(total)};
+}

@@ -1,0 +1,117 @@
+// Sixteen floats at a time, in the compiler's own vector types: AVX-512, AVX2 or NEON, whatever -march=native gives.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+using bf16 = uint16_t;
+typedef float f16x __attribute__((vector_size(64), aligned(4)));
+typedef int32_t i16x __attribute__((vector_size(64), aligned(4)));
+typedef uint32_t u16x __attribute__((vector_size(64), aligned(4)));
+typedef uint16_t h16x __attribute__((vector_size(32), aligned(2)));
+
+// Memory on large pages where the system has them. A pass walks over far more than the translation caches reach, and in a
+// virtual machine a miss there costs several times a miss of the data (measured: 1.8 us against 0.36 for a random read).
+struct Arena {
+    static constexpr size_t PAGE = 2 << 20;
+    char* data = nullptr;
+    size_t size = 0;
+    Arena() = default;
+    Arena(const Arena&) = delete;
+    ~Arena() { std::free(data); }
+
+    // At least `wanted` bytes of zeros; what was there is lost where it must grow.
+    void grow(size_t wanted) {
+        if (wanted <= size) return;
+        std::free(data);
+        size = (wanted + PAGE - 1) / PAGE * PAGE;
+        data = (char*)std::aligned_alloc(PAGE, size);
+        if (!data) throw std::bad_alloc();
+#if defined(MADV_HUGEPAGE)
+        madvise(data, size, MADV_HUGEPAGE);
+#endif
+        std::memset(data, 0, size);
+    }
+};
+
+// Lines of memory that will be read soon, on their way to the second-level cache.
+static inline void fetch(const void* from, size_t bytes) {
+    for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)from + i, 0, 1);
+}
+
+static inline f16x load(const float* p) { return *(const f16x*)p; }
+static inline void store(float* p, f16x v) { *(f16x*)p = v; }
+static inline f16x splat(float x) { return f16x{} + x; }
+static inline f16x widen(const bf16* p) { return (f16x)(__builtin_convertvector(*(const h16x*)p, u16x) << 16); }
+static inline float widen1(bf16 x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float f;
+    std::memcpy(&f, &bits, 4);
+    return f;
+}
+
+// Rounds to nearest even, as torch does. NaN stays NaN.
+static inline void narrow(bf16* p, f16x v) {
+#if defined(__AVX512BF16__)
+    *(h16x*)p = (h16x)_mm512_cvtneps_pbh((__m512)v);
+#else
+    u16x bits = (u16x)v;
+    u16x rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    *(h16x*)p = __builtin_convertvector((u16x)((v != v) ? (i16x)((bits >> 16) | 0x40) : (i16x)rounded), h16x);
+#endif
+}
+static inline bf16 narrow1(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return x != x ? (bits >> 16) | 0x40 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+}
+
+static inline f16x max16(f16x a, f16x b) { return a > b ? a : b; }  // NaN in a gives b
+static inline float sum(f16x v) {  // a fixed tree: the same on every machine
+    float s[16];
+    store(s, v);
+    for (int n = 8; n; n /= 2)
+        for (int i = 0; i < n; i++) s[i] += s[i + n];
+    return s[0];
+}
+static inline float largest(f16x v) {
+    float s[16];
+    store(s, v);
+    for (int n = 8; n; n /= 2)
+        for (int i = 0; i < n; i++) s[i] = s[i] > s[i + n] ? s[i] : s[i + n];
+    return s[0];
+}
+
+// Lanes whose place, counted from `first`, lies in [from, to); minus infinity elsewhere.
+static inline f16x within(f16x v, int first, int from, int to) {
+    const i16x lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    i16x place = lane + first;
+    return (place >= from) & (place < to) ? v : splat(-INFINITY);
+}
+
+// 2^x to about 1e-7 relative: x = n + f with |f| <= 1/2, Taylor in f ln 2. Below -126 it is zero; NaN stays NaN.
+static inline f16x exp2_16(f16x x) {
+    const f16x magic = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
+    f16x clamped = x < -126.f ? splat(-126.f) : x;
+    f16x t = clamped + magic;
+    i16x n = (i16x)t - (i16x)magic;
+    f16x f = clamped - (t - magic);
+    f16x p = splat(1.5403530e-4f);
+    p = p * f + 1.3333558e-3f;
+    p = p * f + 9.6181291e-3f;
+    p = p * f + 5.5504109e-2f;
+    p = p * f + 2.4022651e-1f;
+    p = p * f + 6.9314718e-1f;
+    p = p * f + 1.f;
+    f16x r = (f16x)((i16x)p + (n << 23));
+    return x < -126.f ? f16x{} : r;
+}
+static inline f16x exp16(f16x x) { return exp2_16(x * 1.44269504f); }
