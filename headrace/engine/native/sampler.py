@@ -107,20 +107,21 @@ def sample(logits: torch.Tensor, settings: Settings, want_mask: np.ndarray | Non
     scan = _scan(logits, filters, top)
     u = uniforms(settings.seed, settings.counter)
     tokens, chosen, norm = np.zeros(len(on), np.int64), np.zeros(len(on)), np.zeros(len(on))
-    if not on.all():
-        rows = np.flatnonzero(~on)
-        tokens[rows], chosen[rows], norm[rows] = _draw_whole(logits, scan, rows, settings.temperature[rows], u[rows])
-    kept = keep(scan.near, scan.peak, scan.total, filters) if on.any() else scan.near
+    rows = np.flatnonzero(~on)
+    whole = _draw_whole(logits, scan, rows, settings.temperature[rows], u[rows])
+    peak, total = scan.on_host()
+    tokens[rows], chosen[rows], norm[rows] = *whole.cpu().numpy(), total[rows]
+    kept = keep(scan.near, peak, total, filters) if on.any() else scan.near
     for rows, table in kept.rows(on).tables():
-        place, norm[rows] = _draw_kept(table, scan.peak[rows], filters.temperature[rows], u[rows])
+        place, norm[rows] = _draw_kept(table, peak[rows], filters.temperature[rows], u[rows])
         place += kept.offsets[rows]
         tokens[rows], chosen[rows] = kept.ids[place], kept.logits[place]
     with np.errstate(divide="ignore", invalid="ignore"):
-        base = scan.peak + filters.temperature * np.log(norm)
+        base = peak + filters.temperature * np.log(norm)
         logprobs = (chosen - base) / filters.temperature
     mask = None if want_mask is None else _mask(kept, on & want_mask, logits.shape[1])
     best = _top(kept, base, filters.temperature, top)
-    return Drawn(tokens, logprobs, np.isfinite(scan.peak), mask, *best)
+    return Drawn(tokens, logprobs, np.isfinite(peak), mask, *best)
 
 
 def token_logprobs(logits: torch.Tensor, tokens: np.ndarray, top: int = 0) -> Scores:
@@ -130,8 +131,9 @@ def token_logprobs(logits: torch.Tensor, tokens: np.ndarray, top: int = 0) -> Sc
     scan = _scan(logits, plain, top)
     given = torch.from_numpy(np.asarray(tokens, np.int64)).to(logits.device)
     chosen = logits.gather(1, given[:, None])[:, 0].double().cpu().numpy()
+    peak, total = scan.on_host()
     with np.errstate(invalid="ignore"):
-        base = scan.peak + np.log(scan.total)
+        base = peak + np.log(total)
         return Scores(chosen - base, *_top(scan.near, base, plain.temperature, top))
 
 
@@ -156,14 +158,16 @@ def _mix(z: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Scan:
-    peak: np.ndarray
+    peak: torch.Tensor
     """[R] float64: the largest logit. Not finite if any logit is NaN or +inf, or all are -inf."""
-    total: np.ndarray
-    """[R] float64: the sum of all weights exp((x - peak) / temperature)."""
     sums: torch.Tensor
-    """[R, blocks] float64: cumulative sums of the weights over blocks of BLOCK tokens."""
+    """[R, blocks] float64: cumulative sums over blocks of BLOCK tokens of the weights exp((x - peak) / temperature)."""
     near: Ragged
     """[R] the likely tokens of rows that have filters, of all rows where the most probable tokens are wanted."""
+
+    def on_host(self) -> np.ndarray:
+        """[2, R]: peak, and the total of all weights."""
+        return torch.stack([self.peak, self.sums[:, -1]]).cpu().numpy()
 
 
 def _scan(logits: torch.Tensor, filters: Filters, top: int) -> _Scan:
@@ -182,8 +186,7 @@ def _scan(logits: torch.Tensor, filters: Filters, top: int) -> _Scan:
                 weights.mul_(scale[part, None])
             torch.sum(weights.exp_().view(len(x), -1, BLOCK), -1, out=sums[part])
         near.append(_near(x, maxima, sums[part], filters.at(part), top))
-    cumulative = sums.cumsum(-1, dtype=torch.float64)
-    return _Scan(peak.double().cpu().numpy(), cumulative[:, -1].cpu().numpy(), cumulative, concatenated(near))
+    return _Scan(peak.double(), sums.cumsum(-1, dtype=torch.float64), concatenated(near))
 
 
 def _chunks(logits: torch.Tensor, width: int) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
@@ -217,24 +220,24 @@ def _near(x: torch.Tensor, maxima: torch.Tensor, sums: torch.Tensor, filters: Fi
 
 def _draw_whole(
     logits: torch.Tensor, scan: _Scan, rows: np.ndarray, temperature: np.ndarray, u: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(tokens, their logits, total weights) of rows without filters: first a block of the vocabulary, then an entry of it."""
-    device, vocabulary = logits.device, logits.shape[1]
+) -> torch.Tensor:
+    """[2, n] float64, tokens and their logits, of rows without filters: first a block of the vocabulary, then an entry of it.
+
+    Nothing in here waits for a GPU.
+    """
+    device, vocabulary, greedy = logits.device, logits.shape[1], np.flatnonzero(temperature == 0)
     index = torch.from_numpy(rows).to(device)
     block, inside = _search(scan.sums[index], torch.from_numpy(u).to(device))
     columns = block[:, None] * BLOCK + torch.arange(BLOCK, device=device)
     x = logits[index[:, None], columns.clamp(max=vocabulary - 1)].double()
     x.masked_fill_(columns >= vocabulary, -torch.inf)
-    greedy = temperature == 0
-    scale = torch.from_numpy(np.where(greedy, 1.0, temperature)[:, None]).to(device)
-    peak = torch.from_numpy(scan.peak[rows, None]).to(device)
-    entry, _ = _search(((x - peak) / scale).exp_().cumsum(-1), inside)
+    scale = torch.from_numpy(np.where(temperature == 0, 1.0, temperature)[:, None]).to(device)
+    entry, _ = _search(((x - scan.peak[index, None]) / scale).exp_().cumsum(-1), inside)
     tokens = (block * BLOCK + entry).clamp_(max=vocabulary - 1)  # rows of NaN end anywhere
-    if greedy.any():
-        where = torch.from_numpy(greedy).to(device)
-        tokens[where] = (logits if greedy.sum() == len(logits) else logits[index[where]]).argmax(-1)
-    found = torch.stack([tokens.double(), logits[index, tokens].double()]).cpu().numpy()
-    return found[0].astype(np.int64), found[1], scan.total[rows]
+    if len(greedy):
+        some = logits if len(greedy) == len(logits) else logits[torch.from_numpy(rows[greedy]).to(device)]
+        tokens.index_copy_(0, torch.from_numpy(greedy).to(device), some.argmax(-1))
+    return torch.stack([tokens.double(), logits[index, tokens].double()])
 
 
 def _search(sums: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
