@@ -7,8 +7,10 @@ log-probs of a small model were 0.06 to 0.09 nats off.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +19,8 @@ from torch.nn.functional import embedding, gelu, rms_norm, silu
 from headrace.engine.native.adapters import Adapter, Groups, by_adapter, groups, read_adapter
 from headrace.engine.native.attention import Pass
 from headrace.engine.native.batch import Batch, Forward
-from headrace.engine.native.experts import Mixture, route
+from headrace.engine.native.cuda_graphs import DecodeGraphs
+from headrace.engine.native.experts import Mixture, Stack, route
 from headrace.engine.native.families import (
     Experts,
     LayerSpec,
@@ -67,8 +70,6 @@ class Inputs:
     tokens: torch.Tensor
     rows: torch.Tensor
     attention: Pass
-    rotary: dict[str, tuple[torch.Tensor, torch.Tensor]]
-    """cos and sin [N, 1, D] for each kind of layer."""
     adapters: Groups | None
     routing: list[torch.Tensor] | None
     """Filled with the experts [N, K] of each layer that has some, when asked for."""
@@ -94,6 +95,9 @@ class FusedRunner(PagedRunner):
         self._pack = packs(dtype, device)
         self._decoder: Decoder | None = None
         self._slots: list[Adapter | None] = [None] * max_adapters
+        self._graphs: DecodeGraphs | None = None
+        if device.type == "cuda" and not exact:
+            self.decode_with_graphs(capture=True)
 
     # -- weights ------------------------------------------------------------------------------------------------------------
 
@@ -104,7 +108,17 @@ class FusedRunner(PagedRunner):
         return Decoder(weights.embed, layers, weights.norm, self._matrix((weights.head, None)))
 
     def use(self, weights: Decoder) -> None:
-        self._decoder = weights
+        """With CUDA graphs, which remember addresses, the weights are copied over the old ones; else re-pointed."""
+        if self._graphs is None or not _static(weights):
+            self._decoder, self._graphs = weights, None
+        elif self._decoder is None:
+            self._decoder = _rebuilt(weights, torch.clone)
+        else:
+            torch._foreach_copy_(_tensors(self._decoder), _tensors(weights))
+
+    def decode_with_graphs(self, capture: bool) -> None:
+        """Before the first weights. `capture` off does everything but capture and replay."""
+        self._graphs = DecodeGraphs(self._decode, self._cache, capture)
 
     @torch.no_grad()
     def prepare_adapter(self, spec: AdapterSpec, tensors: Tensors) -> Adapter:
@@ -139,6 +153,8 @@ class FusedRunner(PagedRunner):
     # -- the pass -----------------------------------------------------------------------------------------------------------
 
     def _forward(self, batch: Batch) -> Forward:
+        if self._graphs is not None and self._graphs.takes(batch):
+            return Forward(self._graphs.forward(batch))
         batch, went = by_adapter(batch)
         inputs = self._inputs(batch)
         for x in self._layers(inputs):
@@ -150,6 +166,12 @@ class FusedRunner(PagedRunner):
         width = np.uint8 if self.spec.routing.experts <= 256 else np.uint16
         routing = torch.stack(inputs.routing, 1).cpu().numpy().astype(width)
         return Forward(logits, routing if went is None else routing[went])
+
+    def _decode(self, tokens: torch.Tensor, attention: Pass) -> torch.Tensor:
+        """[N, V] of tokens that are a segment each."""
+        for x in self._layers(Inputs(tokens, tokens, attention, None, None)):
+            last = x
+        return self._logits(last)
 
     @torch.inference_mode()
     def blame(self, batch: Batch) -> np.ndarray:
@@ -165,16 +187,10 @@ class FusedRunner(PagedRunner):
         return found if went is None else found[went]
 
     def _inputs(self, batch: Batch) -> Inputs:
-        attention = self._plan(batch)
-        rotary = {
-            kind: (cos[attention.positions, None], sin[attention.positions, None])
-            for kind, (cos, sin) in self._rotary.items()
-        }
         return Inputs(
             self._tensor(batch.tokens),
             self._tensor(batch.rows),
-            attention,
-            rotary,
+            self._plan(batch),
             groups(batch, self._slots, self.exact),
             [] if batch.routing else None,
         )
@@ -185,11 +201,13 @@ class FusedRunner(PagedRunner):
         x = embedding(inputs.tokens, self._decoder.embed).float()
         if self.spec.embed_scale != 1.0:
             x *= self.spec.embed_scale
+        places = inputs.attention.positions
+        rotary = {kind: (cos[places, None], sin[places, None]) for kind, (cos, sin) in self._rotary.items()}
         for index, layer in enumerate(self._decoder.layers):
-            x += self._behind(
-                self._attention(index, layer, self._norm(x, layer.attention_norm), inputs), layer.attention_out_norm
-            )
-            x += self._behind(self._mlp(index, layer, self._norm(x, layer.mlp_norm), inputs), layer.mlp_out_norm)
+            out = self._attention(index, layer, self._norm(x, layer.attention_norm), rotary[layer.spec.rotary], inputs)
+            x += self._behind(out, layer.attention_out_norm)
+            out = self._mlp(index, layer, self._norm(x, layer.mlp_norm), inputs)
+            x += self._behind(out, layer.mlp_out_norm)
             yield x
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
@@ -198,13 +216,15 @@ class FusedRunner(PagedRunner):
         x = self._norm(x, self._decoder.norm)
         return in_pieces(self._decoder.head, x, EXACT_ROWS) if self.exact else self._decoder.head(x)
 
-    def _attention(self, index: int, layer: Layer, x: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    def _attention(
+        self, index: int, layer: Layer, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], inputs: Inputs
+    ) -> torch.Tensor:
         spec, count = self.spec, self.spec.heads + self.spec.kv_heads
         heads = _multiply(layer.qkv, "qkv", index, x, inputs).view(len(x), -1, spec.head_dim)
         qk = heads[:, :count].float()
         if layer.qk_norm is not None:
             qk = self._normed_heads(qk) * layer.qk_norm
-        cos, sin = inputs.rotary[layer.spec.rotary]
+        cos, sin = rotary
         qk = (qk * cos + qk.roll(spec.head_dim // 2, -1) * sin).to(self.dtype)
         out = inputs.attention.attend(
             index, qk[:, : spec.heads], qk[:, spec.heads :], heads[:, count:], layer.spec.scale, layer.spec.window
@@ -243,6 +263,37 @@ class FusedRunner(PagedRunner):
 def _multiply(matrix: Matrix, name: str, layer: int, x: torch.Tensor, inputs: Inputs) -> torch.Tensor:
     out = matrix(x)
     return out if inputs.adapters is None else inputs.adapters.add(layer, name, x, out)
+
+
+def _static(weights: Decoder) -> bool:
+    """Whether a pass can be captured: no shape in it depends on which experts were chosen."""
+    return all(layer.mlp.static for layer in weights.layers if isinstance(layer.mlp, Mixture))
+
+
+def _rebuilt(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Weights with every tensor changed."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, list | tuple):
+        return type(value)(_rebuilt(part, change) for part in value)
+    if not isinstance(value, Decoder | Layer | Matrix | Mixture | Stack):
+        return value
+    twin = copy(value)
+    for name, part in vars(value).items():
+        object.__setattr__(twin, name, _rebuilt(part, change))
+    return twin
+
+
+def _tensors(weights: Decoder) -> list[torch.Tensor]:
+    """All of them, always in the same order."""
+    found: list[torch.Tensor] = []
+
+    def collect(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    _rebuilt(weights, collect)
+    return found
 
 
 def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:

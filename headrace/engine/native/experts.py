@@ -42,6 +42,10 @@ class Stack:
         self._stacked = weight.mT if _groups(weight) else None
         self._single = [] if self._stacked is not None else [Matrix((matrix, None), pack) for matrix in weight]
 
+    @property
+    def static(self) -> bool:
+        return self._stacked is not None
+
     def __call__(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """rows [n, in], those of expert 0 first, `counts` [E] of each -> [n, out]"""
         if self._stacked is not None:
@@ -77,6 +81,11 @@ class Mixture:
     def __init__(self, experts: Experts, routing: Routing, activation: Activation, pack: bool, exact: bool) -> None:
         self.router, self.routing, self._activation = experts.router, routing, activation
         self._gate_up, self._down = Stack(experts.gate_up, pack, exact), Stack(experts.down, pack, exact)
+
+    @property
+    def static(self) -> bool:
+        """Whether no shape depends on the choice."""
+        return self._gate_up.static and self._down.static
 
     def __call__(self, x: torch.Tensor, choice: Choice, adapted: Sequence[Adapted] = ()) -> torch.Tensor:
         """x [N, H] -> [N, H] float32: the chosen experts' outputs, weighted and added best first."""
