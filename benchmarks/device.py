@@ -3,30 +3,73 @@
 Random weights of SmolLM2-135M's shape (tiny ones with `--device cpu`), so that nothing has to be fetched. Reports
 
 - the largest difference of log-probs, device in bf16 against CPU in fp32, and the agreement of greedy tokens;
-- tokens sampled a second at 1, 64, 256 and 1,024 sequences, and the share of the memory bandwidth that reading the weights takes;
+- tokens sampled a second at 1, 64, 256 and 1,024 sequences, prompts included, against transformers' continuous batching of the same
+  load; and while decoding alone, with CUDA graphs and without, against the roofline: what reading the weights once a step and the
+  KV cache once a sequence takes at the device's bandwidth, or the arithmetic at its peak, whichever is more;
 - tokens trained a second and the share of the peak that 6 x parameters x tokens is.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import random
+import statistics
 import tempfile
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from headrace.algo.config import AlgoConfig
 from headrace.engine.config import EngineConfig
-from headrace.engine.native.core import NativeEngine
+from headrace.engine.native.core import Core
+from headrace.engine.native.decoder import FusedRunner
+from headrace.engine.native.parts import read_model
+from headrace.steps import PromptScores
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.torch_trainer import TorchTrainer
-from headrace.types import Batch, Group, Prompt, Request, Row, Sampling, WeightUpdate
+from headrace.types import Batch, Group, Prompt, Request, Row, Sampling, WeightUpdate, scoring
+
+Device = Literal["cpu", "cuda"]
 
 PEAKS = {"H200": (989e12, 4.8e12), "H100": (989e12, 3.35e12), "A100": (312e12, 2.0e12)}
 """bf16 FLOP/s without sparsity and bytes/s, from the vendor's data sheets."""
+
+COLUMNS = (
+    "sequences",
+    "tokens/s",
+    "transformers",
+    "ratio",
+    "decoding, graphs",
+    "decoding, no graphs",
+    "roofline",
+    "share",
+    "bound by",
+)
+PROMPT = 32
+NO_PEAKS = (float("nan"), float("nan"))
+
+
+@dataclass(frozen=True)
+class Bench:
+    directory: Path
+    weights: LlamaForCausalLM
+    device: Device
+    small: bool
+    """Shapes that only check the script."""
+
+    @property
+    def tokens(self) -> int:
+        return 8 if self.small else 128
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        return (1, 8) if self.small else (1, 64, 256, 1024)
 
 
 def model(small: bool) -> LlamaConfig:
@@ -44,33 +87,147 @@ def model(small: bool) -> LlamaConfig:
     )
 
 
-def engine(directory: Path, device: str, dtype: str, running: int, weights: LlamaForCausalLM) -> NativeEngine:
-    core = NativeEngine(
-        directory,
-        EngineConfig(
-            device=device, dtype=dtype, max_running=running, context_length=256, kv_gib=24 if device == "cuda" else 0.5
-        ),
+# -- the engine -------------------------------------------------------------------------------------------------------------
+
+
+def engine(
+    bench: Bench, running: int, device: Device, dtype: Literal["bfloat16", "float32"], graphs: bool | None = None
+) -> Core:
+    """`graphs`: CUDA graphs on or off; None is what the engine does by itself. On a CPU the fused decoder has neither: on is then
+    all that graphs need but the capture."""
+    config = EngineConfig(
+        device=device,
+        dtype=dtype,
+        max_running=running,
+        context_length=256,
+        kv_gib=8 if device == "cuda" else 0.5,
+        prefill_chunk=8192,
+        path="fused",
     )
-    served = {name: tensor.detach().to(getattr(torch, dtype)) for name, tensor in weights.named_parameters()}
+    read = read_model(bench.directory, config)
+    if graphs is not None:
+        assert isinstance(read.runner, FusedRunner)
+        read.runner.decode_with_graphs(capture=graphs and device == "cuda")
+    core = Core(read, config)
+    served = {name: tensor.detach().to(getattr(torch, dtype)) for name, tensor in bench.weights.named_parameters()}
     core.swap(core.prepare(WeightUpdate(0, "full", "", 0, 0, 0.0), served))
     return core
 
 
-def sample(core: NativeEngine, count: int, tokens: int, temperature: float = 1.0) -> tuple[float, dict[str, list[int]]]:
-    """(tokens a second while decoding, completions)."""
-    rng = random.Random(0)
-    for i in range(count):
-        prompt = tuple(rng.randrange(3, 500) for _ in range(32))
-        core.add(Request(str(i), prompt, Sampling(max_tokens=tokens, temperature=temperature, ignore_eos=True, seed=i)))
+def prompts(count: int, seed: int) -> list[tuple[int, ...]]:
+    rng = random.Random(seed)
+    return [tuple(rng.randrange(3, 500) for _ in range(PROMPT)) for _ in range(count)]
+
+
+@dataclass(frozen=True)
+class Sampled:
+    overall: float
+    """Tokens a second, prompts included."""
+    decoding: float
+    """Tokens a second of the median pass in which every sequence gets a token."""
+    tokens: dict[str, list[int]]
+
+
+def sample(core: Core, count: int, tokens: int, seed: int = 0, temperature: float = 1.0) -> Sampled:
     out: dict[str, list[int]] = {str(i): [] for i in range(count)}
-    core.step()  # the prompts
-    started, drawn = time.perf_counter(), 0
+    seconds: list[float] = []
+    started = time.perf_counter()
+    for i, prompt in enumerate(prompts(count, seed)):
+        core.add(Request(str(i), prompt, Sampling(max_tokens=tokens, temperature=temperature, ignore_eos=True, seed=i)))
     while core.has_work():
+        before = time.perf_counter()
         step = core.step()
-        drawn += len(step.tokens)
+        if len(step.tokens) == count:
+            seconds.append(time.perf_counter() - before)
         for request_id, token in zip(step.request_ids, step.tokens, strict=True):
             out[request_id].append(token)
-    return drawn / (time.perf_counter() - started), out
+    drawn = sum(map(len, out.values()))
+    assert drawn == count * tokens
+    return Sampled(drawn / (time.perf_counter() - started), count / statistics.median(seconds), out)
+
+
+def score(core: Core, tokens: list[int]) -> list[float]:
+    core.add(scoring("score", tokens))
+    scores: list[PromptScores] = []
+    while core.has_work():
+        scores += core.step().scores
+    return list(scores[0].logprobs)
+
+
+def check(bench: Bench) -> None:
+    dtype: Literal["bfloat16", "float32"] = "bfloat16" if bench.device == "cuda" else "float32"
+    there, here = engine(bench, 8, bench.device, dtype), engine(bench, 8, "cpu", "float32")
+    tokens = [random.Random(1).randrange(3, 500) for _ in range(100)]
+    worst = max(abs(a - b) for a, b in zip(score(there, tokens), score(here, tokens), strict=True))
+    greedy = [sample(core, 1, 32, temperature=0.0).tokens["0"] for core in (there, here)]
+    same = sum(a == b for a, b in zip(*greedy, strict=True))
+    print(
+        f"log-probs {bench.device} {dtype} against cpu float32: max |difference| {worst:.2g}; greedy tokens equal {same} of 32\n"
+    )
+    assert worst < (0.5 if dtype == "bfloat16" else 1e-4), "the device does not compute what the CPU does"
+
+
+def continuous_batching(bench: Bench, count: int) -> float:
+    """Tokens a second of transformers' own, prompts included, log-probs on; the second of two runs."""
+    served = LlamaForCausalLM.from_pretrained(bench.directory, dtype=torch.bfloat16, attn_implementation="sdpa")
+    served.to(bench.device).eval()
+    served.generation_config = GenerationConfig(
+        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0, eos_token_id=-1
+    )
+    config = ContinuousBatchingConfig(max_requests_per_batch=count, return_logprobs=True, max_memory_percent=0.5)
+    if bench.device == "cpu":  # where it finds no sizes by itself
+        config = replace(config, page_size=PROMPT, num_blocks=16 * count, max_batch_tokens=1024)
+    with served.continuous_batching_context_manager(continuous_batching_config=config) as manager:
+        for seed in (0, 1):
+            started, drawn = time.perf_counter(), 0
+            for prompt in prompts(count, seed):
+                manager.add_request(list(prompt), max_new_tokens=bench.tokens, eos_token_id=-1)
+            for _ in range(count):
+                output = manager.get_result(timeout=120)
+                assert output is not None and not output.error, output
+                drawn += len(output.generated_tokens)
+    assert drawn == count * bench.tokens
+    return drawn / (time.perf_counter() - started)
+
+
+def free() -> None:
+    """The KV cache and the graphs of what is not used any more."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def roofline(weights: LlamaForCausalLM, count: int, context: float, peaks: tuple[float, float]) -> tuple[float, str]:
+    """(tokens a second at most while `count` sequences of `context` tokens decode, what bounds them), in bf16."""
+    (flops, bandwidth), config = peaks, weights.config
+    parameters = sum(tensor.numel() for tensor in weights.parameters())
+    head, layers = config.hidden_size // config.num_attention_heads, config.num_hidden_layers
+    read = 2 * parameters + count * context * 2 * 2 * layers * config.num_key_value_heads * head
+    computed = count * (2 * parameters + 4 * layers * config.num_attention_heads * head * context)
+    reading, computing = read / bandwidth, computed / flops
+    return count / max(reading, computing), "bandwidth" if reading >= computing else "arithmetic"
+
+
+def rows(bench: Bench, peaks: tuple[float, float]) -> Iterator[str]:
+    yield f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|"
+    for count in bench.counts:
+        found = []
+        for graphs in (True, False):
+            core = engine(bench, count, bench.device, "bfloat16", graphs)
+            sample(core, count, bench.tokens)
+            found.append(sample(core, count, bench.tokens, seed=1))
+            del core
+            free()
+        other = continuous_batching(bench, count)
+        most, bound = roofline(bench.weights, count, PROMPT + bench.tokens / 2, peaks)
+        on, off = found
+        cells = (count, on.overall, other, f"{on.overall / other:.2f}", on.decoding, off.decoding, most)
+        shown = " | ".join(f"{cell:.0f}" if isinstance(cell, float) else str(cell) for cell in cells)
+        free()
+        yield f"| {shown} | {on.decoding / most:.1%} | {bound} |"
+
+
+# -- the trainer ------------------------------------------------------------------------------------------------------------
 
 
 def batch(step: int, groups: int, rollouts: int, tokens: int, vocabulary: int) -> Batch:
@@ -88,49 +245,32 @@ def batch(step: int, groups: int, rollouts: int, tokens: int, vocabulary: int) -
     return Batch(step, tuple(made))
 
 
-def check(directory: Path, device: str, weights: LlamaForCausalLM) -> None:
-    dtype = "bfloat16" if device == "cuda" else "float32"
-    there, here = engine(directory, device, dtype, 8, weights), engine(directory, "cpu", "float32", 8, weights)
-    tokens = [random.Random(1).randrange(3, 500) for _ in range(100)]
-    worst = max(abs(a - b) for a, b in zip(there.score(tokens), here.score(tokens), strict=True))
-    same = [
-        a == b for a, b in zip(*(sample(core, 1, 32, temperature=0.0)[1]["0"] for core in (there, here)), strict=True)
-    ]
-    print(
-        f"log-probs {device} {dtype} against cpu float32: max |difference| {worst:.2g}; greedy tokens equal {sum(same)} of {len(same)}"
-    )
-    assert worst < (0.5 if dtype == "bfloat16" else 1e-4), "the device does not compute what the CPU does"
+def train(bench: Bench, flops: float) -> str:
+    trainer = TorchTrainer(bench.directory, TrainConfig(device=bench.device, microbatch_tokens=16384), AlgoConfig(), 0)
+    shape = (2, 4, 16) if bench.small else (16, 16, 256)
+    for step in range(4):
+        report = trainer.step(batch(step, *shape, vocabulary=bench.weights.config.vocab_size))
+    rate = report.forward_tokens / report.seconds
+    used = 6 * sum(tensor.numel() for tensor in bench.weights.parameters()) * rate / flops
+    return f"trainer: {report.forward_tokens} tokens a step, {rate:.0f} tokens/s, MFU {used:.1%}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    device = parser.parse_args().device
+    device: Device = parser.parse_args().device
     small = device == "cpu"
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu (tiny shapes: the figures mean nothing)"
-    flops, bandwidth = next((peak for key, peak in PEAKS.items() if key in name), (float("nan"), float("nan")))
+    peaks = next((peak for key, peak in PEAKS.items() if key in name), NO_PEAKS)
     print(f"{name}, torch {torch.__version__}")
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
-        directory = Path(folder)
-        weights = LlamaForCausalLM(model(small))
-        weights.save_pretrained(directory)
-        parameters = sum(tensor.numel() for tensor in weights.parameters())
-        check(directory, device, weights)
-        for count in (1, 8) if small else (1, 64, 256, 1024):
-            core = engine(directory, device, "bfloat16", count, weights)
-            sample(core, count, 8)
-            rate, _ = sample(core, count, 16 if small else 128)
-            read = 2 * parameters * rate / count / bandwidth
-            print(f"engine  {count:5d} sequences  {rate:10.0f} tokens/s  weights read at {read:.1%} of the bandwidth")
-        trainer = TorchTrainer(directory, TrainConfig(device=device, microbatch_tokens=16384), AlgoConfig(), 0)
-        shape = (2, 4, 16) if small else (16, 16, 256)
-        for step in range(4):
-            report = trainer.step(batch(step, *shape, vocabulary=weights.config.vocab_size))
-        rate = report.forward_tokens / report.seconds
-        print(
-            f"trainer {report.forward_tokens:5d} tokens a step  {rate:8.0f} tokens/s  MFU {6 * parameters * rate / flops:.1%}"
-        )
+        bench = Bench(Path(folder), LlamaForCausalLM(model(small)), device, small)
+        bench.weights.save_pretrained(folder)
+        check(bench)
+        for row in rows(bench, peaks):
+            print(row, flush=True)
+        print("\n" + train(bench, peaks[0]))
 
 
 if __name__ == "__main__":
