@@ -104,7 +104,7 @@ def sample(logits: torch.Tensor, settings: Settings, want_mask: np.ndarray | Non
     """
     filters = settings.filters()
     on = filters.on()
-    scan = _scan(logits, filters, top)
+    scan = _scan(logits, filters, top, settings.temperature == 0)
     u = uniforms(settings.seed, settings.counter)
     tokens, chosen, norm = np.zeros(len(on), np.int64), np.zeros(len(on)), np.zeros(len(on))
     rows = np.flatnonzero(~on)
@@ -128,7 +128,7 @@ def token_logprobs(logits: torch.Tensor, tokens: np.ndarray, top: int = 0) -> Sc
     """Log-probs at temperature 1 of one given token per row of `logits` [R, V], and of the `top` most probable ones."""
     rows = len(logits)
     plain = Filters(np.ones(rows), np.zeros(rows, np.int64), np.ones(rows), np.zeros(rows))
-    scan = _scan(logits, plain, top)
+    scan = _scan(logits, plain, top, np.zeros(rows, bool))
     given = torch.from_numpy(np.asarray(tokens, np.int64)).to(logits.device)
     chosen = logits.gather(1, given[:, None])[:, 0].double().cpu().numpy()
     peak, total = scan.on_host()
@@ -162,6 +162,8 @@ class _Scan:
     """[R] float64: the largest logit. Not finite if any logit is NaN or +inf, or all are -inf."""
     sums: torch.Tensor
     """[R, blocks] float64: cumulative sums over blocks of BLOCK tokens of the weights exp((x - peak) / temperature)."""
+    largest: torch.Tensor
+    """[R] int64: the first token of the largest logit, of greedy rows; others hold anything."""
     near: Ragged
     """[R] the likely tokens of rows that have filters, of all rows where the most probable tokens are wanted."""
 
@@ -170,23 +172,25 @@ class _Scan:
         return torch.stack([self.peak, self.sums[:, -1]]).cpu().numpy()
 
 
-def _scan(logits: torch.Tensor, filters: Filters, top: int) -> _Scan:
+def _scan(logits: torch.Tensor, filters: Filters, top: int, greedy: np.ndarray) -> _Scan:
     rows, vocabulary = logits.shape
     width = -(-vocabulary // _MULTIPLE) * _MULTIPLE
-    peak = torch.empty(rows, device=logits.device)
+    peak, largest = (torch.empty(rows, dtype=dtype, device=logits.device) for dtype in (torch.float32, torch.int64))
     sums = torch.zeros(rows, width // BLOCK, device=logits.device)
     scale = None if (filters.temperature == 1).all() else torch.from_numpy(1 / filters.temperature).to(peak)
     summed, near = filters.needs_total(), []
     for part, x, weights in _chunks(logits, width):
         maxima = group_maxima(x)
         torch.amax(maxima, -1, out=peak[part])
+        if greedy[part].any():
+            largest[part] = _argmax(x)
         if summed[part].any():
             torch.sub(x, peak[part, None], out=weights)
             if scale is not None:
                 weights.mul_(scale[part, None])
             torch.sum(weights.exp_().view(len(x), -1, BLOCK), -1, out=sums[part])
         near.append(_near(x, maxima, sums[part], filters.at(part), top))
-    return _Scan(peak.double(), sums.cumsum(-1, dtype=torch.float64), concatenated(near))
+    return _Scan(peak.double(), sums.cumsum(-1, dtype=torch.float64), largest, concatenated(near))
 
 
 def _chunks(logits: torch.Tensor, width: int) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
@@ -200,6 +204,11 @@ def _chunks(logits: torch.Tensor, width: int) -> Iterator[tuple[slice, torch.Ten
         x, weights = room[:, : part.stop - start]
         x[:, :vocabulary] = logits[part]
         yield part, x, weights
+
+
+def _argmax(x: torch.Tensor) -> torch.Tensor:
+    """Along the last axis. numpy's is 40 times faster on a CPU."""
+    return torch.from_numpy(x.numpy().argmax(-1)) if x.device.type == "cpu" else x.argmax(-1)
 
 
 def _near(x: torch.Tensor, maxima: torch.Tensor, sums: torch.Tensor, filters: Filters, top: int) -> Ragged:
@@ -225,18 +234,16 @@ def _draw_whole(
 
     Nothing in here waits for a GPU.
     """
-    device, vocabulary, greedy = logits.device, logits.shape[1], np.flatnonzero(temperature == 0)
+    device, vocabulary, greedy = logits.device, logits.shape[1], temperature == 0
     index = torch.from_numpy(rows).to(device)
     block, inside = _search(scan.sums[index], torch.from_numpy(u).to(device))
     columns = block[:, None] * BLOCK + torch.arange(BLOCK, device=device)
     x = logits[index[:, None], columns.clamp(max=vocabulary - 1)].double()
     x.masked_fill_(columns >= vocabulary, -torch.inf)
-    scale = torch.from_numpy(np.where(temperature == 0, 1.0, temperature)[:, None]).to(device)
+    scale = torch.from_numpy(np.where(greedy, 1.0, temperature)[:, None]).to(device)
     entry, _ = _search(((x - scan.peak[index, None]) / scale).exp_().cumsum(-1), inside)
     tokens = (block * BLOCK + entry).clamp_(max=vocabulary - 1)  # rows of NaN end anywhere
-    if len(greedy):
-        some = logits if len(greedy) == len(logits) else logits[torch.from_numpy(rows[greedy]).to(device)]
-        tokens.index_copy_(0, torch.from_numpy(greedy).to(device), some.argmax(-1))
+    tokens = torch.where(torch.from_numpy(greedy).to(device), scan.largest[index], tokens)
     return torch.stack([tokens.double(), logits[index, tokens].double()])
 
 
