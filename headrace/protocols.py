@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from headrace.steps import StepOutput
 from headrace.types import (
     Batch,
     Capabilities,
@@ -20,7 +21,6 @@ from headrace.types import (
     Prompt,
     Request,
     Scored,
-    StepOutput,
     TrainReport,
     WeightUpdate,
 )
@@ -35,13 +35,30 @@ class Engine(Protocol):
     capabilities: Capabilities
 
     async def generate(self, request: Request) -> Completion:
-        """Cancelling the awaiting task cancels the request and frees its KV. Raises `WorkerDied` when given up."""
+        """Cancelling the awaiting task cancels the request and frees its KV. Raises `ValueError` when the engine refuses the
+        request, `WorkerDied` when the engine is given up."""
 
     async def load(self, update: WeightUpdate) -> LoadReport:
-        """Returns when the weights are live. Raises `IdentityError` if they are not those published."""
+        """Returns when the weights (the model's, or an adapter's) are live. Raises `IdentityError` if they are not those
+        published, `ValueError` if they do not fit."""
 
-    async def score(self, tokens: Sequence[int]) -> list[float]:
-        """[T-1] log-probs (temperature 1) of tokens[1:] given what precedes them, under the live weights."""
+    async def unload(self, adapter: str) -> None:
+        """Forgets an adapter. Raises `ValueError` while a request uses it."""
+
+    async def score(self, tokens: Sequence[int]) -> Completion:
+        """Its `prompt_logprobs` are those (temperature 1) of tokens[1:] given what precedes them; its span tells the version.
+        Runs as a request of its own beside the others, before those that wait."""
+
+    async def pause(self) -> None:
+        """No forward pass until `resume`. Everything is kept."""
+
+    async def drain(self) -> None:
+        """Admits nobody new until `resume`. Returns when those that had begun have ended."""
+
+    async def resume(self) -> None: ...
+
+    async def abort(self) -> None:
+        """Every request that is here ends as `interrupted`, with what there is of it."""
 
     async def stats(self) -> EngineStats: ...
 
@@ -60,7 +77,7 @@ class Trainer(Protocol):
         """Writes the current weights where engines can load them."""
 
     async def score(self, tokens: Sequence[int]) -> list[float]:
-        """As `Engine.score`, under the trainer's own weights."""
+        """[T-1] log-probs (temperature 1) of tokens[1:] given what precedes them, under the trainer's own weights."""
 
     async def save(self, directory: Path) -> None: ...
 
@@ -128,14 +145,28 @@ class EngineCore(Protocol):
         Raises `ValueError` naming the first parameter that is missing, unknown, or of another shape or dtype."""
 
     def swap(self, prepared: Any) -> None:
-        """Called between two steps: the next forward pass uses the new weights. Running sequences go on, KV kept."""
+        """Called between two steps: the next forward pass uses the new weights. Running sequences go on.
+
+        Raises `ValueError` when they do not go with what was loaded since they were prepared; nothing has changed then."""
+
+    def unload(self, adapter: str) -> None: ...
+
+    def pause(self) -> None: ...
+
+    def drain(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+    @property
+    def drained(self) -> bool:
+        """Whether nothing is left to do for those that had begun, or nobody drains any more."""
 
     def has_work(self) -> bool: ...
 
     def step(self) -> StepOutput:
         """One forward pass: chunks of waiting prompts beside one token for every running sequence."""
-
-    def score(self, tokens: Sequence[int]) -> list[float]: ...
 
     def stats(self) -> EngineStats: ...
 

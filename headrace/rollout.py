@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 
+import msgspec
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
@@ -53,14 +54,20 @@ async def boundary(completion: Awaitable[Completion]) -> Completion | Failure:
         result = await completion
     except ValueError as error:  # the engine refused the request
         return Failure("request_refused", str(error))
-    return Failure("engine_error", result.text) if result.stop == "error" else result
+    return Failure("engine_error", result.error) if result.stop == "error" else result
 
 
 async def roll_out(
-    engine: Engine, prompt: Prompt, count: int, sampling: Callable[[int], Sampling], decode: Decode, name: str
+    engine: Engine,
+    prompt: Prompt,
+    count: int,
+    sampling: Callable[[int], Sampling],
+    decode: Decode,
+    name: str,
+    priority: int = 0,
 ) -> list[Episode | Failure]:
     """`count` completions of one prompt, sampled side by side; `sampling(i)` are the settings of the i-th."""
-    requests = [Request(f"{name}/{i}", prompt.tokens, sampling(i)) for i in range(count)]
+    requests = [Request(f"{name}/{i}", prompt.tokens, sampling(i), priority=priority) for i in range(count)]
     results = await asyncio.gather(*(boundary(engine.generate(request)) for request in requests))
     return [
         result if isinstance(result, Failure) else Episode((Turn(prompt.tokens, _with_text(result, decode)),))
@@ -69,6 +76,4 @@ async def roll_out(
 
 
 def _with_text(completion: Completion, decode: Decode) -> Completion:
-    return Completion(
-        completion.tokens, completion.logprobs, completion.spans, completion.stop, decode(completion.tokens)
-    )
+    return msgspec.structs.replace(completion, text=decode(completion.tokens))

@@ -382,46 +382,6 @@ class Capabilities(Struct, frozen=True):
     """A word for people: `fused llama`, `hugging face gpt_neox`, `fake`."""
 
 
-class Finished(Struct, frozen=True):
-    request_id: str
-    stop: Stop
-    error: str = ""
-    routing: RoutingTrace | None = None
-
-
-class PromptScores(Struct, frozen=True):
-    """What a request wanted to know of its prompt: sent once, when all of it is known, before anything is sampled."""
-
-    request_id: str
-    version: int
-    logprobs: tuple[float, ...]
-    top: TopLogprobs | None = None
-
-
-class TokenDetails(Struct, frozen=True):
-    """What some requests want beside the token that was sampled: one row of `TopLogprobs` and of `SamplingMask`."""
-
-    request_id: str
-    top_tokens: bytes = b""
-    top_logprobs: bytes = b""
-    mask: bytes = b""
-
-
-class StepOutput(Struct, frozen=True):
-    """What one forward pass of an engine sampled: columns over the rows that got a token, and the requests that ended."""
-
-    version: int
-    request_ids: tuple[str, ...] = ()
-    tokens: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
-    kv_versions: tuple[int, ...] = ()
-    finished: tuple[Finished, ...] = ()
-    versions: tuple[int, ...] = ()
-    """Empty where all are `version`; else one per row, for rows with an adapter the adapter's."""
-    details: tuple[TokenDetails, ...] = ()
-    scores: tuple[PromptScores, ...] = ()
-
-
 def spans_of(versions: Sequence[int], kv_versions: Sequence[int]) -> tuple[VersionSpan, ...]:
     """Run-length code of per-token versions."""
     spans: list[VersionSpan] = []

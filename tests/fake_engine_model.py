@@ -18,7 +18,8 @@ from headrace.engine.native.batch import BLOCK, Batch, Forward
 from headrace.engine.native.core import Core
 from headrace.engine.native.parts import GIB, Model
 from headrace.engine.native.sampler import Settings, sample
-from headrace.types import AdapterSpec, Request, Sampling, StepOutput, WeightUpdate
+from headrace.steps import StepOutput
+from headrace.types import AdapterSpec, Request, Sampling, WeightUpdate
 
 VOCABULARY = 40
 POISON = 39
@@ -205,9 +206,10 @@ class Driver:
         raise AssertionError("the engine does not come to an end")
 
     def check(self, name: str, context: tuple[int, ...] | None = None, adapter: int = -1) -> None:
-        """Every token is what the model says after what came before it, drawn with the request's own numbers."""
+        """Every token is what the model says after what came before it (`context`, where that is not the request's prompt and
+        prefix), drawn with the request's own numbers."""
         request, told = self.requests[name], self.told[name]
-        tokens = [*(request.prompt if context is None else context), *request.prefix]
+        tokens = [*(request.prompt + request.prefix if context is None else context)]
         for t, (token, version, logprob) in enumerate(zip(told.tokens, told.versions, told.logprobs, strict=True)):
             logits = logits_of(tokens, self.version_of(version, adapter), adapter)
             drawn = draw(logits, request.sampling, len(request.prefix) + t)

@@ -26,6 +26,7 @@ FLOORS = {
     "algo": 1,
     "observe": 1,
     "settings": 1,
+    "steps": 1,
     "protocols": 2,
     "staleness": 2,
     "packing": 2,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,6 +31,7 @@ from headrace.scoring.fake import FakeScorer
 from headrace.staleness import StalenessConfig
 from headrace.tasks.fake import FakeTask
 from headrace.trainer.fake import FakeTrainer
+from headrace.types import Completion
 
 
 @dataclass
@@ -273,8 +275,9 @@ def test_foreign_weights_are_refused(tmp_path: Path) -> None:
 
 def test_a_probe_that_disagrees_stops_the_run(tmp_path: Path) -> None:
     class Drifting(FakeEngine):
-        async def score(self, tokens: Any) -> list[float]:
-            return [-1.0 - (self.version >= 4)] * (len(tokens) - 1)
+        async def score(self, tokens: Any) -> Completion:
+            found = (-1.0 - (self.version >= 4),) * (len(tokens) - 1)
+            return msgspec.structs.replace(await super().score(tokens), prompt_logprobs=found)
 
     world = World(tmp_path, engine=Drifting())
     with pytest.raises(IdentityError, match="at version 4"):

@@ -12,7 +12,7 @@ import pytest
 
 from headrace.errors import ConfigError, HeadraceError, WorkerDied
 from headrace.orchestration.wire import Channel, Frame, WorkerEnd, name_of, unpack
-from headrace.types import Finished, StepOutput
+from headrace.steps import Finished, StepOutput
 
 
 def joined(serve: Callable[[WorkerEnd], None], use: Callable[[Channel], Any]) -> Any:

@@ -8,7 +8,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from headrace.errors import IdentityError, WorkerDied
-from headrace.types import Capabilities, Completion, EngineStats, LoadReport, Request, Stop, WeightUpdate, spans_of
+from headrace.types import (
+    Capabilities,
+    Completion,
+    EngineStats,
+    LoadReport,
+    Request,
+    Stop,
+    VersionSpan,
+    WeightUpdate,
+    spans_of,
+)
 
 
 @dataclass
@@ -29,44 +39,100 @@ class FakeEngine:
 
     def __post_init__(self) -> None:
         self.version = -1
+        self.adapters: dict[str, int] = {}
         self.capabilities = Capabilities(context_length=self.context_length, path="fake")
         self.requests: list[Request] = []
-        self._sampled = 0
+        self._sampled = self._active = self._aborts = 0
         self._died: asyncio.Future[None] | None = None
+        self._admits, self._steps, self._idle = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        for event in (self._admits, self._steps, self._idle):
+            event.set()
 
     async def generate(self, request: Request) -> Completion:
         assert self.version >= 0, "generate before the first load"
+        self._refuse(request)
         self.requests.append(request)
+        aborts = self._aborts
+        await self._admits.wait()
+        self._active += 1
+        self._idle.clear()
+        try:
+            return await self._sample(request, aborts)
+        finally:
+            self._active -= 1
+            if not self._active:
+                self._idle.set()
+
+    def _refuse(self, request: Request) -> None:
+        if request.adapter and request.adapter not in self.adapters:
+            raise ValueError(f"no adapter {request.adapter} is loaded; load it before naming it in a request")
+        if request.fork and request.fork.of not in {earlier.id for earlier in self.requests}:
+            raise ValueError(f"request {request.fork.of} is not known; give its tokens as the prompt of a new request")
+
+    def _live(self, request: Request) -> int:
+        return self.adapters[request.adapter] if request.adapter else self.version
+
+    async def _sample(self, request: Request, aborts: int) -> Completion:
         rng = random.Random(f"{self.seed}/{request.id}")
         wanted = min(max(1, self.length(rng)), request.sampling.max_tokens)
         versions: list[int] = []
         kv_versions: list[int] = []
-        kv = self.version
+        kv = self._live(request)
         for _ in range(wanted):
             if rng.random() < self.outage_rate:
                 await asyncio.sleep(self.outage_seconds)
-                kv = self.version
-            versions.append(self.version)
+                kv = self._live(request)
+            await self._steps.wait()
+            if self._aborts > aborts:
+                break
+            versions.append(self._live(request))
             kv_versions.append(kv)
             self._sampled += 1
             await asyncio.sleep(self.seconds_per_token)
         spans = spans_of(versions, kv_versions)
-        tokens = tuple(rng.randrange(1, 100) for _ in range(wanted))
+        tokens = tuple(rng.randrange(1, 100) for _ in versions)
+        logprobs = (-1.0,) * len(tokens)
+        if self._aborts > aborts:
+            return Completion(tokens, logprobs, spans, "interrupted")
         if rng.random() < self.failure_rate:
-            return Completion(tokens, (-1.0,) * wanted, spans, "error", "injected failure")
+            return Completion(tokens, logprobs, spans, "error", error="injected failure")
         stop: Stop = "length" if wanted == request.sampling.max_tokens else "stop"
-        return Completion(tokens, (-1.0,) * wanted, spans, stop)
+        return Completion(tokens, logprobs, spans, stop)
 
     async def load(self, update: WeightUpdate) -> LoadReport:
         await asyncio.sleep(self.load_seconds)
         if update.fingerprint != f"fake-{update.version}":
             raise IdentityError(f"version {update.version} was published as {update.fingerprint}")
-        assert update.version > self.version, "versions never go back"
-        self.version = update.version
+        before = self.adapters.get(update.adapter.name, -1) if update.adapter else self.version
+        assert update.version > before, "versions never go back"
+        if update.adapter:
+            self.adapters[update.adapter.name] = update.version
+        else:
+            self.version = update.version
         return LoadReport(update.version, self.load_seconds, 0.0)
 
-    async def score(self, tokens: Sequence[int]) -> list[float]:
-        return [-1.0] * (len(tokens) - 1)
+    async def unload(self, adapter: str) -> None:
+        if self.adapters.pop(adapter, None) is None:
+            raise ValueError(f"no adapter {adapter} is loaded")
+
+    async def score(self, tokens: Sequence[int]) -> Completion:
+        spans = (VersionSpan(0, self.version, self.version),)
+        return Completion((), (), spans, "length", prompt_logprobs=(-1.0,) * (len(tokens) - 1))
+
+    async def pause(self) -> None:
+        self._steps.clear()
+
+    async def drain(self) -> None:
+        self._admits.clear()
+        self._steps.set()
+        await self._idle.wait()
+
+    async def resume(self) -> None:
+        self._admits.set()
+        self._steps.set()
+
+    async def abort(self) -> None:
+        self._aborts += 1
 
     async def stats(self) -> EngineStats:
         return EngineStats(sampled_tokens=self._sampled, version=self.version)

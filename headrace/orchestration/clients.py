@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -17,6 +18,7 @@ from headrace.orchestration.local import Worker
 from headrace.orchestration.messages import EngineStart, TrainerReady, TrainerStart
 from headrace.orchestration.wire import Frame, unpack
 from headrace.protocols import Observer
+from headrace.steps import Finished, StepOutput, Transcript, write_down
 from headrace.types import (
     Batch,
     Capabilities,
@@ -24,11 +26,9 @@ from headrace.types import (
     EngineStats,
     LoadReport,
     Request,
-    StepOutput,
-    Stop,
     TrainReport,
     WeightUpdate,
-    spans_of,
+    scoring,
 )
 
 
@@ -65,25 +65,33 @@ class ProcessTrainer:
 
 T = TypeVar("T")
 
+TOTALS = (
+    "sampled_tokens", "prompt_tokens", "steps", "busy_seconds", "asked_tokens", "cached_tokens", "recomputed_tokens", "swaps",
+    "preemptions",
+)  # fmt: skip
+"""Statistics that count from the start of a process."""
+
 
 @dataclass
-class _Pending:
-    """A request, and what has been sampled for it so far: all that a new process needs to go on with it."""
+class _Pending(Transcript):
+    """A request under way: what has been told of it is all that a new process needs to go on with it."""
 
-    request: Request
-    done: asyncio.Future[Completion]
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    kv_versions: list[int] = field(default_factory=list)
+    done: asyncio.Future[Completion] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def reissue(self) -> Request:
-        request = self.request
-        return Request(request.id, request.prompt, request.sampling, (*request.prefix, *self.tokens))
+        return msgspec.structs.replace(
+            self.request,
+            prefix=(*self.request.prefix, *self.tokens),
+            prompt_logprobs=self.request.prompt_logprobs and self.scores is None,
+        )
 
-    def completion(self, stop: Stop, error: str) -> Completion:
-        spans = spans_of(self.versions, self.kv_versions)
-        return Completion(tuple(self.tokens), tuple(self.logprobs), spans, stop, error)
+    def end(self, end: Finished) -> None:
+        if not self.done.done():
+            self.done.set_result(self.completion(end))
+
+    def fail(self, error: Exception) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
 
 
 class ProcessEngine:
@@ -101,8 +109,11 @@ class ProcessEngine:
         self._cores, self._weights_fd = cores, weights_fd
         self._max_deaths, self._observer, self._clock, self._log = max_deaths, observer, clock, log
         self._pending: dict[str, _Pending] = {}
-        self._wanted: WeightUpdate | None = None
-        self._live: LoadReport | None = None
+        self._wanted: dict[str, WeightUpdate] = {}
+        """The newest weights by adapter; the base model's go by the empty name."""
+        self._live: dict[str, LoadReport] = {}
+        self._held: Literal["", "pause", "drain"] = ""
+        self._scorings = itertools.count()
         self._deaths = 0
         self._gave_up: asyncio.Future[None] | None = None
         self._keeping: asyncio.Task[None] | None = None
@@ -127,8 +138,9 @@ class ProcessEngine:
 
     async def generate(self, request: Request) -> Completion:
         await self._until_up()
-        pending = _Pending(request, asyncio.get_running_loop().create_future())
-        self._pending[request.id] = pending
+        if request.id in self._pending:
+            raise ValueError(f"a request {request.id} is here already; give every request an id of its own")
+        pending = self._pending[request.id] = _Pending(request)
         self._send("add", request)
         try:
             return await pending.done
@@ -139,11 +151,43 @@ class ProcessEngine:
             del self._pending[request.id]
 
     async def load(self, update: WeightUpdate) -> LoadReport:
-        self._wanted = update
-        return await self._retrying(lambda worker: self._load(worker, update))
+        name = update.adapter.name if update.adapter else ""
+        before = self._wanted.get(name)
+        self._wanted[name] = update
+        try:
+            return await self._retrying(lambda worker: self._load(worker, name, update))
+        except (HeadraceError, ValueError):
+            if before is None:  # refused: a process that is respawned has no use for it
+                del self._wanted[name]
+            else:
+                self._wanted[name] = before
+            raise
 
-    async def score(self, tokens: Sequence[int]) -> list[float]:
-        return await self._retrying(lambda worker: worker.call("score", list(tokens), list[float]))
+    async def unload(self, adapter: str) -> None:
+        await self._retrying(lambda worker: worker.call("unload", adapter, type(None)))
+        self._wanted.pop(adapter, None)
+        self._live.pop(adapter, None)
+
+    async def score(self, tokens: Sequence[int]) -> Completion:
+        return await self.generate(scoring(f"score/{next(self._scorings)}", tokens, priority=-1))
+
+    async def pause(self) -> None:
+        self._held = "pause"
+        await self._control("pause")
+
+    async def drain(self) -> None:
+        self._held = "drain"
+        await self._control("drain")
+
+    async def resume(self) -> None:
+        self._held = ""
+        await self._control("resume")
+
+    async def abort(self) -> None:
+        await self._control("abort")
+
+    async def _control(self, method: str) -> None:
+        await self._retrying(lambda worker: worker.call(method, None, type(None)))
 
     async def stats(self) -> EngineStats:
         self._latest = await self._retrying(lambda worker: worker.call("stats", None, EngineStats))
@@ -163,11 +207,11 @@ class ProcessEngine:
     async def _begin(self) -> None:
         self.capabilities = await self.worker.call("start", self._start, Capabilities)
 
-    async def _load(self, worker: Worker, update: WeightUpdate) -> LoadReport:
+    async def _load(self, worker: Worker, name: str, update: WeightUpdate) -> LoadReport:
         """A process that was respawned meanwhile has been given the newest update already."""
-        if self._live is None or self._live.version != update.version:
-            self._live = await worker.call("load", update, LoadReport)
-        return self._live
+        if name not in self._live or self._live[name].version != update.version:
+            self._live[name] = await worker.call("load", update, LoadReport)
+        return self._live[name]
 
     async def _retrying(self, ask: Callable[[Worker], Awaitable[T]]) -> T:
         """Asks again after a respawn."""
@@ -202,7 +246,7 @@ class ProcessEngine:
                     raise WorkerDied("engine", f"{how}; it was its death no. {self._deaths} (engine.max_deaths allows "
                                      f"{self._max_deaths})")  # fmt: skip
                 await self._revive()
-        except HeadraceError as error:
+        except (HeadraceError, ValueError) as error:  # ValueError: what was loaded before does not fit any more
             self._fail(error)
 
     async def _revive(self) -> None:
@@ -210,13 +254,18 @@ class ProcessEngine:
         try:
             await self.launch()
             await self._begin()
-            self._live = None
-            if self._wanted is not None:
-                await self._load(self.worker, self._wanted)
+            self._live = {}
+            for name, update in self._wanted.items():  # the base model's came first
+                await self._load(self.worker, name, update)
         except WorkerDied:
             return  # died again while starting: the loop counts it
-        for pending in self._pending.values():
-            self._send("add", pending.reissue())
+        for name, pending in self._pending.items():
+            if pending.request.fork:  # the cache entries that it went on from are gone
+                pending.end(Finished(name, "interrupted"))
+            else:
+                self._send("add", pending.reissue())
+        if self._held:
+            self._send(self._held, None)
         self._up.set()
 
     def _fail(self, error: Exception) -> None:
@@ -224,8 +273,7 @@ class ProcessEngine:
         self._gave_up.set_exception(error)
         self._gave_up.exception()  # whoever watches raises it; nobody watching is no error
         for pending in self._pending.values():
-            if not pending.done.done():
-                pending.done.set_exception(error)
+            pending.fail(error)
 
     def _send(self, method: str, payload: object) -> None:
         with contextlib.suppress(WorkerDied):  # the sentinel re-issues what is pending
@@ -239,27 +287,16 @@ class ProcessEngine:
             self._observer.record(EngineSample(self._clock(), self._totals()))
         elif frame.method == "refused":
             request_id, message = unpack(frame.payload, tuple[str, str])
-            if (pending := self._pending.get(request_id)) and not pending.done.done():
-                pending.done.set_exception(ValueError(message))
+            if pending := self._pending.get(request_id):
+                pending.fail(ValueError(message))
 
     def _on_output(self, output: StepOutput) -> None:
-        columns = zip(output.request_ids, output.tokens, output.logprobs, output.kv_versions, strict=True)
-        for request_id, token, logprob, kv_version in columns:
-            if pending := self._pending.get(request_id):
-                pending.tokens.append(token)
-                pending.logprobs.append(logprob)
-                pending.versions.append(output.version)
-                pending.kv_versions.append(kv_version)
+        write_down(output, self._pending.get)
         for end in output.finished:
-            if (pending := self._pending.get(end.request_id)) and not pending.done.done():
-                pending.done.set_result(pending.completion(end.stop, end.error))
+            if pending := self._pending.get(end.request_id):
+                pending.end(end)
 
     def _totals(self) -> EngineStats:
         before, now = self._earlier, self._latest
-        return msgspec.structs.replace(
-            now,
-            sampled_tokens=before.sampled_tokens + now.sampled_tokens,
-            prompt_tokens=before.prompt_tokens + now.prompt_tokens,
-            steps=before.steps + now.steps,
-            busy_seconds=before.busy_seconds + now.busy_seconds,
-        )
+        totals = {name: getattr(before, name) + getattr(now, name) for name in TOTALS}
+        return msgspec.structs.replace(now, **totals)

@@ -32,7 +32,13 @@ class IdentityProbe:
         """Raises `IdentityError` when the served policy is not the trained one."""
         if expected is None:
             return
-        found = await engine.score(self._tokens)
+        completion = await engine.score(self._tokens)
+        found = completion.prompt_logprobs
+        if found is None or completion.spans[0].version != version:
+            under = f"under version {completion.spans[0].version}" if completion.spans else "not at all"
+            raise IdentityError(
+                f"the engine was to score the probe under version {version}, and did it {under} {completion.error}".rstrip()
+            )
         differences = [abs(a - b) for a, b in zip(found, expected, strict=True)]
         mean = sum(differences) / len(differences)
         ok = mean <= self._tolerance  # False for NaN too

@@ -175,6 +175,7 @@ class Pipeline:
                 lambda i: rollout.sampling(seed_of(self._plan.seed, "rollout", ticket, i)),
                 parts.decode,
                 name=f"t{ticket}",
+                priority=ticket,
             )
         episodes = [result for result in results if isinstance(result, Episode)]
         judged: list[Scored | Failure] = []

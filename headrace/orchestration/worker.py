@@ -127,6 +127,8 @@ class EngineLoop:
     def __init__(self, end: WorkerEnd, inbox: queue.Queue[Any], core: EngineCore, receiver: WeightReceiver) -> None:
         self._end, self._inbox, self._core, self._receiver = end, inbox, core, receiver
         self._stats_due = 0.0
+        self._drains: list[Frame] = []
+        """Callers that wait for the engine to run dry."""
 
     def turn(self) -> None:
         """Take what has arrived (wait for something when idle), then one forward pass."""
@@ -135,6 +137,10 @@ class EngineLoop:
             self._take(block=False)
         if self._core.has_work():
             self._end.push("output", self._core.step())
+        if self._drains and self._core.drained:
+            for frame in self._drains:
+                self._end.reply(frame, None)
+            self._drains.clear()
         if (now := time.monotonic()) >= self._stats_due:
             self._stats_due = now + STATS_EVERY
             self._end.push("stats", self._core.stats())
@@ -146,19 +152,28 @@ class EngineLoop:
             return
         if callable(item):  # new weights, prepared by the side thread
             item()
-        elif item.method == "add":
-            self._add(unpack(item.payload, Request))
-        elif item.method == "cancel":
-            self._core.cancel(unpack(item.payload, str))
-        elif item.method == "load":
-            update = unpack(item.payload, WeightUpdate)
-            threading.Thread(target=self._prepare, args=(item, update), daemon=True).start()
-        elif item.method == "score":
-            _answer(self._end, item, lambda: self._core.score(unpack(item.payload, list[int])))
-        elif item.method == "stats":
-            _answer(self._end, item, self._core.stats)
         else:
-            raise AssertionError(f"unknown message {item.method}")
+            self._obey(item)
+
+    def _obey(self, frame: Frame) -> None:
+        core = self._core
+        match frame.method:
+            case "add":
+                self._add(unpack(frame.payload, Request))
+            case "cancel":
+                core.cancel(unpack(frame.payload, str))
+            case "load":
+                update = unpack(frame.payload, WeightUpdate)
+                threading.Thread(target=self._prepare, args=(frame, update), daemon=True).start()
+            case "unload":
+                _answer(self._end, frame, lambda: core.unload(unpack(frame.payload, str)))
+            case "stats" | "pause" | "resume" | "abort":
+                _answer(self._end, frame, getattr(core, frame.method))
+            case "drain":
+                core.drain()
+                self._drains.append(frame)
+            case method:
+                raise AssertionError(f"unknown message {method}")
 
     def _add(self, request: Request) -> None:
         try:
@@ -176,12 +191,12 @@ class EngineLoop:
             return
         verified = time.perf_counter() - started
 
-        def swap() -> None:
+        def swap() -> LoadReport:
             before = time.perf_counter()
             self._core.swap(prepared)
-            self._end.reply(frame, LoadReport(update.version, verified, time.perf_counter() - before))
+            return LoadReport(update.version, verified, time.perf_counter() - before)
 
-        self._inbox.put(swap)
+        self._inbox.put(lambda: _answer(self._end, frame, swap))
 
 
 if __name__ == "__main__":

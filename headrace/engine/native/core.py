@@ -36,7 +36,8 @@ from headrace.engine.native.served import Served
 from headrace.engine.native.stepping import Stepper
 from headrace.engine.native.stopping import Stopper
 from headrace.errors import ConfigError
-from headrace.types import Capabilities, EngineStats, Finished, Request, StepOutput, Stop, WeightUpdate
+from headrace.steps import Finished, StepOutput
+from headrace.types import Capabilities, EngineStats, Request, Stop, WeightUpdate
 
 
 @dataclass(frozen=True)
@@ -128,16 +129,16 @@ class Core:
     def drain(self) -> None:
         """Nobody new is admitted until `resume`; those that have begun go on to their ends."""
         self._paused = False
-        self._schedule.drain()
+        self._schedule.queue.drain()
 
     def resume(self) -> None:
         self._paused = False
-        self._schedule.resume()
+        self._schedule.queue.resume()
 
     @property
     def drained(self) -> bool:
         """Nothing is left to do for those that have begun, or nobody drains any more."""
-        return not self._schedule.draining or not (self._schedule.has_work() or self._ended)
+        return not self._schedule.queue.draining or not (self._schedule.has_work() or self._ended)
 
     def abort(self) -> None:
         """Everything that is here ends now, as interrupted; the next step tells."""
@@ -181,7 +182,7 @@ class Core:
             raise ValueError(
                 f"the adapter {adapter} is in use by {len(users)} requests ({users[0]}, ...); end them first"
             )
-        self._schedule.prefixes.cut(adapter)
+        self._schedule.sharing.cut(adapter)
         self._forks.forget(adapter)
         self._runner.use_adapter(self._served.drop_adapter(adapter), None)
 
@@ -189,10 +190,11 @@ class Core:
 
     @torch.inference_mode()
     def step(self) -> StepOutput:
-        if self._served.base < 0:
+        live = self._served.base >= 0
+        if not live and not self._ended:
             raise RuntimeError("the engine has no weights yet: prepare and swap an update before the first step")
         started = time.perf_counter()
-        output = StepOutput(self._served.base) if self._paused else self._step()
+        output = self._step() if live and not self._paused else StepOutput(self._served.base)
         if self._ended:
             output = msgspec.structs.replace(output, finished=(*self._ended, *output.finished))
             self._ended = []

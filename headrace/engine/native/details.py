@@ -8,7 +8,8 @@ import torch
 from headrace.engine.native.passes import Chunk
 from headrace.engine.native.sampler import Drawn, Scores, token_logprobs
 from headrace.engine.native.sequences import Running, Sequence
-from headrace.types import PromptScores, TokenDetails, TopLogprobs
+from headrace.steps import PromptScores, TokenDetails
+from headrace.types import TopLogprobs
 
 
 def top_wanted(running: Running, rows: np.ndarray) -> int:

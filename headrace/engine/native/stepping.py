@@ -10,15 +10,16 @@ import numpy as np
 import torch
 
 from headrace.engine.native import details
-from headrace.engine.native.batch import Runner
+from headrace.engine.native.batch import Forward, Runner
 from headrace.engine.native.forks import Forks
 from headrace.engine.native.passes import Chunk, Plan, Planner
 from headrace.engine.native.routing import Routing
-from headrace.engine.native.sampler import Drawn, sample
+from headrace.engine.native.sampler import Drawn, sample, uniforms
 from headrace.engine.native.scheduler import LOST, Scheduler
 from headrace.engine.native.sequences import Sequence
 from headrace.engine.native.served import Served
-from headrace.types import Finished, PromptScores, RoutingTrace, StepOutput, Stop, TokenDetails
+from headrace.steps import Finished, PromptScores, StepOutput, TokenDetails
+from headrace.types import RoutingTrace, Stop
 
 
 @dataclass
@@ -65,7 +66,7 @@ class Stepper:
         forward = self._runner.forward(plan.batch)
         if self._routing is not None and forward.routing is not None:
             self._routing.record(plan.batch, forward.routing)
-        return self._collect(plan, forward.logits, lost)
+        return self._collect(plan, forward, lost)
 
     def _prepare(self) -> Plan | None:
         """Rows and blocks for who is next, copied and cleared as need be."""
@@ -85,11 +86,11 @@ class Stepper:
 
     # -- what came of it ----------------------------------------------------------------------------------------------------
 
-    def _collect(self, plan: Plan, logits: torch.Tensor, lost: tuple[Finished, ...]) -> StepOutput:
+    def _collect(self, plan: Plan, forward: Forward, lost: tuple[Finished, ...]) -> StepOutput:
         running, ends = self._running, Ends()
-        drawn = self._draw(plan, logits)
+        drawn = self._draw(plan, forward)
         self._advance(plan)
-        scores = self._score(plan, logits, ends)
+        scores = self._score(plan, forward.logits, ends)
         kept = plan.rows[drawn.finite]
         self._append(kept, drawn)
         self._find_ends(plan.rows, drawn, ends)
@@ -107,16 +108,21 @@ class Stepper:
         finished = self._take_out(plan, ends)
         return msgspec.structs.replace(output, finished=lost + finished) if lost or finished else output
 
-    def _draw(self, plan: Plan, logits: torch.Tensor) -> Drawn:
+    def _draw(self, plan: Plan, forward: Forward) -> Drawn:
         running, rows = self._running, plan.rows
         if not len(rows):
             nothing = np.zeros(0)
             return Drawn(nothing.astype(np.int64), nothing, nothing.astype(bool))
         settings = running.settings(rows if plan.chunks else None)
+        masks, top = running.columns["mask"][rows], details.top_wanted(running, rows)
+        if forward.draw is not None and not (top or masks.any() or settings.filters().on().any()):
+            u = uniforms(settings.seed, settings.counter)
+            tokens, logprobs = forward.draw(settings.temperature, u, plan.drawn)
+            return Drawn(tokens, logprobs, np.isfinite(logprobs))
+        logits = forward.logits
         if plan.drawn is not None:
             logits = logits[torch.from_numpy(plan.drawn).to(logits.device)]
-        masks = running.columns["mask"][rows]
-        return sample(logits, settings, masks if masks.any() else None, details.top_wanted(running, rows))
+        return sample(logits, settings, masks if masks.any() else None, top)
 
     def _advance(self, plan: Plan) -> None:
         """What the pass put into the cache."""
@@ -143,7 +149,7 @@ class Stepper:
         columns["counter"][kept] += 1
         for row in kept[columns["fresh"][kept]].tolist():
             self._schedule.verify(self._running.sequences[row])
-        self._schedule.full(kept)
+        self._schedule.sharing.full(kept)
 
     def _score(self, plan: Plan, logits: torch.Tensor, ends: Ends) -> tuple[PromptScores, ...]:
         """Log-probs of prompts, told when a prompt is through."""

@@ -1,0 +1,110 @@
+"""What the prefix cache is told of the running sequences, and what it gives to those that come."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from headrace.engine.native.batch import BLOCK
+from headrace.engine.native.blocks import Blocks
+from headrace.engine.native.prefixes import Match, Prefixes
+from headrace.engine.native.sequences import Running, Sequence
+from headrace.engine.native.served import Served
+
+
+class Sharing:
+    def __init__(self, blocks: Blocks, running: Running, served: Served) -> None:
+        self._blocks, self._running, self._served = blocks, running, served
+        self._prefixes = Prefixes(blocks)
+
+    def find(self, sequence: Sequence) -> Match:
+        """What is cached of a sequence that waits. Nothing is taken for a prompt whose logits are wanted, nor for a fork,
+        which has its entries already."""
+        root = self._served.root(sequence.adapter)
+        if sequence.pinned is not None or sequence.scored:
+            return self._prefixes.nothing(root)
+        return self._prefixes.find(root, sequence.tokens)
+
+    def promise(self, sequence: Sequence, match: Match, table: list[int]) -> None:
+        """It has a row now, and will compute what the cache lacks."""
+        sequence.promised = self._prefixes.promise(sequence, match, sequence.tokens, table)
+        sequence.node = match.node
+        for node in sequence.promised:
+            if len(node.tokens) == BLOCK:
+                sequence.node = node
+            else:
+                sequence.tail = node
+
+    def follow(self, sequence: Sequence, computed: int, table: list[int]) -> None:
+        """A fork has its row: what it adds is cached too, if what it goes on from is (under the weights that are live)."""
+        sequence.node = self._prefixes.follow(self._served.root(sequence.adapter), sequence.tokens[:computed], table)
+
+    def fulfil(self, sequence: Sequence) -> None:
+        for node in sequence.promised:
+            node.owner = None
+        sequence.promised = []
+
+    def full(self, rows: np.ndarray) -> None:
+        """Those whose last block has just been filled (and found finite) are found."""
+        computed = self._running.columns["computed"][rows]
+        for row in rows[computed % BLOCK == 0].tolist():
+            self._cache_block(self._running.sequences[row])
+
+    def _cache_block(self, sequence: Sequence) -> None:
+        row, node, tail, sequence.tail = sequence.row, sequence.node, sequence.tail, None
+        place = int(self._running.columns["computed"][row]) // BLOCK - 1
+        if node is not None and node.alive and node.depth > place:
+            return  # promised, and there by now
+        sequence.node = None
+        if node is None or not node.alive or node.depth < place:
+            return
+        tokens, block = self._running.tokens(row, place * BLOCK, (place + 1) * BLOCK), self._running.table(row)[place]
+        other = node.children.get(tokens)
+        if tail is not None and tail.alive and other is None:
+            tail.rename(tokens)
+            sequence.node = tail
+            return
+        if tail is not None:
+            tail.remove(self._blocks)
+        if other is None:
+            sequence.node = self._prefixes.keep(node, tokens, block)
+        elif other.owner is None:  # the same tokens under the same weights: one block for both
+            self._blocks.hold([other.block])
+            self._running.tables[row, place] = other.block
+            self._blocks.release([block])
+            sequence.node = other
+
+    def leave(self, sequence: Sequence, table: list[int]) -> None:
+        """It gives up its row. What nobody has vouched for yet is nobody's."""
+        for node in sequence.promised:
+            node.remove(self._blocks)
+        if sequence.verified < len(table):
+            self._blocks.taint(table[sequence.verified :])
+        else:
+            self._cache_rest(sequence, table)
+        sequence.promised, sequence.node, sequence.tail = [], None, None
+
+    def _cache_rest(self, sequence: Sequence, table: list[int]) -> None:
+        """The block that is not full: a conversation that goes on needs it."""
+        node, tail = sequence.node, sequence.tail
+        computed = int(self._running.columns["computed"][sequence.row])
+        start = computed - computed % BLOCK
+        if node is None or not node.alive or node.depth * BLOCK != start or start == computed:
+            return
+        tokens = self._running.tokens(sequence.row, start, computed)
+        if tail is None or not tail.alive:
+            self._prefixes.keep(node, tokens, table[start // BLOCK])
+        elif tokens not in node.children:
+            tail.rename(tokens)
+
+    def cut(self, adapter: str | None = None) -> None:
+        """Forgets everything, or what one adapter's weights computed."""
+        self._prefixes.cut(adapter)
+
+    def integrity(self) -> None:
+        """Asserts that the cache agrees with the pool, and sequences with what they have shared."""
+        self._prefixes.integrity()
+        for sequence in self._running.sequences:
+            node, table = sequence.node, self._running.table(sequence.row)
+            while node is not None and node.alive and node.parent is not None:
+                assert table[node.depth - 1] == node.block, "a sequence holds the blocks that its own are cached behind"
+                node = node.parent
