@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,6 +18,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from headrace.engine.native.batch import BLOCK, Batch
+
+EXACT_BLOCKS = 4
+"""Blocks that attention takes at a time in exact mode."""
 
 PagedKernel = Callable[..., Any]
 """`torch.nn.attention.varlen.varlen_attn`, or what takes the same arguments."""
@@ -106,7 +109,7 @@ class Pass:
     """[n, W] int64: the blocks of those."""
     chunks: list[Chunk] = field(default_factory=list)
     exact: bool = False
-    """Every token alone, block after block: the order of sums depends on nothing but the token's own context."""
+    """Every token alone, a few blocks at a time: the order of sums depends on nothing but the token's own context."""
     paged: tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int] | None = None
     """For the kernel that reads pages: segment starts, lengths and tables [S, W] int32, longest segment and sequence."""
     _plans: dict[int | None, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
@@ -138,7 +141,7 @@ class Pass:
         # The query heads of one key head are rows of one small matrix: nothing is repeated.
         heads = q.view(len(q), self.cache.geometry.kv_heads, -1, q.shape[-1])
         if self.exact:
-            return _block_by_block(self.cache, layer, heads, blocks, seen, scale).view(q.shape).to(q.dtype)
+            return _step_by_step(self.cache, layer, heads, blocks, seen, scale).view(q.shape).to(q.dtype)
         keys, values = self.cache.gather(layer, blocks)
         out = scaled_dot_product_attention(
             heads, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=seen[:, None, None], scale=scale
@@ -154,6 +157,8 @@ class Pass:
             if window is not None:
                 first = (last - window + 1).clamp(min=0) // BLOCK
                 width = min(width, (window + BLOCK - 2) // BLOCK + 1)
+            if self.exact:
+                width = -(-width // EXACT_BLOCKS) * EXACT_BLOCKS
             columns = first[:, None] + torch.arange(width, device=last.device)
             # Behind the end stands the sequence's own last block again: of others' not even NaN may come in.
             blocks = self.tables.gather(1, columns.minimum(last[:, None] // BLOCK))
@@ -225,6 +230,7 @@ def plan_pass(batch: Batch, cache: PagedCache, exact: bool = False) -> Pass:
         return torch.from_numpy(np.ascontiguousarray(array, dtype=dtype)).to(cache.device, non_blocking=True)
 
     positions, segments, sizes = batch.positions(), batch.segments(), np.diff(batch.starts)
+    batch = replace(batch, tables=batch.tables[:, : positions.max() // BLOCK + 1])  # a caller's tables may be wider
     where = batch.tables[segments, positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK
     if exact:
         return Pass(cache, move(positions), move(where), None, move(batch.tables[segments]), exact=True)
@@ -274,21 +280,27 @@ def _visible(keys: torch.Tensor, queries: torch.Tensor, window: int | None) -> t
     return seen if window is None else seen & (keys > queries - window)
 
 
-def _block_by_block(
+def _step_by_step(
     cache: PagedCache, layer: int, q: torch.Tensor, blocks: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """q [n, Hkv, g, D] -> [n, Hkv, g, D] float32, with a running softmax (Milakov and Gimelshein, arXiv:1805.02867) over
-    blocks in order. Every product has the same shape whatever the context, and a block that is masked changes no bit."""
+    steps of a few blocks in order. Every product has the same shape whatever the context, and what is masked changes no
+    bit."""
     q = q.float() * scale
     best = torch.full((*q.shape[:3], 1), -torch.inf, device=q.device)
     total, out = torch.zeros_like(best), torch.zeros_like(q)
-    for index in range(blocks.shape[1]):
-        keys, values = cache.gather(layer, blocks[:, index : index + 1])
-        scores = q @ keys.permute(0, 2, 3, 1).float()
-        scores = scores + mask[:, None, None, index * BLOCK : (index + 1) * BLOCK]
+    masks = mask.split(EXACT_BLOCKS * BLOCK, dim=1)
+    for some, masked in zip(blocks.split(EXACT_BLOCKS, dim=1), masks, strict=True):
+        keys, values = (_wide(part) for part in cache.gather(layer, some))
+        scores = (q @ keys.mT).add_(masked[:, None, None])
         higher = torch.maximum(best, scores.amax(-1, keepdim=True))
-        weights, keep = torch.exp(scores - higher), torch.exp(best - higher)
+        weights, keep = scores.sub_(higher).exp_(), torch.exp(best - higher)
         total = total * keep + weights.sum(-1, keepdim=True)
-        out = out * keep + weights @ values.transpose(1, 2).float()
+        out = out * keep + weights @ values
         best = higher
     return out / total
+
+
+def _wide(cached: torch.Tensor) -> torch.Tensor:
+    """[n, T, Hkv, D] -> [n, Hkv, T, D] float32"""
+    return cached.transpose(1, 2).to(torch.float32, memory_format=torch.contiguous_format)

@@ -19,7 +19,7 @@ class PagedRunner(ABC):
 
     def __init__(self, geometry: Geometry, dtype: torch.dtype, device: torch.device, exact: bool) -> None:
         """`exact`: logits of a token depend on its sequence alone, not on what else is in the batch, nor on how the sequence
-        was cut into chunks. Every operation then sees 32 tokens at a time, and attention goes block by block."""
+        was cut into chunks. Every operation then sees 32 tokens at a time, and attention goes in steps of fixed size."""
         self.dtype, self.device, self.exact = dtype, device, exact
         self.block_nbytes = geometry.block_nbytes(dtype)
         self._cache = PagedCache(geometry, dtype, device)
