@@ -2,14 +2,16 @@
 
     python benchmarks/capabilities.py [--model smollm2-135m-instruct] [--rounds 5] [--sequences 64] [--tokens 64] [--only masks lora]
 
-Every group compares ways of serving the same load (distinct prompts of 32 tokens, ends of sequence ignored, bfloat16), interleaved
-in rounds, with what its first row gives; ratios are of one round, medians and extremes over the rounds. The last group is
-about work that is not done: prompt tokens forwarded in conversations of several turns, with and without the cache of earlier turns.
+Every group compares ways of serving the same load (questions through the chat template, whose prompts are in the cache after the round
+that warms up; temperature 1, ends of sequence ignored, bfloat16), interleaved in rounds, with what its first row gives; ratios are of
+one round, medians and extremes over the rounds. The last group is about work that is not done: prompt tokens forwarded in
+conversations of several turns, with and without the cache of earlier turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import statistics
 import tempfile
@@ -20,15 +22,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from swap_accuracy import ASKED
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
+from headrace.chat import ChatEncoder
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
 from headrace.engine.native.weights import parameters_from_dir
 from headrace.models import resolve_model
 from headrace.types import AdapterSpec, Request, Sampling, WeightUpdate
 
-PROMPT, CONTEXT = 32, 1024
+CONTEXT = 1024
 RANK = 16
 EXPERTS, CHOSEN, NOISE = 4, 2, 0.05
 TURNS, TURN_PROMPT = 4, 24
@@ -80,7 +84,16 @@ COMPARISONS = (
             Variant("4 adapters", {}, lambda index: {"adapter": f"a{index % 4}"}, {"max_adapters": 4}, 4),
         ),
     ),
-    Comparison("exact", "-", (Variant("exact = false"), Variant("exact = true", config={"exact": True}))),
+    Comparison(
+        "exact",
+        "-",
+        (
+            Variant("exact = false"),
+            Variant("exact = true", config={"exact": True}),
+            Variant("exact = false, in PyTorch", config={"path": "fused"}),
+            Variant("exact = true, in PyTorch", config={"path": "fused", "exact": True}),
+        ),
+    ),
     Comparison(
         "routing",
         "5 %",
@@ -96,8 +109,8 @@ COMPARISONS = (
 class Bench:
     """Engines over one model, made when first used."""
 
-    def __init__(self, model_dir: Path, sequences: int, tokens: int) -> None:
-        self._model_dir, self._sequences, self._tokens = model_dir, sequences, tokens
+    def __init__(self, model_dir: Path, prompts: list[tuple[int, ...]], tokens: int) -> None:
+        self._model_dir, self.prompts, self.tokens = model_dir, prompts, tokens
         self._parameters = parameters_from_dir(model_dir, torch.bfloat16)
         self._engines: dict[tuple[tuple[str, Any], ...], NativeEngine] = {}
 
@@ -113,7 +126,7 @@ class Bench:
 
     def fresh(self, config: Options) -> NativeEngine:
         settings = EngineConfig(
-            dtype="bfloat16", kv_gib=1.0, max_running=self._sequences, context_length=CONTEXT, **config
+            dtype="bfloat16", kv_gib=1.0, max_running=len(self.prompts), context_length=CONTEXT, **config
         )
         engine = NativeEngine(self._model_dir, settings)
         self.publish(engine, 0)
@@ -122,20 +135,16 @@ class Bench:
     def publish(self, engine: NativeEngine, version: int) -> None:
         engine.swap(engine.prepare(WeightUpdate(version, "full", "", 0, 0, 0.0), self._parameters))
 
-    def rate(self, variant: Variant, seed: str) -> float:
+    def rate(self, variant: Variant, seed: int) -> float:
         """Sampled tokens a second."""
-        engine, rng = self.engine(variant), random.Random(seed)
-        started = time.perf_counter()
-        for index in range(self._sequences):
-            sampling = Sampling(max_tokens=self._tokens, ignore_eos=True, seed=index, **variant.sampling)
-            engine.add(Request(str(index), some_tokens(rng, PROMPT), sampling, **variant.options(index)))
+        engine, started = self.engine(variant), time.perf_counter()
+        for index, prompt in enumerate(self.prompts):
+            drawn_by = seed * len(self.prompts) + index
+            sampling = Sampling(max_tokens=self.tokens, ignore_eos=True, seed=drawn_by, **variant.sampling)
+            engine.add(Request(str(index), prompt, sampling, **variant.options(index)))
         drawn = sum(len(tokens) for tokens in finish(engine).values())
-        assert drawn == self._sequences * self._tokens
+        assert drawn == len(self.prompts) * self.tokens
         return drawn / (time.perf_counter() - started)
-
-
-def some_tokens(rng: random.Random, count: int) -> tuple[int, ...]:
-    return tuple(rng.randrange(100, 40_000) for _ in range(count))
 
 
 def finish(engine: NativeEngine) -> dict[str, list[int]]:
@@ -204,7 +213,7 @@ def compare(bench: Bench, comparison: Comparison, rounds: int) -> Iterator[str]:
     rates: dict[str, list[float]] = {variant.name: [] for variant in comparison.variants}
     for number in range(rounds + 1):  # the first is to warm up
         for variant in comparison.variants:
-            rate = bench.rate(variant, f"{comparison.name} {variant.name} {number}")
+            rate = bench.rate(variant, number)
             if number:
                 rates[variant.name].append(rate)
     base = rates[comparison.variants[0].name]
@@ -215,28 +224,36 @@ def compare(bench: Bench, comparison: Comparison, rounds: int) -> Iterator[str]:
         yield f"| {variant.name} | {path} | {statistics.median(rates[variant.name]):.0f} | {ratio} | {comparison.limit} |"
 
 
-def conversations(bench: Bench, sequences: int, tokens: int, reuse: bool) -> tuple[int, float]:
+def conversations(bench: Bench, reuse: bool) -> tuple[int, float]:
     """(prompt tokens forwarded, seconds). Without reuse: the weights are published anew before every turn, after which no
     request may see the cache of before."""
     engine, rng = bench.fresh({}), random.Random(0)
-    histories = {str(index): some_tokens(rng, PROMPT) for index in range(sequences)}
-    started, forwarded = time.perf_counter(), engine.stats().prompt_tokens
+    histories = {str(index): prompt for index, prompt in enumerate(bench.prompts)}
+    started = time.perf_counter()
     for turn in range(TURNS):
         if turn and not reuse:
             bench.publish(engine, turn)
         for index, history in histories.items():
-            engine.add(Request(index, history, Sampling(max_tokens=tokens, ignore_eos=True, seed=turn)))
+            sampling = Sampling(max_tokens=bench.tokens, ignore_eos=True, seed=turn * len(histories) + int(index))
+            engine.add(Request(index, history, sampling))
         for index, sampled in finish(engine).items():
-            histories[index] += (*sampled, *some_tokens(rng, TURN_PROMPT))
-    return engine.stats().prompt_tokens - forwarded, time.perf_counter() - started
+            asked = (rng.randrange(100, 40_000) for _ in range(TURN_PROMPT))
+            histories[index] += (*sampled, *asked)
+    return engine.stats().prompt_tokens, time.perf_counter() - started
 
 
-def reused(bench: Bench, sequences: int, tokens: int) -> Iterator[str]:
-    yield f"| {sequences} conversations of {TURNS} turns | prompt tokens forwarded | s |"
+def reused(bench: Bench) -> Iterator[str]:
+    yield f"| {len(bench.prompts)} conversations of {TURNS} turns | prompt tokens forwarded | s |"
     yield "|---|---|---|"
     for name, reuse in (("cache of earlier turns used", True), ("not used", False)):
-        forwarded, seconds = conversations(bench, sequences, tokens, reuse)
+        forwarded, seconds = conversations(bench, reuse)
         yield f"| {name} | {forwarded} | {seconds:.1f} |"
+
+
+def questions(model_dir: Path, count: int) -> list[tuple[int, ...]]:
+    encoder = ChatEncoder(model_dir)
+    asked = itertools.islice(itertools.cycle(ASKED), count)
+    return [encoder.encode_messages([{"role": "user", "content": text}])[1] for text in asked]
 
 
 def main() -> None:
@@ -248,9 +265,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--only", nargs="+", choices=names, default=names)
     arguments = parser.parse_args()
-    load = (arguments.sequences, arguments.tokens)
     model_dir = resolve_model(arguments.model)
-    print(f"{load[0]} sequences of {load[1]} tokens, {torch.get_num_threads()} threads, {arguments.rounds} rounds\n")
+    load = (questions(model_dir, arguments.sequences), arguments.tokens)
+    print(
+        f"{arguments.sequences} sequences of {arguments.tokens} tokens, {torch.get_num_threads()} threads, {arguments.rounds} rounds\n"
+    )
     print("| | path | tokens/s | of the first row (min-max) | may cost |\n|---|---|---|---|---|", flush=True)
     bench = Bench(model_dir, *load)
     with tempfile.TemporaryDirectory() as folder:
@@ -261,7 +280,7 @@ def main() -> None:
             for line in compare(on, comparison, arguments.rounds):
                 print(line, flush=True)
     if "prefix" in arguments.only:
-        print("\n" + "\n".join(reused(bench, *load)))
+        print("\n" + "\n".join(reused(bench)))
 
 
 if __name__ == "__main__":
