@@ -73,10 +73,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 
 @cache
-def library() -> Any | None:
+def library(instructions: str = "native") -> Any | None:
     """The functions, or None where there are no kernels (`build.built().reason` says why). ctypes lets go of the GIL in a
     call, so messages are read and weights prepared while a pass is under way."""
-    path = built().library
+    path = built(instructions).library
     if path is None:
         return None
     functions = ctypes.CDLL(str(path))

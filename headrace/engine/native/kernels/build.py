@@ -1,6 +1,6 @@
 """Compiles the kernels for this machine, once: the library is kept in the cache under a name made of all that it depends on.
 
-    python -m headrace.engine.native.kernels.build        compiles now (`make setup` does) and says what came of it
+python -m headrace.engine.native.kernels.build        compiles now (`make setup` does) and says what came of it
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Built:
 
 
 @cache
-def built() -> Built:
-    """Never raises: without kernels the engine is slower, not wrong."""
+def built(instructions: str = "native") -> Built:
+    """Never raises: without kernels the engine is slower, not wrong. `instructions`: as the compiler calls a set of them."""
     compiler = _compiler()
     if compiler is None:
         return Built(None, f"no C++ compiler ({', '.join(COMPILERS)}, or the one that $CXX names) was found")
-    command = [compiler, *_flags(), str(SOURCE / "decoder.cpp")]
+    command = [compiler, *_flags(instructions), str(SOURCE / "decoder.cpp")]
     try:
         library = cache_dir() / "kernels" / f"decoder-{_fingerprint(command)}.so"
         if library.exists():
@@ -63,9 +63,9 @@ def _compiler() -> str | None:
     return next((found for name in names if (found := shutil.which(name))), None)
 
 
-def _flags() -> list[str]:
-    native = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
-    return ["-O3", native, "-std=c++17", "-shared", "-fPIC", "-pthread", "-Wno-psabi"]
+def _flags(instructions: str) -> list[str]:
+    option = "-mcpu" if platform.machine() in ("arm64", "aarch64") else "-march"
+    return ["-O3", f"{option}={instructions}", "-std=c++17", "-shared", "-fPIC", "-pthread", "-Wno-psabi"]
 
 
 def _fingerprint(command: list[str]) -> str:

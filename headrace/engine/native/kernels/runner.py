@@ -16,6 +16,7 @@ import torch
 from headrace.engine.native.adapters import PARTS, read_adapter
 from headrace.engine.native.batch import BLOCK, Batch, Forward
 from headrace.engine.native.families import (
+    Dense,
     LayerSpec,
     LayerWeights,
     Tensors,
@@ -38,7 +39,9 @@ def serves(skeleton: Skeleton, dtype: torch.dtype, device: torch.device) -> bool
     if device.type != "cpu" or dtype != torch.bfloat16 or not is_family(skeleton):
         return False
     spec = read_spec(skeleton)
-    fits = spec.head_dim % 32 == 0 and spec.head_dim <= WIDEST_HEAD and all(layer.inner % 16 == 0 for layer in spec.layers)
+    fits = (
+        spec.head_dim % 16 == 0 and spec.head_dim <= WIDEST_HEAD and all(layer.inner % 16 == 0 for layer in spec.layers)
+    )
     return fits and spec.routing is None and spec.qk_norm != "projection" and binding.library() is not None
 
 
@@ -68,12 +71,14 @@ class KernelRunner:
         device: torch.device,
         exact: bool = False,
         max_adapters: int = 0,
+        library: Any = None,
     ) -> None:
+        """`library`: the one for this machine unless given."""
         assert serves(model, dtype, device), "ask `serves` first"
         self.spec = spec = read_spec(model)
         self.path = f"kernels {spec.family}"
         self.block_nbytes = len(spec.layers) * self._block_elements * 2
-        self._library = binding.library()
+        self._library: Any = library or binding.library()
         self._tables = _rotary(model, context_length)
         self._live: Packed | None = None
         self._adapters: list[PackedAdapter | None] = [None] * max_adapters
@@ -228,14 +233,16 @@ def _rotary(model: Skeleton, length: int) -> dict[str, tuple[torch.Tensor, torch
     """cos and sin [length, D / 2]: the other half is the same."""
     tables = rotary_tables(model, length, torch.device("cpu"))
     assert len(tables) <= 2, "local and global"
-    return {
-        kind: tuple(table[:, : table.shape[1] // 2].contiguous() for table in pair)  # type: ignore[misc]
-        for kind, pair in tables.items()
-    }
+
+    def half(table: torch.Tensor) -> torch.Tensor:
+        return table[:, : table.shape[1] // 2].contiguous()
+
+    return {kind: (half(cos), half(sin)) for kind, (cos, sin) in tables.items()}
 
 
 def _fill(into: binding.Layer, spec: LayerSpec, weights: LayerWeights, packer: Packer, rotary: int) -> None:
-    gate_up, down = weights.mlp.gate_up, weights.mlp.down  # type: ignore[union-attr]
+    assert isinstance(weights.mlp, Dense), "mixtures are not served"
+    gate_up, down = weights.mlp.gate_up, weights.mlp.down
     into.qkv, into.out = packer.linear(weights.qkv), packer.linear(weights.out)
     into.gate_up, into.down = packer.linear(gate_up, gate_up_order(spec.inner)), packer.linear(down)
     into.input_norm, into.mlp_norm = packer.norm(weights.attention_norm), packer.norm(weights.mlp_norm)

@@ -54,6 +54,7 @@ struct Decoder {
     void forward(const Pass& p) {
         arrange(p);
         team.run([&] {
+            NoDenormals flushed;
             tiles_begin();
             embed(p);
             for (int i = 0; i < m.layers; i++) layer(p, i, m.layer[i]);
@@ -233,7 +234,7 @@ struct Decoder {
     f16x activate(f16x g) const {
         // SiLU: g sigmoid(g). GELU's tanh form (Hendrycks & Gimpel, arXiv:1606.08415) is g sigmoid(2u) with the same u.
         f16x u = m.gelu ? 1.5957691216f * (g + 0.044715f * g * g * g) : g;
-        return g / (1.f + exp16(-u));
+        return g * inverse(1.f + exp16(u < -80.f ? splat(80.f) : -u));
     }
 
     // Rotary embedding (and norms of queries and keys) of every head. Keys and values of longer segments go into the cache, for
@@ -340,7 +341,7 @@ struct Decoder {
                 const int head = t / rows.tiles;
                 bf16* k = keys(index, table[b], rows.kv_head + head);
                 if (t % rows.tiles == 0) {
-                    if (next) fetch(next + head * one, one * sizeof(bf16));
+                    if (next && fresh >= 0) fetch(next + head * one, one * sizeof(bf16));
                     if (b == end - 1 && fresh >= 0) remember(p, index, fresh, rows.kv_head + head);
                 }
                 look(first[t], k, k + dim * SIDE, b * SIDE, m.layer[index].scale * 1.44269504f);
@@ -418,6 +419,7 @@ void headrace_draw(void* decoder, const float* logits, const int64_t* rows, int 
                    const float* inverse_temperature, const double* u, int64_t* tokens, double* logprobs) {
     Team& team = ((Decoder*)decoder)->team;
     team.run([&] {
+        NoDenormals flushed;
         std::vector<double> sums(vocabulary / SEARCH + 1);
         team.each(count, [&](int r) {
             Draw one = draw(logits + rows[r] * ld, vocabulary, inverse_temperature[r], u[r], sums.data());

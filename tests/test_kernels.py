@@ -1,0 +1,340 @@
+"""The C++ decoder: against Hugging Face's forward, bit for bit the same in any batch, with and without a matrix unit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_adapters import adapters_of
+from tiny_models import Driver, make, prompts
+from transformers import AutoModelForCausalLM
+
+from headrace.engine.native.adapters import PREFIX
+from headrace.engine.native.batch import BLOCK
+from headrace.engine.native.kernels import binding
+from headrace.engine.native.kernels.packing import Packer, gate_up_order, padded
+from headrace.engine.native.kernels.runner import KernelRunner, serves
+from headrace.engine.native.sampler import Settings, sample, uniforms
+from headrace.engine.native.skeleton import read
+from headrace.types import AdapterSpec
+
+CPU, BF16 = torch.device("cpu"), torch.bfloat16
+PORTABLE = "x86-64-v3"
+"""Without AVX-512 and matrix unit."""
+
+# Sizes that fit no block of 32, so that every edge is padded somewhere.
+ODD = {"hidden_size": 84, "intermediate_size": 112, "vocab_size": 100, "num_attention_heads": 6}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama-tied-biased": {"head_dim": 16},
+    "llama3-rope": {"head_dim": 32},
+    "mistral-sliding": {"head_dim": 48},
+    "qwen2": {"head_dim": 16, "num_attention_heads": 4},
+    "qwen3": {"head_dim": 64, "num_key_value_heads": 1},
+    "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 20},
+}
+NAMES = list(MODELS)
+
+native = pytest.mark.skipif(binding.library() is None, reason="no C++ compiler here: the engine runs in PyTorch")
+pytestmark = native
+
+
+@cache
+def saved(name: str) -> Path:
+    """Of weights that bfloat16 holds: then what differs is what is computed."""
+    directory = Path(mkdtemp(prefix=f"headrace-kernels-{name}-"))
+    model = make(name, **{**ODD, **MODELS[name]})
+    model.to(BF16).float().save_pretrained(directory)
+    return directory
+
+
+@cache
+def parameters(name: str) -> dict[str, torch.Tensor]:
+    return {key: value.detach().to(BF16) for key, value in reference(name).named_parameters()}
+
+
+def reference(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    return AutoModelForCausalLM.from_pretrained(saved(name), dtype=dtype, attn_implementation="eager").eval()
+
+
+def driver(name: str, adapters: int = 0, instructions: str = "native", blocks: int = 64) -> Driver:
+    runner = KernelRunner(
+        read(saved(name), BF16, CPU), 256, BF16, CPU, max_adapters=adapters, library=binding.library(instructions)
+    )
+    return Driver(runner, parameters(name), blocks)
+
+
+@torch.no_grad()
+def wanted(model: Any, tokens: list[int]) -> torch.Tensor:
+    return model(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
+
+
+def copied(driver: Driver, *arguments: Any, **options: Any) -> torch.Tensor:
+    """The logits of one step; the runner uses their memory again."""
+    return driver.step(*arguments, **options).logits.clone()
+
+
+# --- what is computed --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_closer_to_the_truth_than_hugging_face_in_bfloat16(name):
+    text = prompts(100)[0]
+    truth, theirs = wanted(reference(name), text), wanted(reference(name, BF16), text)
+    ours = driver(name)
+    for chunk in (1000, 17, 1):
+        error = (ours.logprobs(text, chunk) - truth).abs()
+        assert error.mean() < 0.8 * (theirs - truth).abs().mean()
+        assert error.max() < 0.15
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_a_matrix_unit_it_computes_the_same(name):
+    """The other micro-kernels, compiled for a processor with neither AVX-512 nor AMX."""
+    if binding.library(PORTABLE) is None:
+        pytest.skip("no other x86 instruction set can be compiled for here")
+    text = prompts(70)[0]
+    one, other = driver(name).logprobs(text, 33), driver(name, instructions=PORTABLE).logprobs(text, 33)
+    assert (one - other).abs().max() < 0.03
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_tokens_are_the_best_there_are_up_to_rounding(name):
+    """Prompts in chunks beside those that decode; sequences join and leave."""
+    texts, counts = prompts(1, 5, 17, 70, 3, 33), (12, 3, 20, 7, 1, 15)
+    model = reference(name)
+    for text, tokens in zip(texts, driver(name).generate(texts, counts), strict=True):
+        truth = wanted(model, text + tokens)[len(text) - 1 : -1]
+        assert (truth.amax(-1) - truth[range(len(tokens)), tokens]).max() < 0.1
+
+
+# --- a token's result depends on its own sequence alone ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prefill_and_decoding_are_one_path(name):
+    text = prompts(90)[0]
+    ours = driver(name)
+    whole = ours.logprobs(text)
+    for chunk in (1, 7, 32, 50):
+        assert torch.equal(ours.logprobs(text, chunk), whole)
+
+
+@pytest.mark.parametrize("instructions", ["native", PORTABLE])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_sequence_is_bit_equal_alone_and_in_any_batch(name, instructions):
+    if binding.library(instructions) is None:
+        pytest.skip("cannot be compiled here")
+    texts = prompts(70, 41, 3, 96, 33, 64)
+    alone = [driver(name, instructions=instructions).logprobs(text) for text in texts]
+    together = driver(name, instructions=instructions)
+    sequences = [together.sequence(text) for text in texts]
+    rng = np.random.default_rng(0)
+    while any(s.cached < len(s.tokens) for s in sequences):
+        left = [s for s in sequences if s.cached < len(s.tokens)]
+        chosen = [left[i] for i in rng.permutation(len(left))[: rng.integers(1, len(left) + 1)]]
+        segments = [(s, int(min(rng.choice([1, 1, 5, 40]), len(s.tokens) - s.cached))) for s in chosen]
+        got = together.step(segments).logits.log_softmax(-1)
+        for (s, _), row in zip(segments, got, strict=True):
+            assert torch.equal(row, alone[sequences.index(s)][s.cached - 1])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("siblings", [2, 5, 20])
+def test_blocks_that_sequences_share_are_read_together_to_the_same_effect(name, siblings):
+    prompt, *tails = prompts(2 * BLOCK + 5, *([9] * siblings))
+    ours = driver(name, blocks=64)
+    first = ours.sequence(prompt + tails[0])
+    ours.step([(first, len(prompt))])
+    sequences = [first]
+    for tail in tails[1:]:
+        other = ours.sequence(prompt + tail)
+        other.blocks, other.cached = [*first.blocks[:2], ours.free.pop()], len(prompt)
+        ours.runner.copy_blocks(np.array([first.blocks[2]]), np.array([other.blocks[2]]))
+        sequences.append(other)
+    alone = driver(name)
+    expected = [alone.logprobs(s.tokens) for s in sequences]
+    for step in range(9):
+        got = ours.step([(s, 1) for s in sequences]).logits.log_softmax(-1)
+        for row, whole in zip(got, expected, strict=True):
+            assert torch.equal(row, whole[len(prompt) + step])
+
+
+# --- adapters ----------------------------------------------------------------------------------------------------------
+
+
+def test_adapters_side_by_side_equal_weights_merged_by_hand():
+    name = "qwen3"
+    ours, texts = driver(name, adapters=3), prompts(40, 25, 61)
+    made = [_adapter(name, seed, rank) for seed, rank in ((1, 4), (2, 40))]
+    for slot, (rank, tensors) in enumerate(made):
+        ours.runner.use_adapter(slot, ours.runner.prepare_adapter(AdapterSpec(f"a{slot}", rank, 2.0 * rank), tensors))
+    models = [_merged(name, tensors, 2.0) for _, tensors in made] + [reference(name)]
+    sequences = [ours.sequence(text, adapter) for text, adapter in zip(texts, (0, 1, -1), strict=True)]
+    got = ours.step([(s, len(s.tokens)) for s in sequences], rows=range(sum(map(len, texts)))).logits.log_softmax(-1)
+    for part, model, text in zip(got.split([len(text) for text in texts]), models, texts, strict=True):
+        assert (part - wanted(model, text)).abs().max() < 0.1
+    # What an adapter does is no rounding error, and an emptied slot does nothing.
+    assert (got[: len(texts[0])] - wanted(reference(name), texts[0])).abs().max() > 0.5
+    ours.runner.use_adapter(0, None)
+    again = ours.logprobs(texts[0], adapter=0)
+    assert (again - wanted(reference(name), texts[0])).abs().max() < 0.1
+
+
+def _adapter(name: str, seed: int, rank: int) -> tuple[int, dict[str, torch.Tensor]]:
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for key, weight in parameters(name).items():
+        if key.endswith("_proj.weight"):
+            module = f"{PREFIX}{key.removesuffix('.weight')}"
+            tensors[f"{module}.lora_A.weight"] = torch.randn(rank, weight.shape[1], generator=generator) * 0.1
+            tensors[f"{module}.lora_B.weight"] = torch.randn(len(weight), rank, generator=generator) * 0.1
+    return rank, tensors
+
+
+def _merged(name: str, tensors: dict[str, torch.Tensor], scale: float) -> Any:
+    model = reference(name)
+    for key, parameter in model.named_parameters():
+        module = f"{PREFIX}{key.removesuffix('.weight')}"
+        if f"{module}.lora_A.weight" in tensors:
+            parameter.data += scale * tensors[f"{module}.lora_B.weight"] @ tensors[f"{module}.lora_A.weight"]
+    return model
+
+
+def test_an_adapter_for_another_model_is_refused():
+    with pytest.raises(ValueError, match="another base model"):
+        driver("qwen3", adapters=1).runner.prepare_adapter(AdapterSpec("a", 4, 8.0), adapters_of("llama"))
+
+
+# --- drawing -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("instructions", ["native", PORTABLE])
+def test_draws_follow_the_distribution_and_tell_its_log_probs(instructions):
+    if binding.library(instructions) is None:
+        pytest.skip("cannot be compiled here")
+    ours = driver("llama3-rope", instructions=instructions)
+    forward = ours.step([(ours.sequence(prompts(20)[0]), 20)], rows=range(20))
+    logits = forward.logits.double().numpy().copy()
+    u = (np.arange(4000) + 0.5) / 4000
+    for row, temperature in ((3, 1.0), (11, 0.5), (19, 2.0)):
+        tokens, logprobs = forward.draw(np.full(4000, temperature), u, np.full(4000, row))
+        x = logits[row] / temperature
+        expected = x - x.max() - np.log(np.exp(x - x.max()).sum())
+        np.testing.assert_allclose(logprobs, expected[tokens], atol=2e-6)
+        np.testing.assert_allclose(np.bincount(tokens, minlength=100) / 4000, np.exp(expected), atol=1e-3)
+        assert (np.diff(tokens) >= 0).all(), "an inverse CDF in the order of the vocabulary, as the sampler's is"
+
+
+def test_draws_are_those_of_the_sampler_and_greedy_ones_the_largest():
+    ours = driver("qwen2")
+    forward = ours.step([(ours.sequence(prompts(60)[0]), 60)], rows=range(60))
+    temperature = np.where(np.arange(60) % 3 == 0, 0.0, 0.8)
+    zero, seed = np.zeros(60), np.arange(60, dtype=np.uint64)
+    settings = Settings(temperature, zero.astype(np.int64), zero + 1, zero, seed, zero.astype(np.int64))
+    drawn = sample(forward.logits, settings)
+    tokens, logprobs = forward.draw(temperature, uniforms(settings.seed, settings.counter), None)
+    assert tokens.tolist() == drawn.tokens.tolist()
+    np.testing.assert_allclose(logprobs, drawn.logprobs, atol=1e-5)
+    greedy = temperature == 0
+    assert tokens[greedy].tolist() == forward.logits.argmax(-1).numpy()[greedy].tolist()
+
+
+def test_draws_at_the_ends_of_the_range_take_tokens_that_can_be_had():
+    library, logits = binding.library(), np.full((3, 512), -200.0, np.float32)
+    logits[:, 300], logits[1, 7], logits[2, 511] = 0.0, 1.0, np.nan
+    decoder = driver("llama3-rope").runner
+    one, tokens, logprobs = np.ones(3, np.float32), np.zeros(3, np.int64), np.zeros(3)
+    for u in (0.0, 1 - 2**-52):
+        rows, us = np.arange(3), np.full(3, u)
+        places = [array.ctypes.data for array in (one, us, tokens, logprobs)]
+        library.headrace_draw(decoder._decoder, logits.ctypes.data, rows.ctypes.data, 3, 512, 512, *places)
+        assert tokens[0] == 300 and tokens[1] == (7 if u == 0 else 300)
+        assert logprobs[0] == 0 and np.isnan(logprobs[2])
+
+
+# --- faults ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_finite_is_traced_to_its_layer_and_spoils_nobody_else():
+    name, texts = "llama3-rope", prompts(40, 35)
+    weights = parameters(name)
+    expected = driver(name).logprobs(texts[1])
+    ours = Driver(KernelRunner(read(saved(name), BF16, CPU), 256, BF16, CPU), weights)
+    bad, good = ours.sequence(texts[0]), ours.sequence(texts[1])
+    batch = ours.batch([(bad, 40), (good, 35)], rows=range(75))
+    poisoned = dict(weights)
+    embed = weights["model.embed_tokens.weight"].clone()
+    only = next(token for token in texts[0] if token not in texts[1])
+    embed[only] = float("nan")
+    poisoned["model.embed_tokens.weight"] = embed
+    ours.runner.use(ours.runner.prepare(poisoned))
+    logits = ours.runner.forward(batch).logits.clone()
+    blamed = ours.runner.blame(batch)
+    place = texts[0].index(only)
+    assert blamed[place] == 0 and (blamed[40:] == -1).all()
+    assert not logits[place:40].isfinite().all() and torch.equal(logits[40:].log_softmax(-1), expected)
+    ours.runner.clear_blocks(np.array(bad.blocks))
+    ours.runner.use(ours.runner.prepare(weights))
+    fresh = ours.sequence(texts[1])
+    fresh.blocks = list(bad.blocks)
+    assert torch.equal(ours.step([(fresh, 35)], rows=range(35)).logits.log_softmax(-1), expected)
+
+
+def test_weights_are_swapped_between_passes():
+    one, other = driver("llama3-rope"), dict(parameters("llama3-rope"))
+    other["model.norm.weight"] = other["model.norm.weight"] * 2
+    text = prompts(30)[0]
+    before = one.logprobs(text)
+    one.runner.use(one.runner.prepare(other))
+    assert not torch.equal(one.logprobs(text), before)
+    one.runner.use(one.runner.prepare(parameters("llama3-rope")))
+    assert torch.equal(one.logprobs(text), before)
+
+
+# --- packing and building ----------------------------------------------------------------------------------------------
+
+
+def test_a_packed_matrix_holds_every_number_where_the_kernel_looks_for_it():
+    weight = torch.arange(40 * 50, dtype=torch.float32).view(40, 50).to(BF16)
+    packer = Packer(binding.library())
+    linear = packer.linear((weight, None))
+    assert (linear.n, linear.k) == (40, 50)
+    flat = (
+        packer._kept[0][: padded(40) * padded(50)].float().view(2, 2, 2, 16, 16, 2)
+    )  # panel, step, tile, pair, output, two
+    seen = flat.permute(0, 2, 4, 1, 3, 5).reshape(64, 64)
+    assert torch.equal(seen[:40, :50], weight.float())
+    assert not seen[40:].any() and not seen[:, 50:].any()
+
+
+def test_gates_and_ups_alternate_by_sixteen():
+    assert gate_up_order(32).tolist() == [*range(16), *range(32, 48), *range(16, 32), *range(48, 64)]
+
+
+def test_only_what_it_can_compute_is_served():
+    assert serves(read(saved("qwen3"), BF16, CPU), BF16, CPU)
+    assert not serves(read(saved("qwen3"), torch.float32, CPU), torch.float32, CPU)
+
+
+def test_without_a_compiler_the_engine_runs_in_pytorch(tmp_path):
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from headrace.engine.config import EngineConfig\n"
+        "from headrace.engine.native.kernels.build import built\n"
+        "from headrace.engine.native.core import NativeEngine\n"
+        "assert built().library is None and 'compiler' in built().reason, built()\n"
+        "print(NativeEngine(Path(sys.argv[1]), EngineConfig(kv_gib=0.1, context_length=64)).capabilities.path)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(saved("qwen3"))],
+        env={"PATH": "/nowhere", "CXX": "no-such-compiler", "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.stdout.strip() == "fused qwen3", result.stderr
