@@ -67,7 +67,7 @@ def examine(full: bool = False) -> int:
     models = list(_models(full))
     torch = torch_facts(probe)
     sections = {
-        "Software": [_python(), *torch_findings(torch), *packages],
+        "Software": [_python(), *torch_findings(torch), _kernels(), *packages],
         "Machine": rest,
         "Models": models,
         "What would run where": list(_placement(torch)),
@@ -111,6 +111,15 @@ def torch_findings(torch: dict[str, Any] | str) -> Iterator[Finding]:
         yield Finding(
             "bfloat16 on the CPU", "note", "emulated, slow", "on this CPU set engine.dtype and train.dtype to float32"
         )
+
+
+def _kernels() -> Finding:
+    from headrace.engine.native.kernels.build import built
+
+    found = built()
+    if found.library is None:
+        return Finding("kernels", "note", found.reason, "install a C++ compiler: on a CPU the engine is slower without")
+    return Finding("kernels", "ok", found.reason)
 
 
 def _built_for(torch: dict[str, Any]) -> str:
