@@ -400,3 +400,28 @@ def test_mixtures_are_not_captured_where_experts_are_multiplied_one_by_one():
         < TOLERANCE
     )
     assert runner._graphs is None
+
+
+# --- real weights ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_real_model_in_float32_and_bfloat16():
+    """SmolLM2-135M: float32 equals Hugging Face; bfloat16 is nearer to it than Hugging Face's own bfloat16 is."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from headrace.models import resolve_model
+
+    directory = resolve_model("smollm2-135m-instruct")
+    text = "The river turns the wheel, the wheel turns the stone, and the stone grinds the corn. " * 4
+    tokens = AutoTokenizer.from_pretrained(directory)(text)["input_ids"]
+    results = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+        weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        ours = Driver(FusedRunner(read(directory, dtype, CPU), 256, dtype, CPU), weights)
+        results += [wanted(model, tokens), ours.logprobs(tokens, chunk=50)]
+    truth, *rest = results
+    exact, theirs, half = ((part - truth).abs().mean() for part in rest)
+    assert exact < TOLERANCE
+    assert half < 0.8 * theirs, "0.049 against 0.074 nats, the rounding of the weights included"
