@@ -74,7 +74,7 @@ def _runner(
     from headrace.engine.native.runner_hf import HuggingFaceRunner
 
     settings = (model, context, dtype, device, config.exact, config.max_adapters)
-    if config.path in ("auto", "kernels") and kernels.serves(model, dtype, device):
+    if config.path in ("auto", "kernels") and kernels.serves(model, dtype, device, config.max_adapters):
         return kernels.KernelRunner(*settings)
     if config.path in ("auto", "fused") and families.serves(model):
         return FusedRunner(*settings)

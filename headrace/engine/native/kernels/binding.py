@@ -25,6 +25,8 @@ class Layer(Structure):
         ("window", c_int32),
         ("rotary", c_int32),
         ("scale", c_float),
+        *((name, c_int32) for name in ("whole_norm", "experts", "chosen", "normalise_chosen", "mixture")),
+        ("router", c_void_p),
     ]
 
 
@@ -36,6 +38,7 @@ class Model(Structure):
     _fields_ = [
         *((name, c_int32) for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "inter", "vocabulary")),
         ("gelu", c_int32),
+        ("mixtures", c_int32),
         ("eps", c_float),
         ("embed_scale", c_float),
         ("embed", c_void_p),
@@ -57,6 +60,7 @@ class Pass(Structure):
         *((name, c_void_p) for name in ("tokens", "starts", "context", "tables", "rows", "adapters")),
         ("low_rank", POINTER(LowRank)),
         ("logits", c_void_p),
+        ("routing", c_void_p),
         ("broken", c_void_p),
     ]
 

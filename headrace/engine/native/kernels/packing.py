@@ -48,15 +48,21 @@ class Packer:
         self, weights: tuple[torch.Tensor, torch.Tensor | None], order: np.ndarray | None = None
     ) -> binding.Linear:
         """`order`: which row of the weight becomes which output; -1 leaves an output zero."""
-        weight, bias = weights[0].contiguous(), weights[1]
-        rows = np.arange(len(weight), dtype=np.int32) if order is None else order
-        count, inputs = len(rows), weight.shape[1]
-        packed = self._room(padded(count) * padded(inputs))
-        self._library.headrace_pack(address(weight), inputs, address(rows), count, address(packed))
-        wide = None
+        weight, bias = weights
+        packed = self.experts(weight[None], order)
         if bias is not None:
-            wide = self.keep(pad(bias.float()[torch.from_numpy(rows).long()], (0, padded(count) - count)).contiguous())
-        return binding.Linear(address(packed), address(wide), count, inputs)
+            ordered = bias.float() if order is None else bias.float()[torch.from_numpy(order).long()]
+            packed.bias = address(self.keep(pad(ordered, (0, padded(len(bias)) - len(bias))).contiguous()))
+        return packed
+
+    def experts(self, stack: torch.Tensor, order: np.ndarray | None = None) -> binding.Linear:
+        """Matrices [E, out, in] behind one another."""
+        stack, (count, outputs, inputs) = stack.contiguous(), stack.shape
+        rows = np.arange(outputs, dtype=np.int32) if order is None else order
+        packed = self._room(count * padded(outputs) * padded(inputs)).view(count, -1)
+        for matrix, room in zip(stack, packed, strict=True):
+            self._library.headrace_pack(address(matrix), inputs, address(rows), outputs, address(room))
+        return binding.Linear(address(packed), None, outputs, inputs)
 
     def _room(self, count: int) -> torch.Tensor:
         """From a large piece: matrices that follow one another lie behind one another."""
@@ -65,8 +71,8 @@ class Packer:
         room, self._arena = self._arena[:count], self._arena[count:]
         return room
 
-    def norm(self, weight: torch.Tensor | None) -> int | None:
-        """float32, padded with zeros."""
+    def wide(self, weight: torch.Tensor | None) -> int | None:
+        """[..., n] in float32, each row padded with zeros."""
         if weight is None:
             return None
-        return address(self.keep(pad(weight.float(), (0, padded(len(weight)) - len(weight))).contiguous()))
+        return address(self.keep(pad(weight.float(), (0, padded(weight.shape[-1]) - weight.shape[-1])).contiguous()))

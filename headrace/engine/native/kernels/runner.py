@@ -1,4 +1,4 @@
-"""The `Runner` over the C++ decoder: dense families in bfloat16 on a CPU.
+"""The `Runner` over the C++ decoder: the known families in bfloat16 on a CPU.
 
 What it computes for a token depends on the token's own sequence alone: every sum has a fixed order, prefill and decoding are
 one path, and blocks that sequences share are only read together. So `exact` costs nothing here.
@@ -7,7 +7,7 @@ one path, and blocks that sequences share are only read together. So `exact` cos
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 from headrace.engine.native.adapters import PARTS, read_adapter
 from headrace.engine.native.batch import BLOCK, Batch, Forward
 from headrace.engine.native.families import (
-    Dense,
+    Experts,
     LayerSpec,
     LayerWeights,
     Tensors,
@@ -31,18 +31,20 @@ from headrace.engine.native.kernels.packing import Packer, gate_up_order, padded
 from headrace.engine.native.skeleton import Skeleton
 from headrace.types import AdapterSpec
 
-WIDEST_HEAD = 512
-"""Stack buffers of the C++ side."""
+WIDEST_HEAD, MOST_EXPERTS = 512, 1024
+"""Sizes of stack buffers of the C++ side."""
 
 
-def serves(skeleton: Skeleton, dtype: torch.dtype, device: torch.device) -> bool:
+def serves(skeleton: Skeleton, dtype: torch.dtype, device: torch.device, max_adapters: int = 0) -> bool:
     if device.type != "cpu" or dtype != torch.bfloat16 or not is_family(skeleton):
         return False
     spec = read_spec(skeleton)
+    if spec.routing is not None and (max_adapters or spec.routing.experts > MOST_EXPERTS):
+        return False  # the fused decoder has adapters of experts
     fits = (
         spec.head_dim % 16 == 0 and spec.head_dim <= WIDEST_HEAD and all(layer.inner % 16 == 0 for layer in spec.layers)
     )
-    return fits and spec.routing is None and spec.qk_norm != "projection" and binding.library() is not None
+    return fits and binding.library() is not None
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,6 @@ class PackedAdapter:
 
 
 class KernelRunner:
-    experts = (0, 0)
-
     def __init__(
         self,
         model: Skeleton,
@@ -74,8 +74,10 @@ class KernelRunner:
         library: Any = None,
     ) -> None:
         """`library`: the one for this machine unless given."""
-        assert serves(model, dtype, device), "ask `serves` first"
+        assert serves(model, dtype, device, max_adapters), "ask `serves` first"
         self.spec = spec = read_spec(model)
+        mixtures = sum(layer.experts for layer in spec.layers)
+        self.experts = (mixtures, spec.routing.chosen) if spec.routing else (0, 0)
         self.path = f"kernels {spec.family}"
         self.block_nbytes = len(spec.layers) * self._block_elements * 2
         self._library: Any = library or binding.library()
@@ -120,8 +122,13 @@ class KernelRunner:
         spec, weights = self.spec, read_weights(self.spec, tensors)
         packer = Packer(self._library)
         layers = (binding.Layer * len(spec.layers))()
-        for into, layer, part in zip(layers, spec.layers, weights.layers, strict=True):
-            _fill(into, layer, part, packer, sorted(self._tables).index(layer.rotary))
+        for index, (into, layer, part) in enumerate(zip(layers, spec.layers, weights.layers, strict=True)):
+            _fill(into, layer, part, packer)
+            into.rotary, into.whole_norm = sorted(self._tables).index(layer.rotary), spec.qk_norm == "projection"
+            if isinstance(part.mlp, Experts):
+                assert spec.routing is not None
+                into.experts, into.chosen, into.normalise_chosen = astuple(spec.routing)
+                into.mixture = sum(before.experts for before in spec.layers[:index])
         embed = packer.copy(weights.embed)
         model = binding.Model(
             len(layers),
@@ -129,14 +136,15 @@ class KernelRunner:
             spec.heads,
             spec.kv_heads,
             spec.head_dim,
-            max(layer.inner for layer in spec.layers),
+            max((layer.inner for layer in spec.layers if not layer.experts), default=0),
             spec.vocabulary,
             int(spec.activation == "gelu_tanh"),
+            self.experts[0],
             spec.eps,
             spec.embed_scale,
             address(embed),
             layers,
-            packer.norm(weights.norm),
+            packer.wide(weights.norm),
             packer.linear((weights.head, None)),
         )
         for i, (_, (cos, sin)) in enumerate(sorted(self._tables.items())):
@@ -174,6 +182,7 @@ class KernelRunner:
         wide = [_as(array, np.int64) for array in (batch.tokens, batch.rows)]
         narrow = [_as(array, np.int32) for array in (batch.starts, batch.context, batch.tables, batch.adapters)]
         self._broken = np.empty(len(batch.tokens), np.int32)
+        routing = np.empty((len(batch.tokens), *self.experts), np.uint16) if batch.routing and self.experts[0] else None
         what = binding.Pass(
             len(batch.tokens),
             len(batch.context),
@@ -183,10 +192,13 @@ class KernelRunner:
             *(address(array) for array in (wide[0], *narrow[:3], wide[1], narrow[3])),
             self._low_rank,
             self._room(len(batch.rows)),
+            address(routing),
             address(self._broken),
         )
         self._library.headrace_forward(self._decoder, ctypes.byref(what))
-        return Forward(self._views[len(batch.rows)], draw=self._draw)
+        if routing is not None and self.spec.routing and self.spec.routing.experts <= 256:
+            routing = routing.astype(np.uint8)
+        return Forward(self._views[len(batch.rows)], routing, self._draw)
 
     def _room(self, rows: int) -> int:
         """Address of [rows up to 32, vocabulary up to 32]. The views are kept: to make one costs torch more than it seems."""
@@ -240,12 +252,15 @@ def _rotary(model: Skeleton, length: int) -> dict[str, tuple[torch.Tensor, torch
     return {kind: (half(cos), half(sin)) for kind, (cos, sin) in tables.items()}
 
 
-def _fill(into: binding.Layer, spec: LayerSpec, weights: LayerWeights, packer: Packer, rotary: int) -> None:
-    assert isinstance(weights.mlp, Dense), "mixtures are not served"
-    gate_up, down = weights.mlp.gate_up, weights.mlp.down
+def _fill(into: binding.Layer, spec: LayerSpec, weights: LayerWeights, packer: Packer) -> None:
+    mlp = weights.mlp
     into.qkv, into.out = packer.linear(weights.qkv), packer.linear(weights.out)
-    into.gate_up, into.down = packer.linear(gate_up, gate_up_order(spec.inner)), packer.linear(down)
-    into.input_norm, into.mlp_norm = packer.norm(weights.attention_norm), packer.norm(weights.mlp_norm)
-    into.after_attention, into.after_mlp = packer.norm(weights.attention_out_norm), packer.norm(weights.mlp_out_norm)
-    into.q_norm, into.k_norm = packer.norm(weights.q_norm), packer.norm(weights.k_norm)
-    into.window, into.rotary, into.scale = spec.window or 0, rotary, spec.scale
+    if isinstance(mlp, Experts):
+        into.gate_up, into.down = packer.experts(mlp.gate_up, gate_up_order(spec.inner)), packer.experts(mlp.down)
+        into.router = packer.wide(mlp.router)
+    else:
+        into.gate_up, into.down = packer.linear(mlp.gate_up, gate_up_order(spec.inner)), packer.linear(mlp.down)
+    into.input_norm, into.mlp_norm = packer.wide(weights.attention_norm), packer.wide(weights.mlp_norm)
+    into.after_attention, into.after_mlp = packer.wide(weights.attention_out_norm), packer.wide(weights.mlp_out_norm)
+    into.q_norm, into.k_norm = packer.wide(weights.q_norm), packer.wide(weights.k_norm)
+    into.window, into.scale = spec.window or 0, spec.scale

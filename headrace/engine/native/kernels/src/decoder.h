@@ -2,25 +2,30 @@
 #pragma once
 #include "attention.h"
 
+constexpr int MOST_EXPERTS = 1024;
+
 struct Linear {
     const bf16* packed;  // panels of outputs; see gemm.h
     const float* bias;   // [n] or null
     int32_t n, k;
 };
 struct Layer {
-    Linear qkv, out, gate_up, down;  // gate_up: 16 gates, then their 16 ups, and so on
+    Linear qkv, out, gate_up, down;  // gate_up: 16 gates, then their 16 ups, and so on; experts' lie behind one another
     const float *input_norm, *after_attention, *mlp_norm, *after_mlp;  // [hidden up to 32]; the second and fourth may be null
-    const float *q_norm, *k_norm;                                      // [head_dim] or null
+    const float *q_norm, *k_norm;                                      // [head_dim] (or all heads') or null
     int32_t window;                                                    // 0: none
     int32_t rotary;                                                    // which of the tables
     float scale;                                                       // of the attention scores
+    int32_t whole_norm;                                                // q_norm and k_norm are taken over all heads at once
+    int32_t experts, chosen, normalise_chosen, mixture;                // 0 experts: dense; mixture: how many stand before
+    const float* router;                                               // [experts, hidden up to 32]
 };
 struct LowRank {
     const bf16 *a, *b;  // A [rank, k] and B [n, rank] with the scale in it, packed as the linear's weights are; null: left alone
     int64_t rank;
 };
 struct Model {
-    int32_t layers, hidden, heads, kv_heads, head_dim, inter, vocabulary, gelu;  // inter: of the widest layer
+    int32_t layers, hidden, heads, kv_heads, head_dim, inter, vocabulary, gelu, mixtures;  // inter: of the widest dense layer
     float eps, embed_scale;
     const bf16* embed;  // [vocabulary, hidden], not packed
     const Layer* layer;
@@ -43,5 +48,6 @@ struct Pass {
     const int32_t* adapters;  // [S]
     const LowRank* low_rank;  // [slots][layers][4], in the order qkv, out, gate_up, down
     float* logits;            // [R up to 32, vocabulary up to 32]
+    uint16_t* routing;        // [N, mixtures, chosen] out, or null
     int32_t* broken;          // [N] out: first layer after which a hidden state was not finite, -1 if none
 };

@@ -1,0 +1,87 @@
+// A mixture of experts: the router's choice, and the products of each expert with the rows that chose it.
+#pragma once
+#include "heads.h"
+
+struct Mixture : Heads {
+    using Heads::Heads;
+
+    std::vector<int> chosen;         // [N, K], best first
+    std::vector<float> weights;      // [N, K]
+    std::vector<int> place;          // [N, K]: row of each assignment in the blocks below, where those of an expert lie together
+    std::vector<int> count, first;   // [E]: its assignments, and its first block
+    Blocks<bf16> gathered, inner;
+    Blocks<float> told;
+
+    void mix(const Pass& p, const Layer& l) {
+        const int n = p.tokens_count, k = l.chosen, most = n * k / SIDE + std::min(l.experts, n * k);
+        team.each(1, [&](int) {
+            chosen.resize((size_t)n * k), weights.resize((size_t)n * k), place.resize((size_t)n * k);
+            gathered.size(most * SIDE, m.hidden), inner.size(most * SIDE, l.down.k), told.size(most * SIDE, m.hidden);
+        });
+        team.each(n, [&](int row) { choose(p, l, row); });
+        team.each(1, [&](int) { settle(n, l); });
+        team.each(n, [&](int row) {
+            for (int i = 0; i < k; i++)
+                for (int c = 0; c < m.hidden; c += SIDE) std::memcpy(gathered.at(place[row * k + i], c), h.at(row, c), SIDE * 2);
+        });
+        each_expert(l, l.gate_up, [&](const bf16* w, int panel, int b, bool half) {
+            alignas(64) float c[AREA];
+            multiply<false>(gathered.block(b, 0), w, up(m.hidden), c, SIDE, half);
+            bf16* to = inner.block(b, panel / 2) + panel % 2 * 16;
+            for (int r = 0; r < (half ? 16 : SIDE); r++) narrow(to + r * SIDE, activate(load(c + r * SIDE)) * load(c + r * SIDE + 16));
+        });
+        each_expert(l, l.down, [&](const bf16* w, int panel, int b, bool half) {
+            multiply<false>(inner.block(b, 0), w, up(l.down.k), told.block(b, panel), SIDE, half);
+        });
+        team.each(n, [&](int row) {
+            for (int c = 0; c < m.hidden; c += 16) {
+                f16x all = {};
+                for (int i = 0; i < k; i++) all += load(told.at(place[row * k + i], c)) * weights[row * k + i];
+                store(x.at(row, c), load(x.at(row, c)) + all);
+            }
+        });
+    }
+
+    // Softmax over all experts in float32, of which the best serve; of equals the first.
+    void choose(const Pass& p, const Layer& l, int row) {
+        const int k = l.chosen;
+        float score[MOST_EXPERTS], high = LOWEST, total = 0, kept = 0;
+        for (int e = 0; e < l.experts; e++) {
+            f16x dot = {};
+            for (int c = 0; c < up(m.hidden) * SIDE; c += 16) dot += widen(h.at(row, c)) * load(l.router + (size_t)e * up(m.hidden) * SIDE + c);
+            score[e] = sum(dot);
+            if (score[e] > high) high = score[e];
+        }
+        for (int e = 0; e < l.experts; e++) total += score[e] = std::exp(score[e] - high);
+        for (int i = 0; i < k; i++) {
+            int best = 0;
+            for (int e = 1; e < l.experts; e++)
+                if (score[e] > score[best]) best = e;
+            chosen[row * k + i] = best, weights[row * k + i] = score[best] / total, kept += score[best] / total;
+            score[best] = -1;
+            if (p.routing) p.routing[((size_t)row * m.mixtures + l.mixture) * k + i] = best;
+        }
+        for (int i = 0; l.normalise_chosen && i < k; i++) weights[row * k + i] /= kept;
+    }
+
+    // Gives every assignment a row: the experts' one after the other, each from a new block on.
+    void settle(int n, const Layer& l) {
+        count.assign(l.experts, 0), first.assign(l.experts, 0);
+        for (int i = 0; i < n * l.chosen; i++) count[chosen[i]]++;
+        for (int e = 1; e < l.experts; e++) first[e] = first[e - 1] + up(count[e - 1]);
+        std::vector<int> next(l.experts, 0);
+        for (int i = 0; i < n * l.chosen; i++) place[i] = first[chosen[i]] * SIDE + next[chosen[i]]++;
+    }
+
+    // f for every panel of every expert that has rows, block by block.
+    template <class F>
+    void each_expert(const Layer& l, const Linear& w, const F& f) {
+        const int panels = up(w.n);
+        const size_t panel_size = (size_t)up(w.k) * AREA;
+        team.each(l.experts * panels, [&](int item) {
+            int expert = item / panels, panel = item % panels;
+            for (int b = 0; b < up(count[expert]); b++)
+                f(w.packed + item * panel_size, panel, first[expert] + b, count[expert] - b * SIDE <= 16);
+        });
+    }
+};

@@ -1,0 +1,98 @@
+// What a pass works on, and who works on what: made before the threads begin.
+#pragma once
+#include <vector>
+
+#include "decoder.h"
+#include "pool.h"
+
+template <class T>
+struct Blocks {  // [rows / 32][panels][32][32]; grows, and is zero where nothing was written
+    Arena arena;
+    int panels = 0;
+    void size(int rows, int columns) {
+        panels = up(columns);
+        arena.grow((size_t)up(rows) * panels * AREA * sizeof(T));
+    }
+    T* block(int row_block, int panel) const { return (T*)arena.data + ((size_t)row_block * panels + panel) * AREA; }
+    T* at(int row, int column) const { return block(row / SIDE, column / SIDE) + row % SIDE * SIDE + column % SIDE; }
+};
+
+struct Item {  // of attention: the single tokens of `count` segments (in `order`), or tokens [first, first + tokens) of one segment
+    int place, count, first, tokens, shared;
+};
+
+struct State {
+    Model m = {};
+    const Cache cache;
+    Team team;
+    int dim = 0, group = 0;  // head size in the cache; query heads of a key-value head
+    Blocks<float> x, qkv, side;
+    Blocks<bf16> h, mixed, act, thin;
+    Arena rotated;  // [N, heads and then keys and values, dim]
+    std::vector<int> segment, position, order;
+    std::vector<Item> items;
+    std::vector<char> present;  // [slots][row blocks]: whether an adapter has rows there
+
+
+    State(const Cache& cache, int threads) : cache(cache), team(threads) {}
+
+    void use(const Model& model) { m = model, dim = up(m.head_dim) * SIDE, group = m.heads / m.kv_heads; }
+
+    bf16* keys(int layer, int block, int head) const {
+        return cache.data + (((size_t)layer * cache.blocks + block) * m.kv_heads + head) * 2 * dim * SIDE;
+    }
+
+    bf16* ready(int row, int head) const { return (bf16*)rotated.data + ((size_t)row * (m.heads + 2 * m.kv_heads) + head) * dim; }
+
+    void arrange(const Pass& p) {
+        int n = p.tokens_count;
+        x.size(n, m.hidden), side.size(n, m.hidden), h.size(n, m.hidden), qkv.size(n, (m.heads + 2 * m.kv_heads) * m.head_dim);
+        mixed.size(n, m.heads * m.head_dim), act.size(n, m.inter);
+        rotated.grow((size_t)n * (m.heads + 2 * m.kv_heads) * dim * sizeof(bf16)), segment.resize(n), position.resize(n);
+        items.clear(), order.clear();
+        for (int s = 0; s < p.segments; s++) {
+            int length = p.starts[s + 1] - p.starts[s];
+            for (int i = 0; i < length; i++) segment[p.starts[s] + i] = s, position[p.starts[s] + i] = p.context[s] + i;
+            if (length == 1) order.push_back(s);
+        }
+        std::sort(order.begin(), order.end(), [&](int a, int b) {
+            const int32_t *ta = p.tables + (size_t)a * p.width, *tb = p.tables + (size_t)b * p.width;
+            for (int i = 0; i < p.width; i++)
+                if (ta[i] != tb[i]) return ta[i] < tb[i];
+            return a < b;
+        });
+        int most = std::max(1, ROWS / group);
+        for (int i = 0; i < (int)order.size();) {
+            Item item = {i, 1, 0, 1, p.context[order[i]] / SIDE};
+            for (int j = i + 1; j < (int)order.size() && item.count < most; j++, item.count++) {
+                int common = shared(p, order[i], order[j], item.shared);
+                if (!common) break;
+                item.shared = common;
+            }
+            if (item.count == 1) item.shared = 0;
+            items.push_back(item), i += item.count;
+        }
+        for (int s = 0; s < p.segments; s++) {
+            int length = p.starts[s + 1] - p.starts[s];
+            for (int i = 0; length > 1 && i < length; i += most) items.push_back({s, 0, i, std::min(most, length - i), 0});
+        }
+        arrange_adapters(p);
+    }
+
+    // Leading blocks of two sequences that are the same and full, `most` at most.
+    int shared(const Pass& p, int a, int b, int most) const {
+        most = std::min(most, p.context[b] / SIDE);
+        int i = 0;
+        while (i < most && p.tables[(size_t)a * p.width + i] == p.tables[(size_t)b * p.width + i]) i++;
+        return i;
+    }
+
+    void arrange_adapters(const Pass& p) {
+        present.assign((size_t)p.slots * up(p.tokens_count), 0);
+        for (int row = 0; p.slots && row < p.tokens_count; row++)
+            if (int slot = p.adapters[segment[row]]; slot >= 0) present[(size_t)slot * up(p.tokens_count) + row / SIDE] = 1;
+        int widest = 0;
+        for (int i = 0; i < p.slots * m.layers * 4; i++) widest = std::max(widest, up(p.low_rank[i].rank));
+        if (widest) thin.size(p.tokens_count, p.slots * widest * SIDE);
+    }
+};
