@@ -24,6 +24,7 @@ from headrace.types import AdapterSpec, Request, Sampling, WeightUpdate
 VOCABULARY = 40
 POISON = 39
 """A token whose entries are not a number, while the weights are poisoned."""
+ADAPTERS = ("north", "south")
 ENTRY = np.dtype([("token", np.int64), ("version", np.int64), ("adapter", np.int64), ("nan", np.bool_)])
 LAYERS, K = 2, 3
 
@@ -48,6 +49,7 @@ class FakeRunner:
         self.version = -1
         self.poisoned = False
         self.adapters: dict[int, int] = {}
+        """Slot -> what tells one adapter's weights from others': number of its name, and version."""
         self.passes: list[Batch] = []
         self.oldest: np.ndarray = np.zeros(0)
         """Of each row of the last pass: the oldest version among its entries."""
@@ -71,7 +73,7 @@ class FakeRunner:
         self.version, self.poisoned = int(weights["version"]), bool(weights["poisoned"])
 
     def prepare_adapter(self, spec: AdapterSpec, tensors: Any) -> Any:
-        return tensors
+        return tensors["number"]
 
     def use_adapter(self, slot: int, adapter: Any) -> None:
         self.adapters.pop(slot, None)
@@ -86,7 +88,7 @@ class FakeRunner:
         entries = np.zeros(len(batch.tokens), dtype=ENTRY)
         adapters = np.array([self.adapters.get(int(slot), -1) for slot in batch.adapters])[segments]
         entries["token"], entries["adapter"] = batch.tokens, adapters
-        entries["version"] = np.where(adapters < 0, self.version, adapters)
+        entries["version"] = np.where(adapters < 0, self.version, adapters // 10)
         entries["nan"] = self.poisoned & (batch.tokens == POISON)
         self.cache[blocks, positions % BLOCK] = entries
         found = [self._seen(batch, int(row), segments, positions) for row in batch.rows]
@@ -106,8 +108,9 @@ class FakeRunner:
         adapter = self.adapters.get(int(batch.adapters[segments[row]]), -1)
         if seen["nan"].any():
             return np.full(VOCABULARY, np.nan, dtype=np.float32)
-        assert len(set((seen["adapter"] < 0).tolist())) == 1, "entries of the base model and of an adapter do not mix"
-        return logits_of(seen["token"].tolist(), self.version, adapter)
+        makers = {adapter % 10 if adapter >= 0 else -1 for adapter in seen["adapter"].tolist()}
+        assert len(makers) == 1, "entries of the base model and of an adapter, or of two, do not mix"
+        return logits_of(seen["token"].tolist(), 0 if adapter >= 0 else self.version, adapter)
 
     def _check(self, batch: Batch) -> None:
         """What `Batch` promises."""
@@ -163,6 +166,7 @@ class Driver:
         self.told: dict[str, Told] = {}
         self.requests: dict[str, Request] = {}
         self.version = -1
+        self.adapters: dict[str, int] = {}
         self.swap()
 
     def swap(self, poisoned: bool = False) -> None:
@@ -170,6 +174,12 @@ class Driver:
         tensors = {"version": torch.tensor(float(self.version)), "poisoned": torch.tensor(float(poisoned))}
         update = WeightUpdate(self.version, "full", f"base-{self.version}", 0, 0, 0.0)
         self.engine.swap(self.engine.prepare(update, tensors))
+
+    def swap_adapter(self, name: str) -> None:
+        self.adapters[name] = version = self.adapters.get(name, -1) + 1
+        spec = AdapterSpec(name, 8, 16.0)
+        update = WeightUpdate(version, "adapter", "", 0, 0, 0.0, spec)
+        self.engine.swap(self.engine.prepare(update, {"number": version * 10 + ADAPTERS.index(name)}))
 
     def add(self, *requests: Request) -> None:
         for request in requests:
@@ -205,19 +215,17 @@ class Driver:
             self.step()
         raise AssertionError("the engine does not come to an end")
 
-    def check(self, name: str, context: tuple[int, ...] | None = None, adapter: int = -1) -> None:
+    def check(self, name: str, context: tuple[int, ...] | None = None, adapter: str = "") -> None:
         """Every token is what the model says after what came before it (`context`, where that is not the request's prompt and
         prefix), drawn with the request's own numbers."""
         request, told = self.requests[name], self.told[name]
         tokens = [*(request.prompt + request.prefix if context is None else context)]
         for t, (token, version, logprob) in enumerate(zip(told.tokens, told.versions, told.logprobs, strict=True)):
-            logits = logits_of(tokens, self.version_of(version, adapter), adapter)
+            maker = version * 10 + ADAPTERS.index(adapter) if adapter else -1
+            logits = logits_of(tokens, 0 if adapter else version, maker)
             drawn = draw(logits, request.sampling, len(request.prefix) + t)
-            assert (token, logprob) == drawn, f"token {t} of {name}"
+            assert token == drawn[0] and abs(logprob - drawn[1]) < 1e-9, f"token {t} of {name}"
             tokens.append(token)
-
-    def version_of(self, version: int, adapter: int) -> int:
-        return version if adapter < 0 else self.version
 
 
 def draw(logits: np.ndarray, sampling: Sampling, counter: int) -> tuple[int, float]:

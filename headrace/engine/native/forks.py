@@ -92,4 +92,4 @@ class Forks:
                 "(which computes them anew), or raise engine.kv_gib"
             )
         self._blocks.hold(blocks)
-        return Pinned(blocks, needed, past.kv_version)
+        return Pinned(blocks, needed, past.kv_version if needed else -1)
