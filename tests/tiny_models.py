@@ -7,7 +7,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -75,10 +75,13 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 MIXTURES = [name for name in MODELS if "moe" in name or name == "mixtral"]
 
 
+_saved = TemporaryDirectory(prefix="headrace-models-")
+
+
 @cache
 def saved(name: str, seed: int = 0) -> Path:
     """A directory with the model, made once."""
-    directory = Path(mkdtemp(prefix=f"headrace-{name}-"))
+    directory = Path(_saved.name) / f"{name}-{seed}"
     make(name, seed).save_pretrained(directory)
     return directory
 
