@@ -19,8 +19,9 @@ class PagedRunner(ABC):
 
     def __init__(self, geometry: Geometry, dtype: torch.dtype, device: torch.device, exact: bool) -> None:
         """`exact`: logits of a token depend on its sequence alone, not on what else is in the batch, nor on how the sequence
-        was cut into chunks. Every operation then sees 32 tokens at a time, and attention goes in steps of fixed size. The price, on
-        SmolLM2-135M in bfloat16 on one core: 1.9 times the time to decode 64 rows, 9 times that to prefill 512 tokens."""
+        was cut into chunks. Every operation then sees 32 tokens at a time, and attention goes in steps of fixed size. The
+        price, on SmolLM2-135M in bfloat16 on one core: 1.9 times the time to decode 64 rows, 9 times that to prefill 512
+        tokens."""
         self.dtype, self.device, self.exact = dtype, device, exact
         self.block_nbytes = geometry.block_nbytes(dtype)
         self._cache = PagedCache(geometry, dtype, device)
