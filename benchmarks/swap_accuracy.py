@@ -39,8 +39,8 @@ from headrace.trainer.torch_trainer import TorchTrainer
 from headrace.types import Batch as TrainBatch
 from headrace.types import Group, Prompt, Row
 
-GROUPS, GROUP_SIZE, TRAINED_TOKENS = 8, 8, 24
-"""What the trainer trains on, as in the demo."""
+GROUPS, GROUP_SIZE, TRAINED_TOKENS = 8, 4, 24
+"""What the trainer trains on: as in the demo, with half as many rollouts of each prompt."""
 WARM = 4
 """Optimizer steps before version 0: the first ones of AdamW are larger than those that follow."""
 ASKED = (
