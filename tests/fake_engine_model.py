@@ -130,7 +130,9 @@ class FakeRunner:
             )
 
     def blame(self, batch: Batch) -> np.ndarray:
-        return np.where(batch.tokens == POISON, 1, -1)
+        segments, positions = batch.segments(), batch.positions()
+        seen = [self._seen(batch, token, segments, positions)["nan"].any() for token in range(len(batch.tokens))]
+        return np.where(seen, 1, -1)
 
 
 @dataclass
