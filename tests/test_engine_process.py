@@ -1,0 +1,154 @@
+"""The engine behind its process: control, forks, scoring, priorities, and what a death does to them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.engine.fake import FakeEngine
+from headrace.engine.native.weights import parameters_from_dir
+from headrace.orchestration.clients import ProcessEngine
+from headrace.orchestration.messages import EngineStart
+from headrace.protocols import Engine
+from headrace.types import AdapterSpec, Fork, Request, Sampling, WeightUpdate
+from headrace.weight_sync.memory import anonymous_memory
+from headrace.weight_sync.shared_memory import SharedMemorySender, lay_out
+
+PROMPT = (1, 3, 10, 11, 12, 13, 4)
+
+
+class Silent:
+    def record(self, fact: Any) -> None:
+        pass
+
+
+@asynccontextmanager
+async def opened(model_dir: Path, logs: Path, **config: Any) -> AsyncIterator[ProcessEngine]:
+    parameters = parameters_from_dir(model_dir, torch.float32)
+    manifest, fd = lay_out(parameters.items(), torch.float32), anonymous_memory()
+    sender = SharedMemorySender(fd, manifest)
+    settings = {"dtype": "float32", "device": "cpu", "kv_gib": 0.01, "context_length": 128, "max_running": 4, **config}
+    engine = ProcessEngine((), fd, logs / "engine.log", 2, Silent(), lambda: 0.0)
+    try:
+        await engine.launch()
+        await engine.open(EngineStart(str(model_dir), settings, manifest))
+        await engine.load(sender.send(0, parameters.items()))
+        yield engine
+    finally:
+        await engine.close()
+        os.close(fd)
+
+
+def request(name: str, tokens: int = 100, **options: Any) -> Request:
+    return Request(name, PROMPT, Sampling(max_tokens=tokens, seed=1, ignore_eos=True), **options)
+
+
+async def until(true: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(30):
+        while not await true():
+            await asyncio.sleep(0.01)
+
+
+async def sampled(engine: Engine) -> int:
+    return (await engine.stats()).sampled_tokens
+
+
+def test_it_is_controlled_forked_and_asked_for_scores(tiny_llama: Path, tmp_path: Path) -> None:
+    async def go() -> None:
+        async with opened(tiny_llama, tmp_path) as engine:
+            whole = await engine.generate(request("whole", 20, top_logprobs=2, return_mask=True))
+            assert len(whole.tokens) == 20 and whole.top is not None and len(whole.top.tokens) == 20 * 2 * 4
+            assert whole.mask is not None and len(whole.mask.offsets) == 21 * 8, "nothing was cut, at any position"
+            fork = await engine.generate(Request("fork", (), Sampling(max_tokens=5, seed=2), fork=Fork("whole", 8)))
+            assert fork.stop in ("length", "stop") and fork.tokens
+            text = (*PROMPT, *whole.tokens)
+            scores = await engine.score(text)
+            assert scores.prompt_logprobs is not None and scores.spans[0].version == 0
+            assert scores.prompt_logprobs[len(PROMPT) - 1 :] == pytest.approx(whole.logprobs, abs=1e-4)
+            with pytest.raises(ValueError, match="request nobody is not known"):
+                await engine.generate(Request("f", (), Sampling(max_tokens=5), fork=Fork("nobody", 0)))
+            with pytest.raises(ValueError, match="no adapter north is loaded"):
+                await engine.generate(request("a", adapter="north"))
+            with pytest.raises(ValueError, match="no adapter north is loaded"):
+                await engine.unload("north")
+            await controlled(engine)
+
+    asyncio.run(go())
+
+
+async def controlled(engine: Engine) -> None:
+    """Pause, drain, abort: the same for the process and for the fake."""
+    before = await sampled(engine)
+    running = [asyncio.ensure_future(engine.generate(request(f"c{i}"))) for i in range(2)]
+
+    async def begun() -> bool:
+        return await sampled(engine) > before + 4
+
+    await until(begun)
+    await engine.pause()
+    still = await sampled(engine)
+    await asyncio.sleep(0.1)
+    assert await sampled(engine) <= still + 2 and not any(task.done() for task in running)
+    drained = asyncio.ensure_future(engine.drain())
+    await asyncio.sleep(0)
+    late = asyncio.ensure_future(engine.generate(request("late", 3)))
+    await drained
+    assert {(await task).stop for task in running} == {"length"} and not late.done()
+    await engine.resume()
+    assert (await late).stop == "length"
+    aborted = [asyncio.ensure_future(engine.generate(request(f"x{i}"))) for i in range(6)]
+    before = await sampled(engine)
+    await until(begun)
+    await engine.abort()
+    ends = await asyncio.gather(*aborted)
+    assert {end.stop for end in ends} == {"interrupted"} and any(end.tokens for end in ends)
+    assert (await engine.generate(request("after", 3))).stop == "length"
+
+
+def test_the_fake_is_controlled_alike() -> None:
+    async def go() -> None:
+        engine = FakeEngine(0.001, length=lambda rng: 100)
+        await engine.load(WeightUpdate(0, "full", "fake-0", 0, 0, 0.0))
+        await controlled(engine)
+        with pytest.raises(ValueError, match="nobody is not known"):
+            await engine.generate(Request("f", (), Sampling(), fork=Fork("nobody", 0)))
+        await engine.load(WeightUpdate(4, "adapter", "fake-4", 0, 0, 0.0, AdapterSpec("north", 8, 16.0)))
+        answer = await engine.generate(request("a", 2, adapter="north"))
+        assert set(answer.versions()) == {4}
+        await engine.unload("north")
+        with pytest.raises(ValueError, match="no adapter north"):
+            await engine.generate(request("b", adapter="north"))
+
+    asyncio.run(go())
+
+
+def test_a_death_interrupts_forks_and_nothing_else_and_a_pause_outlives_it(tiny_llama: Path, tmp_path: Path) -> None:
+    async def go() -> None:
+        async with opened(tiny_llama, tmp_path) as engine:
+            alone = await engine.generate(request("alone"))
+            plain = asyncio.ensure_future(engine.generate(request("plain", prompt_logprobs=True)))
+            fork = asyncio.ensure_future(engine.generate(Request("fork", (), Sampling(max_tokens=100, ignore_eos=True), fork=Fork("alone", 3))))  # fmt: skip
+            before = await sampled(engine)
+
+            async def begun() -> bool:
+                return await sampled(engine) > before + 8
+
+            await until(begun)
+            await engine.pause()
+            engine.worker.kill()
+            assert (await fork).stop == "interrupted" and (await fork).tokens
+            stats = await engine.stats()
+            assert stats.sampled_tokens > before and stats.version == 0 and not plain.done()
+            await engine.resume()
+            answer = await plain
+            assert answer.tokens == alone.tokens and answer.stop == "length"
+            assert answer.prompt_logprobs is not None and len(answer.prompt_logprobs) == len(PROMPT) - 1
+
+    asyncio.run(go())
