@@ -57,10 +57,14 @@ def _answer(end: WorkerEnd, frame: Frame, work: Callable[[], Any]) -> None:
     try:
         result = work()
     except Exception as error:
-        known = isinstance(error, (HeadraceError, ValueError, OSError))
-        end.fail(frame, name_of(error), str(error) if known else traceback.format_exc())
+        _fail(end, frame, error)
     else:
         end.reply(frame, result)
+
+
+def _fail(end: WorkerEnd, frame: Frame, error: Exception) -> None:
+    known = isinstance(error, (HeadraceError, ValueError, OSError))
+    end.fail(frame, name_of(error), str(error) if known else "".join(traceback.format_exception(error)))
 
 
 # -- the trainer ------------------------------------------------------------------------------------------------------------
@@ -186,8 +190,8 @@ class EngineLoop:
         started = time.perf_counter()
         try:
             prepared = self._core.prepare(update, self._receiver.receive(update))
-        except (HeadraceError, ValueError) as error:
-            self._end.fail(frame, name_of(error), str(error))
+        except Exception as error:
+            _fail(self._end, frame, error)
             return
         verified = time.perf_counter() - started
 

@@ -157,7 +157,8 @@ class Core:
                 )
             self._served.check_adapter(update.adapter)
             return Prepared(update, self._runner.prepare_adapter(update.adapter, tensors))
-        assert update.kind == "full", "an update of kind adapter says which"
+        if update.kind != "full":
+            raise ValueError(f"an update of kind {update.kind} must say which adapter it is for: set its `adapter`")
         self._served.check_base(update)
         return Prepared(update, self._model.prepare(tensors))
 

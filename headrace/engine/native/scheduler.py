@@ -64,7 +64,9 @@ class Scheduler:
 
     def admit(self) -> list[tuple[int, int]]:
         """Lets in whom there is a row and room for. Returns the blocks to be copied (from, to) before the next pass."""
-        reserve = self._lifetimes.blocks_to_come(self.running) if self.queue.head() else 0
+        if len(self.running) == self.running.slots or self.queue.head() is None:
+            return []
+        reserve = self._lifetimes.blocks_to_come(self.running)
         while len(self.running) < self.running.slots and (sequence := self.queue.head()):
             match = self.sharing.find(sequence)
             if match.awaits is not None:
