@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from headrace.chat import ChatEncoder
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
-from headrace.engine.native.weights import parameters_from_dir
+from headrace.engine.native.runners.weights import parameters_from_dir
 from headrace.models import resolve_model
 from headrace.types import AdapterSpec, Request, Sampling, WeightUpdate
 

@@ -17,7 +17,7 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.native.batch import BLOCK, Batch, Forward
 from headrace.engine.native.core import Core
 from headrace.engine.native.parts import GIB, Model
-from headrace.engine.native.sampler import Settings, sample
+from headrace.engine.native.sampling.sampler import Settings, sample
 from headrace.steps import StepOutput
 from headrace.types import AdapterSpec, Request, Sampling, WeightUpdate
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from tiny_models import MIXTURES, Driver, parameters, prompts, reference, skeleton
 
-from headrace.engine.native.adapters import PREFIX, by_adapter
 from headrace.engine.native.batch import Batch
-from headrace.engine.native.decoder import FusedRunner
-from headrace.engine.native.runner_hf import HuggingFaceRunner
+from headrace.engine.native.runners.adapters import PREFIX, by_adapter
+from headrace.engine.native.runners.decoder import FusedRunner
+from headrace.engine.native.runners.hugging_face import HuggingFaceRunner
 from headrace.errors import ConfigError
 from headrace.types import AdapterSpec
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.engine.native.batch import BLOCK
-from headrace.engine.native.blocks import Blocks
-from headrace.engine.native.prefixes import Prefixes
+from headrace.engine.native.cache.blocks import Blocks
+from headrace.engine.native.cache.prefixes import Prefixes
 
 ROOT = (0, "", 0)
 TEXT = tuple(range(100, 200))

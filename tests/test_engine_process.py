@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from headrace.engine.fake import FakeEngine
-from headrace.engine.native.weights import parameters_from_dir
+from headrace.engine.native.runners.weights import parameters_from_dir
 from headrace.orchestration.clients import ProcessEngine
 from headrace.orchestration.messages import EngineStart
 from headrace.protocols import Engine

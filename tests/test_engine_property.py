@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from headrace.types import Fork, Request, Sampling, scoring
 
-PROMPTS = [prompt(length, seed) for length, seed in ((1, 0), (5, 1), (31, 2), (32, 3), (33, 4), (50, 5), (64, 6), (70, 7))]
+PROMPTS = [
+    prompt(length, seed) for length, seed in ((1, 0), (5, 1), (31, 2), (32, 3), (33, 4), (50, 5), (64, 6), (70, 7))
+]
 PROMPTS += [PROMPTS[5] + prompt(9, 8), PROMPTS[5][:20] + prompt(30, 9), PROMPTS[7][:64]]
 """Lengths around a block's, and some that begin alike."""
 assert POISON not in {token for text in PROMPTS for token in text}

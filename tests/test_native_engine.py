@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
-from headrace.engine.native.weights import parameters_from_dir
+from headrace.engine.native.runners.weights import parameters_from_dir
 from headrace.errors import ConfigError
 from headrace.steps import PromptScores, TokenDetails
 from headrace.types import Fork, Request, Sampling, WeightUpdate, scoring
@@ -282,7 +282,7 @@ def test_a_prompt_is_scored_and_gone_on_from(saved):
 
 def test_buffers_made_without_weights_are_those_of_the_real_model(saved):
     """Rotary frequencies, embedding scales: computed here, loaded there."""
-    from headrace.engine.native.skeleton import read
+    from headrace.engine.native.runners.skeleton import read
 
     for name in MODELS:
         ours = read(saved(name), torch.float32, torch.device("cpu")).model
@@ -645,7 +645,7 @@ def test_stop_tokens_and_end_of_sequence(speaker):
 
 
 def test_a_special_token_can_be_a_stop_string(speaker):
-    from headrace.engine.native.stopping import Stopper
+    from headrace.engine.native.sampling.stopping import Stopper
 
     stopper = Stopper((), ("<eos>",), lambda tokens: TOKENIZER.decode(tokens, skip_special_tokens=False))
     assert [stopper.push(token) for token in (*encode("hi"), EOS)] == [False, False, True]
@@ -653,7 +653,7 @@ def test_a_special_token_can_be_a_stop_string(speaker):
 
 def test_text_of_half_characters_hides_nothing_and_costs_no_more_than_other_text():
     """Bytes that never become a character: a stop string after them is found, and windows stay small."""
-    from headrace.engine.native.stopping import LONGEST_CHARACTER, Stopper
+    from headrace.engine.native.sampling.stopping import LONGEST_CHARACTER, Stopper
 
     windows: list[int] = []
 

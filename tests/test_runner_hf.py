@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_models import MODELS, OTHERS, Driver, make, parameters, prompts, reference, skeleton
 
-from headrace.engine.native.runner_hf import HuggingFaceRunner
+from headrace.engine.native.runners.hugging_face import HuggingFaceRunner
 from headrace.errors import ConfigError
 
 CPU = torch.device("cpu")

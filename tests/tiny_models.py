@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from headrace.engine.native.batch import BLOCK, Batch, Forward
-from headrace.engine.native.skeleton import Skeleton, read
+from headrace.engine.native.runners.skeleton import Skeleton, read
 
 SMALL = {
     "hidden_size": 32,

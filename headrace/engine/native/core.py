@@ -24,17 +24,17 @@ import numpy as np
 import torch
 
 from headrace.engine.config import EngineConfig
-from headrace.engine.native.blocks import Blocks
-from headrace.engine.native.forks import Forks
+from headrace.engine.native.cache.blocks import Blocks
+from headrace.engine.native.cache.routing import Routing
 from headrace.engine.native.parts import Model, count_blocks, read_model
-from headrace.engine.native.passes import Planner
 from headrace.engine.native.requests import Limits
-from headrace.engine.native.routing import Routing
-from headrace.engine.native.scheduler import Scheduler
-from headrace.engine.native.sequences import Running, Sequence
+from headrace.engine.native.sampling.stopping import Stopper
+from headrace.engine.native.schedule.forks import Forks
+from headrace.engine.native.schedule.passes import Planner
+from headrace.engine.native.schedule.scheduler import Scheduler
+from headrace.engine.native.schedule.sequences import Running, Sequence
 from headrace.engine.native.served import Served
 from headrace.engine.native.stepping import Stepper
-from headrace.engine.native.stopping import Stopper
 from headrace.errors import ConfigError
 from headrace.steps import Finished, StepOutput
 from headrace.types import Capabilities, EngineStats, Request, Stop, WeightUpdate

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from headrace.engine.config import EngineConfig
-from headrace.engine.native import skeleton, weights
 from headrace.engine.native.batch import BLOCK, Runner
-from headrace.engine.native.stopping import Decode
+from headrace.engine.native.runners import skeleton, weights
+from headrace.engine.native.sampling.stopping import Decode
 from headrace.errors import ConfigError
 
 GIB = 2**30
@@ -68,10 +68,10 @@ def _runner(
     model: skeleton.Skeleton, config: EngineConfig, context: int, dtype: torch.dtype, device: torch.device
 ) -> Runner:
     """The first of our three that serves this model here."""
-    from headrace.engine.native import families
-    from headrace.engine.native.decoder import FusedRunner
     from headrace.engine.native.kernels import runner as kernels
-    from headrace.engine.native.runner_hf import HuggingFaceRunner
+    from headrace.engine.native.runners import families
+    from headrace.engine.native.runners.decoder import FusedRunner
+    from headrace.engine.native.runners.hugging_face import HuggingFaceRunner
 
     settings = (model, context, dtype, device, config.exact, config.max_adapters)
     if config.path in ("auto", "kernels") and kernels.serves(model, dtype, device, config.max_adapters):

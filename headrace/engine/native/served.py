@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headrace.engine.native.prefixes import Root
+from headrace.engine.native.cache.prefixes import Root
 from headrace.types import AdapterSpec, WeightUpdate
 
 

@@ -9,14 +9,14 @@ import msgspec
 import numpy as np
 import torch
 
-from headrace.engine.native import details
 from headrace.engine.native.batch import Forward, Runner
-from headrace.engine.native.forks import Forks
-from headrace.engine.native.passes import Chunk, Plan, Planner
-from headrace.engine.native.routing import Routing
-from headrace.engine.native.sampler import Drawn, sample, uniforms
-from headrace.engine.native.scheduler import LOST, Scheduler
-from headrace.engine.native.sequences import Sequence
+from headrace.engine.native.cache.routing import Routing
+from headrace.engine.native.sampling import details
+from headrace.engine.native.sampling.sampler import Drawn, sample, uniforms
+from headrace.engine.native.schedule.forks import Forks
+from headrace.engine.native.schedule.passes import Chunk, Plan, Planner
+from headrace.engine.native.schedule.scheduler import LOST, Scheduler
+from headrace.engine.native.schedule.sequences import Sequence
 from headrace.engine.native.served import Served
 from headrace.steps import Finished, PromptScores, StepOutput, TokenDetails
 from headrace.types import RoutingTrace, Stop

@@ -13,9 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.engine.native.adapters import PARTS, read_adapter
 from headrace.engine.native.batch import BLOCK, Batch, Forward
-from headrace.engine.native.families import (
+from headrace.engine.native.kernels import binding
+from headrace.engine.native.kernels.binding import address
+from headrace.engine.native.kernels.packing import Packer, gate_up_order, padded
+from headrace.engine.native.runners.adapters import PARTS, read_adapter
+from headrace.engine.native.runners.families import (
     Experts,
     LayerSpec,
     LayerWeights,
@@ -24,11 +27,8 @@ from headrace.engine.native.families import (
     read_weights,
     rotary_tables,
 )
-from headrace.engine.native.families import serves as is_family
-from headrace.engine.native.kernels import binding
-from headrace.engine.native.kernels.binding import address
-from headrace.engine.native.kernels.packing import Packer, gate_up_order, padded
-from headrace.engine.native.skeleton import Skeleton
+from headrace.engine.native.runners.families import serves as is_family
+from headrace.engine.native.runners.skeleton import Skeleton
 from headrace.types import AdapterSpec
 
 WIDEST_HEAD, MOST_EXPERTS = 512, 1024

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 
-from headrace.engine.native.sequences import Sequence
+from headrace.engine.native.schedule.sequences import Sequence
 
 
 class Queue:

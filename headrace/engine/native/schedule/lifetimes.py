@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from headrace.engine.native.batch import BLOCK
-from headrace.engine.native.sequences import Running, Sequence
+from headrace.engine.native.schedule.sequences import Running, Sequence
 
 MEMORY = 32
 """Completions over which the mean is taken (exponentially weighted)."""

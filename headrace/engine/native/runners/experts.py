@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import linear
 
-from headrace.engine.native.families import Experts, Routing
-from headrace.engine.native.linear import Matrix
-from headrace.engine.native.padding import EXACT_ROWS, in_pieces
+from headrace.engine.native.runners.families import Experts, Routing
+from headrace.engine.native.runners.linear import Matrix
+from headrace.engine.native.runners.padding import EXACT_ROWS, in_pieces
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 """[n, 2 * inner] -> [n, inner]: the gate's activation times up."""

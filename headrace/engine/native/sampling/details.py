@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from headrace.engine.native.passes import Chunk
-from headrace.engine.native.sampler import Drawn, Scores, token_logprobs
-from headrace.engine.native.sequences import Running, Sequence
+from headrace.engine.native.sampling.sampler import Drawn, Scores, token_logprobs
+from headrace.engine.native.schedule.passes import Chunk
+from headrace.engine.native.schedule.sequences import Running, Sequence
 from headrace.steps import PromptScores, TokenDetails
 from headrace.types import TopLogprobs
 

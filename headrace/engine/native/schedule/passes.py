@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from headrace.engine.native.batch import BLOCK, Batch
-from headrace.engine.native.sequences import Running
+from headrace.engine.native.schedule.sequences import Running
 
 SCORE_CHUNK = 128
 """Positions of prompts scored in one pass: each needs a row of logits as wide as the vocabulary."""

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from headrace.engine.native.filters import GROUP, Filters, Ragged, candidates, concatenated, group_maxima, keep
+from headrace.engine.native.sampling.filters import GROUP, Filters, Ragged, candidates, concatenated, group_maxima, keep
 
 BLOCK = 256
 """Vocabulary entries whose weights are summed before one block is searched. An exponential race would need a random number

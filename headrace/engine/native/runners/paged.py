@@ -7,9 +7,9 @@ from abc import ABC, abstractmethod
 import numpy as np
 import torch
 
-from headrace.engine.native.attention import Geometry, PagedCache, Pass, plan_pass
 from headrace.engine.native.batch import Batch, Forward
-from headrace.engine.native.padding import EXACT_ROWS, cut, fill_up, join
+from headrace.engine.native.runners.attention import Geometry, PagedCache, Pass, plan_pass
+from headrace.engine.native.runners.padding import EXACT_ROWS, cut, fill_up, join
 
 
 class PagedRunner(ABC):

@@ -10,9 +10,9 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from headrace.engine.native.batch import BLOCK
-from headrace.engine.native.blocks import Blocks
-from headrace.engine.native.scheduler import Scheduler
-from headrace.engine.native.sequences import Pinned, Running, Sequence
+from headrace.engine.native.cache.blocks import Blocks
+from headrace.engine.native.schedule.scheduler import Scheduler
+from headrace.engine.native.schedule.sequences import Pinned, Running, Sequence
 from headrace.types import Fork
 
 REMEMBERED = 1024

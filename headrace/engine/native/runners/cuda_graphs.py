@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from headrace.engine.native.attention import PagedCache, Pass
 from headrace.engine.native.batch import BLOCK, Batch
-from headrace.engine.native.padding import fill_up
+from headrace.engine.native.runners.attention import PagedCache, Pass
+from headrace.engine.native.runners.padding import fill_up
 
 MAX_ROWS = 1024
 """Larger batches keep a GPU busy without graphs."""

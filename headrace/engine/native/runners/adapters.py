@@ -16,9 +16,9 @@ import torch
 from torch.nn.functional import linear
 
 from headrace.engine.native.batch import Batch
-from headrace.engine.native.experts import Adapted, ExpertPair, Stack
-from headrace.engine.native.families import LayerSpec, Spec, expert_shapes, linear_shapes
-from headrace.engine.native.padding import EXACT_ROWS, in_pieces
+from headrace.engine.native.runners.experts import Adapted, ExpertPair, Stack
+from headrace.engine.native.runners.families import LayerSpec, Spec, expert_shapes, linear_shapes
+from headrace.engine.native.runners.padding import EXACT_ROWS, in_pieces
 from headrace.types import AdapterSpec
 
 Number = TypeVar("Number", int, float)

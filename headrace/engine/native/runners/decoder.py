@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch.nn.functional import embedding, gelu, rms_norm, silu
 
-from headrace.engine.native.adapters import Adapter, Groups, by_adapter, groups, read_adapter
-from headrace.engine.native.attention import Pass
 from headrace.engine.native.batch import Batch, Forward
-from headrace.engine.native.cuda_graphs import DecodeGraphs
-from headrace.engine.native.experts import Mixture, Stack, route
-from headrace.engine.native.families import (
+from headrace.engine.native.runners.adapters import Adapter, Groups, by_adapter, groups, read_adapter
+from headrace.engine.native.runners.attention import Pass
+from headrace.engine.native.runners.cuda_graphs import DecodeGraphs
+from headrace.engine.native.runners.experts import Mixture, Stack, route
+from headrace.engine.native.runners.families import (
     Experts,
     LayerSpec,
     LayerWeights,
@@ -31,10 +31,10 @@ from headrace.engine.native.families import (
     read_weights,
     rotary_tables,
 )
-from headrace.engine.native.linear import Matrix, packs
-from headrace.engine.native.padding import EXACT_ROWS, in_pieces
-from headrace.engine.native.paged import PagedRunner
-from headrace.engine.native.skeleton import Skeleton
+from headrace.engine.native.runners.linear import Matrix, packs
+from headrace.engine.native.runners.padding import EXACT_ROWS, in_pieces
+from headrace.engine.native.runners.paged import PagedRunner
+from headrace.engine.native.runners.skeleton import Skeleton
 from headrace.types import AdapterSpec
 
 

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from headrace.engine.native.attention import Pass
 from headrace.engine.native.batch import Batch, Forward
-from headrace.engine.native.padding import EXACT_ROWS
-from headrace.engine.native.paged import PagedRunner
-from headrace.engine.native.skeleton import Skeleton, attention
+from headrace.engine.native.runners.attention import Pass
+from headrace.engine.native.runners.padding import EXACT_ROWS
+from headrace.engine.native.runners.paged import PagedRunner
+from headrace.engine.native.runners.skeleton import Skeleton, attention
 from headrace.errors import ConfigError
 from headrace.types import AdapterSpec
 

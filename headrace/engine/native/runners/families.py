@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import torch
 
-from headrace.engine.native.skeleton import Skeleton
-from headrace.engine.native.weights import fuse
+from headrace.engine.native.runners.skeleton import Skeleton
+from headrace.engine.native.runners.weights import fuse
 
 Tensors = Mapping[str, torch.Tensor]
 Linear = tuple[torch.Tensor, torch.Tensor | None]

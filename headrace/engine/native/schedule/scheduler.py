@@ -15,13 +15,13 @@ from collections.abc import Iterator
 import numpy as np
 
 from headrace.engine.native.batch import BLOCK
-from headrace.engine.native.blocks import Blocks
-from headrace.engine.native.lifetimes import Lifetimes
-from headrace.engine.native.prefixes import Match
-from headrace.engine.native.sequences import Running, Sequence
+from headrace.engine.native.cache.blocks import Blocks
+from headrace.engine.native.cache.prefixes import Match
+from headrace.engine.native.schedule.lifetimes import Lifetimes
+from headrace.engine.native.schedule.sequences import Running, Sequence
+from headrace.engine.native.schedule.sharing import Sharing
+from headrace.engine.native.schedule.waiting import Queue
 from headrace.engine.native.served import Served
-from headrace.engine.native.sharing import Sharing
-from headrace.engine.native.waiting import Queue
 
 LOST = "its KV cache had to make room for others before there was a place for it; fork again, or raise engine.kv_gib"
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.engine.native.batch import BLOCK
-from headrace.engine.native.blocks import Blocks
+from headrace.engine.native.cache.blocks import Blocks
 
 Tokens = tuple[int, ...]
 Root = tuple[int, str, int]

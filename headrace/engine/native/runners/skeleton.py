@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-from headrace.engine.native.attention import Geometry
+from headrace.engine.native.runners.attention import Geometry
 from headrace.errors import ConfigError
 
 ATTENTION = "headrace"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import linear
 
-from headrace.engine.native.families import Linear
+from headrace.engine.native.runners.families import Linear
 
 _PACK_ROWS = 64
 """Rows that oneDNN lays the weight out for. It serves any other number too."""

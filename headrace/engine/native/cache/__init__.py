@@ -1,0 +1,1 @@
+"""The blocks of the KV cache: whose they are, what they hold of which weights, and what was noted beside them."""

@@ -1,0 +1,1 @@
+"""Who runs, who waits, and what the next forward pass holds."""
