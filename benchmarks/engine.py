@@ -43,7 +43,8 @@ def contenders(model: Path, cores: set[int], logs: Path) -> list[Contender]:
     ours, theirs = sys.executable, str(BENCH / "bin" / "python")
     threads = {"OMP_NUM_THREADS": str(len(cores))}
     commands = {
-        "headrace": ([ours, "engine_headrace.py", str(model)], environment(sorted(cores))),
+        "headrace": ([ours, "engine_headrace.py", str(model), "auto"], environment(sorted(cores))),
+        "headrace-fused": ([ours, "engine_headrace.py", str(model), "fused"], environment(sorted(cores))),
         "vllm-compiled": ([theirs, "engine_vllm.py", str(model), "compiled"], vllm_environment(cores)),
         "vllm-eager": ([theirs, "engine_vllm.py", str(model), "eager"], vllm_environment(cores)),
         "hf-generate": ([ours, "engine_transformers.py", str(model), "generate"], threads),
@@ -104,7 +105,7 @@ def started(stack: ExitStack, chosen: list[Contender]) -> list[Contender]:
         if contender.name.startswith("vllm") and not BENCH.is_dir():
             print(f"{contender.name}: left out, there is no {BENCH.name}; `make bench-setup` builds it", flush=True)
             continue
-        stack.enter_context(contender)
+        stack.callback(contender.close)
         try:
             contender.start()
         except Failed as failure:

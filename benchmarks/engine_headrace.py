@@ -1,4 +1,4 @@
-"""headrace's native engine as a contender of engine.py, in process: `engine_headrace.py MODEL_DIR`."""
+"""headrace's native engine as a contender of engine.py, in process: `engine_headrace.py MODEL_DIR auto|kernels|fused|hf`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine_serve import Done, Run, done, serve
 
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
-from headrace.engine.native.weights import parameters_from_dir
+from headrace.engine.native.runners.weights import parameters_from_dir
 from headrace.types import Request, Sampling, WeightUpdate
 
 KV_GIB = 3.0
@@ -18,12 +18,12 @@ KV_GIB = 3.0
 
 
 def start(arguments: list[str]) -> Run:
-    model_dir = Path(arguments[0])
+    model_dir, path = Path(arguments[0]), arguments[1]
     parameters = parameters_from_dir(model_dir, torch.bfloat16)
     engines: dict[EngineConfig, NativeEngine] = {}
 
     def run(load: Load) -> Done:
-        config = settings(load, token_nbytes(model_dir))
+        config = settings(load, token_nbytes(model_dir), path)
         if config not in engines:
             engines.clear()
             engine = engines[config] = NativeEngine(model_dir, config)
@@ -33,10 +33,15 @@ def start(arguments: list[str]) -> Run:
     return run
 
 
-def settings(load: Load, per_token: int) -> EngineConfig:
+def settings(load: Load, per_token: int, path: str) -> EngineConfig:
     gib = load.kv_tokens * per_token / 2**30 if load.kv_tokens else KV_GIB
     return EngineConfig(
-        device="cpu", dtype="bfloat16", kv_gib=gib, max_running=load.at_once, context_length=load.context
+        device="cpu",
+        dtype="bfloat16",
+        kv_gib=gib,
+        max_running=load.at_once,
+        context_length=load.context,
+        path=path,  # type: ignore[arg-type]  # pydantic checks it
     )
 
 

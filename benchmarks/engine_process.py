@@ -15,13 +15,12 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from engine_loads import Load
 
-START_LIMIT, RUN_LIMIT = 900.0, 1800.0
-"""Seconds after which a contender is given up."""
+LIMIT = 1800.0
+"""Seconds after which a start or a run is given up."""
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -72,18 +71,20 @@ class Contender:
                 env={**os.environ, **self.environment},
                 preexec_fn=lambda: os.sched_setaffinity(0, self.cores),
             )
-        self.start_seconds = self._answer(START_LIMIT)["start_seconds"]
+        self.start_seconds = self._answer()["start_seconds"]
         self._signal(signal.SIGSTOP)
 
     def run(self, load: Load, round_number: int) -> Measured:
         assert self._process is not None and self._process.stdin is not None
+        if self._process.poll() is not None:
+            raise Failed(f"it has ended before (its log: {self.log})")
         self._signal(signal.SIGCONT)
         try:
             self._forget_peak()
             before = self._busy()
             self._process.stdin.write(load.to_json().encode() + b"\n")
             self._process.stdin.flush()
-            said = self._answer(RUN_LIMIT)
+            said = self._answer()
             peak, after = self._peak(), self._busy()
         finally:
             self._signal(signal.SIGSTOP)
@@ -98,7 +99,7 @@ class Contender:
         if self._process is None:
             return
         self._signal(signal.SIGCONT)
-        family = tree(self._process.pid)
+        family = {pid: began(pid) for pid in tree(self._process.pid)}
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             pipe.close()
@@ -107,29 +108,25 @@ class Contender:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        for pid in family:  # what an engine left behind
-            send(pid, signal.SIGKILL)
+        for pid, at in family.items():
+            if at and began(pid) == at:  # an engine left it behind, and the number is still its own
+                send(pid, signal.SIGKILL)
         self._process = None
 
-    def __enter__(self) -> Contender:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _answer(self, limit: float) -> dict[str, Any]:
+    def _answer(self) -> dict[str, Any]:
         assert self._process is not None and self._process.stdout is not None
-        watch = threading.Timer(limit, self._process.kill)
+        watch = threading.Timer(LIMIT, self._signal, [signal.SIGKILL])
+        asked = time.perf_counter()
         watch.start()
         try:
             line = self._process.stdout.readline()
         finally:
             watch.cancel()
+        if time.perf_counter() - asked > LIMIT:
+            raise Failed(f"nothing came for {LIMIT:.0f} s; it was killed (its log: {self.log})")
         if not line:
             lines = self.log.read_text(errors="replace").strip().splitlines() or ["it wrote nothing"]
-            raise Failed(f"the process ended; {lines[-1][:200]} (all of it: {self.log})")
+            raise Failed(f"the process ended; {lines[-1][:200]} (its log: {self.log})")
         return json.loads(line)
 
     def _signal(self, number: int) -> None:
@@ -183,6 +180,12 @@ def stat(pid: int) -> list[str]:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return []
+
+
+def began(pid: int) -> str:
+    """When the process was started; empty for one that is gone."""
+    fields = stat(pid)
+    return fields[19] if fields and fields[0] != "Z" else ""
 
 
 def cpu_seconds(pid: int) -> float:
