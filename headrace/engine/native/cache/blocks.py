@@ -8,9 +8,12 @@ serial number (`forks.py`).
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from typing import Protocol
+
+import numpy as np
 
 
 class Cached(Protocol):
@@ -28,7 +31,8 @@ class Blocks:
         """How often each block was taken or cleared: tells a block that is remembered from one that was given to somebody else."""
         self.nodes: list[Cached | None] = [None] * count
         """The prefix that a block is cached for."""
-        self._holders = [0] * count
+        self._holders = array("i", bytes(4 * count))
+        self._view = np.frombuffer(self._holders, dtype=np.int32)
         self._idle: OrderedDict[int, None] = OrderedDict.fromkeys(range(count))
         self._tainted: set[int] = set()
         self._dirty: list[int] = []
@@ -41,6 +45,11 @@ class Blocks:
     @property
     def held(self) -> int:
         return self.count - len(self._idle)
+
+    def own(self, tables: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """[S] how many blocks of each table [S, W], of which `lengths` are in use, nobody else holds."""
+        used = np.arange(tables.shape[1]) < lengths[:, None]
+        return ((self._view[tables] == 1) & used).sum(-1)
 
     def take(self) -> int:
         """The block that was unused for longest. What it was cached for is forgotten."""

@@ -1,7 +1,9 @@
-"""How long completions turn out to be: what admission leaves free for those that run already.
+"""How long completions turn out to be, and so how many blocks those that run will need.
 
 Admitting by what is free now would let in sequences that soon push each other out again (each time for the price of
-computing everything anew); admitting by max_tokens leaves most of the cache empty where completions are much shorter.
+computing everything anew); admitting by max_tokens leaves most of the cache empty where completions are much shorter. So the
+peak of what is to come is estimated, as LightLLM does (Gong et al., Past-Future Scheduler, ASPLOS 2025): sequences that end
+early free their blocks before others need theirs.
 """
 
 from __future__ import annotations
@@ -28,13 +30,19 @@ class Lifetimes:
         """Tokens. Whoever has passed the mean is expected to need another block."""
         return np.minimum(np.maximum(self._share * limit - counter, BLOCK), limit - counter)
 
-    def blocks_to_come(self, running: Running) -> int:
-        columns = running.columns[: len(running)]
-        tokens = columns["known"] + self._to_come(columns["limit"], columns["counter"])
-        return int(np.maximum(np.ceil(tokens / BLOCK) - columns["blocks"], 0).sum())
+    def peak(self, running: Running, own: np.ndarray, candidate: Sequence, new: int) -> float:
+        """Blocks that will be needed at once, beyond those that are held now, with the candidate among those that run.
 
-    def expected_blocks(self, sequence: Sequence) -> int:
-        """Beside those that its tokens need now."""
-        known, limit = len(sequence.tokens), np.array(sequence.request.sampling.max_tokens)
-        tokens = known + self._to_come(limit, np.array(known - sequence.prompt))
-        return int(np.ceil(tokens / BLOCK)) - -(-known // BLOCK)
+        `own` [len(running)]: blocks that are free when a row ends. `new`: those that the candidate needs to begin with.
+        """
+        columns, limit = running.columns[: len(running)], candidate.request.sampling.max_tokens
+        known = np.append(columns["known"], len(candidate.tokens))
+        limits = np.append(columns["limit"], limit)
+        left = self._to_come(limits, np.append(columns["counter"], len(candidate.tokens) - candidate.prompt))
+        room = np.append(columns["blocks"], -(-len(candidate.tokens) // BLOCK)) * BLOCK - known
+        order = np.argsort(left)
+        left, room, freed = left[order], room[order], np.append(own, new)[order]
+        there = np.arange(len(left), 0, -1)  # at the moment when the k-th ends, itself and those that end later
+        room_there = np.cumsum(room[::-1])[::-1]
+        growth = (left * there - room_there) / BLOCK + there / 2  # half a block each is filled by half
+        return new + max(0.0, float((growth - (np.cumsum(freed) - freed)).max()))

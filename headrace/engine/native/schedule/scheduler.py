@@ -66,7 +66,6 @@ class Scheduler:
         """Lets in whom there is a row and room for. Returns the blocks to be copied (from, to) before the next pass."""
         if len(self.running) == self.running.slots or self.queue.head() is None:
             return []
-        reserve = self._lifetimes.blocks_to_come(self.running)
         while len(self.running) < self.running.slots and (sequence := self.queue.head()):
             match = self.sharing.find(sequence)
             if match.awaits is not None:
@@ -74,10 +73,8 @@ class Scheduler:
                 match.awaits.followers.append(sequence)
                 sequence.leader = match.awaits
                 continue
-            own = self._lifetimes.expected_blocks(sequence)
-            if self._place(sequence, match, reserve + own):
+            if self._place(sequence, match):
                 self.queue.pop()
-                reserve += own
             elif len(self.running):
                 break
             else:
@@ -86,8 +83,8 @@ class Scheduler:
         self.blocks.release(source for source, _ in copies)
         return copies
 
-    def _place(self, sequence: Sequence, match: Match, reserve: int) -> bool:
-        """Gives it a row and its blocks, unless fewer than `reserve` would be left. Alone, it may have them all."""
+    def _place(self, sequence: Sequence, match: Match) -> bool:
+        """Gives it a row and its blocks, unless those that run are expected to need them. Alone, it may have them all."""
         pinned = sequence.pinned
         if pinned is None:
             shared, computed = match.blocks, match.tokens
@@ -98,7 +95,7 @@ class Scheduler:
             copied = pinned.blocks[pinned.whole :]
         new = -(-len(sequence.tokens) // BLOCK) - len(shared)
         self.blocks.hold([*shared, *copied])
-        if self.blocks.free < new + (reserve if len(self.running) else 0):
+        if self.blocks.free < self._needed(sequence, new):
             self.blocks.release([*shared, *copied])
             return False
         table = shared + [self.blocks.take() for _ in range(new)]
@@ -113,6 +110,17 @@ class Scheduler:
             self.sharing.promise(sequence, match, table)
         self._count(sequence, computed)
         return True
+
+    def _needed(self, sequence: Sequence, new: int) -> float:
+        """Blocks that must be free for it to be let in."""
+        running = self.running
+        if not len(running):
+            return new
+        tables = running.tables[: len(running)]
+        if self.blocks.free >= new + tables.size:
+            return new  # whatever comes
+        own = self.blocks.own(tables, running.column("blocks"))
+        return self._lifetimes.peak(running, own, sequence, new)
 
     def _count(self, sequence: Sequence, computed: int) -> None:
         if not sequence.begun:
