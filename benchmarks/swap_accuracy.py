@@ -2,12 +2,15 @@
 
     python benchmarks/swap_accuracy.py [--model smollm2-135m-instruct] [--rates 1e-6 1e-5 1e-4] [--swaps 1 2 4 8]
 
-The real trainer makes a chain of versions (demo task, one AdamW step each, advantages of random sign; what is served are the
-parameters rounded to bfloat16, as they are published). Version 0 samples completions of 128 tokens. The same tokens are then
-forwarded as a run would that swaps n times at equal distances, always to the next version, once with the cache as the earlier
-versions left it and once with the cache computed anew under the version that is live. Both times every token's log-prob is of the
-version that is live when it is sampled: their difference is what keeping costs. The forward pass is in float32, so that nothing but
-the cache differs. For comparison: how far the same swaps move the log-probs themselves, and how far serving in bfloat16 does.
+The real trainer makes a chain of versions (demo task, one AdamW step each, advantages of random sign). They are served twice: in
+float32, and rounded to bfloat16 as they are published. Where steps are much smaller than the spacing of bfloat16 numbers, what
+arrives of a step is mostly which weights happen to cross a rounding boundary, and of weights that were quantised many lie on one.
+
+Version 0 samples completions of 128 tokens. The same tokens are then forwarded as a run would that swaps n times at equal distances,
+always to the next version, once with the cache as the earlier versions left it and once with the cache computed anew under the
+version that is live. Both times every token's log-prob is of the version that is live when it is sampled: their difference is what
+keeping costs. The forward pass is in float32, so that nothing but the cache differs. For comparison: how far the same swaps move the
+log-probs themselves, and how far serving in bfloat16 does.
 """
 
 from __future__ import annotations
@@ -64,6 +67,7 @@ ASKED = (
 
 HEAD = (
     "learning rate",
+    "weights",
     "swaps",
     "mean difference",
     "99th percentile",
@@ -105,12 +109,14 @@ class Model:
 
     def __init__(self, model_dir: Path, length: int, sequences: int, dtype: torch.dtype) -> None:
         self._width, self._sequences, self._dtype = -(-length // BLOCK), sequences, dtype
+        self.published = torch.bfloat16
         read = skeleton.read(model_dir, dtype, torch.device("cpu"))
         self._runner = FusedRunner(read, length, dtype, torch.device("cpu"), False, 0)
         self._runner.allocate(self._width * sequences)
 
     def use(self, weights: Tensors) -> None:
-        self._runner.use(self._runner.prepare({name: tensor.to(self._dtype) for name, tensor in weights.items()}))
+        served = {name: tensor.to(self.published).to(self._dtype) for name, tensor in weights.items()}
+        self._runner.use(self._runner.prepare(served))
 
     def sample(self, prompts: Pieces, tokens: int) -> tuple[np.ndarray, np.ndarray]:
         """[S, T] tokens at temperature 1, past the end of sequence too, and their log-probs."""
@@ -165,12 +171,12 @@ def rollouts(model: Model, prompts: list[Prompt], group_size: int, tokens: int) 
 
 
 def training(model_dir: Path, rate: float, groups: list[Group]) -> Iterator[Tensors]:
-    """Version 0, 1, 2, ... as published."""
+    """Version 0, 1, 2, ... in float32."""
     trainer = TorchTrainer(model_dir, TrainConfig(learning_rate=rate, device="cpu"), AlgoConfig(), 0)
     rng = random.Random(0)
     while True:
         if trainer.version >= WARM:
-            yield {name: tensor.to(torch.bfloat16) for name, tensor in trainer.parameters()}
+            yield {name: tensor.clone() for name, tensor in trainer.parameters()}
         signed = [
             Group(group.ticket, group.prompt, (), tuple(_signed(row, rng.choice((-1.0, 1.0))) for row in group.rows))
             for group in groups
@@ -186,6 +192,7 @@ def _signed(row: Row, sign: float) -> Row:
 @dataclass(frozen=True)
 class Measured:
     rate: float
+    published: torch.dtype
     swaps: int
     mean: float
     p99: float
@@ -195,7 +202,8 @@ class Measured:
 
     def cells(self) -> tuple[str, ...]:
         numbers = (f"{value:.1e}" for value in (self.mean, self.p99, self.largest, self.moved))
-        return (f"{self.rate:.0e}", str(self.swaps), *numbers, f"{self.mean / self.moved:.1%}")
+        weights = str(self.published).removeprefix("torch.")
+        return (f"{self.rate:.0e}", weights, str(self.swaps), *numbers, f"{self.mean / self.moved:.1%}")
 
 
 def measure(
@@ -211,7 +219,9 @@ def measure(
         kept = model.logprobs(prompts, drawn, versions, keep=True)
         after = slice(tokens // (count + 1), None)
         lost, moved = np.abs(kept - anew)[:, after], np.abs(anew - base)[:, after]
-        measured.append(Measured(rate, count, lost.mean(), np.quantile(lost, 0.99), lost.max(), moved.mean()))
+        measured.append(
+            Measured(rate, model.published, count, lost.mean(), np.quantile(lost, 0.99), lost.max(), moved.mean())
+        )
     return measured
 
 
@@ -234,7 +244,7 @@ def main() -> None:
         Model(model_dir, length, max(len(prompts), GROUPS * GROUP_SIZE), dtype)
         for dtype in (torch.float32, torch.bfloat16)
     )
-    first = parameters_from_dir(model_dir, torch.bfloat16)
+    first = parameters_from_dir(model_dir, torch.float32)
     exact.use(first)
     groups = rollouts(exact, trained, GROUP_SIZE, TRAINED_TOKENS)
     drawn, _ = exact.sample(prompts, tokens)
@@ -249,8 +259,10 @@ def main() -> None:
     print("|", " | ".join(HEAD), "|\n" + "|---" * len(HEAD) + "|", flush=True)
     for rate in arguments.rates:
         chain = list(itertools.islice(training(model_dir, rate, groups), max(arguments.swaps) + 1))
-        for measured in measure(exact, prompts, chain, rate, arguments.swaps, tokens):
-            print("|", " | ".join(measured.cells()), "|", flush=True)
+        for published in (torch.bfloat16, torch.float32):
+            exact.published = published
+            for measured in measure(exact, prompts, chain, rate, arguments.swaps, tokens):
+                print("|", " | ".join(measured.cells()), "|", flush=True)
     print(f"\n{time.perf_counter() - started:.0f} s")
 
 
