@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from headrace.engine.native.sampling.filters import GROUP, Filters, Ragged, candidates, concatenated, group_maxima, keep
+from headrace.engine.native.sampling.filters import GROUP, Filters, Ragged, above, concatenated, cuts, keep
 
 BLOCK = 256
 """Vocabulary entries whose weights are summed before one block is searched. An exponential race would need a random number
@@ -173,55 +173,67 @@ class _Scan:
 
 
 def _scan(logits: torch.Tensor, filters: Filters, top: int, greedy: np.ndarray) -> _Scan:
-    rows, vocabulary = logits.shape
+    device, (rows, vocabulary) = logits.device, logits.shape
     width = -(-vocabulary // _MULTIPLE) * _MULTIPLE
-    peak, largest = (torch.empty(rows, dtype=dtype, device=logits.device) for dtype in (torch.float32, torch.int64))
-    sums = torch.zeros(rows, width // BLOCK, device=logits.device)
+    peak, largest = (torch.empty(rows, dtype=dtype, device=device) for dtype in (torch.float32, torch.int64))
+    maxima = torch.empty(rows, width // GROUP, device=device)
+    sums = torch.zeros(rows, width // BLOCK, device=device)
+    weights = torch.empty(_chunk_rows(logits, width), width, device=device)
     scale = None if (filters.temperature == 1).all() else torch.from_numpy(1 / filters.temperature).to(peak)
-    summed, near = filters.needs_total(), []
-    for part, x, weights in _chunks(logits, width):
-        maxima = group_maxima(x)
-        torch.amax(maxima, -1, out=peak[part])
+    summed = filters.needs_total()
+    for part, x in _chunks(logits, width):
+        # A group's tokens lie far apart: neighbours in the vocabulary resemble each other.
+        torch.amax(x.view(len(x), GROUP, -1), 1, out=maxima[part])
+        torch.amax(maxima[part], -1, out=peak[part])
         if greedy[part].any():
             largest[part] = _argmax(x)
         if summed[part].any():
-            torch.sub(x, peak[part, None], out=weights)
+            part_weights = torch.sub(x, peak[part, None], out=weights[: len(x)])
             if scale is not None:
-                weights.mul_(scale[part, None])
-            torch.sum(weights.exp_().view(len(x), -1, BLOCK), -1, out=sums[part])
-        near.append(_near(x, maxima, sums[part], filters.at(part), top))
-    return _Scan(peak.double(), sums.cumsum(-1, dtype=torch.float64), largest, concatenated(near))
+                part_weights.mul_(scale[part, None])
+            torch.sum(part_weights.exp_().view(len(x), -1, BLOCK), -1, out=sums[part])
+    sums = sums.cumsum(-1, dtype=torch.float64)
+    return _Scan(peak.double(), sums, largest, _near(logits, maxima, sums[:, -1], filters, top))
 
 
-def _chunks(logits: torch.Tensor, width: int) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-    """(rows, their logits [r, width] in float32 with -inf behind the vocabulary, room for as many weights)."""
+def _chunk_rows(logits: torch.Tensor, width: int) -> int:
+    return max(1, min(len(logits), CHUNK.get(logits.device.type, CHUNK["cuda"]) // width))
+
+
+def _chunks(logits: torch.Tensor, width: int) -> Iterator[tuple[slice, torch.Tensor]]:
+    """(rows, their logits [r, width] in float32 with -inf behind the vocabulary): views where they are so already."""
     rows, vocabulary = logits.shape
-    size = max(1, min(rows, CHUNK.get(logits.device.type, CHUNK["cuda"]) // width))
-    room = torch.empty(2, size, width, device=logits.device)
-    room[0, :, vocabulary:] = -torch.inf
+    size = _chunk_rows(logits, width)
+    ready = logits.dtype == torch.float32 and width == vocabulary and logits.is_contiguous()
+    room = logits if ready else torch.full((size, width), -torch.inf, device=logits.device)
     for start in range(0, rows, size):
         part = slice(start, min(start + size, rows))
-        x, weights = room[:, : part.stop - start]
-        x[:, :vocabulary] = logits[part]
-        yield part, x, weights
+        if ready:
+            yield part, logits[part]
+        else:
+            x = room[: part.stop - start]
+            x[:, :vocabulary] = logits[part]
+            yield part, x
+
+
+def _near(logits: torch.Tensor, maxima: torch.Tensor, total: torch.Tensor, filters: Filters, top: int) -> Ragged:
+    rows, wanted = len(logits), np.flatnonzero(filters.on() | (top > 0))
+    counts = np.zeros(rows + 1, np.int64)
+    if not len(wanted):
+        return Ragged(counts, np.zeros(0, np.int64), np.zeros(0, np.float32))
+    if len(wanted) < rows:
+        index = torch.from_numpy(wanted).to(logits.device)
+        logits, maxima, total = logits[index], maxima[index], total[index]
+    cut = cuts(maxima, total, filters.at(wanted), top)
+    width = maxima.shape[1] * GROUP
+    found = concatenated([above(x, cut[part]) for part, x in _chunks(logits, width)])
+    counts[wanted + 1] = found.counts()
+    return Ragged(counts.cumsum(), found.ids, found.logits)
 
 
 def _argmax(x: torch.Tensor) -> torch.Tensor:
     """Along the last axis. numpy's is 40 times faster on a CPU."""
     return torch.from_numpy(x.numpy().argmax(-1)) if x.device.type == "cpu" else x.argmax(-1)
-
-
-def _near(x: torch.Tensor, maxima: torch.Tensor, sums: torch.Tensor, filters: Filters, top: int) -> Ragged:
-    rows = np.flatnonzero(filters.on() | (top > 0))
-    counts = np.zeros(len(x) + 1, np.int64)
-    if not len(rows):
-        return Ragged(counts, np.zeros(0, np.int64), np.zeros(0, np.float32))
-    if len(rows) < len(x):
-        index = torch.from_numpy(rows).to(x.device)
-        x, maxima, sums = x[index], maxima[index], sums[index]
-    found = candidates(x, maxima, sums.sum(-1, dtype=torch.float64), filters.at(rows), top)
-    counts[rows + 1] = found.counts()
-    return Ragged(counts.cumsum(), found.ids, found.logits)
 
 
 # -- draws ------------------------------------------------------------------------------------------------------------------
