@@ -20,7 +20,7 @@ from headrace.engine.native.core import NativeEngine
 from headrace.engine.native.runners.weights import parameters_from_dir
 from headrace.errors import ConfigError
 from headrace.steps import PromptScores, TokenDetails
-from headrace.types import Fork, Request, Sampling, WeightUpdate, scoring
+from headrace.types import AdapterSpec, Fork, Request, RoutingTrace, Sampling, WeightUpdate, scoring
 from headrace.weight_sync.memory import anonymous_memory
 from headrace.weight_sync.shared_memory import SharedMemoryReceiver, SharedMemorySender, lay_out
 
@@ -114,6 +114,7 @@ class Answer:
     error: str = ""
     scores: PromptScores | None = None
     details: list[TokenDetails] = field(default_factory=list)
+    routing: RoutingTrace | None = None
 
 
 def step(engine: NativeEngine, answers: dict[str, Answer]) -> None:
@@ -133,7 +134,7 @@ def step(engine: NativeEngine, answers: dict[str, Answer]) -> None:
     for finished in output.finished:
         answer = answers.setdefault(finished.request_id, Answer())
         assert not answer.stop, "a request ends once"
-        answer.stop, answer.error = finished.stop, finished.error
+        answer.stop, answer.error, answer.routing = finished.stop, finished.error, finished.routing
     engine.integrity()
 
 
@@ -541,6 +542,69 @@ def test_a_shared_prompt_survives_the_cancellation_of_one(saved):
     engine.cancel("0")
     run(engine, (), answers)
     assert sorted(answers) == ["1", "2"]
+
+
+# --- options that need a model of their own ----------------------------------------------------------------------------
+
+
+def test_exactly_the_same_bits_alone_in_a_crowd_and_after_making_room(saved):
+    row = 3 * 2 * 2 * 32 * 2 * 8 * 4 / 2**30
+    texts = prompts(21, 30, 25, 22, 40, 26)
+    requests = [drawn(str(i), prompt, seed=i, tokens=55, top_p=0.9) for i, prompt in enumerate(texts)]
+    alone = {}
+    for request in requests:
+        alone |= run(make_engine(saved(), exact=True, prefill_chunk=64), [request])
+    crowd = make_engine(saved(), exact=True, max_running=6, kv_gib=3.5 * row)
+    short = Sampling(max_tokens=90, stop_token_ids=tuple(range(260)))
+    run(crowd, [Request(f"short {i}", (i + 1,), short) for i in range(90)])  # so it lets in more than have room
+    together = run(crowd, requests)
+    assert crowd.stats().preemptions > 0
+    for request in requests:
+        assert together[request.id].tokens == alone[request.id].tokens
+        assert together[request.id].logprobs == alone[request.id].logprobs, "to the last bit"
+
+
+@torch.no_grad()
+def test_the_experts_of_every_position_are_those_that_the_model_chooses(saved):
+    engine, model = make_engine(saved("mixtral"), routing=True), reference(saved("mixtral"))
+    prompt = prompts(45)[0]
+    sampling = [Sampling(max_tokens=12, seed=i, ignore_eos=True) for i in range(3)]
+    requests = [
+        Request(str(i), prompt, one, return_routing=True) for i, one in enumerate(sampling)
+    ]  # a prompt they share
+    answers = run(engine, [*requests, greedy("without", prompt)])
+    assert answers["without"].routing is None
+    for request in requests:
+        answer = answers[request.id]
+        text = (*prompt, *answer.tokens[:-1])
+        logits = model(torch.tensor([text]), output_router_logits=True).router_logits
+        wanted = torch.stack([layer.topk(2, -1).indices for layer in logits], 1).numpy()
+        trace = answer.routing
+        told = np.frombuffer(trace.experts, np.uint8).reshape(-1, trace.layers, trace.k)
+        assert np.array_equal(told, wanted)
+
+
+def test_adapters_in_one_batch_equal_weights_that_they_are_merged_into(saved):
+    engine, generator = make_engine(saved(), max_adapters=2), torch.Generator().manual_seed(0)
+    models = {"": reference(saved())}
+    for name in ("north", "south"):
+        models[name], tensors = reference(saved()), {}
+        for key, weight in models[name].named_parameters():
+            if key.endswith(("q_proj.weight", "o_proj.weight", "up_proj.weight", "down_proj.weight")):
+                a = torch.randn(4, weight.shape[1], generator=generator) * 0.3
+                b = torch.randn(weight.shape[0], 4, generator=generator) * 0.3
+                module = f"base_model.model.{key.removesuffix('.weight')}"
+                tensors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+                weight.data += 2.0 * b @ a
+        spec = AdapterSpec(name, 4, 8.0)
+        engine.swap(engine.prepare(WeightUpdate(0, "adapter", "", 0, 0, 0.0, spec), tensors))
+    requests = [greedy(name or "base", prompts(40)[0], adapter=name) for name in models]
+    answers = run(engine, requests)
+    for request in requests:
+        assert_greedy(models[request.adapter], request, answers[request.id])
+    wrong = {"base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight": torch.zeros(4, 32)}
+    with pytest.raises(ValueError, match="layers.7"):
+        engine.prepare(WeightUpdate(1, "adapter", "", 0, 0, 0.0, AdapterSpec("north", 4, 8.0)), wrong)
 
 
 # --- ends --------------------------------------------------------------------------------------------------------------
