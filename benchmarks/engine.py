@@ -21,7 +21,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -36,7 +37,11 @@ from headrace.orchestration.local import environment
 HERE = Path(__file__).resolve().parent
 BENCH = HERE.parent / ".venv-bench"
 KV_GIB = 2
-"""For vLLM, which takes it all at start. No load needs more than 1.9."""
+"""For vLLM. Enough for every load: none has to wait for it."""
+ON_REQUEST = ("headrace-fused",)
+"""Measured only when named in full."""
+DISTURBED = 0.1
+"""Share of the cores that others took from which on a measurement is marked as it is printed."""
 
 
 def contenders(model: Path, cores: set[int], logs: Path) -> list[Contender]:
@@ -57,6 +62,15 @@ def contenders(model: Path, cores: set[int], logs: Path) -> list[Contender]:
     ]
 
 
+def choose(everybody: list[Contender], only: str) -> list[Contender]:
+    """Those named, by their full names or by how several begin."""
+    full = {one.name for one in everybody} & set(only.split(","))
+    beginnings = tuple(set(only.split(",")) - full)
+    return [
+        one for one in everybody if one.name in full or (one.name.startswith(beginnings) and one.name not in ON_REQUEST)
+    ]
+
+
 def vllm_environment(cores: set[int]) -> dict[str, str]:
     """By default vLLM keeps a core free and uses GNU's OpenMP: both cost it much on a small machine."""
     return {
@@ -70,8 +84,7 @@ def vllm_environment(cores: set[int]) -> dict[str, str]:
     }
 
 
-def measure(running: list[Contender], loads: list[str], rounds: int, text: list[int]) -> list[Measured]:
-    measured: list[Measured] = []
+def measure(running: list[Contender], loads: list[str], rounds: int, text: list[int]) -> Iterator[Measured]:
     for round_number in range(rounds):
         for load_name in loads:
             load = LOADS[load_name](Text(text, seed=2 * round_number))
@@ -79,8 +92,7 @@ def measure(running: list[Contender], loads: list[str], rounds: int, text: list[
             turn = round_number % len(running)  # nobody is always the one after the same neighbour
             for contender in running[turn:] + running[:turn]:
                 if load_name not in OURS_ALONE or contender.name == "headrace":
-                    measured += attempt(contender, before, load, round_number)
-    return measured
+                    yield from attempt(contender, before, load, round_number)
 
 
 def attempt(contender: Contender, before: Load, load: Load, round_number: int) -> list[Measured]:
@@ -93,7 +105,7 @@ def attempt(contender: Contender, before: Load, load: Load, round_number: int) -
     except Failed as failure:
         print(f"{label} FAILED: {failure}", flush=True)
         return []
-    disturbed = f"  others took {one.others:.0%} of the cores" if one.others > 0.05 else ""
+    disturbed = f"  others took {one.others:.0%} of the cores" if one.others > DISTURBED else ""
     print(f"{label} {one.rate:8.1f} tokens/s  {one.seconds:7.2f} s{disturbed}", flush=True)
     return [one]
 
@@ -144,7 +156,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct", help="a directory or a known name")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", default="", help="contenders, or how their names begin, with commas between")
+    parser.add_argument("--only", default="", help="contenders, or how the names of several begin, with commas between")
     parser.add_argument("--loads", default="", help=f"of {','.join(LOADS)}")
     parser.add_argument("--cores", default="", help="such as 0,1; all that this process may use if empty")
     parser.add_argument("--json", type=Path, help="where every single measurement is written")
@@ -158,16 +170,15 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     given = arguments()
     cores = set(map(int, given.cores.split(","))) if given.cores else os.sched_getaffinity(0)
-    signal.signal(
-        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
-    )  # stopped contenders must not be left behind
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it must not leave stopped contenders behind
     model = resolve_model(given.model)
     text = tokenised(model)
     logs = Path(tempfile.mkdtemp(prefix="headrace-bench-"))
-    prefixes = tuple(given.only.split(",")) if given.only else ("",)
-    with ExitStack() as stack:
-        chosen = [one for one in contenders(model, cores, logs) if one.name.startswith(prefixes)]
-        measured = measure(started(stack, chosen), given.loads, given.rounds, text)
+    chosen = choose(contenders(model, cores, logs), given.only)
+    measured: list[Measured] = []
+    with ExitStack() as stack, suppress(KeyboardInterrupt):  # interrupted, it tells what it has
+        for one in measure(started(stack, chosen), given.loads, given.rounds, text):
+            measured.append(one)
     about = machine(cores)
     if given.json:
         given.json.write_text(json.dumps({"machine": about, "runs": [asdict(one) for one in measured]}, indent=1))

@@ -1,14 +1,7 @@
 """The native engine: continuous batching in one process, weights swapped between two forward passes.
 
-The folder, in the order in which it reads best:
-
-    batch.py       what a forward pass is, and what a model must be able to do      (parts.py finds both for a directory)
-    blocks.py      the pool of KV blocks          prefixes.py   which tokens are cached in which
-    sequences.py   the rows of running requests   scheduler.py  who gets rows and blocks      passes.py  the next pass
-    stepping.py    one step: pass, draw, books    sampler.py    how tokens are drawn
-    core.py        the engine as its process sees it: requests, weights, control
-
-One `step` is one forward pass and one token for every running sequence, with exactly one version of the weights (C4).
+One `step` is one forward pass and one token for every running sequence, with exactly one version of the weights (C4). The
+package's own docstring says where everything else is.
 """
 
 from __future__ import annotations
