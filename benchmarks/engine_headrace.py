@@ -13,8 +13,8 @@ from headrace.engine.native.core import NativeEngine
 from headrace.engine.native.runners.weights import parameters_from_dir
 from headrace.types import Request, Sampling, WeightUpdate
 
-KV_GIB = 3.0
-"""Where a load sets no budget: enough for each of them. Pages are only taken when used."""
+KV_GIB = 2.0
+"""Where a load sets no budget. As much as vLLM is given."""
 
 
 def start(arguments: list[str]) -> Run:

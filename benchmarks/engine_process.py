@@ -42,7 +42,7 @@ class Measured:
     cpu_seconds: float
     """Processor time that the contender took, all threads: of use where others disturbed the wall clock."""
     others: float
-    """Share of the cores that processes of somebody else took meanwhile. Above 0.05, measure again on a quiet machine."""
+    """Share of the cores that processes of somebody else took meanwhile."""
 
     @property
     def rate(self) -> float:
