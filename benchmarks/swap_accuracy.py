@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import random
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 
 from headrace.algo.config import AlgoConfig
 from headrace.chat import ChatEncoder
@@ -76,7 +78,6 @@ HEAD = (
     "lost by keeping, of that",
 )
 
-Tensors = Mapping[str, torch.Tensor]
 Pieces = list[np.ndarray]
 """Tokens of every sequence."""
 
@@ -114,8 +115,8 @@ class Model:
         self._runner = FusedRunner(read, length, dtype, torch.device("cpu"), False, 0)
         self._runner.allocate(self._width * sequences)
 
-    def use(self, weights: Tensors) -> None:
-        served = {name: tensor.to(self.published).to(self._dtype) for name, tensor in weights.items()}
+    def use(self, version: Path) -> None:
+        served = {name: tensor.to(self.published).to(self._dtype) for name, tensor in load_file(version).items()}
         self._runner.use(self._runner.prepare(served))
 
     def sample(self, prompts: Pieces, tokens: int) -> tuple[np.ndarray, np.ndarray]:
@@ -130,12 +131,12 @@ class Model:
             pieces = list(drawn[-1].tokens[:, None])
         return np.stack([one.tokens for one in drawn], 1), np.stack([one.logprobs for one in drawn], 1)
 
-    def logprobs(self, prompts: Pieces, tokens: np.ndarray, versions: list[Tensors], keep: bool) -> np.ndarray:
+    def logprobs(self, prompts: Pieces, tokens: np.ndarray, versions: list[Path], keep: bool) -> np.ndarray:
         """[S, T] of the tokens [S, T], with the next version live after every 1 / len(versions) of them."""
         bounds = np.linspace(0, tokens.shape[1], len(versions) + 1).astype(int)
         cache, found = self._cache(len(prompts)), []
-        for weights, (start, stop) in zip(versions, itertools.pairwise(bounds), strict=True):
-            self.use(weights)
+        for version, (start, stop) in zip(versions, itertools.pairwise(bounds), strict=True):
+            self.use(version)
             # The token sampled last is forwarded when the next one is sampled: by the new weights, if they came in between.
             if start == 0 or not keep:
                 cache = self._cache(len(prompts))
@@ -170,19 +171,24 @@ def rollouts(model: Model, prompts: list[Prompt], group_size: int, tokens: int) 
     ]
 
 
-def training(model_dir: Path, rate: float, groups: list[Group]) -> Iterator[Tensors]:
-    """Version 0, 1, 2, ... in float32."""
+def training(model_dir: Path, rate: float, groups: list[Group], folder: Path) -> Iterator[Path]:
+    """Version 0, 1, 2, ... in float32, each a file: in memory they would take gigabytes."""
     trainer = TorchTrainer(model_dir, TrainConfig(learning_rate=rate, device="cpu"), AlgoConfig(), 0)
     rng = random.Random(0)
     while True:
         if trainer.version >= WARM:
-            yield {name: tensor.clone() for name, tensor in trainer.parameters()}
+            yield write(folder / f"{trainer.version}.safetensors", dict(trainer.parameters()))
         signed = [
             Group(group.ticket, group.prompt, (), tuple(_signed(row, rng.choice((-1.0, 1.0))) for row in group.rows))
             for group in groups
         ]
         report = trainer.step(TrainBatch(trainer.version, tuple(signed)))
         assert not report.skipped, report
+
+
+def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> Path:
+    save_file(dict(tensors), path)
+    return path
 
 
 def _signed(row: Row, sign: float) -> Row:
@@ -207,7 +213,7 @@ class Measured:
 
 
 def measure(
-    model: Model, prompts: Pieces, chain: list[Tensors], rate: float, swaps: list[int], tokens: int
+    model: Model, prompts: Pieces, chain: list[Path], rate: float, swaps: list[int], tokens: int
 ) -> list[Measured]:
     model.use(chain[0])
     drawn, _ = model.sample(prompts, tokens)
@@ -240,29 +246,27 @@ def main() -> None:
     prompts = [np.array(encoder.encode_messages([{"role": "user", "content": text}])[1]) for text in asked]
     trained = draw_prompts(load_config(arguments.config).task, encoder, GROUPS)
     length = max(*map(len, prompts), *(len(prompt.tokens) for prompt in trained)) + max(tokens, TRAINED_TOKENS)
-    exact, served = (
-        Model(model_dir, length, max(len(prompts), GROUPS * GROUP_SIZE), dtype)
-        for dtype in (torch.float32, torch.bfloat16)
-    )
-    first = parameters_from_dir(model_dir, torch.float32)
-    exact.use(first)
-    groups = rollouts(exact, trained, GROUP_SIZE, TRAINED_TOKENS)
-    drawn, _ = exact.sample(prompts, tokens)
-    floor = np.abs(served.logprobs(prompts, drawn, [first], True) - exact.logprobs(prompts, drawn, [first], True))
-    print(
-        f"{len(prompts)} completions of {tokens} tokens, prompts of {min(map(len, prompts))} to {max(map(len, prompts))}"
-    )
-    print(
-        f"serving in bfloat16 moves a log-prob by {floor.mean():.1e} in the mean, {floor.max():.1e} at most\n",
-        flush=True,
-    )
-    print("|", " | ".join(HEAD), "|\n" + "|---" * len(HEAD) + "|", flush=True)
-    for rate in arguments.rates:
-        chain = list(itertools.islice(training(model_dir, rate, groups), max(arguments.swaps) + 1))
-        for published in (torch.bfloat16, torch.float32):
-            exact.published = published
-            for measured in measure(exact, prompts, chain, rate, arguments.swaps, tokens):
-                print("|", " | ".join(measured.cells()), "|", flush=True)
+    sizes = (model_dir, length, max(len(prompts), GROUPS * GROUP_SIZE))
+    exact = Model(*sizes, torch.float32)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        first = write(folder / "first.safetensors", parameters_from_dir(model_dir, torch.float32))
+        exact.use(first)
+        groups = rollouts(exact, trained, GROUP_SIZE, TRAINED_TOKENS)
+        drawn, _ = exact.sample(prompts, tokens)
+        floor = exact.logprobs(prompts, drawn, [first], True)
+        floor = np.abs(Model(*sizes, torch.bfloat16).logprobs(prompts, drawn, [first], True) - floor)
+        print(
+            f"{len(prompts)} completions of {tokens} tokens, prompts of {min(map(len, prompts))} to {max(map(len, prompts))}"
+        )
+        print(f"serving in bfloat16 moves a log-prob by {floor.mean():.1e} in the mean, {floor.max():.1e} at most\n")
+        print("|", " | ".join(HEAD), "|\n" + "|---" * len(HEAD) + "|", flush=True)
+        for rate in arguments.rates:
+            chain = list(itertools.islice(training(model_dir, rate, groups, folder), max(arguments.swaps) + 1))
+            for published in (torch.bfloat16, torch.float32):
+                exact.published = published
+                for measured in measure(exact, prompts, chain, rate, arguments.swaps, tokens):
+                    print("|", " | ".join(measured.cells()), "|", flush=True)
     print(f"\n{time.perf_counter() - started:.0f} s")
 
 
