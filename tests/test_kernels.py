@@ -22,6 +22,7 @@ from headrace.engine.native.kernels.packing import Packer, gate_up_order, padded
 from headrace.engine.native.kernels.runner import KernelRunner, serves
 from headrace.engine.native.runners.adapters import PREFIX
 from headrace.engine.native.runners.skeleton import read
+from headrace.engine.native.sampling.drawing import draw
 from headrace.engine.native.sampling.sampler import Settings, sample, uniforms
 from headrace.types import AdapterSpec
 
@@ -261,6 +262,28 @@ def test_draws_are_those_of_the_sampler_and_greedy_ones_the_largest():
     np.testing.assert_allclose(logprobs, drawn.logprobs, atol=1e-5)
     greedy = temperature == 0
     assert tokens[greedy].tolist() == forward.logits.argmax(-1).numpy()[greedy].tolist()
+
+
+def test_what_a_row_gets_does_not_depend_on_what_its_neighbours_ask_for():
+    ours = driver("qwen2")
+    forward = ours.step([(ours.sequence(prompts(40)[0]), 40)], rows=range(40))
+    zero, rows = np.zeros(40), np.arange(40)
+    settings = Settings(zero + 1, zero.astype(np.int64), zero + 1, zero, rows.astype(np.uint64), zero.astype(np.int64))
+    nobody = draw(forward, settings, None, rows < 0, rows * 0)
+    some = draw(forward, settings, rows, rows % 3 == 0, np.where(rows % 5 == 0, 4, 0))
+    asked = (rows % 3 == 0) | (rows % 5 == 0)
+    assert (some.tokens == nobody.tokens).all() and (some.logprobs == nobody.logprobs)[~asked].all()
+    np.testing.assert_allclose(some.logprobs, nobody.logprobs, atol=1e-5)
+    truth = forward.logits.double().log_softmax(-1).numpy()
+    best = np.sort(truth, -1)[:, ::-1][:, :4]
+    np.testing.assert_allclose(some.top_logprobs[rows % 5 == 0], best[rows % 5 == 0], atol=1e-5)
+    assert (some.top_ids[~asked] == -1).all() and some.mask.offsets.tolist() == [0] * 41
+    cut = Settings(zero + 1, np.where(rows % 4 == 1, 3, 0), zero + 1, zero, settings.seed, settings.counter)
+    masked = draw(forward, cut, None, rows >= 0, rows * 0)
+    assert np.diff(masked.mask.offsets).tolist() == [3 if row % 4 == 1 else 0 for row in rows]
+    for row in rows[1::4]:
+        kept = masked.mask.token_ids[masked.mask.offsets[row] : masked.mask.offsets[row + 1]]
+        assert sorted(kept.tolist()) == sorted(np.argsort(-truth[row])[:3].tolist()) and masked.tokens[row] in kept
 
 
 def test_draws_at_the_ends_of_the_range_take_tokens_that_can_be_had():

@@ -12,7 +12,8 @@ import torch
 from headrace.engine.native.batch import Forward, Runner
 from headrace.engine.native.cache.routing import Routing
 from headrace.engine.native.sampling import details
-from headrace.engine.native.sampling.sampler import Drawn, sample, uniforms
+from headrace.engine.native.sampling.drawing import draw
+from headrace.engine.native.sampling.sampler import Drawn
 from headrace.engine.native.schedule.forks import Forks
 from headrace.engine.native.schedule.passes import Chunk, Plan, Planner
 from headrace.engine.native.schedule.scheduler import LOST, Scheduler
@@ -114,15 +115,7 @@ class Stepper:
             nothing = np.zeros(0)
             return Drawn(nothing.astype(np.int64), nothing, nothing.astype(bool))
         settings = running.settings(rows if plan.chunks else None)
-        masks, top = running.columns["mask"][rows], details.top_wanted(running, rows)
-        if forward.draw is not None and not (top or masks.any() or settings.filters().on().any()):
-            u = uniforms(settings.seed, settings.counter)
-            tokens, logprobs = forward.draw(settings.temperature, u, plan.drawn)
-            return Drawn(tokens, logprobs, np.isfinite(logprobs))
-        logits = forward.logits
-        if plan.drawn is not None:
-            logits = logits[torch.from_numpy(plan.drawn).to(logits.device)]
-        return sample(logits, settings, masks if masks.any() else None, top)
+        return draw(forward, settings, plan.drawn, running.columns["mask"][rows], running.columns["top"][rows])
 
     def _advance(self, plan: Plan) -> None:
         """What the pass put into the cache."""

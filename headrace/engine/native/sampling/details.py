@@ -12,10 +12,6 @@ from headrace.steps import PromptScores, TokenDetails
 from headrace.types import TopLogprobs
 
 
-def top_wanted(running: Running, rows: np.ndarray) -> int:
-    return int(running.columns["top"][rows].max(initial=0))
-
-
 def of_tokens(running: Running, rows: np.ndarray, drawn: Drawn) -> tuple[TokenDetails, ...]:
     """`rows`: those that `drawn` is about, in its order."""
     top, mask = running.columns["top"][rows], running.columns["mask"][rows]

@@ -1,0 +1,64 @@
+"""Who draws a row's token: the runner where it can and nothing but a token is wanted, the sampler else.
+
+Decided row by row, because the two add up in another order: what a request gets must not depend on what its neighbours ask for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import numpy as np
+import torch
+
+from headrace.engine.native.batch import Forward
+from headrace.engine.native.sampling.sampler import Drawn, Mask, Settings, sample, uniforms
+
+
+def draw(forward: Forward, settings: Settings, places: np.ndarray | None, masks: np.ndarray, tops: np.ndarray) -> Drawn:
+    """`places` [R]: where the rows are among the logits, None for all in order. `masks` [R] bool and `tops` [R]: whose kept
+    vocabulary, and how many of whose most probable tokens, are wanted."""
+    special = masks | (tops > 0) | settings.filters().on()
+    at = np.arange(len(special)) if places is None else places
+    if forward.draw is None or special.all():
+        return _sample(forward, settings, places, masks, tops)
+    plain, rest = np.flatnonzero(~special), np.flatnonzero(special)
+    u = uniforms(settings.seed[plain], settings.counter[plain])
+    tokens, logprobs = forward.draw(settings.temperature[plain], u, at[plain])
+    if not len(rest):
+        return Drawn(tokens, logprobs, np.isfinite(logprobs))
+    part = _sample(forward, _only(settings, rest), at[rest], masks[rest], tops[rest])
+    told = Drawn(
+        _spread(part.tokens, rest, len(special), 0),
+        _spread(part.logprobs, rest, len(special), 0.0),
+        _spread(part.finite, rest, len(special), False),
+        None if part.mask is None else _spread_mask(part.mask, rest, len(special)),
+        None if part.top_ids is None else _spread(part.top_ids, rest, len(special), -1),
+        None if part.top_logprobs is None else _spread(part.top_logprobs, rest, len(special), -np.inf),
+    )
+    told.tokens[plain], told.logprobs[plain], told.finite[plain] = tokens, logprobs, np.isfinite(logprobs)
+    return told
+
+
+def _sample(
+    forward: Forward, settings: Settings, places: np.ndarray | None, masks: np.ndarray, tops: np.ndarray
+) -> Drawn:
+    logits = forward.logits
+    if places is not None:
+        logits = logits[torch.from_numpy(places).to(logits.device)]
+    return sample(logits, settings, masks if masks.any() else None, int(tops.max(initial=0)))
+
+
+def _only(settings: Settings, rows: np.ndarray) -> Settings:
+    return Settings(*(getattr(settings, field.name)[rows] for field in fields(settings)))
+
+
+def _spread(values: np.ndarray, rows: np.ndarray, count: int, nothing: float) -> np.ndarray:
+    """`values` of some rows as those of `count` rows."""
+    out = np.full((count, *values.shape[1:]), nothing, dtype=values.dtype)
+    out[rows] = values
+    return out
+
+
+def _spread_mask(mask: Mask, rows: np.ndarray, count: int) -> Mask:
+    sizes = _spread(np.diff(mask.offsets), rows, count, 0)
+    return Mask(mask.token_ids, np.concatenate([[0], np.cumsum(sizes)]).astype(mask.offsets.dtype))
