@@ -17,7 +17,7 @@ STAMP := $(VENV)/.installed
 RECIPE ?= recipes/demo.toml
 ARGS ?=
 
-.PHONY: setup demo test test-slow lint bench bench-setup bench-engine clean
+.PHONY: setup demo test test-slow lint bench bench-setup bench-engine bench-trl-setup bench-trainer bench-end-to-end clean
 
 setup: $(STAMP)
 
@@ -69,6 +69,25 @@ $(PEERS)/.installed:
 bench-engine: setup
 	$(BIN)/python benchmarks/engine.py $(ARGS)
 
+# TRL, the trainer's peer, in an environment of its own too: it has other opinions about transformers. matplotlib draws the curves.
+TRL_PEER := .venv-trl
+TRL := trl==1.16.0
+TRL_PIP := $(TRL_PEER)/bin/python -m pip --quiet --disable-pip-version-check install
+
+bench-trl-setup: $(TRL_PEER)/.installed
+
+$(TRL_PEER)/.installed:
+	test -x $(TRL_PEER)/bin/python || $(PYTHON) -m venv $(TRL_PEER)
+	$(TRL_PIP) torch==2.13.0
+	$(TRL_PIP) $(TRL) "transformers>=5.17,<6" peft accelerate datasets aiohttp requests matplotlib
+	touch $@
+
+bench-trainer: setup
+	$(BIN)/python benchmarks/trainer.py $(ARGS)
+
+bench-end-to-end: setup
+	$(BIN)/python benchmarks/end_to_end.py $(ARGS)
+
 clean:
-	rm -rf $(VENV) $(PEERS) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(PEERS) $(TRL_PEER) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
