@@ -30,7 +30,8 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
 from headrace.engine.native.runners.weights import parameters_from_dir
 from headrace.models import resolve_model
-from headrace.types import AdapterSpec, Request, Sampling, WeightUpdate
+from headrace.types import Request, Sampling
+from headrace.weights import AdapterSpec, WeightUpdate
 
 CONTEXT = 1024
 RANK = 16

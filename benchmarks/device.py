@@ -33,7 +33,8 @@ from headrace.engine.native.runners.decoder import FusedRunner
 from headrace.steps import PromptScores
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.torch_trainer import TorchTrainer
-from headrace.types import Batch, Group, Prompt, Request, Row, Sampling, WeightUpdate, scoring
+from headrace.types import Batch, Group, Prompt, Request, Row, Sampling, scoring
+from headrace.weights import WeightUpdate
 
 Device = Literal["cpu", "cuda"]
 

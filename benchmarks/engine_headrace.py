@@ -11,7 +11,8 @@ from engine_serve import Done, Run, done, serve
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
 from headrace.engine.native.runners.weights import parameters_from_dir
-from headrace.types import Request, Sampling, WeightUpdate
+from headrace.types import Request, Sampling
+from headrace.weights import WeightUpdate
 
 KV_GIB = 2.0
 """Where a load sets no budget. As much as vLLM is given."""

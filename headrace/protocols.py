@@ -9,21 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from headrace.reports import Capabilities, EngineStats, LoadReport, TrainReport
 from headrace.steps import StepOutput
-from headrace.types import (
-    Batch,
-    Capabilities,
-    Completion,
-    EngineStats,
-    Episode,
-    Failure,
-    LoadReport,
-    Prompt,
-    Request,
-    Scored,
-    TrainReport,
-    WeightUpdate,
-)
+from headrace.types import Batch, Completion, Episode, Failure, Prompt, Request, Scored
+from headrace.weights import WeightUpdate
 
 if TYPE_CHECKING:
     import torch

@@ -196,6 +196,18 @@ class Episode(Struct, frozen=True):
         return self.turns[-1].completion
 
 
+class TeacherTrace(Struct, frozen=True):
+    """What another model thinks of tokens that the policy sampled: [T] over a completion, or over a row."""
+
+    name: str
+    versions: tuple[int, ...]
+    """[T] of the teacher's weights; 0 of one that never changes."""
+    logprobs: tuple[float, ...]
+    """[T] at temperature 1. NaN where it was not asked."""
+    top: TopLogprobs | None = None
+    """[T, k] its most probable tokens, where whole distributions are compared."""
+
+
 class Scored(Struct, frozen=True):
     """An episode with its reward, and the name of who gave each part of it."""
 
@@ -203,6 +215,10 @@ class Scored(Struct, frozen=True):
     reward: float
     """The weighted sum of `rewards`."""
     rewards: dict[str, float]
+    teachers: tuple[TeacherTrace, ...] = ()
+    """One for each turn, where a teacher was asked."""
+    references: tuple[tuple[float, ...], ...] = ()
+    """For each turn, [T] log-probs of the reference model, where the KL to it is part of the reward."""
 
 
 class Failure(Struct, frozen=True):
@@ -224,6 +240,12 @@ class Row(Struct, frozen=True):
     mask: tuple[bool, ...]
     """False keeps a token as context and takes it out of the loss and its denominator."""
     versions: tuple[int, ...]
+    sampling_mask: SamplingMask | None = None
+    """[T] the vocabulary that was left at each position; an empty row where nothing was cut (and for context)."""
+    routing: RoutingTrace | None = None
+    """[T', layers, k] from the prompt's first token on; what lies behind it was not recorded."""
+    teacher: TeacherTrace | None = None
+    """[T]"""
 
 
 class Group(Struct, frozen=True):
@@ -246,140 +268,12 @@ class Batch(Struct, frozen=True):
     step: int
     groups: tuple[Group, ...]
     temperature: float = 1.0
+    adapter: str = ""
+    """Which adapter it trains; empty where all weights are trained."""
 
     @property
     def rows(self) -> list[Row]:
         return [row for group in self.groups for row in group.rows]
-
-
-class AdapterSpec(Struct, frozen=True):
-    """A LoRA adapter (Hu et al., arXiv:2106.09685) without its tensors, in peft's terms."""
-
-    name: str
-    rank: int
-    alpha: float
-    rslora: bool = False
-    """Scale by alpha / sqrt(rank) (Kalajdzievski, arXiv:2312.03732) and not by alpha / rank."""
-    rank_pattern: dict[str, int] = {}
-    """Module name (or its end) -> rank, where it differs."""
-    alpha_pattern: dict[str, float] = {}
-    base: str = ""
-    """Fingerprint of the base weights it was trained on; empty when unknown. Served over others, it is refused."""
-
-
-class WeightUpdate(Struct, frozen=True):
-    """One publish: which weights, where they lie, and the fingerprint that whoever loads them must find (C3)."""
-
-    version: int
-    """Of the whole model, or of the adapter."""
-    kind: Literal["full", "adapter"]
-    fingerprint: str
-    slot: int
-    """Which of the two packed buffers holds it."""
-    nbytes: int
-    seconds: float
-    """What the publish took on the trainer's side."""
-    adapter: AdapterSpec | None = None
-    """Set where kind is `adapter`."""
-
-
-class TensorSpec(Struct, frozen=True):
-    """Where one parameter lies in the packed buffer. `dtype` is a torch name such as `bfloat16`."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    offset: int
-    nbytes: int
-
-
-class Manifest(Struct, frozen=True):
-    """All parameters in their canonical order (that of `named_parameters()`, tied ones once)."""
-
-    tensors: tuple[TensorSpec, ...]
-    slot_nbytes: int
-    """Bytes of one packed buffer; the shared memory holds two."""
-
-
-class TrainReport(Struct, frozen=True):
-    """What one `Trainer.step` did. Means are over the tokens in the loss, with the denominator of the whole step (C9)."""
-
-    step: int
-    """Optimizer steps done before this one."""
-    version: int
-    """The version the weights have now: step + 1, or step when the update was skipped."""
-    skipped: str = ""
-    """Empty, or the reason why the weights did not change: `nonfinite_gradient`, `no_tokens`."""
-    loss: float = 0.0
-    grad_norm: float = 0.0
-    """Before clipping."""
-    lr: float = 0.0
-    entropy: float = 0.0
-    """Mean over tokens, nats, of the full distribution at the sampling temperature."""
-    ratio_mean: float = 1.0
-    ratio_max: float = 1.0
-    clip_fraction: float = 0.0
-    kl: float = 0.0
-    """k3 estimate of KL(sampler || trainer)."""
-    loss_tokens: int = 0
-    forward_tokens: int = 0
-    """Tokens really forwarded: a prompt shared by a group counts once."""
-    dropped_tokens: int = 0
-    """Tokens with a non-finite sampler log-prob."""
-    microbatches: int = 0
-    seconds: float = 0.0
-
-
-class EngineStats(Struct, frozen=True):
-    running: int = 0
-    waiting: int = 0
-    kv_used: float = 0.0
-    """Share of the KV budget that requests hold, 0 to 1. What is cached beyond it is given away when room is needed."""
-    sampled_tokens: int = 0
-    """Since the process started, as all totals."""
-    prompt_tokens: int = 0
-    """Prompt tokens really forwarded (a group's prompt counts once)."""
-    steps: int = 0
-    busy_seconds: float = 0.0
-    version: int = -1
-    """-1 until weights are loaded."""
-    asked_tokens: int = 0
-    """Prompt tokens of the requests that were admitted."""
-    cached_tokens: int = 0
-    """How many of these were found in the prefix cache."""
-    recomputed_tokens: int = 0
-    """Forwarded a second time: after a preemption, or a swap with `engine.swap = "recompute"`."""
-    swaps: int = 0
-    preemptions: int = 0
-    """Requests that had to make room for others, and went on later."""
-
-    @property
-    def tokens_per_second(self) -> float:
-        """While there was work."""
-        return self.sampled_tokens / self.busy_seconds if self.busy_seconds else 0.0
-
-    @property
-    def prefix_hit_rate(self) -> float:
-        return self.cached_tokens / self.asked_tokens if self.asked_tokens else 0.0
-
-
-class LoadReport(Struct, frozen=True):
-    """How a `WeightUpdate` went live."""
-
-    version: int
-    verify_seconds: float
-    """Fingerprinting and unpacking, beside generation."""
-    swap_seconds: float
-    """The gap between two forward passes: the only time in which generation stood still."""
-
-
-class Capabilities(Struct, frozen=True):
-    """What an engine can do. What it cannot is refused at start with a sentence (`errors.ConfigError`), never ignored."""
-
-    context_length: int
-    stop_strings: bool = True
-    path: str = ""
-    """A word for people: `fused llama`, `hugging face gpt_neox`, `fake`."""
 
 
 def spans_of(versions: Sequence[int], kv_versions: Sequence[int]) -> tuple[VersionSpan, ...]:

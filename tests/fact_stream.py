@@ -24,21 +24,9 @@ from headrace.observe.facts import (
     WeightsLive,
     WorkerLost,
 )
-from headrace.types import (
-    Completion,
-    EngineStats,
-    Episode,
-    Failure,
-    Group,
-    LoadReport,
-    Prompt,
-    Row,
-    Scored,
-    TrainReport,
-    Turn,
-    VersionSpan,
-    WeightUpdate,
-)
+from headrace.reports import EngineStats, LoadReport, TrainReport
+from headrace.types import Completion, Episode, Failure, Group, Prompt, Row, Scored, Turn, VersionSpan
+from headrace.weights import WeightUpdate
 
 
 class FactStream:

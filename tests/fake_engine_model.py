@@ -19,7 +19,8 @@ from headrace.engine.native.core import Core
 from headrace.engine.native.parts import GIB, Model
 from headrace.engine.native.sampling.sampler import Settings, sample
 from headrace.steps import StepOutput
-from headrace.types import AdapterSpec, Request, Sampling, WeightUpdate
+from headrace.types import Request, Sampling
+from headrace.weights import AdapterSpec, WeightUpdate
 
 VOCABULARY = 40
 POISON = 39

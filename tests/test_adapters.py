@@ -15,7 +15,7 @@ from headrace.engine.native.runners.adapters import PREFIX, by_adapter
 from headrace.engine.native.runners.decoder import FusedRunner
 from headrace.engine.native.runners.hugging_face import HuggingFaceRunner
 from headrace.errors import ConfigError
-from headrace.types import AdapterSpec
+from headrace.weights import AdapterSpec
 
 CPU = torch.device("cpu")
 FAMILIES = ["llama-tied-biased", "gemma3_text", "qwen2", "qwen3_moe", "qwen3_moe-mixed", "mixtral", "olmoe"]

@@ -9,7 +9,8 @@ from fake_engine_model import LAYERS, POISON, Driver, K, draw, logits_of, prompt
 
 from headrace.errors import ConfigError
 from headrace.steps import Finished, Transcript, write_down
-from headrace.types import AdapterSpec, Completion, Fork, Request, Sampling, WeightUpdate, scoring
+from headrace.types import Completion, Fork, Request, Sampling, scoring
+from headrace.weights import AdapterSpec, WeightUpdate
 
 
 def forwarded(driver: Driver, since: int = 0) -> int:

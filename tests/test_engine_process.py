@@ -17,9 +17,10 @@ from headrace.engine.native.runners.weights import parameters_from_dir
 from headrace.orchestration.clients import ProcessEngine
 from headrace.orchestration.messages import EngineStart
 from headrace.protocols import Engine
-from headrace.types import AdapterSpec, Fork, Request, Sampling, WeightUpdate
+from headrace.types import Fork, Request, Sampling
 from headrace.weight_sync.memory import anonymous_memory
 from headrace.weight_sync.shared_memory import SharedMemorySender, lay_out
+from headrace.weights import AdapterSpec, WeightUpdate
 
 PROMPT = (1, 3, 10, 11, 12, 13, 4)
 

@@ -24,7 +24,7 @@ from headrace.engine.native.runners.adapters import PREFIX
 from headrace.engine.native.runners.skeleton import read
 from headrace.engine.native.sampling.drawing import draw
 from headrace.engine.native.sampling.sampler import Settings, sample, uniforms
-from headrace.types import AdapterSpec
+from headrace.weights import AdapterSpec
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 PORTABLE = "x86-64-v3"

@@ -20,9 +20,10 @@ from headrace.engine.native.core import NativeEngine
 from headrace.engine.native.runners.weights import parameters_from_dir
 from headrace.errors import ConfigError
 from headrace.steps import PromptScores, TokenDetails
-from headrace.types import AdapterSpec, Fork, Request, RoutingTrace, Sampling, WeightUpdate, scoring
+from headrace.types import Fork, Request, RoutingTrace, Sampling, scoring
 from headrace.weight_sync.memory import anonymous_memory
 from headrace.weight_sync.shared_memory import SharedMemoryReceiver, SharedMemorySender, lay_out
+from headrace.weights import AdapterSpec, WeightUpdate
 
 TOLERANCE = 1e-4
 EOS = 258

@@ -42,7 +42,7 @@ from headrace.observe.state import RunState
 from headrace.observe.summary import print_summary, summary
 from headrace.observe.terminal import Header, LiveTerminal, PlainTerminal
 from headrace.observe.text import bar, duration, number, sparkline
-from headrace.types import EngineStats
+from headrace.reports import EngineStats
 
 
 def record(run_dir: Path, facts: list[Fact], resume_at_step: int | None = None) -> RunState:

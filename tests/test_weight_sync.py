@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from headrace.errors import IdentityError
-from headrace.types import Manifest
 from headrace.weight_sync.memory import anonymous_memory
 from headrace.weight_sync.shared_memory import SharedMemoryReceiver, SharedMemorySender, fingerprint, lay_out
+from headrace.weights import Manifest
 
 Ends = tuple[SharedMemorySender, SharedMemoryReceiver, Manifest, int]
 

@@ -8,17 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from headrace.errors import IdentityError, WorkerDied
-from headrace.types import (
-    Capabilities,
-    Completion,
-    EngineStats,
-    LoadReport,
-    Request,
-    Stop,
-    VersionSpan,
-    WeightUpdate,
-    spans_of,
-)
+from headrace.reports import Capabilities, EngineStats, LoadReport
+from headrace.types import Completion, Request, Stop, VersionSpan, spans_of
+from headrace.weights import WeightUpdate
 
 
 @dataclass

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from headrace.types import EngineStats, Group, LoadReport, Struct, TrainReport, WeightUpdate
+from headrace.reports import EngineStats, LoadReport, TrainReport
+from headrace.types import Group, Struct
+from headrace.weights import WeightUpdate
 
 
 class Fact(Struct, frozen=True, tag_field="fact", tag=True):

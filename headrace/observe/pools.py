@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from headrace.types import EngineStats
+from headrace.reports import EngineStats
 
 Window = tuple[float, float]
 

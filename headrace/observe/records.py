@@ -33,7 +33,8 @@ from headrace.observe.facts import (
     WorkerLost,
 )
 from headrace.observe.files import read_lines
-from headrace.types import Completion, Group, Scored, Struct, TrainReport
+from headrace.reports import TrainReport
+from headrace.types import Completion, Group, Scored, Struct
 
 METRICS, JOURNAL, REPORT = "metrics.jsonl", "journal.jsonl", "report.html"
 

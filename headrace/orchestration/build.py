@@ -36,8 +36,9 @@ from headrace.orchestration.utilisation import Utilisation
 from headrace.protocols import EngineCore, Observer, Scorer, Task, TrainerCore, WeightReceiver, WeightSender
 from headrace.tasks.config import TaskConfig
 from headrace.trainer.config import TrainConfig
-from headrace.types import Manifest, Prompt, Row, Scored
+from headrace.types import Prompt, Row, Scored
 from headrace.weight_sync.memory import anonymous_memory
+from headrace.weights import Manifest
 
 Clock = Callable[[], float]
 Reward = Callable[..., Any]

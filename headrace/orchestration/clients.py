@@ -18,18 +18,10 @@ from headrace.orchestration.local import Worker
 from headrace.orchestration.messages import EngineStart, TrainerReady, TrainerStart
 from headrace.orchestration.wire import Frame, unpack
 from headrace.protocols import Observer
+from headrace.reports import Capabilities, EngineStats, LoadReport, TrainReport
 from headrace.steps import Finished, StepOutput, Transcript, write_down
-from headrace.types import (
-    Batch,
-    Capabilities,
-    Completion,
-    EngineStats,
-    LoadReport,
-    Request,
-    TrainReport,
-    WeightUpdate,
-    scoring,
-)
+from headrace.types import Batch, Completion, Request, scoring
+from headrace.weights import WeightUpdate
 
 
 class ProcessTrainer:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.types import Manifest, Struct
+from headrace.types import Struct
+from headrace.weights import Manifest
 
 
 class TrainerStart(Struct, frozen=True):

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from headrace.observe.facts import GroupEnded, StepTrained
-from headrace.types import Failure, Group, Prompt, Scored, TrainReport
+from headrace.reports import TrainReport
+from headrace.types import Failure, Group, Prompt, Scored
 
 Outcome = Literal["ready", "dropped", "failed"]
 

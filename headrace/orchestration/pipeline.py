@@ -35,8 +35,10 @@ from headrace.orchestration.identity import IdentityProbe
 from headrace.orchestration.outcomes import Outcome, Rolled, step_fact
 from headrace.orchestration.snapshots import Snapshots
 from headrace.protocols import Engine, Observer, Scorer, Task, Trainer
+from headrace.reports import TrainReport
 from headrace.rollout import Decode, RolloutConfig, roll_out, seed_of
-from headrace.types import Batch, Episode, Failure, Group, Prompt, Row, Scored, TrainReport, WeightUpdate
+from headrace.types import Batch, Episode, Failure, Group, Prompt, Row, Scored
+from headrace.weights import WeightUpdate
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from headrace.errors import HeadraceError
 from headrace.observe.waits import Waits
 from headrace.protocols import Engine
-from headrace.types import EngineStats
+from headrace.reports import EngineStats
 
 LAST_WORD = 5.0
 """Seconds that the engine gets to report once training is over."""

@@ -22,7 +22,9 @@ from headrace.errors import HeadraceError
 from headrace.orchestration.messages import EngineStart, TrainerReady, TrainerStart
 from headrace.orchestration.wire import Frame, WorkerEnd, name_of, unpack
 from headrace.protocols import EngineCore, TrainerCore, WeightReceiver, WeightSender
-from headrace.types import Batch, LoadReport, Request, WeightUpdate
+from headrace.reports import LoadReport
+from headrace.types import Batch, Request
+from headrace.weights import WeightUpdate
 
 STATS_EVERY = 1.0
 """Seconds between two unasked reports of an engine's statistics."""

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace.errors import WorkerDied
-from headrace.types import Batch, TrainReport, WeightUpdate
+from headrace.reports import TrainReport
+from headrace.types import Batch
+from headrace.weights import WeightUpdate
 
 
 @dataclass

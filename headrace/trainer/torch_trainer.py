@@ -20,12 +20,13 @@ from headrace.algo.config import AlgoConfig
 from headrace.algo.losses import TokenLoss, k3, loss_of, ratio_of
 from headrace.errors import ConfigError
 from headrace.packing import Pack, Plan, pack_rows, pack_sequence
+from headrace.reports import TrainReport
 from headrace.trainer import torch_checkpoint
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.torch_forward import choose_forward
 from headrace.trainer.torch_model import enable_checkpointing, export_model, load_model, resolve_device, resolve_dtype
 from headrace.trainer.torch_optimizer import apply, learning_rate, make_optimizer
-from headrace.types import Batch, TrainReport
+from headrace.types import Batch
 
 
 @dataclass

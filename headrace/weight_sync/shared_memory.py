@@ -17,7 +17,7 @@ import torch
 import xxhash
 
 from headrace.errors import IdentityError
-from headrace.types import Manifest, TensorSpec, WeightUpdate
+from headrace.weights import Manifest, TensorSpec, WeightUpdate
 
 ALIGNMENT = 64
 """Bytes: a cache line, and what vector loads like."""

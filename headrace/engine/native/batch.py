@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from headrace.types import AdapterSpec
+from headrace.weights import AdapterSpec
 
 BLOCK = 32
 """Tokens of one block of KV cache: what the cache is shared, copied and accounted in."""

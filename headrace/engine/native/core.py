@@ -29,8 +29,10 @@ from headrace.engine.native.schedule.sequences import Running, Sequence
 from headrace.engine.native.served import Served
 from headrace.engine.native.stepping import Stepper
 from headrace.errors import ConfigError
+from headrace.reports import Capabilities, EngineStats
 from headrace.steps import Finished, StepOutput
-from headrace.types import Capabilities, EngineStats, Request, Stop, WeightUpdate
+from headrace.types import Request, Stop
+from headrace.weights import WeightUpdate
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from headrace.engine.native.cache.prefixes import Root
-from headrace.types import AdapterSpec, WeightUpdate
+from headrace.weights import AdapterSpec, WeightUpdate
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from headrace.engine.native.runners.families import (
 )
 from headrace.engine.native.runners.families import serves as is_family
 from headrace.engine.native.runners.skeleton import Skeleton
-from headrace.types import AdapterSpec
+from headrace.weights import AdapterSpec
 
 WIDEST_HEAD, MOST_EXPERTS = 512, 1024
 """Sizes of stack buffers of the C++ side."""

@@ -19,7 +19,7 @@ from headrace.engine.native.batch import Batch
 from headrace.engine.native.runners.experts import Adapted, ExpertPair, Stack
 from headrace.engine.native.runners.families import LayerSpec, Spec, expert_shapes, linear_shapes
 from headrace.engine.native.runners.padding import EXACT_ROWS, in_pieces
-from headrace.types import AdapterSpec
+from headrace.weights import AdapterSpec
 
 Number = TypeVar("Number", int, float)
 

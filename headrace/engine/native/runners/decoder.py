@@ -35,7 +35,7 @@ from headrace.engine.native.runners.linear import Matrix, packs
 from headrace.engine.native.runners.padding import EXACT_ROWS, in_pieces
 from headrace.engine.native.runners.paged import PagedRunner
 from headrace.engine.native.runners.skeleton import Skeleton
-from headrace.types import AdapterSpec
+from headrace.weights import AdapterSpec
 
 
 @dataclass(frozen=True)

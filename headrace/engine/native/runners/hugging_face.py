@@ -19,7 +19,7 @@ from headrace.engine.native.runners.padding import EXACT_ROWS
 from headrace.engine.native.runners.paged import PagedRunner
 from headrace.engine.native.runners.skeleton import Skeleton, attention
 from headrace.errors import ConfigError
-from headrace.types import AdapterSpec
+from headrace.weights import AdapterSpec
 
 
 class HuggingFaceRunner(PagedRunner):

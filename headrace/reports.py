@@ -1,0 +1,118 @@
+"""What engine and trainer tell of their work."""
+
+from __future__ import annotations
+
+from headrace.types import Struct
+
+
+class LagStats(Struct, frozen=True):
+    """Sampler against trainer on the loss tokens of one lag (`algo/diagnostics.py`)."""
+
+    name: str
+    """`0`, `1`, `2`, `3+`, or `swapped`: tokens of sequences that more than one version sampled."""
+    tokens: int
+    ratio: float
+    """Mean of exp(logprob - sampled)."""
+    kl: float
+    """k3 estimate of KL(sampler || trainer)."""
+    ess: float
+    """(Σr)² / (n Σr²): share of the tokens that the weighted sample is worth, 0 to 1."""
+    chi2: float
+    """E[r²] - 1"""
+    clipped: float
+    """Share of tokens."""
+    masked: dict[str, float] = {}
+    """Share of tokens whose policy loss a rule took out, by rule."""
+    gaps: dict[str, float] = {}
+    """Quantiles of |logprob - sampled| by name: p50, p90, p99, max."""
+
+
+class TrainReport(Struct, frozen=True):
+    """What one `Trainer.step` did. Means are over the tokens in the loss, with the denominator of the whole step (C9)."""
+
+    step: int
+    """Optimizer steps done before this one."""
+    version: int
+    """The version the weights have now: step + 1, or step when the update was skipped."""
+    skipped: str = ""
+    """Empty, or the reason why the weights did not change: `nonfinite_gradient`, `no_tokens`."""
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    """Before clipping."""
+    lr: float = 0.0
+    entropy: float = 0.0
+    """Mean over tokens, nats, of the full distribution at the sampling temperature."""
+    ratio_mean: float = 1.0
+    ratio_max: float = 1.0
+    clip_fraction: float = 0.0
+    kl: float = 0.0
+    """k3 estimate of KL(sampler || trainer)."""
+    loss_tokens: int = 0
+    forward_tokens: int = 0
+    """Tokens really forwarded: a prompt shared by a group counts once."""
+    dropped_tokens: int = 0
+    """Tokens with a non-finite sampler log-prob."""
+    microbatches: int = 0
+    seconds: float = 0.0
+    lags: tuple[LagStats, ...] = ()
+    """Diagnostics by lag, those that have tokens."""
+    outside_tokens: int = 0
+    """Loss tokens that are not in their own sampling mask: they count with the whole vocabulary."""
+    missing_routes: int = 0
+    """Positions (times layers) without recorded experts: the live router chose."""
+    reference_kl: float = 0.0
+    """Mean of the KL term in the loss, before its coefficient."""
+    teacher_kl: float = 0.0
+    """Mean of logprob - teacher over the tokens that a teacher scored: the sampled-token estimate of the reverse KL."""
+
+
+class EngineStats(Struct, frozen=True):
+    running: int = 0
+    waiting: int = 0
+    kv_used: float = 0.0
+    """Share of the KV budget that requests hold, 0 to 1. What is cached beyond it is given away when room is needed."""
+    sampled_tokens: int = 0
+    """Since the process started, as all totals."""
+    prompt_tokens: int = 0
+    """Prompt tokens really forwarded (a group's prompt counts once)."""
+    steps: int = 0
+    busy_seconds: float = 0.0
+    version: int = -1
+    """-1 until weights are loaded."""
+    asked_tokens: int = 0
+    """Prompt tokens of the requests that were admitted."""
+    cached_tokens: int = 0
+    """How many of these were found in the prefix cache."""
+    recomputed_tokens: int = 0
+    """Forwarded a second time: after a preemption, or a swap with `engine.swap = "recompute"`."""
+    swaps: int = 0
+    preemptions: int = 0
+    """Requests that had to make room for others, and went on later."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """While there was work."""
+        return self.sampled_tokens / self.busy_seconds if self.busy_seconds else 0.0
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        return self.cached_tokens / self.asked_tokens if self.asked_tokens else 0.0
+
+
+class LoadReport(Struct, frozen=True):
+    """How a `WeightUpdate` went live."""
+
+    version: int
+    verify_seconds: float
+    """Fingerprinting and unpacking, beside generation."""
+    swap_seconds: float
+    """The gap between two forward passes: the only time in which generation stood still."""
+
+
+class Capabilities(Struct, frozen=True):
+    """What an engine can do. What it cannot is refused at start with a sentence (`errors.ConfigError`), never ignored."""
+
+    context_length: int
+    stop_strings: bool = True
+    path: str = ""
+    """A word for people: `fused llama`, `hugging face gpt_neox`, `fake`."""
