@@ -39,6 +39,12 @@ def _step_scalars(row: StepRow, engine: EngineUse) -> dict[str, float]:
     report = row.report
     names = ("loss", "grad_norm", "lr", "entropy", "ratio_mean", "ratio_max", "clip_fraction", "kl")
     values = {f"train/{name}": float(getattr(report, name)) for name in names}
+    extras = ("reference_kl", "teacher_kl", "outside_tokens", "missing_routes", "dropped_tokens")
+    values |= {f"train/{name}": float(value) for name in extras if (value := getattr(report, name))}
+    for one in report.lags:
+        numbers = {"kl": one.kl, "ratio": one.ratio, "ess": one.ess, "clipped": one.clipped, **one.gaps}
+        values |= {f"by_lag_{one.name}/{name}": value for name, value in numbers.items()}
+        values |= {f"by_lag_{one.name}/masked_{rule}": share for rule, share in one.masked.items()}
     values |= {"reward/drawn": row.reward_drawn, "reward/trained": row.reward_mean, "reward/std": row.reward_std}
     values |= {f"reward/{name}": mean for name, mean in row.components.items()}
     tokens = sum(row.lags.values())

@@ -11,8 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.observe import measures
+from headrace.observe.lags import over_steps
 from headrace.observe.state import RunState
-from headrace.observe.text import bar, clip, duration, percent, plural, short_time, sparkline
+from headrace.observe.text import bar, clip, duration, number, percent, plural, short_time, sparkline
 from headrace.observe.verdicts import Verdict, accounting, equation, held_out, identity, lag, reasons
 from headrace.observe.view import BAD, FAINT, GOOD, LABEL, WARN, WIDTH
 
@@ -81,16 +82,14 @@ def _learned(table: Table, state: RunState) -> None:
 
 def _stale(table: Table, state: RunState) -> None:
     _row(table, lag(state))
-    total = state.lags.total()
+    total, apart = state.lags.total(), {one.name: one for one in over_steps(state.rows)}
     for step, count in sorted(state.lags.items())[:8]:
-        text = Text(f"{step:>2} ").append(f"{bar(count / total, 40):<40} ", "cyan")
-        _more(
-            table,
-            "",
-            text.append(
-                f"{percent(count / total)} of {total:,} tokens" if step == min(state.lags) else percent(count / total)
-            ),
-        )
+        text = Text(f"{step:>2} ").append(f"{bar(count / total, 40):<40} ", "cyan").append(percent(count / total))
+        if step == min(state.lags):
+            text.append(f" of {total:,} tokens")
+        if one := apart.get(str(step)):
+            text.append(f"   KL {number(one.kl)}", FAINT)
+        _more(table, "", text)
 
 
 def _spent(table: Table, state: RunState) -> None:

@@ -11,6 +11,7 @@ from headrace.observe import measures
 from headrace.observe.records import Sample
 from headrace.observe.report.data import ReportData
 from headrace.observe.report.gantt import gantt
+from headrace.observe.report.lags import lag_table
 from headrace.observe.report.plots import all_plots
 from headrace.observe.state import RunState
 from headrace.observe.text import clip, counted, duration, number, percent, plural, short_time
@@ -30,7 +31,9 @@ def page(data: ReportData) -> str:
         [
             _header(state, name),
             _cards(state),
-            _section("curves", "Learning and staleness", f'<div class="figures">{all_plots(data)}</div>'),
+            _section(
+                "curves", "Learning and staleness", f'<div class="figures">{all_plots(data)}</div>{lag_table(data)}'
+            ),
             _section("pools", "Both pools over time", gantt(state) + _waits(state)),
             _section("accounting", "Where every prompt went", _accounting(state)),
             _section("rollouts", "Rollouts", _rollouts(data.samples)),

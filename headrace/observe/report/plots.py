@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from headrace.observe.records import StepRow
 from headrace.observe.report.data import Bin, ReportData
+from headrace.observe.report.lags import kl_by_lag
 from headrace.observe.report.svg import Chart, extent, figure
 from headrace.observe.state import Lengths
 from headrace.observe.text import number, percent, percent_tick, tick
@@ -34,7 +35,7 @@ def all_plots(data: ReportData) -> str:
             percent_tick,
             True,
         ),
-        curve(data, "KL(sampler ‖ trainer)", "c4", lambda row: row.report.kl, "k3 estimate, nats"),
+        kl_by_lag(data) or curve(data, "KL(sampler ‖ trainer)", "c4", lambda row: row.report.kl, "k3 estimate, nats"),
         curve(data, "Gradient norm", "c1", lambda row: row.report.grad_norm, "before clipping", zero=True),
         curve(data, "Learning rate", "c3", lambda row: row.report.lr, "", zero=True),
     ]

@@ -1,0 +1,51 @@
+"""Sampler against trainer by lag, over many steps: the token-weighted means of what every step told (`reports.LagStats`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from headrace.observe.records import StepRow
+from headrace.reports import LagStats
+
+
+def over_steps(rows: Iterable[StepRow]) -> list[LagStats]:
+    """One for each lag that had tokens, `swapped` last.
+
+    Means of means, weighted by tokens, are exact for shares and ratios. Of quantiles and of the effective sample size it is the
+    mean of the steps' own, of `max` the largest.
+    """
+    by_name: dict[str, list[LagStats]] = {}
+    for row in rows:
+        for one in row.report.lags:
+            by_name.setdefault(one.name, []).append(one)
+    return [_joined(name, by_name[name]) for name in sorted(by_name)]
+
+
+def _joined(name: str, steps: list[LagStats]) -> LagStats:
+    tokens = sum(one.tokens for one in steps)
+
+    def mean(field: str) -> float:
+        return sum(getattr(one, field) * one.tokens for one in steps) / tokens
+
+    return LagStats(
+        name,
+        tokens,
+        mean("ratio"),
+        mean("kl"),
+        mean("ess"),
+        mean("chi2"),
+        mean("clipped"),
+        {key: _weighted(steps, "masked", key, tokens) for key in _keys(steps, "masked")},
+        {
+            key: max(one.gaps.get(key, 0.0) for one in steps) if key == "max" else _weighted(steps, "gaps", key, tokens)
+            for key in _keys(steps, "gaps")
+        },
+    )
+
+
+def _keys(steps: list[LagStats], field: str) -> list[str]:
+    return list(dict.fromkeys(key for one in steps for key in getattr(one, field)))
+
+
+def _weighted(steps: list[LagStats], field: str, key: str, tokens: int) -> float:
+    return sum(getattr(one, field).get(key, 0.0) * one.tokens for one in steps) / tokens
