@@ -23,6 +23,7 @@ FLOORS = {
     "types": 0,
     "errors": 0,
     "virtual_time": 0,
+    "known_models": 1,
     "weights": 1,
     "reports": 1,
     "algo": 2,

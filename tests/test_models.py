@@ -15,9 +15,8 @@ import pytest
 from headrace import models
 from headrace.chat import ChatEncoder
 from headrace.errors import ConfigError
+from headrace.known_models import KNOWN_MODELS, KnownModel
 from headrace.models import (
-    KNOWN_MODELS,
-    KnownModel,
     cache_dir,
     check_model_dir,
     damage,
