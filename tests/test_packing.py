@@ -23,20 +23,20 @@ def row(prompt: tuple[int, ...], tokens: tuple[int, ...], mask: str = "", logpro
 
 
 def test_the_pack_of_the_module_docstring():
-    (pack,) = pack_rows([row((1, 2, 3), (4, 5, 6)), row((1, 2, 3), (7, 8))], token_mean, 0, 100).packs
+    (pack,) = pack_rows([row((1, 2, 3), (4, 5, 6)), row((1, 2, 3), (7, 8))], token_mean, 0, 100, 0).packs
     assert pack.tokens.tolist() == [1, 2, 3, 4, 5, 7]
     assert pack.positions.tolist() == [0, 1, 2, 3, 4, 3]
     assert pack.segments == (Segment(0, 3, ROOT), Segment(3, 2, 0), Segment(5, 1, 0))
     assert pack.predictor.tolist() == [2, 3, 4, 2, 5]
     assert pack.target.tolist() == [4, 5, 6, 7, 8]
-    assert pack.old_logprob.tolist() == [-2, -2.5, -3, -3.5, -4]
+    assert pack.sampled.tolist() == [-2, -2.5, -3, -3.5, -4]
     assert pack.advantage.tolist() == [3, 3, 3, 2, 2]
     torch.testing.assert_close(pack.weight, torch.full((5,), 0.2))
 
 
 def test_masked_and_non_finite_tokens_are_context_without_weight():
     nan, inf = math.nan, math.inf
-    plan = pack_rows([row((1,), (2, 3, 4, 5, 6), "10110", (-1, -1, nan, -1, -inf))], token_mean, 0, 100)
+    plan = pack_rows([row((1,), (2, 3, 4, 5, 6), "10110", (-1, -1, nan, -1, -inf))], token_mean, 0, 100, 0)
     (pack,) = plan.packs
     assert pack.tokens.tolist() == [1, 2, 3, 4]  # 5 is predicted from 4; 5 and 6 predict nothing that counts
     assert pack.target.tolist() == [2, 5] and pack.predictor.tolist() == [0, 3]
@@ -45,27 +45,27 @@ def test_masked_and_non_finite_tokens_are_context_without_weight():
 
 
 def test_a_row_without_loss_tokens_is_in_no_pack_and_no_denominator():
-    plan = pack_rows([row((1,), (2, 3)), row((1,), (4, 5), "00"), row((1,), ())], seq_mean_token_mean, 0, 100)
+    plan = pack_rows([row((1,), (2, 3)), row((1,), (4, 5), "00"), row((1,), ())], seq_mean_token_mean, 0, 100, 0)
     assert [pack.tokens.tolist() for pack in plan.packs] == [[1, 2]]
     torch.testing.assert_close(plan.packs[0].weight, torch.full((2,), 0.5))
-    assert pack_rows([row((1,), (4, 5), "00")], token_mean, 0, 100).packs == ()
+    assert pack_rows([row((1,), (4, 5), "00")], token_mean, 0, 100, 0).packs == ()
 
 
 def test_a_tree_above_the_budget_repeats_its_prompt():
     rows = [row((1, 2), (3, 4, i)) for i in range(10, 14)]  # prompt 2, two forwarded tokens a row
-    plan = pack_rows(rows, token_mean, 0, 6)
+    plan = pack_rows(rows, token_mean, 0, 6, 0)
     assert [len(pack.tokens) for pack in plan.packs] == [6, 6]
-    assert [len(pack.tokens) for pack in pack_rows(rows, token_mean, 0, 10).packs] == [10]
+    assert [len(pack.tokens) for pack in pack_rows(rows, token_mean, 0, 10, 0).packs] == [10]
 
 
 def test_a_row_above_the_budget_is_not_lost():
-    plan = pack_rows([row((1, 2, 3), (4, 5, 6)), row((9,), (8,))], token_mean, 0, 2)
+    plan = pack_rows([row((1, 2, 3), (4, 5, 6)), row((9,), (8,))], token_mean, 0, 2, 0)
     assert sorted(len(pack.tokens) for pack in plan.packs) == [1, 5]
 
 
 def test_rows_apart_when_prompts_are_not_shared():
     rows = [row((1, 2, 3), (4, 5, 6)), row((1, 2, 3), (7, 8))]
-    (pack,) = pack_rows(rows, token_mean, 0, 100, share_prompts=False).packs
+    (pack,) = pack_rows(rows, token_mean, 0, 100, 0, share=False).packs
     assert pack.segments == (Segment(0, 5), Segment(5, 4))
     assert pack.tokens.tolist() == [1, 2, 3, 4, 5, 1, 2, 3, 7] and pack.target.tolist() == [4, 5, 6, 7, 8]
 
@@ -104,7 +104,7 @@ def contexts(pack: Pack) -> Iterator[tuple[tuple[int, ...], int]]:
 @settings(max_examples=200, deadline=None)
 @given(rows_strategy(), st.integers(1, 40), st.booleans())
 def test_every_loss_token_once_with_its_own_context_and_weight(rows, budget, share):
-    plan = pack_rows(rows, token_mean, 0, budget, share)
+    plan = pack_rows(rows, token_mean, 0, budget, 0, share)
     expected = Counter(
         ((*r.prompt, *r.tokens[:i]), r.tokens[i])
         for r in rows
@@ -123,5 +123,5 @@ def test_every_loss_token_once_with_its_own_context_and_weight(rows, budget, sha
 
 @given(rows_strategy(), st.integers(1, 40))
 def test_packing_is_deterministic(rows, budget):
-    first, second = (pack_rows(rows, token_mean, 0, budget) for _ in range(2))
+    first, second = (pack_rows(rows, token_mean, 0, budget, 0) for _ in range(2))
     assert [p.tokens.tolist() for p in first.packs] == [p.tokens.tolist() for p in second.packs]

@@ -251,7 +251,7 @@ def test_blocked_head_equals_full_logits(temperature, biased):
 
     low = [x.detach().float().requires_grad_() for x in inputs]
     head = (low[0], low[1], low[2] if biased else None)
-    logprobs, entropy = token_logprobs(*head, predictor, target, temperature, torch.float32)
+    logprobs, entropy, _ = token_logprobs(*head, predictor, target, temperature, torch.float32)
     torch.testing.assert_close(logprobs, logp[predictor, target].float(), atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(entropy, -(logp.exp() * logp).sum(-1)[predictor].float(), atol=2e-5, rtol=1e-5)
     assert not entropy.requires_grad

@@ -7,7 +7,7 @@ logits on a few tokens, or a slower one is taken.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,19 @@ from headrace.trainer.torch_head import token_logprobs
 
 TOLERANCE = 1e-3
 """Largest difference from the model's own numbers, relative to their root mean square. Rounding gives 1e-6, a wrong mask 1."""
+
+
+class Scores(NamedTuple):
+    """Of the M loss tokens of a pack; all float32."""
+
+    logprob: Tensor
+    """[M] with gradient, of the distribution that was sampled from: temperature and sampling mask applied."""
+    entropy: Tensor
+    """[M] in nats, of the whole vocabulary; without gradient"""
+    top: Tensor | None = None
+    """[M, k] with gradient: log-probs of `Pack.top_ids`, of the whole vocabulary."""
+    outside: int = 0
+    """Loss tokens that lie outside their sampling mask; their log-prob is that of the whole vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +48,8 @@ class Forward:
         """For people."""
         return f"{'packed trees' if self.packed else 'row by row'}, {'chunked' if self.chunked_head else 'own'} head"
 
-    def logprobs(self, pack: Pack, temperature: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(log-probs [M] with gradient, entropies [M] without) of the pack's targets, float32."""
+    def logprobs(self, pack: Pack, temperature: float, dtype: torch.dtype) -> Scores:
+        """Of the pack's targets."""
         if not self.chunked_head:
             return self._own_logprobs(pack, temperature)
         if self.packed:
@@ -45,9 +58,10 @@ class Forward:
             hidden = torch.cat([own_hidden(self.model, pack.tokens[s.start : s.end]) for s in pack.segments])
         head = self.model.get_output_embeddings()
         bias = getattr(head, "bias", None)
-        return token_logprobs(hidden, head.weight, bias, pack.predictor, pack.target, temperature, dtype)
+        found = token_logprobs(hidden, head.weight, bias, pack.predictor, pack.target, temperature, dtype, pack.kept)
+        return Scores(found.logprob, found.entropy, None, found.outside)
 
-    def _own_logprobs(self, pack: Pack, temperature: float) -> tuple[Tensor, Tensor]:
+    def _own_logprobs(self, pack: Pack, temperature: float) -> Scores:
         logprobs, entropies = [], []
         for segment in pack.segments:  # every row is one segment, and loss tokens lie in the order of their rows
             mine = (pack.predictor >= segment.start) & (pack.predictor < segment.end)
@@ -56,7 +70,7 @@ class Forward:
             logprobs.append(log_p.gather(1, pack.target[mine][:, None])[:, 0])
             finite = log_p.detach().clamp(min=-1e30)  # 0 · -inf is NaN
             entropies.append(-(finite.exp() * finite).sum(-1))
-        return torch.cat(logprobs), torch.cat(entropies)
+        return Scores(torch.cat(logprobs), torch.cat(entropies))
 
 
 def packed_hidden(model: Any, tokens: Tensor, positions: Tensor, tree: Tree) -> Tensor:

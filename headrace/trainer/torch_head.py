@@ -7,14 +7,25 @@ matrix; a block of the vocabulary writes its own rows of it once.)
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from headrace.packing import Kept
+
 BLOCK_ELEMENTS = 1 << 22
 """Logits held at once: 16 MiB in float32, so that they stay in a CPU's cache."""
+
+
+class Head(NamedTuple):
+    logprob: Tensor
+    """[M] float32, with gradient"""
+    entropy: Tensor
+    """[M] float32, in nats, of the whole vocabulary; without gradient"""
+    outside: int
+    """Targets that lie outside their kept set: their log-prob is that of the whole vocabulary."""
 
 
 def token_logprobs(
@@ -25,8 +36,10 @@ def token_logprobs(
     target: Tensor,
     temperature: float,
     dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """(log p(target) [M] with gradient, entropy in nats [M] without), both float32, at `temperature`.
+    kept: Kept | None = None,
+    softcap: float = 0.0,
+) -> Head:
+    """log p(target) at `temperature`, and entropies.
 
     hidden [N, H], weight [V, H], bias [V], predictor [M] places in hidden, target [M]. The products are computed in `dtype`,
     softmax and sums in float32. A place that predicts several targets (the end of a shared prompt) is computed once.
@@ -34,7 +47,10 @@ def token_logprobs(
     places, which = torch.unique(predictor, return_inverse=True)
     if bias is None:
         bias = weight.new_zeros(0)
-    return _TokenLogprobs.apply(hidden.index_select(0, places), weight, bias, which, target, temperature, dtype)
+    logprob, entropy = _TokenLogprobs.apply(
+        hidden.index_select(0, places), weight, bias, which, target, temperature, dtype
+    )
+    return Head(logprob, entropy, 0)
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor, block: slice, temperature: float) -> Tensor:

@@ -15,64 +15,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from headrace.algo.aggregate import AggregationFunction
+from headrace.packing.pack import ROOT, Pack, Plan, Segment
 from headrace.types import Row
-
-ROOT = -1
-"""The `parent` of a segment that starts a sequence."""
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Consecutive tokens of a pack that see each other causally, and all of their parent segment."""
-
-    start: int
-    length: int
-    parent: int = ROOT
-
-    @property
-    def end(self) -> int:
-        return self.start + self.length
-
-
-@dataclass(frozen=True)
-class Pack:
-    """One microbatch: N forwarded tokens, M tokens in the loss."""
-
-    tokens: Tensor
-    """[N] int64"""
-    positions: Tensor
-    """[N] int64: place in the token's own sequence."""
-    segments: tuple[Segment, ...]
-    """A tree's segments follow each other: the prompt, then its completions."""
-    predictor: Tensor
-    """[M] int64: where in the pack the logits lie that predict the loss token."""
-    target: Tensor
-    """[M] int64: the loss token."""
-    old_logprob: Tensor
-    """[M] float32: the sampler's."""
-    advantage: Tensor
-    """[M] float32"""
-    weight: Tensor
-    """[M] float32: the loss of the step is the sum over all packs of weight · token loss."""
-
-    def to(self, device: torch.device) -> Pack:
-        moved = {f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name != "segments"}
-        return replace(self, **moved)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """An optimizer step, split into microbatches."""
-
-    packs: tuple[Pack, ...]
-    dropped_tokens: int
-    """Tokens that would be in the loss but have a non-finite sampler log-prob."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +50,7 @@ class _Tree:
 
 
 def pack_rows(
-    rows: Sequence[Row], aggregation: AggregationFunction, constant: int, budget: int, share_prompts: bool = True
+    rows: Sequence[Row], aggregation: AggregationFunction, constant: int, budget: int, step: int, share: bool = True
 ) -> Plan:
     """Split the rows of one optimizer step into packs of at most `budget` forwarded tokens.
 
@@ -113,15 +62,15 @@ def pack_rows(
     losses = [loss_places(row) for row in rows]
     weights = aggregation([len(places) for places in losses], constant)
     leaves = [_Leaf(row, loss, weight) for row, loss, weight in zip(rows, losses, weights, strict=True) if loss]
-    pieces = [piece for tree in _trees(leaves, share_prompts) for piece in _pieces(tree, budget)]
+    pieces = [piece for tree in _trees(leaves, share) for piece in _pieces(tree, budget)]
     dropped = sum(sum(row.mask) for row in rows) - sum(map(len, losses))
-    return Plan(tuple(_pack(trees) for trees in _microbatches(pieces, budget)), dropped)
+    return Plan(tuple(_pack(trees, step) for trees in _microbatches(pieces, budget)), dropped)
 
 
 def pack_sequence(tokens: Sequence[int]) -> Pack:
     """One sequence whose every token but the first is scored: M = N = T - 1."""
     row = Row(tuple(tokens[:1]), tuple(tokens[1:]), *_constant_columns(len(tokens) - 1))
-    return pack_rows([row], lambda counts, _: [1.0] * len(counts), 0, len(tokens)).packs[0]
+    return pack_rows([row], lambda counts, _: [1.0] * len(counts), 0, len(tokens), 0).packs[0]
 
 
 def loss_places(row: Row) -> tuple[int, ...]:
@@ -172,13 +121,16 @@ def _microbatches(pieces: Sequence[_Tree], budget: int) -> list[list[_Tree]]:
 class _Columns:
     """The columns of a pack while it is being filled."""
 
-    def __init__(self) -> None:
+    def __init__(self, step: int) -> None:
+        self.step = step
         self.tokens: list[int] = []
         self.positions: list[int] = []
         self.segments: list[Segment] = []
         self.predictor: list[int] = []
         self.target: list[int] = []
-        self.floats: list[tuple[float, float, float]] = []
+        self.floats: list[tuple[float, ...]] = []
+        self.sequence: list[int] = []
+        self.swapped: list[bool] = []
 
     def segment(self, tokens: Sequence[int], first_position: int, parent: int) -> Segment:
         segment = Segment(len(self.tokens), len(tokens), parent)
@@ -190,10 +142,15 @@ class _Columns:
 
     def loss(self, leaf: _Leaf, start: int, before: int) -> None:
         """Loss tokens of a completion whose tokens lie from `start` on; the first is predicted at `before`."""
+        row, number = leaf.row, self.sequence[-1] + 1 if self.sequence else 0
+        swapped = len({version for version, mask in zip(row.versions, row.mask, strict=True) if mask}) > 1
         for place in leaf.loss:
+            self.sequence.append(number)
+            self.swapped.append(swapped)
             self.predictor.append(start + place - 1 if place else before)
-            self.target.append(leaf.row.tokens[place])
-            self.floats.append((leaf.row.logprobs[place], leaf.row.advantages[place], leaf.weight))
+            self.target.append(row.tokens[place])
+            lag = self.step - row.versions[place]
+            self.floats.append((row.logprobs[place], row.advantages[place], leaf.weight, lag))
 
     def tree(self, tree: _Tree) -> None:
         if len(tree.leaves) == 1:  # one sequence: one segment, plain causal attention
@@ -208,16 +165,21 @@ class _Columns:
             self.loss(leaf, own.start, prompt.end - 1)
 
 
-def _pack(trees: Sequence[_Tree]) -> Pack:
-    columns = _Columns()
+def _pack(trees: Sequence[_Tree], step: int) -> Pack:
+    columns = _Columns(step)
     for tree in trees:
         columns.tree(tree)
-    floats = torch.tensor(columns.floats, dtype=torch.float32)
+    sampled, advantage, weight, lag = torch.tensor(columns.floats, dtype=torch.float32).unbind(1)
     return Pack(
-        torch.tensor(columns.tokens),
-        torch.tensor(columns.positions),
-        tuple(columns.segments),
-        torch.tensor(columns.predictor),
-        torch.tensor(columns.target),
-        *floats.unbind(1),
+        tokens=torch.tensor(columns.tokens),
+        positions=torch.tensor(columns.positions),
+        segments=tuple(columns.segments),
+        predictor=torch.tensor(columns.predictor),
+        target=torch.tensor(columns.target),
+        sampled=sampled,
+        advantage=advantage,
+        weight=weight,
+        sequence=torch.tensor(columns.sequence),
+        lag=lag,
+        swapped=torch.tensor(columns.swapped),
     )

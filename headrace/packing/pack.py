@@ -1,0 +1,91 @@
+"""What a microbatch is: the columns that the trainer reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROOT = -1
+"""The `parent` of a segment that starts a sequence."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive tokens of a pack that see each other causally, and all of their ancestors: parent, its parent, ..."""
+
+    start: int
+    length: int
+    parent: int = ROOT
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The vocabulary that was left to be sampled from at each of M places, compressed by rows."""
+
+    ids: Tensor
+    """[nnz] int64, ascending in each row"""
+    offsets: Tensor
+    """[M + 1] int64: place m holds ids[offsets[m]:offsets[m + 1]]; an empty row is one from which nothing was cut."""
+
+    def to(self, device: torch.device) -> Kept:
+        return Kept(self.ids.to(device), self.offsets.to(device))
+
+
+@dataclass(frozen=True)
+class Pack:
+    """One microbatch: N forwarded tokens, M tokens in the loss. Loss tokens of a row follow each other; rows are whole."""
+
+    tokens: Tensor
+    """[N] int64"""
+    positions: Tensor
+    """[N] int64: place in the token's own sequence."""
+    segments: tuple[Segment, ...]
+    """Trees in preorder: a segment, then all that descends from it."""
+    predictor: Tensor
+    """[M] int64: where in the pack the logits lie that predict the loss token."""
+    target: Tensor
+    """[M] int64: the loss token."""
+    sampled: Tensor
+    """[M] float32: the sampler's log-prob."""
+    advantage: Tensor
+    """[M] float32"""
+    weight: Tensor
+    """[M] float32: the loss of the step is the sum over all packs of weight · token loss."""
+    sequence: Tensor
+    """[M] int64: which row of the pack, ascending from 0."""
+    lag: Tensor
+    """[M] float32: optimizer steps between the weights that sampled the token and those being trained."""
+    swapped: Tensor
+    """[M] bool: the sampled tokens of the row come from more than one version."""
+    kept: Kept | None = None
+    """[M] what the sampler cut the vocabulary to; None where it cut nothing at all."""
+    routing: Tensor | None = None
+    """[N, layers, k] int16: experts that the sampler chose; -1 where that was not recorded."""
+    teacher: Tensor | None = None
+    """[M] float32: the teacher's log-prob of the loss token; NaN where there is none."""
+    top_ids: Tensor | None = None
+    """[M, k] int64: the teacher's most probable tokens."""
+    top_logprobs: Tensor | None = None
+    """[M, k] float32: their log-probs; -inf pads (the id is then 0)."""
+
+    def to(self, device: torch.device) -> Pack:
+        columns: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "segments"}
+        return replace(self, **{name: x.to(device) for name, x in columns.items() if x is not None})
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An optimizer step, split into microbatches."""
+
+    packs: tuple[Pack, ...]
+    dropped_tokens: int
+    """Tokens that would be in the loss but have a non-finite sampler log-prob."""
+    routing_conflicts: int = 0
+    """Prompt tokens that a row shares with another one whose recorded experts differ: those of the first row are used."""
