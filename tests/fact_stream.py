@@ -24,7 +24,7 @@ from headrace.observe.facts import (
     WeightsLive,
     WorkerLost,
 )
-from headrace.reports import EngineStats, LoadReport, TrainReport
+from headrace.reports import EngineStats, LagStats, LoadReport, TrainReport
 from headrace.types import Completion, Episode, Failure, Group, Prompt, Row, Scored, Turn, VersionSpan
 from headrace.weights import WeightUpdate
 
@@ -213,8 +213,14 @@ class FactStream:
             forward_tokens=int(tokens * 1.4),
             microbatches=2,
             seconds=seconds,
+            lags=tuple(self.by_lag(lag, count) for lag, count in sorted(lags.items())),
         )
         return StepTrained(self.t, report, batch, dict(lags), mean, std, mean, wait)
+
+    def by_lag(self, lag: int, count: int) -> LagStats:
+        kl = 0.001 * (lag + 1) * self.rng.uniform(0.8, 1.2)
+        gaps = {"p50": 0.01, "p90": 0.05, "p99": 0.2, "max": self.rng.uniform(0.5, 1.5)}
+        return LagStats(str(lag), count, 1.0, kl, 0.99 - 0.01 * lag, 2 * kl, 0.01, {"veto": 0.001 * lag}, gaps)
 
     def accounting(self) -> Accounting:
         return Accounting(

@@ -12,6 +12,7 @@ from fact_stream import FactStream
 
 from headrace.errors import ConfigError, HeadraceError
 from headrace.observe.facts import CheckpointSaved, Fact, StepTrained, Warned
+from headrace.observe.lags import over_steps
 from headrace.observe.recorder import Recorder
 from headrace.observe.records import summarise
 from headrace.observe.report import write_report
@@ -189,3 +190,17 @@ def test_a_report_that_cannot_be_written_names_its_path(tmp_path: Path) -> None:
     with pytest.raises(HeadraceError, match=r"could not write .*report\.html"):
         write_report(tmp_path)
     assert not (tmp_path / "report.html.part").exists()
+
+
+def test_sampler_against_trainer_by_lag_is_weighted_by_tokens(tmp_path):
+    facts = list(FactStream(steps=12).facts())
+    html = report(tmp_path, facts)
+    steps = [fact.report.lags for fact in facts if isinstance(fact, StepTrained)]
+    zeros = [one for lags in steps for one in lags if one.name == "0"]
+    tokens = sum(one.tokens for one in zeros)
+    (joined, *_) = over_steps(load(tmp_path).state.rows)
+    assert (joined.name, joined.tokens) == ("0", tokens)
+    assert joined.kl == pytest.approx(sum(one.kl * one.tokens for one in zeros) / tokens)
+    assert joined.gaps["max"] == max(one.gaps["max"] for one in zeros)
+    table = html[html.index('<table class="lags">') :]
+    assert f"<td>0</td><td>{tokens:,}</td>" in table and "masked: veto" in table

@@ -27,7 +27,7 @@ def lag_table(data: ReportData) -> str:
         '<p class="note">Ratio = exp(trainer − sampler), of every token in the loss. "swapped": tokens of completions that more than '
         "one version sampled; the other rows leave them out.</p>"
     )
-    return f'<table class="lags"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{note}'
+    return f'<div class="scroll"><table class="lags"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{note}'
 
 
 def _cells(one: LagStats, rules: list[str]) -> list[str]:
@@ -37,7 +37,7 @@ def _cells(one: LagStats, rules: list[str]) -> list[str]:
         escape(one.name),
         f"{one.tokens:,}",
         number(one.ratio, 4),
-        number(one.kl),
+        number(one.kl, 4),
         percent(one.ess),
         number(one.chi2),
         percent(one.clipped),
