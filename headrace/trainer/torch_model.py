@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -62,13 +63,14 @@ def _switch_dropout_off(model: torch.nn.Module) -> None:
             module.attention_dropout = 0.0
 
 
-def enable_checkpointing(model: Any) -> None:
+def enable_checkpointing(model: Any, contexts: Callable[[], Any] | None = None) -> None:
+    """`contexts`: `context_fn` of torch.utils.checkpoint, around a layer's forward pass and around its repetition."""
     if not model.supports_gradient_checkpointing:
         kind = type(model).__name__
         raise ConfigError(f"{kind} cannot be checkpointed; set train.gradient_checkpointing = false")
     # transformers 5.23 gave it a new name and warns of the old one
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable({"use_reentrant": False})
+    enable({"use_reentrant": False, **({"context_fn": contexts} if contexts else {})})
     model.train()  # transformers checkpoints in training mode only
 
 
