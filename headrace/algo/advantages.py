@@ -7,12 +7,30 @@ pipeline names it `no_contrast`. (verl and SkyRL give such a group its raw rewar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
+from typing import NamedTuple
 
-AdvantageFunction = Callable[[Sequence[float]], list[float]]
+from headrace.algo.load import load_function
+from headrace.errors import ConfigError
 
 EPSILON = 1e-6
+
+
+class GroupRewards(NamedTuple):
+    """What an advantage is computed from."""
+
+    rewards: tuple[float, ...]
+    """[G]"""
+    lengths: tuple[int, ...] = ()
+    """[G] sampled tokens."""
+    named: Mapping[str, tuple[float, ...]] = {}
+    """Each reward by the name of its function, [G], unweighted."""
+    weights: Mapping[str, float] = {}
+    """Of the named rewards; 1 where missing."""
+
+
+AdvantageFunction = Callable[[GroupRewards], list[float]]
 
 
 def has_contrast(rewards: Sequence[float]) -> bool:
@@ -20,8 +38,8 @@ def has_contrast(rewards: Sequence[float]) -> bool:
     return len(rewards) > 1 and max(rewards) > min(rewards)
 
 
-def group_norm(rewards: Sequence[float]) -> list[float]:
-    """GRPO (DeepSeekMath, arXiv 2402.03300): (R - mean) / (std + 1e-6).
+def z_scores(rewards: Sequence[float]) -> list[float]:
+    """(R - mean) / (std + 1e-6); zeros without contrast.
 
     Choice: std with ddof=1, as TRL and verl have it (TRL's asynchronous trainer: ddof=0 and 1e-8).
     """
@@ -32,34 +50,124 @@ def group_norm(rewards: Sequence[float]) -> list[float]:
     return [(reward - mean) / (std + EPSILON) for reward in rewards]
 
 
-def centred(rewards: Sequence[float]) -> list[float]:
+def group_norm(group: GroupRewards) -> list[float]:
+    """GRPO (DeepSeekMath, arXiv 2402.03300): `z_scores` of the rewards."""
+    return z_scores(group.rewards)
+
+
+def centred(group: GroupRewards) -> list[float]:
     """Dr.GRPO (arXiv 2503.20783): R - mean; dividing by the std would weigh too easy and too hard prompts up."""
-    if not has_contrast(rewards):
-        return [0.0] * len(rewards)
-    mean = fmean(rewards)
-    return [reward - mean for reward in rewards]
+    return _minus(group.rewards, fmean(group.rewards)) if has_contrast(group.rewards) else [0.0] * len(group.rewards)
 
 
-def leave_one_out(rewards: Sequence[float]) -> list[float]:
+def _minus(rewards: Sequence[float], baseline: float) -> list[float]:
+    return [reward - baseline for reward in rewards]
+
+
+def leave_one_out(group: GroupRewards) -> list[float]:
     """RLOO (arXiv 2402.14740): R - mean of the others, an unbiased baseline."""
+    rewards = group.rewards
     if not has_contrast(rewards):
         return [0.0] * len(rewards)
     total, others = sum(rewards), len(rewards) - 1
     return [reward - (total - reward) / others for reward in rewards]
 
 
-def raw(rewards: Sequence[float]) -> list[float]:
+def maxrl(group: GroupRewards) -> list[float]:
+    """MaxRL (arXiv 2602.02710): (R - mean) / mean, zeros where the mean is not positive: rare successes weigh most."""
+    rewards = group.rewards
+    if not has_contrast(rewards) or (mean := fmean(rewards)) <= 0:
+        return [0.0] * len(rewards)
+    return [(reward - mean) / mean for reward in rewards]
+
+
+def opo(group: GroupRewards) -> list[float]:
+    """OPO (arXiv 2505.23585): R - Σ(length·R)/Σlength, the baseline of least variance where long completions vary more."""
+    rewards, total = group.rewards, sum(group.lengths)
+    if not has_contrast(rewards) or not total:
+        return [0.0] * len(rewards)
+    return _minus(rewards, sum(n * r for n, r in zip(group.lengths, rewards, strict=True)) / total)
+
+
+def gdpo(group: GroupRewards) -> list[float]:
+    """GDPO (arXiv 2601.05242): each reward z-scored in its group, then their weighted sum; whitened over the batch later.
+
+    Summed first, a reward of small spread would not be seen beside one of large spread.
+    """
+    named = group.named or {"": group.rewards}
+    columns = [[group.weights.get(name, 1.0) * z for z in z_scores(rewards)] for name, rewards in named.items()]
+    return [sum(values) for values in zip(*columns, strict=True)]
+
+
+def pass_at_k(group: GroupRewards) -> list[float]:
+    """Best of k (arXiv 2503.19595): max of all - max of the others, so that only the best gets r_max - r_second."""
+    rewards = group.rewards
+    if not has_contrast(rewards):
+        return [0.0] * len(rewards)
+    second, best = sorted(rewards)[-2:]
+    first = rewards.index(best)
+    return [best - second if i == first else 0.0 for i in range(len(rewards))]
+
+
+def raw(group: GroupRewards) -> list[float]:
     """REINFORCE (Williams 1992): the reward itself, without a baseline.
 
     Choice: no group mean, which would make it RLOO up to a factor; so groups of one can be trained, and the reward has to
     be centred by whoever writes it.
     """
-    return list(rewards)
+    return list(group.rewards)
 
 
+def zero(group: GroupRewards) -> list[float]:
+    """Nothing from rewards: the teacher alone teaches."""
+    return [0.0] * len(group.rewards)
+
+
+# return_to_go (REINFORCE++, arXiv 2501.03262) starts from the reward itself; `groups.Algorithm` spreads it over the tokens.
+# group_baseline (REINFORCE++ with baseline, the same paper) is `centred`, whitened over the batch.
 ADVANTAGES: dict[str, AdvantageFunction] = {
     "group_norm": group_norm,
     "centred": centred,
     "leave_one_out": leave_one_out,
+    "maxrl": maxrl,
+    "opo": opo,
+    "gdpo": gdpo,
+    "pass@k": pass_at_k,
+    "group_baseline": centred,
     "raw": raw,
+    "return_to_go": raw,
+    "zero": zero,
 }
+
+
+def penalised(rewards: Sequence[float], lengths: Sequence[int], weight: float, max_length: int) -> tuple[float, ...]:
+    """R - mean(R)·weight·length/max_length, before the advantage centres it.
+
+    The mean makes it matter where the prompt is already solved, and not push towards short wrong answers where it is not.
+    """
+    assert max_length > 0, "rollout.max_tokens"
+    mean = fmean(rewards)
+    return tuple(r - mean * weight * n / max_length for r, n in zip(rewards, lengths, strict=True))
+
+
+def user_advantage(spec: str) -> AdvantageFunction:
+    """The user's function GroupRewards -> [G] numbers. Raises ConfigError where it cannot be loaded, or at a wrong result."""
+    function = load_function(spec, "advantage", 1)
+
+    def advantage(group: GroupRewards) -> list[float]:
+        return _checked(spec, function(group), len(group.rewards))
+
+    return advantage
+
+
+def _checked(spec: str, result: object, count: int) -> list[float]:
+    try:
+        values = [float(value) for value in result]  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        values = []
+    if len(values) != count or not all(abs(value) < float("inf") for value in values):
+        raise ConfigError(
+            f"algo.advantage = {spec} returned {result!r} for a group of {count}; return one finite number per rollout, in "
+            "the order of group.rewards"
+        )
+    return values

@@ -1,69 +1,307 @@
-"""Which algorithm, as values: one table of recipes and the few knobs that change them. Imports no torch."""
+"""Which algorithm: the name of a recipe and the settings that replace its values. Imports no torch."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Literal, NamedTuple
+import difflib
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from typing import Any, Literal, NamedTuple, TypeVar
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
-Advantage = Literal["group_norm", "centred", "leave_one_out", "raw"]
-Loss = Literal["ppo_clip", "reinforce"]
-Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_sum"]
+from headrace.algo.recipes import (
+    ADVANTAGE_NAMES,
+    COMPARING,
+    CONSTANTS,
+    READS,
+    RECIPES,
+    Aggregation,
+    Estimator,
+    Level,
+    Mode,
+    Old,
+    Recipe,
+)
+
+_STRICT = ConfigDict(extra="forbid")
+N = TypeVar("N", bound=NamedTuple)
 
 
-class Recipe(NamedTuple):
-    """An algorithm: a key of `advantages.ADVANTAGES`, of `losses.LOSSES`, of `aggregate.AGGREGATIONS`, and the clip range."""
+@dataclass(frozen=True, config=_STRICT)
+class CorrectionConfig:
+    """Weights on the policy loss against the gap between sampler and trainer."""
 
-    advantage: Advantage
-    loss: Loss
-    aggregation: Aggregation
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-
-
-# The clip is around the *sampler's* log-probs, so that its ratio holds staleness and engine/trainer mismatch together:
-# a second importance weight would count them twice.
-# grpo: token_mean is DAPO's denominator (arXiv 2503.14476); the paper's own seq_mean_token_mean favours long wrong answers.
-# rloo, reinforce: the sum over a sequence's tokens is the unbiased policy gradient (arXiv 2402.14740).
-RECIPES: dict[str, Recipe] = {
-    "grpo": Recipe("group_norm", "ppo_clip", "token_mean"),
-    "dr_grpo": Recipe("centred", "ppo_clip", "token_sum"),
-    "rloo": Recipe("leave_one_out", "ppo_clip", "seq_mean_token_sum"),
-    "reinforce": Recipe("raw", "ppo_clip", "seq_mean_token_sum"),
-}
+    mode: Mode | None = None
+    """`truncate` clamps the weight to [low, high], `mask` takes tokens outside out of the loss."""
+    level: Level | None = None
+    """The weight of a token: its own ratio, the product over its sequence, or the geometric mean over it."""
+    low: float | None = Field(default=None, ge=0)
+    high: float | None = Field(default=None, gt=0)
+    veto: float | None = Field(default=None, ge=0, lt=1)
+    """A sequence with a token whose ratio is below this is taken out (1e-4 is usual); 0 is off."""
+    kpop: float | None = Field(default=None, ge=0)
+    """A token is taken out where the larger of both binary divergences is above this; 0 is off."""
+    opsm: float | None = Field(default=None, ge=0)
+    """Tokens with a negative advantage are taken out where the sequence's mean of sampler - trainer is above this; 0 is off."""
 
 
-@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+@dataclass(frozen=True, config=_STRICT)
+class LagWeightConfig:
+    """What a token's lag makes of its policy loss."""
+
+    kind: Literal["constant", "exponential", "trim"] | None = None
+    """`exponential` multiplies by decay ** lag, `trim` takes out what is older than `maximum`."""
+    decay: float | None = Field(default=None, gt=0, lt=1)
+    maximum: float | None = Field(default=None, ge=0)
+
+
+@dataclass(frozen=True, config=_STRICT)
+class SelectConfig:
+    """Tokens chosen over the whole optimizer step; costs a forward pass more, without gradient."""
+
+    kind: Literal["none", "m2po", "clip_cov", "kl_cov"] | None = None
+    tau: float | None = Field(default=None, gt=0)
+    """m2po: what the mean squared log ratio is brought below."""
+    fraction: float | None = Field(default=None, gt=0, lt=1)
+    """clip_cov, kl_cov: the share of tokens, those of largest covariance."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class KLConfig:
+    """Divergence from the reference model: the weights that the run started with."""
+
+    coef: float | None = Field(default=None, ge=0)
+    """0 is off."""
+    estimator: Estimator | None = None
+    place: Literal["loss", "reward"] | None = None
+    unbiased: bool | None = None
+    """In the loss: times the ratio to the sampler, which makes it exact for what older weights sampled."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class DistillConfig:
+    """What a teacher adds."""
+
+    kind: Literal["none", "sampled", "forward", "reverse", "jsd"] | None = None
+    """`sampled`: reverse KL on the sampled token, as an advantage. The others compare the teacher's k most probable tokens."""
+    coef: float | None = Field(default=None, gt=0)
+    k: int | None = Field(default=None, ge=1)
+    beta: float | None = Field(default=None, gt=0, lt=1)
+    """jsd: the teacher's share of the mixture."""
+
+
+@dataclass(frozen=True, config=_STRICT)
 class AlgoConfig:
-    name: Literal["grpo", "dr_grpo", "rloo", "reinforce"] = "grpo"
-    """A row of RECIPES; the settings below that are not given are the recipe's."""
-    clip_low: float | None = Field(default=None, gt=0, le=1)
-    """PPO clip: a ratio below 1 - clip_low no longer pushes a bad token down."""
-    clip_high: float | None = Field(default=None, gt=0)
-    """PPO clip: a ratio above 1 + clip_high no longer pushes a good token up (DAPO: 0.28)."""
-    loss: Loss | None = None
-    """`reinforce` replaces the clip by a truncated importance weight."""
+    name: str = "grpo"
+    """A row of `recipes.RECIPES`; the settings below that are not given are the recipe's."""
+    advantage: str | None = None
+    """Of the rewards of a group. A name, or `file.py:name`: your function GroupRewards -> one number per rollout."""
+    loss: str | None = None
+    """Of the tokens. A name, or `file.py:name`: your function Tokens -> Tensor [M]."""
     aggregation: Aggregation | None = None
     """How per-token losses become one number, over the whole optimizer step."""
+    old: Old | None = None
+    """What ratios are anchored at: the sampler's log-probs; the trainer's own before the update (every batch gets exactly one
+    update, so that they are the current ones, exactly and for free); or between both, log-linear in the lag."""
+    clip_low: float | None = Field(default=None, gt=0, le=1)
+    """A ratio below 1 - clip_low no longer pushes a bad token down."""
+    clip_high: float | None = Field(default=None, gt=0)
+    """A ratio above 1 + clip_high no longer pushes a good token up (DAPO: 0.28)."""
+    dual_clip: float | None = Field(default=None, ge=0)
+    """The loss of a bad token is at most this often its advantage, however large the ratio (3 is usual); 0 is off."""
+    tau: float | None = Field(default=None, gt=0)
+    """sapo: temperature of the gate for good tokens; kimi: strength of the pull towards the sampler."""
+    tau_negative: float | None = Field(default=None, gt=0)
+    """sapo: temperature of the gate for bad tokens."""
+    delta: float | None = Field(default=None, gt=0, le=1)
+    """dppo, ipo: how far a token's probability may move."""
+    cap: float | None = Field(default=None, gt=0)
+    """reinforce, dppo_tv: largest importance weight."""
+    penalty: float | None = Field(default=None, ge=0)
+    """dppo_kl, ipo: of the squared log ratio; kl_cov: of its absolute value on the chosen tokens."""
+    correction: CorrectionConfig = Field(default_factory=CorrectionConfig)
+    lag: LagWeightConfig = Field(default_factory=LagWeightConfig)
+    select: SelectConfig = Field(default_factory=SelectConfig)
+    kl: KLConfig = Field(default_factory=KLConfig)
+    distill: DistillConfig = Field(default_factory=DistillConfig)
     length_constant: int = Field(default=0, ge=0)
     """What `token_sum` divides by, in tokens; 0 is the longest completion there can be (rollout.max_tokens)."""
+    length_penalty: float = Field(default=0.0, ge=0)
+    """A completion of full length loses this share of its group's mean reward, shorter ones in proportion."""
     overlong: Literal["train", "mask"] = "train"
     """Completions cut off at max_tokens: train on them, or take them out of the loss and its denominator."""
 
+    @field_validator("name")
+    @classmethod
+    def _known_recipe(cls, name: str) -> str:
+        return _known("algo.name", name, tuple(RECIPES))
+
+    @field_validator("advantage", "loss")
+    @classmethod
+    def _known_function(cls, name: str | None, info: Any) -> str | None:
+        if name is None or is_user_function(name):
+            return name
+        known = ADVANTAGE_NAMES if info.field_name == "advantage" else tuple(READS)
+        return _known(f"algo.{info.field_name}", name, known, "path/to/file.py:name")
+
     @model_validator(mode="after")
-    def _clip_needs_ppo(self) -> AlgoConfig:
-        if self.recipe.loss != "ppo_clip" and (self.clip_low or self.clip_high):
-            raise ValueError("algo.clip_low and algo.clip_high have no meaning with algo.loss = reinforce; remove them")
+    def _pairs(self) -> AlgoConfig:
+        if problem := next(_problems(self, self.recipe), None):
+            raise ValueError(problem)
         return self
 
     @property
     def recipe(self) -> Recipe:
         """The table's row with the settings given here."""
-        given = {name: getattr(self, name) for name in ("clip_low", "clip_high", "loss", "aggregation")}
-        return RECIPES[self.name]._replace(**{name: value for name, value in given.items() if value is not None})
+        row = RECIPES[self.name]
+        given = {name: getattr(self, name) for name in ("advantage", "loss", "aggregation", "old", *CONSTANTS)}
+        nested = {name: _with(getattr(row, name), getattr(self, name)) for name in _NESTED}
+        return row._replace(**nested, **{name: value for name, value in given.items() if value is not None})
+
+    @property
+    def compares(self) -> bool:
+        """Whether the rollouts of a group are compared, so that one without contrast teaches nothing."""
+        return self.recipe.advantage in COMPARING and self.recipe.distill.kind == "none"
+
+    @property
+    def min_rollouts(self) -> int:
+        """What a group needs for an advantage."""
+        return 2 if self.compares else 1
+
+    @property
+    def reference_in_loss(self) -> bool:
+        """Whether the trainer needs the reference model."""
+        return self.recipe.kl.coef > 0 and self.recipe.kl.place == "loss"
+
+    @property
+    def reference_in_reward(self) -> bool:
+        """Whether `Scored.references` are needed."""
+        return self.recipe.kl.coef > 0 and self.recipe.kl.place == "reward"
+
+    @property
+    def teacher_top(self) -> int:
+        """How many of the teacher's most probable tokens are compared; 0 where the sampled one is enough."""
+        distill = self.recipe.distill
+        return distill.k if distill.kind in ("forward", "reverse", "jsd") else 0
 
     def with_length(self, max_tokens: int) -> AlgoConfig:
         """The same with `length_constant` filled in, where rollout and algorithm are joined."""
         return self if self.length_constant else replace(self, length_constant=max_tokens)
+
+
+_NESTED = ("correction", "lag", "select", "kl", "distill")
+
+
+def is_user_function(name: str) -> bool:
+    """Whether it is of the form `file.py:name`."""
+    path, colon, function = name.rpartition(":")
+    return bool(colon) and path.endswith(".py") and function.isidentifier()
+
+
+def _known(setting: str, name: str, known: tuple[str, ...], other: str = "") -> str:
+    if name in known:
+        return name
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}" + (f", or {other}" if other else "")
+    raise ValueError(f"{setting} = {name} does not exist; {hint}")
+
+
+def _with(value: N, settings: Any) -> N:
+    return value._replace(**_given(settings))
+
+
+def _given(settings: Any) -> dict[str, Any]:
+    return {f.name: value for f in fields(settings) if (value := getattr(settings, f.name)) is not None}
+
+
+# --- pairs that cannot work, each with its remedy --------------------------------------------------------------------
+
+
+def _problems(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
+    yield from _constants(config, recipe)
+    yield from _corrections(config, recipe)
+    yield from _selections(config, recipe)
+    yield from _divergences(config, recipe)
+
+
+def _constants(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
+    reads = READS.get(recipe.loss, ())
+    unread = [f"algo.{name}" for name in CONSTANTS if getattr(config, name) is not None and name not in reads]
+    if unread:
+        yield f"{' and '.join(unread)} {_have(unread)} no meaning with algo.loss = {recipe.loss}; remove {_them(unread)}"
+    idle = [f"algo.{name}" for name in CONSTANTS if getattr(config, name) is not None]
+    if idle and recipe.old == "trainer":
+        yield (
+            f"{' and '.join(idle)} {_have(idle)} no effect with algo.old = trainer, where every ratio is 1; remove "
+            f"{_them(idle)}, or use algo.old = sampler"
+        )
+    if 0 < recipe.dual_clip <= 1:
+        yield f"algo.dual_clip = {recipe.dual_clip} would clip ratios of 1; use more than 1 (3 is usual), or 0 for none"
+    if recipe.old == "trainer" and recipe.loss in ("kimi", "dppo_tv", "dppo_kl", "ipo", "kl_cov"):
+        yield (
+            f"algo.loss = {recipe.loss} holds the policy near the sampler's by the ratio between them, which is 1 with "
+            "algo.old = trainer; use algo.old = sampler"
+        )
+    if is_user_function(recipe.loss) and recipe.old != "sampler":
+        yield f"algo.old = {recipe.old} does not reach algo.loss = {recipe.loss}, which gets the tokens alone; remove algo.old"
+
+
+def _corrections(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
+    correction, lag = recipe.correction, recipe.lag
+    if correction.mode != "none" and recipe.old == "sampler":
+        yield (
+            f"algo.correction.mode = {correction.mode} with algo.old = sampler would count the gap between sampler and "
+            "trainer twice, because the loss's own ratio holds it already; use algo.old = trainer, or remove the correction"
+        )
+    if correction.mode == "none" and {"level", "low", "high"} & _given(config.correction).keys():
+        yield "algo.correction.level, low and high need algo.correction.mode = truncate or mask; set it, or remove them"
+    if correction.low >= correction.high:
+        yield f"algo.correction.low = {correction.low} is not below high = {correction.high}; lower the first or raise the second"
+    for name, kind in (("decay", "exponential"), ("maximum", "trim")):
+        if name in _given(config.lag) and lag.kind != kind:
+            yield f"algo.lag.{name} needs algo.lag.kind = {kind}; set it, or remove algo.lag.{name}"
+
+
+def _selections(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
+    select, given = recipe.select, _given(config.select)
+    if "tau" in given and select.kind != "m2po":
+        yield "algo.select.tau needs algo.select.kind = m2po; set it, or remove algo.select.tau"
+    if "fraction" in given and select.kind not in ("clip_cov", "kl_cov"):
+        yield "algo.select.fraction needs algo.select.kind = clip_cov or kl_cov; set it, or remove algo.select.fraction"
+    if (recipe.loss == "kl_cov") != (select.kind == "kl_cov"):
+        yield "algo.loss = kl_cov and algo.select.kind = kl_cov belong together; set both, or use algo.name = kl_cov"
+    if select.kind in ("clip_cov", "kl_cov") and recipe.distill.kind == "sampled":
+        yield (
+            f"algo.select.kind = {select.kind} chooses by the advantage, which algo.distill.kind = sampled only makes in "
+            "the loss; remove one of them"
+        )
+
+
+def _divergences(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
+    kl, distill, given = recipe.kl, recipe.distill, _given(config.distill)
+    if kl.place == "loss" and kl.estimator == "k1":
+        yield (
+            "algo.kl.estimator = k1 in the loss has an expected gradient of zero on policy, so it would hold nothing; use "
+            "k2 or k3, or algo.kl.place = reward"
+        )
+    if kl.place == "reward" and kl.unbiased:
+        yield "algo.kl.unbiased is for algo.kl.place = loss: a reward has no gradient to correct; remove it"
+    if not kl.coef and _given(config.kl).keys() - {"coef"}:
+        yield "algo.kl needs algo.kl.coef > 0 (1e-3 is usual); set it, or remove the other settings of algo.kl"
+    if distill.kind == "none" and given.keys() - {"kind"}:
+        yield "algo.distill needs algo.distill.kind; set it, use algo.name = opd, or remove the settings of algo.distill"
+    if "k" in given and not config.teacher_top:
+        yield f"algo.distill.k has no meaning with algo.distill.kind = {distill.kind}; use forward, reverse or jsd, or remove it"
+    if "beta" in given and distill.kind != "jsd":
+        yield "algo.distill.beta needs algo.distill.kind = jsd; set it, or remove algo.distill.beta"
+    if recipe.advantage == "zero" and distill.kind == "none":
+        yield "algo.advantage = zero without algo.distill would teach nothing; set algo.distill.kind, or another advantage"
+
+
+def _have(names: list[str]) -> str:
+    return "has" if len(names) == 1 else "have"
+
+
+def _them(names: list[str]) -> str:
+    return "it" if len(names) == 1 else "them"

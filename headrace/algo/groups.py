@@ -1,89 +1,109 @@
-"""From a scored group to training rows. Runs in the controller: no torch."""
+"""From a scored group to training rows, and from groups to a batch. Runs in the controller: no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Literal
+import math
+from collections.abc import Mapping, Sequence
 
-from headrace.algo.advantages import ADVANTAGES, AdvantageFunction
-from headrace.algo.config import AlgoConfig
-from headrace.types import Completion, Episode, Prompt, Row, Scored
+from msgspec.structs import replace
 
-Overlong = Literal["train", "mask"]
-
-
-def advantages_of(algo: AlgoConfig) -> AdvantageFunction:
-    """The algorithm's advantage function: the rewards of one group -> one advantage per rollout."""
-    return ADVANTAGES[algo.recipe.advantage]
+from headrace.algo.advantages import ADVANTAGES, AdvantageFunction, GroupRewards, penalised, user_advantage
+from headrace.algo.config import AlgoConfig, is_user_function
+from headrace.algo.credit import kl_penalty, return_to_go, whiten
+from headrace.algo.recipes import WHITENED
+from headrace.algo.rows import paths_of, reference_of, row_of
+from headrace.types import Group, Prompt, Row, Scored
 
 
-def rows_of(
-    prompt: Prompt, scored: Sequence[Scored], advantages: Sequence[float], overlong: Overlong = "train"
-) -> tuple[Row, ...]:
-    """One row per root-to-leaf path of every episode; all its sampled tokens get the rollout's advantage.
+def algorithm_of(algo: AlgoConfig, max_tokens: int, weights: Mapping[str, float] | None = None) -> Algorithm:
+    """`max_tokens`: of the longest completion there can be; `weights`: of the named rewards, 1 where missing.
 
-    A completion that lies on several paths is trained in the first of them and is context in the others, so that no
-    sampled token counts twice.
+    Raises ConfigError where the user's advantage function cannot be loaded.
     """
-    rows: list[Row] = []
-    for one, advantage in zip(scored, advantages, strict=True):
-        trained: set[int] = set()
-        for path in _paths(one.episode):
-            rows.append(_row(prompt, one.episode, path, trained, advantage, overlong))
-            trained.update(path)
-    return tuple(rows)
+    name = algo.recipe.advantage
+    advantage = user_advantage(name) if is_user_function(name) else ADVANTAGES[name]
+    return Algorithm(algo, advantage, max_tokens, weights or {})
 
 
-def _paths(episode: Episode) -> Iterator[tuple[int, ...]]:
-    """Root-to-leaf paths as turn numbers, in the order of their leaves."""
-    inner = {parent for turn in episode.turns for parent in turn.parents}
-    for leaf in range(len(episode.turns)):
-        if leaf not in inner:
-            yield from _paths_to(episode, leaf)
+class Algorithm:
+    """The algorithm as the pipeline sees it."""
+
+    def __init__(
+        self, algo: AlgoConfig, advantage: AdvantageFunction, max_tokens: int, weights: Mapping[str, float]
+    ) -> None:
+        self._algo, self._recipe = algo, algo.recipe
+        self._advantage, self._max_tokens, self._weights = advantage, max_tokens, weights
+        self._weighs = self._recipe.loss == "ce"
+        self._spreads = self._recipe.advantage == "return_to_go"
+        self.needs_contrast = algo.compares or self._weighs
+        """Whether a group whose advantages are all zero teaches nothing and is dropped."""
+        self.min_rollouts = algo.min_rollouts
+
+    def rows(self, prompt: Prompt, scored: Sequence[Scored]) -> tuple[Row, ...]:
+        """One row per root-to-leaf path of every episode.
+
+        A completion that lies on several paths is trained in the first of them and is context in the others, so that no
+        sampled token counts twice.
+        """
+        advantages = self._advantage(self._group(scored))
+        idle = any(advantages) if self._weighs else False
+        rows: list[Row] = []
+        for one, advantage in zip(scored, advantages, strict=True):
+            trained: set[int] = set()
+            for path in paths_of(one.episode):
+                row = row_of(prompt, one, path, trained, advantage, self._algo.overlong)
+                if idle and not advantage:
+                    row = replace(row, mask=(False,) * len(row.mask))  # cross-entropy: its own denominator
+                rows.append(self._spread(row, one, path, advantage) if self._spreads else row)
+                trained.update(path)
+        return tuple(rows)
+
+    def assemble(self, groups: tuple[Group, ...]) -> tuple[Group, ...]:
+        """What needs the whole batch: whitening over its valid tokens, for the advantages that ask for it."""
+        if self._recipe.advantage not in WHITENED:
+            return groups
+        rows = [row for group in groups for row in group.rows]
+        valid = [[m and math.isfinite(p) for m, p in zip(row.mask, row.logprobs, strict=True)] for row in rows]
+        white = iter(whiten([row.advantages for row in rows], valid))
+        return tuple(
+            replace(group, rows=tuple(replace(row, advantages=tuple(next(white))) for row in group.rows))
+            for group in groups
+        )
+
+    def _group(self, scored: Sequence[Scored]) -> GroupRewards:
+        rewards = tuple(one.reward - self._kl(one) for one in scored)
+        lengths = tuple(sum(len(turn.completion.tokens) for turn in one.episode.turns) for one in scored)
+        if self._algo.length_penalty and rewards:
+            rewards = penalised(rewards, lengths, self._algo.length_penalty, self._max_tokens)
+        names = scored[0].rewards if scored else {}
+        named = {name: tuple(one.rewards.get(name, 0.0) for one in scored) for name in names}
+        return GroupRewards(rewards, lengths, named, self._weights)
+
+    def _kl(self, one: Scored) -> float:
+        """coef · Σ_t of the rollout's divergence from the reference; zero where it goes to its tokens instead."""
+        if not self._algo.reference_in_reward or self._spreads:
+            return 0.0
+        _needs_references(one)
+        turns = zip(one.episode.turns, one.references, strict=True)
+        return sum(sum(self._penalties(turn.completion.logprobs, reference)) for turn, reference in turns)
+
+    def _penalties(self, sampled: Sequence[float], reference: Sequence[float]) -> list[float]:
+        kl = self._recipe.kl
+        return [kl.coef * kl_penalty(s, r, kl.estimator) for s, r in zip(sampled, reference, strict=True)]
+
+    def _spread(self, row: Row, one: Scored, path: Sequence[int], reward: float) -> Row:
+        """Every token's return: the reward comes with the row's last token in the loss, the divergence with each."""
+        last = max((t for t, sampled in enumerate(row.mask) if sampled), default=None)
+        if last is None:
+            return row
+        rewards = [0.0] * len(row.tokens)
+        if self._algo.reference_in_reward:
+            _needs_references(one)
+            penalties = self._penalties(row.logprobs, reference_of(one, path))
+            rewards = [-penalty if sampled else 0.0 for penalty, sampled in zip(penalties, row.mask, strict=True)]
+        rewards[last] += reward
+        return replace(row, advantages=tuple(return_to_go(rewards, row.mask)))
 
 
-def _paths_to(episode: Episode, turn: int) -> Iterator[tuple[int, ...]]:
-    parents = episode.turns[turn].parents
-    if not parents:
-        yield (turn,)
-    for parent in parents:
-        for path in _paths_to(episode, parent):
-            yield (*path, turn)
-
-
-def _row(
-    prompt: Prompt, episode: Episode, path: Sequence[int], trained: set[int], advantage: float, overlong: Overlong
-) -> Row:
-    turns = [episode.turns[i] for i in path]
-    tokens: list[int] = []
-    logprobs: list[float] = []
-    mask: list[bool] = []
-    versions: list[int] = []
-    for number, turn in zip(path, turns, strict=True):
-        done, spans = turn.completion, turn.completion.versions()
-        if number != path[0]:  # what lies between two completions: tool results, the next question
-            tokens += turn.context
-            logprobs += [0.0] * len(turn.context)
-            mask += [False] * len(turn.context)
-            versions += [_version_beside(versions, spans)] * len(turn.context)
-        tokens += done.tokens
-        logprobs += done.logprobs
-        mask += [_trains(done, overlong) and number not in trained] * len(done.tokens)
-        versions += spans
-    return Row(
-        prompt=turns[0].context or prompt.tokens,
-        tokens=tuple(tokens),
-        logprobs=tuple(logprobs),
-        advantages=(float(advantage),) * len(tokens),
-        mask=tuple(mask),
-        versions=tuple(versions),
-    )
-
-
-def _trains(completion: Completion, overlong: Overlong) -> bool:
-    return overlong == "train" or completion.stop != "length"
-
-
-def _version_beside(before: Sequence[int], after: Sequence[int]) -> int:
-    """Context was sampled by nobody: it takes the version of the completion after it, or of the one before."""
-    return after[0] if after else before[-1] if before else 0
+def _needs_references(one: Scored) -> None:
+    assert one.references, "algo.kl.place = reward: the scoring stage fills Scored.references"

@@ -1,0 +1,150 @@
+"""One root-to-leaf path of an episode as a training row: the columns of its turns, laid end to end. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from headrace.types import Completion, Episode, Prompt, Row, SamplingMask, Scored, TeacherTrace, TopLogprobs
+
+Overlong = Literal["train", "mask"]
+
+
+def rows_of(
+    prompt: Prompt, scored: Sequence[Scored], advantages: Sequence[float], overlong: Overlong = "train"
+) -> tuple[Row, ...]:
+    """All rows of a group, each token with its rollout's advantage, every sampled token in the mask once."""
+    rows: list[Row] = []
+    for one, advantage in zip(scored, advantages, strict=True):
+        trained: set[int] = set()
+        for path in paths_of(one.episode):
+            rows.append(row_of(prompt, one, path, trained, advantage, overlong))
+            trained.update(path)
+    return tuple(rows)
+
+
+def paths_of(episode: Episode) -> Iterator[tuple[int, ...]]:
+    """Root-to-leaf paths as turn numbers, in the order of their leaves."""
+    inner = {parent for turn in episode.turns for parent in turn.parents}
+    for leaf in range(len(episode.turns)):
+        if leaf not in inner:
+            yield from _paths_to(episode, leaf)
+
+
+def _paths_to(episode: Episode, turn: int) -> Iterator[tuple[int, ...]]:
+    parents = episode.turns[turn].parents
+    if not parents:
+        yield (turn,)
+    for parent in parents:
+        for path in _paths_to(episode, parent):
+            yield (*path, turn)
+
+
+class _Piece(NamedTuple):
+    """Consecutive tokens of a row: a completion, or the context before one (tool results, the next question)."""
+
+    tokens: tuple[int, ...]
+    turn: int
+    """Whose completion it is, or comes before."""
+    sampled: bool
+
+
+def _pieces(episode: Episode, path: Sequence[int]) -> Iterator[_Piece]:
+    for place, number in enumerate(path):
+        turn = episode.turns[number]
+        if place:  # the first turn's context is the prompt
+            yield _Piece(turn.context, number, False)
+        yield _Piece(turn.completion.tokens, number, True)
+
+
+def row_of(
+    prompt: Prompt, one: Scored, path: Sequence[int], trained: set[int], advantage: float, overlong: Overlong
+) -> Row:
+    """The row of one path. Completions of turns in `trained` are context in it."""
+    turns, pieces = one.episode.turns, list(_pieces(one.episode, path))
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    mask: list[bool] = []
+    versions: list[int] = []
+    for piece in pieces:
+        done, count = turns[piece.turn].completion, len(piece.tokens)
+        spans = done.versions()
+        tokens += piece.tokens
+        logprobs += done.logprobs if piece.sampled else [0.0] * count
+        mask += [piece.sampled and _trains(done, overlong) and piece.turn not in trained] * count
+        versions += spans if piece.sampled else [_version_beside(versions, spans)] * count
+    return Row(
+        prompt=turns[path[0]].context or prompt.tokens,
+        tokens=tuple(tokens),
+        logprobs=tuple(logprobs),
+        advantages=(float(advantage),) * len(tokens),
+        mask=tuple(mask),
+        versions=tuple(versions),
+        sampling_mask=_sampling_mask(one.episode, pieces),
+        routing=turns[path[-1]].completion.routing,  # its request held the whole path
+        teacher=_teacher(one, pieces),
+    )
+
+
+def reference_of(one: Scored, path: Sequence[int]) -> list[float]:
+    """[T] the reference's log-probs over the row of a path; NaN for context."""
+    return [
+        value
+        for piece in _pieces(one.episode, path)
+        for value in (one.references[piece.turn] if piece.sampled else (math.nan,) * len(piece.tokens))
+    ]
+
+
+def _trains(completion: Completion, overlong: Overlong) -> bool:
+    return overlong == "train" or completion.stop != "length"
+
+
+def _version_beside(before: Sequence[int], after: Sequence[int]) -> int:
+    """Context was sampled by nobody: it takes the version of the completion after it, or of the one before."""
+    return after[0] if after else before[-1] if before else 0
+
+
+def _sampling_mask(episode: Episode, pieces: Sequence[_Piece]) -> SamplingMask | None:
+    """Those of the completions, one behind the other; an empty row (nothing cut) for what has none."""
+    masks = [episode.turns[piece.turn].completion.mask if piece.sampled else None for piece in pieces]
+    if not any(masks):
+        return None
+    ids, counts = [], []
+    for piece, mask in zip(pieces, masks, strict=True):
+        ids.append(mask.token_ids if mask else b"")
+        counts.append(np.diff(np.frombuffer(mask.offsets, np.int64)) if mask else np.zeros(len(piece.tokens), np.int64))
+    offsets = np.concatenate([[0], np.cumsum(np.concatenate(counts))]).astype(np.int64)
+    return SamplingMask(b"".join(ids), offsets.tobytes())
+
+
+def _teacher(one: Scored, pieces: Sequence[_Piece]) -> TeacherTrace | None:
+    """NaN, and no most probable tokens, for context."""
+    if not one.teachers:
+        return None
+    versions: list[int] = []
+    logprobs: list[float] = []
+    for piece in pieces:
+        trace = one.teachers[piece.turn]
+        versions += trace.versions if piece.sampled else [0] * len(piece.tokens)
+        logprobs += trace.logprobs if piece.sampled else [math.nan] * len(piece.tokens)
+    name = one.teachers[pieces[0].turn].name
+    return TeacherTrace(name, tuple(versions), tuple(logprobs), _teacher_top(one, pieces))
+
+
+def _teacher_top(one: Scored, pieces: Sequence[_Piece]) -> TopLogprobs | None:
+    k = max((trace.top.k for trace in one.teachers if trace.top), default=0)
+    if not k:
+        return None
+    count = sum(len(piece.tokens) for piece in pieces)
+    ids, logprobs = np.zeros((count, k), np.int32), np.full((count, k), -np.inf, np.float32)
+    start = 0
+    for piece in pieces:
+        end, top = start + len(piece.tokens), one.teachers[piece.turn].top
+        if piece.sampled and top:
+            ids[start:end, : top.k] = np.frombuffer(top.tokens, np.int32).reshape(-1, top.k)
+            logprobs[start:end, : top.k] = np.frombuffer(top.logprobs, np.float32).reshape(-1, top.k)
+        start = end
+    return TopLogprobs(k, ids.tobytes(), logprobs.tobytes())

@@ -1,0 +1,34 @@
+"""Tokens chosen by looking at the whole optimizer step. Shapes: M loss tokens of the step, all microbatches and ranks.
+
+The log-probs come from a forward pass without gradient before the first microbatch, so that no split of the step changes
+what is chosen. Ties are broken by place.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def m2po(logprob: Tensor, sampled: Tensor, tau: float) -> Tensor:
+    """[M] bool: without the tokens of largest (log ratio)² that keep the mean of it at τ or above (M2PO, arXiv 2510.01161)."""
+    moment = (logprob - sampled).double() ** 2
+    ascending, order = torch.sort(moment, stable=True)
+    mean = torch.cumsum(ascending, 0) / torch.arange(1, len(moment) + 1, device=moment.device)
+    keep = torch.zeros_like(moment, dtype=torch.bool)
+    keep[order] = mean < tau  # running means of ascending values ascend: what is kept is a prefix
+    return keep
+
+
+def covariance(logprob: Tensor, sampled: Tensor, advantage: Tensor, fraction: float) -> Tensor:
+    """[M] bool: without the `fraction` of tokens of largest (logprob - mean)·(A - mean), at least one.
+
+    Clip-Cov and KL-Cov (arXiv 2505.22617): these tokens are what drives entropy down. Choice: 2e-4 of the tokens (SkyRL 0.2);
+    Clip-Cov of the paper draws among those inside bounds, here the largest go: nothing is left to chance, so a step can be
+    replayed.
+    """
+    value = (logprob - logprob.double().mean()) * (advantage - advantage.double().mean())
+    count = max(1, int(fraction * len(value))) if len(value) else 0
+    keep = torch.ones_like(value, dtype=torch.bool)
+    keep[torch.sort(value, descending=True, stable=True).indices[:count]] = False
+    return keep

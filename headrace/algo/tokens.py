@@ -1,0 +1,72 @@
+"""What every loss sees and gives. Shapes: M loss tokens of a microbatch, S sequences, k teacher tokens a position."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headrace.algo.recipes import MAX_LOG_RATIO
+
+
+class TopTokens(NamedTuple):
+    """For top-k distillation: the teacher's k most probable tokens of each position."""
+
+    student: Tensor
+    """[M, k] their log-probs under the weights being trained, with gradient."""
+    teacher: Tensor
+    """[M, k] the teacher's; -inf pads, and a row of nothing else has no teacher."""
+
+
+class Tokens(NamedTuple):
+    """The loss tokens of a microbatch. Those of one sequence follow each other, and sequences are whole."""
+
+    logprob: Tensor
+    """[M] log π of the weights being trained, with gradient."""
+    sampled: Tensor
+    """[M] the sampler's, finite: what is not was taken out of numerator and denominator when the step was packed."""
+    advantage: Tensor
+    """[M]"""
+    sequence: Tensor
+    """[M] int64: 0..S-1, ascending."""
+    lag: Tensor
+    """[M] float32: optimizer steps between the sampler's weights and those being trained."""
+    reference: Tensor | None = None
+    """[M] the reference model's log-prob."""
+    teacher: Tensor | None = None
+    """[M] the teacher's log-prob of the sampled token; NaN where there is none."""
+    top: TopTokens | None = None
+    keep: Tensor | None = None
+    """[M] bool: what the step's selection chose (`objective.selection_of`)."""
+
+
+class TokenLoss(NamedTuple):
+    loss: Tensor
+    """[M]"""
+    clipped: Tensor
+    """[M] bool: the ratio was outside what the loss lets through."""
+    masked: dict[str, Tensor] = {}
+    """Name of a rule -> [M] bool: tokens whose policy loss it took out."""
+
+
+def ratio_of(logprob: Tensor, old: Tensor) -> Tensor:
+    """[M] r = exp(clamp(logprob - old, ±20))."""
+    return torch.exp(torch.clamp(logprob - old, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+
+def k3(logprob: Tensor, old: Tensor) -> Tensor:
+    """[M] unbiased, non-negative estimate of KL(old || current) on tokens of `old` (Schulman 2020): r - log r - 1."""
+    log_ratio = torch.clamp(logprob - old, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return torch.expm1(log_ratio) - log_ratio
+
+
+def sequence_sum(values: Tensor, sequence: Tensor) -> Tensor:
+    """[M] at every token, the sum over its sequence. Carries gradients."""
+    count = int(sequence[-1]) + 1 if len(sequence) else 0
+    return values.new_zeros(count).index_add(0, sequence, values)[sequence]
+
+
+def sequence_mean(values: Tensor, sequence: Tensor) -> Tensor:
+    """[M] at every token, the mean over the loss tokens of its sequence. Carries gradients."""
+    return sequence_sum(values, sequence) / sequence_sum(torch.ones_like(values), sequence)
