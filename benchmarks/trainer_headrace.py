@@ -1,0 +1,189 @@
+"""headrace's side of trainer.py: sampling the rollouts, optimizer steps on them, gradients, memory by length."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine import tokenised
+from engine_loads import Text
+from safetensors.torch import save_file
+from trainer_process import Json, Stopwatch, child_main
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from headrace.algo.config import AlgoConfig
+from headrace.engine.config import EngineConfig
+from headrace.engine.native.core import NativeEngine
+from headrace.engine.native.runners.weights import parameters_from_dir
+from headrace.trainer.config import TrainConfig
+from headrace.trainer.torch_trainer import TorchTrainer
+from headrace.types import Batch, Group, Prompt, Request, Row, Sampling
+from headrace.weights import WeightUpdate
+
+SHORTEST, LONGEST = 50, 400
+NO_CLIPPING = 1e9
+
+
+def main(options: Json) -> Json:
+    works = {"rollouts": rollouts, "step": step, "gradients": gradients, "length": length}
+    return works[options["work"]](options)
+
+
+# -- rollouts ---------------------------------------------------------------------------------------------------------------
+
+
+def rollouts(options: Json) -> Json:
+    """P prompts of real text, G completions of each by the real model, as long as a log-normal law says."""
+    model_dir, lengths = Path(options["model"]), random.Random(0)
+    text = Text(tokenised(model_dir), seed=0)
+    prompts = [text.cut(lengths.randint(180, 220)) for _ in range(options["prompts"])]
+    asks = [(prompt, completion_length(lengths)) for prompt in prompts for _ in range(options["samples"])]
+    sampled = sample(model_dir, asks)
+    rewards = random.Random(1)
+    groups = []
+    for number, prompt in enumerate(prompts):
+        rows = sampled[number * options["samples"] : (number + 1) * options["samples"]]
+        groups.append({"prompt": prompt, "rows": rows, "advantages": advantages([rewards.random() for _ in rows])})
+    return {"groups": groups}
+
+
+def completion_length(numbers: random.Random) -> int:
+    """Log-normal with a median of 140, cut at both ends."""
+    return max(SHORTEST, min(LONGEST, round(numbers.lognormvariate(4.94, 0.6))))
+
+
+def advantages(rewards: list[float]) -> list[float]:
+    rewards_of = torch.tensor(rewards, dtype=torch.float64)
+    return ((rewards_of - rewards_of.mean()) / (rewards_of.std() + 1e-6)).tolist()
+
+
+def sample(model_dir: Path, asks: list[tuple[list[int], int]]) -> list[Json]:
+    engine = NativeEngine(model_dir, EngineConfig(dtype="bfloat16", kv_gib=1.0, max_running=64, context_length=640))
+    weights = parameters_from_dir(model_dir, torch.bfloat16)
+    engine.swap(engine.prepare(WeightUpdate(0, "full", "", 0, 0, 0.0), weights))
+    for index, (prompt, count) in enumerate(asks):
+        engine.add(Request(str(index), tuple(prompt), Sampling(max_tokens=count, ignore_eos=True, seed=index)))
+    rows: list[Json] = [{"tokens": [], "logprobs": []} for _ in asks]
+    while engine.has_work():
+        output = engine.step()
+        for request_id, token, logprob in zip(output.request_ids, output.tokens, output.logprobs, strict=True):
+            rows[int(request_id)]["tokens"].append(token)
+            rows[int(request_id)]["logprobs"].append(logprob)
+    return rows
+
+
+# -- steps ------------------------------------------------------------------------------------------------------------------
+
+
+def batch_of(groups: list[Json], number: int = 0) -> Batch:
+    made = []
+    for ticket, group in enumerate(groups):
+        prompt = Prompt(str(ticket), "", tuple(group["prompt"]))
+        rows = tuple(
+            Row(
+                prompt.tokens,
+                tuple(row["tokens"]),
+                tuple(row["logprobs"]),
+                (advantage,) * len(row["tokens"]),
+                (True,) * len(row["tokens"]),
+                (number,) * len(row["tokens"]),
+            )
+            for row, advantage in zip(group["rows"], group["advantages"], strict=True)
+        )
+        made.append(Group(ticket, prompt, (), rows))
+    return Batch(number, tuple(made))
+
+
+def trainer_of(options: Json) -> TorchTrainer:
+    config = TrainConfig(
+        learning_rate=1e-6,
+        dtype=options["dtype"],
+        max_grad_norm=options.get("max_grad_norm", 1.0),
+        microbatch_tokens=options.get("microbatch_tokens", 2048),
+        gradient_checkpointing=options.get("checkpointing", False),
+    )
+    trainer = TorchTrainer(Path(options["model"]), config, AlgoConfig(name="grpo"), seed=0)
+    if options.get("unpacked"):
+        unpack(trainer)
+    return trainer
+
+
+def unpack(trainer: Any) -> None:
+    """Row after row through Hugging Face's own attention, every row with its own copy of the prompt: what models get whose
+    attention cannot be packed."""
+    trainer._model.set_attn_implementation("sdpa")
+    trainer._forward = dataclasses.replace(trainer._forward, packed=False)
+
+
+def step(options: Json) -> Json:
+    groups = json.loads(Path(options["rollouts"]).read_text())["groups"]
+    trainer = trainer_of(options)
+    trainer.step(batch_of(few(groups)))
+    watches = []
+    for _ in range(options["steps"]):
+        batch, watch = batch_of(groups, trainer.version), Stopwatch()
+        report = trainer.step(batch)
+        watches.append(watch.read())
+    return {
+        "steps": watches,
+        "loss_tokens": report.loss_tokens,
+        "forward_tokens": report.forward_tokens,
+        "microbatches": report.microbatches,
+        "loss": report.loss,
+        "grad_norm": report.grad_norm,
+        "path": trainer.path,
+    }
+
+
+def few(groups: list[Json]) -> list[Json]:
+    """To warm up: half a group."""
+    group = groups[0]
+    half = max(2, len(group["rows"]) // 2)
+    return [{**group, "rows": group["rows"][:half], "advantages": group["advantages"][:half]}]
+
+
+def gradients(options: Json) -> Json:
+    groups = json.loads(Path(options["rollouts"]).read_text())["groups"]
+    trainer: Any = trainer_of({**options, "max_grad_norm": NO_CLIPPING})
+    batch = batch_of(groups)
+    sums = trainer._gradients(trainer._plan(batch), batch.temperature)
+    named = {name: parameter.grad for name, parameter in trainer._model.named_parameters()}
+    save_file({name: grad.contiguous() for name, grad in named.items() if grad is not None}, options["gradients"])
+    return {"loss": sums.loss}
+
+
+# -- memory by length -------------------------------------------------------------------------------------------------------
+
+
+def length(options: Json) -> Json:
+    """One row of N tokens through a tiny model with a real vocabulary, whose logits alone would take 200 kB a token."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=49_152,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32_768,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        LlamaForCausalLM(config).save_pretrained(folder)
+        trainer = trainer_of({**options, "model": folder})
+        tokens = torch.randint(0, config.vocab_size, (options["tokens"],)).tolist()
+        row = {"tokens": tokens[16:], "logprobs": [-10.8] * (len(tokens) - 16)}
+        group = {"prompt": tokens[:16], "rows": [row], "advantages": [1.0]}
+        short = {**group, "rows": [{name: column[:64] for name, column in row.items()}]}
+        trainer.step(batch_of([short]))
+        watch = Stopwatch()
+        trainer.step(batch_of([group], trainer.version))
+        return watch.read()
+
+
+if __name__ == "__main__":
+    child_main(main)
