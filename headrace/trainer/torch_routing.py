@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,12 +23,10 @@ from torch import Tensor
 
 from headrace.errors import ConfigError
 from headrace.packing import Pack, pack_sequence
+from headrace.trainer.torch_forward import Forward
 
 TOLERANCE = 1e-4
 """Of the probe, in nats or relative to the weights: rounding gives 1e-6, a wrong formula 0.1."""
-
-Score = Callable[[Pack], Tensor]
-"""A pack -> log-probs [M] of its targets, by the way the trainer computes them."""
 
 _ADAPTED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)")
 """What peft puts into the name of a module that it wraps or copies."""
@@ -59,10 +57,13 @@ class RoutingReplay:
     belongs inside when layers are checkpointed: `enable_checkpointing(model, replay.checkpoint_contexts)`.
     """
 
-    def __init__(self, model: Any, score: Score) -> None:
-        """`model` in evaluation mode, before it is checkpointed; costs four forward passes of a dozen tokens."""
-        self._kind = type(model).__name__
-        self._routers = _routers_of(model)
+    def __init__(self, forward: Forward, dtype: torch.dtype) -> None:
+        """`forward` as it will be used, computing in `dtype`; its model in evaluation mode, before it is checkpointed.
+
+        Costs three forward passes of a dozen tokens.
+        """
+        self._forward, self._dtype = forward, dtype
+        self._routers = _routers_of(forward.model)
         self._routes: Tensor | None = None
         self._place = 0
         """Of the next token whose routes are due."""
@@ -71,7 +72,7 @@ class RoutingReplay:
         self._again = False
         if not self._routers:
             raise self._unsupported("it has no top-k routers")
-        self._probe(score, model.get_input_embeddings().weight)
+        self._probe()
 
     @property
     def layers(self) -> int:
@@ -146,30 +147,39 @@ class RoutingReplay:
     # -- at the start -------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _probe(self, score: Score, embedding: Tensor) -> None:
+    def _probe(self) -> None:
         """Forcing the live choice must give the model's own numbers, and what the hooks return must be what is used."""
+        embedding = self._forward.model.get_input_embeddings().weight
         tokens = (torch.arange(1, 14) * 7919 % embedding.shape[0]).tolist()
         pack = pack_sequence(tokens).to(embedding.device)
         seen: list[Any] = [None] * self.layers
-        own = self._hooked(score, pack, lambda layer, output: seen.__setitem__(layer, output))
+        own = self._hooked(pack, lambda layer, output: seen.__setitem__(layer, output))
         for router, output in zip(self._routers, seen, strict=True):
             router.normalised = self._is_normalised(output)
         routes = torch.stack([experts for _, _, experts in seen], 1).to(torch.int16)
         with self(replace(pack, routing=routes)):
-            forced = score(pack)
+            forced = self._score(pack)
         if not bool((forced - own).abs().max() <= TOLERANCE):
             raise self._unsupported("forcing the experts that it chose itself changes its log-probs")
-        muted = self._hooked(score, pack, lambda _, output: (output[0], torch.zeros_like(output[1]), output[2]))
+        muted = self._hooked(pack, lambda _, output: (output[0], torch.zeros_like(output[1]), output[2]))
         if bool((muted - own).abs().max() <= TOLERANCE):
             raise self._unsupported("its experts do not use what its routers return")
 
-    def _hooked(self, score: Score, pack: Pack, act: Callable[[int, Any], Any]) -> Tensor:
+    def _hooked(self, pack: Pack, act: Callable[[int, Any], Any]) -> Tensor:
         with ExitStack() as hooks:
             for layer, router in enumerate(self._routers):
                 for module in router.modules:
                     hook = module.register_forward_hook(lambda module, args, output, layer=layer: act(layer, output))
                     hooks.callback(hook.remove)
-            return score(pack)
+            return self._score(pack)
+
+    def _score(self, pack: Pack) -> Tensor:
+        with torch.autocast(pack.tokens.device.type, self._dtype, enabled=self._dtype != torch.float32):
+            return self._forward.logprobs(pack, 1.0, self._dtype).logprob
+
+    @property
+    def _kind(self) -> str:
+        return type(self._forward.model).__name__
 
     def _is_normalised(self, output: Any) -> bool:
         if not (isinstance(output, tuple) and len(output) == 3 and output[1].shape == output[2].shape):
@@ -188,9 +198,10 @@ class RoutingReplay:
         )
 
 
-def replay_of(model: Any, score: Score, wanted: bool) -> Callable[[Pack], AbstractContextManager[Replayed | None]]:
-    """`RoutingReplay` where it is wanted, else a context that does nothing."""
-    return RoutingReplay(model, score) if wanted else lambda pack: nullcontext()
+@contextmanager
+def no_replay(pack: Pack) -> Iterator[Replayed]:
+    """Where routes are not kept."""
+    yield Replayed(0, 0)
 
 
 def _weights(logits: Tensor, experts: Tensor, normalised: bool) -> Tensor:
