@@ -26,6 +26,7 @@ FLOORS = {
     "known_models": 1,
     "weights": 1,
     "reports": 1,
+    "user_code": 1,
     "algo": 2,
     "observe": 2,
     "settings": 2,

@@ -152,7 +152,7 @@ def penalised(rewards: Sequence[float], lengths: Sequence[int], weight: float, m
 
 def user_advantage(spec: str) -> AdvantageFunction:
     """The user's function GroupRewards -> [G] numbers. Raises ConfigError where it cannot be loaded, or at a wrong result."""
-    function = load_function(spec, "advantage", 1)
+    function = load_function(spec, "advantage")
 
     def advantage(group: GroupRewards) -> list[float]:
         return _checked(spec, function(group), len(group.rewards))

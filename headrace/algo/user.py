@@ -18,7 +18,7 @@ RULE = "mine"
 
 def load_loss(spec: str) -> Callable[[Tokens, Tensor], TokenLoss]:
     """The user's function Tokens -> Tensor [M], or TokenLoss, as a loss. Raises ConfigError."""
-    function = load_function(spec, "loss", 1)
+    function = load_function(spec, "loss")
 
     def loss(tokens: Tokens, old: Tensor) -> TokenLoss:
         return _checked(spec, function(tokens), tokens)

@@ -8,8 +8,8 @@ from functools import cache
 from typing import Any
 
 from headrace.errors import ConfigError
-from headrace.scoring.job import one_line
 from headrace.types import Failure
+from headrace.user_code import one_line
 
 
 @cache

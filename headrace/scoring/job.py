@@ -6,12 +6,11 @@ import asyncio
 import copy
 import inspect
 import math
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from headrace.types import Failure, Struct
+from headrace.user_code import one_line
 
 Values = list[float | Failure]
 """One per completion: a finite number, or why there is none."""
@@ -153,16 +152,3 @@ def _read_one(value: Any) -> float | Failure:
 def _shown(value: Any) -> str:
     text = repr(value)
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
-
-
-def one_line(error: BaseException) -> str:
-    """`ZeroDivisionError: division by zero (rewards.py:12)`: the last place within the file that headrace called."""
-    frames = traceback.extract_tb(error.__traceback__)
-    outside = [frame for frame in frames if not frame.filename.startswith((_PACKAGE, "<frozen"))]
-    theirs = [frame for frame in outside if frame.filename == outside[0].filename]
-    place = f" ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else ""
-    said = (str(error).strip().splitlines() or [""])[0][:300]
-    return f"{type(error).__name__}{': ' if said else ''}{said}{place}"
-
-
-_PACKAGE = str(Path(__file__).parent.parent)

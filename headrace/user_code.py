@@ -1,0 +1,61 @@
+"""A user's own function, `path/to/file.py:name` -> the function, or a sentence why not."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from headrace.errors import ConfigError
+
+
+def load_function(spec: str, what: str, modules: dict[Path, ModuleType] | None = None) -> Callable[..., Any]:
+    """Raises ConfigError, in sentences about `what`. A file that is in `modules` already is not run again."""
+    modules = {} if modules is None else modules
+    file, _, name = spec.rpartition(":")
+    path = Path(file).expanduser().resolve()
+    if path not in modules:
+        modules[path] = _run(path, what)
+    names = [known for known in vars(modules[path]) if not known.startswith("_")]
+    if not hasattr(modules[path], name):
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"; did you mean {near[0]}?" if near else f"; it defines {', '.join(names) or 'nothing'}"
+        raise ConfigError(f"{what}: {path.name} defines no {name}{hint}")
+    function: Callable[..., Any] = getattr(modules[path], name)
+    return function
+
+
+def _run(path: Path, what: str) -> ModuleType:
+    if not path.is_file():
+        raise ConfigError(f"{what}: there is no file {path}")
+    found = importlib.util.spec_from_file_location(f"headrace_user_{path.stem}", path)
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    sys.modules[found.name] = module  # dataclasses and pickle look their module up
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # at the end: a neighbour called random.py must not replace Python's
+    try:
+        found.loader.exec_module(module)
+    except SyntaxError as error:
+        raise ConfigError(f"{what}: {error.msg} ({error.filename}:{error.lineno})") from None
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{what}: running the file failed: {one_line(error)}") from None
+    return module
+
+
+def one_line(error: BaseException) -> str:
+    """`ZeroDivisionError: division by zero (rewards.py:12)`: the last place within the file that headrace called."""
+    frames = traceback.extract_tb(error.__traceback__)
+    outside = [frame for frame in frames if not frame.filename.startswith((_PACKAGE, "<frozen"))]
+    theirs = [frame for frame in outside if frame.filename == outside[0].filename]
+    place = f" ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else ""
+    said = (str(error).strip().splitlines() or [""])[0][:300]
+    return f"{type(error).__name__}{': ' if said else ''}{said}{place}"
+
+
+_PACKAGE = str(Path(__file__).parent)
