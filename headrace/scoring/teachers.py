@@ -1,0 +1,297 @@
+"""Teachers and the reference as a stage of scoring: other models' log-probs of what the policy sampled.
+
+    TraceScorer(TextScorer(FunctionScorer))      rewards, then rewards of text-level teachers, then log-probs by token
+
+Each wraps the scorer inside it and runs beside it. Engines batch by themselves: every path of every rollout is a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+
+from headrace.observe.waits import Waits
+from headrace.protocols import Engine, Scorer
+from headrace.types import (
+    Completion,
+    Episode,
+    Failure,
+    Prompt,
+    Request,
+    Sampling,
+    Scored,
+    TeacherTrace,
+    TopLogprobs,
+)
+
+Takes = Callable[[Prompt], bool]
+
+FAILED = "teacher_error"
+_NUMBERS = itertools.count()
+"""Of requests: unique in an engine that others use too."""
+
+
+@dataclass(frozen=True)
+class Teacher:
+    name: str
+    engine: Engine
+    takes: Takes
+    top: int = 0
+    """k most probable tokens at every position; 0 for the sampled token alone."""
+
+
+class Scores(NamedTuple):
+    """A turn's tokens under another model."""
+
+    version: int
+    logprobs: tuple[float, ...]
+    """[T] at temperature 1."""
+    top: TopLogprobs | None = None
+
+
+async def ask(engine: Engine, tokens: Sequence[int], top: int = 0) -> Completion | Failure:
+    """The log-probs of `tokens` but the first. What the engine refuses or fails at is data; a lost engine raises."""
+    request = Request(
+        f"ask/{next(_NUMBERS)}",
+        tuple(tokens),
+        Sampling(max_tokens=0),
+        priority=-1,  # where rollouts are sampled too, a reward that waits for them would hold back its own group
+        prompt_logprobs=True,
+        top_logprobs=top,
+    )
+    try:
+        done = await engine.generate(request)
+    except ValueError as error:
+        return Failure(FAILED, str(error))
+    if done.stop == "error" or done.prompt_logprobs is None:
+        return Failure(FAILED, done.error or f"the engine ended with {done.stop} and no scores")
+    return done
+
+
+# -- by token ---------------------------------------------------------------------------------------------------------------
+
+
+async def score_episode(engine: Engine, prompt: Prompt, episode: Episode, top: int = 0) -> tuple[Scores, ...] | Failure:
+    """For each turn its tokens given the whole path before them. Turns on one path are scored by one request."""
+    paths = list(_paths(prompt, episode))
+    answers = await asyncio.gather(*(ask(engine, path.tokens, top) for path in paths))
+    found: dict[int, Scores] = {}
+    for path, answer in zip(paths, answers, strict=True):
+        if isinstance(answer, Failure):
+            return answer
+        for turn, start in path.starts.items():
+            found.setdefault(turn, _slice(answer, start, len(episode.turns[turn].completion.tokens)))
+    return tuple(found[turn] for turn in range(len(episode.turns)))
+
+
+class _Path(NamedTuple):
+    tokens: tuple[int, ...]
+    starts: dict[int, int]
+    """Turn -> where its completion begins."""
+
+
+def _paths(prompt: Prompt, episode: Episode) -> Iterator[_Path]:
+    """So few that every turn lies on one. A turn of several parents goes on from the first, as it does in training."""
+    before = [turn.parents[0] if turn.parents else None for turn in episode.turns]
+    for last in sorted(set(range(len(before))) - set(before)):
+        chain: list[int] = []
+        number: int | None = last
+        while number is not None:
+            chain.insert(0, number)
+            number = before[number]
+        tokens: list[int] = []
+        starts: dict[int, int] = {}
+        for place, number in enumerate(chain):
+            turn = episode.turns[number]
+            tokens += turn.context if place else (turn.context or prompt.tokens)
+            starts[number] = len(tokens)
+            tokens += turn.completion.tokens
+        yield _Path(tuple(tokens), starts)
+
+
+def _slice(answer: Completion, start: int, count: int) -> Scores:
+    """Entry i of the answer is about token i + 1."""
+    assert answer.prompt_logprobs is not None and start > 0
+    first, end = start - 1, start - 1 + count
+    top = answer.prompt_top
+    if top:
+        row = 4 * top.k
+        top = TopLogprobs(top.k, top.tokens[first * row : end * row], top.logprobs[first * row : end * row])
+    return Scores(answer.spans[0].version, answer.prompt_logprobs[first:end], top)
+
+
+class TraceScorer:
+    """`Scored.teachers` from the first teacher that takes the prompt, `Scored.references` from the reference."""
+
+    def __init__(
+        self,
+        inner: Scorer,
+        teachers: Sequence[Teacher],
+        reference: Engine | None,
+        waits: Waits,
+        warn: Callable[[str], None],
+    ) -> None:
+        self._inner, self._teachers, self._reference = inner, teachers, reference
+        self._waits, self._warn = waits, warn
+        self.untaught = 0
+        """Prompts that no teacher took: nothing was learned from them."""
+
+    async def score(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[Scored | Failure]:
+        teacher = self._teacher_of(prompt)
+        judged, taught, referred = await asyncio.gather(
+            self._inner.score(prompt, episodes),
+            self._traces(teacher, prompt, episodes),
+            self._references(prompt, episodes),
+        )
+        return [_joined(*three) for three in zip(judged, taught, referred, strict=True)]
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+    def _teacher_of(self, prompt: Prompt) -> Teacher | None:
+        teacher = next((one for one in self._teachers if one.takes(prompt)), None)
+        if self._teachers and teacher is None:
+            self.untaught += 1
+            if (
+                self.untaught & (self.untaught - 1) == 0
+            ):  # 1, 2, 4, ...: often enough to be seen, too rare to bury the rest
+                self._warn(
+                    f"no teacher takes the prompt {prompt.id} ({self.untaught} such prompts so far): it is trained without one; "
+                    "widen the route of a [[teachers]] table, or take such rows out of the task"
+                )
+        return teacher
+
+    async def _traces(
+        self, teacher: Teacher | None, prompt: Prompt, episodes: Sequence[Episode]
+    ) -> list[tuple[TeacherTrace, ...] | Failure]:
+        if teacher is None:
+            return [_untaught(episode) if self._teachers else () for episode in episodes]
+        async with self._waits.named("scoring", f"the teacher {teacher.name}"):
+            scored = await asyncio.gather(*(score_episode(teacher.engine, prompt, e, teacher.top) for e in episodes))
+        return [
+            Failure(one.reason, f"{teacher.name}: {one.detail}")
+            if isinstance(one, Failure)
+            else tuple(_trace(teacher.name, turn) for turn in one)
+            for one in scored
+        ]
+
+    async def _references(
+        self, prompt: Prompt, episodes: Sequence[Episode]
+    ) -> list[tuple[tuple[float, ...], ...] | Failure]:
+        if self._reference is None:
+            return [() for _ in episodes]
+        async with self._waits.named("scoring", "the reference"):
+            scored = await asyncio.gather(*(score_episode(self._reference, prompt, e) for e in episodes))
+        return [
+            Failure("reference_error", one.detail) if isinstance(one, Failure) else tuple(s.logprobs for s in one)
+            for one in scored
+        ]
+
+
+def _trace(name: str, turn: Scores) -> TeacherTrace:
+    return TeacherTrace(name, (turn.version,) * len(turn.logprobs), turn.logprobs, turn.top)
+
+
+def _untaught(episode: Episode) -> tuple[TeacherTrace, ...]:
+    lengths = [len(turn.completion.tokens) for turn in episode.turns]
+    return tuple(TeacherTrace("", (0,) * n, (math.nan,) * n) for n in lengths)
+
+
+def _joined(
+    judged: Scored | Failure,
+    taught: tuple[TeacherTrace, ...] | Failure,
+    referred: tuple[tuple[float, ...], ...] | Failure,
+) -> Scored | Failure:
+    """A rollout that lacks one of them is no rollout to learn from."""
+    for one in (judged, taught, referred):
+        if isinstance(one, Failure):
+            return one
+    return msgspec.structs.replace(judged, teachers=taught, references=referred)
+
+
+# -- by text ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TextTeacher:
+    """A model with any vocabulary. It reads prompt and completion as text; the policy's tokens stay as they are (C5)."""
+
+    name: str
+    engine: Engine
+    takes: Takes
+    weight: float
+    encode_prompt: Callable[[Prompt], tuple[int, ...]]
+    """With its own chat template and tokenizer."""
+    encode_completion: Callable[[str, bool], tuple[int, ...]]
+    """(text, whether it ended by itself), with its own end of turn if so."""
+
+    async def judge(self, prompt: Prompt, episode: Episode) -> float | Failure:
+        """Mean log-prob in nats a byte of UTF-8, the end of the turn counting as one.
+
+        By byte and not by token: it does not depend on how this vocabulary cuts the text up, so that teachers with different
+        ones are on one scale, as compression is compared (bits per byte).
+        """
+        if len(episode.turns) != 1:
+            return Failure(FAILED, f"{self.name} scores text of one turn, and the rollout has {len(episode.turns)}")
+        text, ended = episode.last.text, episode.last.stop == "stop"
+        front, behind = self.encode_prompt(prompt), self.encode_completion(text, ended)
+        if not behind:
+            return Failure(FAILED, f"{self.name}: the completion has no text to score")
+        answer = await ask(self.engine, (*front, *behind))
+        if isinstance(answer, Failure):
+            return Failure(answer.reason, f"{self.name}: {answer.detail}")
+        return sum(_slice(answer, len(front), len(behind)).logprobs) / (len(text.encode()) + ended)
+
+
+class TextScorer:
+    """Adds the weighted scores of text-level teachers to the reward, each under its name."""
+
+    def __init__(self, inner: Scorer, teachers: Sequence[TextTeacher], waits: Waits) -> None:
+        self._inner, self._teachers, self._waits = inner, teachers, waits
+
+    async def score(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[Scored | Failure]:
+        asked = [teacher for teacher in self._teachers if teacher.takes(prompt)]
+        judged, columns = await asyncio.gather(
+            self._inner.score(prompt, episodes),
+            asyncio.gather(*(self._column(teacher, prompt, episodes) for teacher in asked)),
+        )
+        return [_weighed(one, asked, [column[i] for column in columns]) for i, one in enumerate(judged)]
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+    async def _column(self, teacher: TextTeacher, prompt: Prompt, episodes: Sequence[Episode]) -> list[float | Failure]:
+        async with self._waits.named("scoring", f"the teacher {teacher.name}"):
+            return await asyncio.gather(*(teacher.judge(prompt, episode) for episode in episodes))
+
+
+def _weighed(
+    judged: Scored | Failure, teachers: Sequence[TextTeacher], values: Sequence[float | Failure]
+) -> Scored | Failure:
+    if isinstance(judged, Failure):
+        return judged
+    reward, rewards = judged.reward, dict(judged.rewards)
+    for teacher, value in zip(teachers, values, strict=True):
+        if isinstance(value, Failure):
+            return value
+        if not math.isfinite(value):
+            return Failure("reward_nan", f"{teacher.name} gave {value}")
+        rewards[teacher.name] = value
+        reward += teacher.weight * value
+    return msgspec.structs.replace(judged, reward=reward, rewards=rewards)
+
+
+class NoReward:
+    """Where nothing gives rewards: all that is learned comes from teachers."""
+
+    async def score(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[Scored | Failure]:
+        return [Scored(episode, 0.0, {}) for episode in episodes]
+
+    async def close(self) -> None:
+        pass
