@@ -105,10 +105,10 @@ def dump_config(config: RunConfig) -> str:
 def check(config: RunConfig) -> list[str]:
     """Pairs of settings that cannot work together, each with its remedy; empty when all is well."""
     problems = [*_sampling_problems(config), *_length_problems(config), *_core_problems(config)]
-    if config.rollout.group_size == 1 and config.algo.recipe.advantage != "raw":
+    if config.rollout.group_size < config.algo.min_rollouts:
         problems.append(
-            f"rollout.group_size = 1 gives {config.algo.name} nothing to compare a rollout with, so every advantage would "
-            "be zero; use at least 2 (8 is usual), or algo.name = reinforce"
+            f"rollout.group_size = {config.rollout.group_size} gives {config.algo.name} nothing to compare a rollout with, "
+            "so every advantage would be zero; use at least 2 (8 is usual), or algo.name = reinforce"
         )
     if config.train.warmup_steps >= config.train.steps:
         problems.append(
@@ -199,7 +199,7 @@ def _tree_of(source: RunConfig | Mapping[str, Any] | str | Path) -> tuple[Tree, 
 
 def resolve_paths(tree: Tree, base: Path) -> Tree:
     """Makes the relative paths in a tree of settings absolute, seen from `base`. What has the wrong type is left alone."""
-    model, task, reward = (tree.get(section) for section in ("model", "task", "reward"))
+    model, task, reward, algo = (tree.get(section) for section in ("model", "task", "reward", "algo"))
     changed: Tree = {}
     if isinstance(model, dict) and isinstance(model.get("path"), str):
         changed["model"] = {**model, "path": _model_path(model["path"], base)}
@@ -208,6 +208,9 @@ def resolve_paths(tree: Tree, base: Path) -> Tree:
         changed["task"] = {**task, **paths}
     if isinstance(reward, dict):
         changed["reward"] = _reward_paths(reward, base)
+    if isinstance(algo, dict):
+        functions = {k: algo[k] for k in ("advantage", "loss") if isinstance(algo.get(k), str)}
+        changed["algo"] = {**algo, **{k: _function_path(function, base) for k, function in functions.items()}}
     return {**tree, **changed}
 
 
