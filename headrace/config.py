@@ -127,16 +127,7 @@ def check(config: RunConfig) -> list[str]:
 
 def _sampling_problems(config: RunConfig) -> list[str]:
     rollout = config.rollout
-    problems = [
-        f"rollout.{name} = {given} cuts tokens out of the distribution, and training on it needs the sampling mask to be "
-        f"replayed in the trainer, which does not exist yet; set rollout.{name} = {off}"
-        for name, given, off in (
-            ("top_p", rollout.top_p, 1.0),
-            ("top_k", rollout.top_k, 0),
-            ("min_p", rollout.min_p, 0.0),
-        )
-        if given != off
-    ]
+    problems = []
     if rollout.temperature == 0:
         problems.append(
             "rollout.temperature = 0 samples the same completion for every rollout of a group, so there is nothing to "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import msgspec
 from pydantic import ConfigDict, Field
@@ -27,13 +27,39 @@ class RolloutConfig:
     min_p: float = Field(default=0.0, ge=0, lt=1)
     stop: tuple[str, ...] = ()
     """Strings that end a completion."""
+    keep_mask: bool = True
+    """With top_p, top_k or min_p: record what they kept, and train the distribution that was sampled from. Switched off, the
+    trainer compares it with that of the whole vocabulary, which is wrong, and there to be shown."""
+    keep_routing: bool = False
+    """Record which experts every token went to, and force them in the trainer. For mixture-of-experts models."""
     patience: int = Field(default=200, gt=0)
     """Groups in a row that all failed or had no contrast before the run stops and says why."""
 
-    def sampling(self, seed: int, temperature: float | None = None) -> Sampling:
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are cut out of the distribution."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    def request(self, name: str, prompt: Prompt, seed: int, priority: int, adapter: str = "") -> Request:
+        """For a rollout that will be trained on."""
+        return Request(
+            name,
+            prompt.tokens,
+            self._sampling(seed, self.temperature),
+            priority=priority,
+            adapter=adapter,
+            return_mask=self.keep_mask and self.truncates,
+            return_routing=self.keep_routing,
+        )
+
+    def evaluation(self, name: str, prompt: Prompt, seed: int, temperature: float, adapter: str = "") -> Request:
+        """For a rollout that is only scored: nothing is recorded, and it goes before training's."""
+        return Request(name, prompt.tokens, self._sampling(seed, temperature), adapter=adapter)
+
+    def _sampling(self, seed: int, temperature: float) -> Sampling:
         return Sampling(
             max_tokens=self.max_tokens,
-            temperature=self.temperature if temperature is None else temperature,
+            temperature=temperature,
             top_p=self.top_p,
             top_k=self.top_k,
             min_p=self.min_p,
@@ -58,16 +84,9 @@ async def boundary(completion: Awaitable[Completion]) -> Completion | Failure:
 
 
 async def roll_out(
-    engine: Engine,
-    prompt: Prompt,
-    count: int,
-    sampling: Callable[[int], Sampling],
-    decode: Decode,
-    name: str,
-    priority: int = 0,
+    engine: Engine, prompt: Prompt, requests: Iterable[Request], decode: Decode
 ) -> list[Episode | Failure]:
-    """`count` completions of one prompt, sampled side by side; `sampling(i)` are the settings of the i-th."""
-    requests = [Request(f"{name}/{i}", prompt.tokens, sampling(i), priority=priority) for i in range(count)]
+    """Completions of one prompt, sampled side by side."""
     results = await asyncio.gather(*(boundary(engine.generate(request)) for request in requests))
     return [
         result if isinstance(result, Failure) else Episode((Turn(prompt.tokens, _with_text(result, decode)),))

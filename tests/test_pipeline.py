@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace import virtual_time
-from headrace.algo.groups import rows_of
+from headrace.algo.config import AlgoConfig
+from headrace.algo.groups import algorithm_of
 from headrace.buffer import Buffer
 from headrace.engine.fake import FakeEngine
 from headrace.errors import HeadraceError, IdentityError, StalledError, TrainingError, WorkerDied
@@ -81,7 +82,7 @@ class World:
             scorer=self.scorer,
             observer=self.ledger,
             buffer=self.buffer,
-            make_rows=lambda prompt, scored: rows_of(prompt, scored, _centred([s.reward for s in scored]), "train"),
+            algorithm=algorithm_of(AlgoConfig(name="dr_grpo"), rollout.max_tokens),
             decode=lambda tokens: " ".join(map(str, tokens)),
             waits=waits,
             snapshots=Snapshots(self.checkpoints, self.ledger, clock),
@@ -101,11 +102,6 @@ class World:
         pipeline = self.build()
         await self.go_live()
         await pipeline.run()
-
-
-def _centred(rewards: list[float]) -> list[float]:
-    mean = sum(rewards) / len(rewards)
-    return [reward - mean for reward in rewards]
 
 
 def _trained_lags(world: World) -> list[int]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from headrace.algo.config import AlgoConfig
-from headrace.algo.groups import advantages_of, rows_of
+from headrace.algo.groups import algorithm_of
 from headrace.buffer import Buffer
 from headrace.chat import ChatEncoder
 from headrace.config import RunConfig
@@ -30,13 +30,13 @@ from headrace.orchestration.clients import ProcessEngine, ProcessTrainer
 from headrace.orchestration.evaluation import Evaluator
 from headrace.orchestration.identity import TOLERANCE, IdentityProbe
 from headrace.orchestration.messages import EngineStart, TrainerReady, TrainerStart
-from headrace.orchestration.pipeline import MakeRows, Parts, Pipeline, Plan
+from headrace.orchestration.pipeline import Parts, Pipeline, Plan
 from headrace.orchestration.snapshots import ControllerState, Snapshots
 from headrace.orchestration.utilisation import Utilisation
 from headrace.protocols import EngineCore, Observer, Scorer, Task, TrainerCore, WeightReceiver, WeightSender
 from headrace.tasks.config import TaskConfig
 from headrace.trainer.config import TrainConfig
-from headrace.types import Prompt, Row, Scored
+from headrace.types import Prompt
 from headrace.weight_sync.memory import anonymous_memory
 from headrace.weights import Manifest
 
@@ -88,6 +88,7 @@ async def open_pools(
             dataclasses.asdict(config.algo.with_length(config.rollout.max_tokens)),
             config.seed,
             config.engine.serving_dtype,
+            config.rollout.keep_routing,
             str(restore or ""),
         )
         engine = ProcessEngine(
@@ -100,9 +101,16 @@ async def open_pools(
         async with waits.named("start", "the trainer to load the model"):
             ready: TrainerReady = await trainer.open()
         async with waits.named("start", "the engine to make room for it"):
-            await engine.open(EngineStart(str(model_dir), dataclasses.asdict(config.engine), ready.manifest))
+            await engine.open(EngineStart(str(model_dir), _engine_settings(config), ready.manifests))
         undo.pop_all()
     return Pools(trainer, engine, weights_fd)
+
+
+def _engine_settings(config: RunConfig) -> dict[str, Any]:
+    """What rollouts ask for is switched on in the engine, which refuses at its start what it cannot do."""
+    return dataclasses.asdict(
+        dataclasses.replace(config.engine, routing=config.engine.routing or config.rollout.keep_routing)
+    )
 
 
 @dataclass
@@ -184,7 +192,7 @@ def _assemble(
         scorer=scorer,
         observer=observer,
         buffer=buffer,
-        make_rows=build_rows(config.algo),
+        algorithm=algorithm_of(config.algo, config.rollout.max_tokens),
         decode=encoder.decode,
         waits=waits,
         snapshots=Snapshots(checkpoints, observer, clock),
@@ -235,16 +243,6 @@ def build_scorer(config: RunConfig, reward: Reward | None, log: Path | None = No
     from headrace.scoring.functions import FunctionScorer
 
     return FunctionScorer(config.reward, [reward] if reward else [], log)
-
-
-def build_rows(algo: AlgoConfig) -> MakeRows:
-    """The algorithm as the pipeline sees it."""
-    advantages = advantages_of(algo)
-
-    def make_rows(prompt: Prompt, scored: tuple[Scored, ...]) -> tuple[Row, ...]:
-        return rows_of(prompt, scored, advantages([one.reward for one in scored]), algo.overlong)
-
-    return make_rows
 
 
 def _started(config: RunConfig, pools: Pools, step: int, clock: Clock) -> RunStarted:
@@ -309,17 +307,18 @@ def preload(kind: str) -> None:
     )
 
 
-def build_trainer_core(start: TrainerStart, weights_fd: int) -> tuple[TrainerCore, WeightSender, Manifest]:
+def build_trainer_core(start: TrainerStart, weights_fd: int) -> tuple[TrainerCore, WeightSender, dict[str, Manifest]]:
     import torch
 
     from headrace.trainer.torch_trainer import TorchTrainer
     from headrace.weight_sync.shared_memory import SharedMemorySender, lay_out
 
-    core = TorchTrainer(Path(start.model_dir), TrainConfig(**start.train), AlgoConfig(**start.algo), start.seed)
+    train, algo = TrainConfig(**start.train), AlgoConfig(**start.algo)
+    core = TorchTrainer(Path(start.model_dir), train, algo, start.seed, start.keep_routing)
     if start.restore:
         core.restore(Path(start.restore))
-    manifest = lay_out(core.parameters(), getattr(torch, start.serving_dtype))
-    return core, SharedMemorySender(weights_fd, manifest), manifest
+    manifests = {"": lay_out(core.parameters(), getattr(torch, start.serving_dtype))}
+    return core, SharedMemorySender(weights_fd, manifests), manifests
 
 
 def build_engine_core(start: EngineStart, weights_fd: int) -> tuple[EngineCore, WeightReceiver]:
@@ -327,4 +326,4 @@ def build_engine_core(start: EngineStart, weights_fd: int) -> tuple[EngineCore, 
     from headrace.weight_sync.shared_memory import SharedMemoryReceiver
 
     core = NativeEngine(Path(start.model_dir), EngineConfig(**start.engine))
-    return core, SharedMemoryReceiver(weights_fd, start.manifest)
+    return core, SharedMemoryReceiver(weights_fd, start.manifests)

@@ -28,10 +28,11 @@ class Evaluator:
         decode: Decode,
         waits: Waits,
         clock: Callable[[], float],
+        adapter: str = "",
     ) -> None:
         self._engine, self._scorer, self._observer = engine, scorer, observer
         self._prompts, self._config, self._rollout = prompts, config, rollout
-        self._decode, self._waits, self._clock = decode, waits, clock
+        self._decode, self._waits, self._clock, self._adapter = decode, waits, clock, adapter
 
     async def measure(self, phase: Literal["before", "during", "after"], step: int) -> Evaluated | None:
         """None when the run has no held-out prompts. A rollout that failed is counted by reason, not scored as zero."""
@@ -61,14 +62,14 @@ class Evaluator:
 
     async def _one(self, index: int, prompt: Prompt) -> list[Scored | Failure]:
         # The seeds do not depend on the step: before and after differ by their weights alone.
-        rolled = await roll_out(
-            self._engine,
-            prompt,
-            self._config.samples,
-            lambda i: self._rollout.sampling(seed_of("held-out", index, i), self._config.temperature),
-            self._decode,
-            name=f"eval-{id(self)}-{index}-{self._clock()}",
-        )
+        name = f"eval-{id(self)}-{index}-{self._clock()}"
+        requests = [
+            self._rollout.evaluation(
+                f"{name}/{i}", prompt, seed_of("held-out", index, i), self._config.temperature, self._adapter
+            )
+            for i in range(self._config.samples)
+        ]
+        rolled = await roll_out(self._engine, prompt, requests, self._decode)
         episodes = [one for one in rolled if isinstance(one, Episode)]
         failures: list[Scored | Failure] = [one for one in rolled if isinstance(one, Failure)]
         return failures + (await self._scorer.score(prompt, episodes) if episodes else [])

@@ -16,12 +16,15 @@ class TrainerStart(Struct, frozen=True):
     seed: int
     serving_dtype: str
     """What weights are converted to when they are published."""
+    keep_routing: bool
+    """Force the experts that the sampler chose."""
     restore: str = ""
     """A checkpoint directory to go on from; empty starts from the model's own weights."""
 
 
 class TrainerReady(Struct, frozen=True):
-    manifest: Manifest
+    manifests: dict[str, Manifest]
+    """Of all that will be published: the model's by the empty name, those of adapters by theirs."""
     version: int
 
 
@@ -29,4 +32,5 @@ class EngineStart(Struct, frozen=True):
     model_dir: str
     engine: dict[str, Any]
     """EngineConfig as plain values."""
-    manifest: Manifest
+    manifests: dict[str, Manifest]
+    """As the trainer told them."""

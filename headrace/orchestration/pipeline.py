@@ -26,6 +26,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from headrace.algo.groups import Algorithm
 from headrace.buffer import Buffer
 from headrace.errors import IdentityError, TrainingError, WorkerDied, first_error
 from headrace.observe.facts import TicketDrawn, Warned, WeightsLive
@@ -37,13 +38,10 @@ from headrace.orchestration.snapshots import Snapshots
 from headrace.protocols import Engine, Observer, Scorer, Task, Trainer
 from headrace.reports import TrainReport
 from headrace.rollout import Decode, RolloutConfig, roll_out, seed_of
-from headrace.types import Batch, Episode, Failure, Group, Prompt, Row, Scored
+from headrace.types import Batch, Episode, Failure, Group, Prompt, Scored
 from headrace.weights import WeightUpdate
 
 T = TypeVar("T")
-
-MakeRows = Callable[[Prompt, tuple[Scored, ...]], tuple[Row, ...]]
-"""The algorithm as the pipeline sees it: a group's rewards become rows with advantages."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ class Parts:
     scorer: Scorer
     observer: Observer
     buffer: Buffer
-    make_rows: MakeRows
+    algorithm: Algorithm
     decode: Decode
     waits: Waits
     snapshots: Snapshots
@@ -75,6 +73,8 @@ class Plan:
     max_skipped_steps: int
     checkpoint_every: int
     evaluate_every: int
+    adapter: str = ""
+    """Which adapter is trained; empty where all weights are."""
 
 
 class Pipeline:
@@ -150,13 +150,14 @@ class Pipeline:
         scored, failures = await self._rollouts_of(ticket, prompt)
         rolled = Rolled(ticket, prompt, scored, failures, self._clock() - started)
         self._rewards += [one.reward for one in scored]
-        if len(scored) < min(2, self._plan.rollout.group_size):
+        algorithm = self._parts.algorithm
+        if len(scored) < algorithm.min_rollouts:
             self._end(rolled, "failed", rolled.commonest_failure)
             return
-        rows = self._parts.make_rows(prompt, scored)
+        rows = algorithm.rows(prompt, scored)
         if not any(any(row.mask) for row in rows):
             self._end(rolled, "dropped", "overlong")
-        elif not any(any(row.advantages) for row in rows):
+        elif algorithm.needs_contrast and not any(any(row.advantages) for row in rows):
             self._end(rolled, "dropped", "no_contrast")
         else:
             self._barren = 0
@@ -170,15 +171,17 @@ class Pipeline:
             detail = f"prompt of {len(prompt.tokens)} tokens + max_tokens {rollout.max_tokens} > context of {room}"
             return (), (Failure("prompt_too_long", detail),) * rollout.group_size
         async with parts.waits.named("rollouts", "the engine"):
-            results = await roll_out(
-                parts.engine,
-                prompt,
-                rollout.group_size,
-                lambda i: rollout.sampling(seed_of(self._plan.seed, "rollout", ticket, i)),
-                parts.decode,
-                name=f"t{ticket}",
-                priority=ticket,
-            )
+            requests = [
+                rollout.request(
+                    f"{self._name(ticket)}/{i}",
+                    prompt,
+                    seed_of(self._plan.seed, "rollout", ticket, i),
+                    ticket,
+                    self._plan.adapter,
+                )
+                for i in range(rollout.group_size)
+            ]
+            results = await roll_out(parts.engine, prompt, requests, parts.decode)
         episodes = [result for result in results if isinstance(result, Episode)]
         judged: list[Scored | Failure] = []
         if episodes:
@@ -186,6 +189,10 @@ class Pipeline:
                 judged = await parts.scorer.score(prompt, episodes)
         scored = tuple(result for result in judged if isinstance(result, Scored))
         return scored, tuple(result for result in [*results, *judged] if isinstance(result, Failure))
+
+    def _name(self, ticket: int) -> str:
+        """Of its requests: unique in an engine that serves several adapters."""
+        return f"{self._plan.adapter}:t{ticket}" if self._plan.adapter else f"t{ticket}"
 
     def _end(self, rolled: Rolled, outcome: Outcome, reason: str) -> None:
         self._parts.buffer.end(rolled.ticket, outcome, reason, rolled.failures)
@@ -211,7 +218,10 @@ class Pipeline:
             if groups is None:
                 break
             waited = self._clock() - waited
-            report = await self._busy(parts.trainer.step(Batch(self.step, groups, plan.rollout.temperature)), "step")
+            # Whitening, for one, needs the whole batch; tickets and prompts stay those of the groups that were taken.
+            assembled = parts.algorithm.assemble(groups)
+            batch = Batch(self.step, assembled, plan.rollout.temperature, plan.adapter)
+            report = await self._busy(parts.trainer.step(batch), "step")
             if report.skipped:
                 self._skip(report, groups)
                 continue

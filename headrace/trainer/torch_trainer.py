@@ -1,80 +1,54 @@
-"""The trainer in PyTorch: any Hugging Face causal LM on one device, float32 masters, one optimizer step at a time.
-
-It does not know which algorithm it serves: advantages come with the rows, the loss is a function of per-token numbers, and
-the weight of every token is fixed for the whole step before its first microbatch (C9).
-"""
+"""The trainer in PyTorch: any Hugging Face causal LM on one device, one optimizer step at a time."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from headrace.algo.aggregate import AGGREGATIONS
 from headrace.algo.config import AlgoConfig
-from headrace.algo.losses import TokenLoss, k3, loss_of, ratio_of
-from headrace.errors import ConfigError
-from headrace.packing import Pack, Plan, pack_rows, pack_sequence
+from headrace.packing import Plan, pack_rows, pack_sequence
 from headrace.reports import TrainReport
 from headrace.trainer import torch_checkpoint
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.torch_forward import choose_forward
+from headrace.trainer.torch_gradient import Gradient, Replay, Sums
+from headrace.trainer.torch_learner import Learner
 from headrace.trainer.torch_model import enable_checkpointing, export_model, load_model, resolve_device, resolve_dtype
-from headrace.trainer.torch_optimizer import apply, learning_rate, make_optimizer
+from headrace.trainer.torch_reference import reference_of
+from headrace.trainer.torch_routing import RoutingReplay, no_replay
 from headrace.types import Batch
-
-
-@dataclass
-class Sums:
-    """Over the loss tokens of a step."""
-
-    tokens: int = 0
-    loss: float = 0.0
-    """Already weighted: the loss of the step."""
-    entropy: float = 0.0
-    ratio: float = 0.0
-    ratio_max: float = 0.0
-    clipped: int = 0
-    kl: float = 0.0
-
-    def add(self, pack: Pack, logprob: Tensor, entropy: Tensor, token: TokenLoss) -> None:
-        ratio = ratio_of(logprob, pack.old_logprob)
-        self.tokens += len(logprob)
-        self.loss += float((token.loss.detach() * pack.weight).sum())
-        self.entropy += float(entropy.sum())
-        self.ratio += float(ratio.sum())
-        self.ratio_max = max(self.ratio_max, float(ratio.max()))
-        self.clipped += int(token.clipped.sum())
-        self.kl += float(k3(logprob, pack.old_logprob).sum())
 
 
 class TorchTrainer:
     """`protocols.TrainerCore`. Raises ConfigError when the model or the settings cannot work."""
 
-    def __init__(self, model_dir: Path, config: TrainConfig, algo: AlgoConfig, seed: int) -> None:
-        recipe = algo.recipe
-        if recipe.aggregation == "token_sum" and not algo.length_constant:
-            raise ConfigError(
-                f"algo.name = {algo.name} divides by the longest completion there can be: set algo.length_constant, "
-                "usually to rollout.max_tokens"
-            )
+    def __init__(
+        self, model_dir: Path, config: TrainConfig, algo: AlgoConfig, seed: int, keep_routing: bool = False
+    ) -> None:
+        """`keep_routing`: force the experts that the sampler chose."""
         torch.manual_seed(seed)
-        self.version = 0
         self._model_dir, self._config, self._seed = model_dir, config, seed
-        self._loss, self._aggregation = loss_of(algo), AGGREGATIONS[recipe.aggregation]
-        self._constant = algo.length_constant
         self._device = resolve_device(config.device)
         self._dtype = resolve_dtype(config.dtype, self._device)
         self._model = load_model(model_dir, self._device)
         self._forward = choose_forward(self._model)
+        replay = RoutingReplay(self._forward, self._dtype) if keep_routing else None
+        self._replay: Replay = replay or no_replay
+        self._reference = None
+        if algo.reference_in_loss:  # before a checkpoint is restored: it stays the model that the run began with
+            self._reference = reference_of(self._forward, self._dtype, keep_routing)
         if config.gradient_checkpointing:
-            enable_checkpointing(self._model)
-        self._optimizer = make_optimizer(self._model.named_parameters(), config)
+            enable_checkpointing(self._model, replay.checkpoint_contexts if replay else None)
+        self._learner = Learner(config, algo, dict(self._model.named_parameters()))
+
+    @property
+    def version(self) -> int:
+        return self._learner.version
 
     @property
     def path(self) -> str:
@@ -83,19 +57,20 @@ class TorchTrainer:
 
     def step(self, batch: Batch) -> TrainReport:
         """One optimizer step on the whole batch. A skipped step (`TrainReport.skipped`) leaves everything as it was."""
-        assert batch.step == self.version, f"batch of step {batch.step} for weights of version {self.version}"
+        learner = self._learner
+        assert batch.step == learner.version, f"batch of step {batch.step} for weights of version {learner.version}"
         started = time.perf_counter()
         plan = self._plan(batch)
         if not plan.packs:
             seconds = time.perf_counter() - started
             return TrainReport(batch.step, batch.step, "no_tokens", dropped_tokens=plan.dropped_tokens, seconds=seconds)
         sums = self._gradients(plan, batch.temperature)
-        lr = learning_rate(self.version, self._config)
-        norm = self._update(sums, lr)
-        skipped = "" if self.version > batch.step else "nonfinite_gradient"
+        lr = learner.lr
+        norm = learner.update(sums.loss)
+        skipped = "" if learner.version > batch.step else "nonfinite_gradient"
         return TrainReport(
             step=batch.step,
-            version=self.version,
+            version=learner.version,
             skipped=skipped,
             loss=sums.loss,
             grad_norm=norm,
@@ -110,6 +85,11 @@ class TorchTrainer:
             dropped_tokens=plan.dropped_tokens,
             microbatches=len(plan.packs),
             seconds=time.perf_counter() - started,
+            lags=sums.diagnostics.report(),
+            outside_tokens=sums.outside,
+            missing_routes=sums.missing_routes,
+            reference_kl=sums.reference_kl / sums.tokens,
+            teacher_kl=sums.teacher_kl / max(sums.taught, 1),
         )
 
     def parameters(self) -> Iterable[tuple[str, Tensor]]:
@@ -119,48 +99,28 @@ class TorchTrainer:
         """[T-1] log-probs at temperature 1 of tokens[1:], in the dtype of training."""
         if len(tokens) < 2:
             return []
-        with torch.no_grad(), self._autocast():
-            logprobs, _ = self._forward.logprobs(pack_sequence(tokens).to(self._device), 1.0, self._dtype)
-        return logprobs.tolist()
+        with torch.no_grad(), torch.autocast(self._device.type, self._dtype, enabled=self._dtype != torch.float32):
+            return self._forward.logprobs(pack_sequence(tokens).to(self._device), 1.0, self._dtype).logprob.tolist()
 
     def save(self, directory: Path) -> None:
-        torch_checkpoint.save(directory, self._model, self._optimizer, self.version, self._seed)
+        torch_checkpoint.save(directory, self._model, self._learner.optimizer, self.version, self._seed)
 
     def restore(self, directory: Path) -> None:
         """Raises CheckpointError, with nothing changed."""
-        self.version = torch_checkpoint.restore(directory, self._model, self._optimizer)
+        self._learner.version = torch_checkpoint.restore(directory, self._model, self._learner.optimizer)
 
     def export(self, directory: Path, dtype: Literal["bfloat16", "float32"] = "bfloat16") -> None:
         """A directory that `transformers` loads, tokenizer and chat template included."""
         export_model(self._model, self._model_dir, directory, dtype)
 
     def _plan(self, batch: Batch) -> Plan:
-        budget, share = self._config.microbatch_tokens, self._forward.packed
-        return pack_rows(batch.rows, self._aggregation, self._constant, budget, share)
+        learner = self._learner
+        budget, share = learner.config.microbatch_tokens, self._forward.packed
+        return pack_rows(batch.rows, learner.aggregation, learner.algo.length_constant, budget, batch.step, share)
 
     def _gradients(self, plan: Plan, temperature: float) -> Sums:
-        """Fills the parameters' gradients, summed over the step's microbatches."""
-        sums = Sums()
-        with self._autocast():  # one context for the step: weights are lowered once, not once a microbatch
-            for pack in plan.packs:
-                self._microbatch(pack.to(self._device), temperature or 1.0, sums)
-        return sums
-
-    def _microbatch(self, pack: Pack, temperature: float, sums: Sums) -> None:
-        logprob, entropy = self._forward.logprobs(pack, temperature, self._dtype)
-        token = self._loss(logprob, pack.old_logprob, pack.advantage)
-        (token.loss * pack.weight).sum().backward()
-        sums.add(pack, logprob.detach(), entropy, token)
-
-    def _update(self, sums: Sums, lr: float) -> float:
-        """Updates the weights and the version unless loss or gradient is not finite. Returns the gradient's norm."""
-        if not torch.isfinite(torch.tensor(sums.loss)):
-            self._optimizer.zero_grad(set_to_none=True)
-            return float("nan")
-        norm = apply(self._optimizer, lr, self._config.max_grad_norm)
-        if norm < float("inf"):
-            self.version += 1
-        return norm
-
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self._device.type, self._dtype, enabled=self._dtype != torch.float32)
+        """Fills the parameters' gradients."""
+        gradient = Gradient(
+            self._forward, self._learner, temperature or 1.0, self._dtype, self._reference, self._replay
+        )
+        return gradient.of(plan.packs, self._device)

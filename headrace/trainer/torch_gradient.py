@@ -1,0 +1,129 @@
+"""The gradient of one optimizer step: microbatch after microbatch through model, head and objective.
+
+The trainer does not know which algorithm it serves: an objective is a function of per-token numbers, and the weight of every
+token is fixed for the whole step before its first microbatch (C9).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from headrace.algo.diagnostics import Diagnostics
+from headrace.algo.tokens import TokenLoss, Tokens, TopTokens, k3, ratio_of
+from headrace.packing import Pack
+from headrace.trainer.torch_forward import Forward, Scores
+from headrace.trainer.torch_learner import Learner
+from headrace.trainer.torch_reference import Reference
+from headrace.trainer.torch_routing import Replayed, no_replay
+
+Replay = Callable[[Pack], AbstractContextManager[Replayed]]
+"""Forces the recorded experts of a pack while it is forwarded (and backwarded)."""
+
+
+@dataclass
+class Sums:
+    """Over the loss tokens of a step."""
+
+    tokens: int = 0
+    loss: float = 0.0
+    """Already weighted: the loss of the step."""
+    entropy: float = 0.0
+    ratio: float = 0.0
+    ratio_max: float = 0.0
+    clipped: int = 0
+    kl: float = 0.0
+    reference_kl: float = 0.0
+    teacher_kl: float = 0.0
+    taught: int = 0
+    """Tokens that a teacher scored."""
+    outside: int = 0
+    missing_routes: int = 0
+    diagnostics: Diagnostics = field(default_factory=Diagnostics)
+
+    def add(self, pack: Pack, tokens: Tokens, scores: Scores, result: TokenLoss) -> None:
+        logprob = tokens.logprob.detach()
+        ratio = ratio_of(logprob, tokens.sampled)
+        self.tokens += len(logprob)
+        self.loss += float((result.loss.detach() * pack.weight).sum())
+        self.entropy += float(scores.entropy.sum())
+        self.ratio += float(ratio.sum())
+        self.ratio_max = max(self.ratio_max, float(ratio.max()))
+        self.clipped += int(result.clipped.sum())
+        self.kl += float(k3(logprob, tokens.sampled).sum())
+        self.outside += scores.outside
+        if tokens.reference is not None:
+            self.reference_kl += float(k3(tokens.reference, logprob).sum())
+        if tokens.teacher is not None:
+            known = tokens.teacher.isfinite()
+            self.teacher_kl += float((logprob - tokens.teacher)[known].sum())
+            self.taught += int(known.sum())
+        self.diagnostics.add(tokens, result, pack.swapped)
+
+
+@dataclass
+class Gradient:
+    """What the microbatches of a step share."""
+
+    forward: Forward
+    learner: Learner
+    temperature: float
+    dtype: torch.dtype
+    """Of the computation."""
+    reference: Reference | None = None
+    replay: Replay = no_replay
+    sums: Sums = field(default_factory=Sums)
+
+    def of(self, packs: Sequence[Pack], device: torch.device) -> Sums:
+        """Fills the parameters' gradients, summed over the step's microbatches."""
+        with torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32):
+            # One context for the step: weights are lowered once, not once a microbatch.
+            on_device = [pack.to(device) for pack in packs]
+            for pack, keep in zip(on_device, self._selected(on_device), strict=True):
+                self._microbatch(pack, keep)
+        return self.sums
+
+    def _selected(self, packs: Sequence[Pack]) -> Iterator[Tensor | None]:
+        """Where the algorithm chooses among the tokens of the whole step, it sees all of them before any gradient is taken."""
+        if self.learner.selection is None:
+            return iter([None] * len(packs))
+        with torch.no_grad():
+            logprob = torch.cat([self._scores(pack).logprob for pack in packs])
+        sampled, advantage = (torch.cat([getattr(pack, name) for pack in packs]) for name in ("sampled", "advantage"))
+        keep = self.learner.selection(logprob, sampled, advantage)
+        return iter(keep.split([len(pack.target) for pack in packs]))
+
+    def _scores(self, pack: Pack) -> Scores:
+        with self.replay(pack):
+            return self.forward.logprobs(pack, self.temperature, self.dtype)
+
+    def _microbatch(self, pack: Pack, keep: Tensor | None) -> None:
+        reference = self.reference(pack, self.temperature) if self.reference else None
+        with self.replay(pack) as replayed:
+            scores = self.forward.logprobs(pack, self.temperature, self.dtype)
+            tokens = _tokens(pack, scores, reference, keep)
+            result = self.learner.objective(tokens)
+            (result.loss * pack.weight).sum().backward()
+        self.sums.missing_routes += replayed.missing
+        self.sums.add(pack, tokens, scores, result)
+
+
+def _tokens(pack: Pack, scores: Scores, reference: Tensor | None, keep: Tensor | None) -> Tokens:
+    top = None
+    if scores.top is not None and pack.top_logprobs is not None:
+        top = TopTokens(scores.top, pack.top_logprobs)
+    return Tokens(
+        scores.logprob,
+        pack.sampled,
+        pack.advantage,
+        pack.sequence,
+        pack.lag,
+        reference,
+        pack.teacher,
+        top,
+        keep,
+    )
