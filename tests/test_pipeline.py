@@ -271,7 +271,7 @@ def test_foreign_weights_are_refused(tmp_path: Path) -> None:
 
 def test_a_probe_that_disagrees_stops_the_run(tmp_path: Path) -> None:
     class Drifting(FakeEngine):
-        async def score(self, tokens: Any) -> Completion:
+        async def score(self, tokens: Any, adapter: str = "") -> Completion:
             found = (-1.0 - (self.version >= 4),) * (len(tokens) - 1)
             return msgspec.structs.replace(await super().score(tokens), prompt_logprobs=found)
 
