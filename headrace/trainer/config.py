@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 
 
@@ -28,7 +28,13 @@ class TrainConfig:
     microbatch_tokens: int = Field(default=2048, gt=0)
     """Tokens forwarded at once: bounds memory, never changes the gradient. A longer row gets a microbatch of its own."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Of the computation (autocast); weights and optimizer are always float32. auto: bfloat16 where the hardware has it."""
+    """Of the computation (autocast). auto: bfloat16 where the hardware has it."""
+    weights: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights that are trained, and of their gradients. bfloat16: rounded stochastically after every update, 12 bytes a
+    parameter with the optimizer's instead of 16; for what does not fit otherwise. The optimizer's state is always float32."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's state, and float32 masters of the weights, in the memory of the host, where the update is computed
+    then: 8 bytes a parameter less on the device. On the CPU it only costs."""
     gradient_checkpointing: bool = False
     """Less memory for about a third more time."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -37,3 +43,12 @@ class TrainConfig:
     """CPU cores of the trainer process; empty shares all of them."""
     max_skipped_steps: int = Field(default=3, gt=0)
     """Skipped steps (non-finite gradient) in a row that stop the run."""
+
+    @model_validator(mode="after")
+    def _weights_fit(self) -> TrainConfig:
+        if self.weights == "bfloat16" and self.dtype == "float32":
+            raise ValueError(
+                "train.weights = bfloat16 with train.dtype = float32 would compute more exactly than it remembers; set "
+                "train.dtype = bfloat16, or train.weights = float32"
+            )
+        return self

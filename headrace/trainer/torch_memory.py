@@ -1,0 +1,161 @@
+"""What makes a model that is trained whole fit: weights in bfloat16, and optimizer state in the memory of the host.
+
+Bytes a parameter, on the device (+ on the host); gradients included:
+
+    weights     offload_optimizer   device          host
+    float32     no                  4 + 4 + 8
+    float32     yes                 4 + 4           4 + 8       plus the gradient of two parameters
+    bfloat16    no                  2 + 2 + 8                   rounded stochastically
+    bfloat16    yes                 2 + 2           4 + 8       float32 masters on the host: nothing is lost
+
+Own code rather than torchao's (0.18): its optimizers compile their step at the first call (16 s on CPU), keep the moments of a
+bfloat16 weight in bfloat16, and its offloading works with CUDA only, so that no test could compare it with anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from headrace.errors import ConfigError
+
+
+@torch.no_grad()
+def lower_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """In place, to bfloat16: matrices of linear layers, stacked experts, embeddings. All else is small and stays float32.
+
+    Embeddings still give float32, so that what follows is summed as under autocast from float32 weights. Raises ConfigError
+    when `dtype`, that of the computation, is another.
+    """
+    if dtype != torch.bfloat16:
+        raise ConfigError(
+            f"train.weights = bfloat16, but train.dtype comes to {str(dtype).removeprefix('torch.')} here; set train.dtype = "
+            "bfloat16, or train.weights = float32"
+        )
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            module.register_forward_hook(lambda module, args, output: output.float())
+        if (
+            isinstance(module, torch.nn.Linear | torch.nn.Embedding) or type(module).__name__ == "Conv1D"
+        ):  # GPT-2's linear
+            module.weight.data = module.weight.data.bfloat16()
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 3 and ".experts." in name:
+            parameter.data = parameter.data.bfloat16()
+
+
+class MixedAdamW(torch.optim.Optimizer):
+    """AdamW in float32 over parameters of any dtype, on the device or on the host, by torch's fused kernel.
+
+    The moments are float32. With `offload` so are masters of the weights, and the update is computed where they lie, on the
+    host: a gradient goes there (while the one before it is used), the new weight comes back. Without, a weight in bfloat16 is
+    raised, updated, and rounded back stochastically.
+    """
+
+    def __init__(
+        self, groups: Sequence[Mapping[str, Any]], lr: float, betas: tuple[float, float], offload: bool = False
+    ) -> None:
+        super().__init__(
+            [dict(group) for group in groups], {"lr": lr, "betas": betas, "eps": 1e-8, "weight_decay": 0.0}
+        )
+        self.masters: dict[Tensor, Tensor] = {}
+        """Of offloaded weights. They are what is trained: the weights on the device are their image."""
+        if offload:
+            self.masters = {p: _on_host(p.detach()) for group in self.param_groups for p in group["params"]}
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        jobs = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for (parameter, group), gradient in zip(jobs, self._gradients([p for p, _ in jobs]), strict=True):
+            self._update(parameter, gradient, group)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """torch's own would round the moments to the dtype of their parameter."""
+        self.state.clear()
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for number, found in state_dict["state"].items():
+            place = self._place(parameters[number])
+            self.state[parameters[number]] = {
+                key: tensor.detach().to(place, torch.float32, copy=True) for key, tensor in found.items()
+            }
+
+    def show_masters(self) -> None:
+        """Sets the weights on the device to the image of their masters."""
+        with torch.no_grad():
+            for parameter, master in self.masters.items():
+                parameter.copy_(master)
+
+    def _place(self, parameter: Tensor) -> torch.device:
+        return self.masters[parameter].device if self.masters else parameter.device
+
+    def _gradients(self, parameters: Sequence[Tensor]) -> Iterator[Tensor]:
+        """float32, where the update is computed; the next one already on its way."""
+        sent = map(self._send, parameters)
+        ahead = next(sent, None)
+        while ahead is not None:
+            gradient, arrived = ahead
+            ahead = next(sent, None)
+            if arrived is not None:
+                arrived.synchronize()
+            yield gradient
+
+    def _send(self, parameter: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+        assert parameter.grad is not None
+        if not self.masters:
+            return parameter.grad.float(), None
+        gradient = _on_host(parameter.grad, wait=False)
+        if not parameter.is_cuda:
+            return gradient, None
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return gradient, arrived
+
+    def _update(self, parameter: Tensor, gradient: Tensor, group: Mapping[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            place = self._place(parameter)
+            for key in ("exp_avg", "exp_avg_sq"):
+                state[key] = torch.zeros(parameter.shape, dtype=torch.float32, device=place)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=place)
+        weight = self.masters.get(parameter, parameter).float()  # float32 is itself, and updated in place
+        adamw(
+            [weight],
+            [gradient],
+            [state["exp_avg"]],
+            [state["exp_avg_sq"]],
+            [],
+            [state["step"]],
+            fused=True,
+            amsgrad=False,
+            maximize=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+        )
+        if self.masters:
+            parameter.copy_(weight, non_blocking=True)
+        elif parameter.dtype == torch.bfloat16:
+            parameter.copy_(round_stochastically(weight))
+
+
+def round_stochastically(values: Tensor) -> Tensor:
+    """float32 -> bfloat16: up or down, so that the expected value is `values` (arXiv 2010.06192).
+
+    Rounded to the nearest, an update below half the spacing of bfloat16 numbers (1/256 of the weight) would be lost for good.
+    Draws from torch's generator of the device; values are finite.
+    """
+    noise = torch.randint(0, 1 << 16, values.shape, dtype=torch.int32, device=values.device)
+    # bfloat16 is the upper half of float32: a carry out of the lower half happens as often as that half is large
+    return noise.add_(values.view(torch.int32)).bitwise_and_(-(1 << 16)).view(torch.float32).bfloat16()
+
+
+def _on_host(tensor: Tensor, wait: bool = True) -> Tensor:
+    """A float32 copy, in memory that a device copies from and to by itself."""
+    copied = torch.empty(tensor.shape, dtype=torch.float32, pin_memory=tensor.is_cuda)
+    return copied.copy_(tensor, non_blocking=not wait)
