@@ -218,9 +218,8 @@ class Pipeline:
             if groups is None:
                 break
             waited = self._clock() - waited
-            # Whitening, for one, needs the whole batch; tickets and prompts stay those of the groups that were taken.
-            assembled = parts.algorithm.assemble(groups)
-            batch = Batch(self.step, assembled, plan.rollout.temperature, plan.adapter)
+            groups = parts.algorithm.assemble(groups)
+            batch = Batch(self.step, groups, plan.rollout.temperature, plan.adapter)
             report = await self._busy(parts.trainer.step(batch), "step")
             if report.skipped:
                 self._skip(report, groups)
