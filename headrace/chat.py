@@ -55,6 +55,15 @@ class ChatEncoder:
         """Plain text with whatever the tokenizer puts around it (a start token, for most)."""
         return self._tokens(text, add_special_tokens=True)
 
+    def encode_completion(self, text: str, ended: bool) -> tuple[int, ...]:
+        """What an assistant said, as the tokens behind `encode_messages`; with its end of turn where it `ended` by itself."""
+        end = self._tokenizer.eos_token_id
+        return (*self._tokens(text, add_special_tokens=False), *((end,) if ended and end is not None else ()))
+
+    def vocabulary(self) -> dict[str, int]:
+        """What every id stands for, added tokens included."""
+        return dict(self._tokenizer.get_vocab())
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Text for rewards and reports, without special tokens and otherwise as it is."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from headrace.observe.config import ObserveConfig, check_installed
 from headrace.process_config import CheckpointConfig, EvalConfig, WatchConfig
 from headrace.rollout import RolloutConfig
 from headrace.scoring.config import RewardConfig
+from headrace.scoring.teacher_config import TeacherConfig, teacher_problems
 from headrace.settings import Tree, build, dump, merge, parse_sets, read_toml
 from headrace.staleness import StalenessConfig
 from headrace.tasks.config import TaskConfig
@@ -41,7 +42,9 @@ class RunConfig:
     out: str = "runs"
     """Where runs are kept, seen from where the command is given."""
     reward: RewardConfig = Field(default_factory=RewardConfig)
-    """May be empty where a function is passed to `headrace.train`."""
+    """May be empty where a function is passed to `headrace.train`, or where teachers are all there is to learn from."""
+    teachers: tuple[TeacherConfig, ...] = ()
+    """Models that are asked about what the policy sampled."""
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     algo: AlgoConfig = Field(default_factory=AlgoConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
@@ -104,7 +107,12 @@ def dump_config(config: RunConfig) -> str:
 
 def check(config: RunConfig) -> list[str]:
     """Pairs of settings that cannot work together, each with its remedy; empty when all is well."""
-    problems = [*_sampling_problems(config), *_length_problems(config), *_core_problems(config)]
+    problems = [
+        *_sampling_problems(config),
+        *_length_problems(config),
+        *_core_problems(config),
+        *_teacher_problems(config),
+    ]
     if config.rollout.group_size < config.algo.min_rollouts:
         problems.append(
             f"rollout.group_size = {config.rollout.group_size} gives {config.algo.name} nothing to compare a rollout with, "
@@ -169,6 +177,41 @@ def _core_problems(config: RunConfig) -> list[str]:
     return problems
 
 
+def _teacher_problems(config: RunConfig) -> Iterator[str]:
+    algo, rollout = config.algo, config.rollout
+    yield from teacher_problems(
+        config.teachers,
+        f"algo.name = {algo.name}",
+        algo.recipe.distill.kind != "none",
+        algo.reference_in_reward,
+        rollout.temperature,
+        rollout.truncates,
+    )
+    for teacher in config.teachers:
+        try:
+            engine = teacher_engine(config, teacher)
+        except ConfigError as error:
+            yield str(error)
+            continue
+        if teacher.mode == "tokens" and engine.context_length < config.engine.context_length:
+            yield (
+                f"the teacher {teacher.name} has engine.context_length = {engine.context_length}, too short for all that the run's "
+                f"engine.context_length = {config.engine.context_length} lets the policy write; leave it as the run's"
+            )
+        if strange := set(engine.cores) - available_cores():
+            yield f"the teacher {teacher.name} has engine.cores {sorted(strange)}, which this machine does not lend"
+
+
+def teacher_engine(config: RunConfig, teacher: TeacherConfig) -> EngineConfig:
+    """The run's engine settings with the teacher's own on top. Raises ConfigError naming the teacher."""
+    base = {**dataclasses.asdict(config.engine), "max_adapters": 0, "routing": False}
+    try:
+        return build(EngineConfig, merge(base, teacher.engine))
+    except ConfigError as error:
+        lines = [f"the teacher {teacher.name}, engine.{line}" for line in str(error).splitlines()]
+        raise ConfigError("\n".join(lines)) from None
+
+
 def available_cores() -> set[int]:
     """The CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
@@ -199,6 +242,8 @@ def resolve_paths(tree: Tree, base: Path) -> Tree:
         changed["task"] = {**task, **paths}
     if isinstance(reward, dict):
         changed["reward"] = _reward_paths(reward, base)
+    if isinstance(teachers := tree.get("teachers"), list):
+        changed["teachers"] = [_teacher_paths(one, base) for one in teachers]
     if isinstance(algo, dict):
         functions = {k: algo[k] for k in ("advantage", "loss") if isinstance(algo.get(k), str)}
         changed["algo"] = {**algo, **{k: _function_path(function, base) for k, function in functions.items()}}
@@ -213,6 +258,12 @@ def _reward_paths(reward: Tree, base: Path) -> Tree:
     if isinstance(reward.get("functions"), list):
         resolved["functions"] = [_reward_paths(f, base) if isinstance(f, dict) else f for f in reward["functions"]]
     return resolved
+
+
+def _teacher_paths(teacher: Any, base: Path) -> Any:
+    if isinstance(teacher, dict) and _names_file(teacher.get("path")):
+        return {**teacher, "path": _model_path(teacher["path"], base)}
+    return teacher
 
 
 def _function_path(function: str, base: Path) -> str:

@@ -62,31 +62,33 @@ def cache_dir() -> Path:
     return (Path(shared) if shared else Path.home() / ".cache") / "headrace"
 
 
-def resolve_model(path: str, say: Say | None = None) -> Path:
+def resolve_model(path: str, say: Say | None = None, setting: str = "model.path") -> Path:
     """The directory of a model, checked. Fetches a known model at its first use, which `say` is told about.
+
+    `setting`: where the path was given, for complaints.
 
     Raises ConfigError with the remedy. Whether there is a chat template is for `check_model_dir` to ask.
     """
-    directory = _find(path, say or _say_on_stderr)
+    directory = _find(path, say or _say_on_stderr, setting)
     check_model_dir(directory, need_chat_template=False)
     return directory
 
 
-def _find(path: str, say: Say) -> Path:
+def _find(path: str, say: Say, setting: str) -> Path:
     local = Path(path).expanduser()
     if local.is_dir():
         return local.absolute()
     if local.is_file():
         raise ConfigError(
-            f"model.path = {path} is a file; name the directory that holds config.json, weights and tokenizer"
+            f"{setting} = {path} is a file; name the directory that holds config.json, weights and tokenizer"
         )
     if path in KNOWN_MODELS:
         return _known(KNOWN_MODELS[path], say)
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path):
-        return _from_hub(path)
+        return _from_hub(path, setting)
     known = ", ".join(KNOWN_MODELS)
     raise ConfigError(
-        f"model.path = {path} is no directory; name a directory with a model, a known model ({known}), or a hub id "
+        f"{setting} = {path} is no directory; name a directory with a model, a known model ({known}), or a hub id "
         "such as org/name"
     )
 
@@ -95,7 +97,7 @@ def _say_on_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _from_hub(repo: str) -> Path:
+def _from_hub(repo: str, setting: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars
 
@@ -104,7 +106,7 @@ def _from_hub(repo: str) -> Path:
         return Path(snapshot_download(repo, allow_patterns=HUB_FILES))
     except Exception as error:  # the hub client raises errors of many libraries; whatever it was, there is no model
         raise ConfigError(
-            f"model.path = {repo} is no directory here, and the hub did not give it ({_first_line(error)}); check the id "
+            f"{setting} = {repo} is no directory here, and the hub did not give it ({_first_line(error)}); check the id "
             "and the network (a gated model needs `hf auth login`), or download it elsewhere and name its directory"
         ) from None
 

@@ -240,7 +240,11 @@ class TextTeacher:
         if len(episode.turns) != 1:
             return Failure(FAILED, f"{self.name} scores text of one turn, and the rollout has {len(episode.turns)}")
         text, ended = episode.last.text, episode.last.stop == "stop"
-        front, behind = self.encode_prompt(prompt), self.encode_completion(text, ended)
+        try:
+            front = self.encode_prompt(prompt)
+        except ValueError as error:  # its chat template refuses the messages
+            return Failure(FAILED, f"{self.name}: {error}")
+        behind = self.encode_completion(text, ended)
         if not behind:
             return Failure(FAILED, f"{self.name}: the completion has no text to score")
         answer = await ask(self.engine, (*front, *behind))

@@ -50,8 +50,18 @@ def fuse(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def parameters_from_dir(model_dir: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The parameters of a saved model in canonical order, as a trainer would publish them: for tests and benchmarks."""
+    """The parameters of a saved model in canonical order, as a trainer would publish them. For models that nobody trains.
+
+    Raises ValueError when the files lack some, in whose place transformers would go on with random numbers.
+    """
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, local_files_only=True)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype=dtype, local_files_only=True, output_loading_info=True
+    )
+    if wrong := sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]])):
+        raise ValueError(
+            f"the weights in {model_dir} lack or do not fit {len(wrong)} parameters of its config.json, the first: {wrong[0]}; "
+            "save the model again with `save_pretrained`"
+        )
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
