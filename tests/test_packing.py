@@ -52,7 +52,7 @@ def test_a_row_without_loss_tokens_is_in_no_pack_and_no_denominator():
 
 
 def test_a_tree_above_the_budget_repeats_its_prompt():
-    rows = [row((1, 2), (3, 4, i)) for i in range(10, 14)]  # prompt 2, two forwarded tokens a row
+    rows = [row((1, 2), (i, 4, 3)) for i in range(10, 14)]  # prompt 2, two forwarded tokens a row
     plan = pack_rows(rows, token_mean, 0, 6, 0)
     assert [len(pack.tokens) for pack in plan.packs] == [6, 6]
     assert [len(pack.tokens) for pack in pack_rows(rows, token_mean, 0, 10, 0).packs] == [10]
@@ -94,9 +94,9 @@ def contexts(pack: Pack) -> Iterator[tuple[tuple[int, ...], int]]:
     for predictor, target in zip(pack.predictor.tolist(), pack.target.tolist(), strict=True):
         (segment,) = (s for s in pack.segments if s.start <= predictor < s.end)
         seen = list(range(segment.start, predictor + 1))
-        if segment.parent != ROOT:
-            above = pack.segments[segment.parent]
-            seen = [*range(above.start, above.end), *seen]
+        while segment.parent != ROOT:
+            segment = pack.segments[segment.parent]
+            seen = [*range(segment.start, segment.end), *seen]
         assert pack.positions[seen].tolist() == list(range(len(seen)))
         yield tuple(pack.tokens[seen].tolist()), target
 

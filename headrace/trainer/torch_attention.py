@@ -2,13 +2,15 @@
 
 transformers builds no mask for an attention function whose name it does not know, and hands that function the keyword
 arguments of the model's forward: the tree travels as `tree=`.
+
+On CUDA in half precision one varlen call serves the whole pack (`torch_varlen.py`). Elsewhere a tree is cut into calls of
+scaled_dot_product_attention: one for each segment with what lies above it, or a single masked one for a whole subtree.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,15 +18,16 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from headrace.packing import ROOT, Segment
+from headrace.trainer.torch_varlen import Varlen, varlen_kernel, varlen_of
 
 NAME = "headrace_tree"
 
-# Measured on CPU (bf16 and fp32, 9/3 heads, forward and backward): one masked call for a tree costs its length squared; one
-# call per segment 1.5 times the pairs that see each other, plus an overhead worth about 10,000 pairs a call.
-SEGMENT_PRICE, SEGMENT_OVERHEAD = 1.5, 10_000
+# The price of a call with q queries and k keys, in pairs of tokens: q·k + ROW_PRICE·(q + k) + CALL_PRICE. Measured on CPU
+# (fp32 and bf16, 9/3 heads of 64, forward and backward): 40 to 60 ns a pair, seen or masked alike.
+ROW_PRICE, CALL_PRICE = 25, 6_000
 
 FLOAT32_UP_TO = 256
-"""Keys of a call up to which CPU attention is done in float32: there the bf16 kernel takes up to twice as long."""
+"""Keys of a call up to which CPU attention is done in float32: there the bf16 kernel takes up to three times as long."""
 
 
 class UnsupportedModel(ValueError):
@@ -33,16 +36,18 @@ class UnsupportedModel(ValueError):
 
 @dataclass
 class Block:
-    """One attention call: a root segment, or a segment with its root, or a whole tree at once."""
+    """One attention call: a segment with its ancestors, or a whole subtree with them."""
 
     queries: int
     """Number of the piece of the pack that asks."""
     keys: tuple[int, ...]
-    """Numbers of the pieces that it may see."""
-    query_place: Tensor
-    """[2, queries] int64: number of the segment (0 is the root), position in the sequence."""
-    key_place: Tensor
-    """[2, keys]"""
+    """Numbers of the pieces that it may see, the root first and its own last."""
+    seen: Tensor
+    """[3, keys] int64, the queries last: place in the pack; where the subtree ends to whose root segment the key belongs;
+    position in the sequence. Segments lie in preorder, so a query at place p sees exactly the keys with place <= p < end."""
+    query_count: int
+    alone: bool
+    """A root segment: plain causal attention."""
     _masks: dict[int, Tensor | None] = field(default_factory=dict)
 
     def mask(self, window: int | None) -> Tensor | None:
@@ -53,57 +58,103 @@ class Block:
         return self._masks[reach]
 
     def _make_mask(self, reach: int) -> Tensor | None:
-        if self.keys == (self.queries,) and not self.key_place[0].any() and not 0 < reach < self.key_place.shape[1]:
+        place, end, position = self.seen
+        if self.alone and not 0 < reach < len(place):
             return None
-        (q_segment, q_position), (k_segment, k_position) = self.query_place, self.key_place
-        distance = q_position[:, None] - k_position[None, :]
-        related = (q_segment[:, None] == k_segment[None, :]) | (k_segment == 0)[None, :]
-        seen = related & (distance >= 0)
-        return seen & (distance < reach) if reach else seen
+        mine = place[-self.query_count :, None]
+        mask = (place <= mine) & (mine < end)
+        return mask & (position[-self.query_count :, None] - position < reach) if reach else mask
 
 
 @dataclass
 class Tree:
     """Who sees whom in a pack."""
 
+    segments: tuple[Segment, ...]
     pieces: list[int]
     """Lengths: the pack is cut into these, once, which costs less in the backward pass than slicing it for every call."""
     blocks: list[Block]
     """One for each piece, in order."""
     windows: list[int | None] = field(default_factory=list)
     """The sliding window that each attention call asked for, in order."""
+    _varlen: Varlen | None = None
+
+    def varlen(self, device: torch.device) -> Varlen:
+        self._varlen = self._varlen or varlen_of(self.segments, device)
+        return self._varlen
 
 
 def tree_of(segments: Sequence[Segment], device: torch.device) -> Tree:
-    """The attention calls for the segments of a pack."""
-    roots = [i for i, segment in enumerate(segments) if segment.parent == ROOT]
-    tree = Tree([], [])
-    for start, end in pairwise([*roots, len(segments)]):
-        _add_family(tree, segments[start], segments[start + 1 : end], device)
+    """The attention calls for the segments of a pack, which lie in preorder."""
+    above = [0] * len(segments)  # tokens of all ancestors
+    for i, segment in enumerate(segments):
+        if segment.parent != ROOT:
+            above[i] = above[segment.parent] + segments[segment.parent].length
+    ends = _subtree_ends(segments)
+    whole = _whole_is_cheaper(segments, above, ends)
+    tree = Tree(tuple(segments), [], [])
+    columns = _columns(segments, above, ends)
+    piece_of: dict[int, int] = {}
+    i = 0
+    while i < len(segments):
+        segment, piece, chain = segments[i], len(tree.pieces), _ancestors(segments, i)
+        piece_of[i] = piece
+        own = slice(segment.start, segments[ends[i] - 1].end if whole[i] else segment.end)
+        seen = columns[:, own]
+        if chain:
+            spans = [slice(segments[j].start, segments[j].end) for j in chain]
+            seen = torch.cat([*(columns[:, span] for span in spans), seen], 1)
+        keys = (*(piece_of[j] for j in chain), piece)
+        alone = segment.parent == ROOT and own.stop == segment.end
+        tree.blocks.append(Block(piece, keys, seen.to(device), own.stop - own.start, alone))
+        tree.pieces.append(own.stop - own.start)
+        i = ends[i] if whole[i] else i + 1
     return tree
 
 
-def _add_family(tree: Tree, root: Segment, children: Sequence[Segment], device: torch.device) -> None:
-    places = [torch.stack([torch.zeros(root.length, dtype=torch.long), torch.arange(root.length)])]
-    for number, child in enumerate(children, 1):
-        positions = torch.arange(root.length, root.length + child.length)
-        places.append(torch.stack([torch.full_like(positions, number), positions]))
-    if children and _whole_is_cheaper(root, children):
-        places = [torch.cat(places, 1)]
-    first = len(tree.pieces)
-    for piece, place in enumerate(places, first):
-        keys: tuple[int, ...] = (piece,)
-        key_place = place
-        if piece > first:
-            keys, key_place = (first, piece), torch.cat([places[0], place], 1)
-        tree.pieces.append(place.shape[1])
-        tree.blocks.append(Block(piece, keys, place.to(device), key_place.to(device)))
+def _columns(segments: Sequence[Segment], above: Sequence[int], ends: Sequence[int]) -> Tensor:
+    """[3, N]: `Block.seen` of every token of the pack."""
+    columns = torch.arange(segments[-1].end).repeat(3, 1)
+    for i, segment in enumerate(segments):
+        columns[1, segment.start : segment.end] = segments[ends[i] - 1].end
+        columns[2, segment.start : segment.end] -= segment.start - above[i]
+    return columns
 
 
-def _whole_is_cheaper(root: Segment, children: Sequence[Segment]) -> bool:
-    length = children[-1].end - root.start
-    pairs = root.length**2 + sum(child.length * (root.length + child.length) for child in children)
-    return length**2 <= SEGMENT_PRICE * pairs + SEGMENT_OVERHEAD * (1 + len(children))
+def _ancestors(segments: Sequence[Segment], i: int) -> list[int]:
+    """The root first."""
+    chain = []
+    while (i := segments[i].parent) != ROOT:
+        chain.append(i)
+    return chain[::-1]
+
+
+def _subtree_ends(segments: Sequence[Segment]) -> list[int]:
+    """For each segment, the number behind its last descendant."""
+    ends = list(range(1, len(segments) + 1))
+    for i in reversed(range(len(segments))):
+        if (parent := segments[i].parent) != ROOT:
+            ends[parent] = max(ends[parent], ends[i])
+    return ends
+
+
+def _whole_is_cheaper(segments: Sequence[Segment], above: Sequence[int], ends: Sequence[int]) -> list[bool]:
+    """For each segment, whether one masked call for its subtree costs less than the best way to cut that up."""
+    whole = [False] * len(segments)
+    below = [0] * len(segments)  # the best price of all that descends from a segment
+    for i in reversed(range(len(segments))):
+        segment = segments[i]
+        size = segments[ends[i] - 1].end - segment.start
+        split = _price(segment.length, above[i] + segment.length) + below[i]
+        together = _price(size, above[i] + size)
+        whole[i] = together <= split
+        if segment.parent != ROOT:
+            below[segment.parent] += min(together, split)
+    return whole
+
+
+def _price(queries: int, keys: int) -> int:
+    return queries * keys + ROW_PRICE * (queries + keys) + CALL_PRICE
 
 
 def tree_attention(
@@ -124,6 +175,8 @@ def tree_attention(
     if foreign:
         raise UnsupportedModel(f"the model's attention uses {', '.join(foreign)}")
     tree.windows.append(sliding_window)
+    if kernel := varlen_kernel(query.device, value.dtype, value.shape[3]):
+        return tree.varlen(query.device).attend(kernel, query, key, value, scaling, sliding_window), None
     queries, keys, values = (x.split(tree.pieces, 2) for x in (query, key, value))
     outputs = [
         _attend(
@@ -142,9 +195,8 @@ def tree_attention(
 def _attend(block: Block, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None) -> Tensor:
     mask = block.mask(window)
     small = q.device.type == "cpu" and k.shape[2] <= FLOAT32_UP_TO
-    dtype = (
-        torch.float32 if small else v.dtype
-    )  # under autocast, rotary embeddings leave q and k in float32 and v in bf16
+    # under autocast, rotary embeddings leave q and k in float32 and v in bf16
+    dtype = torch.float32 if small else v.dtype
     with torch.autocast(q.device.type, enabled=False):
         out = scaled_dot_product_attention(
             q.to(dtype),

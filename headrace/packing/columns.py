@@ -1,0 +1,148 @@
+"""Trees -> the columns of a pack."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace.packing.pack import ROOT, Kept, Pack, Segment
+from headrace.packing.tree import Node, Path, preorder
+from headrace.types import Row, SamplingMask, TeacherTrace
+
+T = TypeVar("T")
+Ints = NDArray[np.int64]
+
+
+def pack_trees(roots: Sequence[Node], step: int, routed: tuple[int, int] | None) -> tuple[Pack, int]:
+    """The pack, and its routing conflicts (`Plan.routing_conflicts`)."""
+    nodes = list(preorder(roots))
+    segments, path_places = _lay_out(nodes)
+    paths = [(path, places) for node, places in path_places for path in node.ending]
+    routing, conflicts = _routing(nodes, paths, routed)
+    lag = [step - np.array(path.row.versions, np.float32)[path.loss] for path, _ in paths]
+    teachers = [path.row.teacher for path, _ in paths]
+    top_ids, top_logprobs = _top(paths)
+    pack = Pack(
+        tokens=_joined([node.source.tokens[node.start : node.end] for node in nodes]),
+        positions=_joined([np.arange(node.start, node.end) for node in nodes]),
+        segments=segments,
+        predictor=_joined([places[len(path.row.prompt) - 1 + path.loss] for path, places in paths]),
+        target=_joined([_chosen(path, lambda row: row.tokens, np.int64) for path, _ in paths]),
+        sampled=_joined([_chosen(path, lambda row: row.logprobs, np.float32) for path, _ in paths]),
+        advantage=_joined([_chosen(path, lambda row: row.advantages, np.float32) for path, _ in paths]),
+        weight=_joined([np.full(len(path.loss), path.weight, np.float32) for path, _ in paths]),
+        sequence=_joined([np.full(len(path.loss), i) for i, (path, _) in enumerate(paths)]),
+        lag=_joined(lag),
+        swapped=_joined([np.full(len(path.loss), _is_swapped(path.row)) for path, _ in paths]),
+        kept=_kept(paths),
+        routing=routing,
+        teacher=_joined([_teacher(path) for path, _ in paths]) if any(teachers) else None,
+        top_ids=top_ids,
+        top_logprobs=top_logprobs,
+    )
+    return pack, conflicts
+
+
+def _joined(parts: Sequence[NDArray[np.generic]]) -> Tensor:
+    return torch.from_numpy(np.concatenate(parts))
+
+
+def _lay_out(nodes: Sequence[Node]) -> tuple[tuple[Segment, ...], list[tuple[Node, Ints]]]:
+    """A segment for every node, and for those where paths end, where the tokens of the whole path lie."""
+    segments: list[Segment] = []
+    path_places: list[tuple[Node, Ints]] = []
+    number: dict[Node, int] = {}
+    parent = {child: node for node in nodes for child in node.children}
+    start = 0
+    for i, node in enumerate(nodes):
+        number[node] = i
+        segments.append(Segment(start, node.length, number[parent[node]] if node in parent else ROOT))
+        start += node.length
+        if node.ending:
+            chain = [segments[i]]
+            while chain[-1].parent != ROOT:
+                chain.append(segments[chain[-1].parent])
+            path_places.append((node, np.concatenate([np.arange(s.start, s.end) for s in reversed(chain)])))
+    return tuple(segments), path_places
+
+
+def _chosen(path: Path, column: Callable[[Row], Sequence[float]], dtype: type) -> NDArray[np.generic]:
+    return np.array(column(path.row), dtype)[path.loss]
+
+
+def _is_swapped(row: Row) -> bool:
+    return len({version for version, mask in zip(row.versions, row.mask, strict=True) if mask}) > 1
+
+
+def _kept(paths: Sequence[tuple[Path, Ints]]) -> Kept | None:
+    rows = [_kept_of(path.row.sampling_mask, path.loss) for path, _ in paths]
+    if not any(len(ids) for ids, _ in rows):
+        return None
+    counts = np.concatenate([counts for _, counts in rows])
+    return Kept(_joined([ids for ids, _ in rows]), _joined([np.zeros(1, np.int64), counts.cumsum()]))
+
+
+def _kept_of(mask: SamplingMask | None, loss: Ints) -> tuple[Ints, Ints]:
+    """Ids, and how many of them at each of the places."""
+    if mask is None:
+        return np.empty(0, np.int64), np.zeros(len(loss), np.int64)
+    offsets = np.frombuffer(mask.offsets, np.int64)
+    counts = offsets[loss + 1] - offsets[loss]
+    ends = counts.cumsum()
+    source = np.repeat(offsets[loss] - (ends - counts), counts) + np.arange(counts.sum())
+    return np.frombuffer(mask.token_ids, np.int32)[source].astype(np.int64), counts
+
+
+def _routing(
+    nodes: Sequence[Node], paths: Sequence[tuple[Path, Ints]], routed: tuple[int, int] | None
+) -> tuple[Tensor | None, int]:
+    """What the first row recorded; where that is nothing, what the next one did."""
+    if routed is None:
+        return None, 0
+    routes = np.concatenate([_routes_of(node.source)[node.start : node.end] for node in nodes])
+    conflicts = 0
+    for path, places in paths:
+        own, used = _routes_of(path), routes[places]
+        conflicts += int(((own != used) & (own >= 0) & (used >= 0)).any(1).sum())
+        routes[places] = np.where(used < 0, own, used)
+    return torch.from_numpy(routes.reshape(len(routes), *routed)), conflicts
+
+
+def _routes_of(path: Path) -> NDArray[np.int16]:
+    assert path.routes is not None
+    return path.routes
+
+
+def _teacher(path: Path) -> NDArray[np.float32]:
+    teacher = path.row.teacher
+    if teacher is None:
+        return np.full(len(path.loss), np.nan, np.float32)
+    return np.array(teacher.logprobs, np.float32)[path.loss]
+
+
+def _top(paths: Sequence[tuple[Path, Ints]]) -> tuple[Tensor | None, Tensor | None]:
+    width = max((_width(path.row.teacher) for path, _ in paths), default=0)
+    if not width:
+        return None, None
+    ids = [np.zeros((len(path.loss), width), np.int64) for path, _ in paths]
+    logprobs = [np.full((len(path.loss), width), -np.inf, np.float32) for path, _ in paths]
+    for i, (path, _) in enumerate(paths):
+        teacher = path.row.teacher
+        if teacher is not None and teacher.top is not None and teacher.top.k:
+            k = teacher.top.k
+            ids[i][:, :k] = np.frombuffer(teacher.top.tokens, np.int32).reshape(-1, k)[path.loss]
+            logprobs[i][:, :k] = np.frombuffer(teacher.top.logprobs, np.float32).reshape(-1, k)[path.loss]
+    # what has no probability is padding, whatever its id
+    for one, other in zip(ids, logprobs, strict=True):
+        one[~(other > -np.inf)] = 0
+        other[np.isnan(other)] = -np.inf
+    return _joined(ids), _joined(logprobs)
+
+
+def _width(teacher: TeacherTrace | None) -> int:
+    return teacher.top.k if teacher is not None and teacher.top is not None else 0

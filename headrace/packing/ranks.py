@@ -1,0 +1,82 @@
+"""The rows of a step over data-parallel ranks. One device needs none of it: a trainer that runs on several calls this
+instead of `pack_rows`, on every rank with the same arguments, and takes the plan of its own rank."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+
+import torch
+
+from headrace.algo.aggregate import AggregationFunction
+from headrace.packing.pack import ROOT, Pack, Plan, Segment
+from headrace.packing.plan import dropped, loss_places, plan_of, routed_of, trees_of
+from headrace.packing.tree import LEAST_SAVED, Node, first_fit, preorder, size_of
+from headrace.types import Row
+
+TOKEN_COST = 4096
+"""Pairs of tokens that see each other which cost as much as one token: 24 H² operations a layer against 4 H, so 6 H of
+them; H = 576 (135M parameters) gives 3,456, H = 1024 (0.6B) 6,144."""
+
+
+def split_ranks(
+    rows: Sequence[Row], aggregation: AggregationFunction, constant: int, budget: int, ranks: int, step: int
+) -> list[Plan]:
+    """A plan for every rank, as `pack_rows` makes one: together they are the whole step.
+
+    Whole trees go, the dearest first, to the rank that has least to do: at most 4/3 of the best possible maximum (Graham
+    1969); trees that are too large for that are split, with what they share repeated. All ranks have the same number of microbatches, because
+    collectives count them: packs of one token without loss fill up. The weights are those of the whole step (C9), so
+    gradients are to be summed over ranks, never averaged. What was dropped, the first rank reports.
+    """
+    losses = [loss_places(row) for row in rows]
+    routed = routed_of(rows)
+    weights = aggregation(list(map(len, losses)), constant)
+
+    def trees(limit: int) -> list[Node]:
+        return trees_of(rows, losses, weights, routed, limit, True, LEAST_SAVED)
+
+    bins = [first_fit(mine, size_of, budget) for mine in _balanced(trees, budget, ranks)]
+    most = max(map(len, bins))
+    plans = []
+    for rank, mine in enumerate(bins):
+        plan = plan_of(mine, step, routed, 0 if rank else dropped(rows, losses))
+        filling = (_empty_pack(routed),) * (most - len(mine))
+        plans.append(Plan(plan.packs + filling, plan.dropped_tokens, plan.routing_conflicts))
+    return plans
+
+
+def cost_of(root: Node) -> int:
+    """Of a forward pass, in pairs: every token attends to its ancestors, and to what precedes it in its own node."""
+    nodes = list(preorder([root]))
+    pairs = sum(node.length * node.start + node.length * (node.length + 1) // 2 for node in nodes)
+    return TOKEN_COST * sum(node.length for node in nodes) + pairs
+
+
+def _balanced(trees: Callable[[int], list[Node]], budget: int, ranks: int) -> list[list[Node]]:
+    """Often the whole step is one tree (prompts share a template). Smaller trees balance better and repeat more: of a few
+    sizes, that with which the rank that has most to do has least to do."""
+    total = sum(map(size_of, trees(budget)))
+    limits = {min(budget, -(-total // (ranks * parts))) or 1 for parts in (1, 2, 4)} if ranks > 1 else {budget}
+    tried = [_dealt(trees(limit), ranks) for limit in sorted(limits, reverse=True)]
+    return min(tried, key=lambda hands: max(sum(map(cost_of, hand)) for hand in hands))
+
+
+def _dealt(pieces: Sequence[Node], ranks: int) -> list[list[Node]]:
+    loads = [(0, rank) for rank in range(ranks)]
+    hands: list[list[Node]] = [[] for _ in range(ranks)]
+    for cost, piece in sorted(((cost_of(piece), piece) for piece in pieces), key=lambda priced: -priced[0]):
+        load, rank = heapq.heappop(loads)
+        hands[rank].append(piece)
+        heapq.heappush(loads, (load + cost, rank))
+    return hands
+
+
+def _empty_pack(routed: tuple[int, int] | None) -> Pack:
+    """N = 1, M = 0: a forward pass that has part in every collective, and no gradient."""
+    ints, floats = torch.zeros(0, dtype=torch.int64), torch.zeros(0)
+    zero = torch.zeros(1, dtype=torch.int64)
+    routing = None if routed is None else torch.full((1, *routed), -1, dtype=torch.int16)
+    segments = (Segment(0, 1, ROOT),)
+    swapped = torch.zeros(0, dtype=torch.bool)
+    return Pack(zero, zero, segments, ints, ints, floats, floats, floats, ints, floats, swapped, None, routing)
