@@ -185,11 +185,24 @@ class AlgoConfig:
         distill = self.recipe.distill
         return distill.k if distill.kind in ("forward", "reverse", "jsd") else 0
 
+    def caveats(self, max_tokens: int) -> list[str]:
+        """What works, but not as one might expect, in sentences for people."""
+        correction = self.recipe.correction
+        if max_tokens <= LONG or correction.mode == "none" or correction.level != "sequence":
+            return []
+        return [
+            f"algo.correction.level = sequence multiplies the ratios of up to {max_tokens} tokens: such a product is nearly "
+            f"always outside [{correction.low}, {correction.high}] and most sequences will teach nothing; "
+            "algo.correction.level = geometric does not depend on the length"
+        ]
+
     def with_length(self, max_tokens: int) -> AlgoConfig:
         """The same with `length_constant` filled in, where rollout and algorithm are joined."""
         return self if self.length_constant else replace(self, length_constant=max_tokens)
 
 
+LONG = 512
+"""Tokens, from which on a product over a sequence deserves a warning (NeMo-RL #2269)."""
 _NESTED = ("correction", "lag", "select", "kl", "distill")
 
 
@@ -249,7 +262,7 @@ def _constants(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
 
 def _corrections(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
     correction, lag = recipe.correction, recipe.lag
-    if correction.mode != "none" and recipe.old == "sampler":
+    if correction.mode != "none" and recipe.old == "sampler" and not is_user_function(recipe.loss):
         yield (
             f"algo.correction.mode = {correction.mode} with algo.old = sampler would count the gap between sampler and "
             "trainer twice, because the loss's own ratio holds it already; use algo.old = trainer, or remove the correction"
@@ -287,6 +300,8 @@ def _divergences(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
         )
     if kl.place == "reward" and kl.unbiased:
         yield "algo.kl.unbiased is for algo.kl.place = loss: a reward has no gradient to correct; remove it"
+    if kl.unbiased and kl.estimator != "k3":
+        yield f"algo.kl.unbiased corrects k3, not algo.kl.estimator = {kl.estimator}; use k3, or remove it"
     if not kl.coef and _given(config.kl).keys() - {"coef"}:
         yield "algo.kl needs algo.kl.coef > 0 (1e-3 is usual); set it, or remove the other settings of algo.kl"
     if distill.kind == "none" and given.keys() - {"kind"}:

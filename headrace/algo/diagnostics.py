@@ -16,7 +16,7 @@ from headrace.algo.tokens import TokenLoss, Tokens, k3, ratio_of
 from headrace.reports import LagStats
 
 LAGS = (1.0, 2.0, 3.0)
-"""Edges between the buckets 0, 1, 2, 3+. A fraction of a step (a mean over versions) belongs to the bucket above."""
+"""Edges between the buckets 0, 1, 2, 3+."""
 NAMES = ("0", "1", "2", "3+", "swapped")
 BINS, LEAST, MOST = 512, 1e-6, 40.0
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
@@ -34,15 +34,17 @@ class Diagnostics:
 
     def add(self, tokens: Tokens, result: TokenLoss, swapped: Tensor) -> None:
         """`swapped` [M] bool: the token's sequence was sampled by more than one version. It is then in that bucket alone."""
-        logprob = tokens.logprob.detach()
-        edges = torch.tensor(LAGS, dtype=tokens.lag.dtype, device=tokens.lag.device)
-        bucket = torch.where(swapped, len(NAMES) - 1, torch.bucketize(tokens.lag, edges, right=True)).cpu()
-        ratio = ratio_of(logprob, tokens.sampled).double()
-        nothing = torch.zeros_like(swapped)
-        rules = [result.masked.get(rule, nothing) for rule in RULES]
-        columns = [torch.ones_like(ratio), ratio, ratio**2, k3(logprob, tokens.sampled), result.clipped, *rules]
-        self.sums.index_add_(0, bucket, torch.stack([column.double() for column in columns], dim=1).cpu())
-        gap = (logprob - tokens.sampled).abs().double().cpu()
+        logprob, sampled = tokens.logprob.detach().cpu().double(), tokens.sampled.cpu().double()
+        edges = torch.tensor(LAGS, dtype=tokens.lag.dtype)
+        bucket = torch.bucketize(tokens.lag.cpu(), edges, right=True)
+        bucket[swapped.cpu()] = len(NAMES) - 1
+        ratio = ratio_of(logprob, sampled)
+        nothing = torch.zeros_like(ratio)
+        rules = [result.masked[rule].cpu().double() if rule in result.masked else nothing for rule in RULES]
+        clipped = result.clipped.cpu().double()
+        columns = [torch.ones_like(ratio), ratio, ratio**2, k3(logprob, sampled), clipped, *rules]
+        self.sums.index_add_(0, bucket, torch.stack(columns, dim=1))
+        gap = (logprob - sampled).abs()
         self.histogram.index_put_((bucket, _bin_of(gap)), torch.ones_like(gap), accumulate=True)
         self.peak.scatter_reduce_(0, bucket, gap, "amax")
 

@@ -29,7 +29,8 @@ def kl_loss(logprob: Tensor, sampled: Tensor, reference: Tensor, estimator: Esti
     """[M] to add to the loss. `unbiased` multiplies by r = π/sampler, *with* its gradient (DeepSeek-V3.2, arXiv 2512.02556):
     then value and gradient are right under tokens that older weights sampled. AlgoConfig refuses k1 here.
 
-    Without it the gradient of k2 is that of the KL on policy, and k3's is one of the other direction's to first order.
+    Without it, on policy, the expected gradient of k2 is that of KL(policy || reference), of k3 that of KL(reference ||
+    policy), of k1 zero.
     """
     value = kl_estimate(logprob, reference, estimator)
     return ratio_of(logprob, sampled) * value if unbiased else value

@@ -192,7 +192,7 @@ def _assemble(
         scorer=scorer,
         observer=observer,
         buffer=buffer,
-        algorithm=algorithm_of(config.algo, config.rollout.max_tokens),
+        algorithm=algorithm_of(config.algo, config.rollout.max_tokens, config.reward.weights),
         decode=encoder.decode,
         waits=waits,
         snapshots=Snapshots(checkpoints, observer, clock),

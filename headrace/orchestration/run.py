@@ -53,7 +53,7 @@ def train(config: RunConfig, reward: Reward | None = None, resume: Path | None =
             check_resumable(read_config(config_of_run(path)), config)
             directory.keep_config(dump_config(config), state.step if state else 0)
         recorder = open_recorder(config.observe, path, (state.step if state else 0) if resume else None)
-        for complaint in complaints:
+        for complaint in [*complaints, *config.algo.caveats(config.rollout.max_tokens)]:
             recorder.record(Warned(state.seconds if state else 0.0, complaint))
         session = _Session(config, directory, recorder, checkpoints, checkpoint, state, reward)
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
@@ -10,6 +12,16 @@ from pydantic.dataclasses import dataclass
 BUILTIN = ("reasoning_gym",)
 Extract = Literal["", "last_number", "answer_tag"]
 _STRICT = ConfigDict(extra="forbid")
+
+
+def distinct(names: Sequence[str]) -> list[str]:
+    """`exact`, `exact#2`: two files may call their function the same."""
+    seen: Counter[str] = Counter()
+    told = []
+    for name in names:
+        seen[name] += 1
+        told.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
+    return told
 
 
 def _checked_function(function: str) -> str:
@@ -65,3 +77,9 @@ class RewardConfig:
     @property
     def specs(self) -> tuple[RewardSpec, ...]:
         return (RewardSpec(self.function, extract=self.extract),) if self.function else self.functions
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Of every reward, by the name that it has in `Scored.rewards`."""
+        names = distinct([spec.name for spec in self.specs])
+        return {name: spec.weight for name, spec in zip(names, self.specs, strict=True)}

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError
-from headrace.scoring.config import RewardConfig, RewardSpec
+from headrace.scoring.config import RewardConfig, RewardSpec, distinct
 from headrace.scoring.extract import EXTRACTORS
 from headrace.scoring.job import Job, Values, is_async, signature_problem
 from headrace.scoring.processes import PrivatePool, SharedProcess, check_functions
@@ -107,11 +107,5 @@ def _judge_for(spec: RewardSpec, call: Callable[[Job], Awaitable[Values]]) -> _J
 
 
 def _with_distinct_names(judges: Sequence[_Judge]) -> list[_Judge]:
-    """`exact`, `exact#2`: two files may call their function the same."""
-    named: list[_Judge] = []
-    seen: dict[str, int] = {}
-    for judge in judges:
-        seen[judge.name] = seen.get(judge.name, 0) + 1
-        name = judge.name if seen[judge.name] == 1 else f"{judge.name}#{seen[judge.name]}"
-        named.append(_Judge(name, judge.weight, judge.extract, judge.call))
-    return named
+    names = distinct([judge.name for judge in judges])
+    return [replace(judge, name=name) for judge, name in zip(judges, names, strict=True)]
