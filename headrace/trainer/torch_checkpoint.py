@@ -1,6 +1,7 @@
 """The trainer's part of a checkpoint, bit for bit: three files, no pickles.
 
-    model.safetensors       float32 masters under their own names, tied ones once, and buffers that are part of the model
+    model.safetensors       what is trained under its own name, tied ones once, and buffers that are part of the model:
+                            float32, masters of offloaded weights too, or bfloat16 where nothing more exact is kept
     optimizer.safetensors   exp_avg/<name>, exp_avg_sq/<name>, step/<name>, rng/cpu, rng/cuda:<i>
     trainer.json            format, version, seed
 
@@ -21,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headrace.errors import CheckpointError
+from headrace.trainer.torch_memory import MixedAdamW
 
 FORMAT = 1
 MODEL, OPTIMIZER, TRAINER = "model.safetensors", "optimizer.safetensors", "trainer.json"
@@ -29,7 +31,7 @@ MODEL, OPTIMIZER, TRAINER = "model.safetensors", "optimizer.safetensors", "train
 def save(directory: Path, model: Any, optimizer: torch.optim.Optimizer, version: int, seed: int) -> None:
     """Writes and flushes the three files; the caller renames the directory. Raises OSError (disk full, say)."""
     directory.mkdir(parents=True, exist_ok=True)
-    _write(directory / MODEL, weights_of(model))
+    _write(directory / MODEL, trained_of(model, optimizer))
     _write(directory / OPTIMIZER, {**_moments(model, optimizer), **_rng()})
     text = json.dumps({"format": FORMAT, "version": version, "seed": seed})
     (directory / TRAINER).write_text(text)
@@ -41,11 +43,13 @@ def restore(directory: Path, model: Any, optimizer: torch.optim.Optimizer) -> in
     """Puts everything back and returns the version. Raises CheckpointError before anything is changed."""
     facts = _read_facts(directory)
     weights, rest = _read(directory / MODEL), _read(directory / OPTIMIZER)
-    _check(directory, weights, weights_of(model))
+    _check(directory, weights, trained_of(model, optimizer))
     state = _optimizer_state(directory, rest, model, optimizer)
     with torch.no_grad():
-        for name, tensor in weights_of(model).items():
+        for name, tensor in trained_of(model, optimizer).items():
             tensor.copy_(weights[name])
+    if isinstance(optimizer, MixedAdamW):
+        optimizer.show_masters()
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
     _restore_rng(rest)
     return facts["version"]
@@ -56,6 +60,12 @@ def weights_of(model: Any) -> dict[str, Tensor]:
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     saved = model.state_dict()
     return parameters | {name: buffer for name, buffer in model.named_buffers() if name in saved}
+
+
+def trained_of(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """`weights_of` with the masters of offloaded weights in their place."""
+    masters = optimizer.masters if isinstance(optimizer, MixedAdamW) else {}
+    return weights_of(model) | {name: masters[p] for name, p in model.named_parameters() if p in masters}
 
 
 def _moments(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -95,9 +105,15 @@ def _check(directory: Path, found: Mapping[str, Tensor], expected: Mapping[str, 
         problem = f"lacks {missing[0]}" if missing else f"holds {strangers[0]}, which the model does not have"
         raise _foreign(directory, f"{MODEL} {problem}")
     for name, tensor in expected.items():
-        if (found[name].shape, found[name].dtype) != (tensor.shape, tensor.dtype):
+        if found[name].shape != tensor.shape:
             shapes = f"{list(found[name].shape)} instead of {list(tensor.shape)}"
-            raise _foreign(directory, f"{name} has shape {shapes} or another dtype")
+            raise _foreign(directory, f"{name} has shape {shapes}")
+        if found[name].dtype != tensor.dtype:
+            written = str(found[name].dtype).removeprefix("torch.")
+            raise CheckpointError(
+                f"checkpoint {directory.name} holds {name} in {written}, which train.weights or train.offload_optimizer have "
+                "made another; resume with those it was written with"
+            )
 
 
 def _foreign(directory: Path, problem: str) -> CheckpointError:

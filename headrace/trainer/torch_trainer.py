@@ -18,6 +18,7 @@ from headrace.trainer.config import TrainConfig
 from headrace.trainer.torch_forward import choose_forward
 from headrace.trainer.torch_gradient import Gradient, Replay, Sums
 from headrace.trainer.torch_learner import Learner
+from headrace.trainer.torch_memory import lower_weights
 from headrace.trainer.torch_model import enable_checkpointing, export_model, load_model, resolve_device, resolve_dtype
 from headrace.trainer.torch_reference import reference_of
 from headrace.trainer.torch_routing import RoutingReplay, no_replay
@@ -44,6 +45,8 @@ class TorchTrainer:
             self._reference = reference_of(self._forward, self._dtype, keep_routing)
         if config.gradient_checkpointing:
             enable_checkpointing(self._model, replay.checkpoint_contexts if replay else None)
+        if config.weights == "bfloat16":
+            lower_weights(self._model, self._dtype)
         self._learner = Learner(config, algo, dict(self._model.named_parameters()))
 
     @property
