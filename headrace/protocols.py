@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from headrace.reports import Capabilities, EngineStats, LoadReport, TrainReport
 from headrace.steps import StepOutput
 from headrace.types import Batch, Completion, Episode, Failure, Prompt, Request, Scored
-from headrace.weights import WeightUpdate
+from headrace.weights import AdapterSpec, WeightUpdate
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +34,7 @@ class Engine(Protocol):
     async def unload(self, adapter: str) -> None:
         """Forgets an adapter. Raises `ValueError` while a request uses it."""
 
-    async def score(self, tokens: Sequence[int]) -> Completion:
+    async def score(self, tokens: Sequence[int], adapter: str = "") -> Completion:
         """Its `prompt_logprobs` are those (temperature 1) of tokens[1:] given what precedes them; its span tells the version.
         Runs as a request of its own beside the others, before those that wait."""
 
@@ -62,13 +62,14 @@ class Trainer(Protocol):
 
     async def step(self, batch: Batch) -> TrainReport: ...
 
-    async def publish(self) -> WeightUpdate:
-        """Writes the current weights where engines can load them."""
+    async def publish(self, adapter: str = "") -> WeightUpdate:
+        """Writes the current weights where engines can load them: those of an adapter, or the whole model's. Where adapters are
+        trained, the latter are the frozen base, which has to be published first."""
 
-    async def score(self, tokens: Sequence[int]) -> list[float]:
+    async def score(self, tokens: Sequence[int], adapter: str = "") -> list[float]:
         """[T-1] log-probs (temperature 1) of tokens[1:] given what precedes them, under the trainer's own weights."""
 
-    async def save(self, directory: Path) -> None: ...
+    async def save(self, directory: Path, adapter: str = "") -> None: ...
 
     async def watch(self) -> None:
         """Returns never; raises `WorkerDied` as soon as the trainer is lost."""
@@ -105,7 +106,10 @@ class Observer(Protocol):
 class WeightSender(Protocol):
     """The trainer's end of a transport."""
 
-    def send(self, version: int, parameters: Iterable[tuple[str, torch.Tensor]]) -> WeightUpdate: ...
+    def send(
+        self, version: int, parameters: Iterable[tuple[str, torch.Tensor]], adapter: AdapterSpec | None = None
+    ) -> WeightUpdate:
+        """`adapter`: whose parameters they are, where they are not the model's."""
 
 
 class WeightReceiver(Protocol):
@@ -161,21 +165,27 @@ class EngineCore(Protocol):
 
 
 class TrainerCore(Protocol):
-    """A trainer as its worker process drives it."""
-
-    version: int
+    """A trainer as its worker process drives it. It trains all weights, which go by the empty name, or adapters of a frozen
+    base, which go by theirs."""
 
     def step(self, batch: Batch) -> TrainReport: ...
 
-    def parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """In canonical order (`named_parameters()`, tied ones once), fp32 masters; the sender casts to the serving dtype."""
+    def version(self, adapter: str = "") -> int:
+        """0 for ever of a frozen base."""
 
-    def score(self, tokens: Sequence[int]) -> list[float]: ...
+    def parameters(self, adapter: str = "") -> Iterable[tuple[str, torch.Tensor]]:
+        """As they are published: in canonical order (`named_parameters()`, tied ones once; of an adapter as peft saves it).
+        The sender casts to the serving dtype."""
 
-    def save(self, directory: Path) -> None:
+    def adapters(self) -> Sequence[AdapterSpec]:
+        """Those that are trained and published beside the base."""
+
+    def score(self, tokens: Sequence[int], adapter: str = "") -> list[float]: ...
+
+    def save(self, directory: Path, adapter: str = "") -> None:
         """Weights, optimizer, RNG, schedule. Files are flushed to disk; the caller renames the directory."""
 
-    def restore(self, directory: Path) -> None: ...
+    def restore(self, directory: Path, adapter: str = "") -> None: ...
 
     def export(self, directory: Path) -> None:
         """A directory that `transformers` loads."""

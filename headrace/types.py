@@ -92,9 +92,11 @@ class Request(Struct, frozen=True):
     """Return which experts every position went to."""
 
 
-def scoring(request_id: str, tokens: Sequence[int], priority: int = 0) -> Request:
+def scoring(request_id: str, tokens: Sequence[int], priority: int = 0, adapter: str = "") -> Request:
     """A request for the log-probs of `tokens` and nothing else: `Completion.prompt_logprobs`."""
-    return Request(request_id, tuple(tokens), Sampling(max_tokens=0), priority=priority, prompt_logprobs=True)
+    return Request(
+        request_id, tuple(tokens), Sampling(max_tokens=0), priority=priority, adapter=adapter, prompt_logprobs=True
+    )
 
 
 class VersionSpan(Struct, frozen=True):

@@ -30,7 +30,7 @@ class WeightUpdate(Struct, frozen=True):
     kind: Literal["full", "adapter"]
     fingerprint: str
     slot: int
-    """Which of the two packed buffers holds it."""
+    """Which of its packed buffers holds it."""
     nbytes: int
     seconds: float
     """What the publish took on the trainer's side."""
@@ -53,4 +53,12 @@ class Manifest(Struct, frozen=True):
 
     tensors: tuple[TensorSpec, ...]
     slot_nbytes: int
-    """Bytes of one packed buffer; the shared memory holds two."""
+    """Bytes of one packed buffer."""
+    slots: int = 2
+    """How many lie behind each other: two for what is published again and again, one for what never changes."""
+    offset: int = 0
+    """Where the first begins."""
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.slots * self.slot_nbytes

@@ -34,12 +34,12 @@ class Silent:
 async def opened(model_dir: Path, logs: Path, **config: Any) -> AsyncIterator[ProcessEngine]:
     parameters = parameters_from_dir(model_dir, torch.float32)
     manifest, fd = lay_out(parameters.items(), torch.float32), anonymous_memory()
-    sender = SharedMemorySender(fd, manifest)
+    sender = SharedMemorySender(fd, {"": manifest})
     settings = {"dtype": "float32", "device": "cpu", "kv_gib": 0.01, "context_length": 128, "max_running": 4, **config}
     engine = ProcessEngine((), fd, logs / "engine.log", 2, Silent(), lambda: 0.0)
     try:
         await engine.launch()
-        await engine.open(EngineStart(str(model_dir), settings, manifest))
+        await engine.open(EngineStart(str(model_dir), settings, {"": manifest}))
         await engine.load(sender.send(0, parameters.items()))
         yield engine
     finally:

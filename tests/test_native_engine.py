@@ -362,7 +362,7 @@ def test_weights_as_they_are_published_serve_as_those_that_are_not(saved):
     """Packed in shared memory, where neighbours touch; and one by one."""
     parameters = parameters_from_dir(saved(), torch.bfloat16)
     manifest, fd = lay_out(parameters.items(), torch.bfloat16), anonymous_memory()
-    sender, receiver = SharedMemorySender(fd, manifest), SharedMemoryReceiver(fd, manifest)
+    sender, receiver = (end(fd, {"": manifest}) for end in (SharedMemorySender, SharedMemoryReceiver))
     views = receiver.receive(sender.send(0, parameters.items()))
     scores = []
     for tensors in (views, parameters):

@@ -26,7 +26,7 @@ def _parameters(seed: int) -> list[tuple[str, torch.Tensor]]:
 def ends() -> Iterator[Ends]:
     fd = anonymous_memory()
     manifest = lay_out(_parameters(0), torch.bfloat16)
-    yield SharedMemorySender(fd, manifest), SharedMemoryReceiver(fd, manifest), manifest, fd
+    yield SharedMemorySender(fd, {"": manifest}), SharedMemoryReceiver(fd, {"": manifest}), manifest, fd
     os.close(fd)
 
 
@@ -94,6 +94,6 @@ def test_the_memory_has_no_name() -> None:
     """A killed run leaves nothing in /dev/shm or the temporary directory that a later run could trip over."""
     before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
     fd = anonymous_memory()
-    SharedMemorySender(fd, lay_out(_parameters(0), torch.bfloat16))
+    SharedMemorySender(fd, {"": lay_out(_parameters(0), torch.bfloat16)})
     assert (set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()) <= before
     os.close(fd)

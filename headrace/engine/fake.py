@@ -107,8 +107,9 @@ class FakeEngine:
         if self.adapters.pop(adapter, None) is None:
             raise ValueError(f"no adapter {adapter} is loaded")
 
-    async def score(self, tokens: Sequence[int]) -> Completion:
-        spans = (VersionSpan(0, self.version, self.version),)
+    async def score(self, tokens: Sequence[int], adapter: str = "") -> Completion:
+        version = self.adapters[adapter] if adapter else self.version
+        spans = (VersionSpan(0, version, version),)
         return Completion((), (), spans, "length", prompt_logprobs=(-1.0,) * (len(tokens) - 1))
 
     async def pause(self) -> None:

@@ -30,6 +30,8 @@ class ProcessTrainer:
     def __init__(self, start: TrainerStart, cores: Sequence[int], weights_fd: int, log: Path) -> None:
         self._start, self._cores, self._weights_fd = start, cores, weights_fd
         self.worker = Worker("trainer", log)
+        self.after_publish: Callable[[], Awaitable[None]] | None = None
+        """Whoever else gets weights from here is served behind the run's engine (`teaching.SelfTeaching`)."""
 
     async def open(self) -> TrainerReady:
         await self.worker.start("trainer", [self._weights_fd], self._cores)
@@ -39,14 +41,21 @@ class ProcessTrainer:
     async def step(self, batch: Batch) -> TrainReport:
         return await self.worker.call("step", batch, TrainReport)
 
-    async def publish(self) -> WeightUpdate:
-        return await self.worker.call("publish", None, WeightUpdate)
+    async def publish(self, adapter: str = "") -> WeightUpdate:
+        update = await self.worker.call("publish", adapter, WeightUpdate)
+        if self.after_publish:
+            await self.after_publish()
+        return update
 
-    async def score(self, tokens: Sequence[int]) -> list[float]:
-        return await self.worker.call("score", list(tokens), list[float])
+    async def publish_shadow(self) -> WeightUpdate | None:
+        """The student's older self, where a new version of it is due."""
+        return await self.worker.call("publish_shadow", None, WeightUpdate | None)  # type: ignore[arg-type]
 
-    async def save(self, directory: Path) -> None:
-        await self.worker.call("save", str(directory), type(None))
+    async def score(self, tokens: Sequence[int], adapter: str = "") -> list[float]:
+        return await self.worker.call("score", (list(tokens), adapter), list[float])
+
+    async def save(self, directory: Path, adapter: str = "") -> None:
+        await self.worker.call("save", (str(directory), adapter), type(None))
 
     async def watch(self) -> None:
         raise WorkerDied("trainer", await self.worker.ended())
@@ -97,8 +106,10 @@ class ProcessEngine:
         max_deaths: int,
         observer: Observer,
         clock: Callable[[], float],
+        who: str = "engine",
     ) -> None:
-        self._cores, self._weights_fd = cores, weights_fd
+        """`who`: in what is told of it; that of the run is `engine`."""
+        self._who, self._cores, self._weights_fd = who, cores, weights_fd
         self._max_deaths, self._observer, self._clock, self._log = max_deaths, observer, clock, log
         self._pending: dict[str, _Pending] = {}
         self._wanted: dict[str, WeightUpdate] = {}
@@ -114,11 +125,11 @@ class ProcessEngine:
         """What dead processes had done, so that totals never go back."""
         self._latest = EngineStats()
         self.capabilities = Capabilities(context_length=0)
-        self.worker = Worker("engine", log)
+        self.worker = Worker(who, log)
 
     async def launch(self) -> None:
         """Starts the process, which imports what it needs beside whatever else goes on."""
-        self.worker = Worker("engine", self._log, self._on_push)
+        self.worker = Worker(self._who, self._log, self._on_push)
         await self.worker.start("engine", [self._weights_fd], self._cores)
 
     async def open(self, start: EngineStart) -> None:
@@ -160,8 +171,8 @@ class ProcessEngine:
         self._wanted.pop(adapter, None)
         self._live.pop(adapter, None)
 
-    async def score(self, tokens: Sequence[int]) -> Completion:
-        return await self.generate(scoring(f"score/{next(self._scorings)}", tokens, priority=-1))
+    async def score(self, tokens: Sequence[int], adapter: str = "") -> Completion:
+        return await self.generate(scoring(f"score/{next(self._scorings)}", tokens, priority=-1, adapter=adapter))
 
     async def pause(self) -> None:
         self._held = "pause"
@@ -233,9 +244,9 @@ class ProcessEngine:
                 self._up.clear()
                 self._deaths += 1
                 await self.worker.close()
-                self._observer.record(WorkerLost(self._clock(), "engine", how, self._deaths, len(self._pending)))
+                self._observer.record(WorkerLost(self._clock(), self._who, how, self._deaths, len(self._pending)))
                 if self._deaths > self._max_deaths:
-                    raise WorkerDied("engine", f"{how}; it was its death no. {self._deaths} (engine.max_deaths allows "
+                    raise WorkerDied(self._who, f"{how}; it was its death no. {self._deaths} (engine.max_deaths allows "
                                      f"{self._max_deaths})")  # fmt: skip
                 await self._revive()
         except (HeadraceError, ValueError) as error:  # ValueError: what was loaded before does not fit any more

@@ -17,22 +17,28 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15}
 
 class IdentityProbe:
     def __init__(
-        self, tokens: Sequence[int], every: int, tolerance: float, observer: Observer, clock: Callable[[], float]
+        self,
+        tokens: Sequence[int],
+        every: int,
+        tolerance: float,
+        observer: Observer,
+        clock: Callable[[], float],
+        adapter: str = "",
     ) -> None:
-        """`every`: versions between two probes; 0 switches them off."""
+        """`every`: versions between two probes; 0 switches them off. `adapter`: under which policy."""
         self._tokens, self._every, self._tolerance = tuple(tokens), every, tolerance
-        self._observer, self._clock = observer, clock
+        self._observer, self._clock, self._adapter = observer, clock, adapter
 
     async def trainer_side(self, trainer: Trainer, version: int, always: bool = False) -> list[float] | None:
         """What the engine must find, or None when this version is not probed. `always`: whatever its number."""
         due = bool(self._every) and (always or version % self._every == 0)
-        return await trainer.score(self._tokens) if due else None
+        return await trainer.score(self._tokens, self._adapter) if due else None
 
     async def engine_side(self, engine: Engine, version: int, expected: list[float] | None) -> None:
         """Raises `IdentityError` when the served policy is not the trained one."""
         if expected is None:
             return
-        completion = await engine.score(self._tokens)
+        completion = await engine.score(self._tokens, self._adapter)
         found = completion.prompt_logprobs
         if found is None or completion.spans[0].version != version:
             under = f"under version {completion.spans[0].version}" if completion.spans else "not at all"

@@ -40,8 +40,11 @@ class _Parts(Protocol):
 class Snapshots:
     """Saves controller and trainer at one instant: between two optimizer steps."""
 
-    def __init__(self, checkpoints: Checkpoints, observer: Observer, clock: Callable[[], float]) -> None:
-        self._checkpoints, self._observer, self._clock = checkpoints, observer, clock
+    def __init__(
+        self, checkpoints: Checkpoints, observer: Observer, clock: Callable[[], float], adapter: str = ""
+    ) -> None:
+        """`adapter`: what the trainer is to save, where it is not the whole model."""
+        self._checkpoints, self._observer, self._clock, self._adapter = checkpoints, observer, clock, adapter
         self.saved_step = -1
         """The step of the newest checkpoint that this process wrote."""
 
@@ -55,7 +58,7 @@ class Snapshots:
 
         async def write(directory: Path) -> None:
             (directory / CONTROLLER).write_bytes(msgspec.msgpack.encode(state))
-            await parts.trainer.save(directory)
+            await parts.trainer.save(directory, self._adapter)
 
         path, failure = "", ""
         try:

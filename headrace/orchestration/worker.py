@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace.errors import HeadraceError
 from headrace.orchestration.messages import EngineStart, TrainerReady, TrainerStart
@@ -25,6 +25,9 @@ from headrace.protocols import EngineCore, TrainerCore, WeightReceiver, WeightSe
 from headrace.reports import LoadReport
 from headrace.types import Batch, Request
 from headrace.weights import WeightUpdate
+
+if TYPE_CHECKING:
+    from headrace.trainer.torch_shadow import Shadow
 
 STATS_EVERY = 1.0
 """Seconds between two unasked reports of an engine's statistics."""
@@ -74,33 +77,43 @@ def _fail(end: WorkerEnd, frame: Frame, error: Exception) -> None:
 
 def serve_trainer(end: WorkerEnd, inbox: queue.Queue[Frame], weights_fd: int) -> None:
     """One call after the other."""
-    from headrace.orchestration.build import build_trainer_core, preload
+    from headrace.orchestration.build import build_shadow, build_trainer_core, preload
 
     preload("trainer")
     start = inbox.get()
     parts: dict[str, Any] = {}
 
     def begin() -> TrainerReady:
-        core, sender, manifest = build_trainer_core(unpack(start.payload, TrainerStart), weights_fd)
-        parts.update(core=core, sender=sender)
-        return TrainerReady(manifest, core.version)
+        told = unpack(start.payload, TrainerStart)
+        core, sender, manifests = build_trainer_core(told, weights_fd)
+        shadow, behind = build_shadow(told, core, manifests, weights_fd)
+        parts.update(core=core, sender=sender, shadow=shadow)
+        return TrainerReady(manifests, core.version, behind)
 
     _answer(end, start, begin)
     while parts:
         frame = inbox.get()
-        _answer(end, frame, lambda frame=frame: _trainer_call(parts["core"], parts["sender"], frame))  # type: ignore[misc]
+        _answer(end, frame, lambda frame=frame: _trainer_call(frame=frame, **parts))  # type: ignore[misc]
 
 
-def _trainer_call(core: TrainerCore, sender: WeightSender, frame: Frame) -> Any:
+def _trainer_call(core: TrainerCore, sender: WeightSender, shadow: Shadow | None, frame: Frame) -> Any:
     match frame.method:
         case "step":
-            return core.step(unpack(frame.payload, Batch))
+            report = core.step(unpack(frame.payload, Batch))
+            if shadow and not report.skipped:
+                shadow.follow(report.version, core.parameters())
+            return report
+        case "publish_shadow":
+            assert shadow, "no teacher is the student itself"
+            return shadow.publish()
         case "publish":
             return sender.send(core.version, core.parameters())
         case "score":
             return core.score(unpack(frame.payload, list[int]))
         case "save":
-            return core.save(Path(unpack(frame.payload, str)))
+            directory = Path(unpack(frame.payload, str))
+            core.save(directory)
+            return shadow.save(directory) if shadow else None
         case method:
             raise AssertionError(f"unknown call {method}")
 

@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from headrace.errors import WorkerDied
 from headrace.reports import TrainReport
 from headrace.types import Batch
-from headrace.weights import WeightUpdate
+from headrace.weights import AdapterSpec, WeightUpdate
 
 
 @dataclass
@@ -22,29 +23,36 @@ class FakeTrainer:
     batches: list[Batch] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.version = 0
+        self.versions: dict[str, int] = {}
+        """By adapter; that of all weights goes by the empty name."""
         self._attempts = 0
         self._died: asyncio.Future[None] | None = None
+
+    @property
+    def version(self) -> int:
+        return self.versions.get("", 0)
 
     async def step(self, batch: Batch) -> TrainReport:
         await asyncio.sleep(self.seconds_per_step)
         self._attempts += 1
         tokens = sum(len(row.tokens) for row in batch.rows)
         if self.skip(self._attempts - 1):
-            return TrainReport(batch.step, self.version, skipped="nonfinite_gradient", loss_tokens=tokens)
+            return TrainReport(batch.step, batch.step, skipped="nonfinite_gradient", loss_tokens=tokens)
         self.batches.append(batch)
-        self.version += 1
-        return TrainReport(batch.step, self.version, loss_tokens=tokens, seconds=self.seconds_per_step)
+        version = self.versions[batch.adapter] = self.versions.get(batch.adapter, 0) + 1
+        return TrainReport(batch.step, version, loss_tokens=tokens, seconds=self.seconds_per_step)
 
-    async def publish(self) -> WeightUpdate:
+    async def publish(self, adapter: str = "") -> WeightUpdate:
         await asyncio.sleep(self.publish_seconds)
-        return WeightUpdate(self.version, "full", f"fake-{self.version}", self.version % 2, 0, self.publish_seconds)
+        version, spec = self.versions.get(adapter, 0), AdapterSpec(adapter, 1, 1.0) if adapter else None
+        kind: Literal["adapter", "full"] = "adapter" if adapter else "full"
+        return WeightUpdate(version, kind, f"fake-{version}", version % 2, 0, self.publish_seconds, spec)
 
-    async def score(self, tokens: Sequence[int]) -> list[float]:
+    async def score(self, tokens: Sequence[int], adapter: str = "") -> list[float]:
         return [-1.0] * (len(tokens) - 1)
 
-    async def save(self, directory: Path) -> None:
-        (directory / "fake_trainer.txt").write_text(str(self.version))
+    async def save(self, directory: Path, adapter: str = "") -> None:
+        (directory / "fake_trainer.txt").write_text(str(self.versions.get(adapter, 0)))
 
     async def watch(self) -> None:
         self._died = asyncio.get_running_loop().create_future()
