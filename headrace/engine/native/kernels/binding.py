@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
 from typing import Any
-
-import numpy as np
-import torch
 
 from headrace.engine.native.kernels.build import built
 
@@ -88,19 +84,3 @@ def library(instructions: str = "native") -> Any | None:
         function = getattr(functions, name)
         function.restype, function.argtypes = result, arguments
     return functions if functions.headrace_begin() else None
-
-
-def zeros(count: int, dtype: torch.dtype) -> torch.Tensor:
-    """[count] on pages of 2 MiB where the system has them: a pass walks over all weights, and small pages cost it 10 %."""
-    # Private: shared mappings, Python's default, get no large pages.
-    pages = mmap.mmap(-1, max(count * dtype.itemsize, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=dtype, count=count)
-
-
-def address(array: torch.Tensor | np.ndarray | None) -> int | None:
-    if array is None:
-        return None
-    assert array.is_contiguous() if isinstance(array, torch.Tensor) else array.flags.c_contiguous
-    return array.data_ptr() if isinstance(array, torch.Tensor) else array.ctypes.data

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import pad
 
 from headrace.engine.native.kernels import binding
-from headrace.engine.native.kernels.binding import address
+from headrace.native.memory import address, zeros
 
 SIDE = 32
 """Rows and columns of a block; outputs of a panel."""
@@ -67,7 +67,7 @@ class Packer:
     def _room(self, count: int) -> torch.Tensor:
         """From a large piece: matrices that follow one another lie behind one another."""
         if count > len(self._arena):
-            self._arena = self.keep(binding.zeros(max(count, ARENA), torch.bfloat16))
+            self._arena = self.keep(zeros(max(count, ARENA), torch.bfloat16))
         room, self._arena = self._arena[:count], self._arena[count:]
         return room
 

@@ -15,7 +15,6 @@ import torch
 
 from headrace.engine.native.batch import BLOCK, Batch, Forward
 from headrace.engine.native.kernels import binding
-from headrace.engine.native.kernels.binding import address
 from headrace.engine.native.kernels.packing import Packer, gate_up_order, padded
 from headrace.engine.native.runners.adapters import PARTS, read_adapter
 from headrace.engine.native.runners.families import (
@@ -29,6 +28,7 @@ from headrace.engine.native.runners.families import (
 )
 from headrace.engine.native.runners.families import serves as is_family
 from headrace.engine.native.runners.skeleton import Skeleton
+from headrace.native.memory import address, zeros
 from headrace.weights import AdapterSpec
 
 WIDEST_HEAD, MOST_EXPERTS = 512, 1024
@@ -99,7 +99,7 @@ class KernelRunner:
 
     def allocate(self, blocks: int) -> None:
         layers = len(self.spec.layers)
-        self._cache = binding.zeros(layers * blocks * self._block_elements, torch.bfloat16).view(layers, blocks, -1)
+        self._cache = zeros(layers * blocks * self._block_elements, torch.bfloat16).view(layers, blocks, -1)
         cache = binding.Cache(address(self._cache), blocks)
         self._decoder = self._library.headrace_open(ctypes.byref(cache), torch.get_num_threads())
 
@@ -204,7 +204,7 @@ class KernelRunner:
         """Address of [rows up to 32, vocabulary up to 32]. The views are kept: to make one costs torch more than it seems."""
         width = padded(self.spec.vocabulary)
         if len(self._logits) < padded(rows):
-            self._logits = binding.zeros(padded(rows) * width, torch.float32).view(-1, width)
+            self._logits = zeros(padded(rows) * width, torch.float32).view(-1, width)
             self._logits_at = self._logits.data_ptr()
             self._views.clear()
         if rows not in self._views:

@@ -1,0 +1,2 @@
+"""What engine and trainer share of their C++: the compiler is called here (`build.py`), memory on large pages is had here
+(`memory.py`), and `src/vec.h` holds the vector types that the sources of both are written in."""

@@ -1,0 +1,82 @@
+"""Compiles C++ for this machine, once: a library is kept in the cache under a name made of all that it depends on."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+SHARED = Path(__file__).parent / "src"
+COMPILERS = ("c++", "g++", "clang++")
+SECONDS = 300
+"""Enough for a machine that is busy; about 5 are usual."""
+
+
+@dataclass(frozen=True)
+class Built:
+    library: Path | None
+    reason: str
+    """Why there is none; how it was had where there is one."""
+
+
+def compiled(source: Path, cache: Path, instructions: str = "native") -> Built:
+    """The library of `source`, which includes headers of its own folder and of SHARED. Never raises.
+
+    `instructions`: as the compiler calls a set of them. `cache`: the folder in which libraries are kept.
+    """
+    compiler = _compiler()
+    if compiler is None:
+        return Built(None, f"no C++ compiler ({', '.join(COMPILERS)}, or the one that $CXX names) was found")
+    command = [compiler, *_flags(instructions), f"-I{SHARED}", str(source)]
+    try:
+        library = cache / f"{source.stem}-{_fingerprint(command, source.parent)}.so"
+        if library.exists():
+            return Built(library, "compiled before")
+        library.parent.mkdir(parents=True, exist_ok=True)
+        return _compile(command, library)
+    except (OSError, subprocess.SubprocessError) as error:
+        return Built(None, f"{compiler} could not be run: {error}")
+
+
+def _compile(command: list[str], library: Path) -> Built:
+    with tempfile.TemporaryDirectory(dir=library.parent) as directory:
+        made = Path(directory) / library.name
+        result = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True, timeout=SECONDS)
+        if result.returncode:
+            return Built(None, f"{command[0]} failed: {result.stderr.strip()[-500:] or result.returncode}")
+        made.replace(library)  # at once: two processes may start at the same time
+    return Built(library, f"compiled with {command[0]}")
+
+
+def _compiler() -> str | None:
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else COMPILERS
+    return next((found for name in names if (found := shutil.which(name))), None)
+
+
+def _flags(instructions: str) -> list[str]:
+    option = "-mcpu" if platform.machine() in ("arm64", "aarch64") else "-march"
+    return ["-O3", f"{option}={instructions}", "-std=c++17", "-shared", "-fPIC", "-pthread", "-Wno-psabi"]
+
+
+def _fingerprint(command: list[str], folder: Path) -> str:
+    """Of the source, the compiler, the flags, and the processor that `native` stands for."""
+    version = subprocess.run([command[0], "--version"], capture_output=True, text=True, timeout=60).stdout
+    flags = [part for part in command[1:-1] if not part.startswith("-I")]
+    parts = [version, *flags, platform.machine(), _processor()]
+    for place in (SHARED, folder):
+        parts += [path.read_text(encoding="utf-8") for path in sorted(place.iterdir())]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _processor() -> str:
+    """Its instruction sets, where the system tells them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")

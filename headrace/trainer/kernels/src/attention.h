@@ -1,0 +1,267 @@
+// Attention over packed trees, forward and backward: a segment's tokens see all of its ancestors, and themselves causally.
+//
+// Thirty-two rows of queries at a time (the heads that share keys, of neighbouring tokens) against all keys they see: scores are
+// whole rows, so the softmax is the plain one and nothing but q, k and v is kept for the backward pass, which computes scores
+// again. Keys and values lie in blocks of 32 tokens of one segment. No mask is ever made: what a row sees of a block is a range.
+#pragma once
+#include "rows.h"
+
+struct Trees {
+    int32_t tokens, segments, heads, kv_heads, dim, window;  // window 0: none
+    float scale;
+    const int32_t *start, *length, *parent;  // [segments]; parent -1 is a root, and comes before its children
+};
+
+struct Span {  // neighbouring key blocks of one segment
+    int block, count, position, valid;  // of the first token; valid: tokens from there to the segment's end
+};
+
+struct Rows {  // up to 32 rows of queries: [token, head of the group]
+    int segment, first, count;  // counted in rows of the segment
+};
+
+struct Layout {
+    const Trees& t;
+    std::vector<int> base, block, root;  // per segment: position of its first token, its first key block, its tree
+    std::vector<std::vector<Rows>> trees;
+    int blocks = 0, group;
+
+    explicit Layout(const Trees& t) : t(t), base(t.segments), block(t.segments), root(t.segments), group(t.heads / t.kv_heads) {
+        for (int s = 0; s < t.segments; s++) {
+            int p = t.parent[s];
+            base[s] = p < 0 ? 0 : base[p] + t.length[p];
+            root[s] = p < 0 ? (int)trees.size() : root[p];
+            block[s] = blocks;
+            blocks += up(t.length[s]);
+            if (p < 0) trees.emplace_back();
+            for (int first = 0; first < t.length[s] * group; first += SIDE)
+                trees[root[s]].push_back({s, first, std::min(SIDE, t.length[s] * group - first)});
+        }
+    }
+
+    // What these rows see, root first. Returns the number of key blocks.
+    int spans(const Rows& rows, std::vector<Span>& out) const {
+        out.clear();
+        int s = rows.segment, low = base[s] + rows.first / group, high = base[s] + (rows.first + rows.count - 1) / group, total = 0;
+        for (; s >= 0; s = t.parent[s]) {
+            int from = t.window ? std::max(0, low - t.window + 1 - base[s]) / SIDE : 0;
+            int to = up(std::min(t.length[s], high - base[s] + 1));
+            if (to <= from) continue;
+            out.push_back({block[s] + from, to - from, base[s] + from * SIDE, t.length[s] - from * SIDE});
+            total += to - from;
+        }
+        std::reverse(out.begin(), out.end());
+        return total;
+    }
+    int position(const Rows& rows, int r) const { return base[rows.segment] + (rows.first + r) / group; }
+    // Where row r of key-value head h lies in [tokens, heads, dim].
+    size_t place(const Rows& rows, int h, int r) const {
+        int at = rows.first + r;
+        return ((size_t)(t.start[rows.segment] + at / group) * t.heads + h * group + at % group) * t.dim;
+    }
+};
+
+template <class T>
+struct Attention {
+    const Trees& t;
+    const T *q, *k, *v;  // [tokens, heads, dim], [tokens, kv_heads, dim] twice
+    Layout layout{t};
+    const int panels = up(t.dim), wide = panels * SIDE;
+    const size_t one = (size_t)panels * AREA;  // elements of a packed block
+
+    static T* arena(size_t count, int which) {
+        static thread_local Arena kept[4];
+        kept[which].grow(count * sizeof(T));
+        return (T*)kept[which].data;
+    }
+
+    // Blocks of keys or values of all heads, [kv_heads][blocks][panels][AREA], packed along the tokens or across them.
+    void pack(const T* from, T* across, T* down) const {
+        team::each(t.segments * t.kv_heads, [&](int item) {
+            int s = item / t.kv_heads, h = item % t.kv_heads;
+            alignas(64) T block[AREA];
+            for (int b = 0; b < up(t.length[s]); b++)
+                for (int p = 0; p < panels; p++) {
+                    size_t token = t.start[s] + b * SIDE, to = ((size_t)h * layout.blocks + layout.block[s] + b) * one + (size_t)p * AREA;
+                    cut(from + (token * t.kv_heads + h) * t.dim + p * SIDE, (size_t)t.kv_heads * t.dim, std::min(SIDE, t.length[s] - b * SIDE),
+                        std::min(SIDE, t.dim - p * SIDE), block, SIDE);
+                    if (across) pack_across(block, SIDE, across + to);
+                    if (down) pack_down(block, SIDE, down + to);
+                }
+        });
+    }
+
+    void collect(const T* from, const Rows& rows, int h, T* to) const {
+        for (int r = 0; r < SIDE; r++) {
+            T* row = to + r * wide;
+            if (r >= rows.count) std::memset(row, 0, wide * sizeof(T));
+            else {
+                std::memcpy(row, from + layout.place(rows, h, r), t.dim * sizeof(T));
+                std::memset(row + t.dim, 0, (wide - t.dim) * sizeof(T));
+            }
+        }
+    }
+    void scatter(const float* from, const Rows& rows, int h, int panel, T* to) const {
+        for (int r = 0; r < rows.count; r++)
+            shrink(from + r * SIDE, std::min(SIDE, t.dim - panel * SIDE), to + layout.place(rows, h, r) + panel * SIDE);
+    }
+
+    // s [32, columns] = rows [32, wide] times the keys (or values) of all spans.
+    void against(const T* rows, const T* across, const std::vector<Span>& spans, float* s, size_t ld) const {
+        for (const Span& span : spans)
+            for (int b = span.block; b < span.block + span.count; b++, s += SIDE) multiply<false>(rows, wide, across + b * one, AREA, panels, s, ld);
+    }
+    // c [32, 32] = weights [32, columns] times one panel of the values (or keys) of all spans.
+    void along(const T* weights, size_t ld, const T* down, const std::vector<Span>& spans, int panel, float* c) const {
+        bool first = true;
+        for (const Span& span : spans) {
+            const T* b = down + span.block * one + (size_t)panel * AREA;
+            if (first) multiply<false>(weights, ld, b, one, span.count, c, SIDE);
+            else multiply<true>(weights, ld, b, one, span.count, c, SIDE);
+            first = false, weights += span.count * SIDE;
+        }
+    }
+
+    // exp(scaled score - largest) of what a row at `position` sees, zero elsewhere. Returns the sum.
+    float exponentials(float* s, const std::vector<Span>& spans, int position) const {
+        const float by = t.scale * 1.44269504f;
+        f16x high = splat(-INFINITY), total = {};
+        auto ranges = [&](auto&& f) {
+            float* at = s;
+            for (const Span& span : spans) {
+                int from = t.window ? position - t.window + 1 - span.position : 0, to = std::min(span.valid, position - span.position + 1);
+                for (int c = 0; c < span.count * SIDE; c += 16, at += 16) f(at, c, from, to);
+            }
+        };
+        ranges([&](float* at, int c, int from, int to) {
+            f16x x = load(at) * by;
+            if (c < from || c + 16 > to) x = within(x, c, from, to);
+            store(at, x);
+            high = max16(x, high);
+        });
+        float top = largest(high);
+        ranges([&](float* at, int, int, int) {
+            f16x e = exp2_16(load(at) - top);
+            store(at, e);
+            total += e;
+        });
+        return sum(total);
+    }
+
+    void forward(T* out) const {
+        T *keys = arena(layout.blocks * t.kv_heads * one, 0), *values = arena(layout.blocks * t.kv_heads * one, 1);
+        pack(k, keys, nullptr);
+        pack(v, nullptr, values);
+        std::vector<Rows> all;
+        for (auto& tree : layout.trees) all.insert(all.end(), tree.begin(), tree.end());
+        team::each((int)all.size() * t.kv_heads, [&](int item) {
+            const Rows& rows = all[item / t.kv_heads];
+            int h = item % t.kv_heads;
+            std::vector<Span> spans;
+            size_t ld = (size_t)layout.spans(rows, spans) * SIDE, head = (size_t)h * layout.blocks * one;
+            T *mine = team::room<T>(SIDE * wide, 0), *weights = team::room<T>(SIDE * ld, 1);
+            float *s = team::room<float>(SIDE * ld, 2), by[SIDE] = {};
+            alignas(64) float c[AREA];
+            collect(q, rows, h, mine);
+            against(mine, keys + head, spans, s, ld);
+            for (int r = 0; r < SIDE; r++) {
+                if (r < rows.count) by[r] = 1.f / exponentials(s + r * ld, spans, layout.position(rows, r));
+                for (size_t i = 0; i < ld; i += 16) write(weights + r * ld + i, r < rows.count ? load(s + r * ld + i) : f16x{});
+            }
+            for (int p = 0; p < panels; p++) {
+                along(weights, ld, values + head, spans, p, c);
+                for (int r = 0; r < rows.count; r++)
+                    for (int i = 0; i < SIDE; i += 16) store(c + r * SIDE + i, load(c + r * SIDE + i) * by[r]);
+                scatter(c, rows, h, p, out);
+            }
+        });
+    }
+
+    // How many threads may share one tree and head: as many as it takes for enough work to share out, whatever the threads.
+    int chunks() const { return std::max(1, 16 / (int)(layout.trees.size() * t.kv_heads)); }
+
+    void backward(const T* d_out, T* dq, T* dk, T* dv) const {
+        size_t count = layout.blocks * t.kv_heads * one;
+        T *keys = arena(count, 0), *values = arena(count, 1), *keys_down = arena(count, 2);
+        pack(k, keys, keys_down);
+        pack(v, values, nullptr);
+        static thread_local Arena sums;
+        int shares = chunks();
+        sums.grow(shares * count * 2 * sizeof(float));
+        float* summed = (float*)sums.data;
+        team::each((int)layout.trees.size() * t.kv_heads * shares, [&](int item) {
+            int share = item % shares, h = item / shares % t.kv_heads, tree = item / shares / t.kv_heads;
+            float* mine = summed + ((size_t)share * t.kv_heads + h) * layout.blocks * one * 2;
+            size_t head = (size_t)h * layout.blocks * one;
+            for (int s = 0; s < t.segments; s++)
+                if (layout.root[s] == tree) std::memset(mine + layout.block[s] * one * 2, 0, up(t.length[s]) * one * 2 * sizeof(float));
+            for (size_t i = share; i < layout.trees[tree].size(); i += shares)
+                rows_backward(layout.trees[tree][i], h, d_out, keys + head, keys_down + head, values + head, dq, mine);
+        });
+        team::each(t.segments * t.kv_heads, [&](int item) { add_up(item / t.kv_heads, item % t.kv_heads, summed, shares, dk, dv); });
+    }
+
+   private:
+    void rows_backward(const Rows& rows, int h, const T* d_out, const T* keys, const T* keys_down, const T* values, T* dq, float* sums) const {
+        std::vector<Span> spans;
+        size_t ld = (size_t)layout.spans(rows, spans) * SIDE;
+        T *mine = team::room<T>(SIDE * wide, 0), *d_mine = team::room<T>(SIDE * wide, 1), *p = team::room<T>(SIDE * ld, 2), *ds = team::room<T>(SIDE * ld, 3);
+        T *mine_down = team::room<T>(one, 6), *d_mine_down = team::room<T>(one, 7);
+        float *s = team::room<float>(SIDE * ld, 4), *dp = team::room<float>(SIDE * ld, 5);
+        alignas(64) float c[AREA];
+        collect(q, rows, h, mine);
+        collect(d_out, rows, h, d_mine);
+        against(mine, keys, spans, s, ld);
+        against(d_mine, values, spans, dp, ld);
+        for (int r = 0; r < SIDE; r++) scores_backward(s + r * ld, dp + r * ld, spans, r < rows.count ? layout.position(rows, r) : -1, ld, p + r * ld, ds + r * ld);
+        for (int panel = 0; panel < panels; panel++) {
+            along(ds, ld, keys_down, spans, panel, c);
+            scatter(c, rows, h, panel, dq);
+            pack_down(mine + panel * SIDE, wide, mine_down + panel * AREA);
+            pack_down(d_mine + panel * SIDE, wide, d_mine_down + panel * AREA);
+        }
+        alignas(64) T turned[AREA];
+        size_t column = 0;
+        for (const Span& span : spans)
+            for (int b = span.block; b < span.block + span.count; b++, column += SIDE) {
+                float* to = sums + (size_t)b * one * 2;  // [dk | dv][32 tokens, wide]
+                turn(ds + column, ld, turned, SIDE);
+                for (int panel = 0; panel < panels; panel++) multiply<true>(turned, SIDE, mine_down + panel * AREA, AREA, 1, to + panel * SIDE, wide);
+                turn(p + column, ld, turned, SIDE);
+                for (int panel = 0; panel < panels; panel++) multiply<true>(turned, SIDE, d_mine_down + panel * AREA, AREA, 1, to + one + panel * SIDE, wide);
+            }
+    }
+
+    // The weights p of one row and the gradient of its scores, d_s = p (d_p - sum(p d_p)) times the scale.
+    void scores_backward(float* s, const float* dp, const std::vector<Span>& spans, int position, size_t n, T* p, T* ds) const {
+        if (position < 0) {
+            std::memset(p, 0, n * sizeof(T));
+            std::memset(ds, 0, n * sizeof(T));
+            return;
+        }
+        float by = 1.f / exponentials(s, spans, position);
+        f16x total = {};
+        for (size_t i = 0; i < n; i += 16) total += load(s + i) * load(dp + i);
+        float mean = sum(total) * by;
+        for (size_t i = 0; i < n; i += 16) {
+            f16x weight = load(s + i) * by;
+            write(p + i, weight);
+            write(ds + i, weight * (load(dp + i) - mean) * t.scale);
+        }
+    }
+
+    void add_up(int segment, int h, const float* sums, int shares, T* dk, T* dv) const {
+        size_t apart = (size_t)t.kv_heads * layout.blocks * one * 2;
+        float* row = team::room<float>(wide);
+        for (int i = 0; i < t.length[segment]; i++)
+            for (int which = 0; which < 2; which++) {
+                const float* from = sums + ((size_t)h * layout.blocks + layout.block[segment] + i / SIDE) * one * 2 + which * one + (size_t)(i % SIDE) * wide;
+                for (int c = 0; c < wide; c += 16) {
+                    f16x total = load(from + c);
+                    for (int share = 1; share < shares; share++) total += load(from + share * apart + c);
+                    store(row + c, total);
+                }
+                shrink(row, t.dim, (which ? dv : dk) + ((size_t)(t.start[segment] + i) * t.kv_heads + h) * t.dim);
+            }
+    }
+};

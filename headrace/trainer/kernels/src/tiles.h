@@ -1,0 +1,195 @@
+// Products of blocks of 32 by 32, in bf16 with float32 sums (Intel's matrix instructions where there are) or all in float32.
+//
+// The first operand is rows as they lie in memory. The second is packed in panels of 32 columns; a panel is a list of steps of
+// 32 along the sum. In bf16 a step is two tiles of [16 pairs along the sum][16 columns][2], in float32 [32 along the sum][32].
+// Every sum runs in one order, so results depend neither on the number of threads nor on what else is computed.
+#pragma once
+#include "vec.h"
+
+constexpr int SIDE = 32, AREA = SIDE * SIDE;
+static inline int up(int n) { return (n + SIDE - 1) / SIDE; }
+
+static inline f16x read(const float* p) { return load(p); }
+static inline f16x read(const bf16* p) { return widen(p); }
+static inline void write(float* p, f16x v) { store(p, v); }
+static inline void write(bf16* p, f16x v) { narrow(p, v); }
+static inline float read1(const float* p) { return *p; }
+static inline float read1(const bf16* p) { return widen1(*p); }
+static inline void write1(float* p, float v) { *p = v; }
+static inline void write1(bf16* p, float v) { *p = narrow1(v); }
+
+// [rows, columns] of a matrix as a full block, zeros where there is nothing.
+template <class S, class T>
+static inline void cut(const S* from, size_t ld, int rows, int columns, T* block, size_t to_ld) {
+    for (int r = 0; r < SIDE; r++, block += to_ld)
+        for (int c = 0; c < SIDE; c += 16) {
+            if (r < rows && c + 16 <= columns) write(block + c, read(from + r * ld + c));
+            else
+                for (int i = c; i < c + 16; i++) write1(block + i, r < rows && i < columns ? read1(from + r * ld + i) : 0.f);
+        }
+}
+
+static inline void transpose16(const uint32_t* from, size_t ld, uint32_t* to, size_t to_ld) {
+#if defined(__AVX512F__)
+    __m512i v[16], w[16];
+    for (int i = 0; i < 16; i++) v[i] = _mm512_loadu_si512(from + i * ld);
+    const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    for (int s = 1; s < 16; s *= 2) {  // rows i and i + s trade the lanes in which their numbers differ
+        const __m512i far = _mm512_set1_epi32(s), bit = _mm512_and_epi32(lane, far);
+        const __mmask16 high = _mm512_test_epi32_mask(bit, bit);
+        const __m512i down = _mm512_add_epi32(_mm512_sub_epi32(lane, far), _mm512_set1_epi32(16)), above = _mm512_add_epi32(lane, far);
+        const __m512i low = _mm512_mask_blend_epi32(high, lane, down);
+        const __m512i top = _mm512_mask_blend_epi32(high, above, _mm512_add_epi32(lane, _mm512_set1_epi32(16)));
+        for (int i = 0; i < 16; i++)
+            if (!(i & s)) {
+                w[i] = _mm512_permutex2var_epi32(v[i], low, v[i + s]);
+                w[i + s] = _mm512_permutex2var_epi32(v[i], top, v[i + s]);
+            }
+        for (int i = 0; i < 16; i++) v[i] = w[i];
+    }
+    for (int i = 0; i < 16; i++) _mm512_storeu_si512(to + i * to_ld, v[i]);
+#else
+    for (int i = 0; i < 16; i++)
+        for (int j = 0; j < 16; j++) to[j * to_ld + i] = from[i * ld + j];
+#endif
+}
+
+// One step of a panel from a full block whose rows run along the sum.
+static inline void pack_down(const float* block, size_t ld, float* step) {
+    for (int r = 0; r < SIDE; r++)
+        for (int c = 0; c < SIDE; c += 16) store(step + r * SIDE + c, load(block + r * ld + c));
+}
+static inline void pack_down(const bf16* block, size_t ld, bf16* step) {
+    for (int pair = 0; pair < 16; pair++)
+        for (int tile = 0; tile < 2; tile++) {
+            const bf16 *even = block + 2 * pair * ld + tile * 16, *odd = even + ld;
+            u16x both = __builtin_convertvector(*(const h16x*)even, u16x) | __builtin_convertvector(*(const h16x*)odd, u16x) << 16;
+            std::memcpy(step + tile * 512 + pair * 32, &both, 64);
+        }
+}
+
+// One step of a panel from a full block whose columns run along the sum.
+static inline void pack_across(const float* block, size_t ld, float* step) {
+    for (int r = 0; r < SIDE; r += 16)
+        for (int c = 0; c < SIDE; c += 16) transpose16((const uint32_t*)block + r * ld + c, ld, (uint32_t*)step + c * SIDE + r, SIDE);
+}
+static inline void pack_across(const bf16* block, size_t ld, bf16* step) {
+    for (int tile = 0; tile < 2; tile++) transpose16((const uint32_t*)(block + tile * 16 * ld), ld / 2, (uint32_t*)(step + tile * 512), 16);
+}
+
+// The transpose of a full block, as rows.
+static inline void turn(const float* block, size_t ld, float* to, size_t to_ld) {
+    for (int r = 0; r < SIDE; r += 16)
+        for (int c = 0; c < SIDE; c += 16) transpose16((const uint32_t*)block + r * ld + c, ld, (uint32_t*)to + c * to_ld + r, to_ld);
+}
+static inline void turn(const bf16* block, size_t ld, bf16* to, size_t to_ld) {
+    alignas(64) bf16 pairs[AREA];
+    pack_down(block, ld, pairs);  // [tile][pair of rows][16 columns][2]: as 32-bit numbers, pairs and columns change places
+    for (int tile = 0; tile < 2; tile++)
+        transpose16((const uint32_t*)(pairs + tile * 512), 16, (uint32_t*)(to + tile * 16 * to_ld), to_ld / 2);
+}
+
+// c [32, 32] = a [32, steps * 32] times a panel whose steps lie `apart`, added to what c holds where ADD.
+template <bool ADD>
+static inline void multiply(const float* a, size_t lda, const float* b, size_t apart, int steps, float* c, size_t ldc) {
+    constexpr int ROWS = 4;
+    for (int first = 0; first < SIDE; first += ROWS, a += ROWS * lda, c += ROWS * ldc) {
+        f16x acc[ROWS][2] = {};
+        for (int r = 0; ADD && r < ROWS; r++) acc[r][0] = load(c + r * ldc), acc[r][1] = load(c + r * ldc + 16);
+        for (int s = 0; s < steps; s++)
+            for (int i = 0; i < SIDE; i++) {
+                f16x left = load(b + s * apart + i * SIDE), right = load(b + s * apart + i * SIDE + 16);
+                for (int r = 0; r < ROWS; r++) {
+                    float x = a[r * lda + s * SIDE + i];
+                    acc[r][0] += left * x, acc[r][1] += right * x;
+                }
+            }
+        for (int r = 0; r < ROWS; r++) store(c + r * ldc, acc[r][0]), store(c + r * ldc + 16, acc[r][1]);
+    }
+}
+
+#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+
+// Tile loads are opaque to some compilers: what was written before them must really be in memory.
+#define VISIBLE() asm volatile("" ::: "memory")
+
+// Linux must be asked once a process before tiles may be used (ARCH_REQ_XCOMP_PERM, XTILEDATA).
+static inline bool tiles_allowed() { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
+
+static inline void tiles_begin() {
+    struct alignas(64) {
+        uint8_t palette = 1, start = 0, reserved[14] = {};
+        uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+        uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    } config;
+    _tile_loadconfig(&config);
+}
+static inline void tiles_end() { _tile_release(); }
+
+template <bool ADD>
+static inline void multiply(const bf16* a, size_t lda, const bf16* b, size_t apart, int steps, float* c, size_t ldc) {
+    VISIBLE();
+    if (ADD) {
+        _tile_loadd(0, c, ldc * 4);
+        _tile_loadd(1, c + 16, ldc * 4);
+        _tile_loadd(2, c + 16 * ldc, ldc * 4);
+        _tile_loadd(3, c + 16 * ldc + 16, ldc * 4);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int s = 0; s < steps; s++, a += SIDE, b += apart) {
+        _tile_loadd(4, a, lda * 2);
+        _tile_loadd(6, b, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, b + 512, 64);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(5, a + 16 * lda, lda * 2);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, c, ldc * 4);
+    _tile_stored(1, c + 16, ldc * 4);
+    _tile_stored(2, c + 16 * ldc, ldc * 4);
+    _tile_stored(3, c + 16 * ldc + 16, ldc * 4);
+    VISIBLE();
+}
+#else
+static inline bool tiles_allowed() { return true; }
+static inline void tiles_begin() {}
+static inline void tiles_end() {}
+
+// acc + x0 * even + x1 * odd for sixteen columns, from one pair along the sum.
+static inline f16x pair(f16x acc, const bf16* x, const bf16* w) {
+#if defined(__AVX512BF16__)
+    int both;
+    std::memcpy(&both, x, 4);
+    return (f16x)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_set1_epi32(both), (__m512bh)_mm512_loadu_si512(w));
+#else
+    u16x bits;
+    std::memcpy(&bits, w, 64);
+    acc += (f16x)(bits << 16) * widen1(x[0]);
+    return acc + (f16x)(bits & 0xffff0000u) * widen1(x[1]);
+#endif
+}
+template <bool ADD>
+static inline void multiply(const bf16* a, size_t lda, const bf16* b, size_t apart, int steps, float* c, size_t ldc) {
+    constexpr int ROWS = 4;
+    for (int first = 0; first < SIDE; first += ROWS, a += ROWS * lda, c += ROWS * ldc) {
+        f16x acc[ROWS][2] = {};
+        for (int r = 0; ADD && r < ROWS; r++) acc[r][0] = load(c + r * ldc), acc[r][1] = load(c + r * ldc + 16);
+        for (int s = 0; s < steps; s++)
+            for (int i = 0; i < 16; i++)
+                for (int r = 0; r < ROWS; r++) {
+                    const bf16* two = a + r * lda + s * SIDE + 2 * i;
+                    acc[r][0] = pair(acc[r][0], two, b + s * apart + 32 * i);
+                    acc[r][1] = pair(acc[r][1], two, b + s * apart + 512 + 32 * i);
+                }
+        for (int r = 0; r < ROWS; r++) store(c + r * ldc, acc[r][0]), store(c + r * ldc + 16, acc[r][1]);
+    }
+}
+#endif

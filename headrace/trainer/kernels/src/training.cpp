@@ -1,0 +1,87 @@
+// The trainer's kernels: what a forward and a backward pass are made of, each call one operation on contiguous arrays.
+// `wide` says float32 (1) or bf16 (0), of x first where there are two.
+#include "attention.h"
+#include "linear.h"
+
+namespace {
+template <class S, class T>
+Norm<S, T> norm(const void* x, const void* delta, void* total, const float* weight, void* y, float* scale, int rows, int n, float eps, float unit) {
+    return {(const S*)x, (const T*)delta, (S*)total, weight, (T*)y, scale, rows, n, eps, unit};
+}
+template <class S, class T>
+void norm_back(const Norm<S, T>& n, const void* dy, const void* d_total, void* dx, void* d_delta, float* weight_gradient, float* parts) {
+    n.backward((const T*)dy, (const S*)d_total, (S*)dx, (T*)d_delta, weight_gradient ? parts : nullptr);
+    if (weight_gradient) gather(parts, stretches(n.rows), n.n, weight_gradient, false);
+}
+}  // namespace
+
+extern "C" {
+
+int headrace_begin(void* start) {
+    team::start = (team::Start)start;
+    return tiles_allowed();
+}
+void headrace_threads(int threads) { team::threads = threads; }
+
+void headrace_pack_weight(const float* w, int n, int k, bf16* across, bf16* down) { pack_weight(w, n, k, across, down); }
+void headrace_linear(const bf16* x, int rows, int k, const Weight* weights, int count) { linear(x, rows, k, weights, count); }
+void headrace_linear_input_gradient(bf16* dx, int rows, int k, const Weight* weights, int count) {
+    linear_input_gradient(dx, rows, k, weights, count);
+}
+void headrace_linear_weight_gradient(const bf16* x, int rows, int k, const Weight* weights, int count) {
+    static thread_local Arena room;
+    int widest = 0;
+    for (int i = 0; i < count; i++) widest = std::max(widest, weights[i].n);
+    room.grow((size_t)(up(k) + up(widest)) * up(rows) * AREA * sizeof(bf16));
+    linear_weight_gradient(x, rows, k, weights, count, (bf16*)room.data);
+}
+
+#define NORMS(DO)                          \
+    if (wide_x && wide_y) DO(float, float); \
+    else if (wide_x) DO(float, bf16);       \
+    else DO(bf16, bf16);
+
+void headrace_norm(int wide_x, int wide_y, const void* x, const void* delta, void* total, const float* weight, void* y, float* scale,
+                   int rows, int n, float eps, float unit) {
+#define DO(S, T) norm<S, T>(x, delta, total, weight, y, scale, rows, n, eps, unit).forward()
+    NORMS(DO)
+#undef DO
+}
+void headrace_norm_backward(int wide_x, int wide_y, const void* x, const float* weight, const float* scale, const void* dy,
+                            const void* d_total, void* dx, void* d_delta, float* weight_gradient, float* parts, int rows, int n, float unit) {
+#define DO(S, T) norm_back(norm<S, T>(x, nullptr, nullptr, weight, nullptr, (float*)scale, rows, n, 0, unit), dy, d_total, dx, d_delta, weight_gradient, parts)
+    NORMS(DO)
+#undef DO
+}
+
+void headrace_gated(int wide, const void* gate, const void* up, void* y, int64_t count, int gelu) {
+    if (wide) Gated<float>{count, (bool)gelu}.forward((const float*)gate, (const float*)up, (float*)y);
+    else Gated<bf16>{count, (bool)gelu}.forward((const bf16*)gate, (const bf16*)up, (bf16*)y);
+}
+void headrace_gated_backward(int wide, const void* gate, const void* up, const void* dy, void* d_gate, void* d_up, int64_t count, int gelu) {
+    if (wide) Gated<float>{count, (bool)gelu}.backward((const float*)gate, (const float*)up, (const float*)dy, (float*)d_gate, (float*)d_up);
+    else Gated<bf16>{count, (bool)gelu}.backward((const bf16*)gate, (const bf16*)up, (const bf16*)dy, (bf16*)d_gate, (bf16*)d_up);
+}
+
+void headrace_rotary(int wide, const void* x, void* y, const float* cos, const float* sin, const float* weight, int rows, int heads, int dim,
+                     float eps, float unit) {
+    if (wide) Rotary<float>{rows, heads, dim, cos, sin, weight, eps, unit}.forward((const float*)x, (float*)y);
+    else Rotary<bf16>{rows, heads, dim, cos, sin, weight, eps, unit}.forward((const bf16*)x, (bf16*)y);
+}
+void headrace_rotary_backward(int wide, const void* x, const void* dy, void* dx, const float* cos, const float* sin, const float* weight,
+                              float* weight_gradient, float* parts, int rows, int heads, int dim, float eps, float unit) {
+    if (wide) Rotary<float>{rows, heads, dim, cos, sin, weight, eps, unit}.backward((const float*)x, (const float*)dy, (float*)dx, parts);
+    else Rotary<bf16>{rows, heads, dim, cos, sin, weight, eps, unit}.backward((const bf16*)x, (const bf16*)dy, (bf16*)dx, parts);
+    if (weight_gradient) gather(parts, stretches(rows), dim, weight_gradient, false);
+}
+
+void headrace_attention(int wide, const Trees* trees, const void* q, const void* k, const void* v, void* out) {
+    if (wide) Attention<float>{*trees, (const float*)q, (const float*)k, (const float*)v}.forward((float*)out);
+    else Attention<bf16>{*trees, (const bf16*)q, (const bf16*)k, (const bf16*)v}.forward((bf16*)out);
+}
+void headrace_attention_backward(int wide, const Trees* trees, const void* q, const void* k, const void* v, const void* d_out, void* dq,
+                                 void* dk, void* dv) {
+    if (wide) Attention<float>{*trees, (const float*)q, (const float*)k, (const float*)v}.backward((const float*)d_out, (float*)dq, (float*)dk, (float*)dv);
+    else Attention<bf16>{*trees, (const bf16*)q, (const bf16*)k, (const bf16*)v}.backward((const bf16*)d_out, (bf16*)dq, (bf16*)dk, (bf16*)dv);
+}
+}
