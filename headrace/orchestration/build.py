@@ -9,11 +9,11 @@ import asyncio
 import dataclasses
 import importlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from headrace.algo.config import AlgoConfig
 from headrace.algo.groups import algorithm_of
@@ -32,6 +32,7 @@ from headrace.orchestration.identity import TOLERANCE, IdentityProbe
 from headrace.orchestration.messages import EngineStart, TrainerReady, TrainerStart
 from headrace.orchestration.pipeline import Parts, Pipeline, Plan
 from headrace.orchestration.snapshots import ControllerState, Snapshots
+from headrace.orchestration.teaching import Student, Teaching, open_teaching, plan_lessons, shadow_of
 from headrace.orchestration.utilisation import Utilisation
 from headrace.protocols import EngineCore, Observer, Scorer, Task, TrainerCore, WeightReceiver, WeightSender
 from headrace.tasks.config import TaskConfig
@@ -39,6 +40,9 @@ from headrace.trainer.config import TrainConfig
 from headrace.types import Prompt
 from headrace.weight_sync.memory import anonymous_memory
 from headrace.weights import Manifest
+
+if TYPE_CHECKING:
+    from headrace.trainer.torch_shadow import Shadow
 
 Clock = Callable[[], float]
 Reward = Callable[..., Any]
@@ -54,14 +58,20 @@ class Pools:
     trainer: ProcessTrainer
     engine: ProcessEngine
     weights_fd: int
+    shadow: Manifest | None
+    """Where the student's older self lies, if it is a teacher."""
+    teaching: Teaching | None = None
 
     def kill(self) -> None:
         """Instead of asking the processes to leave; `close` still has to be called."""
         self.trainer.worker.kill()
         self.engine.worker.kill()
+        if self.teaching:
+            self.teaching.kill()
 
     async def close(self) -> None:
-        await asyncio.gather(self.engine.close(), self.trainer.close())
+        others = [self.teaching.close()] if self.teaching else []
+        await asyncio.gather(self.engine.close(), self.trainer.close(), *others)
         os.close(self.weights_fd)
 
 
@@ -90,6 +100,7 @@ async def open_pools(
             config.engine.serving_dtype,
             config.rollout.keep_routing,
             str(restore or ""),
+            shadow_of(config),
         )
         engine = ProcessEngine(
             config.engine.cores, weights_fd, logs / "engine.log", config.engine.max_deaths, observer, clock
@@ -103,7 +114,7 @@ async def open_pools(
         async with waits.named("start", "the engine to make room for it"):
             await engine.open(EngineStart(str(model_dir), _engine_settings(config), ready.manifests))
         undo.pop_all()
-    return Pools(trainer, engine, weights_fd)
+    return Pools(trainer, engine, weights_fd, ready.shadow)
 
 
 def _engine_settings(config: RunConfig) -> dict[str, Any]:
@@ -154,6 +165,7 @@ async def build(
     model_dir, encoder = await open_model(config)
     task = await asyncio.to_thread(build_task, config.task, encoder, config.seed)
     scorer = await asyncio.to_thread(build_scorer, config, reward, logs / "scorer.log")
+    lessons = await plan_lessons(config, model_dir, encoder)
     prompts = await asyncio.to_thread(task.held_out, config.eval.prompts)
     async with AsyncExitStack() as undo:
         undo.push_async_callback(scorer.close)
@@ -163,6 +175,8 @@ async def build(
             raise ConfigError(
                 "this engine cannot end completions at strings (the model has no tokenizer it can use); remove rollout.stop"
             )
+        student = Student(model_dir, pools.trainer, pools.engine, False, pools.shadow, pools.weights_fd)
+        pools.teaching = await open_teaching(config, lessons, student, logs, observer, waits, clock)
         built = _assemble(config, pools, encoder, task, scorer, prompts, observer, waits, checkpoints, state, clock)
         undo.pop_all()
     return built
@@ -185,11 +199,13 @@ def _assemble(
     if state:
         task.restore(state.task)
         buffer.restore(state.buffer)
+    assert pools.teaching is not None
+    rewarding = pools.teaching.rewarding(scorer)
     parts = Parts(
         task=task,
         engine=pools.engine,
         trainer=pools.trainer,
-        scorer=scorer,
+        scorer=pools.teaching.tracing(rewarding),
         observer=observer,
         buffer=buffer,
         algorithm=algorithm_of(config.algo, config.rollout.max_tokens, config.reward.weights),
@@ -204,7 +220,7 @@ def _assemble(
             clock,
         ),
         evaluator=Evaluator(
-            pools.engine, scorer, observer, prompts, config.eval, config.rollout, encoder.decode, waits, clock
+            pools.engine, rewarding, observer, prompts, config.eval, config.rollout, encoder.decode, waits, clock
         ),
     )
     plan = Plan(
@@ -240,8 +256,17 @@ def build_task(config: TaskConfig, encoder: ChatEncoder, seed: int) -> Task:
 
 
 def build_scorer(config: RunConfig, reward: Reward | None, log: Path | None = None) -> Scorer:
+    """Of reward functions; or of none, where teachers are all there is to learn from."""
     from headrace.scoring.functions import FunctionScorer
+    from headrace.scoring.teachers import NoReward
 
+    if config.teachers and not config.reward.specs and reward is None:
+        if config.eval.prompts and all(teacher.mode == "tokens" for teacher in config.teachers):
+            raise ConfigError(
+                f"eval.prompts = {config.eval.prompts} measures a reward, and nothing gives one; set reward.function (the "
+                f"algorithm {config.algo.name} does not learn from it), or eval.prompts = 0"
+            )
+        return NoReward()
     return FunctionScorer(config.reward, [reward] if reward else [], log)
 
 
@@ -321,9 +346,37 @@ def build_trainer_core(start: TrainerStart, weights_fd: int) -> tuple[TrainerCor
     return core, SharedMemorySender(weights_fd, manifests), manifests
 
 
+def build_shadow(
+    start: TrainerStart, core: TrainerCore, manifests: Mapping[str, Manifest], weights_fd: int
+) -> tuple[Shadow | None, Manifest | None]:
+    """The student as a teacher, in memory behind what the trainer publishes."""
+    if start.shadow is None:
+        return None, None
+    import torch
+
+    from headrace.trainer.torch_shadow import Shadow
+    from headrace.weight_sync.shared_memory import SharedMemorySender, lay_out
+
+    told, dtype = start.shadow, getattr(torch, start.shadow.dtype)
+    behind = lay_out(core.parameters(), dtype, offset=max(manifest.end for manifest in manifests.values()))
+    sender = SharedMemorySender(weights_fd, {"": behind})
+    shadow = Shadow(told.kind, told.every, told.decay, dtype, sender, core.version, core.parameters())
+    if start.restore:
+        shadow.restore(Path(start.restore))
+    return shadow, behind
+
+
 def build_engine_core(start: EngineStart, weights_fd: int) -> tuple[EngineCore, WeightReceiver]:
+    import torch
+
     from headrace.engine.native.core import NativeEngine
+    from headrace.engine.native.runners.weights import parameters_from_dir
+    from headrace.weight_sync.directory import DirectoryReceiver
     from headrace.weight_sync.shared_memory import SharedMemoryReceiver
 
-    core = NativeEngine(Path(start.model_dir), EngineConfig(**start.engine))
-    return core, SharedMemoryReceiver(weights_fd, start.manifests)
+    directory, config = Path(start.model_dir), EngineConfig(**start.engine)
+    core = NativeEngine(directory, config)
+    if start.manifests:
+        return core, SharedMemoryReceiver(weights_fd, start.manifests)
+    dtype = getattr(torch, config.serving_dtype)
+    return core, DirectoryReceiver(directory, lambda path: parameters_from_dir(path, dtype))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from headrace.types import Struct
 from headrace.weights import Manifest
@@ -20,12 +20,26 @@ class TrainerStart(Struct, frozen=True):
     """Force the experts that the sampler chose."""
     restore: str = ""
     """A checkpoint directory to go on from; empty starts from the model's own weights."""
+    shadow: ShadowStart | None = None
+    """Set where the student is a teacher."""
+
+
+class ShadowStart(Struct, frozen=True):
+    """The student's older self, which a teacher's engine serves (`trainer/torch_shadow.py`)."""
+
+    kind: Literal["snapshot", "average"]
+    every: int
+    decay: float
+    dtype: str
+    """In which it is served."""
 
 
 class TrainerReady(Struct, frozen=True):
     manifests: dict[str, Manifest]
     """Of all that will be published: the model's by the empty name, those of adapters by theirs."""
     version: int
+    shadow: Manifest | None = None
+    """Where the student's older self will lie, behind everything else."""
 
 
 class EngineStart(Struct, frozen=True):
@@ -33,4 +47,4 @@ class EngineStart(Struct, frozen=True):
     engine: dict[str, Any]
     """EngineConfig as plain values."""
     manifests: dict[str, Manifest]
-    """As the trainer told them."""
+    """As the trainer told them. None of them: the weights are those in `model_dir`, which never change."""

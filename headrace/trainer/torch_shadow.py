@@ -33,10 +33,17 @@ class Shadow:
     """`version`: the optimizer step whose weights it is, or whose weights were the last to enter the average."""
 
     def __init__(
-        self, kind: Kind, every: int, decay: float, dtype: torch.dtype, version: int, parameters: Parameters
+        self,
+        kind: Kind,
+        every: int,
+        decay: float,
+        dtype: torch.dtype,
+        sender: WeightSender,
+        version: int,
+        parameters: Parameters,
     ) -> None:
         """Begins as the student is now. A snapshot is kept in `dtype`, in which it is served, an average in float32."""
-        self.kind, self._every, self._decay = kind, every, decay
+        self.kind, self._every, self._decay, self._sender = kind, every, decay, sender
         self._dtype = dtype if kind == "snapshot" else torch.float32
         self.version = version
         self._tensors = self._copied(parameters)
@@ -56,13 +63,13 @@ class Shadow:
                 self._tensors[name].copy_(parameter)
             self.version = version
 
-    def publish(self, sender: WeightSender) -> WeightUpdate | None:
+    def publish(self) -> WeightUpdate | None:
         """None where there is nothing new: at first what there is, then every `every` steps."""
         due = self._sent < 0 or (self.version != self._sent and self.version % self._every == 0)
         if not due:
             return None
         # The sender alternates between its two slots by the version, and versions of a shadow may all be even.
-        update = sender.send(self._publishes, self._tensors.items())
+        update = self._sender.send(self._publishes, self._tensors.items())
         self._publishes, self._sent = self._publishes + 1, self.version
         return msgspec.structs.replace(update, version=self.version)
 

@@ -1,0 +1,317 @@
+"""Teachers and the reference: what is checked before anything starts, the processes that serve them, their place in scoring.
+
+A teacher is an engine like the run's own, in a process of its own, and is replaced like it when it dies. Its weights come from
+a directory and never change, or they are the student's older self, which the trainer publishes while the run goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.chat import ChatEncoder
+from headrace.config import RunConfig, teacher_engine
+from headrace.engine.config import EngineConfig
+from headrace.errors import ConfigError, first_error
+from headrace.models import resolve_model
+from headrace.observe.facts import EngineSample, Fact, Warned
+from headrace.observe.waits import Waits
+from headrace.orchestration.clients import ProcessEngine, ProcessTrainer
+from headrace.orchestration.messages import EngineStart, ShadowStart
+from headrace.protocols import Engine, Observer, Scorer
+from headrace.scoring.teacher_config import TeacherConfig
+from headrace.scoring.teachers import Teacher, TextScorer, TextTeacher, TraceScorer
+from headrace.scoring.vocabulary import vocabulary_problem, width_of
+from headrace.tasks.config import TaskConfig
+from headrace.tasks.read import read_rows
+from headrace.types import Prompt
+from headrace.weight_sync.directory import offer
+from headrace.weights import Manifest, WeightUpdate
+
+Clock = Callable[[], float]
+
+
+# -- before anything starts -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A teacher whose model was found to fit."""
+
+    config: TeacherConfig
+    model_dir: Path
+    engine: EngineConfig
+    encoder: ChatEncoder | None
+    """Its own, where it reads text."""
+
+
+async def plan_lessons(config: RunConfig, model_dir: Path, encoder: ChatEncoder) -> list[Lesson]:
+    """Finds the teachers' models (fetched if need be). Raises ConfigError for one that cannot teach this student."""
+    if problem := await asyncio.to_thread(_prompt_without_teacher, config):
+        raise ConfigError(problem)
+    return [await asyncio.to_thread(_lesson, config, teacher, model_dir, encoder) for teacher in config.teachers]
+
+
+def _lesson(config: RunConfig, teacher: TeacherConfig, model_dir: Path, encoder: ChatEncoder) -> Lesson:
+    engine = teacher_engine(config, teacher)
+    if teacher.student:
+        return Lesson(teacher, model_dir, engine, None)
+    try:
+        directory = resolve_model(teacher.path, setting=f"the teacher {teacher.name}: path")
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}. What a run has learned becomes a teacher with two commands: headrace train CONFIG, then "
+            f"headrace export RUN --to {teacher.path}"
+        ) from None
+    own = ChatEncoder(directory)
+    if teacher.mode == "text":
+        return Lesson(teacher, directory, engine, own)
+    problem = vocabulary_problem(encoder.vocabulary(), own.vocabulary())
+    widths = width_of(model_dir), width_of(directory)
+    if not problem and config.algo.teacher_top and widths[0] != widths[1]:
+        problem = f"the models have {widths[0]} and {widths[1]} rows of logits"
+    if problem:
+        raise ConfigError(
+            f"the teacher {teacher.name} has another vocabulary than the student: {problem}. Log-probs by token cannot be "
+            'compared; set mode = "text" in its table, which makes its opinion of the whole text a reward'
+        )
+    return Lesson(teacher, directory, engine, None)
+
+
+def _prompt_without_teacher(config: RunConfig) -> str:
+    """Empty, or the first row of the task that no teacher takes. Of procedural tasks it cannot be known before."""
+    teachers = [teacher for teacher in config.teachers if teacher.mode == "tokens"]
+    if not teachers or config.task.kind == "reasoning_gym" or any(teacher.route is None for teacher in teachers):
+        return ""
+    for number, row in enumerate(read_rows(config.task.kind, config.task.path), 1):
+        if not any(teacher.takes(row) for teacher in teachers):
+            columns = sorted({teacher.route.column for teacher in teachers if teacher.route})
+            told = ", ".join(f"{column} = {row.get(column)!r}" for column in columns)
+            return (
+                f"no teacher takes row {number} of {config.task.path} ({told}); widen a route, add a [[teachers]] table without "
+                "one, or take such rows out"
+            )
+    return ""
+
+
+def shadow_of(config: RunConfig) -> ShadowStart | None:
+    """What the trainer is told of the teacher that is the student itself."""
+    for teacher in config.teachers:
+        if teacher.student:
+            dtype = teacher_engine(config, teacher).serving_dtype
+            return ShadowStart(teacher.student, teacher.every, teacher.decay, dtype)
+    return None
+
+
+# -- the processes ----------------------------------------------------------------------------------------------------------
+
+
+class _WithoutSamples:
+    """A pool's statistics are those of the run's own engine; of the others only what goes wrong is told."""
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+
+    def record(self, fact: Fact) -> None:
+        if not isinstance(fact, EngineSample):
+            self._observer.record(fact)
+
+
+class Classroom:
+    """Opens engines, side by side, and closes them all."""
+
+    def __init__(self, logs: Path, observer: Observer, waits: Waits, clock: Clock, weights_fd: int) -> None:
+        self._logs, self._observer, self._waits, self._clock = logs, _WithoutSamples(observer), waits, clock
+        self._weights_fd = weights_fd
+        self.engines: list[ProcessEngine] = []
+
+    async def open(self, who: str, model_dir: Path, config: EngineConfig, manifest: Manifest | None) -> ProcessEngine:
+        """With a manifest, weights will be loaded from the trainer's memory; without, those in the directory are live now."""
+        log = self._logs / f"{who.replace(' ', '-')}.log"
+        engine = ProcessEngine(config.cores, self._weights_fd, log, config.max_deaths, self._observer, self._clock, who)
+        self.engines.append(engine)
+        async with self._waits.named("start", f"the {who}"):
+            await engine.launch()
+            manifests = {"": manifest} if manifest else {}
+            await engine.open(EngineStart(str(model_dir), dataclasses.asdict(config), manifests))
+            if not manifest:
+                await engine.load(await asyncio.to_thread(offer, model_dir))
+        return engine
+
+    def kill(self) -> None:
+        for engine in self.engines:
+            engine.worker.kill()
+
+    async def close(self) -> None:
+        await asyncio.gather(*(engine.close() for engine in self.engines))
+
+
+class SelfTeaching:
+    """The student's older self goes to its engine behind the run's own weights, whenever a version of it is due."""
+
+    def __init__(self, trainer: ProcessTrainer, engine: Engine, waits: Waits) -> None:
+        self._trainer, self._engine, self._waits = trainer, engine, waits
+        self._delivery: asyncio.Task[None] | None = None
+
+    async def after_publish(self) -> None:
+        """Publishes; the swap goes on beside the run. Raises what went wrong with the swap before."""
+        if self._delivery:  # a publish overwrites the slot before last: the last one must be live
+            async with self._waits.named("trainer", "the swap in the teacher (of the version before)"):
+                await self._delivery
+        if update := await self._trainer.publish_shadow():
+            self._delivery = asyncio.get_running_loop().create_task(self._deliver(update))
+
+    async def _deliver(self, update: WeightUpdate) -> None:
+        async with self._waits.named("delivery", "the swap in the teacher"):
+            await self._engine.load(update)
+
+    def close(self) -> None:
+        if self._delivery:
+            self._delivery.cancel()
+
+
+# -- all of it --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Teaching:
+    """Teachers and reference, ready to be asked."""
+
+    classroom: Classroom
+    teachers: Sequence[Teacher]
+    texts: Sequence[TextTeacher]
+    reference: Engine | None
+    self_teaching: SelfTeaching | None
+    waits: Waits
+    warn: Callable[[str], None]
+
+    def rewarding(self, scorer: Scorer) -> Scorer:
+        """Of evaluation too: text-level teachers are part of the reward."""
+        return TextScorer(scorer, self.texts, self.waits) if self.texts else scorer
+
+    def tracing(self, scorer: Scorer) -> Scorer:
+        """Of what is trained on."""
+        if not self.teachers and self.reference is None:
+            return scorer
+        return TraceScorer(scorer, self.teachers, self.reference, self.waits, self.warn)
+
+    def kill(self) -> None:
+        self.classroom.kill()
+
+    async def close(self) -> None:
+        if self.self_teaching:
+            self.self_teaching.close()
+        await self.classroom.close()
+
+
+@dataclass(frozen=True)
+class Student:
+    """What teachers need of the run."""
+
+    model_dir: Path
+    trainer: ProcessTrainer
+    engine: ProcessEngine
+    serves_base: bool
+    """The run's own engine serves the initial model (LoRA): no other process is needed for the reference."""
+    shadow: Manifest | None
+    weights_fd: int
+
+
+async def open_teaching(
+    config: RunConfig,
+    lessons: Sequence[Lesson],
+    student: Student,
+    logs: Path,
+    observer: Observer,
+    waits: Waits,
+    clock: Clock,
+) -> Teaching:
+    """Starts an engine for each teacher, and one for the reference. Raises ConfigError for a context that is too short."""
+    classroom = Classroom(logs, observer, waits, clock, student.weights_fd)
+    async with AsyncExitStack() as undo:
+        undo.push_async_callback(classroom.close)
+        try:
+            async with asyncio.TaskGroup() as starts:
+                opening = [starts.create_task(_open(classroom, lesson, student)) for lesson in lessons]
+                referring = starts.create_task(_reference(config, classroom, student))
+        except BaseExceptionGroup as group:
+            raise first_error(group) from group
+        engines, reference = [task.result() for task in opening], referring.result()
+        pairs = list(zip(lessons, engines, strict=True))
+        for lesson, engine in pairs:
+            _check_room(lesson, engine, student.engine)
+        own = [engine for lesson, engine in pairs if lesson.config.student]
+        self_teaching = SelfTeaching(student.trainer, own[0], waits) if own else None
+        if self_teaching:
+            student.trainer.after_publish = self_teaching.after_publish
+        undo.pop_all()
+    top = config.algo.teacher_top
+    return Teaching(
+        classroom,
+        [_teacher(lesson, engine, top) for lesson, engine in pairs if lesson.config.mode == "tokens"],
+        [_text_teacher(lesson, engine, config.task) for lesson, engine in pairs if lesson.config.mode == "text"],
+        reference,
+        self_teaching,
+        waits,
+        lambda message: observer.record(Warned(clock(), message)),
+    )
+
+
+async def _open(classroom: Classroom, lesson: Lesson, student: Student) -> ProcessEngine:
+    manifest = student.shadow if lesson.config.student else None
+    return await classroom.open(f"teacher {lesson.config.name}", lesson.model_dir, lesson.engine, manifest)
+
+
+async def _reference(config: RunConfig, classroom: Classroom, student: Student) -> Engine | None:
+    """The model that the run began with: its directory, or the run's own engine without an adapter."""
+    if not config.algo.reference_in_reward:
+        return None
+    if student.serves_base:
+        return student.engine
+    engine = dataclasses.replace(config.engine, max_adapters=0, routing=False)
+    return await classroom.open("reference", student.model_dir, engine, None)
+
+
+def _check_room(lesson: Lesson, engine: Engine, student: Engine) -> None:
+    room, needed = engine.capabilities.context_length, student.capabilities.context_length
+    if lesson.config.mode == "tokens" and room < needed:
+        raise ConfigError(
+            f"the teacher {lesson.config.name} holds {room} tokens of context, too few for the {needed} that the policy may "
+            f"fill; lower engine.context_length to {room}, or choose a teacher with a longer context"
+        )
+
+
+def _teacher(lesson: Lesson, engine: Engine, top: int) -> Teacher:
+    return Teacher(lesson.config.name, engine, lambda prompt: lesson.config.takes(prompt.columns), top)
+
+
+def _text_teacher(lesson: Lesson, engine: Engine, task: TaskConfig) -> TextTeacher:
+    encoder, config = lesson.encoder, lesson.config
+    assert encoder is not None
+    system = config.system or task.system
+
+    def encode_prompt(prompt: Prompt) -> tuple[int, ...]:
+        if not encoder.has_template:
+            return encoder.encode_text(prompt.text)
+        return encoder.encode_messages(messages_of(prompt, task.prompt, system))[1]
+
+    return TextTeacher(
+        config.name,
+        engine,
+        lambda prompt: config.takes(prompt.columns),
+        config.weight,
+        encode_prompt,
+        encoder.encode_completion,
+    )
+
+
+def messages_of(prompt: Prompt, column: str, system: str) -> list[dict[str, Any]]:
+    """A row's whole conversation where it has one, else the question. The task's solved examples are not among them."""
+    conversation = prompt.columns.get(column)
+    messages = conversation if isinstance(conversation, list) else [{"role": "user", "content": prompt.text}]
+    return [{"role": "system", "content": system}, *messages] if system else list(messages)
