@@ -170,8 +170,11 @@ class TrainerCore(Protocol):
 
     def step(self, batch: Batch) -> TrainReport: ...
 
-    def version(self, adapter: str = "") -> int:
-        """0 for ever of a frozen base."""
+    @property
+    def version(self) -> int:
+        """Of the model's weights; 0 for ever of a frozen base."""
+
+    def version_of(self, adapter: str) -> int: ...
 
     def parameters(self, adapter: str = "") -> Iterable[tuple[str, torch.Tensor]]:
         """As they are published: in canonical order (`named_parameters()`, tied ones once; of an adapter as peft saves it).

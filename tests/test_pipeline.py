@@ -258,10 +258,10 @@ def test_an_engine_given_up_leaves_a_checkpoint(tmp_path: Path) -> None:
 
 def test_foreign_weights_are_refused(tmp_path: Path) -> None:
     class Forger(FakeTrainer):
-        async def publish(self) -> Any:
+        async def publish(self, adapter: str = "") -> Any:
             import msgspec
 
-            update = await super().publish()
+            update = await super().publish(adapter)
             return update if update.version < 3 else msgspec.structs.replace(update, fingerprint="forged")
 
     world = World(tmp_path, trainer=Forger())
@@ -315,7 +315,7 @@ def test_interrupt_and_resume_lose_nothing_and_train_nothing_twice(
     assert state.step == first.trainer.version
 
     second = _world(tmp, s)
-    second.trainer.version = state.step
+    second.trainer.versions[""] = state.step
     second.task.restore(state.task)
 
     async def resumed() -> None:
@@ -346,7 +346,7 @@ def test_the_resumed_groups_know_that_they_were_drawn_again(tmp_path: Path) -> N
     state = load_controller(first.checkpoints.all()[-1])
     assert state.buffer.unfinished, "nothing was in flight: choose another moment"
     second = World(tmp_path, steps=30, engine=FakeEngine(0.3))
-    second.trainer.version = state.step
+    second.trainer.versions[""] = state.step
     second.task.restore(state.task)
 
     async def resumed() -> None:
@@ -362,7 +362,7 @@ def test_the_resumed_groups_know_that_they_were_drawn_again(tmp_path: Path) -> N
 
 def test_a_full_disk_at_a_checkpoint_warns_and_goes_on(tmp_path: Path) -> None:
     class Full(FakeTrainer):
-        async def save(self, directory: Path) -> None:
+        async def save(self, directory: Path, adapter: str = "") -> None:
             raise OSError(28, "No space left on device")
 
     world = World(tmp_path, trainer=Full(), checkpoint_every=2)

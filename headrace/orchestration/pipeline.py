@@ -240,7 +240,7 @@ class Pipeline:
             await self._checkpoint()
 
     async def _publish(self, loops: asyncio.TaskGroup, groups: tuple[Group, ...]) -> asyncio.Task[None]:
-        update = await self._busy(self._parts.trainer.publish(), "publish")
+        update = await self._busy(self._parts.trainer.publish(self._plan.adapter), "publish")
         probed = self._parts.probe.trainer_side(self._parts.trainer, update.version)
         expected = await self._busy(probed, "probe")
         return loops.create_task(self._deliver(loops, update, groups, expected))

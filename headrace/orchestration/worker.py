@@ -18,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from headrace.errors import HeadraceError
 from headrace.orchestration.messages import EngineStart, TrainerReady, TrainerStart
 from headrace.orchestration.wire import Frame, WorkerEnd, name_of, unpack
@@ -87,7 +89,7 @@ def serve_trainer(end: WorkerEnd, inbox: queue.Queue[Frame], weights_fd: int) ->
         told = unpack(start.payload, TrainerStart)
         core, sender, manifests = build_trainer_core(told, weights_fd)
         shadow, behind = build_shadow(told, core, manifests, weights_fd)
-        parts.update(core=core, sender=sender, shadow=shadow)
+        parts.update(core=core, publisher=Publisher(core, sender), shadow=shadow)
         return TrainerReady(manifests, core.version, behind)
 
     _answer(end, start, begin)
@@ -96,7 +98,25 @@ def serve_trainer(end: WorkerEnd, inbox: queue.Queue[Frame], weights_fd: int) ->
         _answer(end, frame, lambda frame=frame: _trainer_call(frame=frame, **parts))  # type: ignore[misc]
 
 
-def _trainer_call(core: TrainerCore, sender: WeightSender, shadow: Shadow | None, frame: Frame) -> Any:
+class Publisher:
+    """An adapter that is published names the base that was published before it, so that it is never served over another."""
+
+    def __init__(self, core: TrainerCore, sender: WeightSender) -> None:
+        self._core, self._sender = core, sender
+        self._specs, self._base = {spec.name: spec for spec in core.adapters()}, ""
+
+    def publish(self, adapter: str) -> WeightUpdate:
+        core, parameters = self._core, self._core.parameters(adapter)
+        if not adapter:
+            update = self._sender.send(core.version, parameters)
+            self._base = update.fingerprint
+            return update
+        assert self._base, "the base weights are published before any adapter"
+        spec = msgspec.structs.replace(self._specs[adapter], base=self._base)
+        return self._sender.send(core.version_of(adapter), parameters, spec)
+
+
+def _trainer_call(core: TrainerCore, publisher: Publisher, shadow: Shadow | None, frame: Frame) -> Any:
     match frame.method:
         case "step":
             report = core.step(unpack(frame.payload, Batch))
@@ -107,12 +127,13 @@ def _trainer_call(core: TrainerCore, sender: WeightSender, shadow: Shadow | None
             assert shadow, "no teacher is the student itself"
             return shadow.publish()
         case "publish":
-            return sender.send(core.version, core.parameters())
+            return publisher.publish(unpack(frame.payload, str))
         case "score":
-            return core.score(unpack(frame.payload, list[int]))
+            return core.score(*unpack(frame.payload, tuple[list[int], str]))
         case "save":
-            directory = Path(unpack(frame.payload, str))
-            core.save(directory)
+            where, adapter = unpack(frame.payload, tuple[str, str])
+            directory = Path(where)
+            core.save(directory, adapter)
             return shadow.save(directory) if shadow else None
         case method:
             raise AssertionError(f"unknown call {method}")

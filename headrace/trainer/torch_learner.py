@@ -11,8 +11,18 @@ from headrace.algo.aggregate import AGGREGATIONS, AggregationFunction
 from headrace.algo.config import AlgoConfig
 from headrace.algo.objective import Objective, Selection, objective_of, selection_of
 from headrace.errors import ConfigError
+from headrace.lora import LoraConfig
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.torch_optimizer import apply, learning_rate, make_optimizer
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """With what one set of parameters is trained."""
+
+    train: TrainConfig
+    algo: AlgoConfig
+    lora: LoraConfig = LoraConfig()
 
 
 @dataclass

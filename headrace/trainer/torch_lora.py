@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import xxhash
+from safetensors.torch import save_file
 from torch import Tensor
 
 from headrace.errors import ConfigError, IdentityError
@@ -100,6 +101,13 @@ class Adapters:
                 f"{found}. Nothing that was trained since can be trusted; resume from an earlier checkpoint, and please "
                 "report it"
             )
+
+    def export(self, name: str, directory: Path) -> None:
+        """What `peft.PeftModel.from_pretrained(model, directory)` loads, in float32."""
+        directory.mkdir(parents=True, exist_ok=True)
+        tensors = {key: tensor.cpu().contiguous() for key, tensor in self.state(name).items()}
+        save_file(tensors, directory / ADAPTER_MODEL, metadata={"format": "pt"})
+        self.save_config(name, directory)
 
     def save_config(self, name: str, directory: Path) -> None:
         """`adapter_config.json`, which peft reads beside the tensors."""
