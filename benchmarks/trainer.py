@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -176,6 +177,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it must not leave contenders behind
     given = arguments()
     bench = Bench(given)
     only = given.only.split(",")
