@@ -91,11 +91,11 @@ class TorchTrainer:
         learner = self._activate(batch.adapter)
         assert batch.step == learner.version, f"batch of step {batch.step} for weights of version {learner.version}"
         started = time.perf_counter()
-        plan = self._plan(batch, learner)
+        plan = self._plan(batch)
         if not plan.packs:
             seconds = time.perf_counter() - started
             return TrainReport(batch.step, batch.step, "no_tokens", dropped_tokens=plan.dropped_tokens, seconds=seconds)
-        sums = self._gradients(plan, batch.temperature, learner)
+        sums = self._gradients(plan, batch.temperature, batch.adapter)
         lr = learner.lr
         norm = learner.update(sums.loss)
         skipped = "" if learner.version > batch.step else "nonfinite_gradient"
@@ -186,12 +186,14 @@ class TorchTrainer:
         else:
             self._adapters.export(adapter, directory)
 
-    def _plan(self, batch: Batch, learner: Learner) -> Plan:
+    def _plan(self, batch: Batch) -> Plan:
+        learner = self._learners[batch.adapter]
         budget, share = learner.config.microbatch_tokens, self._forward.packed
         return pack_rows(batch.rows, learner.aggregation, learner.algo.length_constant, budget, batch.step, share)
 
-    def _gradients(self, plan: Plan, temperature: float, learner: Learner) -> Sums:
+    def _gradients(self, plan: Plan, temperature: float, adapter: str = "") -> Sums:
         """Fills the parameters' gradients."""
+        learner = self._learners[adapter]
         reference = self._reference if learner.algo.reference_in_loss else None
         gradient = Gradient(self._forward, learner, temperature or 1.0, self._dtype, reference, self._replay)
         return gradient.of(plan.packs, self._device)
