@@ -37,6 +37,15 @@ class Kept:
     def to(self, device: torch.device) -> Kept:
         return Kept(self.ids.to(device), self.offsets.to(device))
 
+    def rows(self, start: int, end: int) -> Kept:
+        """Of the places start:end."""
+        offsets = self.offsets[start : end + 1]
+        return Kept(self.ids[offsets[0] : offsets[-1]], offsets - offsets[0])
+
+    def padded(self, count: int) -> Kept:
+        """With `count` more places, from which nothing was cut."""
+        return Kept(self.ids, torch.cat([self.offsets, self.offsets[-1:].expand(count)]))
+
 
 @dataclass(frozen=True)
 class Pack:

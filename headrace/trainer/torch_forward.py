@@ -6,18 +6,22 @@ logits on a few tokens, or a slower one is taken.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from headrace.packing import ROOT, Pack, Segment
+from headrace.packing import ROOT, Kept, Pack, Segment
 from headrace.trainer.torch_attention import NAME, Tree, register, tree_of
-from headrace.trainer.torch_head import token_logprobs
+from headrace.trainer.torch_head import Head, Scale, dense_logprobs, token_logprobs
 
 TOLERANCE = 1e-3
 """Largest difference from the model's own numbers, relative to their root mean square. Rounding gives 1e-6, a wrong mask 1."""
+
+LARGE_LOGIT = 100.0
+"""Far above the caps that models set (30 to 50)."""
 
 
 class Scores(NamedTuple):
@@ -57,20 +61,62 @@ class Forward:
         else:
             hidden = torch.cat([own_hidden(self.model, pack.tokens[s.start : s.end]) for s in pack.segments])
         head = self.model.get_output_embeddings()
-        bias = getattr(head, "bias", None)
-        found = token_logprobs(hidden, head.weight, bias, pack.predictor, pack.target, temperature, dtype, pack.kept)
-        return Scores(found.logprob, found.entropy, None, found.outside)
+        bias, softcap = getattr(head, "bias", None), softcap_of(self.model)
+        asked = _asked(pack, pack.predictor)
+        return _scores(
+            pack, token_logprobs(hidden, head.weight, bias, *asked[:2], temperature, dtype, asked[2], softcap)
+        )
 
     def _own_logprobs(self, pack: Pack, temperature: float) -> Scores:
-        logprobs, entropies = [], []
-        for segment in pack.segments:  # every row is one segment, and loss tokens lie in the order of their rows
-            mine = (pack.predictor >= segment.start) & (pack.predictor < segment.end)
+        """Every row is one segment, and loss tokens lie in the order of their rows."""
+        scores = []
+        start = 0
+        for segment in pack.segments:
             logits = own_logits(self.model, pack.tokens[segment.start : segment.end])
-            log_p = (logits[pack.predictor[mine] - segment.start].float() / temperature).log_softmax(-1)
-            logprobs.append(log_p.gather(1, pack.target[mine][:, None])[:, 0])
-            finite = log_p.detach().clamp(min=-1e30)  # 0 · -inf is NaN
-            entropies.append(-(finite.exp() * finite).sum(-1))
-        return Scores(torch.cat(logprobs), torch.cat(entropies))
+            end = start + int(((pack.predictor >= segment.start) & (pack.predictor < segment.end)).sum())
+            mine = _loss_tokens(pack, start, end)
+            scores.append(
+                _scores(mine, dense_logprobs(logits, *_asked(mine, mine.predictor - segment.start), temperature))
+            )
+            start = end
+        return _joined(scores)
+
+
+def _asked(pack: Pack, predictor: Tensor) -> tuple[Tensor, Tensor, Kept | None]:
+    """Predictors, targets and kept ids: of the loss tokens, then of the teacher's top tokens, which no mask concerns."""
+    if pack.top_ids is None:
+        return predictor, pack.target, pack.kept
+    more = predictor.repeat_interleave(pack.top_ids.shape[1])
+    kept = None if pack.kept is None else pack.kept.padded(len(more))
+    return torch.cat([predictor, more]), torch.cat([pack.target, pack.top_ids.flatten()]), kept
+
+
+def _scores(pack: Pack, head: Head) -> Scores:
+    count = len(pack.target)
+    top = None if pack.top_ids is None else head.logprob[count:].view(pack.top_ids.shape)
+    return Scores(head.logprob[:count], head.entropy[:count], top, head.outside)
+
+
+def _loss_tokens(pack: Pack, start: int, end: int) -> Pack:
+    """With the columns that a head reads cut to some of the loss tokens."""
+    kept = None if pack.kept is None else pack.kept.rows(start, end)
+    top = None if pack.top_ids is None else pack.top_ids[start:end]
+    return replace(pack, predictor=pack.predictor[start:end], target=pack.target[start:end], kept=kept, top_ids=top)
+
+
+def _joined(scores: Sequence[Scores]) -> Scores:
+    tops = [one.top for one in scores if one.top is not None]
+    return Scores(
+        torch.cat([one.logprob for one in scores]),
+        torch.cat([one.entropy for one in scores]),
+        torch.cat(tops) if tops else None,
+        sum(one.outside for one in scores),
+    )
+
+
+def softcap_of(model: Any) -> float:
+    """cap · tanh(logits / cap) is what the model makes of its logits; 0 where it leaves them as they are."""
+    return getattr(model.config.get_text_config(), "final_logit_softcapping", None) or 0.0
 
 
 def packed_hidden(model: Any, tokens: Tensor, positions: Tensor, tree: Tree) -> Tensor:
@@ -117,15 +163,29 @@ def _probe(model: Any) -> list[Tensor]:
 
 
 def _head_agrees(model: Any, tokens: Tensor, expected: Tensor) -> bool:
-    """Whether logits are nothing but a matrix (and a bias) times the hidden states: no cap, no scale."""
-    config = model.config.get_text_config()
-    if getattr(config, "final_logit_softcapping", None):  # small logits of the probe would not show it
-        return False
+    """Whether logits are nothing but a matrix (and a bias) times the hidden states, capped as the config says.
+
+    Tried with hidden states as they are, and with larger ones: small logits would not show a cap.
+    """
+    larger = float(LARGE_LOGIT / expected.abs().max())
     try:
-        hidden, head = own_hidden(model, tokens), model.get_output_embeddings()
-        return _close(torch.nn.functional.linear(hidden, head.weight, getattr(head, "bias", None)), expected)
+        head = model.get_output_embeddings()
+        hook = head.register_forward_pre_hook(lambda _, inputs: (inputs[0] * larger,))
+        try:
+            expected_large = own_logits(model, tokens)
+        finally:
+            hook.remove()
+        hidden = own_hidden(model, tokens)
+        return all(
+            _close(_capped(torch.nn.functional.linear(states, head.weight, getattr(head, "bias", None)), model), logits)
+            for states, logits in ((hidden, expected), (hidden * larger, expected_large))
+        )
     except (AttributeError, TypeError, RuntimeError):
         return False
+
+
+def _capped(logits: Tensor, model: Any) -> Tensor:
+    return Scale(softcap=softcap_of(model)).of(logits)
 
 
 def _packs(model: Any, shared: Tensor, one: Tensor, two: Tensor, other: Tensor) -> bool:

@@ -2,11 +2,14 @@
 
 The vocabulary is walked in blocks. (Blocks of tokens would do too, but each of them adds to the whole gradient of the head
 matrix; a block of the vocabulary writes its own rows of it once.)
+
+What is wanted of the logits is few numbers: those at certain (place, id) pairs - the targets, and the ids that the sampler
+kept - and the log-sum-exp of each place. Everything else is made of these by plain operations on short vectors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +18,8 @@ from torch.autograd.function import once_differentiable
 
 from headrace.packing import Kept
 
-BLOCK_ELEMENTS = 1 << 22
-"""Logits held at once: 16 MiB in float32, so that they stay in a CPU's cache."""
+BLOCK_ELEMENTS = 1 << 20
+"""Logits held at once: 4 MiB in float32, so that they stay in a CPU's cache. (Measured: 250 to 3,000 places, bf16.)"""
 
 
 class Head(NamedTuple):
@@ -26,6 +29,26 @@ class Head(NamedTuple):
     """[M] float32, in nats, of the whole vocabulary; without gradient"""
     outside: int
     """Targets that lie outside their kept set: their log-prob is that of the whole vocabulary."""
+
+
+class Scale(NamedTuple):
+    """From the product of hidden states and matrix to what softmax is taken of."""
+
+    temperature: float = 1.0
+    softcap: float = 0.0
+    """cap · tanh(logit / cap) (Gemma 2, arXiv 2408.00118), before the temperature; 0 is none."""
+
+    def of(self, logits: Tensor) -> Tensor:
+        """In place."""
+        if self.softcap:
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits if self.temperature == 1 else logits.div_(self.temperature)
+
+    def slope(self, scaled: Tensor) -> Tensor | float:
+        """The derivative of `of`, from its result."""
+        if not self.softcap:
+            return 1 / self.temperature
+        return (1 - (scaled * (self.temperature / self.softcap)).square_()).div_(self.temperature)
 
 
 def token_logprobs(
@@ -39,40 +62,63 @@ def token_logprobs(
     kept: Kept | None = None,
     softcap: float = 0.0,
 ) -> Head:
-    """log p(target) at `temperature`, and entropies.
+    """log p(target) of the distribution that the sampler drew from, and entropies.
 
-    hidden [N, H], weight [V, H], bias [V], predictor [M] places in hidden, target [M]. The products are computed in `dtype`,
-    softmax and sums in float32. A place that predicts several targets (the end of a shared prompt) is computed once.
+    hidden [N, H], weight [V, H], bias [V], predictor [M] places in hidden, target [M], kept [M]. The products are computed in
+    `dtype`, softmax and sums in float32. A place that predicts several targets (the end of a shared prompt) is computed once.
     """
     places, which = torch.unique(predictor, return_inverse=True)
     if bias is None:
         bias = weight.new_zeros(0)
-    logprob, entropy = _TokenLogprobs.apply(
-        hidden.index_select(0, places), weight, bias, which, target, temperature, dtype
-    )
-    return Head(logprob, entropy, 0)
+    place, ids = (which, target) if kept is None else _pairs(which, target, kept)
+    scale = Scale(temperature, softcap)
+    values, logsumexp, entropy = _Logits.apply(hidden.index_select(0, places), weight, bias, place, ids, scale, dtype)
+    return _compose(values, logsumexp, entropy, which, target, kept)
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor, block: slice, temperature: float) -> Tensor:
-    """[U, block] float32."""
-    logits = torch.nn.functional.linear(hidden, weight[block]).float()
-    if len(bias):
-        logits += bias[block]
-    return logits if temperature == 1 else logits.div_(temperature)
+def dense_logprobs(logits: Tensor, predictor: Tensor, target: Tensor, kept: Kept | None, temperature: float) -> Head:
+    """The same from logits [N, V] that a model has already made (and capped)."""
+    logits = logits.index_select(0, predictor).float() / temperature
+    which = torch.arange(len(target), device=target.device)
+    place, ids = (which, target) if kept is None else _pairs(which, target, kept)
+    log_p = logits.detach().log_softmax(-1).clamp(min=-1e30)  # 0 · -inf is NaN
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    return _compose(logits[place, ids], logits.logsumexp(-1), entropy, which, target, kept)
 
 
-def _blocks(places: int, vocabulary: int) -> Iterator[slice]:
-    size = max(BLOCK_ELEMENTS // places, 256)
-    return (slice(start, min(start + size, vocabulary)) for start in range(0, vocabulary, size))
+def _pairs(which: Tensor, target: Tensor, kept: Kept) -> tuple[Tensor, Tensor]:
+    """(place, id) of the targets, then of the ids that were kept."""
+    return torch.cat([which, which[_rows(kept)]]), torch.cat([target, kept.ids])
 
 
-def _inside(target: Tensor, block: slice) -> Tensor:
-    """Which of the M targets lie in a block of the vocabulary."""
-    return ((target >= block.start) & (target < block.stop)).nonzero()[:, 0]
+def _rows(kept: Kept) -> Tensor:
+    """[nnz] int64: whose id it is."""
+    return torch.repeat_interleave(kept.offsets.diff(), output_size=len(kept.ids))
 
 
-class _TokenLogprobs(torch.autograd.Function):
-    """hidden [U, H], which [M] in 0..U-1. The backward pass computes the logits of each block again."""
+def _compose(
+    values: Tensor, logsumexp: Tensor, entropy: Tensor, which: Tensor, target: Tensor, kept: Kept | None
+) -> Head:
+    """values: at the targets [M], then at the ids that were kept [nnz]; logsumexp and entropy of each place."""
+    total = logsumexp[which]
+    if kept is None:
+        return Head(values - total, entropy[which], 0)
+    chosen, cut = values.split([len(target), len(kept.ids)])
+    rows = _rows(kept)
+    inside = torch.zeros_like(target).index_add_(0, rows, (kept.ids == target[rows]).long()) > 0
+    outside = int(((kept.offsets.diff() > 0) & ~inside).sum())
+    top = torch.zeros_like(total).scatter_reduce_(0, rows, cut.detach(), "amax", include_self=False)
+    # index_put rather than index_add: on CUDA its sums have an order (C8)
+    mass = torch.zeros_like(total).index_put((rows,), (cut - top[rows]).exp(), accumulate=True)
+    restricted = top + torch.where(inside, mass, 1.0).log()
+    return Head(chosen - torch.where(inside, restricted, total), entropy[which], outside)
+
+
+class _Logits(torch.autograd.Function):
+    """hidden [U, H], place [P] in 0..U-1, ids [P] -> logits at these pairs [P], log-sum-exp [U], entropy [U] (no gradient).
+
+    The backward pass computes the logits of each block again.
+    """
 
     @staticmethod
     def forward(
@@ -80,50 +126,70 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor,
-        which: Tensor,
-        target: Tensor,
-        temperature: float,
+        place: Tensor,
+        ids: Tensor,
+        scale: Scale,
         dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         low_hidden, low_weight = hidden.to(dtype), weight.to(dtype)
-        chosen = torch.empty(len(target), dtype=torch.float32, device=hidden.device)
+        order = ids.argsort(stable=True)
+        place, ids = place[order], ids[order]
+        found = torch.empty(len(ids), dtype=torch.float32, device=hidden.device)
         # Running maximum, sum of exp(l - maximum), and that sum weighted by l: softmax online (arXiv 1805.02867).
         top = torch.full((len(hidden), 1), -torch.inf, device=hidden.device)
         mass, moment = torch.zeros_like(top), torch.zeros_like(top)
-        for block in _blocks(len(hidden), len(weight)):
-            logits = _logits(low_hidden, low_weight, bias, block, temperature)
-            here = _inside(target, block)
-            chosen[here] = logits[which[here], target[here] - block.start]
+        for block, mine in _blocks(len(hidden), len(weight), ids):
+            logits = _block_logits(low_hidden, low_weight, bias, block, scale)
+            found[mine] = logits[place[mine], ids[mine] - block.start]
             higher = torch.maximum(top, logits.amax(1, keepdim=True))
             shrink, top = torch.exp(top - higher), higher
             probs = torch.exp(logits - top)
             mass = mass * shrink + probs.sum(1, keepdim=True)
             moment = moment * shrink + probs.mul_(logits).sum(1, keepdim=True)
         logsumexp = (top + mass.log())[:, 0]
-        entropy = (logsumexp - (moment / mass)[:, 0])[which]
-        ctx.save_for_backward(low_hidden, low_weight, bias, which, target, logsumexp)
-        ctx.temperature, ctx.dtypes = temperature, (hidden.dtype, weight.dtype)
+        entropy = logsumexp - (moment / mass)[:, 0]
+        ctx.save_for_backward(low_hidden, low_weight, bias, order, place, ids, logsumexp)
+        ctx.scale, ctx.dtypes = scale, (hidden.dtype, weight.dtype)
         ctx.mark_non_differentiable(entropy)
-        return chosen - logsumexp[which], entropy
+        return torch.empty_like(found).index_copy_(0, order, found), logsumexp, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, which, target, logsumexp = ctx.saved_tensors
+    def backward(ctx: Any, grad_values: Tensor, grad_total: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, order, place, ids, logsumexp = ctx.saved_tensors
         hidden_dtype, weight_dtype = ctx.dtypes
+        wants_weight = ctx.needs_input_grad[1]  # not where the head is frozen
         d_hidden = torch.zeros_like(hidden, dtype=torch.float32)
-        d_weight = torch.empty_like(weight, dtype=weight_dtype)
+        d_weight = torch.empty_like(weight, dtype=weight_dtype) if wants_weight else None
         d_bias = torch.empty_like(bias)
-        grad = grad / ctx.temperature
-        total = torch.zeros_like(logsumexp).index_add_(0, which, grad)[:, None]
-        for block in _blocks(len(hidden), len(weight)):
-            d_logits = _logits(hidden, weight, bias, block, ctx.temperature)
-            d_logits.sub_(logsumexp[:, None]).exp_().mul_(-total)
-            here = _inside(target, block)
-            d_logits.index_put_((which[here], target[here] - block.start), grad[here], accumulate=True)
+        grad_values = grad_values[order]
+        for block, mine in _blocks(len(hidden), len(weight), ids):
+            d_logits = _block_logits(hidden, weight, bias, block, ctx.scale)
+            slope = ctx.scale.slope(d_logits)
+            d_logits.sub_(logsumexp[:, None]).exp_().mul_(grad_total[:, None])
+            d_logits.index_put_((place[mine], ids[mine] - block.start), grad_values[mine], accumulate=True)
+            if isinstance(slope, Tensor) or slope != 1:
+                d_logits.mul_(slope)
             if len(bias):
                 d_bias[block] = d_logits.sum(0)
             low = d_logits.to(hidden.dtype)
             d_hidden += low @ weight[block]
-            d_weight[block] = low.t() @ hidden
+            if d_weight is not None:
+                d_weight[block] = low.t() @ hidden
         return d_hidden.to(hidden_dtype), d_weight, d_bias, None, None, None, None
+
+
+def _block_logits(hidden: Tensor, weight: Tensor, bias: Tensor, block: slice, scale: Scale) -> Tensor:
+    """[U, block] float32."""
+    logits = torch.nn.functional.linear(hidden, weight[block]).float()
+    if len(bias):
+        logits += bias[block]
+    return scale.of(logits)
+
+
+def _blocks(places: int, vocabulary: int, ids: Tensor) -> list[tuple[slice, slice]]:
+    """Blocks of the vocabulary, and which of the ascending ids lie in each."""
+    size = max(BLOCK_ELEMENTS // max(places, 1), 256)
+    edges = [*range(0, vocabulary, size), vocabulary]
+    found = torch.searchsorted(ids, torch.tensor(edges, device=ids.device)).tolist()
+    return [(slice(*block), slice(*mine)) for block, mine in zip(pairwise(edges), pairwise(found), strict=True)]
