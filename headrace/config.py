@@ -198,6 +198,8 @@ def _teacher_problems(config: RunConfig) -> Iterator[str]:
                 f"the teacher {teacher.name} has engine.context_length = {engine.context_length}, too short for all that the run's "
                 f"engine.context_length = {config.engine.context_length} lets the policy write; leave it as the run's"
             )
+        if teacher.mode == "text" and teacher.name in config.reward.weights:
+            yield f"the teacher {teacher.name} has the name of a reward function; give it another"
         if strange := set(engine.cores) - available_cores():
             yield f"the teacher {teacher.name} has engine.cores {sorted(strange)}, which this machine does not lend"
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from headrace.errors import IdentityError, WorkerDied
 from headrace.reports import Capabilities, EngineStats, LoadReport
-from headrace.types import Completion, Request, Stop, VersionSpan, spans_of
+from headrace.types import Completion, Request, Stop, TopLogprobs, VersionSpan, spans_of
 from headrace.weights import WeightUpdate
 
 
@@ -28,6 +30,8 @@ class FakeEngine:
     outage_seconds: float = 1.0
     seed: int = 0
     context_length: int = 1_000_000
+    opinion: Callable[[Sequence[int]], float] = lambda tokens: -1.0
+    """Log-prob of the last of some tokens given those before it, for requests that score their prompt."""
 
     def __post_init__(self) -> None:
         self.version = -1
@@ -49,6 +53,8 @@ class FakeEngine:
         self._active += 1
         self._idle.clear()
         try:
+            if request.prompt_logprobs and not request.sampling.max_tokens:
+                return await self._scored(request)
             return await self._sample(request, aborts)
         finally:
             self._active -= 1
@@ -63,6 +69,22 @@ class FakeEngine:
 
     def _live(self, request: Request) -> int:
         return self.adapters[request.adapter] if request.adapter else self.version
+
+    async def _scored(self, request: Request) -> Completion:
+        """One forward pass. Of its k most probable tokens all but the first, which is the right one, are impossible."""
+        await self._steps.wait()
+        await asyncio.sleep(self.seconds_per_token)
+        if random.Random(f"{self.seed}/{request.id}").random() < self.failure_rate:
+            return Completion((), (), (), "error", error="injected failure")
+        tokens, k = request.prompt, request.top_logprobs
+        opinions = tuple(self.opinion(tokens[: end + 1]) for end in range(1, len(tokens)))
+        top = None
+        if k:
+            rest = [-math.inf] * (k - 1)
+            ids = array("i", [token for right in tokens[1:] for token in (right, *range(1, k))])
+            top = TopLogprobs(k, ids.tobytes(), array("f", [p for one in opinions for p in (one, *rest)]).tobytes())
+        live = self._live(request)
+        return Completion((), (), (VersionSpan(0, live, live),), "length", prompt_logprobs=opinions, prompt_top=top)
 
     async def _sample(self, request: Request, aborts: int) -> Completion:
         rng = random.Random(f"{self.seed}/{request.id}")

@@ -32,7 +32,7 @@ from headrace.orchestration.identity import TOLERANCE, IdentityProbe
 from headrace.orchestration.messages import EngineStart, TrainerReady, TrainerStart
 from headrace.orchestration.pipeline import Parts, Pipeline, Plan
 from headrace.orchestration.snapshots import ControllerState, Snapshots
-from headrace.orchestration.teaching import Student, Teaching, open_teaching, plan_lessons, shadow_of
+from headrace.orchestration.teaching import Student, Teaching, open_teaching, plan_lessons, reward_weights, shadow_of
 from headrace.orchestration.utilisation import Utilisation
 from headrace.protocols import EngineCore, Observer, Scorer, Task, TrainerCore, WeightReceiver, WeightSender
 from headrace.tasks.config import TaskConfig
@@ -208,7 +208,7 @@ def _assemble(
         scorer=pools.teaching.tracing(rewarding),
         observer=observer,
         buffer=buffer,
-        algorithm=algorithm_of(config.algo, config.rollout.max_tokens, config.reward.weights),
+        algorithm=algorithm_of(config.algo, config.rollout.max_tokens, reward_weights(config)),
         decode=encoder.decode,
         waits=waits,
         snapshots=Snapshots(checkpoints, observer, clock),

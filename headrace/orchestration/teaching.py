@@ -108,6 +108,11 @@ def shadow_of(config: RunConfig) -> ShadowStart | None:
     return None
 
 
+def reward_weights(config: RunConfig) -> dict[str, float]:
+    """Of all named rewards: those of functions, and those of teachers that read text."""
+    return {**config.reward.weights, **{one.name: one.weight for one in config.teachers if one.mode == "text"}}
+
+
 # -- the processes ----------------------------------------------------------------------------------------------------------
 
 
