@@ -83,7 +83,7 @@ def cispo(tokens: Tokens, old: Tensor, clip_low: float, clip_high: float) -> Tok
 def sapo(tokens: Tokens, old: Tensor, tau: float, tau_negative: float) -> TokenLoss:
     """-(4/τ)·σ(τ·(r - 1))·A, a soft gate in place of a clip (SAPO, arXiv 2511.20347); τ differs for A > 0 and the rest."""
     ratio = ratio_of(tokens.logprob, old)
-    temperature = torch.where(tokens.advantage > 0, tau, tau_negative).to(ratio)
+    temperature = torch.full_like(ratio, tau_negative).masked_fill(tokens.advantage > 0, tau)
     return _unclipped(-4 / temperature * torch.sigmoid(temperature * (ratio - 1)) * tokens.advantage)
 
 
