@@ -17,6 +17,7 @@ from pydantic.dataclasses import dataclass
 from headrace.algo.config import AlgoConfig
 from headrace.engine.config import EngineConfig
 from headrace.errors import ConfigError
+from headrace.lora import AdapterConfig, LoraConfig, lora_problems
 from headrace.models import ModelConfig
 from headrace.observe.config import ObserveConfig, check_installed
 from headrace.process_config import CheckpointConfig, EvalConfig, WatchConfig
@@ -48,6 +49,9 @@ class RunConfig:
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     algo: AlgoConfig = Field(default_factory=AlgoConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
+    lora: LoraConfig = Field(default_factory=LoraConfig)
+    adapters: tuple[AdapterConfig, ...] = ()
+    """Several adapters trained at once on one base, each with settings of its own on top of these."""
     engine: EngineConfig = Field(default_factory=EngineConfig)
     staleness: StalenessConfig = Field(default_factory=StalenessConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
@@ -92,6 +96,8 @@ def check_resumable(old: RunConfig, new: RunConfig) -> None:
         "model.path": (old.model.path, new.model.path),
         "seed": (old.seed, new.seed),
         "staleness.groups_per_step": (old.staleness.groups_per_step, new.staleness.groups_per_step),
+        "lora": (old.lora, new.lora),
+        "the names of adapters": ([one.name for one in old.adapters], [one.name for one in new.adapters]),
     }
     changed = [f"{name} was {was}, not {now}" for name, (was, now) in fixed.items() if was != now]
     if changed:
@@ -107,7 +113,12 @@ def dump_config(config: RunConfig) -> str:
 
 def check(config: RunConfig) -> list[str]:
     """Pairs of settings that cannot work together, each with its remedy; empty when all is well."""
+    if config.adapters:
+        return list(dict.fromkeys(_adapter_problems(config)))
     problems = [
+        *lora_problems(
+            config.lora, config.train.weights, config.engine.path, any(teacher.student for teacher in config.teachers)
+        ),
         *_sampling_problems(config),
         *_length_problems(config),
         *_core_problems(config),
@@ -214,6 +225,56 @@ def teacher_engine(config: RunConfig, teacher: TeacherConfig) -> EngineConfig:
         raise ConfigError("\n".join(lines)) from None
 
 
+# --- several adapters ------------------------------------------------------------------------------------------------
+
+_SHARED = {
+    "train": ("device", "dtype", "cores", "gradient_checkpointing", "weights"),
+    "lora": ("quantise",),
+    "rollout": ("keep_routing",),
+}
+"""One trainer and one engine work for all adapters: these settings are the run's."""
+
+
+def adapter_runs(config: RunConfig) -> tuple[RunConfig, ...]:
+    """What each adapter trains, as a run in the run's directory. Raises ConfigError naming the adapter."""
+    runs = []
+    for adapter in config.adapters:
+        own = {field: table for field, table in dataclasses.asdict(adapter).items() if table and field != "name"}
+        replaced = {section: own.pop(section) for section in ("task", "reward") if section in own}
+        base = {**dataclasses.asdict(config), **replaced}
+        place = {"name": adapter.name, "out": str(config.run_dir), "adapters": ()}
+        try:
+            runs.append(build(RunConfig, {**merge(base, own), **place}))
+        except ConfigError as error:
+            lines = [f"the adapter {adapter.name}: {line}" for line in str(error).splitlines()]
+            raise ConfigError("\n".join(lines)) from None
+    return tuple(runs)
+
+
+def _adapter_problems(config: RunConfig) -> Iterator[str]:
+    names = [adapter.name for adapter in config.adapters]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        yield f"two adapters are called {twice[0]}; give each a name of its own"
+    if config.teachers:
+        yield "teachers and [[adapters]] exclude each other; train the adapters that have teachers in runs of their own"
+    try:
+        runs = adapter_runs(config)
+    except ConfigError as error:
+        yield str(error)
+        return
+    for run in runs:
+        if not run.lora.rank or run.lora.merged:
+            yield (
+                f"the adapter {run.name} has lora.rank = {run.lora.rank}, lora.publish = {run.lora.publish}: several are trained "
+                "at once only as adapters that the engine serves beside one base; set lora.rank, and no DoRA"
+            )
+        for section, settings in _SHARED.items():
+            for name in settings:
+                if getattr(getattr(run, section), name) != getattr(getattr(config, section), name):
+                    yield f"the adapter {run.name} sets {section}.{name}, which is one for all adapters; set it for the run"
+        yield from (f"the adapter {run.name}: {problem}" for problem in check(run))
+
+
 def available_cores() -> set[int]:
     """The CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
@@ -249,6 +310,8 @@ def resolve_paths(tree: Tree, base: Path) -> Tree:
     if isinstance(algo, dict):
         functions = {k: algo[k] for k in ("advantage", "loss") if isinstance(algo.get(k), str)}
         changed["algo"] = {**algo, **{k: _function_path(function, base) for k, function in functions.items()}}
+    if isinstance(adapters := tree.get("adapters"), list):
+        changed["adapters"] = [resolve_paths(one, base) if isinstance(one, dict) else one for one in adapters]
     return {**tree, **changed}
 
 

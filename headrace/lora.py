@@ -5,7 +5,9 @@ An adapter has one name from the trainer to the engine, and one shape: that of t
 
 from __future__ import annotations
 
-from typing import Literal
+import importlib.util
+from collections.abc import Iterator
+from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
@@ -17,6 +19,24 @@ POLICY = "policy"
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]*$"
 """What an adapter may be called: it names a directory, a module of peft's, and the requests of an engine."""
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class AdapterConfig:
+    """One of several adapters that a run trains at once on one base: what it has of its own."""
+
+    name: str = Field(pattern=NAME)
+    task: dict[str, Any] = Field(default_factory=dict)
+    """A table in place of the run's; so is `reward`."""
+    reward: dict[str, Any] = Field(default_factory=dict)
+    rollout: dict[str, Any] = Field(default_factory=dict)
+    """Settings on top of the run's; so are all below."""
+    algo: dict[str, Any] = Field(default_factory=dict)
+    train: dict[str, Any] = Field(default_factory=dict)
+    lora: dict[str, Any] = Field(default_factory=dict)
+    staleness: dict[str, Any] = Field(default_factory=dict)
+    checkpoint: dict[str, Any] = Field(default_factory=dict)
+    eval: dict[str, Any] = Field(default_factory=dict)
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -83,4 +103,26 @@ class LoraConfig:
         """`base`: fingerprint of the base weights as they were published."""
         return AdapterSpec(
             name, self.rank, self.alpha, self.rslora, dict(self.rank_pattern), dict(self.alpha_pattern), base
+        )
+
+
+def lora_problems(config: LoraConfig, weights: str, engine_path: str, self_taught: bool) -> Iterator[str]:
+    """`weights`, `engine_path`: train.weights and engine.path. `self_taught`: the student's older self is a teacher."""
+    if not config.rank:
+        return
+    if importlib.util.find_spec("peft") is None:
+        yield "lora.rank needs peft, which is not installed: pip install 'headrace[lora]', or set lora.rank = 0"
+    if weights != "float32":
+        yield (
+            f"train.weights = {weights} is about weights that are trained; with lora.rank they are frozen, and lie in the dtype "
+            "of the computation anyway; remove train.weights"
+        )
+    if config.merged:
+        return
+    if engine_path == "hf":
+        yield 'engine.path = hf serves no adapters; use engine.path = auto, or lora.publish = "merged"'
+    if self_taught:
+        yield (
+            "a teacher that is the student itself is published as full weights, and lora.publish = adapter never makes them; "
+            'use lora.publish = "merged"'
         )
