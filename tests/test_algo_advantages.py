@@ -65,6 +65,18 @@ def test_advantages_against_numpy(values):
         np.testing.assert_allclose(function(group(*values)), expected[name], rtol=1e-6, atol=1e-9, err_msg=name)
 
 
+@given(rewards, st.randoms(use_true_random=False))
+def test_the_order_of_a_groups_rollouts_does_not_matter(values, random):
+    order = list(range(len(values)))
+    random.shuffle(order)
+    for name, function in ADVANTAGES.items():
+        there, back = group(*values), [0.0] * len(values)
+        shuffled = GroupRewards(*(tuple(column[i] for i in order) for column in there[:2]))
+        for place, advantage in zip(order, function(shuffled), strict=True):
+            back[place] = advantage
+        np.testing.assert_allclose(back, function(there), rtol=1e-6, atol=1e-9, err_msg=name)
+
+
 def test_known_values():
     assert group_norm(group(1, 0)) == pytest.approx([math.sqrt(0.5), -math.sqrt(0.5)], abs=1e-5)
     assert centred(group(1, 0, 0, 0)) == [0.75, -0.25, -0.25, -0.25]

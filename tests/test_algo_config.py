@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
@@ -47,6 +48,12 @@ def test_names_with_signs_are_valid_toml(name):
 def test_every_function_is_reached_by_a_recipe():
     assert {recipe.loss for recipe in RECIPES.values()} == set(LOSSES)
     assert {recipe.advantage for recipe in RECIPES.values()} == set(ADVANTAGES)
+
+
+def test_every_recipe_is_documented():
+    page = (Path(__file__).parent.parent / "docs" / "algorithms.md").read_text()
+    table = page.split("## Recipes")[1].split("##")[0]
+    assert [name for name in RECIPES if f"`{name}`" not in table] == []
 
 
 def test_the_default_is_grpo():
@@ -141,6 +148,8 @@ def test_bad_settings_are_refused(wrong):
         ({"name": "opd", "distill": {"k": 4}}, "forward, reverse or jsd"),
         ({"name": "opd_topk", "distill": {"beta": 0.1}}, "needs algo.distill.kind = jsd"),
         ({"advantage": "zero"}, "would teach nothing"),
+        ({"name": "gdpo", "length_penalty": 0.1}, "does not look at; remove it"),
+        ({"name": "opd", "kl": {"coef": 0.1, "place": "reward"}}, "does not look at; remove it"),
         ({"loss": "my.py:fn", "old": "trainer"}, "remove algo.old"),
         ({"loss": "my.py:fn", "clip_low": 0.2}, "no meaning with algo.loss = my.py:fn"),
     ],

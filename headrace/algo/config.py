@@ -310,6 +310,15 @@ def _divergences(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
         yield f"algo.distill.k has no meaning with algo.distill.kind = {distill.kind}; use forward, reverse or jsd, or remove it"
     if "beta" in given and distill.kind != "jsd":
         yield "algo.distill.beta needs algo.distill.kind = jsd; set it, or remove algo.distill.beta"
+    for name, given_here in (
+        ("algo.kl.place = reward", kl.coef > 0 and kl.place == "reward"),
+        ("algo.length_penalty", config.length_penalty > 0),
+    ):
+        if given_here and recipe.advantage in ("gdpo", "zero"):
+            yield (
+                f"{name} changes the sum of the rewards, which algo.advantage = {recipe.advantage} does not look at; "
+                "remove it, or use another advantage"
+            )
     if recipe.advantage == "zero" and distill.kind == "none":
         yield "algo.advantage = zero without algo.distill would teach nothing; set algo.distill.kind, or another advantage"
 
