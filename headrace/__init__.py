@@ -65,12 +65,17 @@ def evaluate(
     return one_shot.evaluate(load_config(config, sets), Path(run) if run is not None else None, prompts)
 
 
-def export(run: str | Path, to: str | Path, dtype: Literal["bfloat16", "float32"] = "bfloat16") -> Path:
-    """Writes the model of a run's newest checkpoint to `to`, for `transformers` to load. Returns the checkpoint."""
+def export(
+    run: str | Path, to: str | Path, dtype: Literal["bfloat16", "float32"] = "bfloat16", *, merge: bool = False
+) -> Path:
+    """Writes the model of a run's newest checkpoint to `to`, for `transformers` to load. Returns the checkpoint.
+
+    Of LoRA it is the adapter, for peft to load; with `merge` a whole model with the adapter in its weights.
+    """
     from headrace.config import config_of_run, read_config
     from headrace.orchestration import one_shot
 
-    return one_shot.export(read_config(config_of_run(Path(run))), Path(run), Path(to), dtype)
+    return one_shot.export(read_config(config_of_run(Path(run))), Path(run), Path(to), dtype, merge)
 
 
 def __getattr__(name: str) -> Any:

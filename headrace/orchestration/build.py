@@ -22,23 +22,23 @@ from headrace.chat import ChatEncoder
 from headrace.config import RunConfig
 from headrace.engine.config import EngineConfig
 from headrace.errors import ConfigError
+from headrace.lora import LoraConfig
 from headrace.models import resolve_model
 from headrace.observe.facts import RunStarted, WeightsLive
 from headrace.observe.waits import Waits
 from headrace.orchestration.checkpoint import Checkpoints
-from headrace.orchestration.clients import ProcessEngine, ProcessTrainer
 from headrace.orchestration.evaluation import Evaluator
 from headrace.orchestration.identity import TOLERANCE, IdentityProbe
-from headrace.orchestration.messages import EngineStart, TrainerReady, TrainerStart
+from headrace.orchestration.messages import EngineStart, TrainerStart
 from headrace.orchestration.pipeline import Parts, Pipeline, Plan
+from headrace.orchestration.pools import Pools, open_pools
 from headrace.orchestration.snapshots import ControllerState, Snapshots
-from headrace.orchestration.teaching import Student, Teaching, open_teaching, plan_lessons, reward_weights, shadow_of
+from headrace.orchestration.teaching import Student, open_teaching, plan_lessons, reward_weights
 from headrace.orchestration.utilisation import Utilisation
 from headrace.protocols import EngineCore, Observer, Scorer, Task, TrainerCore, WeightReceiver, WeightSender
 from headrace.tasks.config import TaskConfig
 from headrace.trainer.config import TrainConfig
 from headrace.types import Prompt
-from headrace.weight_sync.memory import anonymous_memory
 from headrace.weights import Manifest
 
 if TYPE_CHECKING:
@@ -51,30 +51,6 @@ Reward = Callable[..., Any]
 # -- in the controller ------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Pools:
-    """Trainer and engine, up and running, with the trainer's weights not yet live."""
-
-    trainer: ProcessTrainer
-    engine: ProcessEngine
-    weights_fd: int
-    shadow: Manifest | None
-    """Where the student's older self lies, if it is a teacher."""
-    teaching: Teaching | None = None
-
-    def kill(self) -> None:
-        """Instead of asking the processes to leave; `close` still has to be called."""
-        self.trainer.worker.kill()
-        self.engine.worker.kill()
-        if self.teaching:
-            self.teaching.kill()
-
-    async def close(self) -> None:
-        others = [self.teaching.close()] if self.teaching else []
-        await asyncio.gather(self.engine.close(), self.trainer.close(), *others)
-        os.close(self.weights_fd)
-
-
 def open_waits(config: RunConfig, observer: Observer, clock: Clock) -> Waits:
     return Waits(observer.record, clock, config.watch.warn_after, config.watch.stop_after)
 
@@ -83,45 +59,6 @@ async def open_model(config: RunConfig) -> tuple[Path, ChatEncoder]:
     """The model's directory (fetched if need be) and its tokenizer."""
     model_dir = await asyncio.to_thread(resolve_model, config.model.path)
     return model_dir, await asyncio.to_thread(ChatEncoder, model_dir)
-
-
-async def open_pools(
-    config: RunConfig, model_dir: Path, logs: Path, observer: Observer, waits: Waits, clock: Clock, restore: Path | None
-) -> Pools:
-    """Starts both processes and waits until both can work."""
-    async with AsyncExitStack() as undo:
-        weights_fd = anonymous_memory()
-        undo.callback(os.close, weights_fd)
-        start = TrainerStart(
-            str(model_dir),
-            dataclasses.asdict(config.train),
-            dataclasses.asdict(config.algo.with_length(config.rollout.max_tokens)),
-            config.seed,
-            config.engine.serving_dtype,
-            config.rollout.keep_routing,
-            str(restore or ""),
-            shadow_of(config),
-        )
-        engine = ProcessEngine(
-            config.engine.cores, weights_fd, logs / "engine.log", config.engine.max_deaths, observer, clock
-        )
-        undo.push_async_callback(engine.close)
-        await engine.launch()
-        trainer = ProcessTrainer(start, config.train.cores, weights_fd, logs / "trainer.log")
-        undo.push_async_callback(trainer.close)
-        async with waits.named("start", "the trainer to load the model"):
-            ready: TrainerReady = await trainer.open()
-        async with waits.named("start", "the engine to make room for it"):
-            await engine.open(EngineStart(str(model_dir), _engine_settings(config), ready.manifests))
-        undo.pop_all()
-    return Pools(trainer, engine, weights_fd, ready.shadow)
-
-
-def _engine_settings(config: RunConfig) -> dict[str, Any]:
-    """What rollouts ask for is switched on in the engine, which refuses at its start what it cannot do."""
-    return dataclasses.asdict(
-        dataclasses.replace(config.engine, routing=config.engine.routing or config.rollout.keep_routing)
-    )
 
 
 @dataclass
@@ -134,12 +71,16 @@ class Built:
     utilisation: Utilisation
     started: RunStarted
     clock: Clock
+    adapter: str
+    """Which one is trained; empty where the engine serves full weights."""
 
     async def go_live(self) -> None:
         """Publishes the trainer's weights, loads them into the engine, and proves that they are the same (C3)."""
         parts = self.parts
         async with parts.waits.named("start", "the first weights to be live"):
-            update = await parts.trainer.publish()
+            if self.adapter:
+                await self.pools.serve_base(parts.observer, self.clock)
+            update = await parts.trainer.publish(self.adapter)
             expected = await parts.probe.trainer_side(parts.trainer, update.version, always=True)
             load = await parts.engine.load(update)
             parts.observer.record(WeightsLive(self.clock(), update, load))
@@ -169,20 +110,26 @@ async def build(
     prompts = await asyncio.to_thread(task.held_out, config.eval.prompts)
     async with AsyncExitStack() as undo:
         undo.push_async_callback(scorer.close)
-        pools = await open_pools(config, model_dir, logs, observer, waits, clock, checkpoint)
+        restore = {config.lora.served_name: checkpoint} if checkpoint else {}
+        pools = await open_pools(config, model_dir, logs, observer, waits, clock, restore)
         undo.push_async_callback(pools.close)
         if config.rollout.stop and not pools.engine.capabilities.stop_strings:
             raise ConfigError(
                 "this engine cannot end completions at strings (the model has no tokenizer it can use); remove rollout.stop"
             )
-        student = Student(model_dir, pools.trainer, pools.engine, False, pools.shadow, pools.weights_fd)
+        student = Student(
+            model_dir, pools.trainer, pools.engine, bool(config.lora.served_name), pools.shadow, pools.weights_fd
+        )
         pools.teaching = await open_teaching(config, lessons, student, logs, observer, waits, clock)
-        built = _assemble(config, pools, encoder, task, scorer, prompts, observer, waits, checkpoints, state, clock)
+        adapter = config.lora.served_name
+        built = assemble(
+            config, pools, encoder, task, scorer, prompts, observer, waits, checkpoints, state, clock, adapter
+        )
         undo.pop_all()
     return built
 
 
-def _assemble(
+def assemble(
     config: RunConfig,
     pools: Pools,
     encoder: ChatEncoder,
@@ -194,7 +141,9 @@ def _assemble(
     checkpoints: Checkpoints,
     state: ControllerState | None,
     clock: Clock,
+    adapter: str,
 ) -> Built:
+    """A pipeline over pools that are up. `adapter`: which one it trains; empty where the engine serves full weights."""
     buffer = Buffer(config.staleness, config.train.steps * config.staleness.groups_per_step)
     if state:
         task.restore(state.task)
@@ -211,16 +160,26 @@ def _assemble(
         algorithm=algorithm_of(config.algo, config.rollout.max_tokens, reward_weights(config)),
         decode=encoder.decode,
         waits=waits,
-        snapshots=Snapshots(checkpoints, observer, clock),
+        snapshots=Snapshots(checkpoints, observer, clock, adapter),
         probe=IdentityProbe(
             _probe_tokens(encoder, pools.engine.capabilities.context_length),
             config.watch.identity_every,
             TOLERANCE[config.engine.serving_dtype],
             observer,
             clock,
+            adapter,
         ),
         evaluator=Evaluator(
-            pools.engine, rewarding, observer, prompts, config.eval, config.rollout, encoder.decode, waits, clock
+            pools.engine,
+            rewarding,
+            observer,
+            prompts,
+            config.eval,
+            config.rollout,
+            encoder.decode,
+            waits,
+            clock,
+            adapter,
         ),
     )
     plan = Plan(
@@ -231,11 +190,12 @@ def _assemble(
         config.train.max_skipped_steps,
         config.checkpoint.every,
         config.eval.every,
+        adapter,
     )
     step = state.step if state else 0
     pipeline = Pipeline(parts, plan, clock, step)
     started = _started(config, pools, step, clock)
-    return Built(pools, parts, pipeline, Utilisation(pools.engine, waits, clock), started, clock)
+    return Built(pools, parts, pipeline, Utilisation(pools.engine, waits, clock), started, clock, adapter)
 
 
 def _probe_tokens(encoder: ChatEncoder, context_length: int) -> tuple[int, ...]:
@@ -301,7 +261,9 @@ def where(config: RunConfig, path: str) -> dict[str, str]:
         "controller": "this process",
         "engine": f"own process, {_place(config.engine.device, config.engine.cores)}, {config.engine.serving_dtype}, {path}",
         "trainer": f"own process, {_place(config.train.device, config.train.cores)}, {config.train.dtype if config.train.dtype != 'auto' else 'bfloat16 where the hardware has it'}",
-        "weights": "shared memory, two packed buffers",
+        "weights": "shared memory: base once, then adapters"
+        if config.lora.served_name
+        else "shared memory, two packed buffers",
         "scorer": f"{config.reward.workers} workers",
     }
 
@@ -312,14 +274,18 @@ def _place(device: str, cores: Sequence[int]) -> str:
 
 
 def export_weights(
-    config: RunConfig, model_dir: Path, checkpoint: Path, to: Path, dtype: Literal["bfloat16", "float32"]
+    config: RunConfig, model_dir: Path, checkpoint: Path, to: Path, dtype: Literal["bfloat16", "float32"], merge: bool
 ) -> None:
-    """A directory that `transformers` loads: the checkpoint's weights, the model's tokenizer and templates."""
+    """A directory that `transformers` loads: the checkpoint's weights, the model's tokenizer and templates; of an adapter one
+    that peft loads, unless it is merged into the base weights (in float32)."""
+    from headrace.trainer.torch_learner import Assignment
     from headrace.trainer.torch_trainer import TorchTrainer
 
-    trainer = TorchTrainer(model_dir, config.train, config.algo.with_length(config.rollout.max_tokens), config.seed)
+    train, algo = dataclasses.replace(config.train, dtype="float32"), config.algo.with_length(config.rollout.max_tokens)
+    adapters = {"": Assignment(train, algo, config.lora)} if config.lora.rank else {}
+    trainer = TorchTrainer(model_dir, train, algo, config.seed, adapters=adapters)
     trainer.restore(checkpoint)
-    trainer.export(to, dtype)
+    trainer.export(to, dtype, merge=merge)
 
 
 # -- in the workers ---------------------------------------------------------------------------------------------------------
@@ -335,14 +301,23 @@ def preload(kind: str) -> None:
 def build_trainer_core(start: TrainerStart, weights_fd: int) -> tuple[TrainerCore, WeightSender, dict[str, Manifest]]:
     import torch
 
+    from headrace.trainer.torch_learner import Assignment
     from headrace.trainer.torch_trainer import TorchTrainer
     from headrace.weight_sync.shared_memory import SharedMemorySender, lay_out
 
     train, algo = TrainConfig(**start.train), AlgoConfig(**start.algo)
-    core = TorchTrainer(Path(start.model_dir), train, algo, start.seed, start.keep_routing)
-    if start.restore:
-        core.restore(Path(start.restore))
-    manifests = {"": lay_out(core.parameters(), getattr(torch, start.serving_dtype))}
+    adapters = {
+        name: Assignment(TrainConfig(**one.train), AlgoConfig(**one.algo), LoraConfig(**one.lora))
+        for name, one in start.adapters.items()
+    }
+    core = TorchTrainer(Path(start.model_dir), train, algo, start.seed, start.keep_routing, adapters)
+    for name, checkpoint in start.restore.items():
+        core.restore(Path(checkpoint), name)
+    served = [spec.name for spec in core.adapters()]
+    dtype = getattr(torch, start.serving_dtype)
+    manifests = {"": lay_out(core.parameters(), dtype, slots=1 if served else 2)}
+    for name in served:
+        manifests[name] = lay_out(core.parameters(name), dtype, offset=max(one.end for one in manifests.values()))
     return core, SharedMemorySender(weights_fd, manifests), manifests
 
 
@@ -361,8 +336,8 @@ def build_shadow(
     behind = lay_out(core.parameters(), dtype, offset=max(manifest.end for manifest in manifests.values()))
     sender = SharedMemorySender(weights_fd, {"": behind})
     shadow = Shadow(told.kind, told.every, told.decay, dtype, sender, core.version, core.parameters())
-    if start.restore:
-        shadow.restore(Path(start.restore))
+    if checkpoint := start.restore.get(""):
+        shadow.restore(Path(checkpoint))
     return shadow, behind
 
 

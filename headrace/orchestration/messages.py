@@ -8,6 +8,14 @@ from headrace.types import Struct
 from headrace.weights import Manifest
 
 
+class AdapterStart(Struct, frozen=True):
+    """With what one adapter is trained: TrainConfig, AlgoConfig and LoraConfig as plain values."""
+
+    train: dict[str, Any]
+    algo: dict[str, Any]
+    lora: dict[str, Any]
+
+
 class TrainerStart(Struct, frozen=True):
     model_dir: str
     train: dict[str, Any]
@@ -18,10 +26,12 @@ class TrainerStart(Struct, frozen=True):
     """What weights are converted to when they are published."""
     keep_routing: bool
     """Force the experts that the sampler chose."""
-    restore: str = ""
-    """A checkpoint directory to go on from; empty starts from the model's own weights."""
+    restore: dict[str, str] = {}
+    """Checkpoint directories to go on from, by adapter; what has none starts from the model's own weights."""
     shadow: ShadowStart | None = None
     """Set where the student is a teacher."""
+    adapters: dict[str, AdapterStart] = {}
+    """What is trained in place of all weights; one by the empty name is published merged into them."""
 
 
 class ShadowStart(Struct, frozen=True):

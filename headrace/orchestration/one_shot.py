@@ -19,12 +19,12 @@ from headrace.orchestration.build import (
     export_weights,
     headline,
     open_model,
-    open_pools,
     open_waits,
     where,
 )
 from headrace.orchestration.checkpoint import Checkpoints
 from headrace.orchestration.evaluation import Evaluator
+from headrace.orchestration.pools import open_pools
 
 
 class _Stderr:
@@ -50,9 +50,13 @@ async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int) ->
         model_dir, encoder = await open_model(config)
         task, scorer = build_task(config.task, encoder, config.seed), build_scorer(config, None)
         waits = open_waits(config, _Stderr(), time.monotonic)
-        pools = await open_pools(config, model_dir, Path(logs), _Stderr(), waits, time.monotonic, checkpoint)
+        adapter = config.lora.served_name
+        restore = {adapter: checkpoint} if checkpoint else {}
+        pools = await open_pools(config, model_dir, Path(logs), _Stderr(), waits, time.monotonic, restore)
         try:
-            await pools.engine.load(await pools.trainer.publish())
+            if adapter:
+                await pools.serve_base(_Stderr(), time.monotonic)
+            await pools.engine.load(await pools.trainer.publish(adapter))
             evaluator = Evaluator(
                 pools.engine,
                 scorer,
@@ -63,6 +67,7 @@ async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int) ->
                 encoder.decode,
                 waits,
                 time.monotonic,
+                adapter,
             )
             measured = await evaluator.measure("after", 0)
             assert measured is not None
@@ -74,17 +79,25 @@ async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int) ->
 
 def newest_checkpoint(run: Path) -> Path:
     checkpoint, complaints = Checkpoints(run / "checkpoints", keep=1).newest_good()
+    if checkpoint is None and (parts := sorted(path.parent for path in run.glob("*/checkpoints"))):
+        names = " or ".join(map(str, parts))
+        raise ConfigError(f"{run} trains several adapters; name the directory of one: {names}")
     if checkpoint is None:
         raise CheckpointError(f"{run} has no whole checkpoint" + "".join(f"; {text}" for text in complaints))
     return checkpoint
 
 
-def export(config: RunConfig, run: Path, to: Path, dtype: Literal["bfloat16", "float32"] = "bfloat16") -> Path:
-    """Writes the model of the run's newest checkpoint as a directory that `transformers` loads. Returns the checkpoint."""
+def export(
+    config: RunConfig, run: Path, to: Path, dtype: Literal["bfloat16", "float32"] = "bfloat16", merge: bool = False
+) -> Path:
+    """Writes the model of the run's newest checkpoint as a directory that `transformers` loads, or its adapter as one that peft
+    loads (`merge`: a whole model with the adapter in its weights). Returns the checkpoint."""
+    if merge and not config.lora.rank:
+        raise ConfigError(f"{run} trained all weights, there is no adapter to merge: leave --merge out")
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ConfigError(f"{to} exists already: name a directory that is new or empty")
     checkpoint = newest_checkpoint(run)
-    export_weights(config, resolve_model(config.model.path), checkpoint, to, dtype)
+    export_weights(config, resolve_model(config.model.path), checkpoint, to, dtype, merge)
     return checkpoint
 
 

@@ -35,6 +35,8 @@ class Adapters:
         modules, stacks = adaptable(model), expert_parameters(model)
         for config in configs.values():
             check(type(model).__name__, modules, stacks, config)
+        self.base_mark = _fingerprint(model.named_parameters())
+        """Of the base model as it was read: the same in whatever dtype it is computed with."""
         _freeze(model, dtype, [] if any(config.experts for config in configs.values()) else stacks)
         self._base = dict(model.named_parameters())
         self._active = ""
@@ -51,8 +53,7 @@ class Adapters:
                     self._peft.add_adapter(self._inner[name], settings)
             settings.base_model_name_or_path = str(source)
         self._layers = _layers(model, self._base)
-        self.mark = self.fingerprint()
-        """Of the base weights when training began."""
+        self._frozen_mark = _fingerprint(self._base.items())
         self.activate(next(iter(configs)))
 
     def activate(self, name: str) -> None:
@@ -85,19 +86,11 @@ class Adapters:
             layers = self._layers.get(key)
             yield key, weight if layers is None else _add(weight, layers, self._inner[name])
 
-    def fingerprint(self) -> str:
-        """xxh3-128 over names and bytes of the frozen weights: about 10 GB a second."""
-        whole = xxhash.xxh3_128()
-        for name, parameter in self._base.items():
-            whole.update(name.encode())
-            whole.update(parameter.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy())
-        return whole.hexdigest()
-
     def check_base(self) -> None:
         """Raises IdentityError when the frozen weights are not those of the start: an adapter belongs to its base."""
-        if (found := self.fingerprint()) != self.mark:
+        if (found := _fingerprint(self._base.items())) != self._frozen_mark:
             raise IdentityError(
-                f"the frozen base weights changed while adapters were trained: their fingerprint was {self.mark} and is "
+                f"the frozen base weights changed while adapters were trained: their fingerprint was {self._frozen_mark} and is "
                 f"{found}. Nothing that was trained since can be trusted; resume from an earlier checkpoint, and please "
                 "report it"
             )
@@ -158,6 +151,15 @@ def _freeze(model: Any, dtype: torch.dtype, stacks: Sequence[str]) -> None:
         parameter.requires_grad_(False)
         if name.endswith(ends):
             parameter.data = parameter.data.to(dtype)
+
+
+def _fingerprint(parameters: Iterable[tuple[str, Tensor]]) -> str:
+    """xxh3-128 over names and bytes: about 10 GB a second."""
+    whole = xxhash.xxh3_128()
+    for name, parameter in parameters:
+        whole.update(name.encode())
+        whole.update(parameter.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy())
+    return whole.hexdigest()
 
 
 # --- what can be adapted -----------------------------------------------------------------------------------------------

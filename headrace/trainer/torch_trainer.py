@@ -166,7 +166,7 @@ class TorchTrainer:
         if self._adapters is None:
             return torch_checkpoint.whole(self._model)
         state, trained = self._adapters.state(adapter), self._learners[adapter].parameters
-        return Kept(ADAPTER_MODEL, state, trained, self._adapters.mark)
+        return Kept(ADAPTER_MODEL, state, trained, self._adapters.base_mark)
 
     def export(
         self,

@@ -1,0 +1,121 @@
+"""The two processes of a run: the trainer, the engine, and the memory between them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.config import RunConfig, adapter_runs
+from headrace.observe.facts import WeightsLive
+from headrace.observe.waits import Waits
+from headrace.orchestration.clients import ProcessEngine, ProcessTrainer
+from headrace.orchestration.messages import AdapterStart, EngineStart, TrainerReady, TrainerStart
+from headrace.orchestration.teaching import Teaching, shadow_of
+from headrace.protocols import Observer
+from headrace.weight_sync.memory import anonymous_memory
+from headrace.weights import Manifest
+
+Clock = Callable[[], float]
+
+
+@dataclass
+class Pools:
+    """Trainer and engine, up and running, with the trainer's weights not yet live."""
+
+    trainer: ProcessTrainer
+    engine: ProcessEngine
+    weights_fd: int
+    shadow: Manifest | None
+    """Where the student's older self lies, if it is a teacher."""
+    teaching: Teaching | None = None
+    _base_is_live: bool = False
+
+    async def serve_base(self, observer: Observer, clock: Clock) -> None:
+        """Publishes the frozen weights beside which adapters are served: once, whoever of them comes first."""
+        if not self._base_is_live:
+            update = await self.trainer.publish()
+            load = await self.engine.load(update)
+            observer.record(WeightsLive(clock(), update, load))
+            self._base_is_live = True
+
+    def kill(self) -> None:
+        """Instead of asking the processes to leave; `close` still has to be called."""
+        self.trainer.worker.kill()
+        self.engine.worker.kill()
+        if self.teaching:
+            self.teaching.kill()
+
+    async def close(self) -> None:
+        others = [self.teaching.close()] if self.teaching else []
+        await asyncio.gather(self.engine.close(), self.trainer.close(), *others)
+        os.close(self.weights_fd)
+
+
+async def open_pools(
+    config: RunConfig,
+    model_dir: Path,
+    logs: Path,
+    observer: Observer,
+    waits: Waits,
+    clock: Clock,
+    restore: Mapping[str, Path],
+) -> Pools:
+    """Starts both processes and waits until both can work. `restore`: checkpoints, by the adapter (or the empty name)."""
+    async with AsyncExitStack() as undo:
+        weights_fd = anonymous_memory()
+        undo.callback(os.close, weights_fd)
+        trained = trained_in(config)
+        start = TrainerStart(
+            str(model_dir),
+            dataclasses.asdict(config.train),
+            algo_settings(config),
+            config.seed,
+            config.engine.serving_dtype,
+            config.rollout.keep_routing,
+            {name: str(checkpoint) for name, checkpoint in restore.items()},
+            shadow_of(config),
+            {name: _assignment(run) for name, run in trained.items() if run.lora.rank},
+        )
+        engine = ProcessEngine(
+            config.engine.cores, weights_fd, logs / "engine.log", config.engine.max_deaths, observer, clock
+        )
+        undo.push_async_callback(engine.close)
+        await engine.launch()
+        trainer = ProcessTrainer(start, config.train.cores, weights_fd, logs / "trainer.log")
+        undo.push_async_callback(trainer.close)
+        async with waits.named("start", "the trainer to load the model"):
+            ready: TrainerReady = await trainer.open()
+        async with waits.named("start", "the engine to make room for it"):
+            await engine.open(
+                EngineStart(str(model_dir), _engine_settings(config, sum(map(bool, trained))), ready.manifests)
+            )
+        undo.pop_all()
+    return Pools(trainer, engine, weights_fd, ready.shadow)
+
+
+def trained_in(config: RunConfig) -> dict[str, RunConfig]:
+    """What is trained, by its name in trainer and engine: adapters, or by the empty name what is served as full weights."""
+    if config.adapters:
+        return {run.name: run for run in adapter_runs(config)}
+    return {config.lora.served_name: config}
+
+
+def algo_settings(config: RunConfig) -> dict[str, Any]:
+    return dataclasses.asdict(config.algo.with_length(config.rollout.max_tokens))
+
+
+def _assignment(config: RunConfig) -> AdapterStart:
+    return AdapterStart(dataclasses.asdict(config.train), algo_settings(config), dataclasses.asdict(config.lora))
+
+
+def _engine_settings(config: RunConfig, adapters: int) -> dict[str, Any]:
+    """What the run needs is switched on in the engine, which refuses at its start what it cannot do."""
+    routing = config.engine.routing or config.rollout.keep_routing
+    room = max(config.engine.max_adapters, adapters)
+    return dataclasses.asdict(dataclasses.replace(config.engine, routing=routing, max_adapters=room))
