@@ -26,7 +26,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from trainer_process import Json, child_main
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
-from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_rollout_worker, packing
+from trl.experimental.async_grpo import (
+    AsyncGRPOConfig,
+    AsyncGRPOTrainer,
+    async_grpo_trainer,
+    async_rollout_worker,
+    packing,
+)
 
 
 def main(options: Json) -> Json:
@@ -222,6 +228,7 @@ def asynchronous(options: Json, tokenizer: Any, prompts: Dataset) -> Asynchronou
     async_rollout_worker.is_vllm_available = lambda *versions: (
         True
     )  # it is, over HTTP; the worker itself imports none of it
+    async_grpo_trainer.get_peak_flops_per_device = lambda accelerator, dtype: None  # asks CUDA for its name
     config = AsyncGRPOConfig(
         **settings(options),
         vllm_server_base_url=options["url"],

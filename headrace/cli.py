@@ -89,12 +89,20 @@ def report(arguments: argparse.Namespace) -> int:
 
 
 def export(arguments: argparse.Namespace) -> int:
-    checkpoint = headrace.export(run_directory(arguments.run), arguments.to, arguments.dtype)
-    print(f"{arguments.to}: {checkpoint.name}, for transformers.AutoModelForCausalLM.from_pretrained")
+    checkpoint = headrace.export(run_directory(arguments.run), arguments.to, arguments.dtype, merge=arguments.merge)
+    adapter = (Path(arguments.to) / "adapter_config.json").exists()
+    reader = "peft.AutoPeftModelForCausalLM" if adapter else "transformers.AutoModelForCausalLM"
+    print(f"{arguments.to}: {checkpoint.name}, for {reader}.from_pretrained")
     return 0
 
 
 def doctor(arguments: argparse.Namespace) -> int:
+    if arguments.parity:
+        from headrace.orchestration import parity_table
+
+        return parity_table.report(arguments.parity, arguments.dtype or parity_table.DTYPES)
+    if arguments.dtype:
+        raise ConfigError("--dtype says in what headrace doctor --parity MODEL computes; name the model")
     from headrace.doctor import examine
 
     return examine(full=arguments.full)
@@ -145,8 +153,17 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("run", metavar="RUN", help="directory of the run, or its name under runs/")
     one.add_argument("--to", required=True, metavar="DIR", help="where to save it; must not exist or be empty")
     one.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: %(default)s")
+    one.add_argument(
+        "--merge", action="store_true", help="of LoRA: a whole model with the adapter in its weights, added in float32"
+    )
     one = _command(commands, "doctor", doctor, "what is installed, what would run where, and what is missing")
     one.add_argument("--full", action="store_true", help="also read cached models and compare their checksums")
+    one.add_argument(
+        "--parity", metavar="MODEL", help="instead: do engine and trainer compute the same log-probs of this model?"
+    )
+    one.add_argument(
+        "--dtype", nargs="+", choices=("bfloat16", "float32"), help="in which --parity computes (default: both)"
+    )
     return parser
 
 
