@@ -25,6 +25,7 @@ from headrace.orchestration.build import (
 from headrace.orchestration.checkpoint import Checkpoints
 from headrace.orchestration.evaluation import Evaluator
 from headrace.orchestration.pools import open_pools
+from headrace.orchestration.teaching import Student, for_reading, open_teaching, plan_lessons
 
 
 class _Stderr:
@@ -57,9 +58,15 @@ async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int) ->
             if adapter:
                 await pools.serve_base(_Stderr(), time.monotonic)
             await pools.engine.load(await pools.trainer.publish(adapter))
+            student = Student(model_dir, pools.trainer, pools.engine, bool(adapter), pools.shadow, pools.weights_fd)
+            reading = for_reading(config)
+            lessons = await plan_lessons(reading, model_dir, encoder)
+            pools.teaching = await open_teaching(
+                reading, lessons, student, Path(logs), _Stderr(), waits, time.monotonic
+            )
             evaluator = Evaluator(
                 pools.engine,
-                scorer,
+                pools.teaching.rewarding(scorer),
                 _Stderr(),
                 task.held_out(prompts),
                 config.eval,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headrace.algo.config import AlgoConfig
 from headrace.chat import ChatEncoder
 from headrace.config import RunConfig, teacher_engine
 from headrace.engine.config import EngineConfig
@@ -97,6 +98,12 @@ def _prompt_without_teacher(config: RunConfig) -> str:
                 "one, or take such rows out"
             )
     return ""
+
+
+def for_reading(config: RunConfig) -> RunConfig:
+    """The run as `headrace eval` needs it: of all teachers those that read text, whose scores are part of the reward."""
+    readers = tuple(teacher for teacher in config.teachers if teacher.mode == "text")
+    return dataclasses.replace(config, teachers=readers, algo=AlgoConfig())
 
 
 def shadow_of(config: RunConfig) -> ShadowStart | None:
