@@ -109,7 +109,7 @@ class Pipeline:
         except BaseExceptionGroup as group:
             error = first_error(group)
             if isinstance(error, (TrainingError, IdentityError)) or (
-                isinstance(error, WorkerDied) and error.who == "engine"
+                isinstance(error, WorkerDied) and error.who != "trainer"
             ):
                 await self._checkpoint()
             raise error from group
