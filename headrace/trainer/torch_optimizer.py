@@ -48,5 +48,6 @@ def apply(optimizer: torch.optim.Optimizer, lr: float, max_norm: float) -> float
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()
+        torch.autograd.graph.increment_version(parameters)  # the fused step forgets to, and packed copies go by it
     optimizer.zero_grad(set_to_none=True)
     return float(norm)

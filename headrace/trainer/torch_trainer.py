@@ -18,6 +18,7 @@ from headrace.packing import Plan, pack_rows, pack_sequence
 from headrace.reports import TrainReport
 from headrace.trainer import torch_checkpoint
 from headrace.trainer.config import TrainConfig
+from headrace.trainer.fused_model import fuse, reserve
 from headrace.trainer.torch_checkpoint import Kept
 from headrace.trainer.torch_forward import choose_forward
 from headrace.trainer.torch_gradient import Gradient, Replay, Sums
@@ -51,6 +52,7 @@ class TorchTrainer:
         self._dtype = resolve_dtype(config.dtype, self._device)
         self._model = load_model(model_dir, self._device)
         self._forward = choose_forward(self._model)
+        self._fused = fuse(self._forward)
         self._assignments = adapters or {"": Assignment(config, algo)}
         self._adapters = None
         if adapters:
@@ -69,6 +71,8 @@ class TorchTrainer:
             lower_weights(self._model, self._dtype)
         assignments = self._assignments.items()
         self._learners = {name: Learner(one.train, one.algo, self._trained(name)) for name, one in assignments}
+        if self._fused and self._dtype == torch.bfloat16:
+            reserve(self._model, 0 if config.gradient_checkpointing else config.microbatch_tokens)
 
     def _trained(self, name: str) -> dict[str, torch.nn.Parameter]:
         return self._adapters.parameters(name) if self._adapters else dict(self._model.named_parameters())
@@ -84,7 +88,8 @@ class TorchTrainer:
     @property
     def path(self) -> str:
         """How the model is run, for people."""
-        return f"{self._forward.path}, {str(self._dtype).removeprefix('torch.')}"
+        fused = f", fused {' '.join(self._fused)}" if self._fused else ""
+        return f"{self._forward.path}{fused}, {str(self._dtype).removeprefix('torch.')}"
 
     def step(self, batch: Batch) -> TrainReport:
         """One optimizer step on the whole batch. A skipped step (`TrainReport.skipped`) leaves everything as it was."""

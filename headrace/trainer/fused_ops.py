@@ -1,0 +1,307 @@
+"""Autograd functions over the kernels: each is one pass over memory forward and one backward.
+
+Contiguous CPU tensors in float32 or bfloat16; sums inside are always float32, and run in one order whatever the number of
+threads. They compose with checkpointing: what the backward pass needs is saved the ordinary way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from headrace.native.memory import address, touch, zeros
+from headrace.packing import Segment
+from headrace.trainer.kernels import binding
+
+SIDE = 32
+"""Of the blocks that products are made of."""
+STRETCH = 32
+"""Rows whose parts of a weight's gradient are summed together."""
+
+
+def kernels() -> Any:
+    """The functions, told how many threads torch uses now."""
+    functions = binding.library()
+    assert functions is not None
+    functions.headrace_threads(torch.get_num_threads())
+    return functions
+
+
+# -- products ---------------------------------------------------------------------------------------------------------------
+
+
+class PackedWeight:
+    """A matrix [n, k] as the kernels multiply by it: bfloat16, packed once for each of its values, for both directions.
+
+    It also keeps the memory of the gradient: fresh pages cost more than what is computed into them.
+    """
+
+    def __init__(self) -> None:
+        self._packed_from: tuple[int, int] | None = None
+        self._packed: tuple[Tensor, Tensor] | None = None
+        self._gradient: Tensor | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
+        return PackedWeight()
+
+    def packed(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """(for y = x Wᵀ, for dx = dy W). Packed again if the weight was written to since."""
+        now = weight.data_ptr(), weight._version
+        if self._packed is None or now != self._packed_from:
+            (n, k), area = weight.shape, SIDE * SIDE
+            size = -(-n // SIDE) * -(-k // SIDE) * area
+            self._packed = self._packed or (zeros(size, torch.bfloat16), zeros(size, torch.bfloat16))
+            source = weight.detach().float().contiguous()
+            kernels().headrace_pack_weight(address(source), n, k, *map(address, self._packed))
+            self._packed_from = now
+        return self._packed
+
+    def gradient(self, weight: Tensor) -> tuple[Tensor, bool]:
+        """(where to write the gradient, float32 [n, k]; whether to add to what is there)."""
+        held = weight.grad
+        if held is not None and held.dtype == torch.float32 and held.is_contiguous():
+            return held, True
+        if self._gradient is None or self._gradient.numel() != weight.numel():
+            self._gradient = touch(zeros(weight.numel(), torch.float32))
+        return self._gradient.view(weight.shape), False
+
+
+def linears(x: Tensor, layers: Sequence[tuple[PackedWeight, Tensor, Tensor | None]]) -> tuple[Tensor, ...]:
+    """x [..., k] times the transpose of each weight [n, k], plus its bias: bfloat16 [..., n] each, from one reading of x.
+
+    A weight's gradient is not handed to autograd but added to its `.grad` where the product is made.
+    """
+    weights = [weight for _, weight, _ in layers]
+    biases = [bias for _, _, bias in layers]
+    return _Linears.apply(x, [packed for packed, _, _ in layers], *weights, *biases)
+
+
+class _Linears(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: list[PackedWeight], *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        weights, biases = tensors[: len(packed)], tensors[len(packed) :]
+        rows = x.numel() // x.shape[-1]
+        low = x.to(torch.bfloat16).contiguous()
+        outputs = [low.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights if weight is not None]
+        wide = [None if bias is None else bias.float() for bias in biases]
+        held = [one.packed(weight) for one, weight in zip(packed, weights, strict=True) if weight is not None]
+        table = (binding.Weight * len(packed))(
+            *(
+                binding.Weight(address(across), address(down), address(bias), address(y), None, y.shape[-1], 0)
+                for (across, down), bias, y in zip(held, wide, outputs, strict=True)
+            )
+        )
+        kernels().headrace_linear(address(low), rows, x.shape[-1], table, len(packed))
+        ctx.packed, ctx.dtype, ctx.has_bias = packed, x.dtype, [bias is not None for bias in biases]
+        ctx.save_for_backward(low, *weights)
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        low, *weights = ctx.saved_tensors
+        count, k = len(weights), low.shape[-1]
+        rows = low.numel() // k
+        d_y = [grad.to(torch.bfloat16).contiguous() for grad in grads]
+        held = [one.packed(weight) for one, weight in zip(ctx.packed, weights, strict=True)]
+        trained = ctx.needs_input_grad[2 : 2 + count]
+        into = [
+            one.gradient(weight) if train else (None, False)
+            for one, weight, train in zip(ctx.packed, weights, trained, strict=True)
+        ]
+        table = (binding.Weight * count)(
+            *(
+                binding.Weight(address(across), address(down), None, address(d), address(g), d.shape[-1], add)
+                for (across, down), d, (g, add) in zip(held, d_y, into, strict=True)
+            )
+        )
+        d_x = None
+        if ctx.needs_input_grad[0]:
+            d_x = torch.empty_like(low)
+            kernels().headrace_linear_input_gradient(address(d_x), rows, k, table, count)
+            d_x = d_x.to(ctx.dtype)
+        if any(trained):
+            kernels().headrace_linear_weight_gradient(address(low), rows, k, table, count)
+        for weight, (gradient, add) in zip(weights, into, strict=True):
+            if gradient is not None and not add:
+                _give(weight, gradient)
+        needs_bias = ctx.needs_input_grad[2 + count :]
+        d_bias = [d.float().flatten(0, -2).sum(0) if need else None for d, need in zip(d_y, needs_bias, strict=True)]
+        return d_x, None, *[None] * count, *d_bias
+
+
+def _give(weight: Tensor, gradient: Tensor) -> None:
+    if weight.grad is not None:
+        weight.grad += gradient
+    else:
+        weight.grad = gradient if weight.dtype == gradient.dtype else gradient.to(weight.dtype)
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------------
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, unit: float, dtype: torch.dtype) -> Tensor:
+    """x / rms(x) · (weight + unit) over the last dimension, in `dtype` (arXiv:1910.07467). unit is 1 for Gemma, else 0."""
+    return _Norm.apply(x, None, weight.float(), eps, unit, dtype)[0]
+
+
+def add_norm(
+    x: Tensor, delta: Tensor, weight: Tensor, eps: float, unit: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + delta), x + delta), the sum in the dtype of x, which is float32; delta has `dtype`."""
+    return _Norm.apply(x, delta, weight.float(), eps, unit, dtype)
+
+
+def _parts(rows: int, width: int, wanted: bool) -> tuple[Tensor | None, Tensor | None]:
+    """(a weight's gradient [width], room for its parts)."""
+    if not wanted:
+        return None, None
+    return torch.empty(width), torch.empty(-(-rows // STRETCH), width)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, unit: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        x, width = x.contiguous(), x.shape[-1]
+        rows = x.numel() // width
+        delta = None if delta is None else delta.to(dtype).contiguous()
+        total = x if delta is None else torch.empty_like(x)
+        y, scale = torch.empty(x.shape, dtype=dtype), torch.empty(rows)
+        wide = x.dtype == torch.float32, dtype == torch.float32
+        kernels().headrace_norm(*wide, *map(address, (x, delta, total, weight, y, scale)), rows, width, eps, unit)
+        ctx.save_for_backward(total, weight, scale)
+        ctx.unit, ctx.dtype, ctx.delta = unit, dtype, delta is not None
+        if delta is None:
+            total = x.new_empty(0)
+            ctx.mark_non_differentiable(total)
+        return y, total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_y: Tensor, d_total: Tensor | None) -> tuple[Tensor | None, ...]:
+        total, weight, scale = ctx.saved_tensors
+        width = total.shape[-1]
+        rows = total.numel() // width
+        d_x = torch.empty_like(total)
+        d_delta = torch.empty_like(d_y) if ctx.delta and ctx.dtype != total.dtype else None
+        d_total = d_total.contiguous() if ctx.delta and d_total is not None else None
+        d_weight, parts = _parts(rows, width, ctx.needs_input_grad[2])
+        wide = total.dtype == torch.float32, ctx.dtype == torch.float32
+        given = (total, weight, scale, d_y.contiguous(), d_total, d_x, d_delta, d_weight, parts)
+        kernels().headrace_norm_backward(*wide, *map(address, given), rows, width, ctx.unit)
+        if ctx.delta and d_delta is None:
+            d_delta = d_x
+        return d_x, d_delta, d_weight, None, None, None
+
+
+def gated(gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
+    """act(gate) · up of one shape and dtype; act is SiLU or GELU's tanh form (arXiv:2002.05202)."""
+    return _Gated.apply(gate, up, gelu)
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        y = torch.empty_like(gate)
+        ctx.save_for_backward(gate, up)
+        ctx.gelu = gelu
+        kernels().headrace_gated(gate.dtype == torch.float32, *map(address, (gate, up, y)), y.numel(), gelu)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up = ctx.saved_tensors
+        d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
+        given = map(address, (gate, up, d_y.contiguous(), d_gate, d_up))
+        kernels().headrace_gated_backward(gate.dtype == torch.float32, *given, gate.numel(), ctx.gelu)
+        return d_gate, d_up, None
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float, unit: float) -> Tensor:
+    """Rotary embedding (arXiv:2104.09864) of x [N, heads, D] by cos and sin [N, D] float32, halves as in `rotate_half`; after
+    an RMSNorm of each head where there is a weight [D]."""
+    return _Rotary.apply(x, cos, sin, None if weight is None else weight.float(), eps, unit)
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float, unit: float
+    ) -> Tensor:
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        given = map(address, (x, y, cos, sin, weight))
+        kernels().headrace_rotary(x.dtype == torch.float32, *given, *x.shape, eps, unit)
+        ctx.save_for_backward(x if weight is not None else None, cos, sin, weight)
+        ctx.constants = eps, unit
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
+        x, cos, sin, weight = ctx.saved_tensors
+        d_y = d_y.contiguous()
+        d_x = torch.empty_like(d_y)
+        d_weight, parts = _parts(d_y.shape[0], d_y.shape[2], weight is not None and ctx.needs_input_grad[3])
+        given = map(address, (x, d_y, d_x, cos, sin, weight, d_weight, parts))
+        kernels().headrace_rotary_backward(d_y.dtype == torch.float32, *given, *d_y.shape, *ctx.constants)
+        return d_x, None, None, d_weight, None, None
+
+
+# -- attention --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The segments of a pack as the kernels read them: int32 [segments] each."""
+
+    start: Tensor
+    length: Tensor
+    parent: Tensor
+
+    @classmethod
+    def of(cls, segments: Sequence[Segment]) -> Segments:
+        columns = [[s.start for s in segments], [s.length for s in segments], [s.parent for s in segments]]
+        return cls(*(torch.tensor(column, dtype=torch.int32) for column in columns))
+
+    def trees(self, q: Tensor, k: Tensor, scale: float, window: int) -> binding.Trees:
+        places = [address(column) for column in (self.start, self.length, self.parent)]
+        return binding.Trees(len(q), len(self.start), q.shape[1], k.shape[1], q.shape[2], window, scale, *places)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int = 0) -> Tensor:
+    """q [N, heads, D], k and v [N, kv_heads, D] -> [N, heads, D]. A token sees itself, what comes before it in its segment, and
+    all ancestors of that, as far back as `window` tokens (0: all). Nothing of the size of the scores is kept."""
+    return _Attention.apply(q, k, v, segments, scale, window)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int) -> Tensor:
+        q, k, v = (x.contiguous() for x in (q, k, v))
+        out = torch.empty_like(q)
+        trees = segments.trees(q, k, scale, window)
+        kernels().headrace_attention(q.dtype == torch.float32, ctypes.byref(trees), *map(address, (q, k, v, out)))
+        ctx.save_for_backward(q, k, v)
+        ctx.segments, ctx.constants = segments, (scale, window)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v = ctx.saved_tensors
+        d_q, d_k, d_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        trees = ctx.segments.trees(q, k, *ctx.constants)
+        given = map(address, (q, k, v, d_out.contiguous(), d_q, d_k, d_v))
+        kernels().headrace_attention_backward(q.dtype == torch.float32, ctypes.byref(trees), *given)
+        return d_q, d_k, d_v, None, None, None

@@ -1,0 +1,76 @@
+"""The functions of the library, and the C++ structs of `src/linear.h` and `src/attention.h`, field by field."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace.trainer.kernels.build import built
+
+RUNTIMES = ("libgomp", "libiomp5", "libomp")
+"""OpenMP libraries that may come with torch, all of which know GOMP_parallel (on Linux)."""
+
+
+class Weight(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("across", "down", "bias", "y", "gradient")),
+        ("n", c_int32),
+        ("add", c_int32),
+    ]
+
+
+class Trees(Structure):
+    _fields_ = [
+        *((name, c_int32) for name in ("tokens", "segments", "heads", "kv_heads", "dim", "window")),
+        ("scale", c_float),
+        *((name, c_void_p) for name in ("start", "length", "parent")),
+    ]
+
+
+_POINTERS = POINTER(Weight)
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "headrace_begin": (c_int, [c_void_p]),
+    "headrace_threads": (None, [c_int]),
+    "headrace_pack_weight": (None, [c_void_p, c_int, c_int, c_void_p, c_void_p]),
+    "headrace_linear": (None, [c_void_p, c_int, c_int, _POINTERS, c_int]),
+    "headrace_linear_input_gradient": (None, [c_void_p, c_int, c_int, _POINTERS, c_int]),
+    "headrace_linear_weight_gradient": (None, [c_void_p, c_int, c_int, _POINTERS, c_int]),
+    "headrace_norm": (None, [c_int, c_int, *[c_void_p] * 6, c_int, c_int, c_float, c_float]),
+    "headrace_norm_backward": (None, [c_int, c_int, *[c_void_p] * 9, c_int, c_int, c_float]),
+    "headrace_gated": (None, [c_int, *[c_void_p] * 3, c_int64, c_int]),
+    "headrace_gated_backward": (None, [c_int, *[c_void_p] * 5, c_int64, c_int]),
+    "headrace_rotary": (None, [c_int, *[c_void_p] * 5, c_int, c_int, c_int, c_float, c_float]),
+    "headrace_rotary_backward": (None, [c_int, *[c_void_p] * 8, c_int, c_int, c_int, c_float, c_float]),
+    "headrace_attention": (None, [c_int, POINTER(Trees), *[c_void_p] * 4]),
+    "headrace_attention_backward": (None, [c_int, POINTER(Trees), *[c_void_p] * 7]),
+}
+
+
+@cache
+def library(instructions: str = "native") -> Any | None:
+    """The functions, or None where there are no kernels (`build.built().reason` says why)."""
+    path = built(instructions).library
+    if path is None:
+        return None
+    functions = ctypes.CDLL(str(path))
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(functions, name)
+        function.restype, function.argtypes = result, arguments
+    return functions if functions.headrace_begin(_parallel()) else None
+
+
+def _parallel() -> int | None:
+    """The address by which torch's own OpenMP runtime starts a parallel region: a second pool would fight with its threads."""
+    folder = Path(torch.__file__).parent
+    for place in (folder / "lib", folder.parent / "torch.libs"):
+        for path in sorted(place.glob("lib*omp*")):
+            if path.name.startswith(RUNTIMES):
+                start = getattr(ctypes.CDLL(str(path)), "GOMP_parallel", None)
+                if start is not None:
+                    return ctypes.cast(start, c_void_p).value
+    return None
