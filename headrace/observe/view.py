@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.panel import Panel
@@ -22,16 +24,28 @@ def frame(state: RunState) -> RenderableType:
     """Everything below the header."""
     if not state.started:
         return Text("")
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style=LABEL, min_width=9, no_wrap=True)
-    table.add_column(no_wrap=True, overflow="ellipsis", max_width=WIDTH - 13)
-    for label, line in _lines(state):
-        table.add_row(label, line)
-    parts: list[RenderableType] = [table]
+    parts: list[RenderableType] = [_table(_lines(state))]
     if state.sample:
         parts.append(sample_panel(state.sample))
     parts += [Text(f"! {clip(one.message, 2 * WIDTH)}", style=WARN) for one in state.warnings[-3:]]
     return Group(*parts)
+
+
+def brief(state: RunState) -> RenderableType:
+    """One of several pipelines in one view."""
+    if not state.started:
+        return Text("")
+    lines = [("reward", _reward(state)), ("lag", _lag(state)), ("trainer", _trainer(state)), ("checks", _checks(state))]
+    return Group(_table(lines), *(Text(f"! {clip(one.message, WIDTH)}", style=WARN) for one in state.warnings[-1:]))
+
+
+def _table(lines: Sequence[tuple[str, Text]]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style=LABEL, min_width=9, no_wrap=True)
+    table.add_column(no_wrap=True, overflow="ellipsis", max_width=WIDTH - 13)
+    for label, line in lines:
+        table.add_row(label, line)
+    return table
 
 
 def _lines(state: RunState) -> list[tuple[str, Text]]:

@@ -33,7 +33,7 @@ from headrace.orchestration.messages import EngineStart, TrainerStart
 from headrace.orchestration.pipeline import Parts, Pipeline, Plan
 from headrace.orchestration.pools import Pools, open_pools
 from headrace.orchestration.snapshots import ControllerState, Snapshots
-from headrace.orchestration.teaching import Student, open_teaching, plan_lessons, reward_weights
+from headrace.orchestration.teaching import Lesson, Student, open_teaching, plan_lessons, reward_weights
 from headrace.orchestration.utilisation import Utilisation
 from headrace.protocols import EngineCore, Observer, Scorer, Task, TrainerCore, WeightReceiver, WeightSender
 from headrace.tasks.config import TaskConfig
@@ -91,6 +91,29 @@ class Built:
         await self.pools.close()
 
 
+@dataclass
+class Prepared:
+    """What a run has beside its pools."""
+
+    model_dir: Path
+    encoder: ChatEncoder
+    task: Task
+    scorer: Scorer
+    prompts: Sequence[Prompt]
+    lessons: Sequence[Lesson]
+
+
+async def prepare(
+    config: RunConfig, model_dir: Path, encoder: ChatEncoder, reward: Reward | None, logs: Path
+) -> Prepared:
+    """What can be wrong in the user's input is found out here, before processes are started, which takes seconds."""
+    task = await asyncio.to_thread(build_task, config.task, encoder, config.seed)
+    scorer = await asyncio.to_thread(build_scorer, config, reward, logs / "scorer.log")
+    lessons = await plan_lessons(config, model_dir, encoder)
+    prompts = await asyncio.to_thread(task.held_out, config.eval.prompts)
+    return Prepared(model_dir, encoder, task, scorer, prompts, lessons)
+
+
 async def build(
     config: RunConfig,
     logs: Path,
@@ -102,54 +125,58 @@ async def build(
     clock: Clock,
 ) -> Built:
     waits = open_waits(config, observer, clock)
-    # What can be wrong in the user's input is found out first: the processes take seconds to start.
-    model_dir, encoder = await open_model(config)
-    task = await asyncio.to_thread(build_task, config.task, encoder, config.seed)
-    scorer = await asyncio.to_thread(build_scorer, config, reward, logs / "scorer.log")
-    lessons = await plan_lessons(config, model_dir, encoder)
-    prompts = await asyncio.to_thread(task.held_out, config.eval.prompts)
+    prepared = await prepare(config, *await open_model(config), reward, logs)
     async with AsyncExitStack() as undo:
-        undo.push_async_callback(scorer.close)
-        restore = {config.lora.served_name: checkpoint} if checkpoint else {}
-        pools = await open_pools(config, model_dir, logs, observer, waits, clock, restore)
-        undo.push_async_callback(pools.close)
-        if config.rollout.stop and not pools.engine.capabilities.stop_strings:
-            raise ConfigError(
-                "this engine cannot end completions at strings (the model has no tokenizer it can use); remove rollout.stop"
-            )
-        student = Student(
-            model_dir, pools.trainer, pools.engine, bool(config.lora.served_name), pools.shadow, pools.weights_fd
-        )
-        pools.teaching = await open_teaching(config, lessons, student, logs, observer, waits, clock)
+        undo.push_async_callback(prepared.scorer.close)
         adapter = config.lora.served_name
-        built = assemble(
-            config, pools, encoder, task, scorer, prompts, observer, waits, checkpoints, state, clock, adapter
-        )
+        restore = {adapter: checkpoint} if checkpoint else {}
+        pools = await open_pools(config, prepared.model_dir, logs, observer, waits, clock, restore)
+        undo.push_async_callback(pools.close)
+        built = await join(config, prepared, pools, adapter, logs, observer, waits, checkpoints, state, clock)
         undo.pop_all()
     return built
 
 
-def assemble(
+async def join(
     config: RunConfig,
+    prepared: Prepared,
     pools: Pools,
-    encoder: ChatEncoder,
-    task: Task,
-    scorer: Scorer,
-    prompts: Sequence[Prompt],
+    adapter: str,
+    logs: Path,
     observer: Observer,
     waits: Waits,
     checkpoints: Checkpoints,
     state: ControllerState | None,
     clock: Clock,
-    adapter: str,
 ) -> Built:
     """A pipeline over pools that are up. `adapter`: which one it trains; empty where the engine serves full weights."""
+    if config.rollout.stop and not pools.engine.capabilities.stop_strings:
+        raise ConfigError(
+            "this engine cannot end completions at strings (the model has no tokenizer it can use); remove rollout.stop"
+        )
+    student = Student(prepared.model_dir, pools.trainer, pools.engine, bool(adapter), pools.shadow, pools.weights_fd)
+    pools.teaching = await open_teaching(config, prepared.lessons, student, logs, observer, waits, clock)
+    return _assemble(config, prepared, pools, adapter, observer, waits, checkpoints, state, clock)
+
+
+def _assemble(
+    config: RunConfig,
+    prepared: Prepared,
+    pools: Pools,
+    adapter: str,
+    observer: Observer,
+    waits: Waits,
+    checkpoints: Checkpoints,
+    state: ControllerState | None,
+    clock: Clock,
+) -> Built:
+    task, encoder = prepared.task, prepared.encoder
     buffer = Buffer(config.staleness, config.train.steps * config.staleness.groups_per_step)
     if state:
         task.restore(state.task)
         buffer.restore(state.buffer)
     assert pools.teaching is not None
-    rewarding = pools.teaching.rewarding(scorer)
+    rewarding = pools.teaching.rewarding(prepared.scorer)
     parts = Parts(
         task=task,
         engine=pools.engine,
@@ -173,7 +200,7 @@ def assemble(
             pools.engine,
             rewarding,
             observer,
-            prompts,
+            prepared.prompts,
             config.eval,
             config.rollout,
             encoder.decode,
@@ -182,7 +209,14 @@ def assemble(
             adapter,
         ),
     )
-    plan = Plan(
+    step = state.step if state else 0
+    pipeline = Pipeline(parts, _plan(config, adapter), clock, step)
+    started = _started(config, pools, step, clock)
+    return Built(pools, parts, pipeline, Utilisation(pools.engine, waits, clock), started, clock, adapter)
+
+
+def _plan(config: RunConfig, adapter: str) -> Plan:
+    return Plan(
         config.train.steps,
         config.staleness.groups_per_step,
         config.rollout,
@@ -192,10 +226,6 @@ def assemble(
         config.eval.every,
         adapter,
     )
-    step = state.step if state else 0
-    pipeline = Pipeline(parts, plan, clock, step)
-    started = _started(config, pools, step, clock)
-    return Built(pools, parts, pipeline, Utilisation(pools.engine, waits, clock), started, clock, adapter)
 
 
 def _probe_tokens(encoder: ChatEncoder, context_length: int) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +34,23 @@ class Pools:
     shadow: Manifest | None
     """Where the student's older self lies, if it is a teacher."""
     teaching: Teaching | None = None
+    lent: bool = False
+    """Whether somebody else closes trainer and engine, which several pipelines share."""
+    _serving: asyncio.Lock = field(default_factory=asyncio.Lock)
     _base_is_live: bool = False
 
     async def serve_base(self, observer: Observer, clock: Clock) -> None:
         """Publishes the frozen weights beside which adapters are served: once, whoever of them comes first."""
-        if not self._base_is_live:
-            update = await self.trainer.publish()
-            load = await self.engine.load(update)
-            observer.record(WeightsLive(clock(), update, load))
-            self._base_is_live = True
+        async with self._serving:
+            if not self._base_is_live:
+                update = await self.trainer.publish()
+                load = await self.engine.load(update)
+                observer.record(WeightsLive(clock(), update, load))
+                self._base_is_live = True
+
+    def lend(self) -> Pools:
+        """To one of several pipelines. The base is live already."""
+        return dataclasses.replace(self, teaching=None, lent=True)
 
     def kill(self) -> None:
         """Instead of asking the processes to leave; `close` still has to be called."""
@@ -53,6 +61,9 @@ class Pools:
 
     async def close(self) -> None:
         others = [self.teaching.close()] if self.teaching else []
+        if self.lent:
+            await asyncio.gather(*others)
+            return
         await asyncio.gather(self.engine.close(), self.trainer.close(), *others)
         os.close(self.weights_fd)
 

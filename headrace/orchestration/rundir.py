@@ -14,6 +14,7 @@ import fcntl
 from pathlib import Path
 from types import TracebackType
 
+from headrace.config import RunConfig, dump_config
 from headrace.errors import ConfigError
 
 LOCK = ".lock"
@@ -34,6 +35,10 @@ class RunDirectory:
             raise ConfigError(f"another process is training in {path}: wait for it, or choose another name") from None
         self.checkpoints.mkdir(exist_ok=True)
         self.logs.mkdir(exist_ok=True)
+
+    @classmethod
+    def of(cls, path: Path, config: RunConfig, resume: bool) -> RunDirectory:
+        return cls.reopen(path) if resume else cls.create(path, dump_config(config))
 
     @classmethod
     def create(cls, path: Path, config_toml: str) -> RunDirectory:

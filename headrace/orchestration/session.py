@@ -1,0 +1,103 @@
+"""From a pipeline's parts to its end: what is measured before and after, what an interrupt does, what is told at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+from headrace.errors import HeadraceError
+from headrace.observe.facts import Evaluated, RunEnded, Warned
+from headrace.observe.recorder import Recorder
+from headrace.orchestration.build import Built
+from headrace.orchestration.snapshots import ControllerState
+
+
+def run_clock(age: float) -> Callable[[], float]:
+    """Seconds since the start of a run that is `age` seconds old now."""
+    loop = asyncio.get_running_loop()
+    origin = loop.time() - age
+    return lambda: loop.time() - origin
+
+
+def on_interrupt(act: Callable[[], None]) -> None:
+    with suppress(NotImplementedError, ValueError, RuntimeError):  # outside the main thread Ctrl-C is the caller's
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, act)
+
+
+class Session:
+    """One process's share of one pipeline's run: from its parts to their end, whatever ends it."""
+
+    def __init__(self, recorder: Recorder, state: ControllerState | None) -> None:
+        """`state`: of the checkpoint that the run goes on from."""
+        self._recorder, self._state = recorder, state
+        self.reason, self.step = "finished", state.step if state else 0
+        self.before: Evaluated | None = None
+        self.after: Evaluated | None = None
+        self._built: Built | None = None
+        self._training = self._leaving = False
+        self._interrupts = 0
+        self._main: asyncio.Task[Any] | None = None
+
+    async def run(self, building: Awaitable[Built]) -> None:
+        self._main = asyncio.current_task()
+        try:
+            self._built = await building
+            await self._train(self._built)
+        except Exception as error:
+            self.reason = str(error) if isinstance(error, HeadraceError) else repr(error)
+            raise
+        except asyncio.CancelledError:
+            self.reason = "interrupted"
+        finally:
+            self._leaving = True
+            if self._built:
+                if self._interrupts > 1:
+                    self._built.pools.kill()
+                with suppress(HeadraceError):  # a disk that is full now must not hide what ended the run
+                    self._recorder.record(await self._ended(self._built))
+                await self._built.close()
+
+    async def _train(self, built: Built) -> None:
+        self._recorder.record(built.started)
+        await built.go_live()
+        if self._state is None:
+            self.before = await built.parts.evaluator.measure("before", 0)
+        await built.utilisation.start()
+        self._training = True
+        try:
+            await built.pipeline.run()
+        finally:
+            self._training, self.step = False, built.pipeline.step
+            await built.utilisation.stop()
+        if built.pipeline.interrupted:
+            self.reason = "interrupted"
+        else:
+            self.after = await built.parts.evaluator.measure("after", self.step)
+
+    def interrupt(self, why: str = "interrupted", again: str = " (Ctrl-C again: leave now)") -> None:
+        """Once: a checkpoint at the next step's end, then leave. Twice: leave now."""
+        self._interrupts += 1
+        if self._interrupts == 1 and self._training and self._built:
+            said = f"{why}: finishing this step, writing a checkpoint{again}"
+            self._recorder.record(Warned(self._built.clock(), said))
+            self._built.pipeline.interrupt()
+        elif self._leaving and self._built:
+            self._built.pools.kill()
+        elif self._main:
+            self._main.cancel()
+
+    async def _ended(self, built: Built) -> RunEnded:
+        saved = built.parts.snapshots.saved_step == built.pipeline.step
+        return RunEnded(
+            built.clock(),
+            self.reason,
+            built.pipeline.step,
+            built.parts.buffer.accounting(in_checkpoint=saved),
+            built.utilisation.engine_idle,
+            built.utilisation.trainer_idle(built.pipeline.trainer_busy),
+            built.utilisation.prompt_tokens,
+            built.utilisation.sampled_tokens,
+        )

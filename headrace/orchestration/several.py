@@ -1,0 +1,126 @@
+"""Several adapters trained at once on one base: one trainer and one engine, and for each adapter a pipeline of its own.
+
+    runs/<name>/             config.toml, logs/ of the two processes
+    runs/<name>/<adapter>/   what a run has: config.toml, metrics, journal, checkpoints, report
+
+Pipelines share nothing but the two processes. The trainer takes calls in the order in which they come, and a pipeline has one
+under way at a time: so steps of different adapters take turns. The engine serves the requests of all in one batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack, ExitStack
+from pathlib import Path
+from typing import Any
+
+from headrace.config import RunConfig, adapter_runs, check_resumable, config_of_run, dump_config, read_config
+from headrace.errors import HeadraceError
+from headrace.observe.board import Board, open_board
+from headrace.orchestration.build import Built, Clock, Pools, Prepared, join, open_model, open_waits, prepare
+from headrace.orchestration.lane import Lane, open_lane
+from headrace.orchestration.pools import open_pools
+from headrace.orchestration.rundir import RunDirectory
+from headrace.orchestration.session import on_interrupt, run_clock
+
+Reward = Callable[..., Any]
+
+
+def train_together(config: RunConfig, reward: Reward | None, resume: Path | None) -> dict[str, Lane]:
+    """All adapters to their ends. Where one fails the others leave with a checkpoint, and its error is raised."""
+    with ExitStack() as undo:
+        directory = undo.enter_context(RunDirectory.of(resume or config.run_dir, config, bool(resume)))
+        if resume:
+            check_resumable(read_config(config_of_run(resume)), config)
+            directory.keep_config(dump_config(config), 0)
+        board = undo.enter_context(open_board(config.observe, [one.name for one in config.adapters]))
+        lanes = {}
+        for run in adapter_runs(config):
+            own = undo.enter_context(_directory(directory.path / run.name, run, bool(resume)))
+            lanes[run.name] = _open(run, own, bool(resume), board)
+            undo.callback(lanes[run.name].close)
+        undo.callback(board.close)  # before the summaries
+        asyncio.run(_Together(config, directory, lanes, reward).run())
+        return lanes
+
+
+def _directory(path: Path, config: RunConfig, resume: bool) -> RunDirectory:
+    """A run that was killed at its start has not made all of them."""
+    return RunDirectory.of(path, config, resume and (path / "config.toml").exists())
+
+
+def _open(config: RunConfig, directory: RunDirectory, resume: bool, board: Board) -> Lane:
+    """What it shows on the terminal goes through the board of all."""
+    silent = dataclasses.replace(config, observe=dataclasses.replace(config.observe, terminal="off"))
+    lane = open_lane(silent, directory, resume)
+    lane.recorder.add(board.lane(config.name))
+    return lane
+
+
+class _Everyone:
+    """What concerns the two processes is told to every pipeline's recorder."""
+
+    def __init__(self, lanes: Mapping[str, Lane]) -> None:
+        self._lanes = lanes
+
+    def record(self, fact: Any) -> None:
+        for lane in self._lanes.values():
+            lane.recorder.record(fact)
+
+
+class _Together:
+    def __init__(
+        self, config: RunConfig, directory: RunDirectory, lanes: Mapping[str, Lane], reward: Reward | None
+    ) -> None:
+        self._config, self._directory, self._lanes, self._reward = config, directory, lanes, reward
+
+    async def run(self) -> None:
+        clock = run_clock(max(lane.seconds for lane in self._lanes.values()))
+        on_interrupt(self._interrupt)
+        everyone = _Everyone(self._lanes)
+        model_dir, encoder = await open_model(self._config)
+        async with AsyncExitStack() as undo:
+            prepared = {}
+            for name, lane in self._lanes.items():
+                prepared[name] = await prepare(lane.config, model_dir, encoder, self._reward, lane.directory.logs)
+                undo.push_async_callback(prepared[name].scorer.close)
+            restore = {name: lane.checkpoint for name, lane in self._lanes.items() if lane.checkpoint}
+            waits = open_waits(self._config, everyone, clock)
+            pools = await open_pools(self._config, model_dir, self._directory.logs, everyone, waits, clock, restore)
+            undo.push_async_callback(pools.close)
+            await self._train(prepared, pools, clock)
+
+    async def _train(self, prepared: Mapping[str, Prepared], pools: Pools, clock: Clock) -> None:
+        running = {
+            asyncio.ensure_future(self._one(name, lane, prepared[name], pools, clock)): name
+            for name, lane in self._lanes.items()
+        }
+        done, others = await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
+        failed = [task for task in done if not task.cancelled() and task.exception()]
+        if not failed:
+            return
+        name, error = running[failed[0]], failed[0].exception()
+        assert error is not None
+        for task in others:
+            self._lanes[running[task]].session.interrupt(f"the adapter {name} failed ({error})", again="")
+        await asyncio.gather(*others, return_exceptions=True)  # one sentence is enough, the first
+        if isinstance(error, HeadraceError):
+            error.add_note(f"it was the adapter {name}; go on with: headrace train --resume {self._directory.path}")
+        raise error
+
+    async def _one(self, name: str, lane: Lane, prepared: Prepared, pools: Pools, clock: Clock) -> None:
+        recorder = lane.recorder
+
+        async def building() -> Built:
+            await pools.serve_base(recorder, clock)  # once, whoever comes first
+            waits = open_waits(lane.config, recorder, clock)
+            mine = lane.directory.logs, recorder, waits, lane.checkpoints, lane.state, clock
+            return await join(lane.config, prepared, pools.lend(), name, *mine)
+
+        await lane.session.run(building())
+
+    def _interrupt(self) -> None:
+        for lane in self._lanes.values():
+            lane.session.interrupt()

@@ -1,0 +1,98 @@
+"""Several adapters trained at once: each learns its own task, with versions, books and a directory of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_lora_run import config, loud_llama, of  # noqa: F401  (fixtures)
+
+import headrace
+from headrace.errors import ConfigError, TrainingError
+from headrace.observe.facts import CheckpointSaved, IdentityChecked, RunEnded, RunStarted, WeightsLive
+from headrace.observe.records import StepRow, read_journal
+
+Config = dict[str, Any]
+
+
+@pytest.fixture
+def two(config: Config, tmp_path: Path) -> Config:  # noqa: F811
+    """One is to say e, the other o, on other schedules."""
+    return {
+        **config,
+        "adapters": [
+            {"name": "e", "train": {"steps": 6}},
+            {
+                "name": "o",
+                "reward": {"function": f"{tmp_path / 'reward.py'}:share_of_o"},
+                "train": {"steps": 4, "learning_rate": 2e-2},
+                "lora": {"rank": 4, "init_seed": 1},
+                "staleness": {"max_lag": 0, "groups_per_step": 2},
+            },
+        ],
+    }
+
+
+def test_each_learns_its_own_task_and_keeps_its_own_books(two: Config) -> None:
+    two["eval"] = {"prompts": 8, "samples": 2}
+    for adapter in two["adapters"]:
+        adapter["train"] = {"steps": 20}
+    result = headrace.train(two)
+    assert list(result.adapters) == ["e", "o"]
+    texts = {}
+    for name, bound in (("e", 1), ("o", 0)):
+        one = result.adapters[name]
+        assert one.reason == "finished" and one.directory == result.directory / name and one.report.exists()
+        assert one.before is not None and one.after is not None
+        assert one.after.reward_mean > one.before.reward_mean + 0.1, f"{name} did not learn"
+        ended, rows = of(one.directory, RunEnded)[-1], of(one.directory, StepRow)
+        groups = 4 if name == "e" else 2
+        assert ended.accounting.balance() == 0 and ended.accounting.trained == 20 * groups
+        assert (
+            0 <= min(lag for row in rows for lag in row.lags) <= max(lag for row in rows for lag in row.lags) <= bound
+        )
+        adapters = [fact.update for fact in of(one.directory, WeightsLive) if fact.update.adapter]
+        assert [update.version for update in adapters] == list(range(21))
+        assert {update.adapter.name for update in adapters} == {name}
+        assert all(check.ok for check in of(one.directory, IdentityChecked))
+        journal = list(read_journal(one.directory))
+        texts[name] = [text for entry in journal[-4:] for group in entry.groups for text in texts_of(group)]
+    assert letters(texts["e"], "e") > letters(texts["e"], "o") and letters(texts["o"], "o") > letters(texts["o"], "e")
+
+
+def texts_of(group: Any) -> list[str]:
+    return [scored.episode.last.text for scored in group.scored]
+
+
+def letters(texts: list[str], letter: str) -> int:
+    return sum(text.count(letter) for text in texts)
+
+
+def test_all_go_on_together_after_a_resume(two: Config, tmp_path: Path) -> None:
+    first = headrace.train(two)
+    longer = {**two, "adapters": [{**one, "train": {**one["train"], "steps": 8}} for one in two["adapters"]]}
+    again = headrace.train(longer, resume=first.directory)
+    for name in ("e", "o"):
+        one = again.adapters[name]
+        assert one.step == 8 and of(one.directory, RunStarted)[-1].resumed_at == first.adapters[name].step
+        assert [entry.step for entry in read_journal(one.directory)] == list(range(8))
+        assert of(one.directory, RunEnded)[-1].accounting.balance() == 0
+    with pytest.raises(ConfigError, match="several adapters; name the directory of one: .*tiny/e or .*tiny/o"):
+        headrace.export(first.directory, tmp_path / "x")
+
+
+def test_one_that_fails_ends_the_run_and_the_others_have_checkpoints(two: Config, tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text(
+        (tmp_path / "reward.py").read_text() + "\ndef flat(prompts, **columns):\n    return [0.0 for _ in prompts]\n"
+    )
+    two["checkpoint"] = {"every": 0}
+    two["adapters"][0]["train"] = {"steps": 100_000}
+    two["adapters"][1] |= {"reward": {"function": f"{tmp_path / 'reward.py'}:flat"}, "rollout": {"patience": 30}}
+    with pytest.raises(TrainingError, match="30 groups in a row could not be trained") as caught:
+        headrace.train(two)
+    assert any("it was the adapter o" in note for note in caught.value.__notes__)
+    directory = Path(two["out"]) / "tiny"
+    saved = of(directory / "e", CheckpointSaved)[-1]
+    assert not saved.error and saved.step > 0
+    assert of(directory / "e", RunEnded)[-1].reason == "interrupted"
