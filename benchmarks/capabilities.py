@@ -3,8 +3,8 @@
     python benchmarks/capabilities.py [--model smollm2-135m-instruct] [--rounds 5] [--sequences 64] [--tokens 64] [--only masks lora]
 
 Every group compares ways of serving the same load (questions through the chat template, whose prompts are in the cache after the round
-that warms up; temperature 1, ends of sequence ignored, bfloat16), interleaved in rounds, with what its first row gives; ratios are of
-one round, medians and extremes over the rounds. The last group is about work that is not done: prompt tokens forwarded in
+that warms up; temperature 1, ends of sequence ignored, bfloat16), interleaved in rounds, with what its first row gives; every engine
+has a process of its own, which sleeps while another is timed. Ratios are of one round, medians and extremes over the rounds. The last group is about work that is not done: prompt tokens forwarded in
 conversations of several turns, with and without the cache of earlier turns.
 """
 
@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import multiprocessing
+import os
 import random
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,7 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
 from headrace.engine.native.runners.weights import parameters_from_dir
 from headrace.models import resolve_model
+from headrace.orchestration.local import environment
 from headrace.types import Request, Sampling
 from headrace.weights import AdapterSpec, WeightUpdate
 
@@ -108,22 +112,21 @@ COMPARISONS = (
 
 
 class Bench:
-    """Engines over one model, made when first used."""
+    """An engine over one model, made when first used."""
 
     def __init__(self, model_dir: Path, prompts: list[tuple[int, ...]], tokens: int) -> None:
         self._model_dir, self.prompts, self.tokens = model_dir, prompts, tokens
         self._parameters = parameters_from_dir(model_dir, torch.bfloat16)
-        self._engines: dict[tuple[tuple[str, Any], ...], NativeEngine] = {}
+        self._engine: NativeEngine | None = None
 
     def engine(self, variant: Variant) -> NativeEngine:
-        key = tuple(sorted(variant.config.items()))
-        if key not in self._engines:
-            self._engines[key] = engine = self.fresh(variant.config)
+        if self._engine is None:
+            self._engine = self.fresh(variant.config)
             for number in range(variant.config.get("max_adapters", 0)):
                 spec = AdapterSpec(f"a{number}", RANK, 2.0 * RANK)
                 update = WeightUpdate(1, "adapter", "", 0, 0, 0.0, spec)
-                engine.swap(engine.prepare(update, adapter(self._parameters, number)))
-        return self._engines[key]
+                self._engine.swap(self._engine.prepare(update, adapter(self._parameters, number)))
+        return self._engine
 
     def fresh(self, config: Options) -> NativeEngine:
         settings = EngineConfig(
@@ -146,6 +149,50 @@ class Bench:
         drawn = sum(len(tokens) for tokens in finish(engine).values())
         assert drawn == len(self.prompts) * self.tokens
         return drawn / (time.perf_counter() - started)
+
+
+class Processes:
+    """An engine a process: the second one in a process is slower, whatever it is. Variants of equal settings share theirs."""
+
+    def __init__(self, model_dir: Path, prompts: list[tuple[int, ...]], tokens: int) -> None:
+        self._load = (model_dir, prompts, tokens)
+        self._started: dict[tuple[tuple[str, Any], ...], ProcessPoolExecutor] = {}
+
+    def measured(self, comparison: Comparison, index: int, seed: int) -> tuple[float, str]:
+        """(sampled tokens a second, the engine's path)"""
+        key = tuple(sorted(comparison.variants[index].config.items()))
+        if key not in self._started:
+            self._started[key] = self.fresh()
+        return self._started[key].submit(_measured, comparison.name, index, seed).result()
+
+    def fresh(self) -> ProcessPoolExecutor:
+        spawn = multiprocessing.get_context("spawn")
+        return ProcessPoolExecutor(1, mp_context=spawn, initializer=_begin, initargs=self._load)
+
+    def close(self) -> None:
+        for process in self._started.values():
+            process.shutdown()
+        self._started.clear()
+
+
+_bench: Bench | None = None
+"""Of a process."""
+
+
+def _begin(*load: Any) -> None:
+    global _bench
+    _bench = Bench(*load)
+
+
+def _measured(comparison: str, index: int, seed: int) -> tuple[float, str]:
+    assert _bench is not None
+    variant = next(one for one in COMPARISONS if one.name == comparison).variants[index]
+    return _bench.rate(variant, seed), _bench.engine(variant).capabilities.path
+
+
+def _conversations(reuse: bool) -> tuple[int, float]:
+    assert _bench is not None
+    return conversations(_bench, reuse)
 
 
 def finish(engine: NativeEngine) -> dict[str, list[int]]:
@@ -209,20 +256,20 @@ def noisy(weight: torch.Tensor) -> torch.Tensor:
     return weight + NOISE * weight.std() * torch.randn(EXPERTS, *weight.shape)
 
 
-def compare(bench: Bench, comparison: Comparison, rounds: int) -> Iterator[str]:
+def compare(engines: Processes, comparison: Comparison, rounds: int) -> Iterator[str]:
     """Rows of the table."""
-    rates: dict[str, list[float]] = {variant.name: [] for variant in comparison.variants}
+    rates: list[list[float]] = [[] for _ in comparison.variants]
+    paths = [""] * len(rates)
     for number in range(rounds + 1):  # the first is to warm up
-        for variant in comparison.variants:
-            rate = bench.rate(variant, number)
+        for index in range(len(rates)):
+            rate, paths[index] = engines.measured(comparison, index, number)
             if number:
-                rates[variant.name].append(rate)
-    base = rates[comparison.variants[0].name]
-    for variant in comparison.variants:
-        ratios = [rate / of for rate, of in zip(rates[variant.name], base, strict=True)]
+                rates[index].append(rate)
+    engines.close()
+    for variant, found, path in zip(comparison.variants, rates, paths, strict=True):
+        ratios = [rate / of for rate, of in zip(found, rates[0], strict=True)]
         ratio = f"{statistics.median(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f})"
-        path = bench.engine(variant).capabilities.path
-        yield f"| {variant.name} | {path} | {statistics.median(rates[variant.name]):.0f} | {ratio} | {comparison.limit} |"
+        yield f"| {variant.name} | {path} | {statistics.median(found):.0f} | {ratio} | {comparison.limit} |"
 
 
 def conversations(bench: Bench, reuse: bool) -> tuple[int, float]:
@@ -243,11 +290,12 @@ def conversations(bench: Bench, reuse: bool) -> tuple[int, float]:
     return engine.stats().prompt_tokens, time.perf_counter() - started
 
 
-def reused(bench: Bench) -> Iterator[str]:
-    yield f"| {len(bench.prompts)} conversations of {TURNS} turns | prompt tokens forwarded | s |"
+def reused(engines: Processes, count: int) -> Iterator[str]:
+    yield f"| {count} conversations of {TURNS} turns | prompt tokens forwarded | s |"
     yield "|---|---|---|"
     for name, reuse in (("cache of earlier turns used", True), ("not used", False)):
-        forwarded, seconds = conversations(bench, reuse)
+        with engines.fresh() as process:
+            forwarded, seconds = process.submit(_conversations, reuse).result()
         yield f"| {name} | {forwarded} | {seconds:.1f} |"
 
 
@@ -272,16 +320,17 @@ def main() -> None:
         f"{arguments.sequences} sequences of {arguments.tokens} tokens, {torch.get_num_threads()} threads, {arguments.rounds} rounds\n"
     )
     print("| | path | tokens/s | of the first row (min-max) | may cost |\n|---|---|---|---|---|", flush=True)
-    bench = Bench(model_dir, *load)
+    os.environ.update(environment(sorted(os.sched_getaffinity(0))))  # of the processes, as in a run
+    engines = Processes(model_dir, *load)
     with tempfile.TemporaryDirectory() as folder:
         for comparison in (one for one in COMPARISONS if one.name in arguments.only):
             if comparison.experts:
                 upcycle(model_dir, Path(folder))
-            on = Bench(Path(folder), *load) if comparison.experts else bench
+            on = Processes(Path(folder), *load) if comparison.experts else engines
             for line in compare(on, comparison, arguments.rounds):
                 print(line, flush=True)
     if "prefix" in arguments.only:
-        print("\n" + "\n".join(reused(bench)))
+        print("\n" + "\n".join(reused(engines, len(load[0]))))
 
 
 if __name__ == "__main__":

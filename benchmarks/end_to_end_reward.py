@@ -10,5 +10,5 @@ from headrace.scoring.extract import last_number
 
 def right_number(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float]:
     """`completions`: texts, or TRL's lists of one assistant message."""
-    texts = [one if isinstance(one, str) else one[0]["content"] for one in completions]
+    texts = [one if isinstance(one, str) else one[0].get("content") or "" for one in completions]
     return [float(last_number(text) == str(right)) for text, right in zip(texts, answer, strict=True)]

@@ -223,8 +223,17 @@ class Asynchronous(AsyncGRPOTrainer):
             self.clocks["loss, backward, update"] += time.perf_counter() - began
 
 
+CHATML = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {"content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"}},
+}
+"""How a completion is read back into a message. TRL knows the templates of some models; this one it must be told."""
+
+
 def asynchronous(options: Json, tokenizer: Any, prompts: Dataset) -> Asynchronous:
     packing._flash_attn = lambda: Attention
+    tokenizer.response_template = CHATML
     async_rollout_worker.is_vllm_available = lambda *versions: (
         True
     )  # it is, over HTTP; the worker itself imports none of it
