@@ -12,12 +12,12 @@ from torch import Tensor
 
 def m2po(logprob: Tensor, sampled: Tensor, tau: float) -> Tensor:
     """[M] bool: without the tokens of largest (log ratio)² that keep the mean of it at τ or above (M2PO, arXiv 2510.01161)."""
-    moment = (logprob - sampled).double() ** 2
+    moment = (logprob - sampled).cpu().double() ** 2  # a running sum on CUDA differs from call to call (C8)
     ascending, order = torch.sort(moment, stable=True)
-    mean = torch.cumsum(ascending, 0) / torch.arange(1, len(moment) + 1, device=moment.device)
+    mean = torch.cumsum(ascending, 0) / torch.arange(1, len(moment) + 1)
     keep = torch.zeros_like(moment, dtype=torch.bool)
     keep[order] = mean < tau  # running means of ascending values ascend: what is kept is a prefix
-    return keep
+    return keep.to(logprob.device)
 
 
 def covariance(logprob: Tensor, sampled: Tensor, advantage: Tensor, fraction: float) -> Tensor:

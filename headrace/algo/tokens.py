@@ -62,9 +62,12 @@ def k3(logprob: Tensor, old: Tensor) -> Tensor:
 
 
 def sequence_sum(values: Tensor, sequence: Tensor) -> Tensor:
-    """[M] at every token, the sum over its sequence. Carries gradients."""
-    count = int(sequence[-1]) + 1 if len(sequence) else 0
-    return values.new_zeros(count).index_add(0, sequence, values)[sequence]
+    """[M] at every token, the sum over its sequence. Carries gradients.
+
+    Not `index_add`, whose sum on CUDA differs from call to call: a step has to be replayed bit for bit (C8).
+    """
+    lengths = torch.bincount(sequence)
+    return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)[sequence] if len(values) else values
 
 
 def sequence_mean(values: Tensor, sequence: Tensor) -> Tensor:
