@@ -56,18 +56,16 @@ def _lay_out(nodes: Sequence[Node]) -> tuple[tuple[Segment, ...], list[tuple[Nod
     """A segment for every node, and for those where paths end, where the tokens of the whole path lie."""
     segments: list[Segment] = []
     path_places: list[tuple[Node, Ints]] = []
-    number: dict[Node, int] = {}
-    parent = {child: node for node in nodes for child in node.children}
+    above: dict[Node, tuple[int, Ints]] = {}  # a node's parent: number, and where its path lies
     start = 0
-    for i, node in enumerate(nodes):
-        number[node] = i
-        segments.append(Segment(start, node.length, number[parent[node]] if node in parent else ROOT))
-        start += node.length
+    for number, node in enumerate(nodes):
+        parent, places = above.pop(node, (ROOT, np.empty(0, np.int64)))
+        segments.append(Segment(start, node.length, parent))
+        places = np.concatenate([places, np.arange(start, start + node.length)])
+        above |= {child: (number, places) for child in node.children}
         if node.ending:
-            chain = [segments[i]]
-            while chain[-1].parent != ROOT:
-                chain.append(segments[chain[-1].parent])
-            path_places.append((node, np.concatenate([np.arange(s.start, s.end) for s in reversed(chain)])))
+            path_places.append((node, places))
+        start += node.length
     return tuple(segments), path_places
 
 

@@ -87,14 +87,14 @@ class Tree:
         return self._varlen
 
 
-def tree_of(segments: Sequence[Segment], device: torch.device) -> Tree:
-    """The attention calls for the segments of a pack, which lie in preorder."""
+def tree_of(segments: Sequence[Segment], device: torch.device, call_price: int = CALL_PRICE) -> Tree:
+    """The attention calls for the segments of a pack, which lie in preorder. The dearer a call, the fewer of them."""
     above = [0] * len(segments)  # tokens of all ancestors
     for i, segment in enumerate(segments):
         if segment.parent != ROOT:
             above[i] = above[segment.parent] + segments[segment.parent].length
     ends = _subtree_ends(segments)
-    whole = _whole_is_cheaper(segments, above, ends)
+    whole = _whole_is_cheaper(segments, above, ends, call_price)
     tree = Tree(tuple(segments), [], [])
     columns = _columns(segments, above, ends)
     piece_of: dict[int, int] = {}
@@ -141,15 +141,17 @@ def _subtree_ends(segments: Sequence[Segment]) -> list[int]:
     return ends
 
 
-def _whole_is_cheaper(segments: Sequence[Segment], above: Sequence[int], ends: Sequence[int]) -> list[bool]:
+def _whole_is_cheaper(
+    segments: Sequence[Segment], above: Sequence[int], ends: Sequence[int], call_price: int
+) -> list[bool]:
     """For each segment, whether one masked call for its subtree costs less than the best way to cut that up."""
     whole = [False] * len(segments)
     below = [0] * len(segments)  # the best price of all that descends from a segment
     for i in reversed(range(len(segments))):
         segment = segments[i]
         size = segments[ends[i] - 1].end - segment.start
-        split = _own_price(segment.length, above[i]) + below[i]
-        together = _price(size, above[i] + size)
+        split = _own_price(segment.length, above[i]) + call_price + below[i]
+        together = _price(size, above[i] + size) + call_price
         whole[i] = together <= split
         if segment.parent != ROOT:
             below[segment.parent] += min(together, split)
@@ -163,7 +165,7 @@ def _own_price(length: int, above: int) -> int:
 
 
 def _price(queries: int, keys: int) -> int:
-    return queries * keys + ROW_PRICE * (queries + keys) + CALL_PRICE
+    return queries * keys + ROW_PRICE * (queries + keys)
 
 
 def tree_attention(
