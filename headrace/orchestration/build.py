@@ -295,6 +295,7 @@ def where(config: RunConfig, path: str) -> dict[str, str]:
         if config.lora.served_name
         else "shared memory, two packed buffers",
         "scorer": f"{config.reward.workers} workers",
+        **{f"teacher {one.name}": f"own process, {one.asked}, by {one.mode}" for one in config.teachers},
     }
 
 
