@@ -106,7 +106,7 @@ def batch(seed: int = 0, step: int = 0, temperature: float = 1.0) -> Batch:
 def gradients(of: TorchTrainer, given_batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
     sums = of._gradients(of._plan(given_batch), given_batch.temperature)
     found = {name: p.grad.clone() for name, p in of._model.named_parameters() if p.grad is not None}
-    of._learner.optimizer.zero_grad()
+    of._learners[""].optimizer.zero_grad()
     return sums.loss, found
 
 

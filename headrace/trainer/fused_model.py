@@ -23,7 +23,7 @@ from headrace.trainer import fused_ops
 from headrace.trainer.fused_ops import PackedWeight, Segments
 from headrace.trainer.kernels import binding
 from headrace.trainer.torch_attention import Tree, tree_of
-from headrace.trainer.torch_forward import Forward, packed_hidden
+from headrace.trainer.torch_forward import Forward, own_hidden, packed_hidden
 
 TOLERANCE = 1e-4
 """Largest difference of hidden states and gradients from the model's own, relative to their norm. Rounding gives 1e-6."""
@@ -57,13 +57,13 @@ def fuse(forward: Forward) -> tuple[str, ...]:
     }
     expected = _numbers(forward)
     done = {kind: fused for kind, put in kinds.items() if (fused := put(model, forward))}
-    if _agree(_numbers(forward), expected):
+    if _holds(forward, expected):
         return tuple(done)
     for kind, modules in reversed(list(done.items())):
         for module in modules:
             del module.forward
         del done[kind]
-        if _agree(_numbers(forward), expected):
+        if _holds(forward, expected):
             break
     return tuple(done)
 
@@ -88,16 +88,24 @@ def reserve(model: Any, tokens: int) -> None:
 
 
 def _numbers(forward: Forward) -> list[Tensor]:
-    """Hidden states of a small pack, and gradients of all vectors among the parameters, which lie all along the way."""
-    if not forward.packed:
-        return []
-    pack = _probe(forward.model)
+    """Hidden states of a few tokens, and gradients of all vectors among the parameters, which lie all along the way."""
+    tokens, positions, tree = _probe(forward.model)
     vectors = [p for p in forward.model.base_model.parameters() if p.ndim == 1 and p.requires_grad]
     with torch.enable_grad():
-        hidden = packed_hidden(forward.model, *pack)
-        slope = torch.linspace(-1, 1, hidden.numel(), device=hidden.device).view_as(hidden)
-        grads = torch.autograd.grad((hidden * slope.cos()).sum(), vectors, allow_unused=True) if vectors else ()
+        if forward.packed:
+            hidden = packed_hidden(forward.model, tokens, positions, tree)
+        else:
+            hidden = own_hidden(forward.model, tokens)
+        slope = torch.linspace(-1, 1, hidden.numel()).view_as(hidden).cos()
+        grads = torch.autograd.grad((hidden * slope).sum(), vectors, allow_unused=True) if vectors else ()
     return [hidden.detach(), *(torch.zeros(1) if grad is None else grad for grad in grads)]
+
+
+def _holds(forward: Forward, expected: list[Tensor]) -> bool:
+    try:
+        return _agree(_numbers(forward), expected)
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):  # whatever it was, it cannot go this way
+        return False
 
 
 def _probe(model: Any) -> tuple[Tensor, Tensor, Tree]:
