@@ -219,7 +219,7 @@ def adapter(parameters: Tensors, seed: int) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def upcycle(model_dir: Path, to: Path) -> None:
+def upcycle(model_dir: Path, to: Path, noise: float = NOISE) -> None:
     """A mixture of experts that speaks: every expert is the dense model's MLP with a little noise (Komatsuzaki et al., sparse
     upcycling, arXiv:2212.05055), the router random."""
     dense = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, local_files_only=True)
@@ -244,16 +244,16 @@ def upcycle(model_dir: Path, to: Path) -> None:
     new = {name: tensor for name, tensor in weights.items() if name not in gates}
     for layer in range(dense.config.num_hidden_layers):
         gate, up, down = (gates[f"model.layers.{layer}.mlp.{part}_proj.weight"] for part in ("gate", "up", "down"))
-        new[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = noisy(torch.cat([gate, up]))
-        new[f"model.layers.{layer}.mlp.experts.down_proj"] = noisy(down)
+        new[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = noisy(torch.cat([gate, up]), noise)
+        new[f"model.layers.{layer}.mlp.experts.down_proj"] = noisy(down, noise)
     missing, unexpected = sparse.load_state_dict(new, strict=False)
     assert not unexpected and all(name.endswith("mlp.gate.weight") for name in missing), (missing, unexpected)
     sparse.to(torch.bfloat16).save_pretrained(to)
 
 
-def noisy(weight: torch.Tensor) -> torch.Tensor:
+def noisy(weight: torch.Tensor, noise: float) -> torch.Tensor:
     """[E, ...]"""
-    return weight + NOISE * weight.std() * torch.randn(EXPERTS, *weight.shape)
+    return weight + noise * weight.std() * torch.randn(EXPERTS, *weight.shape)
 
 
 def compare(engines: Processes, comparison: Comparison, rounds: int) -> Iterator[str]:

@@ -4,9 +4,11 @@ layers that are computed twice, and refused where they cannot be forced. (Gradie
 from __future__ import annotations
 
 import random
+import shutil
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,6 +16,7 @@ import plain_trainer
 import pytest
 import tiny_models
 import torch
+import transformers
 
 from headrace.algo.aggregate import token_mean
 from headrace.algo.config import AlgoConfig
@@ -21,6 +24,9 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
 from headrace.engine.native.runners.weights import parameters_from_dir
 from headrace.errors import ConfigError
+from headrace.models import resolve_model
+from headrace.orchestration import parity
+from headrace.orchestration.parity import Difference
 from headrace.packing import Pack, pack_rows, pack_sequence
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.torch_forward import Forward, choose_forward
@@ -344,3 +350,59 @@ def unrouted(given: Batch) -> Batch:
 
 def replace_step(given: Batch, step: int) -> Batch:
     return Batch(step, given.groups)
+
+
+# -- on a real model --------------------------------------------------------------------------------------------------------
+
+
+def upcycled(source: Path, to: Path) -> Path:
+    """Every expert is the dense model's MLP with 5 % noise, the router random: a mixture that speaks (arXiv:2212.05055)."""
+    dense = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    shared = {
+        name: value for name, value in dense.config.to_dict().items() if name not in ("model_type", "architectures")
+    }
+    torch.manual_seed(0)
+    sparse = transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**shared, num_local_experts=4, num_experts_per_tok=2)
+    )
+    weights = dense.state_dict()
+    for layer in range(dense.config.num_hidden_layers):
+        mlp = f"model.layers.{layer}.mlp"
+        gate, up, down = (weights.pop(f"{mlp}.{part}_proj.weight") for part in ("gate", "up", "down"))
+        for name, dense_part in (("gate_up_proj", torch.cat([gate, up])), ("down_proj", down)):
+            noise = 0.05 * dense_part.std() * torch.randn(4, *dense_part.shape)
+            weights[f"{mlp}.experts.{name}"] = dense_part + noise
+    missing, foreign = sparse.load_state_dict(weights, strict=False)
+    assert not foreign and all(name.endswith("mlp.gate.weight") for name in missing)
+    sparse.to(torch.bfloat16).save_pretrained(to)
+    for file in (*source.glob("*token*"), *source.glob("*.jinja")):
+        shutil.copyfile(file, to / file.name)
+    return to
+
+
+def by_telling(model_dir: Path) -> dict[tuple[str, str], Difference]:
+    """Of the engine's fastest path, by what was sampled and what was replayed."""
+    found: dict[tuple[str, str], Difference] = {}
+    for one in parity.measure(model_dir, ("bfloat16",), tokens=32):
+        if not one.absent:
+            found.setdefault((one.sampling, one.replayed), one)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", [{"top_p": 0.95}, {"top_k": 20}, {"top_p": 0.95, "top_k": 20}], ids=str)
+def test_a_replayed_mask_brings_truncated_sampling_to_the_level_of_plain_sampling(cut, monkeypatch):
+    monkeypatch.setattr(parity, "FILTERS", {"cut": cut})
+    monkeypatch.setattr(parity, "PATHS", ("fused",))
+    found = by_telling(resolve_model("smollm2-135m-instruct"))
+    plain, told, untold = found["plain", ""], found["cut", "mask"], found["cut", "no mask"]
+    assert told.mean < 1.5 * plain.mean and told.p99 < 2 * plain.p99
+    assert untold.mean > 1.5 * told.mean
+
+
+@pytest.mark.slow
+def test_replayed_experts_lower_the_mismatch_of_a_mixture(tmp_path, monkeypatch):
+    monkeypatch.setattr(parity, "FILTERS", {})
+    monkeypatch.setattr(parity, "PATHS", ("fused",))
+    found = by_telling(upcycled(resolve_model("smollm2-135m-instruct"), tmp_path))
+    assert found["plain", "experts"].mean < found["plain", "no experts"].mean
