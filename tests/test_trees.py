@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headrace.algo.aggregate import token_mean
 from headrace.packing import ROOT, Pack, Segment, pack_rows, split_ranks
-from headrace.trainer.torch_attention import Tree, tree_attention, tree_of
+from headrace.trainer.torch_attention import MASK_ELEMENTS, Tree, tree_attention, tree_of
 from headrace.trainer.torch_forward import Forward, choose_forward
 from headrace.trainer.torch_varlen import Varlen, is_right, varlen_kernel, varlen_of
 from headrace.types import Row, SamplingMask, TeacherTrace, TopLogprobs
@@ -338,6 +338,26 @@ def test_which_calls_a_tree_is_cut_into():
 
 def test_plain_causal_attention_needs_no_mask():
     (alone,) = tree_of((Segment(0, 50),), CPU).blocks
-    assert alone.mask(None) is None and alone.mask(50) is None
-    window = alone.mask(3)
-    assert window is not None and window.sum(1).tolist() == [1, 2, *[3] * 48]
+    for window in (None, 50):
+        (part,) = alone.parts(window, torch.float32)
+        assert part.mask is None and part.queries == part.keys == slice(0, 50)
+    (part,) = alone.parts(3, torch.float32)
+    assert part.mask is not None and (part.mask == 0).sum(1).tolist() == [1, 2, *[3] * 48]
+
+
+@pytest.mark.parametrize(
+    "segments", [(Segment(0, 3000),), (Segment(0, 2500), Segment(2500, 400, 0), Segment(2900, 100, 0))]
+)
+def test_long_masks_are_made_in_parts_of_what_can_be_seen(segments):
+    tree = tree_of(segments, CPU)
+    for block in tree.blocks:
+        parts = block.parts(100, torch.float32)
+        assert [part.queries.start for part in parts[1:]] == [part.queries.stop for part in parts[:-1]]
+        for part in parts:
+            assert part.mask is not None and part.mask.numel() <= MASK_ELEMENTS
+            assert part.mask.shape[1] <= part.mask.shape[0] + 99
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 3000, 4) for _ in range(3))
+    with torch.no_grad():
+        actual, _ = tree_attention(torch.nn.Module(), q, k, v, None, sliding_window=100, tree=tree)
+        torch.testing.assert_close(actual, dense(segments, q, k, v, 100), atol=1e-5, rtol=1e-4)

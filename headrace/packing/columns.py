@@ -62,7 +62,7 @@ def _lay_out(nodes: Sequence[Node]) -> tuple[tuple[Segment, ...], list[tuple[Nod
         parent, places = above.pop(node, (ROOT, np.empty(0, np.int64)))
         segments.append(Segment(start, node.length, parent))
         places = np.concatenate([places, np.arange(start, start + node.length)])
-        above |= {child: (number, places) for child in node.children}
+        above |= dict.fromkeys(node.children, (number, places))
         if node.ending:
             path_places.append((node, places))
         start += node.length

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,8 +33,21 @@ FLOAT32_UP_TO = 256
 """Keys of a call up to which CPU attention is done in float32: there the bf16 kernel takes up to three times as long."""
 
 
+MASK_ELEMENTS = 1 << 22
+"""Of one mask: calls with more queries and keys are made in parts, each with the keys that its queries can see."""
+
+
 class UnsupportedModel(ValueError):
     """The model's attention needs something that trees do not offer."""
+
+
+class Part(NamedTuple):
+    """Some queries of a block, and a stretch of its keys that holds all which these see."""
+
+    queries: slice
+    keys: slice
+    mask: Tensor | None
+    """[queries, keys], to be added to the scores: 0 or -inf. None where plain causal attention says the same."""
 
 
 @dataclass
@@ -51,22 +64,35 @@ class Block:
     query_count: int
     alone: bool
     """A root segment: plain causal attention."""
-    _masks: dict[int, Tensor | None] = field(default_factory=dict)
+    _parts: dict[tuple[int, torch.dtype], list[Part]] = field(default_factory=dict)
 
-    def mask(self, window: int | None) -> Tensor | None:
-        """[queries, keys] bool, True where a query sees a key; None where plain causal attention says the same."""
-        reach = window or 0
-        if reach not in self._masks:
-            self._masks[reach] = self._make_mask(reach)
-        return self._masks[reach]
+    def parts(self, window: int | None, dtype: torch.dtype) -> list[Part]:
+        """What the call is made of. Every layer asks, and autograd keeps what it gets: it is made once."""
+        asked = window or 0, dtype
+        if asked not in self._parts:
+            self._parts[asked] = self._make_parts(*asked)
+        return self._parts[asked]
 
-    def _make_mask(self, reach: int) -> Tensor | None:
+    def _make_parts(self, reach: int, dtype: torch.dtype) -> list[Part]:
+        count, total = self.query_count, self.seen.shape[1]
+        if self.alone and not 0 < reach < total:
+            return [Part(slice(0, count), slice(0, total), None)]
+        size = max(MASK_ELEMENTS // total, 128)
+        return [self._part(slice(start, min(start + size, count)), reach, dtype) for start in range(0, count, size)]
+
+    def _part(self, queries: slice, reach: int, dtype: torch.dtype) -> Part:
+        mine = self.seen[:, self.seen.shape[1] - self.query_count :][:, queries]
         place, end, position = self.seen
-        if self.alone and not 0 < reach < len(place):
-            return None
-        mine = place[-self.query_count :, None]
-        mask = (place <= mine) & (mine < end)
-        return mask & (position[-self.query_count :, None] - position < reach) if reach else mask
+        candidates = (place <= mine[0].max()) & (end > mine[0].min())
+        if reach:
+            candidates &= position > mine[2].min() - reach
+        first, last = candidates.nonzero()[[0, -1], 0].tolist()
+        keys = slice(first, last + 1)
+        place, end, position = self.seen[:, keys]
+        hidden = (place > mine[0][:, None]) | (end <= mine[0][:, None])
+        if reach:
+            hidden |= mine[2][:, None] - position >= reach
+        return Part(queries, keys, torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -torch.inf))
 
 
 @dataclass
@@ -204,21 +230,31 @@ def tree_attention(
 
 
 def _attend(block: Block, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None) -> Tensor:
-    mask = block.mask(window)
     small = q.device.type == "cpu" and k.shape[2] <= FLOAT32_UP_TO
     # under autocast, rotary embeddings leave q and k in float32 and v in bf16
     dtype = torch.float32 if small else v.dtype
+    lowered, outputs = [x.to(dtype) for x in (q, k, v)], []
     with torch.autocast(q.device.type, enabled=False):
-        out = scaled_dot_product_attention(
-            q.to(dtype),
-            k.to(dtype),
-            v.to(dtype),
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scaling,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
-    return out.to(v.dtype)
+        for part in block.parts(window, dtype):
+            places = (part.queries, part.keys, part.keys)
+            mine, keys, values = (_cut(x, place) for x, place in zip(lowered, places, strict=True))
+            outputs.append(
+                scaled_dot_product_attention(
+                    mine,
+                    keys,
+                    values,
+                    attn_mask=part.mask,
+                    is_causal=part.mask is None,
+                    scale=scaling,
+                    enable_gqa=q.shape[1] != k.shape[1],
+                )
+            )
+    return _join(outputs).to(v.dtype)
+
+
+def _cut(x: Tensor, place: slice) -> Tensor:
+    """The backward pass of a slice costs a copy, also where it is the whole."""
+    return x if place.stop - place.start == x.shape[2] else x[:, :, place]
 
 
 def _join(pieces: Sequence[Tensor]) -> Tensor:
