@@ -159,7 +159,7 @@ def serving(model: Path, log: Path, cores: list[int], eager: bool) -> Iterator[t
         port = free_port()
         with log.open("w") as said:
             process = subprocess.Popen(
-                server_command(copy, port),
+                server_command(copy, port, eager),
                 stdout=said,
                 stderr=said,
                 env=server_environment(cores),

@@ -26,6 +26,7 @@ EXTRAS = {
     "datasets": "datasets",
     "tensorboard": "tensorboard",
     "trackio": "trackio",
+    "lora": "peft",
 }
 """Extra of `pip install headrace[...]` -> the module that it brings."""
 
@@ -35,6 +36,7 @@ _ADVICE = {
     "datasets": "prompts from a saved datasets directory",
     "tensorboard": "curves in TensorBoard",
     "trackio": "curves in trackio",
+    "lora": "training of LoRA adapters",
 }
 
 # Run in a process of its own: importing torch takes seconds, and a broken build must not take the doctor with it.

@@ -23,6 +23,7 @@ def report(model: str, dtypes: Sequence[Dtype] = DTYPES, console: Console | None
         Path(model) if (Path(model) / "config.json").is_file() else resolve_model(model)
     )  # no tokenizer is needed
     found: list[Difference] = []
+    _silence_progress_bars()
     with console.status(f"{Path(model).name}: publishing, sampling, scoring ...") as status:
         for one in measure(directory, dtypes):
             found.append(one)
@@ -30,6 +31,13 @@ def report(model: str, dtypes: Sequence[Dtype] = DTYPES, console: Console | None
     console.print(f"[bold]|Δ log-prob| between engine and trainer, nats[/] · {escape(Path(model).name)}")
     console.print(table(found))
     return _verdict(found, console)
+
+
+def _silence_progress_bars() -> None:
+    """transformers draws one for every model it loads, across our own line."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
 
 def _progress(status: Status, found: Sequence[Difference]) -> None:
