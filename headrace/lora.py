@@ -60,7 +60,7 @@ class LoraConfig:
     experts: bool = False
     """Adapt the experts of a mixture-of-experts model too, each with `rank`."""
     quantise: Literal["", "int8", "nf4"] = ""
-    """Keep the frozen matrices in 8 or 4 bits while training (Dettmers et al., arXiv:2305.14314). The engine serves what they
+    """Keep the frozen matrices of linear layers in 8 or 4 bits while training (Dettmers et al., arXiv:2305.14314). The engine serves what they
     stand for, in its own dtype."""
     publish: Literal["auto", "adapter", "merged"] = "auto"
     """adapter: the base weights are published once, then the adapter alone. merged: full weights with the adapter in them,
@@ -78,6 +78,10 @@ class LoraConfig:
             raise ValueError(
                 'lora.dora = true with lora.publish = "adapter": no engine of ours serves DoRA beside the base weights; use '
                 '"merged" (or "auto")'
+            )
+        if self.dora and self.quantise:
+            raise ValueError(
+                "lora.quantise and lora.dora exclude each other: DoRA needs the lengths of full columns at every step"
             )
         if self.dora and self.experts:
             raise ValueError("lora.experts and lora.dora exclude each other: peft adapts experts by plain LoRA only")

@@ -14,6 +14,7 @@ from tiny_models import prompts, reference
 from headrace.errors import ConfigError, IdentityError
 from headrace.lora import LoraConfig
 from headrace.trainer.torch_lora import Adapters
+from headrace.trainer.torch_quantise import NF4, QuantisedLinear
 
 PREFIX = "base_model.model."
 
@@ -45,6 +46,7 @@ def logprobs(model: Any, tokens: list[int]) -> torch.Tensor:
         ({"quantise": "nf4"}, "lora.rank = 0 trains all weights"),
         ({"rank": 4, "dora": True, "publish": "adapter"}, "merged"),
         ({"rank": 4, "dora": True, "experts": True}, "exclude each other"),
+        ({"rank": 4, "dora": True, "quantise": "nf4"}, "exclude each other"),
         ({"rank": 4, "targets": ()}, "lora.targets is empty"),
         ({"rank": 4, "rank_pattern": {"q_proj": 0}}, "q_proj a rank below 1"),
         ({"rank": -1}, "greater than or equal to 0"),
@@ -180,6 +182,60 @@ def test_the_seed_of_an_adapter_draws_it_whatever_was_drawn_before():
         return next(iter(adapters.state("a").values())).clone()
 
     assert torch.equal(first(1, 0), first(1, 5)) and not torch.equal(first(1, 0), first(2, 0))
+
+
+# --- a quantised base --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "nbytes", "error"), [("int8", 1.0, 0.02), ("nf4", 0.5, 0.12)])
+def test_the_base_is_small_and_what_is_published_is_what_is_computed_with(kind, nbytes, error):
+    model, adapters = adapted("qwen2", a=LoraConfig(rank=4, quantise=kind))
+    base, exact, text = dict(adapters.base()), dict(reference("qwen2").named_parameters()), prompts(20)[0]
+    assert list(base) == list(exact)
+    quantised = [name for name in base if name.endswith("_proj.weight")]
+    for name in base:
+        if name in quantised:
+            assert 0 < (base[name] - exact[name]).abs().mean() < error * exact[name].abs().mean(), name
+        else:
+            assert torch.equal(base[name], exact[name]), name
+    packed = dict(model.named_parameters())
+    held = sum(packed[name.replace(".weight", ".base_layer.weight")].nbytes for name in quantised)
+    assert held <= nbytes * sum(exact[name].numel() for name in quantised)
+    scramble(adapters, "a")
+    by_hand = reference("qwen2")
+    by_hand.load_state_dict(dict(adapters.merged("a")), strict=False)
+    assert torch.allclose(logprobs(by_hand, text), logprobs(model, text), atol=1e-4)
+    adapters.check_base()
+
+
+@pytest.mark.parametrize(("kind", "levels"), [("int8", [i / 127 for i in range(-127, 128)]), ("nf4", NF4)])
+def test_every_weight_becomes_the_nearest_level_of_its_block(kind, levels):
+    weight = torch.randn(5, 37, generator=torch.Generator().manual_seed(0))
+    weight[0] = 0.0  # a block may hold nothing but zeros
+    linear = torch.nn.Linear(37, 5, bias=False)
+    linear.weight.data = weight.clone()
+    full = QuantisedLinear(linear, kind, torch.float32).full().flatten()
+    for start in range(0, weight.numel(), 64):
+        block = weight.flatten()[start : start + 64].double().numpy()
+        scale = abs(block).max()
+        nearest = [min(levels, key=lambda level, value=value: abs(level * scale - value)) * scale for value in block]
+        assert full[start : start + 64].tolist() == pytest.approx(nearest, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_gradients_through_a_quantised_base_are_those_through_what_it_stands_for(kind):
+    model, adapters = adapted("qwen2", a=LoraConfig(rank=4, quantise=kind))
+    full = reference("qwen2")
+    full.load_state_dict(dict(adapters.base()), strict=False)
+    other = Adapters(full, {"a": LoraConfig(rank=4)}, torch.float32, Path("base"))
+    tokens, gradients = torch.tensor(prompts(20)), []
+    for one, each in ((model, adapters), (full, other)):
+        scramble(each, "a")
+        one(tokens).logits.log_softmax(-1)[0, :-1].gather(-1, tokens[0, 1:, None]).mean().backward()
+        gradients.append({name: p.grad for name, p in each.parameters("a").items()})
+    for name, gradient in gradients[0].items():
+        assert torch.allclose(gradient, gradients[1][name], atol=1e-5), name
+    assert max(gradient.abs().max() for gradient in gradients[0].values()) > 1e-3
 
 
 # --- several -----------------------------------------------------------------------------------------------------------

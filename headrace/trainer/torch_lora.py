@@ -1,7 +1,7 @@
 """LoRA in the trainer: peft's adapters inside a frozen model, of which one is active at a time.
 
 The frozen matrices lie in the dtype of the computation (half the memory under bfloat16, and autocast has nothing to lower
-again at every use); embeddings, norms and experts that are adapted stay float32, and so do the adapters.
+again at every use), or in 8 or 4 bits (`torch_quantise.py`); embeddings, norms and experts that are adapted stay float32, and so do the adapters.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from headrace.errors import ConfigError, IdentityError
 from headrace.lora import LoraConfig
+from headrace.trainer.torch_quantise import quantise
 
 ADAPTER_CONFIG, ADAPTER_MODEL = "adapter_config.json", "adapter_model.safetensors"
 """As peft calls them."""
@@ -37,6 +38,10 @@ class Adapters:
             check(type(model).__name__, modules, stacks, config)
         self.base_mark = _fingerprint(model.named_parameters())
         """Of the base model as it was read: the same in whatever dtype it is computed with."""
+        kinds = {config.quantise for config in configs.values()}
+        assert len(kinds) == 1, "one base for all adapters"
+        self._quantised = quantise(model, kind, dtype) if (kind := kinds.pop()) else {}
+        modules = adaptable(model)
         _freeze(model, dtype, [] if any(config.experts for config in configs.values()) else stacks)
         self._base = dict(model.named_parameters())
         self._active = ""
@@ -77,7 +82,9 @@ class Adapters:
 
     def base(self) -> Iterator[tuple[str, Tensor]]:
         """The frozen weights by the model's own names, as they are computed with."""
-        return ((name, parameter.detach()) for name, parameter in self._base.items())
+        for name, parameter in self._base.items():
+            packed = self._quantised.get(name)
+            yield name, packed.full() if packed else parameter.detach()
 
     @torch.no_grad()
     def merged(self, name: str) -> Iterator[tuple[str, Tensor]]:
@@ -149,7 +156,7 @@ def _freeze(model: Any, dtype: torch.dtype, stacks: Sequence[str]) -> None:
     ends = (*(f"{name}.weight" for name in linears), *low_stacks)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(False)
-        if name.endswith(ends):
+        if name.endswith(ends) and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
 
 
@@ -158,7 +165,7 @@ def _fingerprint(parameters: Iterable[tuple[str, Tensor]]) -> str:
     whole = xxhash.xxh3_128()
     for name, parameter in parameters:
         whole.update(name.encode())
-        whole.update(parameter.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy())
+        whole.update(memoryview(parameter.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()))
     return whole.hexdigest()
 
 
