@@ -194,22 +194,22 @@ def test_the_reference_is_the_policy_bit_for_bit_until_a_weight_moves(name, dtyp
     assert reference.bytes < 4.1 * sum(p.numel() for p in forward.model.parameters())
 
 
-def test_the_reference_outlives_a_resume(tmp_path):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_the_reference_outlives_a_resume(name, dtype, tmp_path):
     algo = AlgoConfig(kl={"coef": 0.1})
 
     def make() -> TorchTrainer:
         return TorchTrainer(
-            tiny_models.saved("llama"), TrainConfig(dtype="float32", device="cpu", learning_rate=1e-2), algo, 0
+            tiny_models.saved(name), TrainConfig(dtype=dtype, device="cpu", learning_rate=1e-2), algo, 0
         )
 
-    one, pack = make(), pack_sequence(TOKENS)
-    start = one._reference(pack, 1.0)
-    assert one.step(batch("llama", 0)).reference_kl == pytest.approx(0, abs=1e-6)
+    one = make()
+    assert one.step(batch(name, 0)).reference_kl == 0  # bit for bit, kernels or not
     one.save(tmp_path)
     resumed = make()
     resumed.restore(tmp_path)
-    assert torch.equal(resumed._reference(pack, 1.0), start)
-    second, again = one.step(batch("llama", 1)), resumed.step(batch("llama", 1))
+    second, again = one.step(batch(name, 1)), resumed.step(batch(name, 1))
     assert second.reference_kl == again.reference_kl > 1e-5
 
 
