@@ -20,7 +20,13 @@ them; H = 576 (135M parameters) gives 3,456, H = 1024 (0.6B) 6,144."""
 
 
 def split_ranks(
-    rows: Sequence[Row], aggregation: AggregationFunction, constant: int, budget: int, ranks: int, step: int
+    rows: Sequence[Row],
+    aggregation: AggregationFunction,
+    constant: int,
+    budget: int,
+    ranks: int,
+    step: int,
+    share: bool = True,
 ) -> list[Plan]:
     """A plan for every rank, as `pack_rows` makes one: together they are the whole step.
 
@@ -34,7 +40,7 @@ def split_ranks(
     weights = aggregation(list(map(len, losses)), constant)
 
     def trees(limit: int) -> list[Node]:
-        return trees_of(rows, losses, weights, routed, limit, True, LEAST_SAVED)
+        return trees_of(rows, losses, weights, routed, limit, share, LEAST_SAVED)
 
     bins = [first_fit(mine, size_of, budget) for mine in _balanced(trees, budget, ranks)]
     most = max(map(len, bins))
