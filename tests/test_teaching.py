@@ -191,17 +191,21 @@ def test_teachers_are_routed_by_row_and_compared_by_their_most_probable_tokens(
     assert names == {"evens", "odds"}
 
 
+@pytest.mark.parametrize("rank", [0, 4])
 def test_the_reference_in_the_reward_is_the_initial_model_and_its_kl_is_taken_off(
-    config: Config, tiny_llama: Path, tmp_path: Path
+    rank: int, config: Config, tiny_llama: Path, tmp_path: Path
 ) -> None:
     def reward(prompts: list[str], completions: list[str]) -> list[float]:
         return [text.count("e") / 8 for text in completions]
 
+    config["lora"] = {"rank": rank}
     config["algo"] = {"name": "rloo", "kl": {"coef": 0.5, "estimator": "k1", "place": "reward"}}
     config["rollout"]["group_size"] = 4
     headrace.train(config, reward=reward)
     directory = tmp_path / "runs" / "taught"
     headrace.train({**config, "train": {**config["train"], "steps": 6}}, reward=reward, resume=directory)
+    own = (directory / "logs" / "reference.log").exists()
+    assert own == (rank == 0), "with LoRA the run's own engine serves the base already"
     exact, moved = said_by(tiny_llama), 0.0
     for group in groups_of(directory):
         shaped = []
