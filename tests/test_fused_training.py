@@ -209,7 +209,8 @@ def check_attention(segments, heads, kv_heads, dim, window, dtype):
         scores = torch.einsum("nhd,mhd->hnm", q, k) * scale
         return torch.einsum("hnm,mhd->nhd", scores.masked_fill(~mask, -torch.inf).softmax(-1), v)
 
-    inputs = [torch.randn(count, h, dim).to(dtype) for h in (heads, kv_heads, kv_heads)]
+    q, k, v = (torch.randn(count, h, dim) for h in (heads, kv_heads, kv_heads))
+    inputs = [q, k, v.to(dtype)]
     check(lambda q, k, v: fused_ops.attention(q, k, v, Segments.of(segments), scale, window), plain, inputs, dtype)
 
 

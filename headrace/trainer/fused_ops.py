@@ -229,7 +229,7 @@ class _Gated(torch.autograd.Function):
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float, unit: float) -> Tensor:
     """Rotary embedding (arXiv:2104.09864) of x [N, heads, D] by cos and sin [N, D] float32, halves as in `rotate_half`; after
-    an RMSNorm of each head where there is a weight [D]."""
+    an RMSNorm of each head where there is a weight [D]. The result is float32."""
     return _Rotary.apply(x, cos, sin, None if weight is None else weight.float(), eps, unit)
 
 
@@ -239,11 +239,11 @@ class _Rotary(torch.autograd.Function):
         ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float, unit: float
     ) -> Tensor:
         x = x.contiguous()
-        y = torch.empty_like(x)
+        y = torch.empty_like(x, dtype=torch.float32)
         given = map(address, (x, y, cos, sin, weight))
         kernels().headrace_rotary(x.dtype == torch.float32, *given, *x.shape, eps, unit)
         ctx.save_for_backward(x if weight is not None else None, cos, sin, weight)
-        ctx.constants = eps, unit
+        ctx.constants, ctx.dtype = (eps, unit), x.dtype
         return y
 
     @staticmethod
@@ -251,10 +251,10 @@ class _Rotary(torch.autograd.Function):
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
         x, cos, sin, weight = ctx.saved_tensors
         d_y = d_y.contiguous()
-        d_x = torch.empty_like(d_y)
+        d_x = torch.empty_like(d_y, dtype=ctx.dtype)
         d_weight, parts = _parts(d_y.shape[0], d_y.shape[2], weight is not None and ctx.needs_input_grad[3])
         given = map(address, (x, d_y, d_x, cos, sin, weight, d_weight, parts))
-        kernels().headrace_rotary_backward(d_y.dtype == torch.float32, *given, *d_y.shape, *ctx.constants)
+        kernels().headrace_rotary_backward(ctx.dtype == torch.float32, *given, *d_y.shape, *ctx.constants)
         return d_x, None, None, d_weight, None, None
 
 
@@ -280,7 +280,7 @@ class Segments:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int = 0) -> Tensor:
-    """q [N, heads, D], k and v [N, kv_heads, D] -> [N, heads, D]. A token sees itself, what comes before it in its segment, and
+    """q [N, heads, D] and k [N, kv_heads, D] float32, v [N, kv_heads, D] -> [N, heads, D] in the dtype of v. A token sees itself, what comes before it in its segment, and
     all ancestors of that, as far back as `window` tokens (0: all). Nothing of the size of the scores is kept."""
     return _Attention.apply(q, k, v, segments, scale, window)
 
@@ -289,9 +289,9 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int) -> Tensor:
         q, k, v = (x.contiguous() for x in (q, k, v))
-        out = torch.empty_like(q)
+        out = torch.empty_like(q, dtype=v.dtype)
         trees = segments.trees(q, k, scale, window)
-        kernels().headrace_attention(q.dtype == torch.float32, ctypes.byref(trees), *map(address, (q, k, v, out)))
+        kernels().headrace_attention(v.dtype == torch.float32, ctypes.byref(trees), *map(address, (q, k, v, out)))
         ctx.save_for_backward(q, k, v)
         ctx.segments, ctx.constants = segments, (scale, window)
         return out
@@ -303,5 +303,5 @@ class _Attention(torch.autograd.Function):
         d_q, d_k, d_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         trees = ctx.segments.trees(q, k, *ctx.constants)
         given = map(address, (q, k, v, d_out.contiguous(), d_q, d_k, d_v))
-        kernels().headrace_attention_backward(q.dtype == torch.float32, ctypes.byref(trees), *given)
+        kernels().headrace_attention_backward(v.dtype == torch.float32, ctypes.byref(trees), *given)
         return d_q, d_k, d_v, None, None, None

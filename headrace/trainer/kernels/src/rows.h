@@ -149,6 +149,7 @@ struct Gated {
 };
 
 // Rotary embedding (arXiv:2104.09864) of the heads of each token, after an RMSNorm of each head where there is a weight.
+// The result is float32: attention wants it exact.
 template <class T>
 struct Rotary {
     int rows, heads, dim;
@@ -156,7 +157,7 @@ struct Rotary {
     const float* weight;     // [dim] or null
     float eps, unit;
 
-    void forward(const T* x, T* y) const {
+    void forward(const T* x, float* y) const {
         team::each(stretches(rows), [&](int item) {
             float *v = team::room<float>(3 * lanes(dim)), *o = v + lanes(dim), *w = o + lanes(dim);
             prepare(w);
@@ -179,7 +180,7 @@ struct Rotary {
     }
 
     // parts: [stretches, dim], the gradient of the weight.
-    void backward(const T* x, const T* dy, T* dx, float* parts) const {
+    void backward(const T* x, const float* dy, T* dx, float* parts) const {
         team::each(stretches(rows), [&](int item) {
             float *v = team::room<float>(5 * lanes(dim)), *g = v + lanes(dim), *w = g + lanes(dim), *o = w + lanes(dim), *dw = o + lanes(dim);
             prepare(w);

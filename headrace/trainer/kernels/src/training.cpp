@@ -63,25 +63,25 @@ void headrace_gated_backward(int wide, const void* gate, const void* up, const v
     else Gated<bf16>{count, (bool)gelu}.backward((const bf16*)gate, (const bf16*)up, (const bf16*)dy, (bf16*)d_gate, (bf16*)d_up);
 }
 
-void headrace_rotary(int wide, const void* x, void* y, const float* cos, const float* sin, const float* weight, int rows, int heads, int dim,
+void headrace_rotary(int wide, const void* x, float* y, const float* cos, const float* sin, const float* weight, int rows, int heads, int dim,
                      float eps, float unit) {
-    if (wide) Rotary<float>{rows, heads, dim, cos, sin, weight, eps, unit}.forward((const float*)x, (float*)y);
-    else Rotary<bf16>{rows, heads, dim, cos, sin, weight, eps, unit}.forward((const bf16*)x, (bf16*)y);
+    if (wide) Rotary<float>{rows, heads, dim, cos, sin, weight, eps, unit}.forward((const float*)x, y);
+    else Rotary<bf16>{rows, heads, dim, cos, sin, weight, eps, unit}.forward((const bf16*)x, y);
 }
-void headrace_rotary_backward(int wide, const void* x, const void* dy, void* dx, const float* cos, const float* sin, const float* weight,
+void headrace_rotary_backward(int wide, const void* x, const float* dy, void* dx, const float* cos, const float* sin, const float* weight,
                               float* weight_gradient, float* parts, int rows, int heads, int dim, float eps, float unit) {
-    if (wide) Rotary<float>{rows, heads, dim, cos, sin, weight, eps, unit}.backward((const float*)x, (const float*)dy, (float*)dx, parts);
-    else Rotary<bf16>{rows, heads, dim, cos, sin, weight, eps, unit}.backward((const bf16*)x, (const bf16*)dy, (bf16*)dx, parts);
+    if (wide) Rotary<float>{rows, heads, dim, cos, sin, weight, eps, unit}.backward((const float*)x, dy, (float*)dx, parts);
+    else Rotary<bf16>{rows, heads, dim, cos, sin, weight, eps, unit}.backward((const bf16*)x, dy, (bf16*)dx, parts);
     if (weight_gradient) gather(parts, stretches(rows), dim, weight_gradient, false);
 }
 
-void headrace_attention(int wide, const Trees* trees, const void* q, const void* k, const void* v, void* out) {
-    if (wide) Attention<float>{*trees, (const float*)q, (const float*)k, (const float*)v}.forward((float*)out);
-    else Attention<bf16>{*trees, (const bf16*)q, (const bf16*)k, (const bf16*)v}.forward((bf16*)out);
+void headrace_attention(int wide, const Trees* trees, const float* q, const float* k, const void* v, void* out) {
+    if (wide) Attention<float>{*trees, q, k, (const float*)v}.forward((float*)out);
+    else Attention<bf16>{*trees, q, k, (const bf16*)v}.forward((bf16*)out);
 }
-void headrace_attention_backward(int wide, const Trees* trees, const void* q, const void* k, const void* v, const void* d_out, void* dq,
-                                 void* dk, void* dv) {
-    if (wide) Attention<float>{*trees, (const float*)q, (const float*)k, (const float*)v}.backward((const float*)d_out, (float*)dq, (float*)dk, (float*)dv);
-    else Attention<bf16>{*trees, (const bf16*)q, (const bf16*)k, (const bf16*)v}.backward((const bf16*)d_out, (bf16*)dq, (bf16*)dk, (bf16*)dv);
+void headrace_attention_backward(int wide, const Trees* trees, const float* q, const float* k, const void* v, const void* d_out, float* dq,
+                                 float* dk, void* dv) {
+    if (wide) Attention<float>{*trees, q, k, (const float*)v}.backward((const float*)d_out, dq, dk, (float*)dv);
+    else Attention<bf16>{*trees, q, k, (const bf16*)v}.backward((const bf16*)d_out, dq, dk, (bf16*)dv);
 }
 }
