@@ -60,6 +60,8 @@ class TrainReport(Struct, frozen=True):
     """Loss tokens that are not in their own sampling mask: they count with the whole vocabulary."""
     missing_routes: int = 0
     """Positions (times layers) without recorded experts: the live router chose."""
+    routing_conflicts: int = 0
+    """Prompt tokens that rows share and whose recorded experts differ: those of the first row were forced."""
     reference_kl: float = 0.0
     """Mean of the KL term in the loss, before its coefficient."""
     teacher_kl: float = 0.0
