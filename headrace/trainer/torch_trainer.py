@@ -124,6 +124,7 @@ class TorchTrainer:
             lags=sums.diagnostics.report(),
             outside_tokens=sums.outside,
             missing_routes=sums.missing_routes,
+            routing_conflicts=plan.routing_conflicts,
             reference_kl=sums.reference_kl / sums.tokens,
             teacher_kl=sums.teacher_kl / max(sums.taught, 1),
         )
