@@ -165,7 +165,7 @@ def _fingerprint(parameters: Iterable[tuple[str, Tensor]]) -> str:
     whole = xxhash.xxh3_128()
     for name, parameter in parameters:
         whole.update(name.encode())
-        whole.update(memoryview(parameter.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()))
+        whole.update(parameter.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
     return whole.hexdigest()
 
 
