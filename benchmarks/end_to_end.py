@@ -31,7 +31,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -299,12 +299,12 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # it must not leave servers behind
     given = arguments()
     bench = Bench(given)
-    found = {
-        (system, seed): ran
-        for seed in given.seeds
-        for system in given.only
-        if (ran := bench.run(system, seed)) is not None
-    }
+    found: dict[tuple[str, int], Json] = {}
+    with suppress(KeyboardInterrupt):  # interrupted, it tells what it has
+        for seed in given.seeds:
+            for system in given.only:
+                if (ran := bench.run(system, seed)) is not None:
+                    found[system, seed] = ran
     lines = [machine(), "", *table(found, given.target), "", *ratios(found, given.target)]
     print("\n" + "\n".join(lines))
     (bench.folder / "table.md").write_text("\n".join(lines) + "\n")
