@@ -53,12 +53,12 @@ class World:
         return received
 
     def engine_says(self, tokens: list[int], name: str = "") -> list[float]:
-        self.engine.add(scoring(f"score/{name}/{id(tokens)}", tokens, adapter=name))
+        self.engine.add(scoring("score", tokens, adapter=name))
+        found: list[float] = []
         while self.engine.has_work():
-            for ended in self.engine.step().finished:
-                if ended.prompt_logprobs is not None:
-                    return list(ended.prompt_logprobs)
-        raise AssertionError("the engine scored nothing")
+            for scores in self.engine.step().scores:
+                found = list(scores.logprobs)
+        return found
 
 
 LORAS: Loras = {
@@ -137,11 +137,10 @@ def test_one_flipped_bit_of_an_adapter_is_refused_and_the_old_one_goes_on(make):
     one.load(one.publish("north", 1))
     before = one.engine_says(text, "north")
     update = one.publish("north", 2)
-    manifest = lay_out(one.trainer.parameters("north"), torch.float32)
-    position = lay_out(one.trainer.parameters(), torch.float32, slots=1).end + 0 * manifest.slot_nbytes + 5
+    position = lay_out(one.trainer.parameters(), torch.float32, slots=1).end + 5  # version 2 lies in the first slot
     (value,) = os.pread(one.fd, 1, position)
     os.pwrite(one.fd, bytes([value ^ 1]), position)
-    with pytest.raises(IdentityError, match="the adapter north of version 2 were published|the adapter north"):
+    with pytest.raises(IdentityError, match="the adapter north of version 2"):
         one.load(update)
     assert one.engine_says(list(text), "north") == before
 
