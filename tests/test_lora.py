@@ -9,12 +9,17 @@ import peft
 import pytest
 import torch
 from pydantic import ValidationError
-from tiny_models import prompts, reference
+from tiny_models import prompts, reference, saved
 
+from headrace.algo.config import AlgoConfig
 from headrace.errors import ConfigError, IdentityError
 from headrace.lora import LoraConfig
+from headrace.trainer.config import TrainConfig
+from headrace.trainer.torch_learner import Assignment
 from headrace.trainer.torch_lora import Adapters
 from headrace.trainer.torch_quantise import NF4, QuantisedLinear
+from headrace.trainer.torch_trainer import TorchTrainer
+from headrace.types import Batch, Group, Prompt, Row
 
 PREFIX = "base_model.model."
 
@@ -182,6 +187,41 @@ def test_the_seed_of_an_adapter_draws_it_whatever_was_drawn_before():
         return next(iter(adapters.state("a").values())).clone()
 
     assert torch.equal(first(1, 0), first(1, 5)) and not torch.equal(first(1, 0), first(2, 0))
+
+
+# --- in the trainer ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", ["qwen2", "mixtral"])
+def test_gradients_of_packed_trees_are_those_of_pefts_model_row_by_row(name, checkpointing):
+    train = TrainConfig(dtype="float32", device="cpu", gradient_checkpointing=checkpointing)
+    algo, lora = AlgoConfig(name="dapo"), LoraConfig(rank=4, experts=name == "mixtral")
+    trainer = TorchTrainer(Path(saved(name)), train, algo, 0, adapters={"a": Assignment(train, algo, lora)})
+    scramble(trainer._adapters, "a")
+    prompt, *answers = prompts(7, 5, 9)
+    rows, weights = [], (0.7, -0.4)
+    for answer, weight in zip(answers, weights, strict=True):
+        sampled, count = trainer.score([*prompt, *answer], "a")[len(prompt) - 1 :], len(answer)
+        columns = (weight,) * count, (True,) * count, (0,) * count
+        rows.append(Row(tuple(prompt), tuple(answer), tuple(sampled), *columns))
+    group = Group(0, Prompt("p", "", tuple(prompt)), (), tuple(rows))
+    batch = Batch(0, (group,), adapter="a")
+    trainer._gradients(trainer._plan(batch), 1.0, "a")
+    found = {key: p.grad.clone() for key, p in trainer._learners["a"].parameters.items()}
+
+    model, adapters = adapted(name, a=lora)
+    scramble(adapters, "a")
+    loss = torch.zeros(())
+    for answer, weight in zip(answers, weights, strict=True):
+        whole = torch.tensor([[*prompt, *answer]])
+        logp = model(whole).logits[0, :-1].log_softmax(-1).gather(-1, whole[0, 1:, None])[len(prompt) - 1 :]
+        loss = loss - weight * logp.sum() / sum(map(len, answers))
+    loss.backward()
+    for key, parameter in adapters.parameters("a").items():
+        scale = parameter.grad.abs().max()
+        assert (found[key] - parameter.grad).abs().max() <= 1e-4 * scale + 1e-7, key
+    assert "packed trees" in trainer.path
 
 
 # --- a quantised base --------------------------------------------------------------------------------------------------
