@@ -240,9 +240,9 @@ def adapter_runs(config: RunConfig) -> tuple[RunConfig, ...]:
     runs = []
     for adapter in config.adapters:
         own = {field: table for field, table in dataclasses.asdict(adapter).items() if table and field != "name"}
-        replaced = {section: own.pop(section) for section in ("task", "reward") if section in own}
+        replaced: Tree = {section: own.pop(section) for section in ("task", "reward") if section in own}
         base = {**dataclasses.asdict(config), **replaced}
-        place: Tree = {"name": adapter.name, "out": str(config.run_dir), "adapters": ()}
+        place = {"name": adapter.name, "out": str(config.run_dir), "adapters": ()}
         try:
             runs.append(build(RunConfig, {**merge(base, own), **place}))
         except ConfigError as error:
