@@ -168,6 +168,15 @@ def test_a_weight_that_is_written_to_is_packed_again():
     assert torch.equal(y, weight.t().bfloat16())
 
 
+def test_a_weight_in_bfloat16_has_its_gradient_in_bfloat16():
+    weight, x = torch.randn(32, 64).bfloat16().requires_grad_(), torch.randn(40, 64).bfloat16()
+    slopes = torch.randn(2, 40, 32).bfloat16()
+    for slope in slopes:
+        fused_ops.linears(x, [(PackedWeight(), weight, None)])[0].backward(slope)
+    expected = slopes.double().sum(0).t() @ x.double()
+    assert weight.grad.dtype == BF16 and distance(weight.grad, expected) < 2 * ROUNDING[BF16]
+
+
 def test_a_frozen_weight_gets_no_gradient():
     frozen, trained = torch.randn(32, 32), torch.randn(32, 32, requires_grad=True)
     x = torch.randn(5, 32, requires_grad=True)

@@ -83,7 +83,7 @@ def reserve(model: Any, tokens: int) -> None:
         parameter.data = parameter.data.clone()
     for module in layers:
         module.packed.packed(module.weight)
-        if module.weight.requires_grad:
+        if module.weight.requires_grad and module.weight.dtype == torch.float32:
             module.packed.gradient(module.weight)
 
 

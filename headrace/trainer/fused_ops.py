@@ -64,6 +64,8 @@ class PackedWeight:
 
     def gradient(self, weight: Tensor) -> tuple[Tensor, bool]:
         """(where to write the gradient, float32 [n, k]; whether to add to what is there)."""
+        if weight.dtype != torch.float32:  # memory is dear there: none is kept
+            return torch.empty(weight.shape, dtype=torch.float32), False
         held = weight.grad
         if held is not None and held.dtype == torch.float32 and held.is_contiguous():
             return held, True
