@@ -40,6 +40,16 @@ class RolloutConfig:
         """Whether tokens are cut out of the distribution."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
+    @property
+    def caveats(self) -> list[str]:
+        """What a run should be told at its start."""
+        if self.keep_mask or not self.truncates:
+            return []
+        return [
+            "rollout.keep_mask = false: the trainer compares log-probs of the whole vocabulary with those of a truncated one, which "
+            "is not the distribution that was sampled from; set it to true unless that is what you want to see"
+        ]
+
     def request(self, name: str, prompt: Prompt, seed: int, priority: int, adapter: str = "") -> Request:
         """For a rollout that will be trained on."""
         return Request(

@@ -66,7 +66,7 @@ def open_lane(config: RunConfig, directory: RunDirectory, resume: bool) -> Lane:
         check_resumable(read_config(config_of_run(path)), config)
         directory.keep_config(dump_config(config), step)
     recorder = open_recorder(config.observe, path, step if resume else None)
-    for complaint in [*complaints, *config.algo.caveats(config.rollout.max_tokens)]:
+    for complaint in [*complaints, *config.algo.caveats(config.rollout.max_tokens), *config.rollout.caveats]:
         recorder.record(Warned(state.seconds if state else 0.0, complaint))
     return Lane(config, directory, recorder, checkpoints, checkpoint, state, Session(recorder, state))
 
