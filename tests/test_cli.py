@@ -76,7 +76,7 @@ def test_a_bug_keeps_its_traceback():
         (["train", "mine.tml"], "did you mean mine.toml?"),
         (["train"], "name a config: headrace train CONFIG.toml"),
         (["train", "mine.toml", "--set", "train.stesp=1"], "did you mean train.steps?"),
-        (["train", "mine.toml", "--set", "rollout.top_p=0.5"], "set rollout.top_p = 1"),
+        (["train", "mine.toml", "--set", "rollout.temperature=0"], "use 1.0 for training"),
         (["train", "mine.toml", "--name", "a/b"], "name = "),
         (["train", "mine.toml", "--set", "reward.function="], "nothing gives rewards: set reward.function"),
         (["train", "--resume", "runs/absent"], "there is no run runs/absent"),
