@@ -69,7 +69,7 @@ def examine(full: bool = False) -> int:
     models = list(_models(full))
     torch = torch_facts(probe)
     sections = {
-        "Software": [_python(), *torch_findings(torch), _kernels(), *packages],
+        "Software": [_python(), *torch_findings(torch), *_kernels(), *packages],
         "Machine": rest,
         "Models": models,
         "What would run where": list(_placement(torch)),
@@ -115,13 +115,16 @@ def torch_findings(torch: dict[str, Any] | str) -> Iterator[Finding]:
         )
 
 
-def _kernels() -> Finding:
-    from headrace.engine.native.kernels.build import built
+def _kernels() -> Iterator[Finding]:
+    from headrace.engine.native.kernels import build as engine
+    from headrace.trainer.kernels import build as trainer
 
-    found = built()
-    if found.library is None:
-        return Finding("kernels", "note", found.reason, "install a C++ compiler: on a CPU the engine is slower without")
-    return Finding("kernels", "ok", found.reason)
+    for who, found in (("engine", engine.built()), ("trainer", trainer.built())):
+        if found.library is None:
+            remedy = f"install a C++ compiler: on a CPU the {who} is slower without"
+            yield Finding(f"{who}'s kernels", "note", found.reason, remedy)
+        else:
+            yield Finding(f"{who}'s kernels", "ok", found.reason)
 
 
 def _built_for(torch: dict[str, Any]) -> str:
