@@ -23,5 +23,7 @@ def built(instructions: str = "native") -> Built:
 
 if __name__ == "__main__":
     found = built()
-    print(f"engine kernels: {found.reason}" + ("" if found.library else "; the engine runs in PyTorch, which is slower"))
+    print(
+        f"engine kernels: {found.reason}" + ("" if found.library else "; the engine runs in PyTorch, which is slower")
+    )
     sys.exit(0)
