@@ -504,7 +504,7 @@ ALGORITHMS = [
 def test_order_microbatches_and_ranks_never_change_the_gradient(lengths, seed, algo, draw):
     """Ranks add their gradients up as microbatches do: a split over both is one split.
 
-    Three tokens and more: the covariances of two are equal, and a tie is broken by place.
+    Two tokens have equal covariances, of which a selection may not choose by place.
     """
     step = Step(lengths, seed)
     order = draw.draw(st.permutations(range(len(lengths))))

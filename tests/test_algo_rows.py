@@ -8,12 +8,13 @@ import math
 import numpy as np
 import pytest
 
-from headrace.algo.rows import paths_of, reference_of, row_of, rows_of
+from headrace.algo.rows import Overlong, paths_of, reference_of, row_of, rows_of
 from headrace.types import (
     Completion,
     Episode,
     Prompt,
     RoutingTrace,
+    Row,
     SamplingMask,
     Scored,
     TeacherTrace,
@@ -34,25 +35,30 @@ def scored(*turns: Turn, **more) -> Scored:
     return Scored(Episode(turns), 1.0, {}, **more)
 
 
+def rows(prompt: Prompt, group: list[Scored], advantages: list[float], overlong: Overlong = "train") -> list[Row]:
+    pairs = zip(group, advantages, strict=True)
+    return [row for one, advantage in pairs for _, row in rows_of(prompt, one, advantage, overlong)]
+
+
 def test_a_single_turn_is_a_row():
     both = [scored(Turn((1, 2), completion(5, 6, version=3))), scored(Turn((), completion(7)))]
-    rows = rows_of(PROMPT, both, [0.5, -1])
-    assert [row.prompt for row in rows] == [(1, 2), (1, 2)]
-    assert rows[0].tokens == (5, 6) and rows[0].logprobs == pytest.approx((-0.5, -0.6))
-    assert rows[0].advantages == (0.5, 0.5) and rows[0].mask == (True, True) and rows[0].versions == (3, 3)
-    assert rows[1].tokens == (7,) and rows[1].advantages == (-1.0,)
-    assert rows[0].sampling_mask is rows[0].routing is rows[0].teacher is None
+    made = rows(PROMPT, both, [0.5, -1])
+    assert [row.prompt for row in made] == [(1, 2), (1, 2)]
+    assert made[0].tokens == (5, 6) and made[0].logprobs == pytest.approx((-0.5, -0.6))
+    assert made[0].advantages == (0.5, 0.5) and made[0].mask == (True, True) and made[0].versions == (3, 3)
+    assert made[1].tokens == (7,) and made[1].advantages == (-1.0,)
+    assert made[0].sampling_mask is made[0].routing is made[0].teacher is None
 
 
 def test_overlong_completions_are_trained_or_masked_by_choice():
     both = [scored(Turn((1, 2), completion(5, 6, stop="length"))), scored(Turn((1, 2), completion(7)))]
-    assert [row.mask for row in rows_of(PROMPT, both, [1, -1], "mask")] == [(False, False), (True,)]
-    assert [row.mask for row in rows_of(PROMPT, both, [1, -1], "train")] == [(True, True), (True,)]
+    assert [row.mask for row in rows(PROMPT, both, [1, -1], "mask")] == [(False, False), (True,)]
+    assert [row.mask for row in rows(PROMPT, both, [1, -1], "train")] == [(True, True), (True,)]
 
 
 def test_a_second_turn_keeps_what_lies_between_as_context():
     episode = scored(Turn((1, 2), completion(5, 6, version=1)), Turn((8, 9), completion(7, version=2), parents=(0,)))
-    (row,) = rows_of(PROMPT, [episode], [2.0])
+    (row,) = rows(PROMPT, [episode], [2.0])
     assert row.tokens == (5, 6, 8, 9, 7)
     assert row.mask == (True, True, False, False, True)
     assert row.logprobs == pytest.approx((-0.5, -0.6, 0, 0, -0.7))
@@ -64,13 +70,13 @@ def test_a_fork_trains_its_shared_completion_once():
         Turn((1, 2), completion(5)), Turn((8,), completion(6), parents=(0,)), Turn((9,), completion(7), parents=(0,))
     )
     assert list(paths_of(episode.episode)) == [(0, 1), (0, 2)]
-    first, second = rows_of(PROMPT, [episode], [1.0])
+    first, second = rows(PROMPT, [episode], [1.0])
     assert (first.tokens, first.mask) == ((5, 8, 6), (True, False, True))
     assert (second.tokens, second.mask) == ((5, 9, 7), (False, False, True))
 
 
 def test_an_empty_completion_gives_an_empty_row():
-    (row,) = rows_of(PROMPT, [scored(Turn((1, 2), completion()))], [1.0])
+    (row,) = rows(PROMPT, [scored(Turn((1, 2), completion()))], [1.0])
     assert row.tokens == () and row.mask == ()
 
 
@@ -90,7 +96,7 @@ def test_sampling_masks_are_laid_end_to_end_with_nothing_cut_in_between():
         Turn((8, 9), completion(7, mask=kept((1, 7))), parents=(0,)),
         Turn((4,), completion(3), parents=(1,)),
     )
-    (row,) = rows_of(PROMPT, [scored(*turns)], [1.0])
+    (row,) = rows(PROMPT, [scored(*turns)], [1.0])
     assert row.sampling_mask is not None
     assert unpacked(row.sampling_mask) == [[3, 5], [6], [], [], [1, 7], [], []]
     assert len(unpacked(row.sampling_mask)) == len(row.tokens)
@@ -99,7 +105,7 @@ def test_sampling_masks_are_laid_end_to_end_with_nothing_cut_in_between():
 def test_the_last_request_of_a_path_held_all_of_it_and_so_does_its_routing():
     first, last = RoutingTrace(1, 1, 1, b"\x01\x02"), RoutingTrace(1, 1, 1, b"\x01\x02\x03\x04\x05")
     turns = (Turn((1, 2), completion(5, routing=first)), Turn((8,), completion(6, routing=last), parents=(0,)))
-    (row,) = rows_of(PROMPT, [scored(*turns)], [1.0])
+    (row,) = rows(PROMPT, [scored(*turns)], [1.0])
     assert row.routing == last
 
 
@@ -117,7 +123,7 @@ def test_a_teachers_columns_follow_the_tokens_and_are_missing_for_context():
         trace(3, -0.25, -0.5, top=top(1, [[5], [6]], [[-0.25], [-0.5]])),
         trace(4, -0.75, top=top(2, [[7, 9]], [[-0.75, -1.0]])),
     )
-    (row,) = rows_of(PROMPT, [scored(*turns, teachers=teachers)], [1.0])
+    (row,) = rows(PROMPT, [scored(*turns, teachers=teachers)], [1.0])
     teacher = row.teacher
     assert teacher is not None and teacher.name == "t" and teacher.versions == (3, 3, 0, 4)
     np.testing.assert_array_equal(teacher.logprobs, [-0.25, -0.5, math.nan, -0.75])
@@ -136,7 +142,7 @@ def test_a_fork_has_the_teacher_of_its_own_turns():
         Turn((9,), completion(7), parents=(0,)),
     )
     one = scored(*turns, teachers=(trace(0, -1.0), trace(0, -2.0), trace(0, -3.0)))
-    first, second = rows_of(PROMPT, [one], [1.0])
+    first, second = rows(PROMPT, [one], [1.0])
     np.testing.assert_array_equal(first.teacher.logprobs, [-1.0, math.nan, -2.0])
     np.testing.assert_array_equal(second.teacher.logprobs, [-1.0, math.nan, -3.0])
 

@@ -8,13 +8,13 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from live_run import when_step
 
 import headrace
 from headrace.errors import CheckpointError, ConfigError, HeadraceError, StalledError, TrainingError, WorkerDied
@@ -69,23 +69,6 @@ def workers_of(pid: int) -> dict[str, int]:
         if parent == pid and b"headrace.orchestration.worker" in command:
             found[command[command.index(b"headrace.orchestration.worker") + 1].decode()] = int(entry.name)
     return found
-
-
-def when_step(directory: Path, step: int, act: Callable[[], None]) -> threading.Thread:
-    """Does something from outside as soon as the metrics show that step."""
-
-    def watch() -> None:
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            metrics = directory / "metrics.jsonl"
-            if metrics.exists() and metrics.read_text().count('"StepTrained"') >= step:
-                act()
-                return
-            time.sleep(0.01)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    return thread
 
 
 def assert_complete(directory: Path, steps: int, groups: int = 4) -> None:

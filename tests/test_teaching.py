@@ -7,7 +7,6 @@ import math
 import os
 import shutil
 import signal
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from live_run import when_step
 
 import headrace
 from headrace.errors import ConfigError, WorkerDied
@@ -95,21 +95,6 @@ def worker_of(log_name: str) -> int:
             except OSError:
                 continue
     raise AssertionError(f"nobody writes {log_name}")
-
-
-def when_step(directory: Path, step: int, act: Callable[[], None]) -> threading.Thread:
-    def watch() -> None:
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            metrics = directory / "metrics.jsonl"
-            if metrics.exists() and metrics.read_text().count('"StepTrained"') >= step:
-                act()
-                return
-            time.sleep(0.01)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    return thread
 
 
 def test_a_run_without_any_reward_learns_from_a_teacher_that_is_killed_on_the_way(

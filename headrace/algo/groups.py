@@ -11,7 +11,7 @@ from headrace.algo.advantages import ADVANTAGES, AdvantageFunction, GroupRewards
 from headrace.algo.config import AlgoConfig, is_user_function
 from headrace.algo.credit import kl_penalty, return_to_go, whiten
 from headrace.algo.recipes import WHITENED
-from headrace.algo.rows import paths_of, reference_of, row_of
+from headrace.algo.rows import reference_of, rows_of
 from headrace.types import Group, Prompt, Row, Scored
 
 
@@ -40,22 +40,15 @@ class Algorithm:
         self.min_rollouts = algo.min_rollouts
 
     def rows(self, prompt: Prompt, scored: Sequence[Scored]) -> tuple[Row, ...]:
-        """One row per root-to-leaf path of every episode.
-
-        A completion that lies on several paths is trained in the first of them and is context in the others, so that no
-        sampled token counts twice.
-        """
+        """One row per root-to-leaf path of every episode; no sampled token counts twice."""
         advantages = self._advantage(self._group(scored))
         idle = any(advantages) if self._weighs else False
         rows: list[Row] = []
         for one, advantage in zip(scored, advantages, strict=True):
-            trained: set[int] = set()
-            for path in paths_of(one.episode):
-                row = row_of(prompt, one, path, trained, advantage, self._algo.overlong)
+            for path, row in rows_of(prompt, one, advantage, self._algo.overlong):
                 if idle and not advantage:
                     row = replace(row, mask=(False,) * len(row.mask))  # cross-entropy: its own denominator
                 rows.append(self._spread(row, one, path, advantage) if self._spreads else row)
-                trained.update(path)
         return tuple(rows)
 
     def assemble(self, groups: tuple[Group, ...]) -> tuple[Group, ...]:

@@ -14,16 +14,17 @@ Overlong = Literal["train", "mask"]
 
 
 def rows_of(
-    prompt: Prompt, scored: Sequence[Scored], advantages: Sequence[float], overlong: Overlong = "train"
-) -> tuple[Row, ...]:
-    """All rows of a group, each token with its rollout's advantage, every sampled token in the mask once."""
-    rows: list[Row] = []
-    for one, advantage in zip(scored, advantages, strict=True):
-        trained: set[int] = set()
-        for path in paths_of(one.episode):
-            rows.append(row_of(prompt, one, path, trained, advantage, overlong))
-            trained.update(path)
-    return tuple(rows)
+    prompt: Prompt, one: Scored, advantage: float, overlong: Overlong = "train"
+) -> Iterator[tuple[tuple[int, ...], Row]]:
+    """The root-to-leaf paths of an episode with their rows, each token with the rollout's advantage.
+
+    A completion that lies on several paths is trained in the first of them and is context in the others, so that no
+    sampled token counts twice.
+    """
+    trained: set[int] = set()
+    for path in paths_of(one.episode):
+        yield path, row_of(prompt, one, path, trained, advantage, overlong)
+        trained.update(path)
 
 
 def paths_of(episode: Episode) -> Iterator[tuple[int, ...]]:

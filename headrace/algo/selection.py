@@ -25,10 +25,10 @@ def covariance(logprob: Tensor, sampled: Tensor, advantage: Tensor, fraction: fl
 
     Clip-Cov and KL-Cov (arXiv 2505.22617): these tokens are what drives entropy down. Choice: 2e-4 of the tokens (SkyRL 0.2);
     Clip-Cov of the paper draws among those inside bounds, here the largest go: nothing is left to chance, so a step can be
-    replayed.
+    replayed. Two tokens always have equal covariances, so a choice would depend on their order: below three none goes.
     """
     value = (logprob - logprob.double().mean()) * (advantage - advantage.double().mean())
-    count = max(1, int(fraction * len(value))) if len(value) else 0
+    count = max(1, int(fraction * len(value))) if len(value) > 2 else 0
     keep = torch.ones_like(value, dtype=torch.bool)
     keep[torch.sort(value, descending=True, stable=True).indices[:count]] = False
     return keep

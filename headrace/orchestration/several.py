@@ -114,8 +114,9 @@ class _Together:
         recorder = lane.recorder
 
         async def building() -> Built:
-            await pools.serve_base(recorder, clock)  # once, whoever comes first
             waits = open_waits(lane.config, recorder, clock)
+            async with waits.named("start", "the base weights to be live"):
+                await pools.serve_base(recorder, clock)  # once, whoever comes first
             mine = lane.directory.logs, recorder, waits, lane.checkpoints, lane.state, clock
             return await join(lane.config, prepared, pools.lend(), name, *mine)
 

@@ -100,7 +100,7 @@ class _Linears(torch.autograd.Function):
             )
         )
         kernels().headrace_linear(address(low), rows, x.shape[-1], table, len(packed))
-        ctx.packed, ctx.dtype, ctx.has_bias = packed, x.dtype, [bias is not None for bias in biases]
+        ctx.packed, ctx.dtype = packed, x.dtype
         ctx.save_for_backward(low, *weights)
         return tuple(outputs)
 

@@ -20,7 +20,7 @@ from headrace.errors import ConfigError, IdentityError
 from headrace.lora import LoraConfig
 from headrace.trainer.torch_quantise import quantise
 
-ADAPTER_CONFIG, ADAPTER_MODEL = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_MODEL = "adapter_model.safetensors"
 """As peft calls them."""
 
 

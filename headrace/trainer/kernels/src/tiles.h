@@ -4,7 +4,7 @@
 // 32 along the sum. In bf16 a step is two tiles of [16 pairs along the sum][16 columns][2], in float32 [32 along the sum][32].
 // Every sum runs in one order, so results depend neither on the number of threads nor on what else is computed.
 #pragma once
-#include "vec.h"
+#include "amx.h"
 
 constexpr int SIDE = 32, AREA = SIDE * SIDE;
 static inline int up(int n) { return (n + SIDE - 1) / SIDE; }
@@ -109,25 +109,6 @@ static inline void multiply(const float* a, size_t lda, const float* b, size_t a
 }
 
 #if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
-
-// Tile loads are opaque to some compilers: what was written before them must really be in memory.
-#define VISIBLE() asm volatile("" ::: "memory")
-
-// Linux must be asked once a process before tiles may be used (ARCH_REQ_XCOMP_PERM, XTILEDATA).
-static inline bool tiles_allowed() { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
-
-static inline void tiles_begin() {
-    struct alignas(64) {
-        uint8_t palette = 1, start = 0, reserved[14] = {};
-        uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-        uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-    } config;
-    _tile_loadconfig(&config);
-}
-static inline void tiles_end() { _tile_release(); }
-
 template <bool ADD>
 static inline void multiply(const bf16* a, size_t lda, const bf16* b, size_t apart, int steps, float* c, size_t ldc) {
     VISIBLE();

@@ -11,7 +11,7 @@
 #include <algorithm>
 #include <cstddef>
 
-#include "vec.h"
+#include "amx.h"
 
 constexpr int SIDE = 32, AREA = SIDE * SIDE;
 static inline int up(int n) { return (n + SIDE - 1) / SIDE; }
@@ -33,26 +33,7 @@ static inline void pack_panel(const bf16* w, int k, const int32_t* rows, int n_o
 }
 
 #if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
-
-// Tile loads are opaque to some compilers: what was written before them must really be in memory.
-#define VISIBLE() asm volatile("" ::: "memory")
-
-// Linux must be asked once a process before tiles may be used (ARCH_REQ_XCOMP_PERM, XTILEDATA).
-static inline bool tiles_allowed() { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
-
-// All tiles are 16 rows of 64 bytes. Rows that are not there are computed too and never read: it costs less than to ask.
-static inline void tiles_begin() {
-    struct alignas(64) {
-        uint8_t palette = 1, start = 0, reserved[14] = {};
-        uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-        uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-    } config;
-    _tile_loadconfig(&config);
-}
-static inline void tiles_end() { _tile_release(); }
-
+// Rows that are not there are computed too and never read: it costs less than to ask.
 // c [32, 32] (rows `ld` floats apart) = x [32, steps * 32] times one panel, added to what c holds where ADD. 16 rows where `half`.
 template <bool ADD>
 static inline void multiply(const bf16* x, const bf16* w, int steps, float* c, size_t ld, bool half) {
