@@ -5,12 +5,12 @@ The first half is what the pipeline sees (asynchronous); the second what a worke
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from headrace.reports import Capabilities, EngineStats, LoadReport, TrainReport
-from headrace.steps import StepOutput
+from headrace.steps import StepOutput, Transcript
 from headrace.types import Batch, Completion, Episode, Failure, Prompt, Request, Scored
 from headrace.weights import AdapterSpec, WeightUpdate
 
@@ -27,9 +27,12 @@ class Engine(Protocol):
         """Cancelling the awaiting task cancels the request and frees its KV. Raises `ValueError` when the engine refuses the
         request, `WorkerDied` when the engine is given up."""
 
-    async def load(self, update: WeightUpdate) -> LoadReport:
+    async def load(self, update: WeightUpdate, parts: int = 1) -> LoadReport:
         """Returns when the weights (the model's, or an adapter's) are live. Raises `IdentityError` if they are not those
-        published, `ValueError` if they do not fit."""
+        published, `ValueError` if they do not fit.
+
+        `parts` > 1 streams them: parameters are replaced in so many groups of neighbours in canonical order, with a forward
+        pass at least between two groups when there is work. What is sampled between the first and the last is `mixed`."""
 
     async def unload(self, adapter: str) -> None:
         """Forgets an adapter. Raises `ValueError` while a request uses it."""
@@ -47,7 +50,17 @@ class Engine(Protocol):
     async def resume(self) -> None: ...
 
     async def abort(self) -> None:
-        """Every request that is here ends as `interrupted`, with what there is of it."""
+        """Every request that is here, waiting ones included, ends as `interrupted`, with what there is of it, even while the
+        engine is paused. Requests that come after the call are not touched."""
+
+    def unfinished(self) -> Mapping[str, Transcript]:
+        """What has been told so far of each request under way, by its id. A copy."""
+
+    def listen(self, listener: Callable[[bytes], None]) -> None:
+        """`listener` is given every `StepOutput` (msgpack) before anybody is told of a token or an end in it. What it raises
+        ends the engine."""
+
+    def unlisten(self, listener: Callable[[bytes], None]) -> None: ...
 
     async def stats(self) -> EngineStats: ...
 
@@ -132,15 +145,17 @@ class EngineCore(Protocol):
     def cancel(self, request_id: str) -> None:
         """Frees its KV at once; unknown ids are ignored (it may just have ended)."""
 
-    def prepare(self, update: WeightUpdate, tensors: Mapping[str, torch.Tensor]) -> Any:
+    def prepare(self, update: WeightUpdate, tensors: Mapping[str, torch.Tensor], mixed: bool = False) -> Any:
         """Whatever must be done to new weights before they can serve; called in a side thread, beside `step`.
 
+        `mixed`: some of the tensors are still those of the version before, which keeps its number until all are swapped.
         Raises `ValueError` naming the first parameter that is missing, unknown, or of another shape or dtype."""
 
     def swap(self, prepared: Any) -> None:
         """Called between two steps: the next forward pass uses the new weights. Running sequences go on.
 
-        Raises `ValueError` when they do not go with what was loaded since they were prepared; nothing has changed then."""
+        Raises `ValueError` when they do not go with what was loaded since they were prepared; nothing has changed then.
+        After mixed ones, the version of before may be swapped in once more: that takes the update back."""
 
     def unload(self, adapter: str) -> None: ...
 

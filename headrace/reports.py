@@ -108,7 +108,10 @@ class LoadReport(Struct, frozen=True):
     verify_seconds: float
     """Fingerprinting and unpacking, beside generation."""
     swap_seconds: float
-    """The gap between two forward passes: the only time in which generation stood still."""
+    """The gap between two forward passes (the gaps, of an update that was streamed): the only time in which generation
+    stood still."""
+    mixed_tokens: int = 0
+    """Sampled between the first and the last part of an update that was streamed."""
 
 
 class Capabilities(Struct, frozen=True):

@@ -33,6 +33,8 @@ class PromptScores(Struct, frozen=True):
     version: int
     logprobs: tuple[float, ...]
     top: TopLogprobs | None = None
+    mixed: bool = False
+    """As in `VersionSpan`."""
 
 
 class TokenDetails(Struct, frozen=True):
@@ -57,6 +59,8 @@ class StepOutput(Struct, frozen=True):
     """Empty where all are `version`; else one per row, for rows with an adapter the adapter's."""
     details: tuple[TokenDetails, ...] = ()
     scores: tuple[PromptScores, ...] = ()
+    mixed: bool = False
+    """An update was being streamed in: some parameters are newer than `version` (see `VersionSpan.mixed`)."""
 
 
 @dataclass
@@ -68,13 +72,27 @@ class Transcript:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     kv_versions: list[int] = field(default_factory=list)
+    mixed: list[bool] = field(default_factory=list)
     details: list[TokenDetails] = field(default_factory=list)
     scores: PromptScores | None = None
 
+    def copy(self) -> Transcript:
+        """As it is now: nothing that is told later shows in it."""
+        return Transcript(
+            self.request,
+            self.tokens.copy(),
+            self.logprobs.copy(),
+            self.versions.copy(),
+            self.kv_versions.copy(),
+            self.mixed.copy(),
+            self.details.copy(),
+            self.scores,
+        )
+
     def completion(self, end: Finished) -> Completion:
-        spans = spans_of(self.versions, self.kv_versions)
-        if self.scores and not spans:
-            spans = (VersionSpan(0, self.scores.version, self.scores.version),)
+        spans = spans_of(self.versions, self.kv_versions, self.mixed)
+        if (scores := self.scores) and not spans:
+            spans = (VersionSpan(0, scores.version, scores.version, scores.mixed),)
         return Completion(
             tuple(self.tokens),
             tuple(self.logprobs),
@@ -113,6 +131,7 @@ def write_down(output: StepOutput, find: Callable[[str], Transcript | None]) -> 
             transcript.logprobs.append(logprob)
             transcript.versions.append(version)
             transcript.kv_versions.append(kv_version)
+            transcript.mixed.append(output.mixed)
     for details in output.details:
         if transcript := find(details.request_id):
             transcript.details.append(details)

@@ -109,6 +109,8 @@ class VersionSpan(Struct, frozen=True):
     version: int
     kv_version: int
     """The oldest weights that computed any of the KV entries those tokens attended to (<= version)."""
+    mixed: bool = False
+    """Sampled while an update was streamed in, when some parameters were newer than `version`, the oldest in use."""
 
 
 class TopLogprobs(Struct, frozen=True):
@@ -260,8 +262,6 @@ class Group(Struct, frozen=True):
     rows: tuple[Row, ...]
     failures: tuple[Failure, ...] = ()
     """Rollouts of this group that failed; the others are normalised among themselves."""
-    drawn_again: bool = False
-    """True when the prompt was in flight at a checkpoint and drawn a second time after the resume."""
 
 
 class Batch(Struct, frozen=True):
@@ -278,10 +278,13 @@ class Batch(Struct, frozen=True):
         return [row for group in self.groups for row in group.rows]
 
 
-def spans_of(versions: Sequence[int], kv_versions: Sequence[int]) -> tuple[VersionSpan, ...]:
-    """Run-length code of per-token versions."""
+def spans_of(
+    versions: Sequence[int], kv_versions: Sequence[int], mixed: Sequence[bool] | None = None
+) -> tuple[VersionSpan, ...]:
+    """Run-length code of per-token versions. `mixed`: none are, unless given."""
     spans: list[VersionSpan] = []
-    for start, (version, kv_version) in enumerate(zip(versions, kv_versions, strict=True)):
-        if not spans or (spans[-1].version, spans[-1].kv_version) != (version, kv_version):
-            spans.append(VersionSpan(start, version, kv_version))
+    flags = [False] * len(versions) if mixed is None else mixed
+    for start, one in enumerate(zip(versions, kv_versions, flags, strict=True)):
+        if not spans or (spans[-1].version, spans[-1].kv_version, spans[-1].mixed) != one:
+            spans.append(VersionSpan(start, *one))
     return tuple(spans)

@@ -22,8 +22,8 @@ def joined(serve: Callable[[WorkerEnd], None], use: Callable[[Channel], Any]) ->
 
     async def main() -> Any:
         pushed: list[Frame] = []
-        lost: list[bool] = []
-        channel = Channel("engine", pushed.append, lambda: lost.append(True))
+        lost: list[str] = []
+        channel = Channel("engine", pushed.append, lost.append)
         await channel.open(ours)
         thread.start()
         try:
@@ -84,7 +84,7 @@ def test_a_worker_that_dies_in_a_call_ends_it_at_once() -> None:
             await channel.call("step", None, type(None))
 
     _, _, lost = joined(serve, use)
-    assert lost == [True]
+    assert lost == [""]
 
 
 def test_a_controller_killed_with_replies_unread_is_noticed() -> None:

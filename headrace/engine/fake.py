@@ -1,4 +1,8 @@
-"""An engine without a model, for tests and simulations: settable speed, lengths and failures; the real version semantics."""
+"""An engine without a model, for tests and simulations: settable speed, lengths and failures; the real version semantics.
+
+What a request samples depends on (seed, its id) alone, and its token t on t beside: so a request that is issued again with
+what it had sampled as its `prefix` goes on with the tokens it would have had.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +10,39 @@ import asyncio
 import math
 import random
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from headrace.errors import IdentityError, WorkerDied
 from headrace.reports import Capabilities, EngineStats, LoadReport
-from headrace.types import Completion, Request, Stop, TopLogprobs, VersionSpan, spans_of
+from headrace.steps import Finished, PromptScores, StepOutput, Transcript, write_down
+from headrace.types import Completion, Request, Stop, TopLogprobs, VersionSpan
 from headrace.weights import WeightUpdate
+
+_WORD = (1 << 64) - 1
+
+
+@dataclass
+class _Pending(Transcript):
+    """A request under way."""
+
+    nap: asyncio.Future[None] | None = None
+    aborted: bool = False
+
+    def wake(self) -> None:
+        if self.nap and not self.nap.done():
+            self.nap.set_result(None)
+
+
+class _Interrupted(Exception):
+    """The request was aborted."""
 
 
 @dataclass
 class FakeEngine:
-    """Samples token t of a request at `seconds_per_token`, under whatever version is live at that moment."""
+    """Samples a token of a request every `seconds_per_token`, under whatever version is live at that moment."""
 
     seconds_per_token: float = 0.01
     load_seconds: float = 0.0
@@ -38,44 +63,57 @@ class FakeEngine:
         self.adapters: dict[str, int] = {}
         self.capabilities = Capabilities(context_length=self.context_length, path="fake")
         self.requests: list[Request] = []
-        self._sampled = self._active = self._aborts = 0
+        self._pending: dict[str, _Pending] = {}
+        self._listeners: list[Callable[[bytes], None]] = []
+        self._sampled = self._active = 0
+        self._admits = self._steps = True
+        self._mixed = False
         self._died: asyncio.Future[None] | None = None
-        self._admits, self._steps, self._idle = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        for event in (self._admits, self._steps, self._idle):
-            event.set()
+        self._changed, self._idle = asyncio.Event(), asyncio.Event()
+        self._idle.set()
 
     async def generate(self, request: Request) -> Completion:
         assert self.version >= 0, "generate before the first load"
         self._refuse(request)
         self.requests.append(request)
-        aborts = self._aborts
-        await self._admits.wait()
-        self._active += 1
-        self._idle.clear()
+        pending = self._pending[request.id] = _Pending(request)
         try:
-            if request.prompt_logprobs and not request.sampling.max_tokens:
-                return await self._scored(request)
-            return await self._sample(request, aborts)
+            end = await self._serve(pending)
+        except _Interrupted:
+            end = Finished(request.id, "interrupted")
         finally:
-            self._active -= 1
-            if not self._active:
-                self._idle.set()
+            del self._pending[request.id]
+        self._tell(StepOutput(self.version, finished=(end,)))
+        return pending.completion(end)
 
     def _refuse(self, request: Request) -> None:
+        if request.id in self._pending:
+            raise ValueError(f"a request {request.id} is here already; give every request an id of its own")
         if request.adapter and request.adapter not in self.adapters:
             raise ValueError(f"no adapter {request.adapter} is loaded; load it before naming it in a request")
         if request.fork and request.fork.of not in {earlier.id for earlier in self.requests}:
             raise ValueError(f"request {request.fork.of} is not known; give its tokens as the prompt of a new request")
 
-    def _live(self, request: Request) -> int:
-        return self.adapters[request.adapter] if request.adapter else self.version
+    async def _serve(self, pending: _Pending) -> Finished:
+        request = pending.request
+        await self._until(pending, lambda: self._admits or bool(request.prefix))
+        self._active += 1
+        self._idle.clear()
+        try:
+            if request.prompt_logprobs and not request.sampling.max_tokens:
+                return await self._score(pending)
+            return await self._sample(pending)
+        finally:
+            self._active -= 1
+            if not self._active:
+                self._idle.set()
 
-    async def _scored(self, request: Request) -> Completion:
+    async def _score(self, pending: _Pending) -> Finished:
         """One forward pass. Of its k most probable tokens all but the first, which is the right one, are impossible."""
-        await self._steps.wait()
-        await asyncio.sleep(self.seconds_per_token)
+        await self._pass(pending, self.seconds_per_token)
+        request = pending.request
         if random.Random(f"{self.seed}/{request.id}").random() < self.failure_rate:
-            return Completion((), (), (), "error", error="injected failure")
+            return Finished(request.id, "error", "injected failure")
         tokens, k = request.prompt, request.top_logprobs
         opinions = tuple(self.opinion(tokens[: end + 1]) for end in range(1, len(tokens)))
         top = None
@@ -83,47 +121,94 @@ class FakeEngine:
             rest = [-math.inf] * (k - 1)
             ids = array("i", [token for right in tokens[1:] for token in (right, *range(1, k))])
             top = TopLogprobs(k, ids.tobytes(), array("f", [p for one in opinions for p in (one, *rest)]).tobytes())
-        live = self._live(request)
-        return Completion((), (), (VersionSpan(0, live, live),), "length", prompt_logprobs=opinions, prompt_top=top)
+        scores = PromptScores(request.id, self._live(request), opinions, top, self._mixed)
+        self._tell(StepOutput(self.version, scores=(scores,), mixed=self._mixed))
+        return Finished(request.id, "length")
 
-    async def _sample(self, request: Request, aborts: int) -> Completion:
+    async def _sample(self, pending: _Pending) -> Finished:
+        request = pending.request
         rng = random.Random(f"{self.seed}/{request.id}")
         wanted = min(max(1, self.length(rng)), request.sampling.max_tokens)
-        versions: list[int] = []
-        kv_versions: list[int] = []
+        fails, own = rng.random() < self.failure_rate, rng.getrandbits(64)
         kv = self._live(request)
-        for _ in range(wanted):
-            if rng.random() < self.outage_rate:
-                await asyncio.sleep(self.outage_seconds)
+        for place in range(len(request.prefix), wanted):
+            number = _mixed_up(own + place)
+            if (number >> 32) / 2**32 < self.outage_rate:
+                await self._pass(pending, self.outage_seconds)
                 kv = self._live(request)
-            await self._steps.wait()
-            if self._aborts > aborts:
-                break
-            versions.append(self._live(request))
-            kv_versions.append(kv)
+            await self._pass(pending, self.seconds_per_token)
             self._sampled += 1
-            await asyncio.sleep(self.seconds_per_token)
-        spans = spans_of(versions, kv_versions)
-        tokens = tuple(rng.randrange(1, 100) for _ in versions)
-        logprobs = (-1.0,) * len(tokens)
-        if self._aborts > aborts:
-            return Completion(tokens, logprobs, spans, "interrupted")
-        if rng.random() < self.failure_rate:
-            return Completion(tokens, logprobs, spans, "error", error="injected failure")
+            token, live = number % 99 + 1, self._live(request)
+            told = StepOutput(
+                self.version, (request.id,), (token,), (-1.0,), (kv,), versions=(live,), mixed=self._mixed
+            )
+            self._tell(told)
+        if fails:
+            return Finished(request.id, "error", "injected failure")
         stop: Stop = "length" if wanted == request.sampling.max_tokens else "stop"
-        return Completion(tokens, logprobs, spans, stop)
+        return Finished(request.id, stop)
 
-    async def load(self, update: WeightUpdate) -> LoadReport:
-        await asyncio.sleep(self.load_seconds)
+    def _live(self, request: Request) -> int:
+        return self.adapters[request.adapter] if request.adapter else self.version
+
+    def _tell(self, output: StepOutput) -> None:
+        if self._listeners:
+            told = msgspec.msgpack.encode(output)
+            for listener in self._listeners:
+                listener(told)
+        write_down(output, self._pending.get)
+
+    # -- time ---------------------------------------------------------------------------------------------------------------
+
+    async def _pass(self, pending: _Pending, seconds: float) -> None:
+        """A forward pass, told when nobody pauses. Raises `_Interrupted` as soon as the request is aborted."""
+        loop = asyncio.get_running_loop()
+        pending.nap = loop.create_future()
+        timer = loop.call_later(seconds, pending.wake)
+        try:
+            await pending.nap
+        finally:
+            timer.cancel()
+        await self._until(pending, lambda: self._steps)
+
+    async def _until(self, pending: _Pending, allowed: Callable[[], bool]) -> None:
+        while not pending.aborted and not allowed():
+            await self._changed.wait()
+        if pending.aborted:
+            raise _Interrupted
+
+    def _notify(self) -> None:
+        """Whoever waits looks again."""
+        self._changed.set()
+        self._changed.clear()
+
+    # -- weights ------------------------------------------------------------------------------------------------------------
+
+    async def load(self, update: WeightUpdate, parts: int = 1) -> LoadReport:
+        """The last of the parts is live after `load_seconds`, the first after a part of that."""
+        if parts < 1 or (parts > 1 and update.adapter):
+            raise ValueError("parts must be 1 for an adapter, and at least 1 for a model")
+        await asyncio.sleep(self.load_seconds / parts)
         if update.fingerprint != f"fake-{update.version}":
             raise IdentityError(f"version {update.version} was published as {update.fingerprint}")
         before = self.adapters.get(update.adapter.name, -1) if update.adapter else self.version
         assert update.version > before, "versions never go back"
+        mixed_tokens = await self._stream(parts) if parts > 1 else 0
         if update.adapter:
             self.adapters[update.adapter.name] = update.version
         else:
             self.version = update.version
-        return LoadReport(update.version, self.load_seconds, 0.0)
+        return LoadReport(update.version, self.load_seconds, 0.0, mixed_tokens)
+
+    async def _stream(self, parts: int) -> int:
+        """The first part is live: until the last is. Tokens that were sampled meanwhile."""
+        self._mixed, before = self.version >= 0, self._sampled
+        try:
+            for _ in range(parts - 1):
+                await asyncio.sleep(self.load_seconds / parts)
+        finally:
+            self._mixed = False
+        return self._sampled - before if self.version >= 0 else 0
 
     async def unload(self, adapter: str) -> None:
         if self.adapters.pop(adapter, None) is None:
@@ -131,23 +216,37 @@ class FakeEngine:
 
     async def score(self, tokens: Sequence[int], adapter: str = "") -> Completion:
         version = self.adapters[adapter] if adapter else self.version
-        spans = (VersionSpan(0, version, version),)
+        spans = (VersionSpan(0, version, version, self._mixed),)
         return Completion((), (), spans, "length", prompt_logprobs=(-1.0,) * (len(tokens) - 1))
 
+    # -- control ------------------------------------------------------------------------------------------------------------
+
     async def pause(self) -> None:
-        self._steps.clear()
+        self._steps = False
 
     async def drain(self) -> None:
-        self._admits.clear()
-        self._steps.set()
+        self._admits, self._steps = False, True
+        self._notify()
         await self._idle.wait()
 
     async def resume(self) -> None:
-        self._admits.set()
-        self._steps.set()
+        self._admits = self._steps = True
+        self._notify()
 
     async def abort(self) -> None:
-        self._aborts += 1
+        for pending in self._pending.values():
+            pending.aborted = True
+            pending.wake()
+        self._notify()
+
+    def unfinished(self) -> Mapping[str, Transcript]:
+        return {name: pending.copy() for name, pending in self._pending.items()}
+
+    def listen(self, listener: Callable[[bytes], None]) -> None:
+        self._listeners.append(listener)
+
+    def unlisten(self, listener: Callable[[bytes], None]) -> None:
+        self._listeners.remove(listener)
 
     async def stats(self) -> EngineStats:
         return EngineStats(sampled_tokens=self._sampled, version=self.version)
@@ -163,3 +262,11 @@ class FakeEngine:
 
     async def close(self) -> None:
         pass
+
+
+def _mixed_up(counter: int) -> int:
+    """64 bits of which each depends on all of the counter's (the finaliser of SplitMix64; Steele et al., OOPSLA 2014)."""
+    z = counter * 0x9E3779B97F4A7C15 & _WORD
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _WORD
+    return z ^ (z >> 31)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from headrace.engine.streaming import check_parts
 from headrace.errors import HeadraceError, WorkerDied
 from headrace.observe.facts import EngineSample, WorkerLost
 from headrace.orchestration.local import Worker
@@ -78,6 +79,8 @@ class _Pending(Transcript):
     """A request under way: what has been told of it is all that a new process needs to go on with it."""
 
     done: asyncio.Future[Completion] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    aborted: bool = False
+    """It is to end; no other process goes on with it."""
 
     def reissue(self) -> Request:
         return msgspec.structs.replace(
@@ -89,6 +92,9 @@ class _Pending(Transcript):
     def end(self, end: Finished) -> None:
         if not self.done.done():
             self.done.set_result(self.completion(end))
+
+    def interrupt(self) -> None:
+        self.end(Finished(self.request.id, "interrupted"))
 
     def fail(self, error: Exception) -> None:
         if not self.done.done():
@@ -112,6 +118,7 @@ class ProcessEngine:
         self._who, self._cores, self._weights_fd = who, cores, weights_fd
         self._max_deaths, self._observer, self._clock, self._log = max_deaths, observer, clock, log
         self._pending: dict[str, _Pending] = {}
+        self._listeners: list[Callable[[bytes], None]] = []
         self._wanted: dict[str, WeightUpdate] = {}
         """The newest weights by adapter; the base model's go by the empty name."""
         self._live: dict[str, LoadReport] = {}
@@ -153,12 +160,13 @@ class ProcessEngine:
         finally:
             del self._pending[request.id]
 
-    async def load(self, update: WeightUpdate) -> LoadReport:
+    async def load(self, update: WeightUpdate, parts: int = 1) -> LoadReport:
+        check_parts(update, parts)
         name = update.adapter.name if update.adapter else ""
         before = self._wanted.get(name)
         self._wanted[name] = update
         try:
-            return await self._retrying(lambda worker: self._load(worker, name, update))
+            return await self._retrying(lambda worker: self._load(worker, name, update, parts))
         except (HeadraceError, ValueError):
             if before is None:  # refused: a process that is respawned has no use for it
                 del self._wanted[name]
@@ -187,7 +195,22 @@ class ProcessEngine:
         await self._control("resume")
 
     async def abort(self) -> None:
-        await self._control("abort")
+        for pending in self._pending.values():
+            pending.aborted = True
+        if self._up.is_set():
+            with contextlib.suppress(WorkerDied):  # then the sentinel ends them
+                await self.worker.call("abort", None, type(None))
+        else:
+            self._interrupt_aborted()
+
+    def unfinished(self) -> Mapping[str, Transcript]:
+        return {name: pending.copy() for name, pending in self._pending.items() if not pending.done.done()}
+
+    def listen(self, listener: Callable[[bytes], None]) -> None:
+        self._listeners.append(listener)
+
+    def unlisten(self, listener: Callable[[bytes], None]) -> None:
+        self._listeners.remove(listener)
 
     async def _control(self, method: str) -> None:
         await self._retrying(lambda worker: worker.call(method, None, type(None)))
@@ -210,10 +233,10 @@ class ProcessEngine:
     async def _begin(self) -> None:
         self.capabilities = await self.worker.call("start", self._start, Capabilities)
 
-    async def _load(self, worker: Worker, name: str, update: WeightUpdate) -> LoadReport:
+    async def _load(self, worker: Worker, name: str, update: WeightUpdate, parts: int = 1) -> LoadReport:
         """A process that was respawned meanwhile has been given the newest update already."""
         if name not in self._live or self._live[name].version != update.version:
-            self._live[name] = await worker.call("load", update, LoadReport)
+            self._live[name] = await worker.call("load", (update, parts), LoadReport)
         return self._live[name]
 
     async def _retrying(self, ask: Callable[[Worker], Awaitable[T]]) -> T:
@@ -262,17 +285,25 @@ class ProcessEngine:
                 await self._load(self.worker, name, update)
         except WorkerDied:
             return  # died again while starting: the loop counts it
-        for name, pending in self._pending.items():
+        self._interrupt_aborted()
+        for pending in self._pending.values():
             if pending.request.fork:  # the cache entries that it went on from are gone
-                pending.end(Finished(name, "interrupted"))
-            else:
+                pending.interrupt()
+            elif not pending.done.done():
                 self._send("add", pending.reissue())
         if self._held:
             self._send(self._held, None)
         self._up.set()
 
+    def _interrupt_aborted(self) -> None:
+        for pending in self._pending.values():
+            if pending.aborted:
+                pending.interrupt()
+
     def _fail(self, error: Exception) -> None:
         assert self._gave_up is not None
+        if self._gave_up.done():
+            return
         self._gave_up.set_exception(error)
         self._gave_up.exception()  # whoever watches raises it; nobody watching is no error
         for pending in self._pending.values():
@@ -284,7 +315,7 @@ class ProcessEngine:
 
     def _on_push(self, frame: Frame) -> None:
         if frame.method == "output":
-            self._on_output(unpack(frame.payload, StepOutput))
+            self._on_output(frame.payload)
         elif frame.method == "stats":
             self._latest = unpack(frame.payload, EngineStats)
             self._observer.record(EngineSample(self._clock(), self._totals()))
@@ -293,7 +324,16 @@ class ProcessEngine:
             if pending := self._pending.get(request_id):
                 pending.fail(ValueError(message))
 
-    def _on_output(self, output: StepOutput) -> None:
+    def _on_output(self, told: msgspec.Raw) -> None:
+        try:
+            for listener in self._listeners:
+                listener(bytes(told))
+        except Exception as error:  # a journal that cannot be written, say: what comes next would not be in it
+            self._fail(error)
+        assert self._gave_up is not None
+        if self._gave_up.done():
+            return
+        output = unpack(told, StepOutput)
         write_down(output, self._pending.get)
         for end in output.finished:
             if pending := self._pending.get(end.request_id):

@@ -82,10 +82,12 @@ class Worker:
         if self._process is not None and self._process.poll() is None:
             os.kill(self._process.pid, signal.SIGKILL)
 
-    def _lost(self) -> None:
-        """The connection ended, which the kernel does at once when the process dies."""
+    def _lost(self, wrong: str) -> None:
+        """The connection ended, which the kernel does at once when the process dies. `wrong`: what it said made no sense."""
         assert self._process is not None and self._ended is not None
         process, ended = self._process, self._ended
+        if wrong:
+            self.kill()
 
         def wait() -> str:
             try:
@@ -94,6 +96,8 @@ class Worker:
                 process.kill()
                 process.wait()
                 return "closed its connection and hung; it was killed"
+            if wrong:
+                return f"was ended: {wrong}"
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             return f"{how} (its output is in {self._log})"
 

@@ -1,6 +1,9 @@
 """Frames between the controller and a worker process: length-prefixed msgpack over a socket pair that both inherit.
 
 A call carries an id and gets one reply; a push has id 0 and gets none. Payloads are the nouns of `types.py`.
+
+Every frame of either end carries a running number: one that comes again is ignored, one that is missing ends the connection
+with a sentence that names it. So nothing is told twice, and nothing is lost in silence.
 """
 
 from __future__ import annotations
@@ -28,15 +31,36 @@ class Frame(msgspec.Struct, frozen=True):
     payload: msgspec.Raw = msgspec.Raw(b"\xc0")
     error: str = ""
     """The name of the exception class, on replies that failed; the payload is then its message."""
+    number: int = 0
+    """The first that an end sends has 0."""
 
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Frame).decode
 
 
-def pack(frame_id: int, method: str, payload: Any, error: str = "") -> bytes:
-    body = _encode(Frame(frame_id, method, msgspec.Raw(_encode(payload)), error))
+def pack(frame: Frame) -> bytes:
+    body = _encode(frame)
     return _LENGTH.pack(len(body)) + body
+
+
+class _Numbers:
+    """Of the frames that come."""
+
+    def __init__(self, who: str) -> None:
+        self._who, self._next = who, 0
+
+    def new(self, frame: Frame) -> bool:
+        """False for one that was here before. Raises HeadraceError where some are missing before it."""
+        if frame.number > self._next:
+            lost = f"{self._next} to {frame.number - 1}" if frame.number > self._next + 1 else f"{self._next}"
+            raise HeadraceError(
+                f"message {lost} of the {self._who} is lost: number {frame.number} ({frame.method or 'a reply'}) came in its place"
+            )
+        if frame.number < self._next:
+            return False
+        self._next += 1
+        return True
 
 
 def unpack(payload: msgspec.Raw, as_type: type[T]) -> T:
@@ -69,9 +93,10 @@ def name_of(error: BaseException) -> str:
 class Channel:
     """The controller's end: calls with replies, and a handler for what the worker pushes."""
 
-    def __init__(self, who: str, on_push: Callable[[Frame], None], on_lost: Callable[[], None]) -> None:
+    def __init__(self, who: str, on_push: Callable[[Frame], None], on_lost: Callable[[str], None]) -> None:
+        """`on_lost` is told what is wrong with what came; nothing where the other end is just gone."""
         self._who, self._on_push, self._on_lost = who, on_push, on_lost
-        self._ids = itertools.count(1)
+        self._ids, self._numbers, self._arrived = itertools.count(1), itertools.count(), _Numbers(who)
         self._replies: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -86,37 +111,44 @@ class Channel:
         reply: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
         self._replies[frame_id] = reply
         try:
-            self._write(pack(frame_id, method, payload))
+            self._write(Frame(frame_id, method, msgspec.Raw(_encode(payload)), number=next(self._numbers)))
             return unpack(await reply, returns)
         finally:
             self._replies.pop(frame_id, None)
 
     def push(self, method: str, payload: Any) -> None:
-        self._write(pack(0, method, payload))
+        self._write(Frame(0, method, msgspec.Raw(_encode(payload)), number=next(self._numbers)))
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, frame: Frame) -> None:
         if self._writer is None or self._writer.is_closing():
             raise WorkerDied(self._who, "has closed its connection")
-        self._writer.write(data)
+        self._writer.write(pack(frame))
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
+        wrong = ""
         try:
             while True:
                 (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
                 frame = _decode(await reader.readexactly(length))
-                if frame.id == 0:
-                    self._on_push(frame)
-                elif (reply := self._replies.get(frame.id)) and not reply.done():
-                    if frame.error:
-                        reply.set_exception(exception_of(frame.error, unpack(frame.payload, str)))
-                    else:
-                        reply.set_result(frame.payload)
+                if self._arrived.new(frame):
+                    self._take(frame)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
+        except Exception as error:  # nobody else hears of what ends this task
+            wrong = str(error) if isinstance(error, HeadraceError) else repr(error)
         for reply in self._replies.values():
             if not reply.done():
-                reply.set_exception(WorkerDied(self._who, "ended in the middle of a call"))
-        self._on_lost()
+                reply.set_exception(WorkerDied(self._who, wrong or "ended in the middle of a call"))
+        self._on_lost(wrong)
+
+    def _take(self, frame: Frame) -> None:
+        if frame.id == 0:
+            self._on_push(frame)
+        elif (reply := self._replies.get(frame.id)) and not reply.done():
+            if frame.error:
+                reply.set_exception(exception_of(frame.error, unpack(frame.payload, str)))
+            else:
+                reply.set_result(frame.payload)
 
     async def close(self) -> None:
         if self._writer:
@@ -131,10 +163,15 @@ class WorkerEnd:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._file = sock.makefile("rb")
-        self._lock = threading.Lock()
+        self._lock, self._numbers, self._arrived = threading.Lock(), itertools.count(), _Numbers("controller")
 
     def receive(self) -> Frame | None:
         """None when the controller is gone: the worker then ends, whatever it is doing."""
+        while (frame := self._receive()) is not None and not self._arrived.new(frame):
+            pass
+        return frame
+
+    def _receive(self) -> Frame | None:
         try:
             head = self._file.read(_LENGTH.size)
             if len(head) < _LENGTH.size:
@@ -146,14 +183,15 @@ class WorkerEnd:
         return _decode(body) if len(body) == length else None
 
     def reply(self, to: Frame, payload: Any) -> None:
-        self._send(pack(to.id, to.method, payload))
+        self._send(to.id, to.method, payload)
 
     def fail(self, to: Frame, error: str, message: str) -> None:
-        self._send(pack(to.id, to.method, message, error))
+        self._send(to.id, to.method, message, error)
 
     def push(self, method: str, payload: Any) -> None:
-        self._send(pack(0, method, payload))
+        self._send(0, method, payload)
 
-    def _send(self, data: bytes) -> None:
+    def _send(self, frame_id: int, method: str, payload: Any, error: str = "") -> None:
+        told = msgspec.Raw(_encode(payload))
         with self._lock:
-            self._sock.sendall(data)
+            self._sock.sendall(pack(Frame(frame_id, method, told, error, next(self._numbers))))

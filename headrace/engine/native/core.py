@@ -39,6 +39,7 @@ from headrace.weights import WeightUpdate
 class Prepared:
     update: WeightUpdate
     weights: Any
+    mixed: bool = False
 
 
 class Core:
@@ -144,7 +145,7 @@ class Core:
     # -- weights ------------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def prepare(self, update: WeightUpdate, tensors: Mapping[str, torch.Tensor]) -> Prepared:
+    def prepare(self, update: WeightUpdate, tensors: Mapping[str, torch.Tensor], mixed: bool = False) -> Prepared:
         if update.adapter is not None:
             if not self._config.max_adapters:
                 raise ValueError(
@@ -155,7 +156,7 @@ class Core:
         if update.kind != "full":
             raise ValueError(f"an update of kind {update.kind} must say which adapter it is for: set its `adapter`")
         self._served.check_base(update)
-        return Prepared(update, self._model.prepare(tensors))
+        return Prepared(update, self._model.prepare(tensors), mixed)
 
     def swap(self, prepared: Prepared) -> None:
         """Raises ValueError when what was loaded meanwhile does not go with it."""
@@ -163,8 +164,12 @@ class Core:
         if spec is None:
             self._served.check_base(update)
             self._runner.use(prepared.weights)
-            self._served.set_base(update)
             self._forks.forget(None)
+            if prepared.mixed:
+                self._served.mixed = True
+                self._schedule.swapped(None, recompute=False)  # what is shared is cut off: mixed entries are for nobody
+                return
+            self._served.set_base(update)
         else:
             self._served.check_adapter(spec)
             self._runner.use_adapter(self._served.set_adapter(spec, update.version), prepared.weights)

@@ -23,6 +23,8 @@ class Served:
         self.base = -1
         """Version of the base weights; -1 before there are any."""
         self.fingerprint = ""
+        self.mixed = False
+        """While an update is streamed in: some parameters are newer than `base`."""
         self.adapters: dict[str, Loaded] = {}
         self._versions = np.full(max_adapters + 1, -1, dtype=np.int64)
         """By slot; the last one is the base model's."""
@@ -74,8 +76,9 @@ class Served:
             )
 
     def set_base(self, update: WeightUpdate) -> None:
-        assert update.version > self.base, "versions never go back"
-        self.base, self.fingerprint = update.version, update.fingerprint
+        taken_back = self.mixed and update.version == self.base
+        assert update.version > self.base or taken_back, "versions never go back"
+        self.base, self.fingerprint, self.mixed = update.version, update.fingerprint, False
         self._versions[-1] = update.version
 
     def set_adapter(self, spec: AdapterSpec, version: int) -> int:

@@ -104,6 +104,7 @@ class Stepper:
             versions=self._versions(kept),
             details=self._details(plan.rows, drawn),
             scores=scores,
+            mixed=self._served.mixed,
         )
         self.counters.sampled += len(kept)
         finished = self._take_out(plan, ends)
@@ -150,7 +151,8 @@ class Stepper:
         for chunk in plan.chunks:
             sequence = self._running.sequences[chunk.row]
             if sequence.scored and self._score_chunk(chunk, logits[place : place + chunk.scores], ends):
-                told.append(details.of_prompt(sequence, self._served.version(sequence.adapter)))
+                version, mixed = self._served.version(sequence.adapter), self._served.mixed
+                told.append(details.of_prompt(sequence, version, mixed))
                 sequence.scored, sequence.scores = False, []
                 self._running.columns["scored"][chunk.row] = False
             place += chunk.scores + chunk.samples

@@ -50,11 +50,11 @@ def score(logits: torch.Tensor, running: Running, chunk: Chunk) -> bool:
     return bool(np.isfinite(scores.logprobs).all())
 
 
-def of_prompt(sequence: Sequence, version: int) -> PromptScores:
+def of_prompt(sequence: Sequence, version: int, mixed: bool) -> PromptScores:
     """All that was scored, once it is complete."""
     parts: list[Scores] = sequence.scores
     k = sequence.request.top_logprobs
     logprobs = tuple(float(value) for part in parts for value in part.logprobs)
     ids = b"".join(part.top_ids.astype(np.int32).tobytes() for part in parts if part.top_ids is not None)
     values = b"".join(part.top_logprobs.astype(np.float32).tobytes() for part in parts if part.top_logprobs is not None)
-    return PromptScores(sequence.id, version, logprobs, TopLogprobs(k, ids, values) if k else None)
+    return PromptScores(sequence.id, version, logprobs, TopLogprobs(k, ids, values) if k else None, mixed)

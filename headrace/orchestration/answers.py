@@ -1,0 +1,25 @@
+"""How a worker answers a call: with the result, or with the exception by name."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from headrace.errors import HeadraceError
+from headrace.orchestration.wire import Frame, WorkerEnd, name_of
+
+
+def answer(end: WorkerEnd, frame: Frame, work: Callable[[], Any]) -> None:
+    """The user's errors go without a traceback."""
+    try:
+        result = work()
+    except Exception as error:
+        fail(end, frame, error)
+    else:
+        end.reply(frame, result)
+
+
+def fail(end: WorkerEnd, frame: Frame, error: Exception) -> None:
+    known = isinstance(error, (HeadraceError, ValueError, OSError))
+    end.fail(frame, name_of(error), str(error) if known else "".join(traceback.format_exception(error)))
