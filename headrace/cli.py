@@ -1,8 +1,9 @@
 """The command `headrace`. It reads arguments, calls one function of the library and turns errors into one message.
 
-Exit codes: 0 done, 1 the run failed, 2 the input cannot work, 130 interrupted.
+Exit codes: 0 done, 1 the run failed (`status`: it has died), 2 the input cannot work, 3 a run was ended by its watchdog
+(`observe/watchdog.py`), 130 interrupted.
 
-argparse, because six commands with at most four options need no dependency, and `--help` answers at once.
+argparse, because a few commands with at most five options need no dependency, and `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -88,6 +89,17 @@ def report(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def status(arguments: argparse.Namespace) -> int:
+    from headrace.orchestration import status_report
+
+    run_dir = run_directory(arguments.run)
+    if not (run_dir / "config.toml").exists():
+        raise ConfigError(f"{run_dir} is not the directory of a run: it has no config.toml")
+    if arguments.stacks:
+        return status_report.ask_for_stacks(run_dir)
+    return status_report.report(run_dir, arguments.watch, arguments.json)
+
+
 def export(arguments: argparse.Namespace) -> int:
     checkpoint = headrace.export(run_directory(arguments.run), arguments.to, arguments.dtype, merge=arguments.merge)
     adapter = (Path(arguments.to) / "adapter_config.json").exists()
@@ -149,6 +161,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_eval(commands)
     one = _command(commands, "report", report, "write a run's report.html again, also while it is running")
     one.add_argument("run", metavar="RUN", help="directory of the run, or its name under runs/")
+    _add_status(commands)
     one = _command(commands, "export", export, "save a run's model as a directory that transformers loads")
     one.add_argument("run", metavar="RUN", help="directory of the run, or its name under runs/")
     one.add_argument("--to", required=True, metavar="DIR", help="where to save it; must not exist or be empty")
@@ -181,6 +194,15 @@ def _add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     one.add_argument("source", metavar="CONFIG.toml|RUN", help="a config (its untrained model) or a run (its last one)")
     one.add_argument("--prompts", type=_positive, metavar="N", help="how many held-out prompts (default: eval.prompts)")
     _add_set(one)
+
+
+def _add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    one = _command(commands, "status", status, "is a run alive, what does it do, who waits for whom")
+    one.add_argument("run", metavar="RUN", help="directory of the run, or its name under runs/")
+    how = one.add_mutually_exclusive_group()
+    how.add_argument("--watch", action="store_true", help="look again every 2 seconds until it has ended")
+    how.add_argument("--json", action="store_true", help="for programs")
+    how.add_argument("--stacks", action="store_true", help="have it write down where all its processes stand (SIGUSR1)")
 
 
 def _add_set(parser: argparse.ArgumentParser) -> None:

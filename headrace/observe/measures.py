@@ -21,17 +21,20 @@ def phase(state: RunState) -> str:
     return "measuring held-out reward (before)" if running else "starting"
 
 
-def seconds_left(state: RunState, recent: int = 20) -> float | None:
-    """From the pace of the last steps of this session; None before its first step."""
-    rows = session_rows(state)
-    if not rows or state.started is None or state.ended:
-        return None
-    tail = rows[-recent - 1 :]
+def step_seconds(state: RunState, recent: int = 20) -> float | None:
+    """From one step's end to the next: the mean of the last ones of this session; None before its first step."""
+    tail = session_rows(state)[-recent - 1 :]
     if len(tail) > 1:
-        pace = (tail[-1].t - tail[0].t) / (len(tail) - 1)
-    else:
-        pace = tail[0].t - (state.windows[-1][0] if state.windows else state.sessions[-1])
-    return max(0.0, (state.started.steps - state.step) * pace - (state.now - rows[-1].t))
+        return (tail[-1].t - tail[0].t) / (len(tail) - 1)
+    return tail[0].t - (state.windows[-1][0] if state.windows else state.sessions[-1]) if tail else None
+
+
+def seconds_left(state: RunState, recent: int = 20) -> float | None:
+    """At the pace of the last steps of this session; None before its first step."""
+    pace = step_seconds(state, recent)
+    if pace is None or state.started is None or state.ended:
+        return None
+    return max(0.0, (state.started.steps - state.step) * pace - (state.now - state.rows[-1].t))
 
 
 def session_rows(state: RunState) -> list[StepRow]:

@@ -35,7 +35,7 @@ def brief(state: RunState) -> RenderableType:
     """One of several pipelines in one view."""
     if not state.started:
         return Text("")
-    lines = [("reward", _reward(state)), ("lag", _lag(state)), ("trainer", _trainer(state)), ("checks", _checks(state))]
+    lines = [("reward", reward(state)), ("lag", _lag(state)), ("trainer", trainer(state)), ("checks", _checks(state))]
     return Group(_table(lines), *(Text(f"! {clip(one.message, WIDTH)}", style=WARN) for one in state.warnings[-1:]))
 
 
@@ -50,17 +50,17 @@ def _table(lines: Sequence[tuple[str, Text]]) -> Table:
 
 def _lines(state: RunState) -> list[tuple[str, Text]]:
     return [
-        ("reward", _reward(state)),
+        ("reward", reward(state)),
         ("lag", _lag(state)),
-        ("engine", _engine(state)),
-        ("trainer", _trainer(state)),
+        ("engine", engine(state)),
+        ("trainer", trainer(state)),
         ("in flight", _in_flight(state)),
         ("outcomes", _outcomes(state)),
         ("checks", _checks(state)),
     ]
 
 
-def _reward(state: RunState) -> Text:
+def reward(state: RunState) -> Text:
     text = Text()
     if not state.rows:
         text.append("no step yet", FAINT)
@@ -102,7 +102,7 @@ def _rate(rate: float | None) -> str:
     return f"{rate:6,.0f} tok/s  " if rate is not None else "     ? tok/s  "
 
 
-def _engine(state: RunState) -> Text:
+def engine(state: RunState) -> Text:
     idle, rate = state.engine.recent()
     text = Text(_rate(rate)).append_text(_idle(idle))
     text.append(f"{sparkline([span.sampled for span in state.engine.spans[-16:]], 16):<16}  ", "cyan")
@@ -111,7 +111,7 @@ def _engine(state: RunState) -> Text:
     return text
 
 
-def _trainer(state: RunState) -> Text:
+def trainer(state: RunState) -> Text:
     text = Text(_rate(measures.trainer_rate(state, 10))).append_text(_idle(measures.recent_trainer_idle(state)))
     if not state.rows:
         return text

@@ -5,19 +5,25 @@ metrics.jsonl      every fact, one JSON line each
 journal.jsonl      what each optimizer step consumed
 checkpoints/       see checkpoint.py
 logs/              what the worker processes printed
+status.json        who waits for whom at this moment, see observe/status.py
 report.html
 """
 
 from __future__ import annotations
 
 import fcntl
+import time
 from pathlib import Path
 from types import TracebackType
+from typing import IO, Any
 
 from headrace.config import RunConfig, dump_config
 from headrace.errors import ConfigError
 
 LOCK = ".lock"
+
+PATIENCE = 0.3
+"""Seconds that a run tries to get its lock: one who asks for its status holds it for microseconds."""
 
 
 class RunDirectory:
@@ -28,11 +34,9 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
         self._lock = (path / LOCK).open("a")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _take(self._lock, fcntl.LOCK_EX, PATIENCE):
             self._lock.close()
-            raise ConfigError(f"another process is training in {path}: wait for it, or choose another name") from None
+            raise ConfigError(f"another process is training in {path}: wait for it, or choose another name")
         self.checkpoints.mkdir(exist_ok=True)
         self.logs.mkdir(exist_ok=True)
 
@@ -75,3 +79,25 @@ class RunDirectory:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def held(path: Path) -> bool:
+    """Whether some process has this run open. The operating system keeps the lock, so it is true of the living only."""
+    try:
+        file = (path / LOCK).open("rb")
+    except OSError:
+        return False
+    with file:
+        return not _take(file, fcntl.LOCK_SH)
+
+
+def _take(file: IO[Any], kind: int, patience: float = 0.0) -> bool:
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+        time.sleep(0.02)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError
+from headrace.observe import stacks
 from headrace.scoring.frames import Call, Ready, pack, read_answer, receive
 from headrace.scoring.job import Job, Loaded, Values, fail_all, too_late
 
@@ -57,19 +58,24 @@ def _command(arguments: Sequence[str]) -> list[str]:
     return [sys.executable, "-P", "-m", "headrace.scoring.worker", *arguments]
 
 
-def _environment() -> dict[str, str]:
+def _environment(file: Path | None = None) -> dict[str, str]:
+    """`file`: where it writes its stacks when it is asked for them."""
     # A worker is one of several: one core each, and no spinning beside the engine, unless the user says otherwise.
     environment = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", **os.environ}
     package = str(Path(__file__).resolve().parent.parent.parent)
     if package not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):  # run from a checkout
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
-    return environment
+    return environment | ({stacks.VARIABLE: str(file)} if file else {})
 
 
 def ending(code: int | None) -> str:
     if code is not None and code < 0:
         return f"was killed by {signal.Signals(-code).name}"
     return f"ended with exit code {code}"
+
+
+_numbers = itertools.count(1)
+"""Of the workers of this process, for their names."""
 
 
 class ProcessLost(Exception):
@@ -87,6 +93,8 @@ class WorkerProcess:
         self._receiving: asyncio.Task[None] | None = None
         self._why = ""
         self.alive = False
+        self.who = f"scorer {next(_numbers)}"
+        self._stacks = log.with_name(f"{self.who.replace(' ', '-')}.stacks") if log else None
 
     @property
     def pid(self) -> int:
@@ -101,9 +109,10 @@ class WorkerProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=_environment(),
+                env=_environment(self._stacks),
                 start_new_session=True,  # Ctrl-C reaches the controller only; a kill reaches what the function started too
             )
+        stacks.started(self.who, self.pid, self._stacks)
         assert self._process.stdout is not None
         try:
             async with asyncio.timeout(LOAD_SECONDS):
@@ -156,10 +165,16 @@ class WorkerProcess:
         self.alive = False
         self.kill()  # a worker that closed its pipe is of no use, and may have left children
         code = await self._process.wait()
+        self._is_gone()
         self._why = self._why or ending(code)
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_exception(ProcessLost(self._why))
+
+    def _is_gone(self) -> None:
+        stacks.ended(self.pid)
+        if self._stacks is not None:
+            self._stacks.unlink(missing_ok=True)
 
     def kill(self, why: str = "") -> None:
         self.alive = False
@@ -176,6 +191,7 @@ class WorkerProcess:
         if self._process.stdin is not None:
             self._process.stdin.close()
         await self._process.wait()
+        self._is_gone()
         if self._receiving is not None:
             await asyncio.wait({self._receiving})
 

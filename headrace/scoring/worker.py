@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 from headrace.errors import ConfigError
+from headrace.observe.stacks import answer_signals
 from headrace.scoring.frames import Call, Ready, Reply, pack, read_call
 from headrace.scoring.job import Loaded, call, call_async, is_async
 from headrace.scoring.load import load_functions
@@ -25,6 +26,7 @@ Functions = list[Callable[..., Any]]
 
 
 def main(arguments: list[str]) -> None:
+    answer_signals()
     calls, answers = _take_pipes()
     check = arguments[:1] == ["--check"]
     inbox: queue.SimpleQueue[Call] = queue.SimpleQueue()
