@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from headrace.errors import WorkerDied
+from headrace.observe import stacks
 from headrace.orchestration.wire import Channel, Frame
 
 T = TypeVar("T")
 
 GRACE = 5.0
-"""Seconds that a worker gets to leave by itself before it is killed."""
+"""Seconds that a worker gets to leave by itself before it is killed, and to be gone after that."""
 
 
 class Worker:
@@ -27,7 +28,7 @@ class Worker:
 
     def __init__(self, who: str, log: Path, on_push: Callable[[Frame], None] | None = None) -> None:
         """What the process prints goes to `log`: the terminal belongs to the live view."""
-        self.who, self._log = who, log
+        self.who, self._log, self._stacks = who, log, log.with_suffix(".stacks")
         self.channel = Channel(who, on_push or (lambda frame: None), self._lost)
         self._process: subprocess.Popen[bytes] | None = None
         self._ended: asyncio.Future[str] | None = None
@@ -42,17 +43,19 @@ class Worker:
         self._ended = asyncio.get_running_loop().create_future()
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "headrace.orchestration.worker", kind, str(theirs.fileno()), *map(str, fds)]
+        self._stacks.unlink(missing_ok=True)  # of the process before: this one is asked for its stacks when the file is there
         # A session of its own: Ctrl-C in the terminal reaches the controller only, which then ends its workers in order.
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 command,
                 pass_fds=[theirs.fileno(), *fds],
-                env=environment(cores),
+                env=environment(cores) | {stacks.VARIABLE: str(self._stacks)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
+        stacks.started(self.who, self.pid, self._stacks)
         theirs.close()
         await self.channel.open(ours)
 
@@ -68,7 +71,7 @@ class Worker:
         return await asyncio.shield(self._ended)
 
     async def close(self) -> None:
-        """Ask, wait, kill. Always returns with the process gone."""
+        """Ask, wait, kill. Returns with the process gone, unless not even that helps."""
         await self.channel.close()
         if self._process is None:
             return
@@ -76,7 +79,9 @@ class Worker:
             await asyncio.to_thread(self._process.wait, GRACE)
         if self._process.poll() is None:
             self._process.kill()
-            await asyncio.to_thread(self._process.wait)
+            if said := await asyncio.to_thread(_bury, self._process):
+                print(f"headrace: the {self.who} process {self.pid} {said}", file=sys.stderr)
+        stacks.ended(self.pid)
 
     def kill(self) -> None:
         if self._process is not None and self._process.poll() is None:
@@ -94,8 +99,8 @@ class Worker:
                 code = process.wait(GRACE)
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait()
-                return "closed its connection and hung; it was killed"
+                return f"closed its connection and hung; it {_bury(process) or 'was killed'}"
+            stacks.ended(process.pid)
             if wrong:
                 return f"was ended: {wrong}"
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
@@ -107,6 +112,15 @@ class Worker:
                 ended.set_result(how)
 
         self._reporting = asyncio.ensure_future(report())
+
+
+def _bury(process: subprocess.Popen[bytes]) -> str:
+    """Waits for the end of a process that was killed. Empty, or why it cannot end: it hangs in the kernel."""
+    try:
+        process.wait(GRACE)
+    except subprocess.TimeoutExpired:
+        return f"cannot be killed: it is {stacks.process_state(process.pid)}"
+    return ""
 
 
 def environment(cores: Sequence[int]) -> dict[str, str]:
