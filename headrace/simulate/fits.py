@@ -1,0 +1,42 @@
+"""From what was measured to a few numbers: least squares without negative ones, and how alike the rollouts of a prompt are."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """(Value at 0, slope) of the least squares line; neither is negative."""
+    x = np.array([[1.0, at] for at, _ in points])
+    a, b = nonnegative(x, np.array([value for _, value in points]))
+    return float(a), float(b)
+
+
+def nonnegative(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """[k] coefficients >= 0 that minimise |x c - y|², for [n, k] `x` with few columns: the best of all subsets of them."""
+    columns = x.shape[1]
+    best, found = np.inf, np.zeros(columns)
+    for size in range(1, columns + 1):
+        for chosen in itertools.combinations(range(columns), size):
+            part = np.linalg.lstsq(x[:, chosen], y, rcond=None)[0]
+            error = float(((x[:, chosen] @ part - y) ** 2).sum())
+            if (part >= 0).all() and error < best * (1 - 1e-12):
+                best, found = error, np.zeros(columns)
+                found[list(chosen)] = part
+    return found
+
+
+def alike(groups: Sequence[Sequence[float]]) -> float:
+    """Intraclass correlation of one-way groups (ICC(1), Shrout and Fleiss, 1979), from 0 to 1; 0 where it cannot be told."""
+    full = [np.asarray(group, float) for group in groups if len(group) > 1]
+    if len(full) < 2:
+        return 0.0
+    size = float(np.mean([len(group) for group in full]))
+    grand = np.concatenate(full).mean()
+    between = sum(len(group) * (group.mean() - grand) ** 2 for group in full) / (len(full) - 1)
+    within = sum(((group - group.mean()) ** 2).sum() for group in full) / sum(len(group) - 1 for group in full)
+    total = between + (size - 1) * within
+    return float(min(1.0, max(0.0, (between - within) / total))) if total > 0 else 0.0

@@ -1,0 +1,79 @@
+"""A request inside a simulated engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from headrace.simulate.codes import completion_tokens
+from headrace.types import Completion, Request, Stop, VersionSpan
+
+LengthOf = Callable[[Request], tuple[int, bool]]
+"""Real tokens of a request's whole completion, and whether max_tokens ends it."""
+
+Swaps = Sequence[tuple[float, int, bool]]
+"""(Passes done, version from there on, whether it is mixed with the next), ascending."""
+
+
+class Flight:
+    __slots__ = (
+        "at_limit",
+        "begun",
+        "done",
+        "gone",
+        "length",
+        "order",
+        "prefix",
+        "prompt",
+        "request",
+        "room",
+        "start",
+        "swaps",
+        "told",
+    )
+
+    def __init__(self, request: Request, length: int, at_limit: bool, prefix: int, order: int) -> None:
+        """`length`: real tokens of the whole completion, `prefix` of what an earlier request sampled of it."""
+        self.request, self.at_limit, self.order = request, at_limit, order
+        self.prompt = request.prompt[1] if len(request.prompt) > 1 else len(request.prompt)
+        self.length, self.prefix = max(length, prefix + 1), prefix
+        self.done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self.begun = self.gone = False
+        self.start = 0
+        """Passes done when it began: it gets a token with every pass from there on."""
+        self.swaps = 0
+        """Of all swaps, the last one before it began."""
+        self.room = 0.0
+        self.told = 0
+        """Simulated tokens that listeners know of."""
+
+    @property
+    def end(self) -> int:
+        """The pass that gives it its last token."""
+        return self.start + self.length - self.prefix
+
+    def completion(self, passes: float, swaps: Swaps, grain: int, stop: Stop, recompute: bool) -> Completion:
+        """What there is of it after so many passes; the whole of it where it ended by itself."""
+        whole = completion_tokens(self.length, grain)
+        kept = len(whole)
+        if not self.begun:
+            kept = len(self.request.prefix)
+        elif stop == "interrupted":  # to the nearest, so that interrupting neither gains nor loses on average
+            kept = min(kept, max(len(self.request.prefix), round((self.prefix + passes - self.start) / grain)))
+        tokens = whole[len(self.request.prefix) : kept]
+        spans = self._spans(len(tokens), swaps, grain, recompute) if tokens else ()
+        return Completion(tokens, (-1.0,) * len(tokens), spans, stop)
+
+    def _spans(self, count: int, swaps: Swaps, grain: int, recompute: bool) -> tuple[VersionSpan, ...]:
+        """A simulated token has the version of the first real one in it."""
+        _, oldest, mixed = swaps[self.swaps]
+        spans = [VersionSpan(0, oldest, oldest, mixed)]
+        for at, version, mixed in swaps[self.swaps + 1 :]:
+            start = max(0, int(-(-(at - self.start) // grain)))
+            if start >= count:
+                break
+            span = VersionSpan(start, version, version if recompute else oldest, mixed)
+            if start == spans[-1].start:
+                spans.pop()
+            spans.append(span)
+        return tuple(spans)

@@ -1,0 +1,108 @@
+"""Prompts and rewards of a simulated run: difficulty, lengths, latencies."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+from statistics import NormalDist
+from typing import Any
+
+from headrace.rollout import seed_of
+from headrace.simulate.codes import difficulty, prompt_tokens
+from headrace.simulate.distributions import Distribution, solve_shift
+from headrace.types import Episode, Failure, Prompt, Request, Scored
+
+_SEEDS = 1 << 63
+
+
+def uniform(*parts: object) -> float:
+    """In (0, 1), from names and numbers."""
+    return (seed_of(*parts) + 0.5) / _SEEDS
+
+
+class Lengths:
+    """How long each completion becomes: its seed and its prompt's difficulty say so, whoever asks and however often."""
+
+    def __init__(self, completions: Distribution, max_tokens: int) -> None:
+        self._completions, self._limit = completions, max_tokens
+
+    def __call__(self, request: Request) -> tuple[int, bool]:
+        """Real tokens, and whether max_tokens ends it."""
+        own = (request.sampling.seed + 0.5) / _SEEDS
+        shared = difficulty(request.prompt) if self._completions.correlation else 0.0
+        wanted = max(1, round(self._completions.draw(own, shared)))
+        return min(wanted, self._limit), wanted >= self._limit
+
+
+class SimulatedTask:
+    """Protocol `Task`: prompts without text, each with a length and a difficulty of its own."""
+
+    def __init__(self, prompts: Distribution, seed: int) -> None:
+        self._prompts, self._seed, self._next = prompts, seed, 0
+
+    def draw(self) -> Prompt:
+        self._next += 1
+        return self._prompt("train", self._next - 1)
+
+    def held_out(self, count: int) -> list[Prompt]:
+        return [self._prompt("held-out", number) for number in range(count)]
+
+    def state(self) -> dict[str, Any]:
+        return {"next": self._next}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._next = state["next"]
+
+    def _prompt(self, stream: str, number: int) -> Prompt:
+        length = self._prompts.draw(uniform(self._seed, stream, number, "length"))
+        tokens = prompt_tokens(number, length, uniform(self._seed, stream, number, "difficulty"))
+        return Prompt(f"{stream}/{number}", "", tokens)
+
+
+class SimulatedScorer:
+    """Protocol `Scorer`: rewards that take time, by so many workers."""
+
+    def __init__(
+        self,
+        latency: Distribution,
+        workers: int,
+        seed: int,
+        contrast: float = 1.0,
+        solved: float | None = None,
+        overhead: float = 0.0,
+    ) -> None:
+        """`overhead`: seconds that a group takes on its way, whatever the rewards; `latency`: seconds of one rollout; `contrast`: share of groups whose rewards differ; `solved`: instead, the mean
+        reward of rollouts that are right or wrong, which harder prompts get less often."""
+        self._latency, self._seed, self._contrast, self._solved = latency, seed, contrast, solved
+        self._overhead = overhead
+        self._free = [0.0] * workers
+        """When each worker will be."""
+
+    async def score(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[Scored | Failure]:
+        now = asyncio.get_running_loop().time()
+        if seconds := self._overhead + self._until_done(now, prompt, len(episodes)):
+            await asyncio.sleep(seconds)
+        reward = self._rewards(prompt)
+        return [Scored(episode, value := reward(i), {"simulated": value}) for i, episode in enumerate(episodes)]
+
+    def _until_done(self, now: float, prompt: Prompt, count: int) -> float:
+        if self._latency.kind == "fixed" and not self._latency.mean:
+            return 0.0
+        last = now
+        for i in range(count):
+            begin = max(now, heapq.heappop(self._free))
+            end = begin + self._latency.draw(uniform(self._seed, prompt.id, i, "latency"))
+            heapq.heappush(self._free, end)
+            last = max(last, end)
+        return last - now
+
+    def _rewards(self, prompt: Prompt) -> Callable[[int], float]:
+        if self._solved is None:
+            differs = self._contrast >= 1 or uniform(self._seed, prompt.id, "contrast") < self._contrast
+            return lambda i: float(i % 2) if differs else 1.0
+        chance = NormalDist().cdf(solve_shift(self._solved) - difficulty(prompt.tokens))
+        return lambda i: float(uniform(self._seed, prompt.id, i, "solved") < chance)
+
+    async def close(self) -> None:
+        pass
