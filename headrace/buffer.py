@@ -9,19 +9,19 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from headrace.observe.facts import Accounting
-from headrace.staleness import StalenessConfig
+from headrace.staleness import StalenessConfig, first_version
 from headrace.types import Group, Prompt, Struct
 
 
 class BufferState(Struct, frozen=True):
-    """What a checkpoint holds of the buffer: finished groups, prompts to draw again, and the accounting."""
+    """What a checkpoint holds of the buffer: finished groups, what was in flight, and the accounting."""
 
     next_ticket: int
     ready: tuple[Group, ...]
-    unfinished: tuple[Prompt, ...]
+    in_flight: dict[int, Prompt]
+    """By ticket. A run that goes on goes on with the same tickets."""
     accounting: Accounting
 
 
@@ -36,10 +36,11 @@ class Buffer:
         self._in_flight: dict[int, Prompt] = {}
         """By ticket."""
         self._ready: dict[int, Group] = {}
+        self._oldest: dict[int, int] = {}
+        """Version of the oldest token of each group that is ready or taken."""
         self._taken: dict[int, Group] = {}
         self._trained_not_live: set[int] = set()
-        self._to_draw_again: list[Prompt] = []
-        self._drawn = self._trained = self._drawn_again = 0
+        self._drawn = self._trained = 0
         self._dropped: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
         self._rollout_failures: Counter[str] = Counter()
@@ -49,35 +50,29 @@ class Buffer:
     # -- the producer's side ------------------------------------------------------------------------------------------
 
     async def draw(self) -> int | None:
-        """A ticket as soon as a slot is free and the run needs another group; None once the buffer is closed."""
+        """The next ticket as soon as a slot is free and the run needs another group; None once the buffer is closed."""
         await self._until(lambda: self._closed or self._may_draw())
-        if self._closed:
-            return None
+        return None if self._closed else self._next_ticket
+
+    def start(self, ticket: int, prompt: Prompt) -> None:
+        """The prompt of the next ticket."""
+        assert ticket == self._next_ticket, f"ticket {ticket} is drawn after {self._next_ticket - 1}"
         self._next_ticket += 1
-        return self._next_ticket - 1
-
-    def start(self, ticket: int, prompt: Prompt, again: bool = False) -> None:
-        """The prompt of a ticket just drawn. `again`: it was in flight at the checkpoint that this run resumed from."""
         self._in_flight[ticket] = prompt
-        if again:
-            self._drawn_again += 1
-        else:
-            self._drawn += 1
-
-    def next_again(self) -> Prompt | None:
-        """The next prompt that has to be drawn again after a resume, before the task is asked for new ones."""
-        return self._to_draw_again.pop(0) if self._to_draw_again else None
+        self._drawn += 1
 
     def put(self, group: Group) -> None:
         del self._in_flight[group.ticket]
-        self._ready[group.ticket] = group
-        self._count_failures(group.failures)
+        self._add(group)
+        self._count_failures(failure.reason for failure in group.failures)
         self._notify()
 
-    def end(self, ticket: int, outcome: str, reason: str, failures: Iterable[Any] = ()) -> None:
-        """A group that will not be trained: its slot is free at once."""
+    def end(self, ticket: int, outcome: str, reason: str, failures: Iterable[str] = ()) -> None:
+        """A group that will not be trained: its slot is free at once. `failures`: reasons of rollouts that failed in it."""
         assert outcome in ("dropped", "failed"), outcome
-        self._in_flight.pop(ticket, None) or self._taken.pop(ticket)
+        place = next(held for held in (self._in_flight, self._ready, self._taken) if ticket in held)
+        del place[ticket]
+        self._oldest.pop(ticket, None)
         (self._dropped if outcome == "dropped" else self._failed)[reason] += 1
         if outcome == "dropped":
             self._count_failures(failures)
@@ -85,8 +80,11 @@ class Buffer:
 
     # -- the trainer's side -------------------------------------------------------------------------------------------
 
-    async def take(self, count: int) -> tuple[Group, ...] | None:
-        """The next `count` groups inside the window, as they become ready; None once the buffer is closed."""
+    async def take(self, count: int, judge: Callable[[Group], Group | None]) -> tuple[Group, ...] | None:
+        """The next `count` groups that may be taken, as they become ready; None once the buffer is closed.
+
+        `judge`: what of a group may be trained now; where it returns None it has ended the group.
+        """
         batch: list[Group] = []
         while len(batch) < count:
             await self._until(lambda: self._closed or self._eligible() is not None)
@@ -94,15 +92,24 @@ class Buffer:
             if self._closed or ticket is None:
                 self._ready |= {group.ticket: self._taken.pop(group.ticket) for group in batch}
                 return None
-            self._taken[ticket] = self._ready.pop(ticket)
-            batch.append(self._taken[ticket])
+            if group := judge(self._ready[ticket]):
+                self._taken[ticket] = self._ready.pop(ticket)
+                batch.append(group)
+            assert ticket not in self._ready, "a group that is not trained has ended"
         return tuple(batch)
+
+    def take_again(self, tickets: Iterable[int]) -> tuple[Group, ...]:
+        """The groups of a step that is in the journal."""
+        for ticket in tickets:
+            self._taken[ticket] = self._ready.pop(ticket)
+        return tuple(self._taken[ticket] for ticket in tickets)
 
     def trained(self, groups: Iterable[Group]) -> None:
         """Counted as trained; their slots stay taken until `release`."""
         for group in groups:
             del self._taken[group.ticket]
             self._trained_not_live.add(group.ticket)
+            del self._oldest[group.ticket]
             self._trained += 1
 
     def release(self, groups: Iterable[Group]) -> None:
@@ -120,55 +127,77 @@ class Buffer:
     @property
     def outstanding(self) -> int:
         """Tickets that hold a slot."""
-        return len(self._in_flight) + len(self._ready) + len(self._taken) + len(self._trained_not_live)
+        return self._inside + len(self._trained_not_live)
+
+    @property
+    def in_flight(self) -> dict[int, Prompt]:
+        """What is generated or scored, by ticket."""
+        return dict(self._in_flight)
+
+    @property
+    def ready(self) -> tuple[int, ...]:
+        """Tickets of finished groups, those in the step under way too."""
+        return tuple(sorted([*self._ready, *self._taken]))
+
+    @property
+    def _inside(self) -> int:
+        return len(self._in_flight) + len(self._ready) + len(self._taken)
 
     def accounting(self, in_checkpoint: bool = False) -> Accounting:
         """C2 at this instant. `in_checkpoint`: what is in the pipeline now is what a checkpoint holds."""
-        inside = len(self._in_flight) + len(self._ready) + len(self._taken)
-        waiting = len(self._to_draw_again)
         return Accounting(
             drawn=self._drawn,
             trained=self._trained,
             dropped=dict(self._dropped),
             failed=dict(self._failed),
-            in_pipeline=0 if in_checkpoint else inside,
-            in_checkpoint=waiting + (inside if in_checkpoint else 0),
-            drawn_again=self._drawn_again,
+            in_pipeline=0 if in_checkpoint else self._inside,
+            in_checkpoint=self._inside if in_checkpoint else 0,
             rollout_failures=dict(self._rollout_failures),
         )
 
     def state(self) -> BufferState:
-        unfinished = tuple(self._in_flight.values()) + tuple(self._to_draw_again)
         ready = {**self._ready, **self._taken}
         groups = tuple(ready[ticket] for ticket in sorted(ready))
-        return BufferState(self._next_ticket, groups, unfinished, self.accounting(in_checkpoint=True))
+        return BufferState(self._next_ticket, groups, self.in_flight, self.accounting(in_checkpoint=True))
 
     def restore(self, state: BufferState) -> None:
         assert self._next_ticket == 0, "restore before the first draw"
         counted = state.accounting
         self._next_ticket = state.next_ticket
-        self._ready = {group.ticket: group for group in state.ready}
-        self._to_draw_again = list(state.unfinished)
-        self._drawn, self._trained, self._drawn_again = counted.drawn, counted.trained, counted.drawn_again
+        for group in state.ready:
+            self._add(group)
+        self._in_flight = dict(state.in_flight)
+        self._drawn, self._trained = counted.drawn, counted.trained
         self._dropped, self._failed = Counter(counted.dropped), Counter(counted.failed)
         self._rollout_failures = Counter(counted.rollout_failures)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
+    def _add(self, group: Group) -> None:
+        self._ready[group.ticket] = group
+        self._oldest[group.ticket] = first_version(group)
+
     def _may_draw(self) -> bool:
-        needed = self._wanted - self._trained - (len(self._in_flight) + len(self._ready) + len(self._taken))
-        return self.outstanding < self._config.slots and needed > 0
+        config = self._config
+        if self._wanted - self._trained - self._inside <= 0:
+            return False
+        if config.paced:
+            return self.outstanding < config.slots
+        room = not config.stored or len(self._ready) + len(self._in_flight) < config.stored + config.generating
+        return room and len(self._in_flight) < config.generating
 
     def _eligible(self) -> int | None:
-        """The oldest ready ticket, if it lies inside the window anchored at the oldest ticket not taken yet."""
-        if not self._ready:
-            return None
-        oldest_ready = min(self._ready)
-        anchor = min(oldest_ready, min(self._in_flight, default=oldest_ready))
-        return oldest_ready if oldest_ready < anchor + self._config.window else None
+        """The ready ticket that is taken next. Paced, it lies inside the window anchored at the oldest ticket not taken yet."""
+        tickets = list(self._ready)
+        if self._config.paced and tickets:
+            anchor = min(min(tickets), min(self._in_flight, default=self._next_ticket))
+            tickets = [ticket for ticket in tickets if ticket < anchor + self._config.window]
+        if self._config.order == "stalest":
+            return min(tickets, key=lambda ticket: (self._oldest[ticket], ticket), default=None)
+        return min(tickets, default=None)
 
-    def _count_failures(self, failures: Iterable[Any]) -> None:
-        self._rollout_failures.update(failure.reason for failure in failures)
+    def _count_failures(self, reasons: Iterable[str]) -> None:
+        self._rollout_failures.update(reasons)
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         while not condition():

@@ -20,6 +20,7 @@ from headrace.errors import ConfigError
 from headrace.lora import AdapterConfig, LoraConfig, lora_problems
 from headrace.models import ModelConfig
 from headrace.observe.config import ObserveConfig, check_installed
+from headrace.partial import PartialConfig, partial_problems
 from headrace.process_config import CheckpointConfig, EvalConfig, WatchConfig
 from headrace.rollout import RolloutConfig
 from headrace.scoring.config import RewardConfig
@@ -54,6 +55,7 @@ class RunConfig:
     """Several adapters trained at once on one base, each with settings of its own on top of these."""
     engine: EngineConfig = Field(default_factory=EngineConfig)
     staleness: StalenessConfig = Field(default_factory=StalenessConfig)
+    partial: PartialConfig = Field(default_factory=PartialConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
     watch: WatchConfig = Field(default_factory=WatchConfig)
@@ -106,6 +108,22 @@ def check_resumable(old: RunConfig, new: RunConfig) -> None:
         )
 
 
+def same_course(old: RunConfig, new: RunConfig) -> bool:
+    """Whether the steps of a run can be done again with other settings, and come out the same."""
+
+    def course(config: RunConfig) -> dict[str, Any]:
+        tree = dataclasses.asdict(config)
+        kept = {name: tree[name] for name in ("task", "reward", "teachers", "rollout", "algo", "train", "staleness")}
+        kept["train"] = {
+            name: value for name, value in tree["train"].items() if name not in ("cores", "max_skipped_steps")
+        }
+        if config.train.schedule == "constant":
+            del kept["train"]["steps"]
+        return kept
+
+    return course(old) == course(new)
+
+
 def dump_config(config: RunConfig) -> str:
     """TOML text with every setting, which `load_config` reads back to an equal config."""
     return dump(config)
@@ -123,6 +141,7 @@ def check(config: RunConfig) -> list[str]:
         *_length_problems(config),
         *_core_problems(config),
         *_teacher_problems(config),
+        *partial_problems(config.partial, bool(config.lora.served_name), several=False),
     ]
     if config.rollout.group_size < config.algo.min_rollouts:
         problems.append(
@@ -272,7 +291,8 @@ def _adapter_problems(config: RunConfig) -> Iterator[str]:
             for name in settings:
                 if getattr(getattr(run, section), name) != getattr(getattr(config, section), name):
                     yield f"the adapter {run.name} sets {section}.{name}, which is one for all adapters; set it for the run"
-        yield from (f"the adapter {run.name}: {problem}" for problem in check(run))
+        held_up = partial_problems(run.partial, adapter=False, several=True)
+        yield from (f"the adapter {run.name}: {problem}" for problem in [*check(run), *held_up])
 
 
 def available_cores() -> set[int]:

@@ -14,6 +14,9 @@ class CheckpointConfig:
     """Optimizer steps between checkpoints; 0 writes one at the end only."""
     keep: int = Field(default=2, gt=0)
     """How many of the newest are kept."""
+    flush_journal: bool = True
+    """Put the journal on the disk after every step: a loss of power then costs at most one. A killed process loses nothing
+    either way."""
 
 
 @dataclass(frozen=True, config=_STRICT)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import msgspec
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from headrace.protocols import Engine
 from headrace.types import Completion, Episode, Failure, Prompt, Request, Sampling, Turn
 
+_NAME = re.compile(r"(?:(?P<adapter>.+):)?t(?P<ticket>\d+)/\d+")
+
 Decode = Callable[[Sequence[int]], str]
+Generate = Callable[[Request], Awaitable[Completion]]
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -84,6 +87,17 @@ def seed_of(*parts: object) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
+def name_of(adapter: str, ticket: int, index: int) -> str:
+    """Of the request for one rollout of a ticket: unique in an engine that serves several adapters."""
+    return f"{adapter}:t{ticket}/{index}" if adapter else f"t{ticket}/{index}"
+
+
+def ticket_of(name: str, adapter: str) -> int | None:
+    """Whose rollout a request is; None where it is for something else."""
+    found = _NAME.fullmatch(name)
+    return int(found["ticket"]) if found and (found["adapter"] or "") == adapter else None
+
+
 async def boundary(completion: Awaitable[Completion]) -> Completion | Failure:
     """The one place where a failed rollout becomes data. What is not the rollout's own fault propagates."""
     try:
@@ -94,10 +108,10 @@ async def boundary(completion: Awaitable[Completion]) -> Completion | Failure:
 
 
 async def roll_out(
-    engine: Engine, prompt: Prompt, requests: Iterable[Request], decode: Decode
+    generate: Generate, prompt: Prompt, requests: Iterable[Request], decode: Decode
 ) -> list[Episode | Failure]:
     """Completions of one prompt, sampled side by side."""
-    results = await asyncio.gather(*(boundary(engine.generate(request)) for request in requests))
+    results = await asyncio.gather(*(boundary(generate(request)) for request in requests))
     return [
         result if isinstance(result, Failure) else Episode((Turn(prompt.tokens, _with_text(result, decode)),))
         for result in results

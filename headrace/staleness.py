@@ -1,21 +1,28 @@
-"""The lag bound (C1): how many tickets may be out, in which order groups may be trained, and why that bounds the lag."""
+"""Staleness (C1): how many tickets may be out, in which order groups are trained, what becomes of tokens that are too old."""
 
 from __future__ import annotations
 
+from typing import Literal
+
+import msgspec
 from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
+
+from headrace.types import Group, Row
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class StalenessConfig:
-    """`max_lag` is a promise, not a target: no token older than that is ever trained, and nothing is discarded to keep it.
+    """`max_lag` is a promise, not a target: no token older than that is ever trained.
 
-    **The rule.** A ticket is drawn before a prompt is sampled. It is given back when the weights that its group trained
+    **By pacing** (`overdue = "wait"`, the default): nothing is discarded to keep it.
+
+    *The rule.* A ticket is drawn before a prompt is sampled. It is given back when the weights that its group trained
     are live in the engine, or when the group ended otherwise (dropped, failed). At most `slots` tickets are out. The
     trainer takes P = `groups_per_step` groups a step, and only groups whose ticket lies less than W = `window` places
     behind the oldest ticket not taken yet.
 
-    **The proof.** Let group g be admitted with ticket n while version v is live, and be trained at step s (s optimizer
+    *The proof.* Let group g be admitted with ticket n while version v is live, and be trained at step s (s optimizer
     steps were done before). Its tokens are sampled at v or later, so its lag is at most s - v. The steps v, ..., s - 1
     each trained P groups whose weights were not live when g was admitted. Such a group either held a ticket at that
     moment: at most slots - 1 did, g holds the last. Or it was admitted later, with a ticket m > n, and was taken before
@@ -23,10 +30,22 @@ class StalenessConfig:
     most W - 1 groups. Hence (s - v) P <= slots - 1 + W - 1, that is lag <= (slots + W - 2) // P.
 
     With `slots = (max_lag + 1) P - (W - 1)` the bound is exactly `max_lag`. Slots alone would not do: where groups are
-    taken in the order of completion, a slow group can be passed without end.
+    taken in the order of completion, a slow group can be passed without end. Which ready group inside the window is
+    taken first (`order`) does not enter the proof.
 
-    **Progress.** slots >= P, so that a batch can fill: its k < P groups hold k tickets, the others are ready, in flight
+    *A killed run* goes on with the same tickets, and with every token under the version that sampled it: nothing in the
+    proof looks at which process did a step.
+
+    *Progress.* slots >= P, so that a batch can fill: its k < P groups hold k tickets, the others are ready, in flight
     or free; the oldest one that is ready may always be taken, and tickets of trained groups come back with the swap.
+
+    **By version control** (`trim`, `drop`, `cancel`): generation is not paced by the trainer. `in_flight` groups are
+    generated at once, and `stored` finished ones may wait (0: an unbounded stream). Every token's age is looked at when
+    its group is taken for step s: it is trained only where s - version <= max_lag, so the bound holds by construction
+    too; what it costs is what is thrown away, and that those which take long are thrown away more often.
+
+    *Progress.* Ages grow with optimizer steps alone. While the trainer waits for the batch of step s, version s goes live
+    (its delivery waits for nobody), and no group admitted after that is overdue at s.
     """
 
     groups_per_step: int = Field(default=8, gt=0)
@@ -35,6 +54,16 @@ class StalenessConfig:
     """0 is synchronous training, 1 a double buffer, K a buffer of K steps."""
     window: int = Field(default=1, gt=0)
     """W: 1 trains groups strictly in the order of admission; more lets fast groups pass slow ones, at W - 1 slots less."""
+    order: Literal["admission", "stalest"] = "admission"
+    """Which of the finished groups that may be taken goes first: the one admitted first, or the one with the oldest token."""
+    overdue: Literal["wait", "trim", "drop", "cancel"] = "wait"
+    """wait: pace generation, so that nothing is ever overdue. trim: tokens that are too old stay as context and leave the loss
+    and its denominator. drop: a group with such a token is not trained. cancel: as drop, and such groups are ended while they
+    are generated."""
+    in_flight: int = Field(default=0, ge=0)
+    """Where overdue is not wait: groups generated and scored at once. 0: (max_lag + 1) P."""
+    stored: int = Field(default=0, ge=0)
+    """Where overdue is not wait: finished groups that may wait for the trainer. 0: as many as come."""
 
     @model_validator(mode="after")
     def _window_leaves_a_batch(self) -> StalenessConfig:
@@ -45,11 +74,62 @@ class StalenessConfig:
             )
         return self
 
+    @model_validator(mode="after")
+    def _paced_or_not(self) -> StalenessConfig:
+        if self.paced and (self.in_flight or self.stored):
+            raise ValueError(
+                'staleness.in_flight and staleness.stored are for generation that is not paced; with overdue = "wait" the slots '
+                "follow from max_lag and window: remove them, or set overdue to trim, drop or cancel"
+            )
+        if not self.paced and self.window != 1:
+            raise ValueError(
+                f'staleness.window = {self.window} belongs to overdue = "wait"; with overdue = "{self.overdue}" every finished '
+                "group may be taken: remove it"
+            )
+        if not self.paced and 0 < self.stored < self.groups_per_step:
+            raise ValueError(
+                f"staleness.stored = {self.stored} never holds a batch of {self.groups_per_step} groups; raise it, or set 0"
+            )
+        return self
+
+    @property
+    def paced(self) -> bool:
+        """Whether the trainer's pace holds generation back, so that nothing is ever overdue."""
+        return self.overdue == "wait"
+
     @property
     def slots(self) -> int:
-        """Tickets that may be out at once."""
+        """Tickets that may be out at once, where generation is paced."""
         return (self.max_lag + 1) * self.groups_per_step - (self.window - 1)
 
     @property
+    def generating(self) -> int:
+        """Groups that may be in flight at once."""
+        return self.slots if self.paced else self.in_flight or self.slots
+
+    @property
     def lag_bound(self) -> int:
-        return (self.slots + self.window - 2) // self.groups_per_step
+        """No token that is trained is older."""
+        return (self.slots + self.window - 2) // self.groups_per_step if self.paced else self.max_lag
+
+
+def first_version(group: Group) -> int:
+    """Of its oldest token in the loss."""
+    return min(version for row in group.rows for version, kept in zip(row.versions, row.mask, strict=True) if kept)
+
+
+def judge(group: Group, step: int, config: StalenessConfig) -> Group | None:
+    """What of a finished group may be trained at `step`; None where it is dropped as overdue."""
+    oldest = step - config.max_lag
+    if first_version(group) >= oldest:
+        return group
+    assert not config.paced, f"ticket {group.ticket} is older than pacing allows: the proof above is wrong"
+    if config.overdue != "trim":
+        return None
+    rows = tuple(_trimmed(row, oldest) for row in group.rows)
+    return msgspec.structs.replace(group, rows=rows) if any(any(row.mask) for row in rows) else None
+
+
+def _trimmed(row: Row, oldest: int) -> Row:
+    mask = tuple(kept and version >= oldest for kept, version in zip(row.mask, row.versions, strict=True))
+    return row if mask == row.mask else msgspec.structs.replace(row, mask=mask)

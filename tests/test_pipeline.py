@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,12 +21,17 @@ from headrace.buffer import Buffer
 from headrace.engine.fake import FakeEngine
 from headrace.errors import HeadraceError, IdentityError, StalledError, TrainingError, WorkerDied
 from headrace.observe.facts import CheckpointSaved, Fact, GroupEnded, StepTrained, Warned
+from headrace.observe.journal import Journal
+from headrace.observe.passes import PassLog
 from headrace.observe.waits import Waits
 from headrace.orchestration.checkpoint import Checkpoints
 from headrace.orchestration.evaluation import Evaluator
 from headrace.orchestration.identity import IdentityProbe
-from headrace.orchestration.pipeline import Parts, Pipeline, Plan
+from headrace.orchestration.parts import Parts, Plan
+from headrace.orchestration.pipeline import Pipeline
+from headrace.orchestration.recovery import begun, read_past, recover
 from headrace.orchestration.snapshots import Snapshots, load_controller
+from headrace.partial import Interrupts, PartialConfig
 from headrace.process_config import EvalConfig
 from headrace.rollout import RolloutConfig
 from headrace.scoring.fake import FakeScorer
@@ -66,8 +72,11 @@ class World:
     patience: int = 200
     checkpoint_every: int = 0
     stop_after: float = 1e6
+    partial: PartialConfig = PartialConfig()
 
-    def build(self) -> Pipeline:
+    def build(self, resume: bool = False) -> Pipeline:
+        """`resume`: from what an earlier world left in the directory."""
+        self.directory.mkdir(exist_ok=True)
         self.ledger = Ledger()
         clock = asyncio.get_running_loop().time
         self.buffer = Buffer(self.staleness, self.steps * self.staleness.groups_per_step)
@@ -75,32 +84,54 @@ class World:
         self.checkpoints = Checkpoints(self.directory / "checkpoints", keep=2)
         rollout = RolloutConfig(group_size=self.group_size, max_tokens=8, patience=self.patience)
         waits = Waits(self.ledger.record, clock, self.stop_after / 2, self.stop_after)
+        plan = Plan(self.steps, self.staleness, rollout, 0, 3, self.checkpoint_every, 0)
+        plan = dataclasses.replace(plan, cancels_at_swap=self.partial.mode == "cancel_group")
+        interrupts = Interrupts(self.engine, self.partial, waits, clock)
+        checkpoint, _ = self.checkpoints.newest_good() if resume else (None, [])
+        self.redo, step = [], 0
+        if resume:
+            past = read_past(self.directory, load_controller(checkpoint) if checkpoint else None, True)
+            assert not past.complaints
+            self.redo, step = recover(past, self.task, self.buffer), past.saved_step
+            asked = [plan.requests(ticket, prompt) for ticket, prompt in self.buffer.in_flight.items()]
+            interrupts.restore(begun(past, {one.id: one for requests in asked for one in requests}))
+            self.trainer.versions[""] = step
+        passes = PassLog(self.directory, step, self.fail)
+        self.engine.listen(passes.write)
         parts = Parts(
             task=self.task,
             engine=self.engine,
+            interrupts=interrupts,
             trainer=self.trainer,
             scorer=self.scorer,
             observer=self.ledger,
+            journal=Journal(self.directory),
             buffer=self.buffer,
             algorithm=algorithm_of(AlgoConfig(name="dr_grpo"), rollout.max_tokens),
             decode=lambda tokens: " ".join(map(str, tokens)),
             waits=waits,
-            snapshots=Snapshots(self.checkpoints, self.ledger, clock),
+            snapshots=Snapshots(self.checkpoints, passes, self.ledger, clock),
             probe=IdentityProbe([1, 2, 3], 2, 1e-3, self.ledger, clock),
             evaluator=Evaluator(
-                self.engine, self.scorer, self.ledger, [], EvalConfig(), rollout, lambda tokens: "", waits, clock
+                interrupts.once, self.scorer, self.ledger, [], EvalConfig(), rollout, lambda tokens: "", waits, clock
             ),
         )
-        plan = Plan(self.steps, self.staleness.groups_per_step, rollout, 0, 3, self.checkpoint_every, 0)
-        return Pipeline(parts, plan, clock, first_step=self.trainer.version)
+        self.parts = parts
+        return Pipeline(parts, plan, clock, step)
+
+    def fail(self, message: str) -> None:
+        raise AssertionError(message)
 
     async def go_live(self) -> None:
         self.engine.version = -1
         await self.engine.load(await self.trainer.publish())
 
-    async def run(self) -> None:
-        pipeline = self.build()
+    async def run(self, resume: bool = False, interrupt_after: float | None = None) -> None:
+        pipeline = self.build(resume)
+        await pipeline.redo(self.redo, told=0)
         await self.go_live()
+        if interrupt_after is not None:
+            asyncio.get_running_loop().call_later(interrupt_after, pipeline.interrupt)
         await pipeline.run()
 
 
@@ -303,61 +334,38 @@ def test_interrupt_and_resume_lose_nothing_and_train_nothing_twice(
 ) -> None:
     tmp = tmp_path_factory.mktemp("run")
     first = _world(tmp, s)
-
-    async def until_interrupted() -> None:
-        pipeline = first.build()
-        await first.go_live()
-        asyncio.get_running_loop().call_later(when, pipeline.interrupt)
-        await pipeline.run()
-
-    virtual_time.run(until_interrupted())
-    state = load_controller(first.checkpoints.all()[-1])
-    assert state.step == first.trainer.version
-
+    virtual_time.run(first.run(interrupt_after=when))
+    assert load_controller(first.checkpoints.all()[-1]).step == first.trainer.version
     second = _world(tmp, s)
-    second.trainer.versions[""] = state.step
-    second.task.restore(state.task)
-
-    async def resumed() -> None:
-        pipeline = second.build()
-        second.buffer.restore(state.buffer)
-        await second.go_live()
-        await pipeline.run()
-
-    virtual_time.run(resumed())
+    virtual_time.run(second.run(resume=True))
     counted = second.buffer.accounting()
     assert second.trainer.version == second.steps and counted.balance() == 0 and counted.in_pipeline == 0
     ids = [group.prompt.id for world in (first, second) for batch in world.trainer.batches for group in batch.groups]
     assert len(ids) == len(set(ids)) == second.steps * s["groups"]
     assert max([0, *_trained_lags(second)]) <= s["max_lag"]
-    assert counted.drawn_again == len(state.buffer.unfinished) - counted.in_checkpoint
 
 
-def test_the_resumed_groups_know_that_they_were_drawn_again(tmp_path: Path) -> None:
+def test_what_was_in_flight_goes_on_from_its_tokens(tmp_path: Path) -> None:
     first = World(tmp_path, steps=30, engine=FakeEngine(0.3))
-
-    async def until_interrupted() -> None:
-        pipeline = first.build()
-        await first.go_live()
-        asyncio.get_running_loop().call_later(5.0, pipeline.interrupt)
-        await pipeline.run()
-
-    virtual_time.run(until_interrupted())
-    state = load_controller(first.checkpoints.all()[-1])
-    assert state.buffer.unfinished, "nothing was in flight: choose another moment"
+    virtual_time.run(first.run(interrupt_after=5.0))
+    begun = load_controller(first.checkpoints.all()[-1]).begun
+    unfinished = {name: one for name, one in begun.items() if one.stop == "interrupted"}
+    assert unfinished, "nothing was in flight: choose another moment"
     second = World(tmp_path, steps=30, engine=FakeEngine(0.3))
-    second.trainer.versions[""] = state.step
-    second.task.restore(state.task)
-
-    async def resumed() -> None:
-        pipeline = second.build()
-        second.buffer.restore(state.buffer)
-        await second.go_live()
-        await pipeline.run()
-
-    virtual_time.run(resumed())
-    again = {group.prompt.id for b in second.trainer.batches for group in b.groups if group.drawn_again}
-    assert again <= {prompt.id for prompt in state.buffer.unfinished}
+    virtual_time.run(second.run(resume=True))
+    asked = {request.id: request for request in second.engine.requests}
+    for name, one in unfinished.items():
+        assert asked[name].prefix[: len(one.tokens)] == one.tokens
+    trained = {
+        (one.ticket, i): row for b in second.trainer.batches for one in b.groups for i, row in enumerate(one.rows)
+    }
+    for name, one in unfinished.items():
+        ticket, index = name.removeprefix("t").split("/")
+        row = trained.get((int(ticket), int(index)))
+        if row is not None:  # a group may have lacked contrast
+            assert row.tokens[: len(one.tokens)] == one.tokens and row.versions[: len(one.tokens)] == tuple(
+                one.versions()
+            )
 
 
 def test_a_full_disk_at_a_checkpoint_warns_and_goes_on(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from live_run import when_step
 import headrace
 from headrace.errors import CheckpointError, ConfigError, HeadraceError, StalledError, TrainingError, WorkerDied
 from headrace.observe.facts import CheckpointSaved, IdentityChecked, RunEnded, Warned, WorkerLost
-from headrace.observe.records import StepRow, read_journal, read_metrics
+from headrace.observe.journal import read_steps
+from headrace.observe.records import StepRow, read_metrics
 
 Config = dict[str, Any]
 
@@ -77,7 +78,7 @@ def assert_complete(directory: Path, steps: int, groups: int = 4) -> None:
     assert ended.reason == "finished" and ended.step == steps
     assert ended.accounting.balance() == 0 and ended.accounting.in_pipeline == 0
     assert ended.accounting.trained == steps * groups
-    journal = list(read_journal(directory))
+    journal = list(read_steps(directory))
     assert [entry.step for entry in journal] == list(range(steps))
     prompts = [group.prompt.id for entry in journal for group in entry.groups]
     assert len(prompts) == len(set(prompts)), "a prompt was trained twice"

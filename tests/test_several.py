@@ -11,7 +11,8 @@ from test_lora_run import config, loud_llama, of  # noqa: F401  (fixtures)
 import headrace
 from headrace.errors import ConfigError, TrainingError
 from headrace.observe.facts import CheckpointSaved, IdentityChecked, RunEnded, RunStarted, WeightsLive
-from headrace.observe.records import StepRow, read_journal
+from headrace.observe.journal import read_steps
+from headrace.observe.records import StepRow
 
 Config = dict[str, Any]
 
@@ -56,7 +57,7 @@ def test_each_learns_its_own_task_and_keeps_its_own_books(two: Config) -> None:
         assert [update.version for update in adapters] == list(range(21))
         assert {update.adapter.name for update in adapters} == {name}
         assert all(check.ok for check in of(one.directory, IdentityChecked))
-        journal = list(read_journal(one.directory))
+        journal = list(read_steps(one.directory))
         texts[name] = [text for entry in journal[-4:] for group in entry.groups for text in texts_of(group)]
     assert letters(texts["e"], "e") > letters(texts["e"], "o") and letters(texts["o"], "o") > letters(texts["o"], "e")
 
@@ -76,7 +77,7 @@ def test_all_go_on_together_after_a_resume(two: Config, tmp_path: Path) -> None:
     for name in ("e", "o"):
         one = again.adapters[name]
         assert one.step == 8 and of(one.directory, RunStarted)[-1].resumed_at == first.adapters[name].step
-        assert [entry.step for entry in read_journal(one.directory)] == list(range(8))
+        assert [entry.step for entry in read_steps(one.directory)] == list(range(8))
         assert of(one.directory, RunEnded)[-1].accounting.balance() == 0
     with pytest.raises(ConfigError, match="several adapters; name the directory of one: .*tiny/e or .*tiny/o"):
         headrace.export(first.directory, tmp_path / "x")

@@ -20,7 +20,8 @@ from live_run import when_step
 import headrace
 from headrace.errors import ConfigError, WorkerDied
 from headrace.observe.facts import Evaluated, RunEnded, WorkerLost
-from headrace.observe.records import StepRow, read_journal, read_metrics
+from headrace.observe.journal import read_steps
+from headrace.observe.records import StepRow, read_metrics
 from headrace.types import Group
 
 Config = dict[str, Any]
@@ -64,7 +65,7 @@ def config(tiny_llama: Path, tmp_path: Path) -> Config:
 
 
 def groups_of(directory: Path) -> list[Group]:
-    return [group for entry in read_journal(directory) for group in entry.groups]
+    return [group for entry in read_steps(directory) for group in entry.groups]
 
 
 def of(directory: Path, kind: type) -> list[Any]:
@@ -226,7 +227,7 @@ def test_the_student_of_some_steps_ago_teaches_itself_also_after_a_resume(
     for version in (3, 6):
         students[version] = student_at(directory / "checkpoints" / f"step-{version:06d}", tiny_llama, tmp_path)
     seen = set()
-    for entry in read_journal(directory):
+    for entry in read_steps(directory):
         for group in entry.groups:
             for one in group.scored:
                 turn, trace = one.episode.turns[0], one.teachers[0]

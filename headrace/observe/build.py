@@ -8,18 +8,19 @@ from pathlib import Path
 
 from headrace.observe.config import ObserveConfig, check_installed
 from headrace.observe.recorder import Recorder, Sink
+from headrace.observe.resume import Resume
 
 
-def open_recorder(config: ObserveConfig, run_dir: Path, resume_at_step: int | None = None) -> Recorder:
+def open_recorder(config: ObserveConfig, run_dir: Path, resume: Resume | None = None) -> Recorder:
     """A recorder with everything that `config` asks for; the terminal view begins to move at once.
 
-    `resume_at_step`: None for a fresh run; else the step of the checkpoint it goes on from (0 also when there was none).
+    `resume`: None for a fresh run.
     Raises `ConfigError` when a sink's package is missing, or when the directory already holds a run.
     """
     check_installed(config)
-    recorder = Recorder(run_dir, resume_at_step=resume_at_step)
+    recorder = Recorder(run_dir, resume=resume)
     try:
-        for sink in _sinks(config, run_dir, resume_at_step):
+        for sink in _sinks(config, run_dir, resume.step if resume else None):
             recorder.add(sink)
     except BaseException:
         recorder.close()

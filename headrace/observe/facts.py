@@ -34,12 +34,13 @@ class RunStarted(Fact, frozen=True):
     """What runs where: engine, trainer, scorer -> device, threads, path."""
     resumed_at: int = 0
     """Optimizer steps already done, 0 for a fresh run."""
+    books: Books | None = None
+    """Of a run that goes on: the state of every ticket, in case the killed process could not tell its last facts."""
 
 
 class TicketDrawn(Fact, frozen=True):
     ticket: int
     prompt_id: str
-    again: bool = False
 
 
 class GroupEnded(Fact, frozen=True):
@@ -60,6 +61,8 @@ class GroupEnded(Fact, frozen=True):
     """Rollouts that failed, by reason."""
     seconds: float = 0.0
     """From ticket to outcome."""
+    lost_tokens: int = 0
+    """Sampled for rollouts of it that were ended before they were done."""
 
 
 class StepTrained(Fact, frozen=True):
@@ -85,6 +88,10 @@ class WeightsLive(Fact, frozen=True):
 
     update: WeightUpdate
     load: LoadReport
+    interrupted: int = 0
+    """Rollouts that were ended in the middle for it, to go on from their tokens."""
+    pause: float = 0.0
+    """Seconds in which the engine was kept from generating all it could."""
 
 
 class IdentityChecked(Fact, frozen=True):
@@ -153,9 +160,7 @@ class Accounting(Struct, frozen=True):
     failed: dict[str, int] = {}
     in_pipeline: int = 0
     in_checkpoint: int = 0
-    """In flight when the checkpoint this run resumed from was written, and not drawn again yet."""
-    drawn_again: int = 0
-    """Of `in_checkpoint`: prompts that were drawn a second time after a resume (not counted in `drawn` again)."""
+    """Of a run that has ended: what a resumed one would go on with."""
     rollout_failures: dict[str, int] = {}
     """Single rollouts that failed inside groups that went on, by reason."""
 
@@ -163,6 +168,14 @@ class Accounting(Struct, frozen=True):
         """Zero when the identity holds."""
         ended = self.trained + sum(self.dropped.values()) + sum(self.failed.values())
         return self.drawn - ended - self.in_pipeline - self.in_checkpoint
+
+
+class Books(Struct, frozen=True):
+    """The state of every ticket that has not ended, and how many have."""
+
+    accounting: Accounting
+    flying: tuple[int, ...]
+    ready: tuple[int, ...]
 
 
 class RunEnded(Fact, frozen=True):

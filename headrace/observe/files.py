@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,17 +11,23 @@ from headrace.errors import HeadraceError
 
 
 class AppendFile:
-    """Every line is in the operating system's hands when `write` returns: a kill of this process loses none."""
+    """What is appended is in the operating system's hands when a call returns: a kill of this process loses none."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, whole: Callable[[Path], int] | None = None) -> None:
+        """`whole`: how many bytes of the file are whole, what is behind them is cut off; of lines if not given."""
         self.path = path
-        drop_torn_line(path)
+        if path.is_file():
+            os.truncate(path, (whole or whole_lines)(path))
         self._file = path.open("ab", buffering=0)
         self._size = os.fstat(self._file.fileno()).st_size
 
     def write(self, line: bytes) -> None:
         """Appends `line` and a newline. Raises `HeadraceError` naming the file when the disk does not take it."""
-        rest = memoryview(line + b"\n")
+        self.append(line + b"\n")
+
+    def append(self, data: bytes) -> None:
+        """All of it or nothing. Raises `HeadraceError` naming the file when the disk does not take it."""
+        rest = memoryview(data)
         try:
             while rest:
                 rest = rest[self._file.write(rest) :]
@@ -31,7 +37,11 @@ class AppendFile:
             raise HeadraceError(
                 f"could not write {self.path}: {error.strerror}. Make room on that disk and go on with --resume"
             ) from error
-        self._size += len(line) + 1
+        self._size += len(data)
+
+    def flush(self) -> None:
+        """What was appended is on the disk: a loss of power does not lose it."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()
@@ -47,20 +57,16 @@ def read_lines(path: Path) -> Iterator[bytes]:
                 yield line[:-1]
 
 
-def drop_torn_line(path: Path) -> None:
-    if not path.is_file():
-        return
-    with path.open("rb+") as file:
-        end = file.seek(0, os.SEEK_END)
-        position, tail = end, b""
+def whole_lines(path: Path) -> int:
+    """Bytes up to the end of the last complete line."""
+    with path.open("rb") as file:
+        position, tail = file.seek(0, os.SEEK_END), b""
         while position and b"\n" not in tail:
             step = min(position, 1 << 16)
             position -= step
             file.seek(position)
             tail = file.read(step)
-        whole = position + tail.rfind(b"\n") + 1
-        if whole < end:
-            file.truncate(whole)
+        return position + tail.rfind(b"\n") + 1
 
 
 def keep_lines(path: Path, kept: Iterable[bool]) -> None:

@@ -9,8 +9,9 @@ from typing import Any, Protocol
 from headrace.errors import ConfigError
 from headrace.observe.facts import StepTrained
 from headrace.observe.files import AppendFile
-from headrace.observe.records import JOURNAL, METRICS, MetricsFact, encode, journal_step, pick_sample, summarise
-from headrace.observe.resume import rewind
+from headrace.observe.records import METRICS, MetricsFact, pick_sample, read_metrics, summarise
+from headrace.observe.resume import Resume, rewind
+from headrace.observe.spelling import encode
 from headrace.observe.state import RunState
 
 
@@ -22,22 +23,21 @@ class Sink(Protocol):
 
 
 class Recorder:
-    """Implements `protocols.Observer`: metrics and journal on disk, `state` in memory, and every sink."""
+    """Implements `protocols.Observer`: metrics on disk, `state` in memory, and every sink."""
 
-    def __init__(self, run_dir: Path, sinks: Sequence[Sink] = (), resume_at_step: int | None = None) -> None:
-        """`resume_at_step`: the step of the checkpoint that the run goes on from; 0 also when there was none.
-
-        Raises `ConfigError` when the directory holds a run already and `resume_at_step` is None.
-        """
+    def __init__(self, run_dir: Path, sinks: Sequence[Sink] = (), resume: Resume | None = None) -> None:
+        """Raises `ConfigError` when the directory holds a run already and `resume` is None."""
         metrics = run_dir / METRICS
-        if resume_at_step is None and metrics.is_file() and metrics.stat().st_size:
+        if resume is None and metrics.is_file() and metrics.stat().st_size:
             raise ConfigError(f"{run_dir} already holds a run: resume it, or choose another name")
         self.run_dir = run_dir
         self.state = RunState()
-        for fact in rewind(run_dir, resume_at_step) if resume_at_step is not None else ():
+        if resume and resume.rewinds:
+            rewind(run_dir, resume.step)
+        for fact in read_metrics(run_dir) if resume else ():
             self.state.fold(fact)
         self._sinks = list(sinks)
-        self._metrics, self._journal = AppendFile(metrics), AppendFile(run_dir / JOURNAL)
+        self._metrics = AppendFile(metrics)
 
     def add(self, sink: Sink) -> None:
         self._sinks.append(sink)
@@ -45,8 +45,6 @@ class Recorder:
     def record(self, fact: Any) -> None:
         """Raises `HeadraceError` when the disk does not take it."""
         if isinstance(fact, StepTrained):
-            # First the journal: a step that the metrics show can always be replayed.
-            self._journal.write(encode(journal_step(fact)))
             self.state.sample = pick_sample(fact) or self.state.sample
             fact = summarise(fact)
         self._metrics.write(encode(fact))
@@ -60,4 +58,3 @@ class Recorder:
         for sink in sinks:
             sink.close()
         self._metrics.close()
-        self._journal.close()

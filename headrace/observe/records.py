@@ -1,17 +1,10 @@
-"""What is written to disk, and how it is read back: `metrics.jsonl` (small) and `journal.jsonl` (complete).
-
-JSON has no NaN and no infinity. Where a value holds one it is written as the string "nan", "inf" or "-inf", and read
-back as the float. (In `Prompt.columns`, whose types only the task knows, it stays a string.)
-"""
+"""`metrics.jsonl`: every fact, small enough to keep all; `journal.py` has what is complete."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -36,7 +29,7 @@ from headrace.observe.files import read_lines
 from headrace.reports import TrainReport
 from headrace.types import Completion, Group, Scored, Struct
 
-METRICS, JOURNAL, REPORT = "metrics.jsonl", "journal.jsonl", "report.html"
+METRICS, REPORT = "metrics.jsonl", "report.html"
 
 
 class StepRow(Fact, frozen=True, tag="StepTrained"):
@@ -56,16 +49,6 @@ class StepRow(Fact, frozen=True, tag="StepTrained"):
     """Tokens of each trained completion."""
     truncated: int
     """Completions that ended at max_tokens."""
-
-
-class JournalStep(Struct, frozen=True):
-    """What one optimizer step consumed, in order: with the checkpoint before it and the config, enough to run it again."""
-
-    step: int
-    t: float
-    version: int
-    """The version the step made."""
-    groups: tuple[Group, ...]
 
 
 class Sample(Struct, frozen=True):
@@ -100,25 +83,6 @@ MetricsFact = (
 
 # strict=False turns "nan" back into a float where the type says float, and leaves strings where it says str.
 _metrics_decoder: msgspec.json.Decoder[MetricsFact] = msgspec.json.Decoder(MetricsFact, strict=False)
-_journal_decoder = msgspec.json.Decoder(JournalStep, strict=False)
-
-
-def encode(value: Struct) -> bytes:
-    """One JSON line without its newline."""
-    line = msgspec.json.encode(value)
-    if b"null" in line:  # the encoder writes non-finite floats as null; the slow path is rare, so tokens stay cheap
-        line = msgspec.json.encode(_spelled(msgspec.to_builtins(value)))
-    return line
-
-
-def _spelled(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {key: _spelled(one) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_spelled(one) for one in value]
-    return value
 
 
 def summarise(fact: StepTrained) -> StepRow:
@@ -142,10 +106,6 @@ def summarise(fact: StepTrained) -> StepRow:
 def _component_means(scored: list[Scored]) -> dict[str, float]:
     counts = Counter(chain.from_iterable(one.rewards for one in scored))
     return {name: sum(one.rewards.get(name, 0.0) for one in scored) / count for name, count in sorted(counts.items())}
-
-
-def journal_step(fact: StepTrained) -> JournalStep:
-    return JournalStep(fact.report.step, fact.t, fact.report.version, fact.groups)
 
 
 def sample_of(step: int, group: Group, index: int) -> Sample:
@@ -184,15 +144,3 @@ def decode_metrics(line: bytes, path: Path, number: int) -> MetricsFact:
         return _metrics_decoder.decode(line)
     except msgspec.MsgspecError as error:
         raise HeadraceError(f"{path}, line {number} cannot be read: {error}") from error
-
-
-def read_journal(run_dir: Path, steps: set[int] | None = None) -> Iterator[JournalStep]:
-    """The journal's steps in order; `steps` picks by position in the file (0 is the first), without decoding the others."""
-    path = run_dir / JOURNAL
-    for position, line in enumerate(read_lines(path)):
-        if steps is not None and position not in steps:
-            continue
-        try:
-            yield _journal_decoder.decode(line)
-        except msgspec.MsgspecError as error:
-            raise HeadraceError(f"{path}, line {position + 1} cannot be read: {error}") from error

@@ -1,35 +1,36 @@
-"""One continuous history: what a killed run wrote after the checkpoint that it is resumed from is set aside."""
+"""One continuous history: a resumed run goes on with that of the process before, or with the part before a checkpoint."""
 
 from __future__ import annotations
 
-from itertools import repeat
+from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.observe.facts import CheckpointSaved
 from headrace.observe.files import keep_lines
-from headrace.observe.records import JOURNAL, METRICS, MetricsFact, StepRow, read_metrics
+from headrace.observe.records import METRICS, MetricsFact, StepRow, read_metrics
 
 
-def rewind(run_dir: Path, step: int) -> list[MetricsFact]:
-    """Cuts metrics and journal back to the checkpoint of `step` and returns the facts that stay.
+@dataclass(frozen=True)
+class Resume:
+    step: int
+    """Optimizer steps that are done: of the checkpoint, and of the journal behind it where the run goes on with that."""
+    rewinds: bool = False
+    """What came after the checkpoint is set aside: the settings have changed, or the journal is damaged."""
 
-    What was cut is kept beside them as `*.discarded`. With `step = 0` and no checkpoint the run starts over: all is cut.
+
+def rewind(run_dir: Path, step: int) -> None:
+    """Cuts the metrics back to the checkpoint of `step`; what was cut is kept beside them as `*.discarded`.
+
+    With `step = 0` and no checkpoint the run starts over: all is cut.
     """
-    facts = read_metrics(run_dir)
-    kept = kept_of(facts, step)
-    keep_lines(run_dir / METRICS, kept)
-    stay = [fact for fact, keep in zip(facts, kept, strict=True) if keep]
-    # One journal line per StepTrained line, in the same order; the journal is written first, so it may hold one more.
-    keep_lines(run_dir / JOURNAL, repeat(True, sum(isinstance(fact, StepRow) for fact in stay)))
-    return stay
+    keep_lines(run_dir / METRICS, kept_of(read_metrics(run_dir), step))
 
 
 def kept_of(facts: list[MetricsFact], step: int) -> list[bool]:
     """Which facts belong to the history before the checkpoint of `step`.
 
-    A checkpoint's content is the state at its beginning (`t - seconds`); generation went on while it was written, and
-    those tickets are drawn again. A kill between the checkpoint and its fact leaves no such line: then everything before
-    the first later step stays.
+    A checkpoint's content is the state at its beginning (`t - seconds`); generation went on while it was written. A kill
+    between the checkpoint and its fact leaves no such line: then everything before the first later step stays.
     """
     saved = [
         index

@@ -119,8 +119,9 @@ class RunState:
 
     def _start(self, fact: RunStarted) -> None:
         if self.started or fact.resumed_at:
-            self.tickets.resume()
             self.engine.restart()
+        if fact.books:
+            self.tickets.resume(fact.books)
         self.started, self.ended, self._training = fact, None, False
         self.sessions.append(fact.t)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from headrace.observe.facts import Accounting, GroupEnded, TicketDrawn
+from headrace.observe.facts import Accounting, Books, GroupEnded, TicketDrawn
 
 
 class Tickets:
     """Independent of the controller's own counters, so that a run that was killed can be accounted for too."""
 
     def __init__(self) -> None:
-        self.drawn = self.trained = self.drawn_again = self.in_checkpoint = 0
+        self.drawn = self.trained = 0
         self.dropped: Counter[str] = Counter()
         self.failed: Counter[str] = Counter()
         self.rollout_failures: Counter[str] = Counter()
@@ -23,11 +23,7 @@ class Tickets:
 
     def draw(self, fact: TicketDrawn) -> None:
         self.flying.add(fact.ticket)
-        if fact.again:
-            self.drawn_again += 1
-            self.in_checkpoint -= 1
-        else:
-            self.drawn += 1
+        self.drawn += 1
 
     def end(self, fact: GroupEnded) -> bool:
         """Whether this is the first word on the group (a ready group may still be dropped, with its skipped step)."""
@@ -47,10 +43,13 @@ class Tickets:
             self.ready.discard(ticket)
             self.trained += 1
 
-    def resume(self) -> None:
-        """What was in flight at the checkpoint is drawn again under a new ticket; finished groups are kept."""
-        self.in_checkpoint += len(self.flying)
-        self.flying.clear()
+    def resume(self, books: Books) -> None:
+        """The process before may have been killed between what it did and the fact that tells it."""
+        counted = books.accounting
+        self.drawn, self.trained = counted.drawn, counted.trained
+        self.dropped, self.failed = Counter(counted.dropped), Counter(counted.failed)
+        self.rollout_failures = Counter(counted.rollout_failures)
+        self.flying, self.ready = set(books.flying), set(books.ready)
 
     def accounting(self) -> Accounting:
         return Accounting(
@@ -59,7 +58,5 @@ class Tickets:
             dict(self.dropped),
             dict(self.failed),
             len(self.flying) + len(self.ready),
-            self.in_checkpoint,
-            self.drawn_again,
-            dict(self.rollout_failures),
+            rollout_failures=dict(self.rollout_failures),
         )

@@ -96,8 +96,6 @@ def reasons(counts: Accounting) -> list[str]:
         lines.append(f"failed: {counted(counts.failed)}")
     if counts.rollout_failures:
         lines.append(f"single rollouts failed inside groups that went on: {counted(counts.rollout_failures)}")
-    if counts.drawn_again:
-        lines.append(f"drawn a second time after a resume: {plural(counts.drawn_again, 'prompt')}")
     return lines
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import importlib
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -24,17 +23,22 @@ from headrace.engine.config import EngineConfig
 from headrace.errors import ConfigError
 from headrace.lora import LoraConfig
 from headrace.models import resolve_model
-from headrace.observe.facts import RunStarted, WeightsLive
+from headrace.observe.facts import Books, RunStarted, WeightsLive
+from headrace.observe.journal import JournalStep
 from headrace.observe.waits import Waits
-from headrace.orchestration.checkpoint import Checkpoints
 from headrace.orchestration.evaluation import Evaluator
 from headrace.orchestration.identity import TOLERANCE, IdentityProbe
 from headrace.orchestration.messages import EngineStart, TrainerStart
-from headrace.orchestration.pipeline import Parts, Pipeline, Plan
+from headrace.orchestration.parts import Parts, Plan
+from headrace.orchestration.pipeline import Pipeline
 from headrace.orchestration.pools import Pools, open_pools
-from headrace.orchestration.snapshots import ControllerState, Snapshots
+from headrace.orchestration.recovery import begun, recover
+from headrace.orchestration.snapshots import Snapshots
+from headrace.orchestration.storage import Storage
 from headrace.orchestration.teaching import Lesson, Student, open_teaching, plan_lessons, reward_weights
 from headrace.orchestration.utilisation import Utilisation
+from headrace.orchestration.wording import headline, where
+from headrace.partial import Interrupts
 from headrace.protocols import EngineCore, Observer, Scorer, Task, TrainerCore, WeightReceiver, WeightSender
 from headrace.tasks.config import TaskConfig
 from headrace.trainer.config import TrainConfig
@@ -68,11 +72,33 @@ class Built:
     pools: Pools
     parts: Parts
     pipeline: Pipeline
+    redo: Sequence[JournalStep]
+    """Steps after the checkpoint, which the trainer has to do again before anything else."""
     utilisation: Utilisation
-    started: RunStarted
     clock: Clock
+    config: RunConfig
     adapter: str
     """Which one is trained; empty where the engine serves full weights."""
+
+    def started(self, step: int) -> RunStarted:
+        """`step`: optimizer steps that are done."""
+        config, buffer = self.config, self.parts.buffer
+        books = Books(buffer.accounting(), tuple(buffer.in_flight), buffer.ready)
+        return RunStarted(
+            self.clock(),
+            config.name,
+            headline(config),
+            config.seed,
+            config.train.steps,
+            config.staleness.groups_per_step,
+            config.rollout.group_size,
+            config.staleness.generating,
+            config.staleness.window,
+            config.staleness.lag_bound,
+            where(config, self.pools.engine.capabilities.path),
+            step,
+            books,
+        )
 
     async def go_live(self) -> None:
         """Publishes the trainer's weights, loads them into the engine, and proves that they are the same (C3)."""
@@ -117,22 +143,20 @@ async def prepare(
 async def build(
     config: RunConfig,
     logs: Path,
-    observer: Observer,
-    checkpoints: Checkpoints,
-    checkpoint: Path | None,
-    state: ControllerState | None,
+    storage: Storage,
     reward: Reward | None,
     clock: Clock,
 ) -> Built:
+    observer = storage.recorder
     waits = open_waits(config, observer, clock)
     prepared = await prepare(config, *await open_model(config), reward, logs)
     async with AsyncExitStack() as undo:
         undo.push_async_callback(prepared.scorer.close)
         adapter = config.lora.served_name
-        restore = {adapter: checkpoint} if checkpoint else {}
+        restore = {adapter: storage.checkpoint} if storage.checkpoint else {}
         pools = await open_pools(config, prepared.model_dir, logs, observer, waits, clock, restore)
         undo.push_async_callback(pools.close)
-        built = await join(config, prepared, pools, adapter, logs, observer, waits, checkpoints, state, clock)
+        built = await join(config, prepared, pools, adapter, logs, storage, waits, clock)
         undo.pop_all()
     return built
 
@@ -143,10 +167,8 @@ async def join(
     pools: Pools,
     adapter: str,
     logs: Path,
-    observer: Observer,
+    storage: Storage,
     waits: Waits,
-    checkpoints: Checkpoints,
-    state: ControllerState | None,
     clock: Clock,
 ) -> Built:
     """A pipeline over pools that are up. `adapter`: which one it trains; empty where the engine serves full weights."""
@@ -155,39 +177,37 @@ async def join(
             "this engine cannot end completions at strings (the model has no tokenizer it can use); remove rollout.stop"
         )
     student = Student(prepared.model_dir, pools.trainer, pools.engine, bool(adapter), pools.shadow, pools.weights_fd)
-    pools.teaching = await open_teaching(config, prepared.lessons, student, logs, observer, waits, clock)
-    return _assemble(config, prepared, pools, adapter, observer, waits, checkpoints, state, clock)
+    pools.teaching = await open_teaching(config, prepared.lessons, student, logs, storage.recorder, waits, clock)
+    pools.engine.listen(storage.passes.write)
+    return _assemble(config, prepared, pools, adapter, storage, waits, clock)
 
 
 def _assemble(
-    config: RunConfig,
-    prepared: Prepared,
-    pools: Pools,
-    adapter: str,
-    observer: Observer,
-    waits: Waits,
-    checkpoints: Checkpoints,
-    state: ControllerState | None,
-    clock: Clock,
+    config: RunConfig, prepared: Prepared, pools: Pools, adapter: str, storage: Storage, waits: Waits, clock: Clock
 ) -> Built:
-    task, encoder = prepared.task, prepared.encoder
+    task, encoder, observer = prepared.task, prepared.encoder, storage.recorder
     buffer = Buffer(config.staleness, config.train.steps * config.staleness.groups_per_step)
-    if state:
-        task.restore(state.task)
-        buffer.restore(state.buffer)
+    interrupts = Interrupts(pools.engine, config.partial, waits, clock)
+    plan, past = _plan(config, adapter), storage.past
+    redo = recover(past, task, buffer) if past else []
+    if past:
+        asked = [plan.requests(ticket, prompt) for ticket, prompt in buffer.in_flight.items()]
+        interrupts.restore(begun(past, {request.id: request for requests in asked for request in requests}))
     assert pools.teaching is not None
     rewarding = pools.teaching.rewarding(prepared.scorer)
     parts = Parts(
         task=task,
         engine=pools.engine,
+        interrupts=interrupts,
         trainer=pools.trainer,
         scorer=pools.teaching.tracing(rewarding),
         observer=observer,
+        journal=storage.journal,
         buffer=buffer,
         algorithm=algorithm_of(config.algo, config.rollout.max_tokens, reward_weights(config)),
         decode=encoder.decode,
         waits=waits,
-        snapshots=Snapshots(checkpoints, observer, clock, adapter),
+        snapshots=Snapshots(storage.checkpoints, storage.passes, observer, clock, adapter),
         probe=IdentityProbe(
             _probe_tokens(encoder, pools.engine.capabilities.context_length),
             config.watch.identity_every,
@@ -197,7 +217,7 @@ def _assemble(
             adapter,
         ),
         evaluator=Evaluator(
-            pools.engine,
+            interrupts.once,
             rewarding,
             observer,
             prepared.prompts,
@@ -209,22 +229,21 @@ def _assemble(
             adapter,
         ),
     )
-    step = state.step if state else 0
-    pipeline = Pipeline(parts, _plan(config, adapter), clock, step)
-    started = _started(config, pools, step, clock)
-    return Built(pools, parts, pipeline, Utilisation(pools.engine, waits, clock), started, clock, adapter)
+    pipeline = Pipeline(parts, plan, clock, past.saved_step if past else 0)
+    return Built(pools, parts, pipeline, redo, Utilisation(pools.engine, waits, clock), clock, config, adapter)
 
 
 def _plan(config: RunConfig, adapter: str) -> Plan:
     return Plan(
         config.train.steps,
-        config.staleness.groups_per_step,
+        config.staleness,
         config.rollout,
         config.seed,
         config.train.max_skipped_steps,
         config.checkpoint.every,
         config.eval.every,
         adapter,
+        config.partial.mode == "cancel_group",
     )
 
 
@@ -258,50 +277,6 @@ def build_scorer(config: RunConfig, reward: Reward | None, log: Path | None = No
             )
         return NoReward()
     return FunctionScorer(config.reward, [reward] if reward else [], log)
-
-
-def _started(config: RunConfig, pools: Pools, step: int, clock: Clock) -> RunStarted:
-    return RunStarted(
-        clock(),
-        config.name,
-        headline(config),
-        config.seed,
-        config.train.steps,
-        config.staleness.groups_per_step,
-        config.rollout.group_size,
-        config.staleness.slots,
-        config.staleness.window,
-        config.staleness.lag_bound,
-        where(config, pools.engine.capabilities.path),
-        step,
-    )
-
-
-def headline(config: RunConfig) -> str:
-    model = Path(config.model.path).name
-    return f"{model} · {config.task.name or Path(config.task.path).name} · {config.algo.name} · max lag {config.staleness.max_lag}"
-
-
-_DTYPES = {"auto": "bfloat16 where the hardware has it"}
-
-
-def where(config: RunConfig, path: str) -> dict[str, str]:
-    """What runs where, in words."""
-    return {
-        "controller": "this process",
-        "engine": f"own process, {_place(config.engine.device, config.engine.cores)}, {config.engine.serving_dtype}, {path}",
-        "trainer": f"own process, {_place(config.train.device, config.train.cores)}, {config.train.dtype if config.train.dtype != 'auto' else 'bfloat16 where the hardware has it'}",
-        "weights": "shared memory: base once, then adapters"
-        if config.lora.served_name
-        else "shared memory, two packed buffers",
-        "scorer": f"{config.reward.workers} workers",
-        **{f"teacher {one.name}": f"own process, {one.asked}, by {one.mode}" for one in config.teachers},
-    }
-
-
-def _place(device: str, cores: Sequence[int]) -> str:
-    cpu = f"cores {', '.join(map(str, cores))}" if cores else f"all {os.cpu_count()} cores, shared"
-    return {"cpu": cpu, "cuda": "cuda", "auto": f"cuda if there is one, else {cpu}"}[device]
 
 
 def export_weights(

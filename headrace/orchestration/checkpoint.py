@@ -59,6 +59,11 @@ class Checkpoints:
         """Oldest first; sealed ones only."""
         return sorted(path for path in self.root.glob("step-*") if (path / FILES).exists())
 
+    @property
+    def oldest_step(self) -> int:
+        """Of those that are kept; 0 where there is none."""
+        return min((int(path.name.removeprefix("step-")) for path in self.all()), default=0)
+
     def newest_good(self) -> tuple[Path | None, list[str]]:
         """The newest checkpoint that matches its checksums, and what is wrong with newer ones."""
         complaints: list[str] = []

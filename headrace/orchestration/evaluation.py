@@ -11,15 +11,15 @@ from typing import Literal
 from headrace.observe.facts import Evaluated
 from headrace.observe.waits import Waits
 from headrace.process_config import EvalConfig
-from headrace.protocols import Engine, Observer, Scorer
-from headrace.rollout import Decode, RolloutConfig, roll_out, seed_of
+from headrace.protocols import Observer, Scorer
+from headrace.rollout import Decode, Generate, RolloutConfig, roll_out, seed_of
 from headrace.types import Episode, Failure, Prompt, Scored
 
 
 class Evaluator:
     def __init__(
         self,
-        engine: Engine,
+        generate: Generate,
         scorer: Scorer,
         observer: Observer,
         prompts: Sequence[Prompt],
@@ -30,7 +30,7 @@ class Evaluator:
         clock: Callable[[], float],
         adapter: str = "",
     ) -> None:
-        self._engine, self._scorer, self._observer = engine, scorer, observer
+        self._generate, self._scorer, self._observer = generate, scorer, observer
         self._prompts, self._config, self._rollout = prompts, config, rollout
         self._decode, self._waits, self._clock, self._adapter = decode, waits, clock, adapter
 
@@ -69,7 +69,7 @@ class Evaluator:
             )
             for i in range(self._config.samples)
         ]
-        rolled = await roll_out(self._engine, prompt, requests, self._decode)
+        rolled = await roll_out(self._generate, prompt, requests, self._decode)
         episodes = [one for one in rolled if isinstance(one, Episode)]
         failures: list[Scored | Failure] = [one for one in rolled if isinstance(one, Failure)]
         return failures + (await self._scorer.score(prompt, episodes) if episodes else [])

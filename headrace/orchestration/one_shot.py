@@ -17,15 +17,14 @@ from headrace.orchestration.build import (
     build_scorer,
     build_task,
     export_weights,
-    headline,
     open_model,
     open_waits,
-    where,
 )
 from headrace.orchestration.checkpoint import Checkpoints
 from headrace.orchestration.evaluation import Evaluator
 from headrace.orchestration.pools import open_pools
 from headrace.orchestration.teaching import Student, for_reading, open_teaching, plan_lessons
+from headrace.orchestration.wording import headline, where
 
 
 class _Stderr:
@@ -65,7 +64,7 @@ async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int) ->
                 reading, lessons, student, Path(logs), _Stderr(), waits, time.monotonic
             )
             evaluator = Evaluator(
-                pools.engine,
+                pools.engine.generate,
                 pools.teaching.rewarding(scorer),
                 _Stderr(),
                 task.held_out(prompts),

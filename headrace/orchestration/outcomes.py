@@ -23,6 +23,8 @@ class Rolled:
     failures: tuple[Failure, ...] = ()
     seconds: float = 0.0
     """From the ticket to here."""
+    lost_tokens: int = 0
+    """Sampled for rollouts that were ended before they were done."""
 
     @property
     def commonest_failure(self) -> str:
@@ -45,6 +47,7 @@ class Rolled:
             sum(one.episode.last.stop == "length" for one in self.scored),
             dict(Counter(failure.reason for failure in self.failures)),
             self.seconds,
+            self.lost_tokens,
         )
 
 

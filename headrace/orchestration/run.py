@@ -51,10 +51,9 @@ def train(config: RunConfig, reward: Reward | None = None, resume: Path | None =
         lane = open_lane(config, directory, bool(resume))
 
         async def go() -> None:
-            clock = run_clock(lane.seconds)
+            clock = run_clock(lane.storage.seconds)
             on_interrupt(lane.session.interrupt)
-            parts = lane.recorder, lane.checkpoints, lane.checkpoint, lane.state
-            await lane.session.run(build(config, directory.logs, *parts, reward, clock))
+            await lane.session.run(build(config, directory.logs, lane.storage, reward, clock))
 
         try:
             asyncio.run(go())

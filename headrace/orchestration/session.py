@@ -10,9 +10,8 @@ from typing import Any
 
 from headrace.errors import HeadraceError
 from headrace.observe.facts import Evaluated, RunEnded, Warned
-from headrace.observe.recorder import Recorder
 from headrace.orchestration.build import Built
-from headrace.orchestration.snapshots import ControllerState
+from headrace.orchestration.storage import Storage
 
 
 def run_clock(age: float) -> Callable[[], float]:
@@ -30,10 +29,9 @@ def on_interrupt(act: Callable[[], None]) -> None:
 class Session:
     """One process's share of one pipeline's run: from its parts to their end, whatever ends it."""
 
-    def __init__(self, recorder: Recorder, state: ControllerState | None) -> None:
-        """`state`: of the checkpoint that the run goes on from."""
-        self._recorder, self._state = recorder, state
-        self.reason, self.step = "finished", state.step if state else 0
+    def __init__(self, storage: Storage) -> None:
+        self._recorder, self._past = storage.recorder, storage.past
+        self.reason, self.step = "finished", self._past.step if self._past else 0
         self.before: Evaluated | None = None
         self.after: Evaluated | None = None
         self._built: Built | None = None
@@ -61,9 +59,10 @@ class Session:
                 await self._built.close()
 
     async def _train(self, built: Built) -> None:
-        self._recorder.record(built.started)
+        await self._redo(built)
+        self._recorder.record(built.started(built.pipeline.step))
         await built.go_live()
-        if self._state is None:
+        if not self._recorder.state.evals and built.pipeline.step == 0:
             self.before = await built.parts.evaluator.measure("before", 0)
         await built.utilisation.start()
         self._training = True
@@ -76,6 +75,14 @@ class Session:
             self.reason = "interrupted"
         else:
             self.after = await built.parts.evaluator.measure("after", self.step)
+
+    async def _redo(self, built: Built) -> None:
+        if not built.redo:
+            return
+        first, last = built.redo[0].step, built.redo[-1].step
+        said = f"steps {first} to {last} are done again from the journal: they came after the checkpoint"
+        self._recorder.record(Warned(built.clock(), said))
+        await built.pipeline.redo(built.redo, self._recorder.state.step)
 
     def interrupt(self, why: str = "interrupted", again: str = " (Ctrl-C again: leave now)") -> None:
         """Once: a checkpoint at the next step's end, then leave. Twice: leave now."""

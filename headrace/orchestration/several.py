@@ -55,7 +55,7 @@ def _open(config: RunConfig, directory: RunDirectory, resume: bool, board: Board
     """What it shows on the terminal goes through the board of all."""
     silent = dataclasses.replace(config, observe=dataclasses.replace(config.observe, terminal="off"))
     lane = open_lane(silent, directory, resume)
-    lane.recorder.add(board.lane(config.name))
+    lane.storage.recorder.add(board.lane(config.name))
     return lane
 
 
@@ -67,7 +67,7 @@ class _Everyone:
 
     def record(self, fact: Any) -> None:
         for lane in self._lanes.values():
-            lane.recorder.record(fact)
+            lane.storage.recorder.record(fact)
 
 
 class _Together:
@@ -77,7 +77,7 @@ class _Together:
         self._config, self._directory, self._lanes, self._reward = config, directory, lanes, reward
 
     async def run(self) -> None:
-        clock = run_clock(max(lane.seconds for lane in self._lanes.values()))
+        clock = run_clock(max(lane.storage.seconds for lane in self._lanes.values()))
         on_interrupt(self._interrupt)
         everyone = _Everyone(self._lanes)
         model_dir, encoder = await open_model(self._config)
@@ -86,7 +86,7 @@ class _Together:
             for name, lane in self._lanes.items():
                 prepared[name] = await prepare(lane.config, model_dir, encoder, self._reward, lane.directory.logs)
                 undo.push_async_callback(prepared[name].scorer.close)
-            restore = {name: lane.checkpoint for name, lane in self._lanes.items() if lane.checkpoint}
+            restore = {name: at for name, lane in self._lanes.items() if (at := lane.storage.checkpoint)}
             waits = open_waits(self._config, everyone, clock)
             pools = await open_pools(self._config, model_dir, self._directory.logs, everyone, waits, clock, restore)
             undo.push_async_callback(pools.close)
@@ -111,14 +111,15 @@ class _Together:
         raise error
 
     async def _one(self, name: str, lane: Lane, prepared: Prepared, pools: Pools, clock: Clock) -> None:
-        recorder = lane.recorder
+        recorder = lane.storage.recorder
 
         async def building() -> Built:
             waits = open_waits(lane.config, recorder, clock)
             async with waits.named("start", "the base weights to be live"):
                 await pools.serve_base(recorder, clock)  # once, whoever comes first
-            mine = lane.directory.logs, recorder, waits, lane.checkpoints, lane.state, clock
-            return await join(lane.config, prepared, pools.lend(), name, *mine)
+            return await join(
+                lane.config, prepared, pools.lend(), name, lane.directory.logs, lane.storage, waits, clock
+            )
 
         await lane.session.run(building())
 

@@ -11,21 +11,29 @@ import msgspec
 from headrace.buffer import Buffer, BufferState
 from headrace.errors import CheckpointError
 from headrace.observe.facts import CheckpointSaved, Warned
+from headrace.observe.journal import Journal
+from headrace.observe.passes import PassLog
 from headrace.orchestration.checkpoint import Checkpoints
+from headrace.partial import Interrupts
 from headrace.protocols import Observer, Task, Trainer
-from headrace.types import Struct
+from headrace.rollout import ticket_of
+from headrace.types import Completion, Struct
 
 CONTROLLER = "controller.msgpack"
 
 
 class ControllerState(Struct, frozen=True):
-    """C7, as far as it goes today: in-flight prompts are drawn again (and counted as such), not continued."""
+    """C7: all that the controller knows and cannot ask again."""
 
     step: int
     seconds: float
     """Age of the run."""
     task: dict[str, Any]
     buffer: BufferState
+    begun: dict[str, Completion]
+    """By request: what is sampled of the groups in flight, with its versions, log-probs, masks and routes."""
+    journal: int
+    """Records that were in the journal."""
 
 
 class _Parts(Protocol):
@@ -35,16 +43,26 @@ class _Parts(Protocol):
     def buffer(self) -> Buffer: ...
     @property
     def trainer(self) -> Trainer: ...
+    @property
+    def interrupts(self) -> Interrupts: ...
+    @property
+    def journal(self) -> Journal: ...
 
 
 class Snapshots:
     """Saves controller and trainer at one instant: between two optimizer steps."""
 
     def __init__(
-        self, checkpoints: Checkpoints, observer: Observer, clock: Callable[[], float], adapter: str = ""
+        self,
+        checkpoints: Checkpoints,
+        passes: PassLog,
+        observer: Observer,
+        clock: Callable[[], float],
+        adapter: str = "",
     ) -> None:
         """`adapter`: what the trainer is to save, where it is not the whole model."""
-        self._checkpoints, self._observer, self._clock, self._adapter = checkpoints, observer, clock, adapter
+        self._checkpoints, self._passes = checkpoints, passes
+        self._observer, self._clock, self._adapter = observer, clock, adapter
         self.saved_step = -1
         """The step of the newest checkpoint that this process wrote."""
 
@@ -53,8 +71,10 @@ class Snapshots:
         if step == self.saved_step:
             return
         started = self._clock()
-        # Taken before the first await: generation goes on while the trainer writes.
-        state = ControllerState(step, started, dict(parts.task.state()), parts.buffer.state())
+        # All taken before the first await: generation goes on while the trainer writes.
+        state = self._state(step, started, parts)
+        parts.journal.flush()
+        self._passes.begin(step)
 
         async def write(directory: Path) -> None:
             (directory / CONTROLLER).write_bytes(msgspec.msgpack.encode(state))
@@ -64,10 +84,17 @@ class Snapshots:
         try:
             path = str(await self._checkpoints.save(step, write))
             self.saved_step = step
+            self._passes.prune(self._checkpoints.oldest_step)
         except CheckpointError as error:
             failure = str(error)
             self._observer.record(Warned(self._clock(), failure))
         self._observer.record(CheckpointSaved(self._clock(), step, path, self._clock() - started, failure))
+
+    def _state(self, step: int, seconds: float, parts: _Parts) -> ControllerState:
+        buffer = parts.buffer.state()
+        so_far = parts.interrupts.so_far()
+        begun = {name: one for name, one in so_far.items() if ticket_of(name, self._adapter) in buffer.in_flight}
+        return ControllerState(step, seconds, dict(parts.task.state()), buffer, begun, parts.journal.position)
 
 
 def load_controller(checkpoint: Path) -> ControllerState:

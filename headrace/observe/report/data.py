@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.observe.files import read_lines
-from headrace.observe.records import JOURNAL, JournalStep, Sample, StepRow, read_journal, read_metrics, sample_of
+from headrace.observe.journal import JournalStep, count_steps, read_steps
+from headrace.observe.records import Sample, StepRow, read_metrics, sample_of
 from headrace.observe.state import RunState
 from headrace.types import Group, Row
 
@@ -88,12 +88,12 @@ def bins(rows: Sequence[StepRow], most: int = MAX_BINS) -> list[Bin]:
 
 def _samples(run_dir: Path) -> list[tuple[Sample, float, int]]:
     """From steps spread evenly over the journal: the best and the worst rollout of one group of each."""
-    count = sum(1 for _ in read_lines(run_dir / JOURNAL))
+    count = count_steps(run_dir)
     if not count:
         return []
     wanted = min(count, SAMPLED_STEPS)
     picked = {round(i * (count - 1) / max(1, wanted - 1)) for i in range(wanted)}
-    return [one for step in read_journal(run_dir, picked) for one in _two_of(step)]
+    return [one for step in read_steps(run_dir, picked) for one in _two_of(step)]
 
 
 def _two_of(step: JournalStep) -> list[tuple[Sample, float, int]]:

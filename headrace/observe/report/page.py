@@ -173,7 +173,7 @@ def _accounting(state: RunState) -> str:
         ("dropped", f"{sum(counts.dropped.values()):,}", escape(counted(counts.dropped))),
         ("failed", f"{sum(counts.failed.values()):,}", escape(counted(counts.failed))),
         ("in the pipeline", f"{counts.in_pipeline:,}", "generating, being scored, or ready for the trainer"),
-        ("in the checkpoint", f"{counts.in_checkpoint:,}", "drawn again after a resume"),
+        ("in the checkpoint", f"{counts.in_checkpoint:,}", "a resumed run goes on with them"),
     ]
     off = counts.balance()
     mood = "bad" if off else "good"

@@ -1,0 +1,67 @@
+"""What the pipeline's loops share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.algo.groups import Algorithm
+from headrace.buffer import Buffer
+from headrace.observe.journal import Journal
+from headrace.observe.waits import Waits
+from headrace.orchestration.evaluation import Evaluator
+from headrace.orchestration.identity import IdentityProbe
+from headrace.orchestration.snapshots import Snapshots
+from headrace.partial import Interrupts
+from headrace.protocols import Engine, Observer, Scorer, Task, Trainer
+from headrace.rollout import Decode, RolloutConfig, name_of, seed_of
+from headrace.staleness import StalenessConfig
+from headrace.types import Prompt, Request
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Everything the pipeline joins."""
+
+    task: Task
+    engine: Engine
+    interrupts: Interrupts
+    """The engine, as rollouts see it."""
+    trainer: Trainer
+    scorer: Scorer
+    observer: Observer
+    journal: Journal
+    buffer: Buffer
+    algorithm: Algorithm
+    decode: Decode
+    waits: Waits
+    snapshots: Snapshots
+    probe: IdentityProbe
+    evaluator: Evaluator
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to do with them."""
+
+    steps: int
+    staleness: StalenessConfig
+    rollout: RolloutConfig
+    seed: int
+    max_skipped_steps: int
+    checkpoint_every: int
+    evaluate_every: int
+    adapter: str = ""
+    """Which adapter is trained; empty where all weights are."""
+    cancels_at_swap: bool = False
+    """End the groups that a swap finds under way (`partial.mode = "cancel_group"`)."""
+
+    def names(self, ticket: int) -> list[str]:
+        """Of its requests."""
+        return [name_of(self.adapter, ticket, i) for i in range(self.rollout.group_size)]
+
+    def requests(self, ticket: int, prompt: Prompt) -> list[Request]:
+        """The same ones whenever, and in whichever process, they are made."""
+        return [
+            self.rollout.request(name, prompt, seed_of(self.seed, "rollout", ticket, i), ticket, self.adapter)
+            for i, name in enumerate(self.names(ticket))
+        ]

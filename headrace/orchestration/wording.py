@@ -1,0 +1,36 @@
+"""A run in words: its headline, and what runs where."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from headrace.config import RunConfig
+
+
+def headline(config: RunConfig) -> str:
+    model = Path(config.model.path).name
+    return f"{model} · {config.task.name or Path(config.task.path).name} · {config.algo.name} · max lag {config.staleness.max_lag}"
+
+
+_DTYPES = {"auto": "bfloat16 where the hardware has it"}
+
+
+def where(config: RunConfig, path: str) -> dict[str, str]:
+    """What runs where, in words."""
+    return {
+        "controller": "this process",
+        "engine": f"own process, {_place(config.engine.device, config.engine.cores)}, {config.engine.serving_dtype}, {path}",
+        "trainer": f"own process, {_place(config.train.device, config.train.cores)}, {config.train.dtype if config.train.dtype != 'auto' else 'bfloat16 where the hardware has it'}",
+        "weights": "shared memory: base once, then adapters"
+        if config.lora.served_name
+        else "shared memory, two packed buffers",
+        "scorer": f"{config.reward.workers} workers",
+        **{f"teacher {one.name}": f"own process, {one.asked}, by {one.mode}" for one in config.teachers},
+    }
+
+
+def _place(device: str, cores: Sequence[int]) -> str:
+    cpu = f"cores {', '.join(map(str, cores))}" if cores else f"all {os.cpu_count()} cores, shared"
+    return {"cpu": cpu, "cuda": "cuda", "auto": f"cuda if there is one, else {cpu}"}[device]

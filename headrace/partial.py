@@ -1,0 +1,250 @@
+"""Partial rollouts: what becomes of what is being generated when new weights come, and when the run is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from array import array
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from dataclasses import dataclass as plain
+from typing import Literal
+
+import msgspec
+from pydantic import ConfigDict, Field, model_validator
+from pydantic.dataclasses import dataclass
+
+from headrace.observe.waits import Waits
+from headrace.protocols import Engine
+from headrace.reports import LoadReport
+from headrace.steps import Finished
+from headrace.types import Completion, Request, SamplingMask, TopLogprobs, VersionSpan
+from headrace.weights import WeightUpdate
+
+BEHIND = 1 << 40
+"""Added to the priority of what was set aside: everything new goes before it."""
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class PartialConfig:
+    mode: Literal["inflight", "stream", "abort_resume", "save_resume", "drain", "barrier", "cancel_group"] = "inflight"
+    """When new weights come:
+    inflight: swap between two forward passes; what runs goes on (its KV cache as `engine.swap` says).
+    stream: replace the weights in `parts`, with forward passes in between; their tokens are marked as mixed.
+    abort_resume: end all requests, swap, go on from their tokens under the new weights.
+    save_resume: as abort_resume, but what was ended is set aside and goes on behind new rollouts, where there is room.
+    drain: begin no new request, let those that run end, swap.
+    barrier: admit no new group, let those in flight end and be scored, swap.
+    cancel_group: swap, and end the groups that had begun under older weights (dropped, reason `interrupted`)."""
+    parts: int = Field(default=4, gt=1)
+    """Of stream."""
+
+    @model_validator(mode="after")
+    def _parts_of_stream(self) -> PartialConfig:
+        if self.mode != "stream" and self.parts != 4:
+            raise ValueError('partial.parts belongs to mode = "stream"; remove it')
+        return self
+
+    @property
+    def stops_engine(self) -> bool:
+        """Whether others that use the engine are held up by it too."""
+        return self.mode in ("abort_resume", "save_resume", "drain")
+
+
+def partial_problems(config: PartialConfig, adapter: bool, several: bool) -> list[str]:
+    """`adapter`: whether the engine serves one beside a base; `several`: whether it serves several runs."""
+    problems = []
+    if several and config.stops_engine:
+        problems.append(
+            f'partial.mode = "{config.mode}" would hold up all adapters whenever one has new weights; use inflight, barrier or '
+            "cancel_group"
+        )
+    if adapter and config.mode == "stream":
+        problems.append(
+            'partial.mode = "stream" replaces the weights of a model in parts; an adapter is small and is replaced at once: use '
+            "inflight"
+        )
+    return problems
+
+
+@plain(frozen=True)
+class Delivery:
+    """How an update went live."""
+
+    load: LoadReport
+    interrupted: int = 0
+    """Rollouts that were ended in the middle, to go on from their tokens or not at all."""
+    pause: float = 0.0
+    """Seconds in which the engine was kept from generating all it could."""
+
+
+class Interrupts:
+    """The engine as rollouts see it: a request of theirs ends when it is done, whatever interrupts it on the way."""
+
+    def __init__(self, engine: Engine, config: PartialConfig, waits: Waits, clock: Callable[[], float]) -> None:
+        self._engine, self._config, self._waits, self._clock = engine, config, waits, clock
+        self._kept: dict[str, Completion] = {}
+        """What was sampled before an interruption or in an earlier process, and what is done, by request, until `forget`."""
+        self._asked: set[str] = set()
+        """Requests that the engine has."""
+        self._groups = 0
+        self._idle, self._open, self._admits = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        for event in (self._idle, self._open, self._admits):
+            event.set()
+
+    # -- for rollouts ---------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: Request) -> Completion:
+        """As `Engine.generate`, but for interruptions. What came of it is kept until `forget`."""
+        had = self._kept.get(request.id)
+        while had is None or had.stop == "interrupted":
+            if not self._open.is_set():
+                async with self._waits.named("rollouts", "the swap in the engine, which interrupted them"):
+                    await self._open.wait()
+            self._asked.add(request.id)
+            try:
+                part = await self._engine.generate(self._rest(request, had))
+            finally:
+                self._asked.discard(request.id)
+            had = self._kept[request.id] = joined(had, part) if had else part
+        return had
+
+    async def once(self, request: Request) -> Completion:
+        """The same, for a request that nobody asks about later."""
+        try:
+            return await self.generate(request)
+        finally:
+            self.forget([request.id])
+
+    def _rest(self, request: Request, had: Completion | None) -> Request:
+        if had is None:
+            return request
+        behind = BEHIND if self._config.mode == "save_resume" else 0
+        return msgspec.structs.replace(request, prefix=had.tokens, priority=request.priority + behind)
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self._kept.pop(request_id, None)
+
+    @contextlib.asynccontextmanager
+    async def group(self) -> AsyncIterator[None]:
+        """While a group is generated and scored."""
+        self._groups += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._groups -= 1
+            if not self._groups:
+                self._idle.set()
+
+    async def admission(self) -> None:
+        """Returns when a new group may begin."""
+        await self._admits.wait()
+
+    @property
+    def admits(self) -> bool:
+        return self._admits.is_set()
+
+    # -- for checkpoints ------------------------------------------------------------------------------------------------
+
+    def so_far(self) -> dict[str, Completion]:
+        """By request, everything that is done or begun; `interrupted` says that there is more to come."""
+        told = self._engine.unfinished()
+        found = dict(self._kept)
+        for request_id in self._asked & told.keys():
+            part = told[request_id].completion(Finished(request_id, "interrupted"))
+            if part.tokens:
+                before = self._kept.get(request_id)
+                found[request_id] = joined(before, part) if before else part
+        return found
+
+    def restore(self, kept: Mapping[str, Completion]) -> None:
+        self._kept = dict(kept)
+
+    def first_version(self, request_ids: Iterable[str]) -> int | None:
+        """Of the oldest token of these requests; None where nothing is sampled yet."""
+        told = self._engine.unfinished()
+        versions = [kept.spans[0].version for one in request_ids if (kept := self._kept.get(one)) and kept.spans]
+        versions += [running.versions[0] for one in request_ids if (running := told.get(one)) and running.versions]
+        return min(versions, default=None)
+
+    # -- for deliveries -------------------------------------------------------------------------------------------------
+
+    async def deliver(self, update: WeightUpdate) -> Delivery:
+        """Returns when the weights are live. Raises what `Engine.load` raises; rollouts go on with what is live then."""
+        match self._config.mode:
+            case "inflight" | "cancel_group":
+                return Delivery(await self._engine.load(update))
+            case "stream":
+                return Delivery(await self._engine.load(update, self._config.parts))
+            case "abort_resume" | "save_resume":
+                return await self._aborted(update)
+            case "drain":
+                return await self._drained(update)
+            case "barrier":
+                return await self._alone(update)
+
+    async def _aborted(self, update: WeightUpdate) -> Delivery:
+        since, interrupted = self._clock(), len(self._asked)
+        self._open.clear()
+        try:
+            await self._engine.abort()
+            load = await self._engine.load(update)
+        finally:
+            self._open.set()
+        return Delivery(load, interrupted, self._clock() - since)
+
+    async def _drained(self, update: WeightUpdate) -> Delivery:
+        since = self._clock()
+        try:
+            await self._engine.drain()
+            load = await self._engine.load(update)
+        finally:
+            await self._engine.resume()
+        return Delivery(load, 0, self._clock() - since)
+
+    async def _alone(self, update: WeightUpdate) -> Delivery:
+        since = self._clock()
+        self._admits.clear()
+        try:
+            await self._idle.wait()
+            load = await self._engine.load(update)
+        finally:
+            self._admits.set()
+        return Delivery(load, 0, self._clock() - since)
+
+
+def joined(first: Completion, second: Completion) -> Completion:
+    """What was sampled before an interruption, and after it. Cache entries of the first part were computed again."""
+    count = len(first.tokens)
+    spans = list(first.spans) if first.tokens else []
+    for span in second.spans if second.tokens else ():
+        last = spans[-1] if spans else None
+        if last is None or (last.version, last.kv_version, last.mixed) != (span.version, span.kv_version, span.mixed):
+            spans.append(VersionSpan(span.start + count, span.version, span.kv_version, span.mixed))
+    return Completion(
+        first.tokens + second.tokens,
+        first.logprobs + second.logprobs,
+        tuple(spans),
+        second.stop,
+        error=second.error,
+        prompt_logprobs=first.prompt_logprobs or second.prompt_logprobs,
+        prompt_top=first.prompt_top or second.prompt_top,
+        top=_joined_top(first.top, second.top),
+        mask=_joined_mask(first.mask, second.mask),
+        routing=second.routing or first.routing,  # of all positions: it is told at the end, of the cache entries in use
+    )
+
+
+def _joined_top(first: TopLogprobs | None, second: TopLogprobs | None) -> TopLogprobs | None:
+    if first is None or second is None:
+        return first or second
+    return TopLogprobs(first.k, first.tokens + second.tokens, first.logprobs + second.logprobs)
+
+
+def _joined_mask(first: SamplingMask | None, second: SamplingMask | None) -> SamplingMask | None:
+    if first is None or second is None:
+        return first or second
+    offsets, more = array("q", first.offsets), array("q", second.offsets)
+    offsets.extend(offsets[-1] + offset for offset in more[1:])
+    return SamplingMask(first.token_ids + second.token_ids, offsets.tobytes())
