@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from headrace.observe.facts import (
     Accounting,
@@ -24,6 +25,7 @@ from headrace.observe.facts import (
     WeightsLive,
     WorkerLost,
 )
+from headrace.observe.journal import AnyRecord, Journal, Live, Ready, Stepped
 from headrace.reports import EngineStats, LagStats, LoadReport, TrainReport
 from headrace.types import Completion, Episode, Failure, Group, Prompt, Row, Scored, Turn, VersionSpan
 from headrace.weights import WeightUpdate
@@ -234,6 +236,23 @@ class FactStream:
 
     def end(self) -> RunEnded:
         return RunEnded(self.t, "finished", self.steps, self.accounting(), 0.07, 0.18, self.sampled // 3, self.sampled)
+
+
+def records_of(facts: Iterable[Fact]) -> Iterator[AnyRecord]:
+    """What a journal beside these facts would hold of the steps that were trained."""
+    for fact in facts:
+        if isinstance(fact, StepTrained):
+            yield from (Ready(fact.t, group) for group in fact.groups)
+            yield Stepped(fact.t, fact.report, tuple(group.ticket for group in fact.groups))
+        elif isinstance(fact, WeightsLive):
+            yield Live(fact.t, fact.update.version, fact.update.fingerprint)
+
+
+def write_journal(run_dir: Path, records: Iterable[AnyRecord]) -> None:
+    journal = Journal(run_dir)
+    for record in records:
+        journal.write(record)
+    journal.close()
 
 
 def _row(prompt: Prompt, scored: Scored, advantage: float) -> Row:

@@ -1,4 +1,4 @@
-"""Recorder, metrics, journal, resume, state, verdicts, terminal and sinks."""
+"""Recorder, metrics, resume, state, verdicts, terminal and sinks."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from headrace.observe import measures, verdicts
 from headrace.observe.build import open_recorder
 from headrace.observe.config import ObserveConfig, check_installed
 from headrace.observe.facts import (
+    Accounting,
+    Books,
     CheckpointSaved,
     EngineSample,
     Evaluated,
@@ -34,10 +36,12 @@ from headrace.observe.facts import (
     TicketDrawn,
     Warned,
 )
-from headrace.observe.files import AppendFile, drop_torn_line, read_lines
+from headrace.observe.files import AppendFile, read_lines, whole_lines
 from headrace.observe.pools import EngineUse
 from headrace.observe.recorder import Recorder
-from headrace.observe.records import StepRow, encode, read_journal, read_metrics, summarise
+from headrace.observe.records import StepRow, read_metrics, summarise
+from headrace.observe.resume import Resume
+from headrace.observe.spelling import encode
 from headrace.observe.state import RunState
 from headrace.observe.summary import print_summary, summary
 from headrace.observe.terminal import Header, LiveTerminal, PlainTerminal
@@ -45,8 +49,8 @@ from headrace.observe.text import bar, duration, number, sparkline
 from headrace.reports import EngineStats
 
 
-def record(run_dir: Path, facts: list[Fact], resume_at_step: int | None = None) -> RunState:
-    recorder = Recorder(run_dir, resume_at_step=resume_at_step)
+def record(run_dir: Path, facts: list[Fact], resume: Resume | None = None) -> RunState:
+    recorder = Recorder(run_dir, resume=resume)
     for fact in facts:
         recorder.record(fact)
     recorder.close()
@@ -73,16 +77,6 @@ def text_of(renderable: object, width: int = 100) -> str:
 # -- what is written and read back ------------------------------------------------------------------------------------
 
 
-def test_journal_gives_back_the_groups_that_were_trained(tmp_path: Path) -> None:
-    facts = list(FactStream(steps=4).facts())
-    record(tmp_path, facts)
-    trained = [fact for fact in facts if isinstance(fact, StepTrained)]
-    read = list(read_journal(tmp_path))
-    assert [(one.step, one.version, one.groups) for one in read] == [
-        (fact.report.step, fact.report.version, fact.groups) for fact in trained
-    ]
-
-
 def test_metrics_give_back_every_fact_in_order_without_tokens(tmp_path: Path) -> None:
     facts = list(FactStream(steps=4).facts())
     record(tmp_path, facts)
@@ -93,17 +87,11 @@ def test_metrics_give_back_every_fact_in_order_without_tokens(tmp_path: Path) ->
 
 def test_non_finite_numbers_survive(tmp_path: Path) -> None:
     fact = next(fact for fact in FactStream(steps=1).facts() if isinstance(fact, StepTrained))
-    group = fact.groups[0]
-    row = msgspec.structs.replace(group.rows[0], logprobs=(-math.inf, math.nan, *group.rows[0].logprobs[2:]))
-    group = msgspec.structs.replace(group, rows=(row, *group.rows[1:]))
     report = msgspec.structs.replace(fact.report, loss=math.nan, grad_norm=math.inf)
-    record(tmp_path, [msgspec.structs.replace(fact, report=report, groups=(group, *fact.groups[1:]))])
+    record(tmp_path, [msgspec.structs.replace(fact, report=report)])
     (metrics,) = read_metrics(tmp_path)
     assert isinstance(metrics, StepRow)
     assert math.isnan(metrics.report.loss) and metrics.report.grad_norm == math.inf
-    (step,) = read_journal(tmp_path)
-    assert step.groups[0].rows[0].logprobs[0] == -math.inf and math.isnan(step.groups[0].rows[0].logprobs[1])
-    assert step.groups[0].rows[0].logprobs[2:] == row.logprobs[2:]
 
 
 @given(st.floats(), st.text())
@@ -127,14 +115,15 @@ def test_torn_last_line_is_left_out_and_cut_before_the_next_one(tmp_path: Path) 
 
 @given(st.lists(st.binary(max_size=30).filter(lambda line: b"\n" not in line), max_size=5), st.binary(max_size=9))
 @settings(max_examples=50)
-def test_drop_torn_line_keeps_whole_lines(
+def test_an_append_file_cuts_to_whole_lines(
     tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], rest: bytes
 ) -> None:
     path = tmp_path_factory.mktemp("torn") / "file"
     path.write_bytes(b"".join(line + b"\n" for line in lines) + rest.replace(b"\n", b""))
-    drop_torn_line(path)
-    assert list(read_lines(path)) == lines
-    assert path.read_bytes() == b"".join(line + b"\n" for line in lines)
+    whole = b"".join(line + b"\n" for line in lines)
+    assert whole_lines(path) == len(whole) and list(read_lines(path)) == lines
+    AppendFile(path).close()
+    assert path.read_bytes() == whole
 
 
 def test_damage_before_the_last_line_is_an_error_that_names_it(tmp_path: Path) -> None:
@@ -192,57 +181,65 @@ def test_resume_goes_on_from_the_checkpoint_and_sets_the_rest_aside(tmp_path: Pa
     last = next(i for i, fact in enumerate(facts) if isinstance(fact, StepTrained) and fact.report.step == 11)
     written = facts[:last]
     record(tmp_path, written)
-    state = record(tmp_path, [stream.start(resumed_at=10)], resume_at_step=10)
+    state = record(tmp_path, [stream.start(resumed_at=10)], Resume(10, rewinds=True))
     assert steps_of(read_metrics(tmp_path)) == list(range(10))
-    assert [one.step for one in read_journal(tmp_path)] == list(range(10))
     assert state.step == 10 and len(state.sessions) == 2
     aside = list(read_lines(tmp_path / "metrics.jsonl.discarded"))
     kept = list(read_lines(tmp_path / "metrics.jsonl"))[:-1]
     assert sorted(kept + aside) == sorted(encode(summarise(f) if isinstance(f, StepTrained) else f) for f in written)
-    assert len(list(read_lines(tmp_path / "journal.jsonl.discarded"))) == 1
 
 
 def test_what_happened_while_the_checkpoint_was_written_is_not_in_it(tmp_path: Path) -> None:
     before, during, after = (TicketDrawn(t, ticket, f"p{ticket}") for t, ticket in ((1.0, 0), (5.5, 1), (7.0, 2)))
     saved = CheckpointSaved(6.0, 3, "step-000003", 1.0)
     record(tmp_path, [before, during, saved, after])
-    record(tmp_path, [], resume_at_step=3)
+    record(tmp_path, [], Resume(3, rewinds=True))
     assert read_metrics(tmp_path) == [before, saved]
 
 
 def test_a_checkpoint_whose_fact_was_lost_still_bounds_the_history(tmp_path: Path) -> None:
     facts = [fact for fact in FactStream(steps=6).facts() if not isinstance(fact, CheckpointSaved)]
     record(tmp_path, facts)
-    record(tmp_path, [], resume_at_step=4)
+    record(tmp_path, [], Resume(4, rewinds=True))
     assert steps_of(read_metrics(tmp_path)) == [0, 1, 2, 3]
 
 
 def test_a_failed_checkpoint_is_not_one_to_resume_from(tmp_path: Path) -> None:
     good, failed = CheckpointSaved(2.0, 3, "p", 0.0), CheckpointSaved(4.0, 3, "", 0.0, "No space left on device")
     record(tmp_path, [good, Warned(3.0, "later"), failed])
-    record(tmp_path, [], resume_at_step=3)
+    record(tmp_path, [], Resume(3, rewinds=True))
     assert read_metrics(tmp_path) == [good]
 
 
 def test_resume_without_any_checkpoint_starts_over(tmp_path: Path) -> None:
     record(tmp_path, list(FactStream(steps=2).facts()))
-    state = record(tmp_path, [], resume_at_step=0)
-    assert read_metrics(tmp_path) == [] and list(read_journal(tmp_path)) == []
+    state = record(tmp_path, [], Resume(0, rewinds=True))
+    assert read_metrics(tmp_path) == []
     assert state.started is None
 
 
-def test_accounting_goes_on_over_a_resume() -> None:
+def test_a_run_that_goes_on_with_its_journal_keeps_every_fact(tmp_path: Path) -> None:
+    stream = FactStream(steps=6, troubles=False)
+    facts = list(stream.facts())[:-1]
+    record(tmp_path, facts)
+    state = record(tmp_path, [stream.start(resumed_at=6)], Resume(6))
+    assert len(read_metrics(tmp_path)) == len(facts) + 1
+    assert not (tmp_path / "metrics.jsonl.discarded").exists()
+    assert steps_of(read_metrics(tmp_path)) == list(range(6)) and len(state.sessions) == 2
+
+
+def test_accounting_goes_on_over_a_resume_with_the_books_of_the_controller() -> None:
+    """Ticket 2 was drawn, and ticket 0 dropped, in the moment before the kill: the books know it, no fact does."""
     stream = FactStream()
-    draws = [TicketDrawn(1.0, ticket, f"p{ticket}") for ticket in range(3)]
+    draws = [TicketDrawn(1.0, ticket, f"p{ticket}") for ticket in range(2)]
     ready = GroupEnded(2.0, 0, "p0", "ready")
-    again = [TicketDrawn(4.0, 3, "p1", True), TicketDrawn(4.0, 4, "p9")]
-    state = folded([stream.start(), *draws, ready, msgspec.structs.replace(stream.start(5), t=3.0)])
-    assert (state.accounting.in_checkpoint, state.accounting.in_pipeline) == (2, 1)
-    for fact in again:
-        state.fold(fact)
-    counts = state.accounting
-    assert (counts.drawn, counts.drawn_again, counts.in_checkpoint, counts.in_pipeline) == (4, 1, 1, 3)
-    assert counts.balance() == 0
+    books = Books(Accounting(drawn=3, dropped={"overdue": 1}, in_pipeline=2), flying=(1, 2), ready=())
+    again = msgspec.structs.replace(stream.start(5), t=3.0, books=books)
+    state = folded([stream.start(), *draws, ready, again])
+    assert state.accounting == Accounting(drawn=3, dropped={"overdue": 1}, in_pipeline=2)
+    state.fold(GroupEnded(4.0, 2, "p2", "failed", "reward_raised"))
+    assert state.accounting.failed == {"reward_raised": 1} and state.accounting.in_pipeline == 1
+    assert state.accounting.balance() == 0
 
 
 # -- the folded state -------------------------------------------------------------------------------------------------
@@ -458,7 +455,7 @@ def test_tensorboard_gets_the_scalars_and_forgets_what_was_discarded(tmp_path: P
     for fact in facts:
         first.record(fact)
     first.close()
-    second = open_recorder(settings_, tmp_path, resume_at_step=4)
+    second = open_recorder(settings_, tmp_path, Resume(4, rewinds=True))
     again = [fact for fact in facts if isinstance(fact, StepTrained) and fact.report.step == 4]
     second.record(again[0])
     second.close()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from fact_stream import FactStream
+from fact_stream import FactStream, records_of, write_journal
 
 from headrace.errors import ConfigError, HeadraceError
 from headrace.observe.facts import CheckpointSaved, Fact, StepTrained, Warned
@@ -18,6 +18,7 @@ from headrace.observe.records import summarise
 from headrace.observe.report import write_report
 from headrace.observe.report.data import bins, load
 from headrace.observe.report.svg import Chart, extent, ticks
+from headrace.observe.resume import Resume
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 SVG_VOID = {"line", "rect", "circle", "path", "polygon"}
@@ -47,11 +48,12 @@ class Checker(HTMLParser):
         assert self.open.pop() == tag
 
 
-def report(run_dir: Path, facts: list[Fact], resume_at_step: int | None = None) -> str:
-    recorder = Recorder(run_dir, resume_at_step=resume_at_step)
+def report(run_dir: Path, facts: list[Fact], resume: Resume | None = None) -> str:
+    recorder = Recorder(run_dir, resume=resume)
     for fact in facts:
         recorder.record(fact)
     recorder.close()
+    write_journal(run_dir, records_of(facts))
     html = write_report(run_dir).read_text()
     checker = Checker()
     checker.feed(html)
@@ -119,7 +121,7 @@ def test_a_resumed_run_has_one_history_and_says_where_it_was_resumed(tmp_path: P
     saved = next(i for i, fact in enumerate(facts) if isinstance(fact, CheckpointSaved))
     report(tmp_path, facts[: saved + 4])
     again = msgspec.structs.replace(stream.start(resumed_at=10), t=facts[saved].t)
-    html = report(tmp_path, [again, *facts[saved + 1 :]], resume_at_step=10)
+    html = report(tmp_path, [again, *facts[saved + 1 :]], Resume(10, rewinds=True))
     assert "1 resume" not in html and "Resumed 1 time (" in html and ">resumed</text>" in html
     assert [row.report.step for row in load(tmp_path).state.rows] == list(range(12))
 
