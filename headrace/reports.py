@@ -121,3 +121,6 @@ class Capabilities(Struct, frozen=True):
     stop_strings: bool = True
     path: str = ""
     """A word for people: `fused llama`, `hugging face gpt_neox`, `fake`."""
+    exact: bool = False
+    """Tokens and log-probs of a request depend on nothing but itself and the weights, bit for bit: not on what else is in the
+    batch, and not on where it was interrupted before it went on from its prefix."""

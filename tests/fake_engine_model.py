@@ -30,9 +30,9 @@ ENTRY = np.dtype([("token", np.int64), ("version", np.int64), ("adapter", np.int
 LAYERS, K = 2, 3
 
 
-def logits_of(tokens: Iterable[int], version: int, adapter: int = -1) -> np.ndarray:
-    """[V] what the model says after `tokens`."""
-    seed = zlib.crc32(np.array([*tokens, version, adapter], dtype=np.int64).tobytes())
+def logits_of(tokens: Iterable[int], version: int, adapter: int = -1, part: int = 0) -> np.ndarray:
+    """[V] what the model says after `tokens`. `part`: how many parts of the next version are in already."""
+    seed = zlib.crc32(np.array([*tokens, version, adapter, part], dtype=np.int64).tobytes())
     return np.random.default_rng(seed).normal(0, 2, VOCABULARY).astype(np.float32)
 
 
@@ -42,12 +42,12 @@ def routing_of(token: int, position: int, version: int) -> np.ndarray:
 
 
 class FakeRunner:
-    path = "fake"
+    path, exact = "fake", True
     block_nbytes = 1024
     experts = (LAYERS, K)
 
     def __init__(self) -> None:
-        self.version = -1
+        self.version, self.part = -1, 0
         self.poisoned = False
         self.adapters: dict[int, int] = {}
         """Slot -> what tells one adapter's weights from others': number of its name, and version."""
@@ -72,6 +72,7 @@ class FakeRunner:
 
     def use(self, weights: Any) -> None:
         self.version, self.poisoned = int(weights["version"]), bool(weights["poisoned"])
+        self.part = int(weights["part"])
 
     def prepare_adapter(self, spec: AdapterSpec, tensors: Any) -> Any:
         return tensors["number"]
@@ -111,7 +112,7 @@ class FakeRunner:
             return np.full(VOCABULARY, np.nan, dtype=np.float32)
         makers = {adapter % 10 if adapter >= 0 else -1 for adapter in seen["adapter"].tolist()}
         assert len(makers) == 1, "entries of the base model and of an adapter, or of two, do not mix"
-        return logits_of(seen["token"].tolist(), 0 if adapter >= 0 else self.version, adapter)
+        return logits_of(seen["token"].tolist(), 0 if adapter >= 0 else self.version, adapter, self.part)
 
     def _check(self, batch: Batch) -> None:
         """What `Batch` promises."""
@@ -144,6 +145,8 @@ class Told:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     kv_versions: list[int] = field(default_factory=list)
+    parts: list[int] = field(default_factory=list)
+    """Of an update that was being streamed in, how many were live; 0 where none was."""
     stop: str = ""
     error: str = ""
     output: list[StepOutput] = field(default_factory=list)
@@ -160,7 +163,7 @@ class Driver:
             VOCABULARY,
             frozenset(ends),
             None,
-            {"version": (), "poisoned": ()},
+            {"version": (), "poisoned": (), "part": ()},
             torch.float32,
             torch.device("cpu"),
         )
@@ -174,9 +177,18 @@ class Driver:
 
     def swap(self, poisoned: bool = False) -> None:
         self.version += 1
-        tensors = {"version": torch.tensor(float(self.version)), "poisoned": torch.tensor(float(poisoned))}
-        update = WeightUpdate(self.version, "full", f"base-{self.version}", 0, 0, 0.0)
-        self.engine.swap(self.engine.prepare(update, tensors))
+        self._put(self.version, 0, poisoned)
+
+    def stream(self, part: int) -> None:
+        """So many parts of the next version are live; 0 takes them back."""
+        self._put(self.version, part)
+
+    def _put(self, version: int, part: int, poisoned: bool = False) -> None:
+        values = {"version": version, "poisoned": poisoned, "part": part}
+        tensors = {name: torch.tensor(float(value)) for name, value in values.items()}
+        number = version + bool(part)
+        update = WeightUpdate(number, "full", f"base-{number}", 0, 0, 0.0)
+        self.engine.swap(self.engine.prepare(update, tensors, mixed=part > 0))
 
     def swap_adapter(self, name: str) -> None:
         self.adapters[name] = version = self.adapters.get(name, -1) + 1
@@ -193,6 +205,7 @@ class Driver:
     def step(self) -> StepOutput:
         before = len(self.runner.passes)
         output = self.engine.step()
+        assert output.mixed == (self.runner.part > 0) or not output.tokens, "what is told of a mixture is true"
         for i, name in enumerate(output.request_ids):
             told = self.told[name]
             assert not told.stop, "nothing comes after the end"
@@ -200,6 +213,7 @@ class Driver:
             told.logprobs.append(output.logprobs[i])
             told.versions.append(output.versions[i] if output.versions else output.version)
             told.kv_versions.append(output.kv_versions[i])
+            told.parts.append(self.runner.part)
         if len(self.runner.passes) > before and len(output.kv_versions) == len(self.runner.oldest):
             assert list(output.kv_versions) == self.runner.oldest.tolist(), "what spans say of the cache is true"
         for end in output.finished:
@@ -223,9 +237,10 @@ class Driver:
         prefix), drawn with the request's own numbers."""
         request, told = self.requests[name], self.told[name]
         tokens = [*(request.prompt + request.prefix if context is None else context)]
-        for t, (token, version, logprob) in enumerate(zip(told.tokens, told.versions, told.logprobs, strict=True)):
+        columns = zip(told.tokens, told.versions, told.parts, told.logprobs, strict=True)
+        for t, (token, version, part, logprob) in enumerate(columns):
             maker = version * 10 + ADAPTERS.index(adapter) if adapter else -1
-            logits = logits_of(tokens, 0 if adapter else version, maker)
+            logits = logits_of(tokens, 0 if adapter else version, maker, part)
             drawn = draw(logits, request.sampling, len(request.prefix) + t)
             assert token == drawn[0] and abs(logprob - drawn[1]) < 1e-9, f"token {t} of {name}"
             tokens.append(token)

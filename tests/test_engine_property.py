@@ -27,7 +27,7 @@ class Chaos:
     """Everything that can happen to an engine, drawn at random, and what must be true whatever it was."""
 
     OPERATIONS = {
-        "step": 50, "add": 12, "go_on": 6, "fork": 8, "score": 4, "reissue": 3, "cancel": 4, "swap": 5, "swap_adapter": 3,
+        "step": 50, "add": 12, "go_on": 6, "fork": 8, "score": 4, "reissue": 3, "cancel": 4, "swap": 5, "stream": 5, "swap_adapter": 3,
         "hold": 2, "resume": 3, "abort": 1,
     }  # fmt: skip
 
@@ -53,6 +53,8 @@ class Chaos:
         self.names: list[str] = []
         self.cancelled: set[str] = set()
         self.forks: dict[str, Fork] = {}
+        self.part = 0
+        """Of an update that is being streamed in."""
 
     def run(self, operations: int) -> Counter[str]:
         names, weights = list(self.OPERATIONS), list(self.OPERATIONS.values())
@@ -68,6 +70,7 @@ class Chaos:
             forks=len(self.forks),
             lost=sum("had to make room" in told.error for told in self.driver.told.values()),
             recomputed=stats.recomputed_tokens,
+            mixed=sum(part > 0 for told in self.driver.told.values() for part in told.parts),
             cached=stats.cached_tokens,
         )
 
@@ -142,7 +145,19 @@ class Chaos:
             self.cancelled.add(name)
 
     def swap(self) -> None:
+        self.part = 0
         self.driver.swap()
+
+    def stream(self) -> None:
+        """One part more; three are the whole update. Or it is taken back."""
+        self.part += 1
+        if self.part == 3:
+            self.swap()
+            return
+        if self.rng.random() < 0.2:
+            self.part = 0
+        if self.part or self.driver.runner.part:
+            self.driver.stream(self.part)
 
     def swap_adapter(self) -> None:
         self.driver.swap_adapter(self.rng.choice(ADAPTERS))
@@ -209,9 +224,9 @@ def test_whatever_happens_each_request_samples_what_it_would_alone(seed: int) ->
 
 def test_the_chaos_reaches_what_it_is_for() -> None:
     happened: Counter[str] = Counter()
-    for seed in (301, 308, 309):
+    for seed in (300, 312, 320):
         happened += Chaos(seed).run(60)
-    assert all(happened[what] > 0 for what in ("preempted", "forks", "lost", "recomputed", "cached")), happened
+    assert all(happened[what] > 0 for what in ("preempted", "forks", "lost", "recomputed", "cached", "mixed")), happened
 
 
 def test_a_block_that_holds_what_it_should_not_is_noticed() -> None:

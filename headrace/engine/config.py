@@ -26,7 +26,8 @@ class EngineConfig:
     """What becomes of the KV cache of running sequences when weights are swapped: keep it (their spans say so), or compute
     it again under the new weights before they go on."""
     exact: bool = False
-    """Tokens and log-probs of a request do not depend on what else is in the batch. Slower, but not through the kernels, whose
+    """Tokens and log-probs of a request do not depend on what else is in the batch, nor on where it was interrupted: what goes on
+    from a prefix under the same weights gets the very bits that it would have had. Slower, but not through the kernels, whose
     forward pass is always like that."""
     max_adapters: int = Field(default=0, ge=0)
     """LoRA adapters that can be loaded at once."""

@@ -61,7 +61,7 @@ class FakeEngine:
     def __post_init__(self) -> None:
         self.version = -1
         self.adapters: dict[str, int] = {}
-        self.capabilities = Capabilities(context_length=self.context_length, path="fake")
+        self.capabilities = Capabilities(context_length=self.context_length, path="fake", exact=True)
         self.requests: list[Request] = []
         self._pending: dict[str, _Pending] = {}
         self._listeners: list[Callable[[bytes], None]] = []

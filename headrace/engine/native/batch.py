@@ -73,6 +73,8 @@ class Runner(Protocol):
     """A word for people: `kernels llama`, `fused qwen3`, `hugging face gpt_neox`."""
     block_nbytes: int
     """Bytes of one block of KV cache, all layers."""
+    exact: bool
+    """Logits of a token depend on its sequence alone, bit for bit: not on the batch, nor on how it was cut into chunks."""
     experts: tuple[int, int]
     """(layers with experts, experts chosen in each); (0, 0) for dense models."""
 

@@ -67,7 +67,10 @@ class Core:
         self._arrivals = self._steps = self._swaps = 0
         self._busy = 0.0
         self.capabilities = Capabilities(
-            model.context_length, stop_strings=model.decode is not None, path=self._runner.path
+            model.context_length,
+            stop_strings=model.decode is not None,
+            path=self._runner.path,
+            exact=self._runner.exact,
         )
 
     # -- requests -----------------------------------------------------------------------------------------------------------

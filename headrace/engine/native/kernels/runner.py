@@ -63,6 +63,8 @@ class PackedAdapter:
 
 
 class KernelRunner:
+    exact = True
+
     def __init__(
         self,
         model: Skeleton,
