@@ -108,6 +108,32 @@ def export(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def plan(arguments: argparse.Namespace) -> int:
+    from headrace.simulate.command import tell
+    from headrace.simulate.plan import Question, config_for
+
+    run_dir = None if arguments.source.endswith(".toml") else run_directory(arguments.source)
+    chip, _, file = arguments.hardware.partition(":")
+    if chip == "cpu" and not file:
+        raise ConfigError("--hardware cpu:FILE names a file of measured rates; --calibrate writes one")
+    question = Question(
+        config_for(arguments.source, run_dir, arguments.set),
+        run_dir if chip != "cpu" else None,
+        arguments.calibrate,
+        Path(file) if file else None,
+        "" if file else chip,
+        arguments.model,
+        arguments.gpus,
+        arguments.trainer_gpus,
+        arguments.steps,
+        arguments.lengths,
+        arguments.prompts,
+        arguments.reward_seconds,
+        sweep=arguments.sweep,
+    )
+    return tell(question, arguments.price, arguments.json, arguments.picture)
+
+
 def doctor(arguments: argparse.Namespace) -> int:
     if arguments.parity:
         from headrace.orchestration import parity_table
@@ -169,6 +195,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument(
         "--merge", action="store_true", help="of LoRA: a whole model with the adapter in its weights, added in float32"
     )
+    _add_plan(commands)
     one = _command(commands, "doctor", doctor, "what is installed, what would run where, and what is missing")
     one.add_argument("--full", action="store_true", help="also read cached models and compare their checksums")
     one.add_argument(
@@ -203,6 +230,33 @@ def _add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     how.add_argument("--watch", action="store_true", help="look again every 2 seconds until it has ended")
     how.add_argument("--json", action="store_true", help="for programs")
     how.add_argument("--stacks", action="store_true", help="have it write down where all its processes stand (SIGUSR1)")
+
+
+def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    one = _command(commands, "plan", plan, "predict a run's throughput, idle time, lag and cost, by simulating it")
+    one.add_argument("source", metavar="CONFIG.toml|RUN", help="a config, or a run whose metrics give the rates")
+    one.add_argument("--calibrate", action="store_true", help="measure this machine's rates first (a minute or two)")
+    one.add_argument(
+        "--hardware", default="", metavar="NAME", help="h100, h200, a100: computed rates; cpu:FILE: measured ones"
+    )
+    one.add_argument("--model", default="", metavar="SIZE", help="for computed rates: 7b, 32b, 30b-a3b, ...")
+    one.add_argument("--gpus", type=_positive, default=8, metavar="N", help="of both pools (default: %(default)s)")
+    one.add_argument(
+        "--trainer-gpus", type=_positive, default=0, metavar="N", help="of them (default: half; --sweep tries)"
+    )
+    one.add_argument(
+        "--steps", type=_positive, default=20, metavar="N", help="that are simulated (default: %(default)s)"
+    )
+    one.add_argument(
+        "--lengths", default="", metavar="D", help="of completions: 800, lognormal:mean=4000,sigma=0.8, ..."
+    )
+    one.add_argument("--prompts", default="", metavar="D", help="lengths of prompts")
+    one.add_argument("--reward-seconds", default="", metavar="D", help="that one rollout's reward takes")
+    one.add_argument("--price", type=float, default=0.0, metavar="X", help="of a GPU for an hour")
+    one.add_argument("--sweep", action="store_true", help="try other splits and depths, and recommend")
+    one.add_argument("--json", action="store_true", help="print everything as JSON")
+    one.add_argument("--picture", type=Path, metavar="FILE.html", help="draw it")
+    _add_set(one)
 
 
 def _add_set(parser: argparse.ArgumentParser) -> None:

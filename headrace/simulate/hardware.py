@@ -123,7 +123,7 @@ def engine_rates(chip: Gpu, model: Shape, gpus: int, max_running: int) -> Engine
     joint = gpus * DOUBLING ** math.log2(gpus)
     bandwidth, compute = READS * chip.bandwidth * joint, COMPUTES * chip.compute * joint
     room = (USABLE * chip.memory * gpus - model.parameters * BFLOAT16) / model.cache_bytes
-    sizes = sorted({1, max_running} | {1 << k for k in range(12) if 1 << k < max_running})
+    sizes = [1 << k for k in range(13)]
 
     def pass_seconds(n: int) -> float:
         read = min(model.parameters, model.active * n) * BFLOAT16 / bandwidth

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from headrace.simulate.world import World
 from headrace.types import Struct
 
 FILLING = 4
-"""Steps at the start that are not counted: the pipeline fills. At most a third of all."""
+"""Steps at the start that are not counted, beside max_lag: the pipeline fills."""
 
 
 class Prediction(Struct, frozen=True):
@@ -100,19 +101,28 @@ class Gauge:
                 self.waits.append(fact)
 
 
-def predict(scenario: Scenario) -> Prediction:
-    """Raises ConfigError where too few steps are left to measure anything."""
-    if scenario.steps < 3:
-        raise ConfigError("a plan needs at least 3 steps: the first ones only fill the pipeline; raise --steps")
+def margins(scenario: Scenario) -> tuple[int, int]:
+    """Steps that are not counted at the start, while the pipeline fills, and at the end, when it draws no new prompts."""
+    return FILLING + scenario.staleness.max_lag, scenario.staleness.max_lag + 1
+
+
+def predict(scenario: Scenario, skip: int | None = None, tail: int | None = None) -> Prediction:
+    """Counts the steps but for the first `skip` and the last `tail` (`margins`, where None).
+
+    Raises ConfigError where fewer than two are left."""
+    first, last = margins(scenario)
+    first, last = first if skip is None else skip, last if tail is None else tail
+    if scenario.steps - first - last < 2:
+        raise ConfigError(f"{scenario.steps} steps are too few: {first} fill the pipeline and {last} empty it")
     gauge = Gauge()
     world = World(scenario, gauge)
     gauge.pool = world.pool
     virtual_time.run(world.run())
-    return _summary(scenario, gauge)
+    return _summary(scenario, gauge, gauge.steps[first - 1 : len(gauge.steps) - last] if first else gauge.steps)
 
 
-def _summary(scenario: Scenario, gauge: Gauge) -> Prediction:
-    steps = gauge.steps[min(FILLING, len(gauge.steps) // 3) - 1 :]
+def _summary(scenario: Scenario, gauge: Gauge, steps: Sequence[_Step]) -> Prediction:
+    """`steps`: those that are counted, and the one before them."""
     begin, end, counted = steps[0], steps[-1], steps[1:]
     seconds = end.t - begin.t
     lags: Counter[int] = Counter()
@@ -139,15 +149,15 @@ def _summary(scenario: Scenario, gauge: Gauge) -> Prediction:
         trained_length=real,
         dropped=dict(gauge.dropped),
         gpus=scenario.gpus,
-        waits=_waits(gauge, begin.t, len(counted)),
-        seconds=end.t,
+        waits=_waits(gauge, begin.t, end.t, len(counted)),
+        seconds=gauge.steps[-1].t,
         rollouts=gauge.drawn.count,
     )
 
 
-def _waits(gauge: Gauge, since: float, steps: int) -> dict[str, float]:
+def _waits(gauge: Gauge, since: float, until: float, steps: int) -> dict[str, float]:
     totals: defaultdict[str, float] = defaultdict(float)
     for wait in gauge.waits:
-        if wait.t > since:
+        if since < wait.t <= until:
             totals[f"{wait.owner} for {wait.what}"] += wait.seconds
     return {name: seconds / steps for name, seconds in sorted(totals.items(), key=lambda pair: -pair[1])}
