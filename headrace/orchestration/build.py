@@ -145,11 +145,14 @@ async def build(
     logs: Path,
     storage: Storage,
     reward: Reward | None,
+    waits: Waits,
     clock: Clock,
 ) -> Built:
     observer = storage.recorder
-    waits = open_waits(config, observer, clock)
-    prepared = await prepare(config, *await open_model(config), reward, logs)
+    async with waits.named(
+        "start", "the files of models, task and reward", endless=True
+    ):  # some may have to be fetched
+        prepared = await prepare(config, *await open_model(config), reward, logs)
     async with AsyncExitStack() as undo:
         undo.push_async_callback(prepared.scorer.close)
         adapter = config.lora.served_name

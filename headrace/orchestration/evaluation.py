@@ -39,8 +39,7 @@ class Evaluator:
         if not self._prompts:
             return None
         started = self._clock()
-        async with self._waits.named("evaluation", "the engine and the scorer"):
-            results = await asyncio.gather(*(self._one(i, prompt) for i, prompt in enumerate(self._prompts)))
+        results = await asyncio.gather(*(self._one(i, prompt) for i, prompt in enumerate(self._prompts)))
         scored = [one for group in results for one in group if isinstance(one, Scored)]
         failures = Counter(one.reason for group in results for one in group if isinstance(one, Failure))
         # The prompt is the unit that was drawn at random: samples of one prompt are not independent.
@@ -69,10 +68,14 @@ class Evaluator:
             )
             for i in range(self._config.samples)
         ]
-        rolled = await roll_out(self._generate, prompt, requests, self._decode)
+        async with self._waits.named("evaluation", "the engine"):
+            rolled = await roll_out(self._generate, prompt, requests, self._decode)
         episodes = [one for one in rolled if isinstance(one, Episode)]
         failures: list[Scored | Failure] = [one for one in rolled if isinstance(one, Failure)]
-        return failures + (await self._scorer.score(prompt, episodes) if episodes else [])
+        if not episodes:
+            return failures
+        async with self._waits.named("evaluation", "the scorer"):
+            return failures + await self._scorer.score(prompt, episodes)
 
 
 def _mean(values: Sequence[float]) -> float:

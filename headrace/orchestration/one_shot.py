@@ -47,19 +47,21 @@ def evaluate(config: RunConfig, run: Path | None = None, prompts: int | None = N
 
 async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int) -> Evaluated:
     with tempfile.TemporaryDirectory() as logs:
-        model_dir, encoder = await open_model(config)
-        task, scorer = build_task(config.task, encoder, config.seed), build_scorer(config, None)
         waits = open_waits(config, _Stderr(), time.monotonic)
+        async with waits.named("start", "the files of models, task and reward", endless=True):
+            model_dir, encoder = await open_model(config)
+            reading = for_reading(config)
+            lessons = await plan_lessons(reading, model_dir, encoder)
+        task, scorer = build_task(config.task, encoder, config.seed), build_scorer(config, None)
         adapter = config.lora.served_name
         restore = {adapter: checkpoint} if checkpoint else {}
         pools = await open_pools(config, model_dir, Path(logs), _Stderr(), waits, time.monotonic, restore)
         try:
-            if adapter:
-                await pools.serve_base(_Stderr(), time.monotonic)
-            await pools.engine.load(await pools.trainer.publish(adapter))
+            async with waits.named("start", "the first weights to be live"):
+                if adapter:
+                    await pools.serve_base(_Stderr(), time.monotonic)
+                await pools.engine.load(await pools.trainer.publish(adapter))
             student = Student(model_dir, pools.trainer, pools.engine, bool(adapter), pools.shadow, pools.weights_fd)
-            reading = for_reading(config)
-            lessons = await plan_lessons(reading, model_dir, encoder)
             pools.teaching = await open_teaching(
                 reading, lessons, student, Path(logs), _Stderr(), waits, time.monotonic
             )

@@ -11,7 +11,8 @@ from typing import Any
 from headrace.config import RunConfig
 from headrace.errors import HeadraceError
 from headrace.observe.facts import Evaluated
-from headrace.orchestration.build import build
+from headrace.observe.watchdog import Watchdog
+from headrace.orchestration.build import build, open_waits
 from headrace.orchestration.lane import Lane, open_lane
 from headrace.orchestration.rundir import RunDirectory
 from headrace.orchestration.session import on_interrupt, run_clock
@@ -49,14 +50,20 @@ def train(config: RunConfig, reward: Reward | None = None, resume: Path | None =
         return RunResult(path, first.reason, first.step, first.before, first.after, first.report, results)
     with RunDirectory.of(resume or config.run_dir, config, bool(resume)) as directory:
         lane = open_lane(config, directory, bool(resume))
+        watchdog = Watchdog(directory.logs, config.watch.warn_after, config.watch.stop_after)
+        lane.storage.recorder.add(watchdog)
 
         async def go() -> None:
             clock = run_clock(lane.storage.seconds)
             on_interrupt(lane.session.interrupt)
-            await lane.session.run(build(config, directory.logs, lane.storage, reward, clock))
+            waits = open_waits(config, lane.storage.recorder, clock)
+            watchdog.add(directory.path, waits)
+            watchdog.attach()
+            await lane.session.run(build(config, directory.logs, lane.storage, reward, waits, clock))
 
         try:
-            asyncio.run(go())
+            with watchdog:
+                asyncio.run(go())
         except HeadraceError as error:
             lane.say_how_to_go_on(error)
             raise

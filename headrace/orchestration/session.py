@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, StalledError
 from headrace.observe.facts import Evaluated, RunEnded, Warned
 from headrace.orchestration.build import Built
 from headrace.orchestration.storage import Storage
@@ -56,7 +57,7 @@ class Session:
                     self._built.pools.kill()
                 with suppress(HeadraceError):  # a disk that is full now must not hide what ended the run
                     self._recorder.record(await self._ended(self._built))
-                await self._built.close()
+                await self._close(self._built)
 
     async def _train(self, built: Built) -> None:
         await self._redo(built)
@@ -75,6 +76,13 @@ class Session:
             self.reason = "interrupted"
         else:
             self.after = await built.parts.evaluator.measure("after", self.step)
+
+    async def _close(self, built: Built) -> None:
+        try:
+            async with built.parts.waits.named("closing", "the worker processes"):
+                await built.close()
+        except StalledError as error:  # nor may a process that cannot even be killed
+            print(f"headrace: {error}", file=sys.stderr)
 
     async def _redo(self, built: Built) -> None:
         if not built.redo:

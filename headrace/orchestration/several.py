@@ -19,6 +19,8 @@ from typing import Any
 from headrace.config import RunConfig, adapter_runs, check_resumable, config_of_run, dump_config, read_config
 from headrace.errors import HeadraceError
 from headrace.observe.board import Board, open_board
+from headrace.observe.waits import Waits
+from headrace.observe.watchdog import Watchdog
 from headrace.orchestration.build import Built, Clock, Pools, Prepared, join, open_model, open_waits, prepare
 from headrace.orchestration.lane import Lane, open_lane
 from headrace.orchestration.pools import open_pools
@@ -42,7 +44,9 @@ def train_together(config: RunConfig, reward: Reward | None, resume: Path | None
             lanes[run.name] = _open(run, own, bool(resume), board)
             undo.callback(lanes[run.name].close)
         undo.callback(board.close)  # before the summaries
-        asyncio.run(_Together(config, directory, lanes, reward).run())
+        watchdog = Watchdog(directory.logs, config.watch.warn_after, config.watch.stop_after)
+        with watchdog:
+            asyncio.run(_Together(config, directory, lanes, reward, watchdog).run())
         return lanes
 
 
@@ -59,6 +63,11 @@ def _open(config: RunConfig, directory: RunDirectory, resume: bool, board: Board
     return lane
 
 
+async def _close(pools: Pools, waits: Waits) -> None:
+    async with waits.named("closing", "the worker processes"):
+        await pools.close()
+
+
 class _Everyone:
     """What concerns the two processes is told to every pipeline's recorder."""
 
@@ -72,24 +81,35 @@ class _Everyone:
 
 class _Together:
     def __init__(
-        self, config: RunConfig, directory: RunDirectory, lanes: Mapping[str, Lane], reward: Reward | None
+        self,
+        config: RunConfig,
+        directory: RunDirectory,
+        lanes: Mapping[str, Lane],
+        reward: Reward | None,
+        watchdog: Watchdog,
     ) -> None:
         self._config, self._directory, self._lanes, self._reward = config, directory, lanes, reward
+        self._watchdog = watchdog
 
     async def run(self) -> None:
         clock = run_clock(max(lane.storage.seconds for lane in self._lanes.values()))
         on_interrupt(self._interrupt)
         everyone = _Everyone(self._lanes)
-        model_dir, encoder = await open_model(self._config)
+        waits = open_waits(self._config, everyone, clock)
+        for lane in self._lanes.values():
+            self._watchdog.add(lane.directory.path, waits)
+            lane.storage.recorder.add(self._watchdog)
+        self._watchdog.attach()
         async with AsyncExitStack() as undo:
             prepared = {}
-            for name, lane in self._lanes.items():
-                prepared[name] = await prepare(lane.config, model_dir, encoder, self._reward, lane.directory.logs)
-                undo.push_async_callback(prepared[name].scorer.close)
+            async with waits.named("start", "the files of models, tasks and rewards", endless=True):
+                model_dir, encoder = await open_model(self._config)
+                for name, lane in self._lanes.items():
+                    prepared[name] = await prepare(lane.config, model_dir, encoder, self._reward, lane.directory.logs)
+                    undo.push_async_callback(prepared[name].scorer.close)
             restore = {name: at for name, lane in self._lanes.items() if (at := lane.storage.checkpoint)}
-            waits = open_waits(self._config, everyone, clock)
             pools = await open_pools(self._config, model_dir, self._directory.logs, everyone, waits, clock, restore)
-            undo.push_async_callback(pools.close)
+            undo.push_async_callback(_close, pools, waits)
             await self._train(prepared, pools, clock)
 
     async def _train(self, prepared: Mapping[str, Prepared], pools: Pools, clock: Clock) -> None:
@@ -115,6 +135,7 @@ class _Together:
 
         async def building() -> Built:
             waits = open_waits(lane.config, recorder, clock)
+            self._watchdog.add(lane.directory.path, waits)
             async with waits.named("start", "the base weights to be live"):
                 await pools.serve_base(recorder, clock)  # once, whoever comes first
             return await join(

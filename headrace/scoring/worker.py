@@ -13,6 +13,7 @@ import queue
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
@@ -56,9 +57,13 @@ def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
 
 
 def _read(calls: BinaryIO, inbox: queue.SimpleQueue[Call]) -> None:
-    """In a thread of its own, so that the process ends with its parent whatever the user's function is doing."""
-    while (received := read_call(calls)) is not None:
-        inbox.put(received)
+    """In a thread of its own, so that the process ends with its parent whatever the user's function is doing. Whatever ends
+    this thread ends the process: one that hears nothing would wait for ever."""
+    try:
+        while (received := read_call(calls)) is not None:
+            inbox.put(received)
+    except Exception:
+        traceback.print_exc()
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if os.getpgrp() == os.getpid():  # started as the head of its own group, with whatever the function started
             os.killpg(0, signal.SIGKILL)
