@@ -238,3 +238,100 @@ def test_a_block_that_holds_what_it_should_not_is_noticed() -> None:
     driver.run()
     with pytest.raises(AssertionError, match="of a"):
         driver.check("a")
+
+
+class Interruptions:
+    """Pause, abort, load, issue again, resume, in whatever order: requests that are interrupted go on from their prefix."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        self.driver = Driver(
+            blocks=rng.choice([5, 12, 40]),
+            max_running=rng.randint(1, 4),
+            prefill_chunk=rng.choice([5, 16, 64]),
+            swap=rng.choice(["keep", "recompute"]),
+        )
+        self.issues: list[list[str]] = []
+        """Of every request, one after the other."""
+        self.part = 0
+
+    def run(self) -> None:
+        operations = (
+            [self.step] * 6 + [self.add] * 2 + [self.pause, self.resume, self.drain, self.abort, self.load, self.load]
+        )
+        operations += [self.go_on] * 3
+        for _ in range(50):
+            self.rng.choice(operations)()
+            self.driver.engine.integrity()
+        self.driver.engine.resume()
+        while any(self.driver.told[names[-1]].stop != "length" for names in self.issues):
+            self.driver.run()
+            self.go_on()
+        self.check()
+
+    def add(self) -> None:
+        name = f"r{len(self.issues)}"
+        self.driver.add(request(name, self.rng.choice(PROMPTS), self.rng.choice([1, 9, 40]), seed=len(self.issues)))
+        self.issues.append([name])
+
+    def step(self) -> None:
+        for _ in range(self.rng.randint(1, 8)):
+            if self.driver.engine.has_work():
+                self.driver.step()
+
+    def pause(self) -> None:
+        self.driver.engine.pause()
+
+    def resume(self) -> None:
+        self.driver.engine.resume()
+
+    def drain(self) -> None:
+        self.driver.engine.drain()
+
+    def abort(self) -> None:
+        """Those that are here end, paused or not, with the next thing that is told; those that come at once behind it do not."""
+        here = [names[-1] for names in self.issues if not self.driver.told[names[-1]].stop]
+        self.driver.engine.abort()
+        if late := self.rng.random() < 0.5:
+            self.add()
+        if here:
+            assert self.driver.engine.has_work()
+            self.driver.step()
+        assert all(self.driver.told[name].stop == "interrupted" for name in here)
+        assert not late or self.driver.told[self.issues[-1][0]].stop != "interrupted"
+
+    def load(self) -> None:
+        """At once, or in three parts."""
+        if self.part == 0 and self.rng.random() < 0.5:
+            self.driver.swap()
+            return
+        self.part = (self.part + 1) % 3
+        if self.part:
+            self.driver.stream(self.part)
+        else:
+            self.driver.swap()
+
+    def go_on(self) -> None:
+        for names in self.issues:
+            told, before = self.driver.told[names[-1]], self.driver.requests[names[-1]]
+            if told.stop == "interrupted":
+                name = f"{names[0]}/{len(names)}"
+                prefix = (*before.prefix, *told.tokens)
+                self.driver.add(Request(name, before.prompt, before.sampling, prefix=prefix))
+                names.append(name)
+
+    def check(self) -> None:
+        for names in self.issues:
+            whole: list[int] = []
+            for name in names:
+                wanted = self.driver.requests[name]
+                assert wanted.prefix == tuple(whole)
+                self.driver.check(name)  # each token is what the model says, drawn with the number of its place
+                whole += self.driver.told[name].tokens
+            assert len(whole) == wanted.sampling.max_tokens, "nothing is lost, nothing sampled twice"
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_interrupted_in_any_order_no_token_is_lost_or_sampled_twice(seed: int) -> None:
+    Interruptions(seed).run()

@@ -39,6 +39,10 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Frame).decode
 
 
+def pack_payload(payload: Any) -> msgspec.Raw:
+    return msgspec.Raw(_encode(payload))
+
+
 def pack(frame: Frame) -> bytes:
     body = _encode(frame)
     return _LENGTH.pack(len(body)) + body
@@ -111,13 +115,13 @@ class Channel:
         reply: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
         self._replies[frame_id] = reply
         try:
-            self._write(Frame(frame_id, method, msgspec.Raw(_encode(payload)), number=next(self._numbers)))
+            self._write(Frame(frame_id, method, pack_payload(payload), number=next(self._numbers)))
             return unpack(await reply, returns)
         finally:
             self._replies.pop(frame_id, None)
 
     def push(self, method: str, payload: Any) -> None:
-        self._write(Frame(0, method, msgspec.Raw(_encode(payload)), number=next(self._numbers)))
+        self._write(Frame(0, method, pack_payload(payload), number=next(self._numbers)))
 
     def _write(self, frame: Frame) -> None:
         if self._writer is None or self._writer.is_closing():
@@ -192,6 +196,6 @@ class WorkerEnd:
         self._send(0, method, payload)
 
     def _send(self, frame_id: int, method: str, payload: Any, error: str = "") -> None:
-        told = msgspec.Raw(_encode(payload))
+        told = pack_payload(payload)
         with self._lock:
             self._sock.sendall(pack(Frame(frame_id, method, told, error, next(self._numbers))))
