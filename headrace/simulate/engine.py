@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from headrace.errors import IdentityError, WorkerDied
 from headrace.reports import Capabilities, EngineStats, LoadReport
 from headrace.simulate.cores import Shared
-from headrace.simulate.flight import Flight, LengthOf
+from headrace.simulate.flight import ROUNDING, Flight, LengthOf
 from headrace.simulate.passes import Passes
 from headrace.simulate.rates import EngineRates
 from headrace.simulate.telling import Listener, Prompts, Telling, transcript
@@ -27,8 +27,6 @@ from headrace.steps import Transcript
 from headrace.types import Completion, Request, Stop, VersionSpan
 from headrace.weights import WeightUpdate
 
-_LATE = 1e-6
-"""Passes by which rounding may be late."""
 _MEMORY = 32
 """Completions over which their mean length is taken."""
 
@@ -212,7 +210,7 @@ class SimulatedEngine:
     def _settle(self) -> None:
         self._settling = True
         self._passes.advance()
-        while (flight := self._first()) and flight.end <= self._passes.done + _LATE:
+        while (flight := self._first()) and flight.end <= self._passes.done + ROUNDING:
             self._mean += (flight.length - self._mean) / _MEMORY
             self._end(flight, "length" if flight.at_limit else "stop")
         self._admit()
@@ -250,7 +248,7 @@ class SimulatedEngine:
         if not self._running:
             self._shared.engine_works(True)
             self._idle.clear()
-        flight.begun, flight.room, flight.start = True, room, math.ceil(passes.done - _LATE)
+        flight.begun, flight.room, flight.start = True, room, math.ceil(passes.done - ROUNDING)
         flight.swaps = len(self._swaps) - 1
         self._running[flight.request.id] = flight
         self._reserved += room
@@ -280,5 +278,6 @@ class SimulatedEngine:
         passes.cached -= flight.prompt + flight.prefix + max(0.0, passes.done - flight.start)
         if not self._running:
             passes.cached = passes.debt = self._reserved = 0.0
+            passes.done = math.ceil(passes.done - ROUNDING)  # whoever comes next waits for no pass of others
             self._shared.engine_works(False)
             self._idle.set()

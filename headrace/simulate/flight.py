@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 
 from headrace.simulate.codes import completion_tokens
 from headrace.types import Completion, Request, Stop, VersionSpan
+
+ROUNDING = 1e-6
+"""Passes (of tokens) by which a sum of floats may be off."""
 
 LengthOf = Callable[[Request], tuple[int, bool]]
 """Real tokens of a request's whole completion, and whether max_tokens ends it."""
@@ -58,8 +62,8 @@ class Flight:
         kept = len(whole)
         if not self.begun:
             kept = len(self.request.prefix)
-        elif stop == "interrupted":  # to the nearest, so that interrupting neither gains nor loses on average
-            kept = min(kept, max(len(self.request.prefix), round((self.prefix + passes - self.start) / grain)))
+        elif stop == "interrupted":  # to the nearest: no gain and no loss on average; the last token would end it
+            kept = min(kept - 1, max(len(self.request.prefix), round((self.prefix + passes - self.start) / grain)))
         tokens = whole[len(self.request.prefix) : kept]
         spans = self._spans(len(tokens), swaps, grain, recompute) if tokens else ()
         return Completion(tokens, (-1.0,) * len(tokens), spans, stop)
@@ -69,11 +73,12 @@ class Flight:
         _, oldest, mixed = swaps[self.swaps]
         spans = [VersionSpan(0, oldest, oldest, mixed)]
         for at, version, mixed in swaps[self.swaps + 1 :]:
-            start = max(0, int(-(-(at - self.start) // grain)))
+            start = max(0, math.ceil((at - self.start) / grain - ROUNDING))
             if start >= count:
                 break
-            span = VersionSpan(start, version, version if recompute else oldest, mixed)
             if start == spans[-1].start:
                 spans.pop()
-            spans.append(span)
+            kv_version = version if recompute else oldest
+            if not spans or (spans[-1].version, spans[-1].mixed) != (version, mixed):
+                spans.append(VersionSpan(start, version, kv_version, mixed))
         return tuple(spans)
