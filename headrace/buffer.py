@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from headrace.observe.facts import Accounting
-from headrace.staleness import StalenessConfig, first_version
+from headrace.staleness import StalenessConfig
 from headrace.types import Group, Prompt, Struct
 
 
@@ -36,8 +36,7 @@ class Buffer:
         self._in_flight: dict[int, Prompt] = {}
         """By ticket."""
         self._ready: dict[int, Group] = {}
-        self._oldest: dict[int, int] = {}
-        """Version of the oldest token of each group that is ready or taken."""
+        """In the order in which they were finished."""
         self._taken: dict[int, Group] = {}
         self._trained_not_live: set[int] = set()
         self._drawn = self._trained = 0
@@ -63,7 +62,7 @@ class Buffer:
 
     def put(self, group: Group) -> None:
         del self._in_flight[group.ticket]
-        self._add(group)
+        self._ready[group.ticket] = group
         self._count_failures(failure.reason for failure in group.failures)
         self._notify()
 
@@ -72,7 +71,6 @@ class Buffer:
         assert outcome in ("dropped", "failed"), outcome
         place = next(held for held in (self._in_flight, self._ready, self._taken) if ticket in held)
         del place[ticket]
-        self._oldest.pop(ticket, None)
         (self._dropped if outcome == "dropped" else self._failed)[reason] += 1
         if outcome == "dropped":
             self._count_failures(failures)
@@ -90,7 +88,7 @@ class Buffer:
             await self._until(lambda: self._closed or self._eligible() is not None)
             ticket = self._eligible()
             if self._closed or ticket is None:
-                self._ready |= {group.ticket: self._taken.pop(group.ticket) for group in batch}
+                self._ready = {group.ticket: self._taken.pop(group.ticket) for group in batch} | self._ready
                 return None
             if group := judge(self._ready[ticket]):
                 self._taken[ticket] = self._ready.pop(ticket)
@@ -109,7 +107,6 @@ class Buffer:
         for group in groups:
             del self._taken[group.ticket]
             self._trained_not_live.add(group.ticket)
-            del self._oldest[group.ticket]
             self._trained += 1
 
     def release(self, groups: Iterable[Group]) -> None:
@@ -156,16 +153,14 @@ class Buffer:
         )
 
     def state(self) -> BufferState:
-        ready = {**self._ready, **self._taken}
-        groups = tuple(ready[ticket] for ticket in sorted(ready))
+        groups = (*self._taken.values(), *self._ready.values())
         return BufferState(self._next_ticket, groups, self.in_flight, self.accounting(in_checkpoint=True))
 
     def restore(self, state: BufferState) -> None:
         assert self._next_ticket == 0, "restore before the first draw"
         counted = state.accounting
         self._next_ticket = state.next_ticket
-        for group in state.ready:
-            self._add(group)
+        self._ready = {group.ticket: group for group in state.ready}
         self._in_flight = dict(state.in_flight)
         self._drawn, self._trained = counted.drawn, counted.trained
         self._dropped, self._failed = Counter(counted.dropped), Counter(counted.failed)
@@ -173,16 +168,14 @@ class Buffer:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _add(self, group: Group) -> None:
-        self._ready[group.ticket] = group
-        self._oldest[group.ticket] = first_version(group)
-
     def _may_draw(self) -> bool:
         config = self._config
         if self._wanted - self._trained - self._inside <= 0:
             return False
         if config.paced:
             return self.outstanding < config.slots
+        if len(self._trained_not_live) > config.max_lag * config.groups_per_step:
+            return False  # what would be sampled now is overdue already
         room = not config.stored or len(self._ready) + len(self._in_flight) < config.stored + config.generating
         return room and len(self._in_flight) < config.generating
 
@@ -192,9 +185,7 @@ class Buffer:
         if self._config.paced and tickets:
             anchor = min(min(tickets), min(self._in_flight, default=self._next_ticket))
             tickets = [ticket for ticket in tickets if ticket < anchor + self._config.window]
-        if self._config.order == "stalest":
-            return min(tickets, key=lambda ticket: (self._oldest[ticket], ticket), default=None)
-        return min(tickets, default=None)
+        return min(tickets, default=None) if self._config.order == "stalest" else next(iter(tickets), None)
 
     def _count_failures(self, reasons: Iterable[str]) -> None:
         self._rollout_failures.update(reasons)

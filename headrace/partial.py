@@ -246,5 +246,6 @@ def _joined_mask(first: SamplingMask | None, second: SamplingMask | None) -> Sam
     if first is None or second is None:
         return first or second
     offsets, more = array("q", first.offsets), array("q", second.offsets)
-    offsets.extend(offsets[-1] + offset for offset in more[1:])
+    behind = offsets[-1]
+    offsets.extend(behind + offset for offset in more[1:])
     return SamplingMask(first.token_ids + second.token_ids, offsets.tobytes())

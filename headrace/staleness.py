@@ -42,7 +42,8 @@ class StalenessConfig:
     **By version control** (`trim`, `drop`, `cancel`): generation is not paced by the trainer. `in_flight` groups are
     generated at once, and `stored` finished ones may wait (0: an unbounded stream). Every token's age is looked at when
     its group is taken for step s: it is trained only where s - version <= max_lag, so the bound holds by construction
-    too; what it costs is what is thrown away, and that those which take long are thrown away more often.
+    too; what it costs is what is thrown away, and that those which take long are thrown away more often. Nothing is
+    admitted while the weights that are live are too old themselves.
 
     *Progress.* Ages grow with optimizer steps alone. While the trainer waits for the batch of step s, version s goes live
     (its delivery waits for nobody), and no group admitted after that is overdue at s.
@@ -54,8 +55,9 @@ class StalenessConfig:
     """0 is synchronous training, 1 a double buffer, K a buffer of K steps."""
     window: int = Field(default=1, gt=0)
     """W: 1 trains groups strictly in the order of admission; more lets fast groups pass slow ones, at W - 1 slots less."""
-    order: Literal["admission", "stalest"] = "admission"
-    """Which of the finished groups that may be taken goes first: the one admitted first, or the one with the oldest token."""
+    order: Literal["stalest", "finished"] = "stalest"
+    """Which of the finished groups that may be taken goes first: the one admitted first, whose tokens are the oldest, or the one
+    that was finished first."""
     overdue: Literal["wait", "trim", "drop", "cancel"] = "wait"
     """wait: pace generation, so that nothing is ever overdue. trim: tokens that are too old stay as context and leave the loss
     and its denominator. drop: a group with such a token is not trained. cancel: as drop, and such groups are ended while they
