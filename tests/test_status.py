@@ -147,12 +147,12 @@ def test_a_pipe_gets_plain_lines_and_a_terminal_a_panel_that_say_the_same() -> N
     for text in shown.values():
         for words in (
             "runs/tiny",
-            "pid 7, engine 8, trainer 9",
+            "controller 7, engine 8, trainer 9",
             "0 of 10",
             "drawn 1 = trained 0 + dropped 0 + failed 0 + pipeline 1",
             "step 3",
-            "31.0 s  rollouts waits for the engine   × 2",
-            "1.0 s  trainer waits for 4 groups",
+            "31.0 s  rollouts, for the engine   × 2",
+            "1.0 s  trainer, for 4 groups",
             "the engine process was killed by SIGKILL",
             "rollouts has waited 120 s",
             "logs/x",
@@ -215,7 +215,7 @@ def test_a_run_is_asked_while_it_lives_after_kill_9_and_after_its_end(
     try:
         when_step(directory, 3, lambda: None).join()
         code, out = asked(capsys, str(directory))
-        assert code == 0 and f"● training   pid {process.pid}" in out and "waits for" in out
+        assert code == 0 and "● training" in out and f"controller {process.pid}, engine" in out and ", for the" in out
         code, out = asked(capsys, str(directory), "--stacks")
         assert code == 0 and f"--- controller, pid {process.pid}" in out and "task " in out
         assert re.search(r"--- engine, pid \d+: \w", out) and re.search(r"--- trainer, pid \d+: \w", out)

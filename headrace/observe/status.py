@@ -54,6 +54,7 @@ def read_live(run_dir: Path) -> Live | None:
 
 
 Life = Literal["alive", "silent", "starting", "finished", "interrupted", "stopped", "died"]
+LIVING = ("alive", "silent", "starting")
 
 
 class Status(Struct, frozen=True):

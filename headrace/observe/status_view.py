@@ -14,7 +14,7 @@ from rich.text import Text
 
 from headrace.observe import measures, view
 from headrace.observe.state import RunState
-from headrace.observe.status import SILENT, Status
+from headrace.observe.status import LIVING, SILENT, Live, Status
 from headrace.observe.text import clip, duration, plural, short_time
 from headrace.observe.verdicts import equation, reasons
 from headrace.observe.verdicts import lag as lag_verdict
@@ -58,8 +58,10 @@ def panel(name: str, status: Status, state: RunState) -> RenderableType:
 def lines_of(name: str, status: Status, state: RunState) -> Lines:
     """Label and text; a line without a label goes on with the one above it."""
     lines = [("run", _title(name, state)), ("state", _state(status))]
+    if status.live:
+        lines.append(("processes", _processes(status, status.live)))
     if state.started:
-        lines += [("step", _step(state)), ("reward", view.reward(state)), ("lag", _lag(state))]
+        lines += [("step", _step(status, state)), ("reward", view.reward(state)), ("lag", _lag(state))]
         lines += [("engine", view.engine(state)), ("trainer", view.trainer(state)), ("tickets", _tickets(state))]
         lines += [("", Text(one, FAINT)) for one in reasons(state.accounting)]
         lines.append(("checkpoint", _checkpoint(state)))
@@ -78,13 +80,15 @@ def _title(name: str, state: RunState) -> Text:
 
 def _state(status: Status) -> Text:
     mark, style = MARKS[status.life]
-    text = Text(f"{mark} ", style).append(clip(status.words, 600), style if status.life != "alive" else "bold")
-    if live := status.live:
-        text.append(f"   pid {live.pid}", FAINT)
-        for who, pid in live.workers.items():
-            text.append(f", {who} {pid}", FAINT)
-        if not status.ok or status.life == "silent":
-            text.append(f"   last word {_ago(time.time() - live.written)}", FAINT)
+    return Text(f"{mark} ", style).append(clip(status.words, 600), style if status.life != "alive" else "bold")
+
+
+def _processes(status: Status, live: Live) -> Text:
+    text = Text(f"controller {live.pid}")
+    for who, pid in live.workers.items():
+        text.append(f", {who} {pid}")
+    if status.life != "alive":
+        text.append(f"   last word {_ago(time.time() - live.written)}", FAINT)
     return text
 
 
@@ -92,13 +96,13 @@ def _ago(seconds: float) -> str:
     return f"{duration(seconds)} ago" if seconds < 86400 else f"{plural(int(seconds // 86400), 'day')} ago"
 
 
-def _step(state: RunState) -> Text:
+def _step(status: Status, state: RunState) -> Text:
     assert state.started is not None
     text = Text(f"{state.step} of {state.started.steps}", "bold")
     if pace := measures.step_seconds(state):
         text.append(f"   {short_time(pace)} each", "not bold")
     text.append(f"   {duration(state.now)} so far", "not bold")
-    if left := measures.seconds_left(state):
+    if (left := measures.seconds_left(state)) and status.life in LIVING:
         text.append(f", {duration(left)} left", "not bold")
     if len(state.sessions) > 1:
         text.append(f"   {plural(len(state.sessions) - 1, 'resume')}", FAINT)
@@ -121,8 +125,7 @@ def _checkpoint(state: RunState) -> Text:
     good = [one for one in state.checkpoints if not one.error]
     if not good:
         return Text("none yet", FAINT)
-    text = Text(f"step {good[-1].step}")
-    return text.append(f"   {duration(state.now - good[-1].t)} before the newest fact", FAINT)
+    return Text(f"step {good[-1].step}").append(f"   at {duration(good[-1].t)}", FAINT)
 
 
 def _waits(status: Status) -> list[tuple[str, Text]]:
@@ -134,13 +137,13 @@ def _waits(status: Status) -> list[tuple[str, Text]]:
     for owner, what in list(times)[:SHOWN]:
         longest = max(one.seconds for one in waits if (one.owner, one.what) == (owner, what))
         text = Text(f"{longest:6.1f} s  ", WARN if longest > SILENT else "")
-        text.append(f"{owner} waits for {what}", "default")
+        text.append(f"{owner}, for {what}", "default")
         if (count := times[owner, what]) > 1:
             text.append(f"   × {count}", FAINT)
         lines.append(text)
     if len(times) > SHOWN:
         lines.append(Text(f"and {len(times) - SHOWN} others", FAINT))
-    label = "waits" if status.life in ("alive", "silent", "starting") else "waited"
+    label = "waits" if status.life in LIVING else "waited"
     return [(label if n == 0 else "", line) for n, line in enumerate(lines)]
 
 

@@ -35,7 +35,7 @@ def report(run: Path, watch: bool = False, as_json: bool = False) -> int:
     else:
         looked = _look(followers)
         _print(console, followers, looked)
-        while watch and any(one.life in ("alive", "silent", "starting") for one in looked):
+        while watch and any(one.life in status.LIVING for one in looked):
             time.sleep(EVERY)
             looked = _look(followers)
             _print(console, followers, looked)
@@ -66,7 +66,7 @@ def _watch(console: Console, followers: Sequence[status.Follower]) -> list[statu
     looked = _look(followers)
     try:
         with Redrawn(panels(), console=console, auto_refresh=False) as redrawn:
-            while any(one.life in ("alive", "silent", "starting") for one in looked):
+            while any(one.life in status.LIVING for one in looked):
                 time.sleep(EVERY)
                 looked = _look(followers)
                 redrawn.update(panels(), refresh=True)
