@@ -34,14 +34,20 @@ class AppendFile:
         except OSError as error:
             with suppress(OSError):  # half a line must not glue itself to the next one
                 self._file.truncate(self._size)
-            raise HeadraceError(
-                f"could not write {self.path}: {error.strerror}. Make room on that disk and go on with --resume"
-            ) from error
+            raise self._problem(error) from error
         self._size += len(data)
 
     def flush(self) -> None:
-        """What was appended is on the disk: a loss of power does not lose it."""
-        os.fsync(self._file.fileno())
+        """What was appended is on the disk: a loss of power does not lose it. Raises `HeadraceError` where it is not."""
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise self._problem(error) from error
+
+    def _problem(self, error: OSError) -> HeadraceError:
+        return HeadraceError(
+            f"could not write {self.path}: {error.strerror}. Make room on that disk and go on with --resume"
+        )
 
     def close(self) -> None:
         self._file.close()
@@ -49,7 +55,7 @@ class AppendFile:
 
 def read_lines(path: Path) -> Iterator[bytes]:
     """Complete lines without their newline; a last line without one was torn by a kill and is left out."""
-    if not path.exists():
+    if not path.is_file():
         return
     with path.open("rb") as file:
         for line in file:

@@ -150,6 +150,7 @@ class _Ticket(msgspec.Struct):
 
 
 _peek = msgspec.json.Decoder(_Peek)
+_gone = msgspec.json.Decoder(Gone)
 
 
 def read_steps(run_dir: Path, picked: set[int] | None = None) -> Iterator[JournalStep]:
@@ -161,9 +162,13 @@ def read_steps(run_dir: Path, picked: set[int] | None = None) -> Iterator[Journa
         body = _checked(path, number, line)
         if body.startswith(b'{"kind":"Ready"'):
             ready[_peek.decode(body).group.ticket] = body
+        elif body.startswith(b'{"kind":"Gone"'):
+            ready.pop(_gone.decode(body).ticket, None)
         elif body.startswith(b'{"kind":"Stepped"'):
             record = _record.decode(body)
             assert isinstance(record, Stepped)
+            if missing := [ticket for ticket in record.tickets if ticket not in ready]:
+                raise JournalDamaged(path, number, f"trains ticket {missing[0]}, whose group is not in the journal")
             groups = [ready.pop(ticket) for ticket in record.tickets]
             if record.report.skipped:
                 continue
@@ -192,7 +197,7 @@ def _checked(path: Path, number: int, line: bytes) -> bytes:
     """The record's own bytes."""
     try:
         told = _line.decode(line)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise JournalDamaged(path, number, f"cannot be read ({error})") from error
     body = bytes(told.record)
     if told.n != number:

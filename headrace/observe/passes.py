@@ -1,8 +1,9 @@
 """`passes/step-<s>.bin`: every forward pass of the engine since the checkpoint of step s, as the engine told it.
 
 What was sampled of groups that are not finished is in no checkpoint; from here it is put together again. A file is begun with
-every checkpoint, and goes when its checkpoint does. Frames: length, checksum, the encoded `StepOutput`; written at once and
-never flushed: a kill of this process loses none, a loss of power costs tokens that are then sampled again.
+every checkpoint, and goes when its checkpoint does. Frames: length, number, checksum, the encoded `StepOutput`; written at once
+and never flushed: a kill of this process loses none, a loss of power costs tokens that are then sampled again. Numbers count
+passes, whether they could be written or not: what lies behind a hole is not used, for a completion with a hole would be wrong.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from headrace.errors import HeadraceError
 from headrace.observe.files import AppendFile
 from headrace.steps import StepOutput
 
-_HEAD = struct.Struct("<IQ")
+_HEAD = struct.Struct("<IQQ")
 _output = msgspec.msgpack.Decoder(StepOutput)
 
 
@@ -28,24 +29,25 @@ class PassLog:
     def __init__(self, run_dir: Path, step: int, warn: Callable[[str], None]) -> None:
         self._directory, self._warn = run_dir / "passes", warn
         self._file: AppendFile | None = None
-        later = [_step_of(path) for path in self._directory.glob("step-*.bin")]
-        self.begin(max([step, *later]))  # a checkpoint that could not be written has begun one too
+        later = _files(run_dir, step)  # a checkpoint that could not be written has begun one too
+        self._number = max((number + 1 for path in later for number, _, _ in _frames(path)), default=0)
+        self.begin(max([step, *map(_step_of, later)]))
 
     def begin(self, step: int) -> None:
         """What follows came after the checkpoint of `step`."""
-        if self._file:
-            self._file.close()
+        self.close()
         try:
             self._directory.mkdir(exist_ok=True)
-            self._file = AppendFile(_path(self._directory, step), whole=whole_frames)
+            self._file = AppendFile(self._directory / f"step-{step:06d}.bin", whole=whole_frames)
         except OSError as error:
             self._give_up(f"{self._directory} cannot be written ({error})")
 
     def write(self, output: bytes) -> None:
+        number, self._number = self._number, self._number + 1
         if self._file is None:
             return
         try:
-            self._file.append(_HEAD.pack(len(output), xxhash.xxh3_64_intdigest(output)) + output)
+            self._file.append(_HEAD.pack(len(output), number, _sum(number, output)) + output)
         except HeadraceError as error:
             self._give_up(str(error))
 
@@ -61,46 +63,57 @@ class PassLog:
             self._file = None
 
     def _give_up(self, problem: str) -> None:
-        self._file = None
+        self.close()
         self._warn(
             f"{problem}: until the next checkpoint, rollouts that are not finished when the run is killed begin anew"
         )
 
 
 def read_passes(run_dir: Path, step: int) -> Iterator[StepOutput]:
-    """Those since the checkpoint of `step`, in order. A file ends where a frame is torn or does not match its checksum."""
-    paths = [path for path in (run_dir / "passes").glob("step-*.bin") if _step_of(path) >= step]
-    for path in sorted(paths, key=_step_of):
-        data = path.read_bytes()
-        for start, end in _frames(data):
-            yield _output.decode(data[start:end])
+    """Those since the checkpoint of `step`, in order, up to the first that is missing, torn, or not what was written."""
+    files = _files(run_dir, step)
+    if not files or _step_of(files[0]) != step:
+        return  # its file could not be written: what others hold came after a hole
+    expected: int | None = None
+    for path in files:
+        for number, content, _ in _frames(path):
+            if expected not in (None, number):
+                return
+            yield _output.decode(content)
+            expected = number + 1
 
 
 def discard_passes(run_dir: Path, step: int) -> None:
     """Forgets what came after the checkpoint of `step`."""
-    for path in (run_dir / "passes").glob("step-*.bin"):
-        if _step_of(path) >= step:
-            path.unlink()
+    for path in _files(run_dir, step):
+        path.unlink()
 
 
 def whole_frames(path: Path) -> int:
     """Bytes of a file that are whole."""
-    return max((end for _, end in _frames(path.read_bytes())), default=0)
+    return max((end for _, _, end in _frames(path)), default=0)
 
 
-def _frames(data: bytes) -> Iterator[tuple[int, int]]:
-    at = 0
+def _frames(path: Path) -> Iterator[tuple[int, memoryview, int]]:
+    """Number, content, and where it ends in the file."""
+    data, at = memoryview(path.read_bytes() if path.is_file() else b""), 0
     while at + _HEAD.size <= len(data):
-        length, found = _HEAD.unpack_from(data, at)
-        start, end = at + _HEAD.size, at + _HEAD.size + length
-        if end > len(data) or xxhash.xxh3_64_intdigest(data[start:end]) != found:
+        length, number, found = _HEAD.unpack_from(data, at)
+        content = data[at + _HEAD.size : at + _HEAD.size + length]
+        if len(content) < length or _sum(number, content) != found:
             return
-        yield start, end
-        at = end
+        at += _HEAD.size + length
+        yield number, content, at
 
 
-def _path(directory: Path, step: int) -> Path:
-    return directory / f"step-{step:06d}.bin"
+def _sum(number: int, output: bytes | memoryview) -> int:
+    return xxhash.xxh3_64_intdigest(output, seed=number)
+
+
+def _files(run_dir: Path, step: int) -> list[Path]:
+    """From the checkpoint of `step` on."""
+    found = [path for path in (run_dir / "passes").glob("step-*.bin") if _step_of(path) >= step]
+    return sorted(found, key=_step_of)
 
 
 def _step_of(path: Path) -> int:

@@ -142,5 +142,5 @@ def decode_metrics(line: bytes, path: Path, number: int) -> MetricsFact:
     """Raises `HeadraceError` naming file and line when it was not written by this version of headrace, or was damaged."""
     try:
         return _metrics_decoder.decode(line)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise HeadraceError(f"{path}, line {number} cannot be read: {error}") from error

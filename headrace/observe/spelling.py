@@ -14,12 +14,31 @@ import msgspec
 from headrace.types import Struct
 
 
+_OPTIONAL = tuple(
+    b'"%s":' % name
+    for name in (
+        b"adapter", b"books", b"mask", b"prompt_logprobs", b"prompt_top", b"routing", b"sampling_mask", b"teacher", b"top",
+    )
+)  # fmt: skip
+"""Fields of our nouns that may be None. One that is missing here costs time, nothing else."""
+_LONGEST = max(map(len, _OPTIONAL))
+
+
 def encode(value: Struct) -> bytes:
     """One JSON line without its newline."""
     line = msgspec.json.encode(value)
-    if b"null" in line:  # the encoder writes non-finite floats as null; the slow path is rare, so tokens stay cheap
+    if _may_hide_a_number(line):
         line = msgspec.json.encode(_spelled(msgspec.to_builtins(value)))
     return line
+
+
+def _may_hide_a_number(line: bytes) -> bool:
+    """The encoder writes non-finite floats as null. They are rare, and looking for them in the value would cost more than all
+    the rest: a group of 16 x 512 tokens takes 8 times as long."""
+    at = line.find(b"null")
+    while at >= 0 and line[max(0, at - _LONGEST) : at].endswith(_OPTIONAL):
+        at = line.find(b"null", at + 4)
+    return at >= 0
 
 
 def _spelled(value: Any) -> Any:
