@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -17,6 +19,7 @@ from headrace.engine.native.runners.weights import parameters_from_dir
 from headrace.orchestration.clients import ProcessEngine
 from headrace.orchestration.messages import EngineStart
 from headrace.protocols import Engine
+from headrace.steps import StepOutput
 from headrace.types import Fork, Request, Sampling
 from headrace.weight_sync.memory import anonymous_memory
 from headrace.weight_sync.shared_memory import SharedMemorySender, lay_out
@@ -30,17 +33,29 @@ class Silent:
         pass
 
 
+class Published(ProcessEngine):
+    """With what makes updates for it."""
+
+    publish: Callable[[int], WeightUpdate]
+
+
 @asynccontextmanager
-async def opened(model_dir: Path, logs: Path, **config: Any) -> AsyncIterator[ProcessEngine]:
+async def opened(model_dir: Path, logs: Path, **config: Any) -> AsyncIterator[Published]:
+
     parameters = parameters_from_dir(model_dir, torch.float32)
     manifest, fd = lay_out(parameters.items(), torch.float32), anonymous_memory()
     sender = SharedMemorySender(fd, {"": manifest})
+
+    def publish(version: int) -> WeightUpdate:
+        return sender.send(version, ((name, tensor * (1 + 0.1 * version)) for name, tensor in parameters.items()))
+
     settings = {"dtype": "float32", "device": "cpu", "kv_gib": 0.01, "context_length": 128, "max_running": 4, **config}
-    engine = ProcessEngine((), fd, logs / "engine.log", 2, Silent(), lambda: 0.0)
+    engine = Published((), fd, logs / "engine.log", 2, Silent(), lambda: 0.0)
+    engine.publish = publish
     try:
         await engine.launch()
         await engine.open(EngineStart(str(model_dir), settings, {"": manifest}))
-        await engine.load(sender.send(0, parameters.items()))
+        await engine.load(publish(0))
         yield engine
     finally:
         await engine.close()
@@ -151,5 +166,60 @@ def test_a_death_interrupts_forks_and_nothing_else_and_a_pause_outlives_it(tiny_
             answer = await plain
             assert answer.tokens == alone.tokens and answer.stop == "length"
             assert answer.prompt_logprobs is not None and len(answer.prompt_logprobs) == len(PROMPT) - 1
+
+    asyncio.run(go())
+
+
+def test_updates_are_streamed_and_a_death_in_their_middle_leaves_nothing_half(tiny_llama: Path, tmp_path: Path) -> None:
+    async def go() -> None:
+        async with opened(tiny_llama, tmp_path, context_length=256) as engine:
+            outputs: list[StepOutput] = []
+            engine.listen(lambda told: outputs.append(msgspec.msgpack.decode(told, type=StepOutput)))
+            running = [asyncio.ensure_future(engine.generate(request(f"r{i}", 240))) for i in range(60)]  # most wait
+
+            async def begun() -> bool:
+                return sum(bool(told.tokens) for told in engine.unfinished().values()) == 4
+
+            async def new_ones() -> bool:
+                return outputs[-1].version == 1 and bool(outputs[-1].tokens)
+
+            await until(begun)
+            report = await engine.load(engine.publish(1), parts=6)
+            await until(new_ones)
+            await engine.abort()
+            answers = await asyncio.gather(*running)
+            assert {answer.stop for answer in answers[-4:]} == {"interrupted"} and not answers[-1].tokens
+            assert report.version == 1 and report.mixed_tokens > 0
+            mixed = [span for answer in answers for span in answer.spans if span.mixed]
+            assert mixed and {span.version for span in mixed} == {0}
+            assert {span.version for answer in answers for span in answer.spans} == {0, 1}
+            assert sum(len(told.tokens) for told in outputs) == sum(len(answer.tokens) for answer in answers)
+            assert sum(len(told.tokens) for told in outputs if told.mixed) == report.mixed_tokens
+
+            loading = asyncio.ensure_future(engine.load(engine.publish(2), parts=6))
+            await asyncio.sleep(0.002)
+            engine.worker.kill()
+            assert (await loading).version == 2
+            answer = await engine.generate(request("after", 5))
+            assert {(span.version, span.mixed) for span in answer.spans} == {(2, False)}
+
+    asyncio.run(go())
+
+
+def test_a_worker_shows_where_it_stands_when_it_is_asked(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stacks = tmp_path / "engine.stacks"
+    monkeypatch.setenv("HEADRACE_STACKS", str(stacks))
+
+    async def go() -> None:
+        async with opened(tiny_llama, tmp_path) as engine:
+            os.kill(engine.worker.pid, signal.SIGUSR1)
+
+            async def shown() -> bool:
+                return "most recent call first" in stacks.read_text() and "engine_loop.py" in stacks.read_text()
+
+            await until(shown)
+            assert (await engine.generate(request("r", 3))).stop == "length", "and goes on"
 
     asyncio.run(go())

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from headrace.errors import ConfigError, HeadraceError, WorkerDied
-from headrace.orchestration.wire import Channel, Frame, WorkerEnd, name_of, unpack
+from headrace.orchestration.wire import Channel, Frame, WorkerEnd, name_of, pack, pack_payload, unpack
 from headrace.steps import Finished, StepOutput
 
 
@@ -94,3 +94,26 @@ def test_a_controller_killed_with_replies_unread_is_noticed() -> None:
     end.push("output", StepOutput(0))
     ours.close()
     assert end.receive() is None
+
+
+def test_a_worker_ignores_what_comes_again_and_leaves_over_what_is_missing():
+    ours, theirs = socket.socketpair()
+    end = WorkerEnd(theirs)
+    for number in (0, 1, 1, 0, 2, 4):
+        ours.sendall(pack(Frame(0, "add", pack_payload(number), number=number)))
+    assert [unpack(frame.payload, int) for frame in (end.receive(), end.receive(), end.receive()) if frame] == [0, 1, 2]
+    with pytest.raises(HeadraceError, match=r"message 3 of the controller is lost: number 4 \(add\)"):
+        end.receive()
+
+
+def test_what_makes_no_sense_ends_the_connection_and_says_why():
+    def serve(end: WorkerEnd) -> None:
+        end.receive()
+        end._sock.sendall(b"\x02\x00\x00\x00\xc1\xc1")
+
+    async def use(channel: Channel) -> None:
+        with pytest.raises(WorkerDied, match="MessagePack"):
+            await channel.call("step", None, type(None))
+
+    _, _, lost = joined(serve, use)
+    assert len(lost) == 1 and "MessagePack" in lost[0]

@@ -113,8 +113,10 @@ class ProcessEngine:
         observer: Observer,
         clock: Callable[[], float],
         who: str = "engine",
+        make_worker: Callable[[str, Path, Callable[[Frame], None] | None], Worker] = Worker,
     ) -> None:
-        """`who`: in what is told of it; that of the run is `engine`."""
+        """`who`: in what is told of it; that of the run is `engine`. `make_worker`: what it is a client of."""
+        self._make_worker = make_worker
         self._who, self._cores, self._weights_fd = who, cores, weights_fd
         self._max_deaths, self._observer, self._clock, self._log = max_deaths, observer, clock, log
         self._pending: dict[str, _Pending] = {}
@@ -132,11 +134,11 @@ class ProcessEngine:
         """What dead processes had done, so that totals never go back."""
         self._latest = EngineStats()
         self.capabilities = Capabilities(context_length=0)
-        self.worker = Worker(who, log)
+        self.worker = make_worker(who, log, None)
 
     async def launch(self) -> None:
         """Starts the process, which imports what it needs beside whatever else goes on."""
-        self.worker = Worker(self._who, self._log, self._on_push)
+        self.worker = self._make_worker(self._who, self._log, self._on_push)
         await self.worker.start("engine", [self._weights_fd], self._cores)
 
     async def open(self, start: EngineStart) -> None:
