@@ -155,22 +155,29 @@ class Watchdog:
         self._nameless = 0.0 if every or not turned else self._nameless + passed
         late = [one for one in every if not one.endless and one.seconds > self._stop_after]
         self._overdue = self._overdue + passed if late else 0.0
-        place = stacks.thread_place(self._loop_thread)
-        blocked = f"the event loop has not turned for {self._silent:.0f} s: blocked in {place}"
-        self._judge(self._silent, blocked, lambda: stacks.thread_stack(self._loop_thread)[-16:])
-        silence = f"for {self._nameless:.0f} s nothing has been waited for by name, and the run is not over"
-        self._judge(self._nameless, silence, lambda: stacks.task_lines(self._loop) if self._loop else [])
+        self._judge(self._silent, self._blocked)
+        self._judge(self._nameless, self._unnamed)
         if self._overdue > LAST_GRACE:
             self._end(f"a wait that was stopped does not end: {late[0]}")
 
-    def _judge(self, seconds: float, said: str, shown: Callable[[], Sequence[str]]) -> None:
-        """Called once in a turn for each fault; of what lasts, a warning falls into one turn."""
+    def _blocked(self) -> list[str]:
+        place = stacks.thread_place(self._loop_thread)
+        said = f"the event loop has not turned for {self._silent:.0f} s: blocked in {place}"
+        return [said, *stacks.thread_stack(self._loop_thread)[-16:]]
+
+    def _unnamed(self) -> list[str]:
+        said = f"for {self._nameless:.0f} s nothing has been waited for by name, and the run is not over"
+        return [said, *(stacks.task_lines(self._loop) if self._loop else [])]
+
+    def _judge(self, seconds: float, seen: Callable[[], list[str]]) -> None:
+        """Called once in a turn for each fault, so that of what lasts the warning falls into one turn."""
         if seconds >= self._stop_after:
-            self._end(said)
+            self._end(seen()[0])
         elif seconds >= self._warn_after > seconds - self._passed:
+            said, *shown = seen()
             taken = self._camera.take(said)
             when = f"(the process ends at {self._stop_after:.0f} s; where all stand is in {taken.path})"
-            _print([f"headrace: {said}", *shown(), when])
+            _print([f"headrace: {said}", *shown, when])
 
     def _end(self, verdict: str) -> None:
         """The loop cannot be asked to end the run, so it ends here. A resume goes on from the last checkpoint."""
