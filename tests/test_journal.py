@@ -115,7 +115,7 @@ numbers = st.floats() | st.sampled_from([math.inf, -math.inf, math.nan, -0.0, 5e
 
 
 def same(a: float, b: float) -> bool:
-    return a == b and math.copysign(1, a) == math.copysign(1, b) or math.isnan(a) and math.isnan(b)
+    return (a == b and math.copysign(1, a) == math.copysign(1, b)) or (math.isnan(a) and math.isnan(b))
 
 
 @given(st.lists(numbers, min_size=2, max_size=6), numbers, st.text())

@@ -13,7 +13,6 @@ import msgspec
 
 from headrace.types import Struct
 
-
 _OPTIONAL = tuple(
     b'"%s":' % name
     for name in (
