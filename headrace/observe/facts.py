@@ -36,6 +36,8 @@ class RunStarted(Fact, frozen=True):
     """Optimizer steps already done, 0 for a fresh run."""
     books: Books | None = None
     """Of a run that goes on: the state of every ticket, in case the killed process could not tell its last facts."""
+    machine: dict[str, str] = {}
+    """What the bits of a step depend on beside its input (`observe/machine.py`)."""
 
 
 class TicketDrawn(Fact, frozen=True):

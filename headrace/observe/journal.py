@@ -151,6 +151,7 @@ class _Ticket(msgspec.Struct):
 
 _peek = msgspec.json.Decoder(_Peek)
 _gone = msgspec.json.Decoder(Gone)
+_live = msgspec.json.Decoder(Live)
 
 
 def read_steps(run_dir: Path, picked: set[int] | None = None) -> Iterator[JournalStep]:
@@ -175,6 +176,17 @@ def read_steps(run_dir: Path, picked: set[int] | None = None) -> Iterator[Journa
             if picked is None or place in picked:
                 yield _step(record, groups)
             place += 1
+
+
+def read_live(run_dir: Path) -> dict[int, str]:
+    """Fingerprints of the versions that were served; of one that went live twice the last."""
+    path, found = run_dir / JOURNAL, {}
+    for number, line in enumerate(read_lines(path)):
+        body = _checked(path, number, line)
+        if body.startswith(b'{"kind":"Live"'):
+            live = _live.decode(body)
+            found[live.version] = live.fingerprint
+    return found
 
 
 def count_steps(run_dir: Path) -> int:

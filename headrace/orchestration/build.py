@@ -25,6 +25,7 @@ from headrace.lora import LoraConfig
 from headrace.models import resolve_model
 from headrace.observe.facts import Books, RunStarted, WeightsLive
 from headrace.observe.journal import JournalStep
+from headrace.observe.machine import machine_mark
 from headrace.observe.waits import Waits
 from headrace.orchestration.evaluation import Evaluator
 from headrace.orchestration.identity import TOLERANCE, IdentityProbe
@@ -98,6 +99,7 @@ class Built:
             where(config, self.pools.engine.capabilities.path),
             step,
             books,
+            machine_mark(config.train.cores),
         )
 
     async def go_live(self) -> None:
@@ -191,7 +193,7 @@ def _assemble(
     task, encoder, observer = prepared.task, prepared.encoder, storage.recorder
     buffer = Buffer(config.staleness, config.train.steps * config.staleness.groups_per_step)
     interrupts = Interrupts(pools.engine, config.partial, waits, clock)
-    plan, past = _plan(config, adapter), storage.past
+    plan, past = plan_of(config, adapter), storage.past
     redo = recover(past, task, buffer) if past else []
     if past:
         asked = [plan.requests(ticket, prompt) for ticket, prompt in buffer.in_flight.items()]
@@ -236,7 +238,7 @@ def _assemble(
     return Built(pools, parts, pipeline, redo, Utilisation(pools.engine, waits, clock), clock, config, adapter)
 
 
-def _plan(config: RunConfig, adapter: str) -> Plan:
+def plan_of(config: RunConfig, adapter: str) -> Plan:
     return Plan(
         config.train.steps,
         config.staleness,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headrace.algo.groups import Algorithm
@@ -14,8 +15,8 @@ from headrace.orchestration.snapshots import Snapshots
 from headrace.partial import Interrupts
 from headrace.protocols import Engine, Observer, Scorer, Task, Trainer
 from headrace.rollout import Decode, RolloutConfig, name_of, seed_of
-from headrace.staleness import StalenessConfig
-from headrace.types import Prompt, Request
+from headrace.staleness import StalenessConfig, judge
+from headrace.types import Batch, Group, Prompt, Request
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,13 @@ class Plan:
     """Which adapter is trained; empty where all weights are."""
     cancels_at_swap: bool = False
     """End the groups that a swap finds under way (`partial.mode = "cancel_group"`)."""
+
+    def batch(self, step: int, groups: Sequence[Group], algorithm: Algorithm) -> Batch:
+        """What the trainer is given of groups that were taken for `step`: the same ones whenever it is asked."""
+        kept = [judge(group, step, self.staleness) for group in groups]
+        assembled = algorithm.assemble(tuple(group for group in kept if group))
+        assert len(assembled) == len(groups), "a group that is trained was judged before"
+        return Batch(step, assembled, self.rollout.temperature, self.adapter)
 
     def names(self, ticket: int) -> list[str]:
         """Of its requests."""

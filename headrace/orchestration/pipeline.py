@@ -149,10 +149,7 @@ class Pipeline:
         return judged
 
     def _batch(self, groups: Sequence[Group]) -> Batch:
-        plan, kept = self._plan, [judge(group, self.step, self._plan.staleness) for group in groups]
-        assembled = self._parts.algorithm.assemble(tuple(group for group in kept if group))
-        assert len(assembled) == len(groups), "a group that is trained was judged before"
-        return Batch(self.step, assembled, plan.rollout.temperature, plan.adapter)
+        return self._plan.batch(self.step, groups, self._parts.algorithm)
 
     async def _publish(self, loops: asyncio.TaskGroup, groups: tuple[Group, ...]) -> asyncio.Task[None]:
         update = await self._busy(self._parts.trainer.publish(self._plan.adapter), "publish")

@@ -81,18 +81,7 @@ async def open_pools(
     async with AsyncExitStack() as undo:
         weights_fd = anonymous_memory()
         undo.callback(os.close, weights_fd)
-        trained = trained_in(config)
-        start = TrainerStart(
-            str(model_dir),
-            dataclasses.asdict(config.train),
-            algo_settings(config),
-            config.seed,
-            config.engine.serving_dtype,
-            config.rollout.keep_routing,
-            {name: str(checkpoint) for name, checkpoint in restore.items()},
-            shadow_of(config),
-            {name: _assignment(run) for name, run in trained.items() if run.lora.rank},
-        )
+        start = trainer_start(config, model_dir, restore)
         engine = ProcessEngine(
             config.engine.cores, weights_fd, logs / "engine.log", config.engine.max_deaths, observer, clock
         )
@@ -103,11 +92,25 @@ async def open_pools(
         async with waits.named("start", "the trainer to load the model"):
             ready: TrainerReady = await trainer.open()
         async with waits.named("start", "the engine to make room for it"):
-            await engine.open(
-                EngineStart(str(model_dir), _engine_settings(config, sum(map(bool, trained))), ready.manifests)
-            )
+            adapters = sum(map(bool, trained_in(config)))
+            await engine.open(EngineStart(str(model_dir), _engine_settings(config, adapters), ready.manifests))
         undo.pop_all()
     return Pools(trainer, engine, weights_fd, ready.shadow)
+
+
+def trainer_start(config: RunConfig, model_dir: Path, restore: Mapping[str, Path]) -> TrainerStart:
+    """`restore`: as in `open_pools`."""
+    return TrainerStart(
+        str(model_dir),
+        dataclasses.asdict(config.train),
+        algo_settings(config),
+        config.seed,
+        config.engine.serving_dtype,
+        config.rollout.keep_routing,
+        {name: str(checkpoint) for name, checkpoint in restore.items()},
+        shadow_of(config),
+        {name: _assignment(run) for name, run in trained_in(config).items() if run.lora.rank},
+    )
 
 
 def trained_in(config: RunConfig) -> dict[str, RunConfig]:

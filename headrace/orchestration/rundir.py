@@ -65,11 +65,16 @@ class RunDirectory:
         return cls(path)
 
     def keep_config(self, config_toml: str, step: int) -> None:
-        """The settings that a resumed run goes on with; those until then stay beside them."""
-        current = self.path / "config.toml"
-        if current.read_text() != config_toml:
-            current.rename(self.path / f"config.until-step-{step}.toml")
-            current.write_text(config_toml)
+        """The settings that a resumed run goes on with; those until then stay beside them (`configs_until` reads them)."""
+        current, until = self.path / "config.toml", self.path / f"config.until-step-{step}.toml"
+        if current.read_text() == config_toml:
+            return
+        for later, path in configs_until(self.path):
+            if later > step:
+                path.unlink()  # its steps were set aside, or were done with the settings that are current until now
+        if not until.exists():  # one that is there did the steps; what came after it did none
+            current.rename(until)
+        current.write_text(config_toml)
 
     def close(self) -> None:
         self._lock.close()
@@ -79,6 +84,12 @@ class RunDirectory:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def configs_until(path: Path) -> list[tuple[int, Path]]:
+    """The earlier settings of a run: each those of the optimizer steps before that number (and from the one before on)."""
+    found = path.glob("config.until-step-*.toml")
+    return sorted((int(one.stem.removeprefix("config.until-step-")), one) for one in found)
 
 
 def held(path: Path) -> bool:

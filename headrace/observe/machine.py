@@ -1,0 +1,44 @@
+"""The mark of a machine: what the bits of a training step depend on beside its input.
+
+Two steps with equal marks are expected to be equal bit for bit; with other ones, within rounding (`orchestration/replaying.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+
+def machine_mark(cores: Sequence[int]) -> dict[str, str]:
+    """`cores`: of the trainer; empty for all. Imports nothing heavy."""
+    mark = {
+        "cpu": _cpu(),
+        "threads": str(len(cores) or os.cpu_count() or 1),  # sums are split over them
+        "torch": _version("torch"),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+    gpus = sorted(_model_of(path) for path in Path("/proc/driver/nvidia/gpus").glob("*/information"))
+    return mark | ({"gpu": ", ".join(gpus)} if gpus else {})
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _model_of(information: Path) -> str:
+    lines = information.read_text().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("Model:")), "unknown")
