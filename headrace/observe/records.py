@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from headrace.observe.facts import (
 )
 from headrace.observe.files import read_lines
 from headrace.reports import TrainReport
-from headrace.types import Completion, Group, Scored, Struct
+from headrace.types import Completion, Group, Scored, Struct, VersionSpan
 
 METRICS, REPORT = "metrics.jsonl", "report.html"
 
@@ -49,6 +50,14 @@ class StepRow(Fact, frozen=True, tag="StepTrained"):
     """Tokens of each trained completion."""
     truncated: int
     """Completions that ended at max_tokens."""
+    outside: dict[int, int] = {}
+    """Lag -> tokens of the trained groups that stayed as context, out of the loss: above the bound they were trimmed."""
+    swapped: int = 0
+    """Completions that more than one version sampled."""
+    mixed_tokens: int = 0
+    """Sampled while an update was streamed in."""
+    old_cache_tokens: int = 0
+    """Sampled from a cache of which older weights had computed a part."""
 
 
 class Sample(Struct, frozen=True):
@@ -100,7 +109,28 @@ def summarise(fact: StepTrained) -> StepRow:
         _component_means(scored),
         tuple(len(completion.tokens) for completion in completions),
         sum(completion.stop == "length" for completion in completions),
+        _outside(fact),
+        sum(len({span.version for span in completion.spans}) > 1 for completion in completions),
+        sum(_tokens_of(completion, lambda span: span.mixed) for completion in completions),
+        sum(_tokens_of(completion, lambda span: span.kv_version < span.version) for completion in completions),
     )
+
+
+def _outside(fact: StepTrained) -> dict[int, int]:
+    rows = [row for group in fact.groups for row in group.rows if not all(row.mask)]
+    lags = (
+        fact.report.step - version
+        for row in rows
+        for version, kept in zip(row.versions, row.mask, strict=True)
+        if not kept
+    )
+    return dict(Counter(lags))
+
+
+def _tokens_of(completion: Completion, chosen: Callable[[VersionSpan], bool]) -> int:
+    spans, count = completion.spans, len(completion.tokens)
+    ends = [*(span.start for span in spans), count][1:]
+    return sum(end - span.start for span, end in zip(spans, ends, strict=True) if chosen(span))
 
 
 def _component_means(scored: list[Scored]) -> dict[str, float]:
