@@ -40,6 +40,10 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._jumping.now
 
+    def jump(self, seconds: float) -> None:
+        """As when a machine was asleep, and its clock was not."""
+        self._jumping.now += seconds
+
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:  # type: ignore[override]
         """At once and on this thread: a thread would run in real time, and in an order of its own."""
         future = self.create_future()

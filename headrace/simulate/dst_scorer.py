@@ -1,0 +1,39 @@
+"""Rewards that depend on the prompt and the rollout's place alone; some fail, some groups have no contrast, some take long."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from headrace.rollout import seed_of
+from headrace.simulate.dst_processes import Chance
+from headrace.types import Episode, Failure, Prompt, Scored
+
+
+class SeededScorer:
+    """Protocol `Scorer`."""
+
+    def __init__(self, seed: int, chance: Chance) -> None:
+        self._seed, self._chance = seed, chance
+        self._scale = chance.random.choice([0.0, 0.1, 2.0])
+        self._calls = 0
+
+    async def score(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[Scored | Failure]:
+        number, self._calls = self._calls, self._calls + 1
+        if self._chance.due("scorer_hangs", number):
+            await asyncio.sleep(1e9)
+        await asyncio.sleep(self._chance.seconds(self._scale))
+        return [self._one(prompt, place, episode) for place, episode in enumerate(episodes)]
+
+    def _one(self, prompt: Prompt, place: int, episode: Episode) -> Scored | Failure:
+        reward = reward_of(self._seed, prompt.id, place)
+        return Failure("reward_raised", "injected") if reward is None else Scored(episode, reward, {"seeded": reward})
+
+    async def close(self) -> None:
+        pass
+
+
+def reward_of(seed: int, prompt: str, place: int) -> float | None:
+    draw = seed_of(seed, "reward", prompt, place) % 100
+    return None if draw < 5 else float(draw % 4)
+
