@@ -70,9 +70,10 @@ class Buffer:
         """A group that will not be trained: its slot is free at once. `failures`: reasons of rollouts that failed in it."""
         assert outcome in ("dropped", "failed"), outcome
         place = next(held for held in (self._in_flight, self._ready, self._taken) if ticket in held)
+        unfinished = ticket in self._in_flight  # else `put` has counted its failures
         del place[ticket]
         (self._dropped if outcome == "dropped" else self._failed)[reason] += 1
-        if outcome == "dropped":
+        if outcome == "dropped" and unfinished:
             self._count_failures(failures)
         self._notify()
 
