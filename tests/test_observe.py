@@ -253,7 +253,7 @@ def test_state_agrees_with_the_run_that_made_the_facts() -> None:
     assert counted == stream.accounting()
     rows = [row for f in facts if isinstance(f, StepTrained) for group in f.groups for row in group.rows]
     assert state.step == 30 and state.lags.total() == sum(len(row.tokens) for row in rows)
-    assert state.drawn.count == sum(len(fact.lengths) for fact in facts if isinstance(fact, GroupEnded))
+    assert state.lengths.drawn.count == sum(len(fact.lengths) for fact in facts if isinstance(fact, GroupEnded))
     assert verdicts.accounting(state).mood == "good"
 
 
@@ -279,7 +279,7 @@ def test_a_ready_group_may_still_be_dropped_with_its_step() -> None:
     ]
     state = folded(facts)  # type: ignore[arg-type]
     assert state.accounting.dropped == {"nonfinite_gradient": 1} and state.accounting.balance() == 0
-    assert state.drawn.count == 2
+    assert state.lengths.drawn.count == 2
 
 
 def test_engine_idle_counts_restarts_from_zero_and_skips_the_time_between_sessions() -> None:
@@ -342,7 +342,7 @@ def test_what_was_not_measured_is_not_claimed() -> None:
     assert "not measured" in text_of(summary(state))
     half = folded([Evaluated(1.0, "before", 0, 64, 0.2, 0.02, 9.0)])
     assert "after training: not measured" in verdicts.held_out(half).detail
-    assert [one.mood for one in verdicts.all_verdicts(RunState())] == ["unknown"] * 4
+    assert [one.mood for one in verdicts.all_verdicts(RunState())] == ["unknown"] * 5
 
 
 def test_a_lag_above_the_bound_is_loud() -> None:

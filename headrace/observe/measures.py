@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headrace.observe.fates import discarded
 from headrace.observe.records import StepRow
 from headrace.observe.state import RunState
 
@@ -106,6 +107,33 @@ def mean_swap(state: RunState) -> float | None:
     return sum(swap.load.swap_seconds for swap in state.swaps) / len(state.swaps) if state.swaps else None
 
 
-def length_means(state: RunState) -> tuple[float | None, float | None]:
-    """Completion lengths, drawn and trained, in tokens."""
-    return state.drawn.mean, state.trained.mean
+def version_spread(state: RunState) -> tuple[float, int] | None:
+    """Versions between the oldest and the newest token of a batch: mean over the steps, and the most."""
+    widths = [max(row.lags) - min(row.lags) for row in state.rows if row.lags]
+    return (sum(widths) / len(widths), max(widths)) if widths else None
+
+
+def swapped_share(state: RunState) -> float | None:
+    """Of the trained completions, those that more than one version sampled."""
+    count = sum(len(row.lengths) for row in state.rows)
+    return sum(row.swapped for row in state.rows) / count if count else None
+
+
+def trimmed(row: StepRow, bound: int) -> int:
+    """Tokens of its groups that are older than the bound: context, not trained."""
+    return sum(count for lag, count in row.outside.items() if lag > bound)
+
+
+def trimmed_tokens(state: RunState) -> int:
+    return sum(trimmed(row, state.started.max_lag) for row in state.rows) if state.started else 0
+
+
+def lost_tokens(state: RunState) -> int:
+    """Sampled for groups that were discarded for their age."""
+    return sum(fate.tokens for fate in discarded(state.fates))
+
+
+def mean_pause(state: RunState) -> float | None:
+    """Seconds, over all swaps, in which generation was held back or stood still."""
+    pauses = [max(swap.pause, swap.load.swap_seconds) for swap in state.swaps]
+    return sum(pauses) / len(pauses) if pauses else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
 
 from headrace.observe.facts import (
     Accounting,
@@ -20,27 +19,10 @@ from headrace.observe.facts import (
     WeightsLive,
     WorkerLost,
 )
+from headrace.observe.fates import Fates, Sieve, solve_rate
 from headrace.observe.pools import EngineUse, Window
 from headrace.observe.records import MetricsFact, Sample, StepRow
 from headrace.observe.tickets import Tickets
-
-
-class Lengths:
-    """A histogram of completion lengths, in tokens."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[int] = Counter()
-
-    def add(self, lengths: Iterable[int]) -> None:
-        self.counts.update(lengths)
-
-    @property
-    def count(self) -> int:
-        return self.counts.total()
-
-    @property
-    def mean(self) -> float | None:
-        return sum(length * n for length, n in self.counts.items()) / self.count if self.count else None
 
 
 class WaitTotal:
@@ -68,7 +50,9 @@ class RunState:
         """When training went on: from a session's first ticket to its last step."""
         self.rows: list[StepRow] = []
         self.lags: Counter[int] = Counter()
-        self.drawn, self.trained = Lengths(), Lengths()
+        self.lengths, self.solve_rates = Sieve(), Sieve()
+        """Tokens of completions; mean rewards of groups."""
+        self.fates = Fates()
         self.tickets = Tickets()
         self.engine = EngineUse()
         self.evals: list[Evaluated] = []
@@ -90,8 +74,7 @@ class RunState:
             case TicketDrawn():
                 self._draw(fact)
             case GroupEnded():
-                if self.tickets.end(fact):
-                    self.drawn.add(fact.lengths)
+                self._end(fact)
             case StepRow():
                 self._step(fact)
             case EngineSample():
@@ -131,11 +114,23 @@ class RunState:
             self.windows.append((fact.t, fact.t))
             self._training = True
 
+    def _end(self, fact: GroupEnded) -> None:
+        if self.tickets.end(fact):
+            self.lengths.draw(fact.lengths, fact.outcome == "ready")
+            self.solve_rates.draw(solve_rate(fact), fact.outcome == "ready")
+        self.fates.end(fact, self._group_size)
+
     def _step(self, row: StepRow) -> None:
         self.rows.append(row)
         self.lags.update(row.lags)
-        self.trained.add(row.lengths)
+        for group in self.fates.train(row.tickets, self._group_size):
+            self.lengths.trained.add(group.lengths)
+            self.solve_rates.trained.add(solve_rate(group))
         self.tickets.train(row.tickets)
+
+    @property
+    def _group_size(self) -> int:
+        return self.started.group_size if self.started else 1
 
     @property
     def step(self) -> int:

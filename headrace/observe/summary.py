@@ -11,10 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.observe import measures
+from headrace.observe.fates import DISCARDED
 from headrace.observe.lags import over_steps
 from headrace.observe.state import RunState
-from headrace.observe.text import bar, clip, duration, number, percent, plural, short_time, sparkline
-from headrace.observe.verdicts import Verdict, accounting, equation, held_out, identity, lag, reasons
+from headrace.observe.text import bar, clip, counted, duration, number, percent, plural, short_time, sparkline
+from headrace.observe.verdicts import Verdict, accounting, bias, equation, held_out, identity, lag, reasons
 from headrace.observe.view import BAD, FAINT, GOOD, LABEL, WARN, WIDTH
 
 MARKS = {"good": ("✓", GOOD), "bad": ("✗", BAD), "plain": ("•", ""), "unknown": ("?", FAINT)}
@@ -90,6 +91,27 @@ def _stale(table: Table, state: RunState) -> None:
         if one := apart.get(str(step)):
             text.append(f"   KL {number(one.kl)}", FAINT)
         _more(table, "", text)
+    for label, words in (("Versions", _versions(state)), ("Thrown away", _thrown(state))):
+        if words:
+            _more(table, label, words)
+    _row(table, bias(state))
+
+
+def _versions(state: RunState) -> str:
+    spread, share = measures.version_spread(state), measures.swapped_share(state)
+    if spread is None or share is None:
+        return ""
+    words = f"{number(spread[0] + 1, 2)} in a batch, at most {spread[1] + 1}; {percent(share)} of rollouts met a swap"
+    mixed = sum(row.mixed_tokens for row in state.rows)
+    return f"{words}; {plural(mixed, 'token')} of mixed weights" if mixed else words
+
+
+def _thrown(state: RunState) -> str:
+    """For age: what has no contrast is dropped whatever the policy."""
+    found = {reason: state.fates.of[reason].groups for reason in DISCARDED if reason in state.fates.of}
+    trimmed = measures.trimmed_tokens(state)
+    words = [f"groups {counted(found)}, {plural(measures.lost_tokens(state), 'token')}"] if found else []
+    return "; ".join(words + ([f"{plural(trimmed, 'token')} trimmed"] if trimmed else []))
 
 
 def _spent(table: Table, state: RunState) -> None:
@@ -105,14 +127,19 @@ def _spent(table: Table, state: RunState) -> None:
         publish = sum(swap.update.seconds for swap in state.swaps) / len(state.swaps)
         mean = f"{len(state.swaps)} swaps   generation stood still {short_time(gap)} for each; publish {short_time(publish)}"
         _more(table, "Weight sync", mean)
-    drawn, trained = measures.length_means(state)
+        if words := _interruptions(state):
+            _more(table, "", words)
+    drawn, trained = state.lengths.drawn.mean, state.lengths.trained.mean
     if drawn is not None:
         of_trained = f"{trained:.1f} trained" if trained is not None else "none trained"
-        _more(table, "Mean length", f"{drawn:.1f} tokens drawn, {of_trained}{_length_bias(drawn, trained)}")
+        _more(table, "Mean length", f"{drawn:.1f} tokens drawn, {of_trained}")
 
 
-def _length_bias(drawn: float, trained: float | None) -> str:
-    return f" ({100 * (trained / drawn - 1):+.0f} %)" if trained and drawn else ""
+def _interruptions(state: RunState) -> str:
+    rollouts, pause = sum(swap.interrupted for swap in state.swaps), measures.mean_pause(state)
+    if pause is None or not any(swap.pause for swap in state.swaps):
+        return ""
+    return f"generation held back {short_time(pause)} for each; {plural(rollouts, 'rollout')} interrupted"
 
 
 def _proven(table: Table, state: RunState) -> None:

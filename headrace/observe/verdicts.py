@@ -1,4 +1,4 @@
-"""The four questions of a run, each with one answer: did it learn, how stale, is all accounted for, was it on policy."""
+"""The questions of a run, each with one answer: did it learn, how stale, was it biased, is all accounted for, was it on policy."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import math
 from typing import Literal, NamedTuple
 
 from headrace.observe.facts import Accounting, Evaluated
+from headrace.observe.fates import Shift, discarded, length_shift, reward_shift
 from headrace.observe.measures import mean_lag
 from headrace.observe.state import RunState
-from headrace.observe.text import counted, number, plural, with_error
+from headrace.observe.text import counted, number, percent, plural, with_error
 
 Mood = Literal["good", "bad", "plain", "unknown"]
 
@@ -60,6 +61,43 @@ def lag(state: RunState) -> Verdict:
     if worst > bound:
         return Verdict("Lag", f"max {worst}", f"ABOVE the bound of {bound}; mean {number(mean, 2)}", "bad")
     return Verdict("Lag", f"max {worst}", f"bound {bound} holds; mean {number(mean, 2)} steps", "good")
+
+
+BIASED = 3.0
+"""Standard errors. Two numbers are looked at, in every run: two would be too few."""
+
+
+def bias(state: RunState) -> Verdict:
+    """Whether what was discarded for its age was longer, or harder, than what was trained."""
+    title, away = "Selection bias", discarded(state.fates)
+    trained, lost = state.fates.of["trained"].groups, sum(fate.groups for fate in away)
+    if not trained:
+        return Verdict(title, "not measured", "no group was trained", "unknown")
+    if not lost:
+        return Verdict(title, "none", "no group was discarded for its age", "good")
+    value = f"{percent(lost / (trained + lost))} discarded"
+    unfinished = sum(fate.unfinished for fate in away)
+    lengths, rewards = length_shift(state.fates), reward_shift(state.fates)
+    said = [_shifted("tokens", lengths, 1, unfinished > 0), _shifted("mean reward", rewards, 3)]
+    if unfinished:
+        said.append(f"{plural(unfinished, 'group')} ended before they were done, of unknown rewards")
+    detail = "; ".join(part for part in said if part)
+    # What was ended early would have become longer: that it is not long yet says nothing.
+    other = lengths and (lengths.errors <= -BIASED or (lengths.errors >= BIASED and not unfinished))
+    if other or (rewards and abs(rewards.errors) >= BIASED):
+        return Verdict(title, value, f"discarding has BIASED this run: {detail}", "bad")
+    if unfinished:
+        return Verdict(title, value, f"cannot be told: {detail}", "unknown")
+    return Verdict(title, value, f"none beyond {BIASED:g} standard errors: {detail}", "plain")
+
+
+def _shifted(what: str, shift: Shift | None, digits: int, least: bool = False) -> str:
+    """`least`: the true mean of what was drawn is larger."""
+    if shift is None:
+        return ""
+    bound = "at least " if least else ""
+    errors = f" ({shift.errors:+.1f} standard errors)" if math.isfinite(shift.errors) else ""
+    return f"{what} {shift.trained:.{digits}f} trained, {bound}{shift.drawn:.{digits}f} drawn{errors}"
 
 
 def accounting(state: RunState) -> Verdict:
@@ -116,4 +154,4 @@ def identity(state: RunState) -> Verdict:
 
 
 def all_verdicts(state: RunState) -> list[Verdict]:
-    return [held_out(state), lag(state), accounting(state), identity(state)]
+    return [held_out(state), lag(state), bias(state), accounting(state), identity(state)]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from headrace import virtual_time
 from headrace.errors import ConfigError
 from headrace.observe.facts import GroupEnded, StepTrained, Waited
-from headrace.observe.state import Lengths
+from headrace.observe.fates import Histogram
 from headrace.reports import EngineStats
 from headrace.simulate.pool import Replicas
 from headrace.simulate.scenario import Scenario
@@ -79,7 +79,7 @@ class Gauge:
         self.steps: list[_Step] = []
         self.waits: list[Waited] = []
         self.dropped: Counter[str] = Counter()
-        self.drawn, self.trained = Lengths(), Lengths()
+        self.drawn, self.trained = Histogram(), Histogram()
         self.pool: Replicas | None = None
         self._trainer = 0.0
 

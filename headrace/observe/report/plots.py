@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable
 
+from headrace.observe.measures import trimmed, trimmed_tokens
 from headrace.observe.records import StepRow
 from headrace.observe.report.data import Bin, ReportData
 from headrace.observe.report.lags import kl_by_lag
+from headrace.observe.report.sieves import lengths, solve_rates
 from headrace.observe.report.svg import Chart, extent, figure
-from headrace.observe.state import Lengths
 from headrace.observe.text import number, percent, percent_tick, tick
 
 MAX_LAGS = 6
@@ -19,11 +19,13 @@ MAX_LAGS = 6
 
 def all_plots(data: ReportData) -> str:
     if not data.bins:
-        return '<p class="empty">No optimizer step was trained: there is nothing to plot.</p>' + lengths(data)
+        return '<p class="empty">No optimizer step was trained: there is nothing to plot.</p>' + lengths(data.state)
     figures = [
         reward(data),
         lag(data),
-        lengths(data),
+        thrown(data),
+        lengths(data.state),
+        solve_rates(data.state),
         curve(data, "Entropy", "c1", lambda row: row.report.entropy, "nats, mean over trained tokens"),
         ratio(data),
         curve(
@@ -147,6 +149,16 @@ def _lag_tip(one: Bin) -> str:
     return "\n".join(f"lag {step}: {percent(count / total)}" for step, count in sorted(counts.items()))
 
 
+def thrown(data: ReportData) -> str:
+    """Tokens trimmed, a step; nothing where none was."""
+    if not data.state.started or not trimmed_tokens(data.state):
+        return ""
+    bound = data.state.started.max_lag
+    return curve(
+        data, "Trimmed tokens", "c2", lambda row: trimmed(row, bound), "older than the bound: context only", zero=True
+    )
+
+
 def ratio(data: ReportData) -> str:
     means = [(one.x, one.mean(lambda row: row.report.ratio_mean)) for one in data.bins]
     tops = [(one.x, one.most(lambda row: row.report.ratio_max)) for one in data.bins]
@@ -161,36 +173,3 @@ def ratio(data: ReportData) -> str:
         ),
     )
     return figure("Ratio trainer / sampler", chart.svg("Ratio"), [("c1", "mean"), ("c5", "max")], _binned(data))
-
-
-def lengths(data: ReportData) -> str:
-    """Histogram of completion lengths: a difference between drawn and trained is a bias of the run."""
-    drawn, trained = data.state.drawn, data.state.trained
-    if not drawn.count and not trained.count:
-        return ""
-    top = max([*drawn.counts, *trained.counts, 1])
-    width = max(1, math.ceil((top + 1) / 40))
-    both = [_shares(one, width) for one in (drawn, trained)]
-    highest = max(share for shares in both for share in shares.values())
-    chart = Chart((0, (top // width + 1) * width), (0.0, highest * 1.08), y_text=percent_tick, x_label="tokens")
-    for index, colour in ((0, "c6"), (1, "c1")):
-        for slot, share in both[index].items():
-            left = (slot + 0.08 + 0.42 * index) * width
-            chart.box(left, left + 0.42 * width, 0, share, colour)
-    for slot in range(top // width + 1):
-        name = f"{slot * width} to {(slot + 1) * width - 1} tokens" if width > 1 else f"{slot} tokens"
-        tip = f"{name}\ndrawn {percent(both[0].get(slot, 0.0))}\ntrained {percent(both[1].get(slot, 0.0))}"
-        chart.hover(slot * width, (slot + 1) * width, tip)
-    legend = [("c6", _length_name("drawn", drawn)), ("c1", _length_name("trained", trained))]
-    return figure("Completion lengths, drawn against trained", chart.svg("Lengths"), legend, "share of completions")
-
-
-def _shares(one: Lengths, width: int) -> dict[int, float]:
-    counts: Counter[int] = Counter()
-    for length, count in one.counts.items():
-        counts[length // width] += count
-    return {slot: count / one.count for slot, count in counts.items()}
-
-
-def _length_name(name: str, one: Lengths) -> str:
-    return f"{name}: {one.count:,}, mean {one.mean:.1f}" if one.mean is not None else f"{name}: none"
