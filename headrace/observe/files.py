@@ -16,10 +16,13 @@ class AppendFile:
     def __init__(self, path: Path, whole: Callable[[Path], int] | None = None) -> None:
         """`whole`: how many bytes of the file are whole, what is behind them is cut off; of lines if not given."""
         self.path = path
-        if path.is_file():
-            os.truncate(path, (whole or whole_lines)(path))
-        self._file = path.open("ab", buffering=0)
-        self._size = os.fstat(self._file.fileno()).st_size
+        try:
+            if path.is_file():
+                os.truncate(path, (whole or whole_lines)(path))
+            self._file = path.open("ab", buffering=0)
+            self._size = os.fstat(self._file.fileno()).st_size
+        except OSError as error:
+            raise self._problem(error) from error
 
     def write(self, line: bytes) -> None:
         """Appends `line` and a newline. Raises `HeadraceError` naming the file when the disk does not take it."""

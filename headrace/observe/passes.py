@@ -26,11 +26,13 @@ _output = msgspec.msgpack.Decoder(StepOutput)
 class PassLog:
     """The end that writes. A disk that does not take it costs nothing but what a kill would: it says so, and ends."""
 
-    def __init__(self, run_dir: Path, step: int, warn: Callable[[str], None]) -> None:
+    def __init__(self, run_dir: Path, step: int, warn: Callable[[str], None], number: int = 0) -> None:
+        """`step`, `number`: of the checkpoint that the run goes on from, and of the first pass that is not in it."""
         self._directory, self._warn = run_dir / "passes", warn
         self._file: AppendFile | None = None
         later = _files(run_dir, step)  # a checkpoint that could not be written has begun one too
-        self._number = max((number + 1 for path in later for number, _, _ in _frames(path)), default=0)
+        self.number = max([number, *(known + 1 for path in later for known, _, _ in _frames(path))])
+        """Of the pass to come."""
         self.begin(max([step, *map(_step_of, later)]))
 
     def begin(self, step: int) -> None:
@@ -39,11 +41,11 @@ class PassLog:
         try:
             self._directory.mkdir(exist_ok=True)
             self._file = AppendFile(self._directory / f"step-{step:06d}.bin", whole=whole_frames)
-        except OSError as error:
+        except (OSError, HeadraceError) as error:
             self._give_up(f"{self._directory} cannot be written ({error})")
 
     def write(self, output: bytes) -> None:
-        number, self._number = self._number, self._number + 1
+        number, self.number = self.number, self.number + 1
         if self._file is None:
             return
         try:
@@ -69,14 +71,18 @@ class PassLog:
         )
 
 
-def read_passes(run_dir: Path, step: int) -> Iterator[StepOutput]:
-    """Those since the checkpoint of `step`, in order, up to the first that is missing, torn, or not what was written."""
+def read_passes(run_dir: Path, step: int, first: int | None = None) -> Iterator[StepOutput]:
+    """Those since the checkpoint of `step`, in order, up to the first that is missing, torn, or not what was written.
+
+    `first`: number of the first that is not in the checkpoint. Where one is written anew its file holds older ones too."""
     files = _files(run_dir, step)
     if not files or _step_of(files[0]) != step:
         return  # its file could not be written: what others hold came after a hole
-    expected: int | None = None
+    expected = first
     for path in files:
         for number, content, _ in _frames(path):
+            if number < (first or 0):
+                continue
             if expected not in (None, number):
                 return
             yield _output.decode(content)

@@ -42,7 +42,7 @@ class Checkpoints:
             temporary.mkdir(parents=True)
             await write(temporary)
             await asyncio.to_thread(_seal, temporary)
-            shutil.rmtree(final, ignore_errors=True)
+            _remove(final)
             temporary.rename(final)
             _flush(self.root)
         except OSError as error:
@@ -76,7 +76,13 @@ class Checkpoints:
 
     def _prune(self) -> None:
         for path in self.all()[: -self._keep]:
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
+
+
+def _remove(checkpoint: Path) -> None:
+    """The seal first: killed in the middle, what is left is no checkpoint, and not a damaged one."""
+    (checkpoint / FILES).unlink(missing_ok=True)
+    shutil.rmtree(checkpoint, ignore_errors=True)
 
 
 def damage(path: Path) -> str:

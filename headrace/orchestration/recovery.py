@@ -72,10 +72,10 @@ def read_past(run_dir: Path, state: ControllerState | None, same_course: bool) -
     """`same_course`: whether the steps in the journal can be done again with the settings of now.
 
     What cannot be used is moved aside (`journal.jsonl.discarded`)."""
-    position, step = (state.journal, state.step) if state else (0, 0)
+    position, step, passes = (state.journal, state.step, state.passes) if state else (0, 0, 0)
     records, complaints = _read(run_dir, position) if same_course else (None, [_CHANGED])
     if records is not None:
-        return Past(state, records, tuple(read_passes(run_dir, step)), tuple(complaints))
+        return Past(state, records, tuple(read_passes(run_dir, step, passes)), tuple(complaints))
     at = f"step {step}" if state else "its start"
     said = [f"{complaint}: the run goes on from {at}, and what came after it is set aside" for complaint in complaints]
     if position < _length(run_dir):

@@ -34,6 +34,8 @@ class ControllerState(Struct, frozen=True):
     """By request: what is sampled of the groups in flight, with its versions, log-probs, masks and routes."""
     journal: int
     """Records that were in the journal."""
+    passes: int = 0
+    """Number of the first forward pass that is not in `begun`."""
 
 
 class _Parts(Protocol):
@@ -94,7 +96,8 @@ class Snapshots:
         buffer = parts.buffer.state()
         so_far = parts.interrupts.so_far()
         begun = {name: one for name, one in so_far.items() if ticket_of(name, self._adapter) in buffer.in_flight}
-        return ControllerState(step, seconds, dict(parts.task.state()), buffer, begun, parts.journal.position)
+        task, position = dict(parts.task.state()), parts.journal.position
+        return ControllerState(step, seconds, task, buffer, begun, position, self._passes.number)
 
 
 def load_controller(checkpoint: Path) -> ControllerState:

@@ -45,5 +45,6 @@ def open_storage(
 ) -> Storage:
     """`flush`: put the journal on the disk after every step."""
     seconds = past.seconds if past else 0.0
-    passes = PassLog(run_dir, past.saved_step if past else 0, lambda said: recorder.record(Warned(seconds, said)))
+    step, number = (past.saved_step, past.state.passes if past.state else 0) if past else (0, 0)
+    passes = PassLog(run_dir, step, lambda said: recorder.record(Warned(seconds, said)), number)
     return Storage(recorder, checkpoints, Journal(run_dir, flush), passes, checkpoint, past)

@@ -156,7 +156,7 @@ class Life:
             pipeline = self._join(trainer, engine)
             await pipeline.redo(self._redo, recorder.state.step)
             recorder.record(self._started(pipeline.step))
-            self._ledger.resumes(past, buffer, self._parts.interrupts, self._plan)
+            self._ledger.resumes(past, recorder.state.warnings, buffer, self._parts.interrupts, self._plan)
             await self._go_live()
             self._misfortunes(pipeline)
             await self._pipeline_to_its_end(pipeline)
@@ -214,7 +214,8 @@ class Life:
         start = TrainerStart("", {}, {}, 0, "", False, {"": str(checkpoint)} if checkpoint else {})
         trainer = ProcessTrainer(start, [], -1, Path("simulated.log"))
         trainer.worker = SimulatedWorker("trainer", trainer_process, chance)
-        return trainer, Engine([], -1, Path("simulated.log"), 3, self._referee, self._clock)
+        max_deaths = chance.random.choice([0, 1, 3])
+        return trainer, Engine([], -1, Path("simulated.log"), max_deaths, self._referee, self._clock)
 
     def _join(self, trainer: ProcessTrainer, engine: ProcessEngine) -> Pipeline:
         case, clock, referee, storage = self._case, self._clock, self._referee, self._storage

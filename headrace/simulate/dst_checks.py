@@ -7,6 +7,7 @@ of one life: it looks at every fact before it is written.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +53,13 @@ class Ledger:
         told = _output.decode(output)
         self._reached.update(told.request_ids)
 
-    def resumes(self, past: Past | None, buffer: Buffer, interrupts: Interrupts, plan: Plan) -> None:
+    def resumes(
+        self, past: Past | None, warnings: Sequence[Warned], buffer: Buffer, interrupts: Interrupts, plan: Plan
+    ) -> None:
         """C7: nothing that had reached the controller is sampled again."""
         if past is None:
             return
+        self.passes_lost |= any("begin anew" in warning.message for warning in warnings)
         kept = interrupts.so_far()
         for ticket in buffer.in_flight:
             for name in plan.names(ticket):
@@ -138,7 +142,6 @@ class Referee:
                 self._live = fact.update.version
             case Warned():
                 assert "came out otherwise" not in fact.message, f"C7: {fact.message}"
-                self._ledger.passes_lost |= "begin anew" in fact.message
             case CheckpointSaved():
                 self._books()
         self._recorder.record(fact)
