@@ -100,6 +100,18 @@ def status(arguments: argparse.Namespace) -> int:
     return status_report.report(run_dir, arguments.watch, arguments.json)
 
 
+def replay(arguments: argparse.Namespace) -> int:
+    from headrace.orchestration import replaying
+
+    return replaying.replay(run_directory(arguments.run), arguments.step, arguments.to)
+
+
+def diff(arguments: argparse.Namespace) -> int:
+    from headrace.observe.parting_view import report
+
+    return report(run_directory(arguments.one), run_directory(arguments.other))
+
+
 def export(arguments: argparse.Namespace) -> int:
     checkpoint = headrace.export(run_directory(arguments.run), arguments.to, arguments.dtype, merge=arguments.merge)
     adapter = (Path(arguments.to) / "adapter_config.json").exists()
@@ -188,6 +200,10 @@ def _parser() -> argparse.ArgumentParser:
     one = _command(commands, "report", report, "write a run's report.html again, also while it is running")
     one.add_argument("run", metavar="RUN", help="directory of the run, or its name under runs/")
     _add_status(commands)
+    _add_replay(commands)
+    one = _command(commands, "diff", diff, "where two runs part: step, group and token")
+    one.add_argument("one", metavar="RUN_A", help="directory of a run, or its name under runs/")
+    one.add_argument("other", metavar="RUN_B", help="of another one")
     one = _command(commands, "export", export, "save a run's model as a directory that transformers loads")
     one.add_argument("run", metavar="RUN", help="directory of the run, or its name under runs/")
     one.add_argument("--to", required=True, metavar="DIR", help="where to save it; must not exist or be empty")
@@ -257,6 +273,13 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     one.add_argument("--json", action="store_true", help="print everything as JSON")
     one.add_argument("--picture", type=Path, metavar="FILE.html", help="draw it")
     _add_set(one)
+
+
+def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    one = _command(commands, "replay", replay, "do training steps of a run again and compare them, bit for bit")
+    one.add_argument("run", metavar="RUN", help="directory of the run, or its name under runs/")
+    one.add_argument("--step", type=_positive, metavar="N", required=True, help="the step, counted from 1")
+    one.add_argument("--to", type=_positive, metavar="M", help="the last of several (default: the same)")
 
 
 def _add_set(parser: argparse.ArgumentParser) -> None:

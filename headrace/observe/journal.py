@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice, repeat
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 import xxhash
@@ -67,6 +67,7 @@ class Live(Record, frozen=True):
     fingerprint: str
 
 
+R = TypeVar("R", bound=Record)
 AnyRecord = Drawn | Ready | Gone | Stepped | Live
 
 
@@ -151,7 +152,6 @@ class _Ticket(msgspec.Struct):
 
 _peek = msgspec.json.Decoder(_Peek)
 _gone = msgspec.json.Decoder(Gone)
-_live = msgspec.json.Decoder(Live)
 
 
 def read_steps(run_dir: Path, picked: set[int] | None = None) -> Iterator[JournalStep]:
@@ -178,15 +178,14 @@ def read_steps(run_dir: Path, picked: set[int] | None = None) -> Iterator[Journa
             place += 1
 
 
-def read_live(run_dir: Path) -> dict[int, str]:
-    """Fingerprints of the versions that were served; of one that went live twice the last."""
-    path, found = run_dir / JOURNAL, {}
+def read_only(run_dir: Path, kind: type[R]) -> Iterator[R]:
+    """The records of one kind, without decoding the others."""
+    path, start = run_dir / JOURNAL, b'{"kind":"%s"' % kind.__name__.encode()
+    decoder = msgspec.json.Decoder(kind, strict=False)
     for number, line in enumerate(read_lines(path)):
         body = _checked(path, number, line)
-        if body.startswith(b'{"kind":"Live"'):
-            live = _live.decode(body)
-            found[live.version] = live.fingerprint
-    return found
+        if body.startswith(start):
+            yield decoder.decode(body)
 
 
 def count_steps(run_dir: Path) -> int:

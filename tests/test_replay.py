@@ -1,0 +1,187 @@
+"""Steps of a real run on a tiny model, done again: bit for bit, and caught where something was changed."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console
+
+import headrace
+from headrace import cli
+from headrace.config import dump_config, load_config
+from headrace.errors import CheckpointError, ConfigError
+from headrace.observe.files import read_lines
+from headrace.observe.journal import JOURNAL, AnyRecord, Journal, Live, Ready, read_journal
+from headrace.orchestration import replaying
+from headrace.orchestration.replaying import beyond, differing
+from headrace.reports import LagStats, TrainReport
+
+STEPS = 5
+
+
+def make_config(directory: Path, model: Path, **more: Any) -> dict[str, Any]:
+    rows = [{"prompt": f"{i} + {i}?", "answer": str(2 * i)} for i in range(100)]
+    (directory / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (directory / "reward.py").write_text(
+        "def share_of_e(prompts, completions, **columns):\n"
+        '    return [text.count("e") / max(len(text), 1) for text in completions]\n'
+    )
+    return {
+        "name": "tiny",
+        "out": str(directory / "runs"),
+        "model": {"path": str(model)},
+        "task": {"kind": "jsonl", "path": str(directory / "rows.jsonl"), "held_out": 4},
+        "reward": {"function": f"{directory / 'reward.py'}:share_of_e"},
+        "rollout": {"group_size": 4, "max_tokens": 8},
+        "train": {"steps": STEPS, "learning_rate": 1e-2, "dtype": "float32"},
+        "engine": {"dtype": "float32", "kv_gib": 0.01, "context_length": 64, "max_running": 16},
+        "staleness": {"groups_per_step": 3, "max_lag": 1},
+        "checkpoint": {"every": 2, "keep": 2},
+        "eval": {"prompts": 0},
+        "watch": {"identity_every": 0},
+        "observe": {"terminal": "off"},
+    } | more
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of steps 4 and 5 are kept."""
+    directory = tmp_path_factory.mktemp("replay")
+    return headrace.train(make_config(directory, tiny_llama)).directory
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    """A copy that a test may change."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def replayed(run: Path, first: int, last: int | None = None) -> tuple[int, str]:
+    console = Console(file=io.StringIO(), width=140)
+    code = replaying.replay(run, first, last, console)
+    return code, console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def rewrite(run: Path, change: Any) -> None:
+    """The journal with other records, numbered and with the right checksums: no damage, a forgery."""
+    records = [change(record) for record in read_journal(run)]
+    (run / JOURNAL).unlink()
+    journal = Journal(run)
+    for record in records:
+        journal.write(record)
+    journal.close()
+
+
+def test_every_step_from_the_beginning_is_bit_for_bit(finished: Path) -> None:
+    code, said = replayed(finished, 1, STEPS)
+    assert code == 0, said
+    assert said.count("bit for bit") == STEPS and f"{STEPS} steps came out as before" in said
+    assert "from the run's beginning" in said
+
+
+def test_a_step_is_done_from_the_checkpoint_before_it(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["replay", str(finished), "--step", "5"]) == 0
+    said = capsys.readouterr().out
+    assert "from the checkpoint of step 4" in said and said.count("bit for bit") == 1
+
+
+def test_steps_before_the_oldest_checkpoint_need_those_before_them(run: Path) -> None:
+    code, said = replayed(run, 2)
+    assert code == 0 and "from the run's beginning, 1 step before that one: no checkpoint before step 2 is kept" in said
+    assert said.count("bit for bit") == 1, "the steps on the way are not shown while they agree"
+
+
+def test_a_forged_advantage_is_caught_at_its_step(run: Path) -> None:
+    tickets = {ticket for record in read_journal(run) if getattr(record, "report", None) and record.report.step == 2
+               for ticket in record.tickets}  # fmt: skip
+
+    def forge(record: AnyRecord) -> AnyRecord:
+        if not isinstance(record, Ready) or record.group.ticket != min(tickets):
+            return record
+        row = record.group.rows[0]
+        row = msgspec.structs.replace(row, advantages=tuple(value * 1.0001 for value in row.advantages))
+        return msgspec.structs.replace(
+            record, group=msgspec.structs.replace(record.group, rows=(row, *record.group.rows[1:]))
+        )
+
+    rewrite(run, forge)
+    code, said = replayed(run, 1, STEPS)
+    assert code == 1 and "step 3 is the first that does not come out as it did" in said, said
+    assert said.count("bit for bit") == 2
+
+
+def test_a_forged_fingerprint_is_caught(run: Path) -> None:
+    rewrite(run, lambda one: Live(one.t, one.version, "0" * 32) if isinstance(one, Live) and one.version == 3 else one)
+    code, said = replayed(run, 2, 4)
+    assert code == 1 and "step 3 is the first" in said and f"instead of {'0' * 32}" in said.replace("\n", "")
+
+
+def test_another_learning_rate_is_caught_at_the_first_step(run: Path) -> None:
+    text = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(text.replace("learning_rate = 0.01", "learning_rate = 0.011"))
+    code, said = replayed(run, 5)
+    assert code == 1 and "step 5 is the first" in said and "lr 0.011 instead of 0.01" in said
+
+
+def test_a_checkpoint_with_other_weights_is_caught_before_any_step(run: Path) -> None:
+    rewrite(run, lambda one: Live(one.t, one.version, "0" * 32) if isinstance(one, Live) and one.version == 4 else one)
+    with pytest.raises(CheckpointError, match="step-000004 holds other weights .* than the run served as version 4"):
+        replayed(run, 5)
+
+
+def test_a_damaged_checkpoint_is_passed_over(run: Path) -> None:
+    weights = run / "checkpoints/step-000004/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4])
+    code, said = replayed(run, 5)
+    assert code == 0 and "truncated" in said and "from the run's beginning, 4 steps before that one" in said
+
+
+def test_a_run_that_was_resumed_with_other_settings_is_replayed_with_those_of_the_time(
+    run: Path, finished: Path
+) -> None:
+    config = load_config(
+        run / "config.toml", ["train.steps=7", "train.learning_rate=0.02", f'out="{run.parent}"', 'name="run"']
+    )
+    (run / "config.toml").write_text(
+        dump_config(load_config(run / "config.toml", [f'out="{run.parent}"', 'name="run"']))
+    )
+    headrace.train(config, resume=run)
+    assert (run / "config.until-step-5.toml").exists()
+    code, said = replayed(run, 5, 7)
+    assert code == 0 and said.count("bit for bit") == 3, said
+    assert sum(1 for _ in read_lines(run / JOURNAL)) > 0
+
+
+def test_on_another_machine_means_are_compared_within_a_tolerance(run: Path) -> None:
+    path = run / "metrics.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"machine":{"cpu":"', b'"machine":{"cpu":"another '))
+    code, said = replayed(run, 5)
+    assert code == 0 and "done on another machine then (cpu another" in said
+
+
+def test_what_is_not_there_is_refused(finished: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has 5 steps, there is no step 6"):
+        replayed(finished, 5, 6)
+    with pytest.raises(ConfigError, match="counted from 1"):
+        replayed(finished, 3, 2)
+    with pytest.raises(ConfigError, match="not the directory of a run"):
+        replayed(tmp_path, 1)
+
+
+def test_reports_are_compared_field_by_field() -> None:
+    nan = float("nan")
+    before = TrainReport(0, 1, loss=nan, grad_norm=1.0, loss_tokens=100, seconds=1.0)
+    assert differing(msgspec.structs.replace(before, seconds=9.0), before) == []
+    lags = (LagStats("0", 3, 1.0, 0.0, 1.0, 0.0, 0.0),)
+    other = msgspec.structs.replace(before, grad_norm=1.0000000000000002, lags=lags)
+    assert differing(other, before) == ["grad_norm", "lags"] and beyond(other, before, 1e-3) == []
+    assert beyond(msgspec.structs.replace(before, grad_norm=1.01, loss_tokens=99), before, 1e-3) == [
+        "loss_tokens",
+        "grad_norm",
+    ]
