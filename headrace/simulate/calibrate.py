@@ -9,6 +9,8 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import json
+import math
 import statistics
 import tempfile
 import time
@@ -22,7 +24,7 @@ from headrace.errors import ConfigError
 from headrace.orchestration.build import build_scorer, build_task, open_model, open_waits
 from headrace.orchestration.pools import Pools, open_pools
 from headrace.protocols import Scorer, Task
-from headrace.rollout import roll_out
+from headrace.rollout import roll_out, seed_of
 from headrace.simulate.distributions import empirical
 from headrace.simulate.fits import alike, line
 from headrace.simulate.rates import EngineRates, Rates, TrainerRates
@@ -33,10 +35,10 @@ Reward = Callable[..., Any]
 
 SHORT, LONG = 8, 40
 """Tokens of the two completions whose difference gives the time of a pass."""
-ROUNDS = 3
+ROUNDS = 2
 GROUPS = 24
 """Prompts whose completions are sampled for the distribution of lengths."""
-SETTLES, WINDOW = 0.7, 3.0
+SETTLES, WINDOW = 0.5, 3.0
 """Seconds before, and over which, the engine's pace is measured."""
 
 
@@ -45,15 +47,16 @@ class _Silent:
         pass
 
 
-def calibrate(config: RunConfig, say: Say, reward: Reward | None = None) -> Rates:
-    """Starts the two processes of a run, and ends them. The weights stay what they are."""
+def calibrate(config: RunConfig, say: Say, reward: Reward | None = None, window: float = WINDOW) -> Rates:
+    """Starts the two processes of a run, and ends them. The weights stay what they are. `window`: seconds over which the engine's
+    pace is measured."""
     if config.lora.served_name or config.adapters:
         raise ConfigError("--calibrate measures full weights; plan an adapter's run from a finished run of it")
     still = dataclasses.replace(config.train, learning_rate=1e-12)
-    return asyncio.run(_calibrate(dataclasses.replace(config, train=still), say, reward))
+    return asyncio.run(_calibrate(dataclasses.replace(config, train=still), say, reward, window))
 
 
-async def _calibrate(config: RunConfig, say: Say, reward: Reward | None) -> Rates:
+async def _calibrate(config: RunConfig, say: Say, reward: Reward | None, window: float) -> Rates:
     with tempfile.TemporaryDirectory() as logs:
         model_dir, encoder = await open_model(config)
         waits = open_waits(config, _Silent(), time.monotonic)
@@ -62,22 +65,42 @@ async def _calibrate(config: RunConfig, say: Say, reward: Reward | None) -> Rate
         pools = await open_pools(config, model_dir, Path(logs), _Silent(), waits, time.monotonic, {})
         try:
             await pools.engine.load(await pools.trainer.publish())
-            return await Bench(config, pools, task, scorer, encoder.decode, say).rates(model_dir.name)
+            bench = Bench(config, pools, task, scorer, encoder.decode, say, window)
+            return await bench.rates(model_dir.name, kv_tokens(model_dir, config))
         finally:
             await scorer.close()
             await pools.close()
 
 
+def kv_tokens(model_dir: Path, config: RunConfig) -> float:
+    """That engine.kv_gib holds; no limit where the model's shape does not say."""
+    try:
+        shape = json.loads((model_dir / "config.json").read_text())
+        heads = shape.get("num_key_value_heads") or shape["num_attention_heads"]
+        head = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
+        width = 4 if config.engine.serving_dtype == "float32" else 2
+        return float(int(config.engine.kv_gib * 2**30 / (2 * shape["num_hidden_layers"] * heads * head * width)))
+    except (KeyError, TypeError):
+        return math.inf
+
+
 class Bench:
     def __init__(
-        self, config: RunConfig, pools: Pools, task: Task, scorer: Scorer, decode: Callable[[Sequence[int]], str], say: Say
-    ) -> None:  # fmt: skip
+        self,
+        config: RunConfig,
+        pools: Pools,
+        task: Task,
+        scorer: Scorer,
+        decode: Callable[[Sequence[int]], str],
+        say: Say,
+        window: float,
+    ) -> None:
         self._config, self._engine, self._trainer = config, pools.engine, pools.trainer
         self._task, self._scorer, self._decode, self._say = task, scorer, decode, say
-        self._names = itertools.count()
+        self._names, self._version, self._window = itertools.count(), 0, window
         self._algorithm = algorithm_of(config.algo, config.rollout.max_tokens)
 
-    async def rates(self, model: str) -> Rates:
+    async def rates(self, model: str, kv_tokens: float) -> Rates:
         self._say("sampling completions of the task")
         groups, overhead = await self._groups()
         prompts = [group.prompt for group in groups]
@@ -90,12 +113,13 @@ class Bench:
         self._say("publishing, swapping, and both at once")
         publish, verify, verify_slows, swap = await self._publish(groups)
         engine_slowed, trainer_slowed = await self._together(groups)
-        probe = await _timed(lambda: self._trainer.score(prompts[0].tokens))
+        probe = min([await _timed(lambda: self._trainer.score(prompts[0].tokens)) for _ in range(2)])
         engine = EngineRates(
             tuple(decode),
             prefill,
             context,
             self._config.engine.max_running,
+            kv_tokens,
             verify=verify,
             verify_slows=verify_slows,
             swap=swap,
@@ -215,18 +239,21 @@ class Bench:
     # -- the trainer ----------------------------------------------------------------------------------------------------
 
     async def _steps(self, groups: Sequence[Group]) -> tuple[float, float]:
-        """Seconds of a step whatever is in it, and of every token: a line through steps of three sizes."""
+        """Seconds of a step whatever is in it, and of every token: a line through steps of up to three sizes."""
         whole = min(self._config.staleness.groups_per_step, len(groups))
-        await self._step(groups[:whole])  # the first one warms up
-        found = [await self._step(groups[:size]) for size in (max(1, whole // 4), max(1, whole // 2), whole, whole)]
+        for _ in range(2):  # the first ones set up their memory
+            await self._step(groups[:whole])
+        sizes = sorted({max(1, whole // 4), max(1, whole // 2), whole})
+        found = [await self._step(groups[:size]) for size in sizes * ROUNDS]
         return line(found)
 
     async def _step(self, groups: Sequence[Group]) -> tuple[float, float]:
         """(Tokens forwarded, seconds)"""
         started = time.perf_counter()
         report = await self._trainer.step(
-            Batch(0, self._algorithm.assemble(tuple(groups)), self._config.rollout.temperature)
+            Batch(self._version, self._algorithm.assemble(tuple(groups)), self._config.rollout.temperature)
         )
+        self._version = report.version
         return float(report.forward_tokens), time.perf_counter() - started
 
     async def _publish(self, groups: Sequence[Group]) -> tuple[float, float, float, float]:
@@ -245,9 +272,9 @@ class Bench:
                     report = await self._engine.load(update)
                 seconds.append(report.verify_seconds)
                 swaps.append(report.swap_seconds)
-        verify = statistics.median(beside)
-        slows = max(1.0, verify / max(1e-9, statistics.median(idle)))
-        return statistics.median(published), verify, slows, statistics.median(swaps)
+        alone = statistics.median(idle)
+        slows = max(1.0, statistics.median(beside) / alone) if alone else 1.0
+        return statistics.median(published), alone, slows, statistics.median(swaps)
 
     # -- both -----------------------------------------------------------------------------------------------------------
 
@@ -276,7 +303,7 @@ class Bench:
         batch = groups[: min(self._config.staleness.groups_per_step, len(groups))]
         steps_alone = [(await self._step(batch))[1] for _ in range(2)]
         async with self._generating(groups):
-            alone = await self._pace(lambda: asyncio.sleep(WINDOW))
+            alone = await self._pace(lambda: asyncio.sleep(self._window))
             steps_beside: list[float] = []
 
             async def steps() -> None:

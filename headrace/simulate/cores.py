@@ -44,14 +44,19 @@ class Shared:
     async def _work(self, seconds: float) -> None:
         if self._trainer_slowed == 1.0:
             await asyncio.sleep(seconds)
+        else:
+            await work(seconds, lambda: self._trainer_slowed if self._engines else 1.0, self._changed)
+
+
+async def work(seconds: float, factor: Callable[[], float], changed: asyncio.Event) -> None:
+    """Takes so many seconds times a factor that may change on the way, as `changed` then says."""
+    clock = asyncio.get_running_loop().time
+    while seconds > 1e-9:
+        now, since = factor(), clock()
+        changed.clear()
+        try:
+            async with asyncio.timeout(seconds * now):
+                await changed.wait()
+        except TimeoutError:
             return
-        clock = asyncio.get_running_loop().time
-        while seconds > 1e-9:
-            factor, since = self._trainer_slowed if self._engines else 1.0, clock()
-            self._changed.clear()
-            try:
-                async with asyncio.timeout(seconds * factor):
-                    await self._changed.wait()
-            except TimeoutError:
-                return
-            seconds -= (clock() - since) / factor
+        seconds -= (clock() - since) / now

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 
 from headrace.errors import IdentityError, WorkerDied
 from headrace.reports import Capabilities, EngineStats, LoadReport
-from headrace.simulate.cores import Shared
+from headrace.simulate.cores import Shared, work
 from headrace.simulate.flight import ROUNDING, Flight, LengthOf
 from headrace.simulate.passes import Passes
 from headrace.simulate.rates import EngineRates
@@ -50,7 +50,7 @@ class SimulatedEngine:
         self._reserved = self._prompted = 0.0
         self._order = itertools.count()
         self._draining = self._settling = False
-        self._idle = asyncio.Event()
+        self._idle, self._turned = asyncio.Event(), asyncio.Event()
         self._idle.set()
         self._timer: asyncio.TimerHandle | None = None
         self._died: asyncio.Future[None] | None = None
@@ -129,12 +129,13 @@ class SimulatedEngine:
         self._touch()
 
     async def _verify(self, seconds: float) -> None:
-        """Beside generation, which it may slow down."""
-        self._pace(self._rates.verify_slows)
+        """Beside generation: each may slow the other down."""
+        slows = self._rates.verify_slows
+        self._pace(slows)
         try:
-            await asyncio.sleep(seconds)
+            await work(seconds, lambda: slows if self._running else 1.0, self._turned)
         finally:
-            self._pace(1 / self._rates.verify_slows)
+            self._pace(1 / slows)
 
     def _pace(self, factor: float) -> None:
         self._passes.advance()
@@ -248,6 +249,7 @@ class SimulatedEngine:
         if not self._running:
             self._shared.engine_works(True)
             self._idle.clear()
+            self._turned.set()
         flight.begun, flight.room, flight.start = True, room, math.ceil(passes.done - ROUNDING)
         flight.swaps = len(self._swaps) - 1
         self._running[flight.request.id] = flight
@@ -281,3 +283,4 @@ class SimulatedEngine:
             passes.done = math.ceil(passes.done - ROUNDING)  # whoever comes next waits for no pass of others
             self._shared.engine_works(False)
             self._idle.set()
+            self._turned.set()

@@ -26,9 +26,9 @@ class EngineRates(Struct, frozen=True):
     kv_tokens: float = float("inf")
     """Room for prompts and completions."""
     verify: float = 0.0
-    """Seconds from a published update to the swap: transfer, fingerprint. Generation goes on,"""
+    """Seconds from a published update to the swap, of an engine that does nothing else: transfer, fingerprint, packing."""
     verify_slows: float = 1.0
-    """so many times slower."""
+    """How many times longer this takes beside generation, and a pass beside this."""
     swap: float = 0.0
     """Seconds in which it stands still."""
     gpus: int = 1

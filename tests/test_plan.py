@@ -1,0 +1,306 @@
+"""`headrace plan`: rates from data sheets, from runs and from this machine; sweeps; what is printed and drawn."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.dom.minidom
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from headrace import cli
+from headrace.config import load_config
+from headrace.errors import ConfigError
+from headrace.observe.facts import EngineSample, GroupEnded, Waited, WeightsLive
+from headrace.observe.recorder import Recorder
+from headrace.observe.records import METRICS, StepRow
+from headrace.observe.spelling import encode
+from headrace.reports import EngineStats, LoadReport, TrainReport
+from headrace.simulate import hardware
+from headrace.simulate.calibrate import calibrate
+from headrace.simulate.distributions import fixed, parse
+from headrace.simulate.from_run import rates_of_run
+from headrace.simulate.hardware import GPUS, SHAPES, engine_rates, replica_gpus, shape, trainer_gpus, trainer_rates
+from headrace.simulate.picture import draw
+from headrace.simulate.plan import Question, answer
+from headrace.simulate.rates import EngineRates, Rates, TrainerRates, save_rates
+from headrace.simulate.reasons import bias, bottleneck
+from headrace.simulate.sweep import Choice, recommended, sweep
+from headrace.weights import WeightUpdate
+
+
+def config_of(**sections: dict[str, Any]) -> Any:
+    return load_config(
+        {
+            "name": "planned",
+            "model": {"path": "somewhere"},
+            "task": {"kind": "reasoning_gym", "name": "chain_sum"},
+            "reward": {"function": "reasoning_gym"},
+            "rollout": {"group_size": 4, "max_tokens": 100},
+            "staleness": {"groups_per_step": 4, "max_lag": 1},
+            "engine": {"max_running": 16, "context_length": 256},
+            **sections,
+        }
+    )
+
+
+def silent(line: str) -> None:
+    pass
+
+
+RATES = Rates(
+    EngineRates(((1.0, 0.01), (64.0, 0.02)), 1e-4, max_running=16),
+    TrainerRates(1e-3, 0.1, 0.05),
+    completions=parse("lognormal:mean=40,sigma=0.5"),
+    prompts=fixed(20),
+    source="a test",
+    model="somewhere",
+)
+
+
+# -- data sheets ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_roofline_by_hand():
+    """An H100 with a 7B model: 15.24 GB at 80 % of 3.35 TB/s, 2 · 7.62e9 operations a token at 50 % of 989 TFLOP/s."""
+    one = engine_rates(GPUS["h100"], SHAPES["7b"], gpus=1, max_running=256)
+    read, compute = 15.24e9 / 2.68e12, 2 * 7.62e9 / 494.5e12
+    assert one.pass_seconds(1) == pytest.approx(hardware.FIXED + read)
+    assert one.pass_seconds(1024) == pytest.approx(hardware.FIXED + 1024 * compute)
+    assert one.prefill == pytest.approx(compute)
+    assert SHAPES["7b"].cache_bytes == 57_344 and one.context == pytest.approx(57_344 / 2.68e12)
+    assert one.kv_tokens == int((72e9 - 15.24e9) / 57_344)
+
+
+@pytest.mark.parametrize("context", [2000, 4000, 6000])
+def test_rooflines_are_near_what_is_known(context: int):
+    """About 6,300 tokens/s are quoted of vLLM with a 7B model on one H100: within a factor of two, wherever contexts fill the memory."""
+    one = engine_rates(GPUS["h100"], SHAPES["7b"], gpus=1, max_running=256)
+    running = min(256, int(one.kv_tokens / context))
+    assert 6300 / 2 < one.tokens_per_second(running, context) < 6300 * 2
+
+
+def test_pools_are_as_large_as_the_model_needs():
+    h100 = GPUS["h100"]
+    assert [replica_gpus(h100, SHAPES[name]) for name in ("0.5b", "7b", "32b", "72b")] == [1, 1, 2, 4]
+    assert [trainer_gpus(h100, SHAPES[name]) for name in ("0.5b", "7b", "32b", "72b")] == [1, 2, 16, 32]
+    small, large = (trainer_rates(h100, SHAPES["7b"], gpus) for gpus in (8, 64))
+    assert small.token / large.token == pytest.approx(8 * hardware.DOUBLING**3)
+
+
+def test_mixtures_of_experts_read_little_with_few_sequences():
+    one = engine_rates(GPUS["h200"], SHAPES["30b-a3b"], gpus=1, max_running=64)
+    assert one.pass_seconds(1) < one.pass_seconds(8) < one.pass_seconds(16) == pytest.approx(one.pass_seconds(64))
+
+
+@pytest.mark.parametrize("name", ["seven", "7", "0b", "5000b", "7b-a1"])
+def test_strange_models_are_refused(name: str):
+    with pytest.raises(ConfigError, match="--model"):
+        shape(name)
+
+
+def test_other_sizes_have_the_shape_of_the_nearest():
+    assert shape("8B").cache_bytes == SHAPES["7b"].cache_bytes and shape("8b").parameters == 8e9
+
+
+# -- a run's metrics ------------------------------------------------------------------------------------------------------
+
+
+def write_run(directory: Path, steps: int = 12) -> Path:
+    """An engine of 5 ms a pass, 0.5 ms a token and 0.1 ms a prompt token; a trainer of 0.2 s and 2 ms a token."""
+    Recorder(directory).close()
+    facts: list[Any] = []
+    passes = sampled = prompt = 0
+    for i in range(2 * steps):
+        passes, sampled, prompt = passes + 50 + i, sampled + 600 - 13 * i, prompt + (100 if i % 3 else 400)
+        busy = 5e-3 * passes + 5e-4 * sampled + 1e-4 * prompt
+        stats = EngineStats(sampled_tokens=sampled, prompt_tokens=prompt, steps=passes, busy_seconds=busy)
+        facts.append(EngineSample(float(i), stats))
+    for i in range(steps):
+        tokens = 300 + 40 * (i % 4)
+        report = TrainReport(i, i + 1, forward_tokens=tokens, loss_tokens=tokens, seconds=0.2 + 2e-3 * tokens)
+        facts += [
+            GroupEnded(2.0 * i, i, f"p{i}", "ready", lengths=(10, 12, 14, 10)),
+            GroupEnded(2.0 * i, 100 + i, f"q{i}", "ready" if i % 2 else "dropped", "" if i % 2 else "no_contrast", lengths=(5,)),
+            Waited(2.0 * i, "rollouts", "the scorer", 0.02),
+            Waited(2.0 * i, "controller", "the trainer (step)", report.seconds + 0.03),
+            Waited(2.0 * i, "controller", "the trainer (publish)", 0.07),
+            StepRow(2.0 * i, report, {0: tokens}, 0.5, 0.1, 0.5, 0.0, (i,), {}, (10, 12, 14, 10), 0),
+            WeightsLive(2.0 * i, WeightUpdate(i + 1, "full", "f", 0, 0, 0.06), LoadReport(i + 1, 0.11, 0.004)),
+        ]  # fmt: skip
+    (directory / METRICS).write_bytes(b"".join(encode(fact) + b"\n" for fact in facts))
+    return directory
+
+
+def test_rates_of_a_run_are_those_that_made_its_metrics(tmp_path: Path):
+    rates, contrast = rates_of_run(write_run(tmp_path), config_of())
+    assert rates.engine.pass_seconds(1) == pytest.approx(5.5e-3, rel=1e-6)
+    assert rates.engine.pass_seconds(16) == pytest.approx(13e-3, rel=1e-6)
+    assert rates.engine.prefill == pytest.approx(1e-4, rel=1e-6)
+    assert (rates.engine.verify, rates.engine.swap) == (0.11, 0.004)
+    assert rates.trainer.token == pytest.approx(2e-3) and rates.trainer.publish == 0.07
+    assert 0.2 <= rates.trainer.step <= 0.34, "and what messages take beside it"
+    assert rates.overhead == 0.02 and contrast == pytest.approx(18 / 24)
+    assert rates.completions is not None and rates.completions.values[-1] == 14
+
+
+def test_a_run_that_is_too_short_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="too few"):
+        rates_of_run(write_run(tmp_path, steps=2), config_of())
+
+
+# -- answers --------------------------------------------------------------------------------------------------------------
+
+
+def question(tmp_path: Path, **more: Any) -> Question:
+    file = tmp_path / "rates.json"
+    save_rates(more.pop("measured", RATES), file)
+    return Question(more.pop("config", None) or config_of(), rates=file, **more)
+
+
+def test_a_plan_from_measured_rates(tmp_path: Path):
+    found = answer(question(tmp_path, steps=8), silent)
+    assert found.recommended is None and not found.notes
+    assert found.asked.prediction.lag_max == 1 and found.asked.prediction.gpus == 2
+    other = answer(question(tmp_path, steps=8, measured=msgspec.structs.replace(RATES, model="another")), silent)
+    assert "measured with another" in other.notes[0]
+
+
+def test_a_sweep_recommends_the_least_lag_that_is_nearly_as_fast(tmp_path: Path):
+    """The trainer is the bottleneck from max_lag 1 on: more depth buys nothing."""
+    found = answer(
+        question(tmp_path, sweep=True, config=config_of(staleness={"groups_per_step": 4, "max_lag": 4})), silent
+    )
+    assert found.recommended is not None
+    by_lag = {one.scenario.staleness.max_lag: one.prediction.tokens_per_second for one in found.choices}
+    assert set(by_lag) == {0, 1, 2, 4}
+    assert found.recommended.scenario.staleness.max_lag in (1, 2)
+    assert found.recommended.prediction.tokens_per_second >= 0.98 * max(by_lag.values())
+    assert len({one.name for one in found.choices}) == len(found.choices), "nothing is tried twice"
+
+
+def test_pools_are_split_where_neither_waits(tmp_path: Path):
+    given = config_of(
+        rollout={"group_size": 4, "max_tokens": 2000},
+        engine={"max_running": 256, "context_length": 4000},
+        staleness={"groups_per_step": 8, "max_lag": 2},
+    )
+    asked = Question(given, hardware="h100", model="7b", gpus=10, steps=4, lengths="1000", prompts="100", sweep=True)
+    found = answer(asked, silent)
+    assert found.recommended is not None
+    pools = {(one.scenario.replicas, one.scenario.rates.trainer.gpus) for one in found.choices}
+    assert len(pools) >= 6 and all(engines + trainer == 10 for engines, trainer in pools)
+    best = max(one.prediction.tokens_per_second for one in found.choices)
+    worst = min(one.prediction.tokens_per_second for one in found.choices)
+    assert found.recommended.prediction.tokens_per_second >= 0.98 * best > 1.5 * worst
+
+
+def test_a_pool_too_small_for_the_model_is_refused():
+    with pytest.raises(ConfigError, match="at least 18 GPUs of h100"):
+        answer(Question(config_of(), hardware="h100", model="32b", gpus=8), silent)
+    with pytest.raises(ConfigError, match="--model"):
+        answer(Question(config_of(), hardware="h100", gpus=8), silent)
+    with pytest.raises(ConfigError, match="not known"):
+        answer(Question(config_of(), hardware="tpu", model="7b", gpus=8), silent)
+    with pytest.raises(ConfigError, match="leaves one of the pools too small"):
+        answer(Question(config_of(), hardware="h100", model="7b", gpus=8, trainer_gpus=8), silent)
+
+
+def test_what_was_assumed_is_said():
+    found = answer(Question(config_of(), hardware="h100", model="7b", gpus=4, steps=4), silent)
+    assert any("--lengths" in note for note in found.notes) and any("--prompts" in note for note in found.notes)
+
+
+def choices_of(tmp_path: Path) -> list[Choice]:
+    found = answer(question(tmp_path, steps=6), silent)
+    return sweep(found.asked.scenario, None, silent)
+
+
+def test_reasons_name_who_waits(tmp_path: Path):
+    one = choices_of(tmp_path)[0].prediction
+    replace = msgspec.structs.replace
+    assert "trainer is the bottleneck" in bottleneck(replace(one, trainer_idle=0.01, engine_idle=0.5))
+    assert "generation is the bottleneck" in bottleneck(replace(one, trainer_idle=0.5, engine_idle=0.01))
+    assert "both pools are busy" in bottleneck(replace(one, trainer_idle=0.01, engine_idle=0.01))
+    assert "waits for the other" in bottleneck(replace(one, trainer_idle=0.5, engine_idle=0.5))
+    assert bias(replace(one, drawn_length=100.0, trained_length=99.0)) == ""
+    assert "12% shorter" in bias(replace(one, drawn_length=100.0, trained_length=88.0))
+
+
+def test_the_picture_is_a_whole_page(tmp_path: Path):
+    found = answer(question(tmp_path, sweep=True), silent)
+    page = draw(found, "a <name>", price=2.0)
+    assert "a &lt;name&gt;" in page and "<name>" not in page
+    drawings = re.findall(r"<svg.*?</svg>", page, re.S)
+    assert len(drawings) >= 4
+    for drawing in drawings:
+        whole = xml.dom.minidom.parseString(drawing)
+        assert whole.getElementsByTagName("rect") or whole.getElementsByTagName("path")
+    assert page.count("<tr>") == len(found.choices) + 1
+
+
+# -- the command ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    (tmp_path / "planned.toml").write_text(
+        '[model]\npath = "somewhere"\n[task]\nkind = "reasoning_gym"\nname = "chain_sum"\n[reward]\n'
+        'function = "reasoning_gym"\n[rollout]\nmax_tokens = 100\ngroup_size = 4\n[engine]\nmax_running = 16\n'
+        "[staleness]\ngroups_per_step = 4\n"
+    )
+    save_rates(RATES, tmp_path / "rates.json")
+    return tmp_path / "planned.toml"
+
+
+def test_the_command_tells_and_draws(recipe: Path, capsys: pytest.CaptureFixture[str]):
+    rates, picture = f"cpu:{recipe.parent / 'rates.json'}", recipe.parent / "plan.html"
+    arguments = ["plan", str(recipe), "--hardware", rates, "--steps", "6", "--price", "2"]
+    assert cli.main([*arguments, "--sweep", "--picture", str(picture)]) == 0
+    out = capsys.readouterr().out
+    for word in ("rates: a test", "a step", "idle", "lag of trained tokens", "recommended:", "cost"):
+        assert word in out
+    assert "<svg" in picture.read_text()
+    assert cli.main([*arguments, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["choices"][0]["lag_max"] == 1 and told["recommended"] is None
+
+
+def test_the_command_says_what_is_missing(
+    recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("HEADRACE_CACHE", str(recipe.parent / "cache"))
+    assert cli.main(["plan", str(recipe)]) == cli.BAD_INPUT
+    assert "--calibrate" in capsys.readouterr().err
+    assert cli.main(["plan", str(recipe), "--hardware", "cpu"]) == cli.BAD_INPUT
+    assert cli.main(["plan", str(recipe), "--hardware", "h100", "--model", "7b", "--lengths", "x"]) == cli.BAD_INPUT
+    assert "lognormal" in capsys.readouterr().err
+
+
+def test_calibration_measures_a_tiny_model(tiny_llama: Path, tmp_path: Path):
+    """Two real processes. Rates are positive, the same rates plan the run, and nothing of it depends on how fast they are."""
+    rows = [{"prompt": f"{i} + {i}?", "answer": str(2 * i)} for i in range(200)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = load_config(
+        {
+            "model": {"path": str(tiny_llama)},
+            "task": {"kind": "jsonl", "path": str(tmp_path / "rows.jsonl"), "held_out": 4},
+            "rollout": {"group_size": 4, "max_tokens": 8},
+            "train": {"steps": 4, "dtype": "float32"},
+            "engine": {"dtype": "float32", "kv_gib": 0.01, "context_length": 64, "max_running": 4},
+            "staleness": {"groups_per_step": 2},
+            "eval": {"prompts": 4},
+        }
+    )
+    said: list[str] = []
+    rates = calibrate(config, said.append, lambda completions, **columns: list(map(float, map(len, completions))), 0.2)
+    assert [n for n, _ in rates.engine.decode] == [1.0, 2.0, 4.0] and min(s for _, s in rates.engine.decode) > 0
+    assert rates.trainer.token + rates.trainer.step > 0 and rates.trainer.publish > 0 and len(said) >= 4
+    assert rates.engine_slowed >= 1 and rates.trainer_slowed >= 1
+    assert rates.completions is not None and 1 <= rates.completions.values[0] <= rates.completions.values[-1] <= 8
+    save_rates(rates, tmp_path / "rates.json")
+    found = answer(Question(config, rates=tmp_path / "rates.json", steps=4), silent)
+    assert found.asked.prediction.tokens_per_second > 0 and recommended([found.asked]) is found.asked
