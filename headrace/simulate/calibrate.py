@@ -153,7 +153,8 @@ class Bench:
 
     async def _roll(self, prompt: Prompt) -> list[Episode]:
         rollout = self._config.rollout
-        requests = [rollout.request(f"calibrate/{next(self._names)}", prompt, i, 0) for i in range(rollout.group_size)]
+        numbers = [next(self._names) for _ in range(rollout.group_size)]
+        requests = [rollout.request(f"calibrate/{n}", prompt, seed_of("calibrate", n), 0) for n in numbers]
         results = await roll_out(self._engine.generate, prompt, requests, self._decode)
         episodes = [one for one in results if isinstance(one, Episode)]
         if len(episodes) < len(requests):
