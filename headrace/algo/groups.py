@@ -35,6 +35,7 @@ class Algorithm:
         self._advantage, self._max_tokens, self._weights = advantage, max_tokens, weights
         self._weighs = self._recipe.loss == "ce"
         self._spreads = self._recipe.advantage == "return_to_go"
+        self._kl_in_reward = algo.reference_in_reward  # asked for every rollout, and worked out anew each time
         self.needs_contrast = algo.compares or self._weighs
         """Whether a group whose advantages are all zero teaches nothing and is dropped."""
         self.min_rollouts = algo.min_rollouts
@@ -74,7 +75,7 @@ class Algorithm:
 
     def _kl(self, one: Scored) -> float:
         """coef · Σ_t of the rollout's divergence from the reference; zero where it goes to its tokens instead."""
-        if not self._algo.reference_in_reward or self._spreads:
+        if not self._kl_in_reward or self._spreads:
             return 0.0
         _needs_references(one)
         turns = zip(one.episode.turns, one.references, strict=True)
@@ -90,7 +91,7 @@ class Algorithm:
         if last is None:
             return row
         rewards = [0.0] * len(row.tokens)
-        if self._algo.reference_in_reward:
+        if self._kl_in_reward:
             _needs_references(one)
             penalties = self._penalties(row.logprobs, reference_of(one, path))
             rewards = [-penalty if sampled else 0.0 for penalty, sampled in zip(penalties, row.mask, strict=True)]
