@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ from headrace.errors import StalledError
 from headrace.observe import stacks
 from headrace.observe.facts import Waited, Warned
 from headrace.observe.picture import blame
+from headrace.observe.status import read_live
 from headrace.observe.waits import Lasting, Waits, counted
 from headrace.observe.waits import Testimony as Told
 from headrace.observe.watchdog import STALLED, Watchdog
@@ -203,9 +203,12 @@ def test_a_witness_that_fails_does_not_save_the_wait():
 
 
 def named_waits() -> set[tuple[str, str]]:
-    """(owner, what) of every wait in the package, read from its source. What is not literal in an f-string becomes `*`."""
+    """(owner, what) of every wait in the package, read from its source. What is not literal in an f-string becomes `*`.
+
+    The simulator plays stalls of its own, in `simulate/`.
+    """
     found = set()
-    for path in PACKAGE.rglob("*.py"):
+    for path in (path for path in PACKAGE.rglob("*.py") if "simulate" not in path.parts):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "named":
                 found.add((_pattern(node.args[0]), _pattern(node.args[1])))
@@ -671,12 +674,15 @@ def blocks():
     time.sleep(60)
 
 async def main(mode):
-    waits = Waits(lambda fact: None, time.monotonic, 1.0, 60.0)
+    waits = Waits(lambda fact: None, time.monotonic, 1.0, 2.5 if mode == "frozen" else 60.0)
     watchdog.add(path, waits)
     watchdog.attach()
     async with waits.named("trainer", "the engine"):
         await asyncio.sleep(0.3)
+        print("ready", flush=True)
         match mode:
+            case "frozen":
+                await asyncio.sleep(0.5)
             case "blocks":
                 blocks()
             case "native":
@@ -688,15 +694,14 @@ async def main(mode):
         await asyncio.Event().wait()
 
 path = Path(sys.argv[1])
-with Watchdog(path, 0.4, 1.2, pulse=0.1) as watchdog:
+with Watchdog(path, 0.4, 1.2, pulse=0.1, freeze=0.5) as watchdog:
     asyncio.run(main(sys.argv[2]))
 """
 
 
 def run_blocked(directory: Path, mode: str) -> subprocess.CompletedProcess[str]:
-    script = textwrap.dedent(BLOCKED)
     return subprocess.run(
-        [sys.executable, "-c", script, str(directory), mode], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", BLOCKED, str(directory), mode], capture_output=True, text=True, timeout=60
     )
 
 
@@ -729,3 +734,46 @@ def test_a_signal_shows_all_and_the_run_goes_on_even_while_the_loop_is_blocked(t
     assert done.returncode == 0, done.stderr
     assert "asked by a signal" in done.stderr and "trainer has waited 0 s for the engine" in done.stderr
     assert "in main" in (tmp_path / "stacks-1.txt").read_text()
+
+
+def test_a_run_that_was_stopped_and_continued_goes_on(tmp_path: Path) -> None:
+    """Ctrl-Z: all deadlines have passed meanwhile, and nobody is to blame."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", BLOCKED, str(tmp_path), "frozen"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    os.kill(process.pid, signal.SIGSTOP)
+    time.sleep(4)
+    os.kill(process.pid, signal.SIGCONT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+
+
+def test_nothing_ends_the_watchdog(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    class Broken(Waits):
+        broken = False
+
+        def lasting(self) -> list[Lasting]:
+            if self.broken:
+                self.broken = False
+                raise RuntimeError("not now")
+            return super().lasting()
+
+    async def main() -> None:
+        waits = Broken(lambda fact: None, time.monotonic, 100, 200)
+        watchdog.add(tmp_path, waits)
+        watchdog.attach()
+        async with waits.named("trainer", "the engine"):
+            waits.broken = True
+            while waits.broken:
+                await asyncio.sleep(0.01)
+            (tmp_path / "status.json").unlink(missing_ok=True)
+            while read_live(tmp_path) is None:
+                await asyncio.sleep(0.01)
+
+    with Watchdog(tmp_path, 100, 200, pulse=0.02) as watchdog:
+        asyncio.run(asyncio.wait_for(main(), 30))
+    assert "RuntimeError: not now" in capfd.readouterr().err

@@ -75,9 +75,9 @@ def blame(wait: Lasting, every: Sequence[Lasting], accounts: Sequence[stacks.Acc
         if guilty or threads:
             said = [one.brief for one in guilty]
             said += [f"thread {name}: in {stacks.thread_place(ident)}" for name, ident in threads]
-            lines = [line for one in guilty for line in one.lines]
+            lines = [line for one in guilty for line in one.short]
             for name, ident in threads:
-                lines += [f"--- controller, thread {name}", *stacks.thread_stack(ident)]
+                lines += [f"--- controller, thread {name}", *stacks.thread_stack(ident)[-stacks.SHORT :]]
             return "; ".join(said), lines
     return "", []
 

@@ -29,6 +29,9 @@ PATIENCE, SETTLED, POLL = 2.0, 0.3, 0.05
 """Seconds: how long processes get to answer; how long at least they are watched (so that what they use of a processor can be
 told); between two looks."""
 
+SHORT = 20
+"""Frames of a stack that is shown to a person at once; all of them are in the picture's file."""
+
 STATES = {
     "R": "running",
     "S": "asleep",
@@ -92,7 +95,16 @@ class Account:
 
     @property
     def lines(self) -> list[str]:
-        return [f"--- {self.child.who}, pid {self.child.pid}: {self.state}", *self.stacks.splitlines()]
+        return [self._title, *self.stacks.splitlines()]
+
+    @property
+    def short(self) -> list[str]:
+        """The innermost frames of the main thread."""
+        return [self._title, *(f"  {frame}" for frame in main_frames(self.stacks)[:SHORT])]
+
+    @property
+    def _title(self) -> str:
+        return f"--- {self.child.who}, pid {self.child.pid}: {self.state}"
 
 
 def ask(asked: Iterable[Child], patience: float = PATIENCE) -> list[Account]:
@@ -199,11 +211,15 @@ def _read_from(path: Path | None, start: int) -> str:
         return ""
 
 
+def main_frames(dump: str) -> list[str]:
+    """Of faulthandler's text: the main thread, which it writes last; innermost first, without the import system's own."""
+    lines = (line.strip() for line in dump.rpartition("(most recent call first):")[2].splitlines())
+    return [line for line in lines if line.startswith('File "') and not line.startswith('File "<frozen')]
+
+
 def innermost(dump: str, frames: int = 3) -> str:
-    """Of faulthandler's text: the innermost frames of the main thread, which it writes last."""
-    main = dump.rpartition("(most recent call first):")[2]
-    found = [line.strip() for line in main.splitlines() if line.strip().startswith('File "')][:frames]
-    return " < ".join(_short(line) for line in found) or "no Python code"
+    """`core.py:12 step < worker.py:40 main`."""
+    return " < ".join(_short(line) for line in main_frames(dump)[:frames]) or "no Python code"
 
 
 def _short(line: str) -> str:

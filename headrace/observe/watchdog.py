@@ -19,6 +19,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -54,10 +55,12 @@ class Watchdog:
         warn_after: float,
         stop_after: float,
         pulse: float = PULSE,
+        freeze: float = FREEZE,
         leave: Callable[[int], Any] = os._exit,
     ) -> None:
         """`leave` ends the process at once, whatever blocks it."""
-        self._warn_after, self._stop_after, self._every, self._leave = warn_after, stop_after, pulse, leave
+        self._warn_after, self._stop_after, self._every = warn_after, stop_after, pulse
+        self._freeze, self._leave = freeze, leave
         self._places: dict[Path, list[Waits]] = {}
         self._camera = Camera(logs, self._lasting)
         self._asked, self._stuck = _Dump(logs / "controller.stacks"), _Dump(logs / "interpreter.stacks")
@@ -89,7 +92,7 @@ class Watchdog:
         assert self._loop is not None
         self._beats += 1
         late = self._loop.time() - due - (self._lived - lived)
-        if late > FREEZE:
+        if late > self._freeze:
             for waits in self._waits():
                 waits.forgive(late)
         due = self._loop.time() + self._every
@@ -137,16 +140,23 @@ class Watchdog:
             now = time.monotonic()
             passed, last = min(now - last, 2 * self._every), now
             self._lived += passed
-            # Armed anew at every turn: it goes off when not even this thread gets the interpreter.
-            faulthandler.dump_traceback_later(max(self._warn_after, 1.0), file=self._stuck_file)
-            if self._asked.grew():
-                self._tell(f"asked by a signal. {picture(self._lasting())}")
-            if self._stuck.grew():
-                _print([f"headrace: the interpreter stood still; what kept it is in {self._stuck.path}"])
-            if self._loop is not None:
-                self._check(passed)
-            if woken or now - self._written >= WRITE_EVERY:
-                self._write()
+            try:
+                self._turn(passed, woken)
+            except Exception:  # nobody watches the watchdog, so nothing may end it
+                with suppress(Exception):
+                    traceback.print_exc()
+
+    def _turn(self, passed: float, woken: bool) -> None:
+        # Armed anew at every turn: it goes off when not even this thread gets the interpreter.
+        faulthandler.dump_traceback_later(max(self._warn_after, 1.0), file=self._stuck_file)
+        if self._loop is not None:
+            self._check(passed)
+        if self._asked.grew():
+            self._tell(f"asked by a signal. {picture(self._lasting())}")
+        if self._stuck.grew():
+            _print([f"headrace: the interpreter stood still; what kept it is in {self._stuck.path}"])
+        if woken or time.monotonic() - self._written >= WRITE_EVERY:
+            self._write()
 
     def _check(self, passed: float) -> None:
         every, turned = self._lasting(), self._beats != self._seen
@@ -163,7 +173,7 @@ class Watchdog:
     def _blocked(self) -> list[str]:
         place = stacks.thread_place(self._loop_thread)
         said = f"the event loop has not turned for {self._silent:.0f} s: blocked in {place}"
-        return [said, *stacks.thread_stack(self._loop_thread)[-16:]]
+        return [said, *stacks.thread_stack(self._loop_thread)[-stacks.SHORT :]]
 
     def _unnamed(self) -> list[str]:
         said = f"for {self._nameless:.0f} s nothing has been waited for by name, and the run is not over"
@@ -182,12 +192,14 @@ class Watchdog:
     def _end(self, verdict: str) -> None:
         """The loop cannot be asked to end the run, so it ends here. A resume goes on from the last checkpoint."""
         self._verdict = f"ended by its watchdog: {verdict}"
-        self._tell(self._verdict)
-        self._write()
-        for child in stacks.children():
-            with suppress(ProcessLookupError):
-                os.kill(child.pid, signal.SIGKILL)
-        self._leave(STALLED)
+        try:
+            self._tell(self._verdict)
+            self._write()
+            for child in stacks.children():
+                with suppress(ProcessLookupError):
+                    os.kill(child.pid, signal.SIGKILL)
+        finally:
+            self._leave(STALLED)
 
     def _tell(self, why: str) -> None:
         taken = self._camera.take(why)
