@@ -120,7 +120,7 @@ def write_run(directory: Path, steps: int = 12) -> Path:
         stats = EngineStats(sampled_tokens=sampled, prompt_tokens=prompt, steps=passes, busy_seconds=busy)
         facts.append(EngineSample(float(i), stats))
     for i in range(steps):
-        tokens = 300 + 40 * (i % 4)
+        tokens = 300 + 40 * (i % 4)  # 46 of them in completions, the others in the prompt of the one group
         report = TrainReport(i, i + 1, forward_tokens=tokens, loss_tokens=tokens, seconds=0.2 + 2e-3 * tokens)
         facts += [
             GroupEnded(2.0 * i, i, f"p{i}", "ready", lengths=(10, 12, 14, 10)),
@@ -139,7 +139,10 @@ def test_rates_of_a_run_are_those_that_made_its_metrics(tmp_path: Path):
     rates, contrast = rates_of_run(write_run(tmp_path), config_of())
     assert rates.engine.pass_seconds(1) == pytest.approx(5.5e-3, rel=1e-6)
     assert rates.engine.pass_seconds(16) == pytest.approx(13e-3, rel=1e-6)
-    assert rates.engine.prefill == pytest.approx(1e-4, rel=1e-6)
+    assert rates.prompts == fixed(314)
+    assert rates.engine.prefill * 314 == pytest.approx(1e-4 * (16 * 100 + 8 * 400) / 24, rel=0.02), (
+        "what was computed anew"
+    )
     assert (rates.engine.verify, rates.engine.swap) == (0.11, 0.004)
     assert rates.trainer.token == pytest.approx(2e-3) and rates.trainer.publish == 0.07
     assert 0.2 <= rates.trainer.step <= 0.34, "and what messages take beside it"

@@ -102,11 +102,15 @@ class Bench:
 
     async def rates(self, model: str, kv_tokens: float) -> Rates:
         self._say("sampling completions of the task")
+        before = await self._engine.stats()
         groups, overhead = await self._groups()
+        computed = (await self._engine.stats()).prompt_tokens - before.prompt_tokens
         prompts = [group.prompt for group in groups]
         self._say("the engine's batch curve")
         decode = [(float(n), await self._pass_seconds(n, prompts)) for n in self._sizes()]
-        prefill = await self._prefill(prompts)
+        # Prompts of a task often begin alike, and the engine computes that once.
+        new = min(1.0, computed / sum(len(prompt.tokens) for prompt in prompts))
+        prefill = new * await self._prefill(prompts)
         context = await self._context(decode, prompts)
         self._say("the trainer's steps")
         step, token = await self._steps(groups)

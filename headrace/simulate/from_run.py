@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import numpy as np
 
 from headrace.config import RunConfig
@@ -35,12 +36,17 @@ def rates_of_run(run_dir: Path, config: RunConfig) -> tuple[Rates, float]:
             "on, or plan from its config.toml with --calibrate"
         )
     lengths = [group.lengths for group in groups if group.lengths]
+    prompt = statistics.mean(
+        max(1.0, (step.report.forward_tokens - sum(step.lengths)) / len(step.tickets)) for step in steps
+    )
+    computed = samples[-1].stats.prompt_tokens / max(1, len(groups))  # fewer, where prompts begin alike
+    engine = _engine(samples, live, config.engine.max_running)
     rates = Rates(
-        _engine(samples, live, config.engine.max_running),
+        msgspec.structs.replace(engine, prefill=engine.prefill * min(1.0, computed / prompt)),
         _trainer(steps, _of(facts, Waited), live),
         overhead=_waited(_of(facts, Waited), "rollouts", "the scorer"),
         completions=empirical([n for group in lengths for n in group], alike(lengths)),
-        prompts=fixed(round(samples[-1].stats.prompt_tokens / max(1, len(groups)))),
+        prompts=fixed(round(prompt)),
         source=f"metrics of the run {run_dir.name}",
         model=Path(config.model.path).name,
     )

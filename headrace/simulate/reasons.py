@@ -44,7 +44,7 @@ def recommendation(choice: Choice, choices: Sequence[Choice]) -> str:
         said += f", {gain:.2f} times the synchronous run's"
     if best is not choice:
         share = own.tokens_per_second / best.prediction.tokens_per_second
-        said += f" and {share:.0%} of the fastest setting's, with a lag of at most {own.lag_max} ({best.prediction.lag_max} there)"
+        said += f", {share:.1%} of the fastest setting's ({best.name})"
     return f"{said}; {bottleneck(own)}"
 
 
