@@ -674,7 +674,7 @@ def blocks():
     time.sleep(60)
 
 async def main(mode):
-    waits = Waits(lambda fact: None, time.monotonic, 1.0, 2.5 if mode == "frozen" else 60.0)
+    waits = Waits(lambda fact: None, time.monotonic, 1.0, 3.0 if mode == "frozen" else 60.0)
     watchdog.add(path, waits)
     watchdog.attach()
     async with waits.named("trainer", "the engine"):
@@ -682,7 +682,8 @@ async def main(mode):
         print("ready", flush=True)
         match mode:
             case "frozen":
-                await asyncio.sleep(0.5)
+                for _ in range(12):  # its own time, not the clock's
+                    await asyncio.sleep(0.1)
             case "blocks":
                 blocks()
             case "native":
@@ -746,7 +747,7 @@ def test_a_run_that_was_stopped_and_continued_goes_on(tmp_path: Path) -> None:
     )
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     os.kill(process.pid, signal.SIGSTOP)
-    time.sleep(4)
+    time.sleep(4.5)
     os.kill(process.pid, signal.SIGCONT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 0, said
