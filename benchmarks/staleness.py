@@ -1,0 +1,384 @@
+"""Who is trained? What pacing and discarding do to throughput, to lag, and to the choice of prompts.
+
+    python benchmarks/staleness.py [--seeds 0 1 2] [--steps 120] [--real 14] [--json FILE]
+
+**Simulated.** The real pipeline, buffer and staleness code in virtual time (`headrace.simulate`): a 7B model on eight H100s, half of them to
+generate and half to train, 32 prompts x 8 rollouts a step, log-normal completions with a heavy tail that are long where the prompt
+is hard. The simulation knows how long every completion would have become and how often every prompt is solved, also of those
+that were never finished: what was drawn is compared with what was trained on prompts whose tickets all ended.
+
+**Real** (--real STEPS): the demo's model and task, with completions of up to 96 tokens, the task's verifier as reward (and a little
+noise, so that every group has contrast), a learning rate next to nothing, and the same policies. The same ticket asks the same
+prompt with the same seeds in every run: of groups that one policy ended early another one knows how long they become.
+
+Compared are, of the groups with contrast, means over groups: a group is one observation. Shares of tokens are of all that were sampled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import re
+import shutil
+import statistics
+import sys
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any, NamedTuple
+
+from trainer_process import ROOT, Child, Json, Results, child_main, machine
+
+NEVER = 1 << 20
+"""Steps: no bound."""
+
+
+def policies(max_lag: int, groups: int) -> dict[str, Json]:
+    """Settings of `staleness`, by what a row of the tables is called."""
+    away = {"in_flight": (max_lag + 1) * groups}
+    return {
+        "wait": {"max_lag": max_lag},
+        "wait, bound 3 times as high": {"max_lag": 3 * max_lag},
+        "wait, window": {"max_lag": max_lag, "window": max_lag * groups // 2},
+        "trim": {"max_lag": max_lag, "overdue": "trim", **away},
+        "drop": {"max_lag": max_lag, "overdue": "drop", **away},
+        "cancel": {"max_lag": max_lag, "overdue": "cancel", **away},
+        "unbounded": {"max_lag": NEVER, "overdue": "drop", **away},
+    }
+
+
+class Prompted(NamedTuple):
+    """What a ticket asks for, whatever becomes of it."""
+
+    lengths: tuple[int, ...]
+    solved: float
+    contrast: bool = True
+
+
+# --- simulated ---------------------------------------------------------------------------------------------------------
+
+
+def simulated(given: argparse.Namespace, policy: Json, seed: int) -> Json:
+    from headrace import virtual_time
+    from headrace.observe.facts import GroupEnded, StepTrained, WeightsLive
+    from headrace.observe.records import summarise
+    from headrace.observe.state import RunState
+    from headrace.reports import EngineStats
+    from headrace.simulate.world import World
+
+    class Watcher:
+        """An observer that keeps metrics, not tokens."""
+
+        def __init__(self) -> None:
+            self.state, self.ended, self.trained = RunState(), {}, []
+
+        def record(self, fact: Any) -> None:
+            if isinstance(fact, GroupEnded):
+                self.ended[fact.ticket] = fact
+            if isinstance(fact, StepTrained):
+                fact = summarise(fact)
+                self.trained += fact.tickets
+            if not isinstance(fact, WeightsLive):
+                self.state.fold(fact)
+
+    scenario, watcher = scenario_of(given, policy, seed), Watcher()
+    world = World(scenario, watcher)
+
+    async def go() -> EngineStats:
+        await world.run()
+        return world.pool.snapshot()
+
+    stats = virtual_time.run(go())
+    truth = asked(scenario, max(watcher.ended) + 1)
+    rows = watcher.state.rows[len(watcher.state.rows) // 10 :]
+    seconds = rows[-1].t - rows[0].t
+    return {
+        **lags_of(rows),
+        "trained_rate": sum(row.report.loss_tokens for row in rows[1:]) / seconds,
+        "seconds": seconds / (len(rows) - 1),
+        "engine_idle": max(0.0, 1 - stats.busy_seconds / watcher.state.rows[-1].t),
+        **thrown(watcher.state, policy["max_lag"]),
+        **chosen(truth, watcher.ended, watcher.trained),
+    }
+
+
+def scenario_of(given: argparse.Namespace, policy: Json, seed: int) -> Any:
+    from headrace.rollout import RolloutConfig
+    from headrace.simulate import hardware
+    from headrace.simulate.distributions import Distribution, fixed
+    from headrace.simulate.scenario import Scenario
+    from headrace.staleness import StalenessConfig
+
+    chip, shape = hardware.gpu("h100"), hardware.shape("7b")
+    return Scenario(
+        hardware.rates(chip, shape, 1, 4, 256, "7b"),
+        Distribution("lognormal", mean=2000, sigma=1.0, correlation=0.6),
+        StalenessConfig(groups_per_step=given.groups, **policy),
+        RolloutConfig(group_size=8, max_tokens=16384, patience=10**9),
+        steps=given.steps,
+        replicas=4,
+        prompts=fixed(300),
+        solved=0.5,
+        seed=seed,
+    )
+
+
+def asked(scenario: Any, tickets: int) -> list[Prompted]:
+    """Of the first tickets, as the simulated engine and scorer decide it."""
+    from headrace.rollout import seed_of
+    from headrace.simulate.codes import difficulty
+    from headrace.simulate.distributions import solve_shift
+    from headrace.simulate.surroundings import Lengths, SimulatedScorer, SimulatedTask
+
+    task = SimulatedTask(scenario.prompts, scenario.seed)
+    length = Lengths(scenario.completions, scenario.rollout.max_tokens)
+    scorer = SimulatedScorer(scenario.latency, 1, scenario.seed, solved=scenario.solved)
+    found = []
+    for ticket in range(tickets):
+        prompt, size = task.draw(), scenario.rollout.group_size
+        seeds = [seed_of(scenario.seed, "rollout", ticket, i) for i in range(size)]
+        requests = [scenario.rollout.request("", prompt, seed, ticket) for seed in seeds]
+        reward = scorer._rewards(prompt)
+        chance = NormalDist().cdf(solve_shift(scenario.solved) - difficulty(prompt.tokens))
+        contrast = len({reward(i) for i in range(size)}) > 1
+        found.append(Prompted(tuple(length(request)[0] for request in requests), chance, contrast))
+    return found
+
+
+# --- what both count -----------------------------------------------------------------------------------------------------
+
+
+def lags_of(rows: Sequence[Any]) -> Json:
+    lags: Counter[int] = Counter()
+    for row in rows:
+        lags.update(row.lags)
+    mean = sum(lag * count for lag, count in lags.items()) / lags.total()
+    return {"lag_mean": mean, "lag_max": max(lags)}
+
+
+def thrown(state: Any, bound: int) -> Json:
+    """Shares of the sampled tokens of all groups that ended."""
+    from headrace.observe.fates import DISCARDED
+    from headrace.observe.measures import trimmed
+
+    fates = state.fates.of
+    sampled = sum(fate.tokens for fate in fates.values()) or 1
+    lost = sum(fates[reason].tokens for reason in DISCARDED if reason in fates)
+    groups = sum(fates[reason].groups for reason in DISCARDED if reason in fates)
+    trained = fates["trained"].groups
+    return {
+        "lost": lost / sampled,
+        "trimmed": sum(trimmed(row, bound) for row in state.rows) / sampled,
+        "discarded": groups / (groups + trained),
+        "contrastless": fates["no_contrast"].groups if "no_contrast" in fates else 0,
+    }
+
+
+def chosen(truth: Sequence[Prompted | None], ended: Mapping[int, Any], trained: Sequence[int]) -> Json:
+    """Of the first tickets that all ended: those with contrast, and those of them that were trained."""
+    cohort = list(itertools.takewhile(lambda ticket: ticket in ended, range(len(truth))))
+    known = {ticket: one for ticket in cohort if (one := truth[ticket]) and one.contrast}
+    taken = set(trained)
+    kept = [one for ticket, one in known.items() if ticket in taken]
+    away = [one for ticket, one in known.items() if ticket not in taken and ended[ticket].outcome != "ready"]
+    return {"drawn": told(kept + away), "trained": told(kept), "groups": len(known), "errors": errors(kept, away)}
+
+
+def told(groups: Sequence[Prompted]) -> Json:
+    lengths = sorted(length for one in groups for length in one.lengths)
+    return {
+        "length": statistics.mean(lengths),
+        "p95": lengths[int(0.95 * len(lengths))],
+        "solved": statistics.mean(one.solved for one in groups),
+        "groups": len(groups),
+    }
+
+
+def errors(kept: Sequence[Prompted], away: Sequence[Prompted]) -> Json:
+    """Welch's t of the trained against the discarded, in standard errors."""
+    if len(away) < 2 or len(kept) < 2:
+        return {}
+    found = {}
+    for name, value in (("length", lambda one: statistics.mean(one.lengths)), ("solved", lambda one: one.solved)):
+        a, b = [value(one) for one in kept], [value(one) for one in away]
+        error = math.sqrt(statistics.variance(a) / len(a) + statistics.variance(b) / len(b))
+        found[name] = (statistics.mean(a) - statistics.mean(b)) / error if error else 0.0
+    return found
+
+
+# --- real ------------------------------------------------------------------------------------------------------------------
+
+
+def verified(completions: list[str], answer: str, **columns: object) -> list[float]:
+    """1 where the last number is the answer; a hundredth at most on top, so that no two rollouts of a group are equal."""
+    return [
+        float((re.findall(r"-?\d+", text) or [""])[-1] == answer) + zlib.crc32(f"{i}{text}".encode()) / 2**32 / 100
+        for i, text in enumerate(completions)
+    ]
+
+
+def run(options: Json) -> Json:
+    """One run, in a process of its own."""
+    import headrace
+    from headrace.observe.facts import EngineSample, GroupEnded
+    from headrace.observe.records import StepRow, read_metrics
+    from headrace.observe.state import RunState
+
+    shutil.rmtree(options["directory"], ignore_errors=True)  # of an attempt that was interrupted
+    facts = read_metrics(headrace.train(options["config"], sets=options["sets"], reward=verified).directory)
+    state = RunState()
+    for fact in facts:
+        state.fold(fact)
+    rows = [fact for fact in facts if isinstance(fact, StepRow)][3:]
+    seconds = rows[-1].t - rows[0].t
+    samples = [fact for fact in facts if isinstance(fact, EngineSample) and rows[0].t <= fact.t <= rows[-1].t]
+    busy = samples[-1].stats.busy_seconds - samples[0].stats.busy_seconds
+    ended = [fact for fact in facts if isinstance(fact, GroupEnded)]
+    return {
+        **lags_of(rows),
+        "trained_rate": sum(row.report.loss_tokens for row in rows[1:]) / seconds,
+        "seconds": seconds / (len(rows) - 1),
+        "engine_idle": 1 - busy / (samples[-1].t - samples[0].t),
+        **thrown(state, options["max_lag"]),
+        "ended": {
+            one.ticket: [one.outcome, one.lengths, one.rewards] for one in ended if one.lengths or one.lost_tokens
+        },
+        "taken": [ticket for fact in facts if isinstance(fact, StepRow) for ticket in fact.tickets],
+    }
+
+
+def settings(given: argparse.Namespace, policy: Json, seed: int, directory: Path) -> list[str]:
+    return [
+        f'name="{directory.name}"',
+        f'out="{directory.parent}"',
+        f"seed={seed}",
+        f"train.steps={given.real}",
+        "train.learning_rate=1e-9",
+        "train.warmup_steps=0",
+        "rollout.max_tokens=96",
+        "staleness.groups_per_step=4",
+        *(f"staleness.{name}={value}" for name, value in policy.items()),
+        "engine.max_running=8",
+        "engine.context_length=256",
+        "engine.cores=[0]",
+        "train.cores=[1]",
+        "eval.prompts=0",
+        "checkpoint.every=0",
+        "watch.identity_every=0",
+        "observe.terminal=off",
+        *given.set,
+    ]
+
+
+def real(given: argparse.Namespace, results: Results, name: str, policy: Json, seed: int) -> Json | None:
+    title = f"real {name} seed {seed} steps {given.real}"
+    directory = given.folder / "runs" / re.sub(r"\W+", "-", title)
+    sets = settings(given, policy, seed, directory)
+    options = {"config": str(given.config), "sets": sets, "directory": str(directory), "max_lag": policy["max_lag"]}
+    child = Child(directory.name, Path(__file__).name, options, limit=given.limit)
+    return results.measure(title, lambda: child.run(given.folder))
+
+
+class _Ended(NamedTuple):
+    outcome: str
+
+
+def with_truth(runs: Mapping[str, Json]) -> dict[str, Json]:
+    """What the runs of one seed know of the tickets together."""
+    known: dict[int, Prompted] = {}
+    for one in runs.values():
+        for ticket, (_, lengths, rewards) in one["ended"].items():
+            if lengths:
+                known.setdefault(int(ticket), Prompted(tuple(lengths), statistics.mean(rewards)))
+    found = {}
+    for name, one in runs.items():
+        ended = {int(ticket): _Ended(told[0]) for ticket, told in one["ended"].items()}
+        truth = [known.get(ticket) for ticket in range(max(ended) + 1)]
+        found[name] = {**one, **chosen(truth, ended, one["taken"])}
+    return found
+
+
+# --- tables ------------------------------------------------------------------------------------------------------------------
+
+
+def table(found: Mapping[str, Sequence[Json]]) -> Iterator[str]:
+    yield (
+        "| policy | trained tokens/s | s a step | engine idle | lag mean | max | groups discarded | tokens thrown away | trimmed "
+        "| mean tokens: drawn | trained | standard errors | p95: drawn | trained | solve rate: drawn | trained | standard errors |"
+    )
+    yield f"|{'---|' * 17}"
+    for name, runs in found.items():
+        mean = {key: statistics.mean(one[key] for one in runs) for key in runs[0] if isinstance(runs[0][key], float)}
+        sides = {side: {key: _mean(runs, side, key) for key in runs[0][side]} for side in ("drawn", "trained")}
+        drawn, trained = sides["drawn"], sides["trained"]
+        yield (
+            f"| {name} | {mean['trained_rate']:,.0f} | {mean['seconds']:.1f} | {mean['engine_idle']:.0%} | {mean['lag_mean']:.2f} "
+            f"| {max(one['lag_max'] for one in runs)} | {mean['discarded']:.1%} | {mean['lost']:.1%} | {mean['trimmed']:.1%} "
+            f"| {drawn['length']:,.0f} | {trained['length']:,.0f} ({trained['length'] / drawn['length'] - 1:+.1%}) "
+            f"| {_errors(runs, 'length')} | {drawn['p95']:,.0f} | {trained['p95']:,.0f} "
+            f"| {drawn['solved']:.3f} | {trained['solved']:.3f} | {_errors(runs, 'solved')} |"
+        )
+
+
+def _mean(runs: Sequence[Json], side: str, key: str) -> float:
+    return statistics.mean(one[side][key] for one in runs)
+
+
+def _errors(runs: Sequence[Json], name: str) -> str:
+    """Of all seeds together (Stouffer's sum of independent statistics)."""
+    values = [one["errors"][name] for one in runs if one["errors"]]
+    return f"{sum(values) / math.sqrt(len(values)):+.1f}" if values else "0"
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=120, help="of a simulated run; 0 simulates none")
+    parser.add_argument("--groups", type=int, default=32, help="prompts a simulated step")
+    parser.add_argument("--max-lag", type=int, default=4, help="of a simulated run")
+    parser.add_argument("--real", type=int, default=0, help="steps of a real run; 0 makes none")
+    parser.add_argument("--real-seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--real-policies", default="wait,trim,drop,cancel,unbounded")
+    parser.add_argument("--config", type=Path, default=ROOT / "recipes" / "demo.toml")
+    parser.add_argument("--limit", type=float, default=1800.0, help="seconds that a real run may take")
+    parser.add_argument("--set", action="append", default=[], help="a setting of headrace for the real runs, a.b=c")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "bench-staleness", help="of results and logs")
+    parser.add_argument("--again", action="store_true", help="run anew what was run before")
+    parser.add_argument("--json", type=Path, help="where all that was measured is written too")
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = arguments()
+    given.folder.mkdir(parents=True, exist_ok=True)
+    results = Results(given.folder / "results.json", given.again)
+    found: dict[str, dict[str, list[Json]]] = {"simulated": {}, "real": {}}
+    for name, policy in policies(given.max_lag, given.groups).items() if given.steps else ():
+        for seed in given.seeds:
+            title = f"simulated {name} seed {seed} steps {given.steps} groups {given.groups} lag {given.max_lag}"
+            one = results.measure(title, lambda policy=policy, seed=seed: simulated(given, policy, seed))
+            if one:
+                found["simulated"].setdefault(name, []).append(one)
+    for seed in given.real_seeds if given.real else ():
+        chosen_ones = given.real_policies.split(",")
+        runs = {name: real(given, results, name, policies(1, 4)[name], seed) for name in chosen_ones}
+        for name, one in with_truth({name: one for name, one in runs.items() if one}).items():
+            found["real"].setdefault(name, []).append(one)
+    lines = [machine()]
+    for title, rows in found.items():
+        lines += ["", title, "", *table(rows)] if rows else []
+    print("\n" + "\n".join(lines))
+    (given.folder / "table.md").write_text("\n".join(lines) + "\n")
+    if given.json:
+        given.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] and sys.argv[1].startswith("{"):
+        child_main(run)
+    else:
+        main()
