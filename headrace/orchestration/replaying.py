@@ -145,19 +145,35 @@ async def _check_start(course: Course, stage: Stage, expected: Expected) -> None
 
 
 def _judged(stage: Stage, report: TrainReport, fingerprint: str, expected: Expected) -> Outcome:
-    before, recorded = stage.journaled.report, expected.fingerprints.get(stage.journaled.version, "")
-    same_machine = expected.machines.get(stage.step) == machine_mark(cores_here(stage.config))
-    if same_machine:
-        names = differing(report, before)
-        problem = _told(report, before, names)
+    journaled, config = stage.journaled, stage.config
+    return outcome_of(
+        report,
+        journaled.report,
+        fingerprint,
+        expected.fingerprints.get(journaled.version, ""),
+        expected.machines.get(stage.step, {}),
+        machine_mark(cores_here(config)),
+        TOLERANCE["float32" if config.train.dtype == "float32" else "bfloat16"],
+    )
+
+
+def outcome_of(
+    report: TrainReport,
+    before: TrainReport,
+    fingerprint: str,
+    recorded: str,
+    then: Mapping[str, str],
+    now: Mapping[str, str],
+    tolerance: float,
+) -> Outcome:
+    """`recorded`: fingerprint that the run wrote down, or nothing. `then`, `now`: marks of the machines."""
+    if then == now:
+        problem = _told(report, before, differing(report, before))
         if not problem and recorded and fingerprint != recorded:
             problem = f"the weights are {fingerprint} instead of {recorded}"
     else:
-        dtype = stage.config.train.dtype
-        problem = _told(
-            report, before, beyond(report, before, TOLERANCE["float32" if dtype == "float32" else "bfloat16"])
-        )
-    return Outcome(stage.step, report, before, fingerprint, recorded, same_machine, problem)
+        problem = _told(report, before, beyond(report, before, tolerance))
+    return Outcome(before.step + 1, report, before, fingerprint, recorded, then == now, problem)
 
 
 def differing(report: TrainReport, before: TrainReport) -> list[str]:
