@@ -28,6 +28,7 @@ def scalars(fact: MetricsFact, engine: EngineUse) -> tuple[int, dict[str, float]
         case WeightsLive():
             step = fact.update.version
             values = {"sync/publish_seconds": fact.update.seconds, "sync/swap_seconds": fact.load.swap_seconds}
+            values |= {"sync/pause_seconds": fact.pause, "sync/interrupted": float(fact.interrupted)}
         case IdentityChecked():
             step, values = fact.version, {"identity/mean_abs_diff": fact.mean_abs_diff}
         case _:
@@ -51,9 +52,12 @@ def _step_scalars(row: StepRow, engine: EngineUse) -> dict[str, float]:
     if tokens:
         values["lag/mean"] = sum(lag * count for lag, count in row.lags.items()) / tokens
         values["lag/max"] = float(max(row.lags))
+        values["lag/min"] = float(min(row.lags))
     if row.lengths:
         values["length/mean"] = sum(row.lengths) / len(row.lengths)
         values["length/truncated_share"] = row.truncated / len(row.lengths)
+        values["lag/rollouts_swapped"] = row.swapped / len(row.lengths)
+    values |= {name: float(count) for name, count in _uncommon(row).items() if count}
     values |= {"time/step_seconds": report.seconds, "time/wait_seconds": row.wait_seconds}
     if report.seconds:
         values["time/train_tokens_per_second"] = report.loss_tokens / report.seconds
@@ -61,6 +65,14 @@ def _step_scalars(row: StepRow, engine: EngineUse) -> dict[str, float]:
     if idle is not None and rate is not None:
         values |= {"time/engine_idle": idle, "time/engine_tokens_per_second": rate}
     return values
+
+
+def _uncommon(row: StepRow) -> dict[str, int]:
+    return {
+        "lag/outside_tokens": sum(row.outside.values()),
+        "lag/mixed_tokens": row.mixed_tokens,
+        "lag/old_cache_tokens": row.old_cache_tokens,
+    }
 
 
 class TensorBoardSink:
