@@ -310,6 +310,24 @@ def test_engine_and_trainer_slow_each_other_down_while_both_work():
     assert in_virtual_time(work)[0] == pytest.approx((2.0, 3.0))
 
 
+def test_new_weights_are_verified_beside_generation_and_each_slows_the_other():
+    """0.1 s of verification and 50 passes of 10 ms, each twice as slow beside the other: the swap comes at 0.2 s, after 10 of them."""
+    one = engine(msgspec.structs.replace(FLAT, verify=0.1, verify_slows=2.0))
+
+    async def work(now: Any) -> tuple[Completion, float]:
+        await one.load(update(0))
+        started = now()
+        running = asyncio.ensure_future(one.generate(request("a", 50)))
+        await asyncio.sleep(0)
+        await one.load(update(1))
+        live = now() - started
+        return await running, live
+
+    (completion, live), seconds = in_virtual_time(work)
+    assert live == pytest.approx(0.2) and completion.versions() == [0] * 10 + [1] * 40
+    assert seconds == pytest.approx(0.1 + 0.2 + 0.4)
+
+
 # -- distributions and fits ---------------------------------------------------------------------------------------------
 
 

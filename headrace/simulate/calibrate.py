@@ -253,13 +253,14 @@ class Bench:
         return line(found)
 
     async def _step(self, groups: Sequence[Group]) -> tuple[float, float]:
-        """(Tokens forwarded, seconds)"""
+        """(Tokens as the simulated trainer counts them, seconds). It forwards fewer: what rollouts have in common goes once."""
         started = time.perf_counter()
         report = await self._trainer.step(
             Batch(self._version, self._algorithm.assemble(tuple(groups)), self._config.rollout.temperature)
         )
         self._version = report.version
-        return float(report.forward_tokens), time.perf_counter() - started
+        tokens = sum(len(group.prompt.tokens) + sum(len(row.tokens) for row in group.rows) for group in groups)
+        return float(tokens), time.perf_counter() - started
 
     async def _publish(self, groups: Sequence[Group]) -> tuple[float, float, float, float]:
         """Publish, verification beside generation, by how much it slows generation, and the swap: seconds."""

@@ -14,12 +14,12 @@ import asyncio
 import heapq
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from headrace.errors import IdentityError, WorkerDied
 from headrace.reports import Capabilities, EngineStats, LoadReport
 from headrace.simulate.cores import Shared, work
-from headrace.simulate.flight import ROUNDING, Flight, LengthOf
+from headrace.simulate.flight import ROUNDING, Ends, Flight, LengthOf
 from headrace.simulate.passes import Passes
 from headrace.simulate.rates import EngineRates
 from headrace.simulate.telling import Listener, Prompts, Telling, transcript
@@ -44,7 +44,7 @@ class SimulatedEngine:
         self._passes = Passes(rates, shared)
         self._swaps: list[tuple[float, int, bool]] = []
         self._running: dict[str, Flight] = {}
-        self._ends: list[tuple[int, int, Flight]] = []
+        self._ends = Ends()
         self._waiting: list[tuple[int, int, Flight]] = []
         self._prompts, self._telling = Prompts(), Telling()
         self._reserved = self._prompted = 0.0
@@ -132,9 +132,11 @@ class SimulatedEngine:
         """Beside generation: each may slow the other down."""
         slows = self._rates.verify_slows
         self._pace(slows)
+        self._shared.engine_works(True)
         try:
             await work(seconds, lambda: slows if self._running else 1.0, self._turned)
         finally:
+            self._shared.engine_works(False)
             self._pace(1 / slows)
 
     def _pace(self, factor: float) -> None:
@@ -158,12 +160,12 @@ class SimulatedEngine:
     def unlisten(self, listener: Listener) -> None:
         self._telling.listeners.remove(listener)
 
-    def unfinished(self) -> Mapping[str, Transcript]:
+    def unfinished(self, among: Iterable[str] | None = None) -> Mapping[str, Transcript]:
         """What was sampled so far of every request that is here; listeners are told first."""
         self._passes.advance()
-        found = {}
+        found, names = {}, None if among is None else set(among)
         for flight in [*self._running.values(), *(one[2] for one in self._waiting)]:
-            if not flight.gone:
+            if not flight.gone and (names is None or flight.request.id in names):
                 so_far = self._completion(flight, "interrupted")
                 self._telling.tell(flight, so_far, self.version, None)
                 found[flight.request.id] = transcript(flight.request, so_far)
@@ -211,23 +213,17 @@ class SimulatedEngine:
     def _settle(self) -> None:
         self._settling = True
         self._passes.advance()
-        while (flight := self._first()) and flight.end <= self._passes.done + ROUNDING:
+        while (flight := self._ends.first()) and flight.end <= self._passes.done + ROUNDING:
             self._mean += (flight.length - self._mean) / _MEMORY
             self._end(flight, "length" if flight.at_limit else "stop")
         self._admit()
         if self._timer:
             self._timer.cancel()
             self._timer = None
-        if (flight := self._first()) and not self._passes.paused:
+        if (flight := self._ends.first()) and not self._passes.paused:
             seconds = self._passes.seconds_until(flight.end)
             self._timer = asyncio.get_running_loop().call_later(seconds, self._settle)
         self._settling = False
-
-    def _first(self) -> Flight | None:
-        """Of those that run, the one that ends first."""
-        while self._ends and self._ends[0][2].gone:
-            heapq.heappop(self._ends)
-        return self._ends[0][2] if self._ends else None
 
     def _admit(self) -> None:
         rates = self._rates
@@ -256,7 +252,7 @@ class SimulatedEngine:
         self._reserved += room
         passes.running += 1
         passes.cached += flight.prompt + flight.prefix
-        heapq.heappush(self._ends, (flight.end, flight.order, flight))
+        self._ends.push(flight)
 
     def _end(self, flight: Flight, stop: Stop) -> None:
         completion = self._completion(flight, stop)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import math
 from collections.abc import Callable, Sequence
 
@@ -82,3 +83,19 @@ class Flight:
             if not spans or (spans[-1].version, spans[-1].mixed) != (version, mixed):
                 spans.append(VersionSpan(start, version, kv_version, mixed))
         return tuple(spans)
+
+
+class Ends:
+    """When those that run will end."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, Flight]] = []
+
+    def push(self, flight: Flight) -> None:
+        heapq.heappush(self._heap, (flight.end, flight.order, flight))
+
+    def first(self) -> Flight | None:
+        """Of those that are still here, the one that ends first."""
+        while self._heap and self._heap[0][2].gone:
+            heapq.heappop(self._heap)
+        return self._heap[0][2] if self._heap else None

@@ -36,13 +36,14 @@ def rates_of_run(run_dir: Path, config: RunConfig) -> tuple[Rates, float]:
             "on, or plan from its config.toml with --calibrate"
         )
     lengths = [group.lengths for group in groups if group.lengths]
+    # What is forwarded beside the completions: less than the prompt, where rollouts begin alike.
     prompt = statistics.mean(
         max(1.0, (step.report.forward_tokens - sum(step.lengths)) / len(step.tickets)) for step in steps
     )
-    computed = samples[-1].stats.prompt_tokens / max(1, len(groups))  # fewer, where prompts begin alike
+    computed = samples[-1].stats.prompt_tokens / max(1, len(groups))
     engine = _engine(samples, live, config.engine.max_running)
     rates = Rates(
-        msgspec.structs.replace(engine, prefill=engine.prefill * min(1.0, computed / prompt)),
+        msgspec.structs.replace(engine, prefill=engine.prefill * computed / prompt),
         _trainer(steps, _of(facts, Waited), live),
         overhead=_waited(_of(facts, Waited), "rollouts", "the scorer"),
         completions=empirical([n for group in lengths for n in group], alike(lengths)),
