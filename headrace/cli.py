@@ -84,8 +84,10 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 def report(arguments: argparse.Namespace) -> int:
     from headrace.observe.report import write_report
+    from headrace.orchestration.pieces import pieces_of
 
-    print(write_report(run_directory(arguments.run)))
+    run_dir = run_directory(arguments.run)
+    print(write_report(run_dir, pieces_of(run_dir)))
     return 0
 
 
@@ -104,6 +106,14 @@ def replay(arguments: argparse.Namespace) -> int:
     from headrace.orchestration import replaying
 
     return replaying.replay(run_directory(arguments.run), arguments.step, arguments.to)
+
+
+def inspect(arguments: argparse.Namespace) -> int:
+    from headrace.orchestration import inspection
+
+    run_dir = run_directory(arguments.run)
+    wanted = (arguments.step, arguments.ticket, arguments.worst, arguments.rescore, arguments.json)
+    return inspection.inspect(run_dir, *wanted)
 
 
 def diff(arguments: argparse.Namespace) -> int:
@@ -201,6 +211,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("run", metavar="RUN", help="directory of the run, or its name under runs/")
     _add_status(commands)
     _add_replay(commands)
+    _add_inspect(commands)
     one = _command(commands, "diff", diff, "where two runs part: step, group and token")
     one.add_argument("one", metavar="RUN_A", help="directory of a run, or its name under runs/")
     one.add_argument("other", metavar="RUN_B", help="of another one")
@@ -280,6 +291,21 @@ def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     one.add_argument("run", metavar="RUN", help="directory of the run, or its name under runs/")
     one.add_argument("--step", type=_positive, metavar="N", required=True, help="the step, counted from 1")
     one.add_argument("--to", type=_positive, metavar="M", help="the last of several (default: the same)")
+
+
+def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    one = _command(
+        commands, "inspect", inspect, "rollouts of a step, token by token: versions, rewards, masks, log-probs"
+    )
+    one.add_argument("run", metavar="RUN", help="directory of the run, or its name under runs/")
+    one.add_argument("--step", type=_positive, metavar="N", help="the step, counted from 1 (default: the last)")
+    one.add_argument("--ticket", type=int, metavar="T", help="one group, by its ticket")
+    one.add_argument("--worst", type=_positive, metavar="K", default=3, help="how many are shown token by token: those of the "
+                     "lowest reward, or with the widest differences (default: %(default)s)")  # fmt: skip
+    one.add_argument(
+        "--rescore", action="store_true", help="ask the trainer of that moment for its log-probs (starts it)"
+    )
+    one.add_argument("--json", action="store_true", help="for programs: all of it")
 
 
 def _add_set(parser: argparse.ArgumentParser) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -48,13 +49,15 @@ class Checker(HTMLParser):
         assert self.open.pop() == tag
 
 
-def report(run_dir: Path, facts: list[Fact], resume: Resume | None = None) -> str:
+def report(
+    run_dir: Path, facts: list[Fact], resume: Resume | None = None, pieces: Callable[..., list[str]] | None = None
+) -> str:
     recorder = Recorder(run_dir, resume=resume)
     for fact in facts:
         recorder.record(fact)
     recorder.close()
     write_journal(run_dir, records_of(facts))
-    html = write_report(run_dir).read_text()
+    html = write_report(run_dir, pieces).read_text()
     checker = Checker()
     checker.feed(html)
     assert checker.open == [] and checker.loads == []
@@ -157,8 +160,40 @@ def test_each_rollout_is_shown_with_its_own_advantage(tmp_path: Path) -> None:
     samples = load(tmp_path).samples
     assert len(samples) == 16
     # The stream's advantages are reward minus the group's mean: the best is above it, the worst below.
-    assert all(advantage > 0 for sample, advantage, _ in samples if sample.reward == 1)
-    assert all(advantage < 0 for sample, advantage, _ in samples if sample.reward == 0)
+    assert all(one.advantage > 0 for one in samples if one.reward == 1)
+    assert all(one.advantage < 0 for one in samples if one.reward == 0)
+
+
+def pieces(tokens: Sequence[int]) -> list[str]:
+    """A tokenizer whose token 100 is a tag."""
+    return ["<b>" if token == 100 else f" {token}" for token in tokens]
+
+
+def test_tokens_are_coloured_by_lag_and_say_what_is_known_of_them(tmp_path: Path) -> None:
+    facts = list(FactStream(steps=8).facts())
+    html = report(tmp_path, facts, pieces=pieces)
+    one = load(tmp_path, pieces).samples[-1]
+    cells = re.findall(r'<i class="lag(\d)[^"]*" data-tip="([^"]*)">([^<]*)</i>', html)
+    last = cells[-len(one.tokens) :]
+    assert [int(lag) for lag, _, _ in last] == list(one.lags) and last[0][2] == "&lt;b&gt;"
+    assert [
+        f"token {i}, id {token}" in tip for i, (token, (_, tip, _)) in enumerate(zip(one.tokens, last, strict=True))
+    ]
+    assert all(f"log-prob {value:.4f}" in tip for value, (_, tip, _) in zip(one.logprobs, last, strict=True))
+    assert "lag 0</span>" in html and "tokenizer was not at hand" not in html
+    assert "tokenizer was not at hand" in write_report(tmp_path).read_text()
+
+
+def test_tokens_that_left_the_loss_are_struck_out_with_the_reason(tmp_path: Path) -> None:
+    facts: list[Fact] = []
+    for fact in FactStream(steps=2).facts():
+        if isinstance(fact, StepTrained):
+            rows = [msgspec.structs.replace(row, mask=(False,) * len(row.mask)) for row in fact.groups[0].rows]
+            group = msgspec.structs.replace(fact.groups[0], rows=tuple(rows))
+            fact = msgspec.structs.replace(fact, groups=(group,))
+        facts.append(fact)
+    html = report(tmp_path, facts, pieces=pieces)
+    assert ' out"' in html and "not in the loss: masked" in html
 
 
 def test_long_runs_are_binned_without_losing_a_step() -> None:

@@ -17,6 +17,7 @@ from headrace.observe.report import write_report
 from headrace.observe.resume import Resume
 from headrace.observe.summary import print_summary
 from headrace.orchestration.checkpoint import Checkpoints
+from headrace.orchestration.pieces import pieces_of
 from headrace.orchestration.recovery import read_past
 from headrace.orchestration.rundir import RunDirectory
 from headrace.orchestration.session import Session
@@ -43,7 +44,7 @@ class Lane:
         """The report on disk and the summary on the terminal, however the run ended."""
         self.storage.close()
         with suppress(OSError, HeadraceError):  # nor may they hide it
-            write_report(self.directory.path)
+            write_report(self.directory.path, pieces_of(self.directory.path))
         if self.storage.recorder.state.started:
             print_summary(self.storage.recorder.state, self.report)
 

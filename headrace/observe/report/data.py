@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.observe.journal import JournalStep, count_steps, read_steps
-from headrace.observe.records import Sample, StepRow, read_metrics, sample_of
+from headrace.observe.looks import Look, Pieces, look, settings_of, trimmed_below
+from headrace.observe.records import StepRow, read_metrics
 from headrace.observe.state import RunState
-from headrace.types import Group, Row
 
 MAX_BINS = 200
 """Points of a curve. Longer runs show means of equal runs of steps, and say so."""
@@ -21,8 +21,7 @@ SAMPLED_STEPS = 8
 class ReportData:
     run_dir: Path
     state: RunState
-    samples: tuple[tuple[Sample, float, int], ...]
-    """Rollout, its advantage (mean over tokens; NaN when it was not trained), its greatest lag."""
+    samples: tuple[Look, ...]
     config: str
     bins: tuple[Bin, ...]
 
@@ -66,8 +65,8 @@ class Bin:
         return total
 
 
-def load(run_dir: Path) -> ReportData:
-    """Raises `HeadraceError` when a whole line of the run's files cannot be read."""
+def load(run_dir: Path, pieces: Pieces | None = None) -> ReportData:
+    """`pieces`: tokens as text. Raises `HeadraceError` when a whole line of the run's files cannot be read."""
     state = RunState()
     for fact in read_metrics(run_dir):
         state.fold(fact)
@@ -75,7 +74,7 @@ def load(run_dir: Path) -> ReportData:
     return ReportData(
         run_dir,
         state,
-        tuple(_samples(run_dir)),
+        tuple(_samples(run_dir, pieces)),
         config.read_text() if config.exists() else "",
         tuple(bins(state.rows)),
     )
@@ -86,38 +85,23 @@ def bins(rows: Sequence[StepRow], most: int = MAX_BINS) -> list[Bin]:
     return [Bin(tuple(rows[i : i + per])) for i in range(0, len(rows), per)]
 
 
-def _samples(run_dir: Path) -> list[tuple[Sample, float, int]]:
+def _samples(run_dir: Path, pieces: Pieces | None) -> list[Look]:
     """From steps spread evenly over the journal: the best and the worst rollout of one group of each."""
     count = count_steps(run_dir)
     if not count:
         return []
+    settings = settings_of(run_dir)
     wanted = min(count, SAMPLED_STEPS)
     picked = {round(i * (count - 1) / max(1, wanted - 1)) for i in range(wanted)}
-    return [one for step in read_steps(run_dir, picked) for one in _two_of(step)]
+    return [
+        one for step in read_steps(run_dir, picked) for one in _two_of(step, pieces, trimmed_below(settings, step.step))
+    ]
 
 
-def _two_of(step: JournalStep) -> list[tuple[Sample, float, int]]:
+def _two_of(step: JournalStep, pieces: Pieces | None, oldest: int | None) -> list[Look]:
     groups = [group for group in step.groups if group.scored]
     if not groups:
         return []
     group = groups[step.step % len(groups)]
     order = sorted(range(len(group.scored)), key=lambda i: -group.scored[i].reward)
-    chosen = [order[0], order[-1]] if len(order) > 1 else order
-    found = []
-    for index in chosen:
-        sample = sample_of(step.step, group, index)
-        row = _row_of(group, index)
-        advantage = sum(row.advantages) / len(row.advantages) if row and row.advantages else math.nan
-        found.append((sample, advantage, step.step - sample.first_version))
-    return found
-
-
-def _row_of(group: Group, index: int) -> Row | None:
-    """The training row that ends with a rollout's last completion. Rows of single-turn rollouts have their order."""
-    done = group.scored[index].episode.last
-    count = len(done.tokens)
-    candidates = [group.rows[index]] if len(group.rows) == len(group.scored) else list(group.rows)
-    for row in candidates:
-        if (row.tokens[-count:], row.logprobs[-count:]) == (done.tokens, done.logprobs):
-            return row
-    return None
+    return [look(step, group, index, pieces, oldest) for index in dict.fromkeys((order[0], order[-1]))]

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
 from headrace.observe import measures
-from headrace.observe.records import Sample
 from headrace.observe.report.data import ReportData
 from headrace.observe.report.gantt import gantt
 from headrace.observe.report.lags import lag_table
 from headrace.observe.report.plots import all_plots
+from headrace.observe.report.rollouts import rollouts
+from headrace.observe.report.tables import table
 from headrace.observe.state import RunState
-from headrace.observe.text import clip, counted, duration, number, percent, plural, short_time
+from headrace.observe.text import clip, counted, duration, percent, plural, short_time
 from headrace.observe.verdicts import all_verdicts, equation, reasons
 
 HERE = Path(__file__).parent
-MAX_TEXT = 4000
-"""Characters of a prompt or completion that the table shows."""
 SECTIONS = ("curves", "pools", "accounting", "rollouts", "warnings", "setup")
 MARKS = {"good": "✓", "bad": "✗", "plain": "•", "unknown": "?"}
 
@@ -36,7 +33,7 @@ def page(data: ReportData) -> str:
             ),
             _section("pools", "Both pools over time", gantt(state) + _waits(state)),
             _section("accounting", "Where every prompt went", _accounting(state)),
-            _section("rollouts", "Rollouts", _rollouts(data.samples)),
+            _section("rollouts", "Rollouts", rollouts(data.samples)),
             _section("warnings", "Warnings", _warnings(state)),
             _section("setup", "What ran where", _where(state) + _config(data.config)),
         ]
@@ -121,17 +118,6 @@ def _rate(rate: float | None) -> str:
     return "not measured" if rate is None else f"{rate:,.0f}"
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]], name: str = "") -> str:
-    """Cells are HTML already; columns whose heading starts with # are numbers."""
-    classes = ["num" if one.startswith("#") else "" for one in head]
-    top = "".join(f'<th class="{kind}">{escape(one.lstrip("#"))}</th>' for one, kind in zip(head, classes, strict=True))
-    body = "".join(
-        "<tr>" + "".join(f'<td class="{kind}">{cell}</td>' for cell, kind in zip(row, classes, strict=True)) + "</tr>"
-        for row in rows
-    )
-    return f'<div class="scroll"><table class="{name}"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
 def _waits(state: RunState) -> str:
     """Who waited for whom, the longest first."""
     ordered = sorted(state.waits.items(), key=lambda pair: -pair[1].seconds)
@@ -162,7 +148,7 @@ def _waits(state: RunState) -> str:
                 short_time(longest),
             )
         )
-    return "<h3>Who waited for whom</h3>" + _table(("who", "for what", "#times", "#in all", "#mean", "#longest"), rows)
+    return "<h3>Who waited for whom</h3>" + table(("who", "for what", "#times", "#in all", "#mean", "#longest"), rows)
 
 
 def _accounting(state: RunState) -> str:
@@ -183,43 +169,9 @@ def _accounting(state: RunState) -> str:
     )
     return (
         f'<p class="equation {mood}"><i>{MARKS[mood]}</i>{equation(counts)}</p>'
-        + _table(("tickets", "#groups", "reasons"), rows)
+        + table(("tickets", "#groups", "reasons"), rows)
         + f'<p class="note">{source}</p><ul>{extra}</ul>'
     )
-
-
-def _rollouts(samples: Sequence[tuple[Sample, float, int]]) -> str:
-    if not samples:
-        return '<p class="empty">No trained rollout is in the journal.</p>'
-    note = "From steps spread over the run: the best and the worst rollout of one group."
-    head = ("#step", "prompt", "completion", "#reward", "#advantage", "#tokens", "#version", "#lag")
-    rows = [_rollout(sample, advantage, lag) for sample, advantage, lag in samples]
-    return f'<p class="note">{note}</p>' + _table(head, rows, "rollouts")
-
-
-def _rollout(sample: Sample, advantage: float, lag: int) -> tuple[str, ...]:
-    parts = ""
-    if len(sample.rewards) > 1:
-        listed = ", ".join(f"{name} {number(value)}" for name, value in sample.rewards.items())
-        parts = f"<small>{escape(listed)}</small>"
-    versions = str(sample.first_version)
-    if sample.last_version != sample.first_version:
-        versions += f" to {sample.last_version}"
-    return (
-        str(sample.step + 1),
-        _text(sample.prompt),
-        _text(sample.text),
-        f"{number(sample.reward)}{parts}",
-        "not trained" if math.isnan(advantage) else f"{advantage:+.3f}",
-        f"{sample.tokens}<small>{escape(sample.stop)}</small>",
-        versions,
-        str(lag),
-    )
-
-
-def _text(text: str) -> str:
-    shown = text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} … ({len(text) - MAX_TEXT:,} characters more)"
-    return f'<div class="text">{escape(shown)}</div>' if shown else '<span class="faint">(empty)</span>'
 
 
 def _warnings(state: RunState) -> str:
@@ -232,13 +184,13 @@ def _warnings(state: RunState) -> str:
     if not found:
         return '<p class="empty">None.</p>'
     rows = [(duration(t), escape(clip(message, 2000))) for t, message in sorted(found)[-200:]]
-    return _table(("#at", "what"), rows)
+    return table(("#at", "what"), rows)
 
 
 def _where(state: RunState) -> str:
     if not state.started or not state.started.where:
         return ""
-    return _table(("part", "runs on"), [(escape(part), escape(place)) for part, place in state.started.where.items()])
+    return table(("part", "runs on"), [(escape(part), escape(place)) for part, place in state.started.where.items()])
 
 
 def _config(text: str) -> str:

@@ -1,0 +1,85 @@
+"""Some rollouts, token by token, coloured by lag. Everything that came from a model or a user is escaped."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+
+from headrace.observe.looks import Look, spans_told, told_of
+from headrace.observe.report.tables import table
+from headrace.observe.text import counted, number
+
+MAX_TEXT, MAX_TOKENS = 4000, 400
+"""Characters of a prompt, and tokens of a completion, that the table shows."""
+OLDEST = 5
+"""Lags from here on share a colour."""
+
+
+def rollouts(looks: Sequence[Look]) -> str:
+    if not looks:
+        return '<p class="empty">No trained rollout is in the journal.</p>'
+    note = (
+        "From steps spread over the run: the best and the worst rollout of one group. headrace inspect shows any other."
+    )
+    head = ("#step", "prompt", "completion", "#reward", "#advantage", "#tokens", "#version", "#lag")
+    return f'<p class="note">{note}</p>{_legend(looks)}' + table(head, [_row(one) for one in looks], "rollouts")
+
+
+def _legend(looks: Sequence[Look]) -> str:
+    if not any(one.decoded for one in looks):
+        return '<p class="note">The model\'s tokenizer was not at hand, so tokens are not told apart.</p>'
+    lags = sorted({_class(lag) for one in looks for lag in one.lags})
+    keys = "".join(f'<span class="key"><i class="lag{lag}"></i>lag {lag}{"+" * (lag == OLDEST)}</span>' for lag in lags)
+    strange = [
+        f'<span class="tokens"><i class="{name}">{word}</i></span>'
+        for name, word, there in (
+            ("out", "not in the loss", any(one.reasons for one in looks)),
+            ("mixed", "mixed weights", any(any(one.mixed) for one in looks)),
+        )
+        if there
+    ]
+    return f'<p class="keys">{keys}{"".join(strange)}<span class="faint">point at a token for its numbers</span></p>'
+
+
+def _class(lag: int) -> int:
+    return min(max(lag, 0), OLDEST)
+
+
+def _row(one: Look) -> tuple[str, ...]:
+    listed = ", ".join(f"{name} {number(value)}" for name, value in one.rewards.items())
+    parts = f"<small>{escape(listed)}</small>" if len(one.rewards) > 1 else ""
+    versions = sorted({span.version for span in one.spans}) or [0]
+    shown = str(versions[0]) if len(versions) == 1 else f"{versions[0]} to {versions[-1]}"
+    left_out = f"<small>{escape(counted(one.reasons))}</small>" if one.reasons else ""
+    return (
+        f"{one.step}<small>ticket {one.ticket}</small>",
+        _text(one.prompt),
+        _tokens(one) if one.decoded else _text(one.text),
+        f"{number(one.reward)}{parts}",
+        "not trained" if math.isnan(one.advantage) else f"{one.advantage:+.3f}",
+        f"{len(one.tokens)}<small>{escape(one.stop)}</small>{left_out}",
+        f'<span data-tip="{escape(spans_told(one))}">{shown}</span>',
+        str(max(one.lags, default=0)),
+    )
+
+
+def _tokens(one: Look) -> str:
+    cells = [
+        f'<i class="{_classes(one, place)}" data-tip="{escape(told_of(one, place))}">{escape(piece)}</i>'
+        for place, piece in enumerate(one.pieces[:MAX_TOKENS])
+        if piece
+    ]
+    rest = len(one.pieces) - MAX_TOKENS
+    more = f" … ({rest:,} tokens more)" if rest > 0 else ""
+    return f'<div class="text tokens">{"".join(cells)}{more}</div>' if cells else '<span class="faint">(empty)</span>'
+
+
+def _classes(one: Look, place: int) -> str:
+    marks = " out" * bool(one.left_out[place]) + " mixed" * one.mixed[place]
+    return f"lag{_class(one.lags[place])}{marks}"
+
+
+def _text(text: str) -> str:
+    shown = text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} … ({len(text) - MAX_TEXT:,} characters more)"
+    return f'<div class="text">{escape(shown)}</div>' if shown else '<span class="faint">(empty)</span>'
