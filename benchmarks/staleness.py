@@ -1,6 +1,6 @@
 """Who is trained? What pacing and discarding do to throughput, to lag, and to the choice of prompts.
 
-    python benchmarks/staleness.py [--seeds 0 1 2] [--steps 120] [--real 14] [--json FILE]
+    python benchmarks/staleness.py [--seeds 0 1 2] [--steps 60] [--real 14] [--json FILE]
 
 **Simulated.** The real pipeline, buffer and staleness code in virtual time (`headrace.simulate`): a 7B model on eight H100s, half of them to
 generate and half to train, 32 prompts x 8 rollouts a step, log-normal completions with a heavy tail that are long where the prompt
@@ -47,7 +47,7 @@ def policies(max_lag: int, groups: int) -> dict[str, Json]:
         "trim": {"max_lag": max_lag, "overdue": "trim", **away},
         "drop": {"max_lag": max_lag, "overdue": "drop", **away},
         "cancel": {"max_lag": max_lag, "overdue": "cancel", **away},
-        "unbounded": {"max_lag": NEVER, "overdue": "drop", **away},
+        "unbounded": {"max_lag": NEVER, "overdue": "drop", "in_flight": (3 * max_lag + 1) * groups},
     }
 
 
@@ -74,12 +74,13 @@ def simulated(given: argparse.Namespace, policy: Json, seed: int) -> Json:
         """An observer that keeps metrics, not tokens."""
 
         def __init__(self) -> None:
-            self.state, self.ended, self.trained = RunState(), {}, []
+            self.state, self.ended, self.trained, self.kept = RunState(), {}, [], {}
 
         def record(self, fact: Any) -> None:
             if isinstance(fact, GroupEnded):
                 self.ended[fact.ticket] = fact
             if isinstance(fact, StepTrained):
+                self.kept |= {group.ticket: kept_share(group) for group in fact.groups}
                 fact = summarise(fact)
                 self.trained += fact.tickets
             if not isinstance(fact, WeightsLive):
@@ -100,10 +101,28 @@ def simulated(given: argparse.Namespace, policy: Json, seed: int) -> Json:
         **lags_of(rows),
         "trained_rate": sum(row.report.loss_tokens for row in rows[1:]) / seconds,
         "seconds": seconds / (len(rows) - 1),
-        "engine_idle": max(0.0, 1 - stats.busy_seconds / watcher.state.rows[-1].t),
+        "running": stats.sampled_tokens / stats.steps,
         **thrown(watcher.state, policy["max_lag"]),
         **chosen(truth, watcher.ended, watcher.trained),
+        "by_token": by_token(truth, watcher.ended, watcher.kept),
     }
+
+
+def kept_share(group: Any) -> float:
+    """Of its tokens, those in the loss."""
+    masks = [kept for row in group.rows for kept in row.mask]
+    return sum(masks) / len(masks)
+
+
+def by_token(truth: Sequence[Prompted], ended: Mapping[int, Any], kept: Mapping[int, float]) -> list[float]:
+    """The mean solve rate of what was drawn and of what was trained, each token counted once."""
+    known = {ticket: one for ticket in cohort(ended, truth) if (one := truth[ticket]).contrast}
+    tokens = {ticket: sum(one.lengths) for ticket, one in known.items()}
+    loss = {ticket: count * kept.get(ticket, 0.0) for ticket, count in tokens.items()}
+    return [
+        sum(known[ticket].solved * count for ticket, count in each.items()) / sum(each.values())
+        for each in (tokens, loss)
+    ]
 
 
 def scenario_of(given: argparse.Namespace, policy: Json, seed: int) -> Any:
@@ -178,10 +197,14 @@ def thrown(state: Any, bound: int) -> Json:
     }
 
 
+def cohort(ended: Mapping[int, Any], truth: Sequence[object]) -> list[int]:
+    """The first tickets, up to the first one of which the end is not known."""
+    return list(itertools.takewhile(lambda ticket: ticket in ended, range(len(truth))))
+
+
 def chosen(truth: Sequence[Prompted | None], ended: Mapping[int, Any], trained: Sequence[int]) -> Json:
     """Of the first tickets that all ended: those with contrast, and those of them that were trained."""
-    cohort = list(itertools.takewhile(lambda ticket: ticket in ended, range(len(truth))))
-    known = {ticket: one for ticket in cohort if (one := truth[ticket]) and one.contrast}
+    known = {ticket: one for ticket in cohort(ended, truth) if (one := truth[ticket]) and one.contrast}
     taken = set(trained)
     kept = [one for ticket, one in known.items() if ticket in taken]
     away = [one for ticket, one in known.items() if ticket not in taken and ended[ticket].outcome != "ready"]
@@ -236,13 +259,13 @@ def run(options: Json) -> Json:
     rows = [fact for fact in facts if isinstance(fact, StepRow)][3:]
     seconds = rows[-1].t - rows[0].t
     samples = [fact for fact in facts if isinstance(fact, EngineSample) and rows[0].t <= fact.t <= rows[-1].t]
-    busy = samples[-1].stats.busy_seconds - samples[0].stats.busy_seconds
+    first, last = samples[0].stats, samples[-1].stats
     ended = [fact for fact in facts if isinstance(fact, GroupEnded)]
     return {
         **lags_of(rows),
         "trained_rate": sum(row.report.loss_tokens for row in rows[1:]) / seconds,
         "seconds": seconds / (len(rows) - 1),
-        "engine_idle": 1 - busy / (samples[-1].t - samples[0].t),
+        "running": (last.sampled_tokens - first.sampled_tokens) / (last.steps - first.steps),
         **thrown(state, options["max_lag"]),
         "ended": {
             one.ticket: [one.outcome, one.lengths, one.rewards] for one in ended if one.lengths or one.lost_tokens
@@ -307,25 +330,31 @@ def with_truth(runs: Mapping[str, Json]) -> dict[str, Json]:
 
 def table(found: Mapping[str, Sequence[Json]]) -> Iterator[str]:
     yield (
-        "| policy | trained tokens/s | s a step | engine idle | lag mean | max | groups discarded | tokens thrown away | trimmed "
-        "| mean tokens: drawn | trained | standard errors | p95: drawn | trained | solve rate: drawn | trained | standard errors |"
+        "| policy | trained tokens/s | s a step | sequences decoding | lag mean | max | groups discarded | tokens thrown away | trimmed "
+        "| mean tokens: drawn | trained | standard errors | p95: drawn | trained | solve rate: drawn | trained | standard errors | of a token: drawn | trained |"
     )
-    yield f"|{'---|' * 17}"
+    yield f"|{'---|' * 19}"
     for name, runs in found.items():
         mean = {key: statistics.mean(one[key] for one in runs) for key in runs[0] if isinstance(runs[0][key], float)}
         sides = {side: {key: _mean(runs, side, key) for key in runs[0][side]} for side in ("drawn", "trained")}
         drawn, trained = sides["drawn"], sides["trained"]
         yield (
-            f"| {name} | {mean['trained_rate']:,.0f} | {mean['seconds']:.1f} | {mean['engine_idle']:.0%} | {mean['lag_mean']:.2f} "
+            f"| {name} | {mean['trained_rate']:,.0f} | {mean['seconds']:.1f} | {mean['running']:.0f} | {mean['lag_mean']:.2f} "
             f"| {max(one['lag_max'] for one in runs)} | {mean['discarded']:.1%} | {mean['lost']:.1%} | {mean['trimmed']:.1%} "
             f"| {drawn['length']:,.0f} | {trained['length']:,.0f} ({trained['length'] / drawn['length'] - 1:+.1%}) "
             f"| {_errors(runs, 'length')} | {drawn['p95']:,.0f} | {trained['p95']:,.0f} "
-            f"| {drawn['solved']:.3f} | {trained['solved']:.3f} | {_errors(runs, 'solved')} |"
+            f"| {drawn['solved']:.3f} | {trained['solved']:.3f} | {_errors(runs, 'solved')} | {_by_token(runs)} |"
         )
 
 
 def _mean(runs: Sequence[Json], side: str, key: str) -> float:
     return statistics.mean(one[side][key] for one in runs)
+
+
+def _by_token(runs: Sequence[Json]) -> str:
+    if "by_token" not in runs[0]:
+        return "– | –"
+    return " | ".join(f"{statistics.mean(one['by_token'][side] for one in runs):.3f}" for side in (0, 1))
 
 
 def _errors(runs: Sequence[Json], name: str) -> str:
@@ -337,7 +366,7 @@ def _errors(runs: Sequence[Json], name: str) -> str:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=120, help="of a simulated run; 0 simulates none")
+    parser.add_argument("--steps", type=int, default=60, help="of a simulated run; 0 simulates none")
     parser.add_argument("--groups", type=int, default=32, help="prompts a simulated step")
     parser.add_argument("--max-lag", type=int, default=4, help="of a simulated run")
     parser.add_argument("--real", type=int, default=0, help="steps of a real run; 0 makes none")
