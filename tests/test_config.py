@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from headrace import settings
-from headrace.config import RunConfig, available_cores, check, dump_config, load_config
+from headrace.config import RunConfig, available_cores, check, dump_config, load_config, same_course
 from headrace.errors import ConfigError
 from headrace.types import Prompt
 
@@ -257,7 +257,9 @@ def test_a_dumped_run_loads_to_the_same_run(tmp_path):
 def test_a_dump_spells_out_every_setting():
     dumped = tomllib.loads(dump_config(load_config(MINIMAL)))
     assert {field.name for field in dataclasses.fields(RunConfig)} == set(dumped)
-    assert dumped["staleness"] == {"groups_per_step": 8, "max_lag": 1, "window": 1}
+    assert dumped["staleness"] == {
+        "groups_per_step": 8, "max_lag": 1, "window": 1, "order": "stalest", "overdue": "wait", "in_flight": 0, "stored": 0,
+    }  # fmt: skip
 
 
 # --- bad pairs ---------------------------------------------------------------------------------------------------------
@@ -274,6 +276,7 @@ def test_a_dump_spells_out_every_setting():
         (["eval.prompts=100", "task.held_out=32"], "raise task.held_out or lower eval.prompts"),
         (["engine.cores=[0]", "train.cores=[0]"], "leave both empty"),
         (["engine.cores=[4096]"], "engine.cores names [4096]"),
+        (["lora.rank=4", "partial.mode=stream"], "an adapter is small and is replaced at once"),
     ],
 )
 def test_bad_pairs_are_refused_with_the_remedy(sets, words):
@@ -305,3 +308,22 @@ def test_good_pairs_pass():
 
 def test_available_cores_are_those_of_this_process():
     assert available_cores() <= set(range(os.cpu_count() or 1)) and available_cores()
+
+
+# --- going on with a run -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sets", "same"),
+    [
+        (["checkpoint.every=3", "engine.kv_gib=1", "watch.identity_every=0", "train.cores=[0]"], True),
+        (["train.steps=500"], True),
+        (["train.steps=500", "train.schedule=cosine"], False),
+        (["train.learning_rate=1e-3"], False),
+        (["rollout.temperature=0.7"], False),
+        (["algo.name=rloo"], False),
+        (["staleness.max_lag=0"], False),
+    ],
+)
+def test_steps_can_be_done_again_only_with_the_settings_that_they_depend_on(sets, same):
+    assert same_course(load_config(MINIMAL), load_config(MINIMAL, sets)) is same
