@@ -112,7 +112,7 @@ def inspect(arguments: argparse.Namespace) -> int:
     from headrace.orchestration import inspection
 
     run_dir = run_directory(arguments.run)
-    wanted = (arguments.step, arguments.ticket, arguments.worst, arguments.rescore, arguments.json)
+    wanted = (arguments.step, arguments.ticket, arguments.worst, arguments.rescore, arguments.json, arguments.tokens)
     return inspection.inspect(run_dir, *wanted)
 
 
@@ -305,6 +305,7 @@ def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     one.add_argument(
         "--rescore", action="store_true", help="ask the trainer of that moment for its log-probs (starts it)"
     )
+    one.add_argument("--tokens", action="store_true", help="of those also a line for each token, with all its numbers")
     one.add_argument("--json", action="store_true", help="for programs: all of it")
 
 

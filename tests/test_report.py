@@ -176,9 +176,7 @@ def test_tokens_are_coloured_by_lag_and_say_what_is_known_of_them(tmp_path: Path
     cells = re.findall(r'<i class="lag(\d)[^"]*" data-tip="([^"]*)">([^<]*)</i>', html)
     last = cells[-len(one.tokens) :]
     assert [int(lag) for lag, _, _ in last] == list(one.lags) and last[0][2] == "&lt;b&gt;"
-    assert [
-        f"token {i}, id {token}" in tip for i, (token, (_, tip, _)) in enumerate(zip(one.tokens, last, strict=True))
-    ]
+    assert all(f"token {i}, id {one.tokens[i]}\n" in tip for i, (_, tip, _) in enumerate(last))
     assert all(f"log-prob {value:.4f}" in tip for value, (_, tip, _) in zip(one.logprobs, last, strict=True))
     assert "lag 0</span>" in html and "tokenizer was not at hand" not in html
     assert "tokenizer was not at hand" in write_report(tmp_path).read_text()

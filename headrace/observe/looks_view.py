@@ -14,20 +14,30 @@ from headrace.observe.looks import Look, spans_told
 from headrace.observe.text import clip, counted, number, plural
 from headrace.reports import TrainReport
 
-LAG_STYLES = ("green", "cyan", "dodger_blue1", "blue_violet", "magenta", "red")
+LAG_STYLES = ("green", "cyan", "bright_blue", "yellow", "magenta", "red")
 """By lag; older ones as the last."""
 WIDE = 0.5
 """|trainer - sampler|, nats, from which on a token is underlined."""
 
 
-def show(console: Console, looks: Sequence[Look], chosen: Sequence[Look], report: TrainReport, source: str) -> None:
-    """`chosen`: those shown token by token. `source`: where the trainer's log-probs come from, or why there are none."""
+def show(
+    console: Console,
+    looks: Sequence[Look],
+    chosen: Sequence[Look],
+    report: TrainReport,
+    source: str,
+    tokens: bool = False,
+) -> None:
+    """`chosen`: those shown token by token, with `tokens` also one a line. `source`: where the trainer's log-probs come from, or
+    why there are none."""
     console.print(_headline(looks, report))
     console.print(_lag_lines(report))
     if len(looks) > 1:
         console.print(_overview(looks))
     for one in chosen:
         console.print(rollout(one))
+        if tokens:
+            console.print(_token_table(one))
     console.print(_legend(chosen, source))
 
 
@@ -102,6 +112,27 @@ def _tokens(one: Look) -> Text:
     for place, piece in enumerate(one.pieces):
         text.append(piece, _style(one, place))
     return text
+
+
+def _token_table(one: Look) -> Table:
+    table = _table(
+        "#token", "#id", "", "#log-prob", *(["#trainer", "#Δ"] if one.trainer else []), "#lag", "#advantage", ""
+    )
+    for place, token in enumerate(one.tokens):
+        trainer = one.trainer[place : place + 1]
+        cells = [
+            str(place),
+            str(token),
+            repr(one.pieces[place])[1:-1],
+            f"{one.logprobs[place]:.4f}",
+            *(f"{value:.4f}" for value in trainer),
+            *(f"{value - one.logprobs[place]:+.4f}" for value in trainer),
+            str(one.lags[place]),
+            f"{one.advantages[place]:+.3f}" if one.advantages else "-",
+            ", ".join(filter(None, (one.left_out[place], "mixed" * one.mixed[place]))),
+        ]
+        table.add_row(*map(escape, cells), style=LAG_STYLES[min(max(one.lags[place], 0), len(LAG_STYLES) - 1)])
+    return table
 
 
 def _style(one: Look, place: int) -> str:

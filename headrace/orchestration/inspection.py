@@ -38,9 +38,11 @@ def inspect(
     worst: int = SHOWN,
     rescore: bool = False,
     as_json: bool = False,
+    tokens: bool = False,
     console: Console | None = None,
 ) -> int:
-    """`step`: counted from 1, the last one if not given. `worst`: how many rollouts are shown token by token."""
+    """`step`: counted from 1, the last one if not given. `worst`: how many rollouts are shown token by token, with `tokens` also one
+    token a line."""
     console = console or Console(highlight=False)
     journaled = find_step(run_dir, step, ticket)
     trainer, source = _trainer_side(run_dir, journaled, ticket, rescore)
@@ -49,7 +51,7 @@ def inspect(
     if as_json:
         print(encode(Inspected(journaled.report, tuple(looks), source)).decode())
         return 0
-    show(console, looks, sorted(looks, key=_worst_first)[:worst], journaled.report, source)
+    show(console, looks, sorted(looks, key=_worst_first)[:worst], journaled.report, source, tokens)
     return 0
 
 
