@@ -16,7 +16,6 @@ from pydantic.dataclasses import dataclass
 from headrace.observe.waits import Waits
 from headrace.protocols import Engine
 from headrace.reports import LoadReport
-from headrace.steps import Finished
 from headrace.types import Completion, Request, SamplingMask, TopLogprobs, VersionSpan
 from headrace.weights import WeightUpdate
 
@@ -84,7 +83,7 @@ class Interrupts:
         self._engine, self._config, self._waits, self._clock = engine, config, waits, clock
         self._kept: dict[str, Completion] = {}
         """What was sampled before an interruption or in an earlier process, and what is done, by request, until `forget`."""
-        self._asked: set[str] = set()
+        self._asked: dict[str, asyncio.Future[Completion]] = {}
         """Requests that the engine has."""
         self._groups = 0
         self._idle, self._open, self._admits = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -100,13 +99,22 @@ class Interrupts:
             if not self._open.is_set():
                 async with self._waits.named("rollouts", "the swap in the engine, which interrupted them"):
                     await self._open.wait()
-            self._asked.add(request.id)
-            try:
-                part = await self._engine.generate(self._rest(request, had))
-            finally:
-                self._asked.discard(request.id)
-            had = self._kept[request.id] = joined(had, part) if had else part
+            had = self._kept[request.id] = await self._ask(request, had)
         return had
+
+    async def _ask(self, request: Request, had: Completion | None) -> Completion:
+        asked = self._asked[request.id] = asyncio.ensure_future(self._engine.generate(self._rest(request, had)))
+        try:
+            part = await asyncio.shield(asked)
+        except (
+            BaseException
+        ):  # what it has is in the checkpoint that a run leaves behind, and in what is said to be lost
+            self._kept |= self._told([request.id])
+            asked.cancel()
+            raise
+        finally:
+            del self._asked[request.id]
+        return joined(had, part) if had else part
 
     async def once(self, request: Request) -> Completion:
         """The same, for a request that nobody asks about later."""
@@ -149,13 +157,22 @@ class Interrupts:
 
     def so_far(self) -> dict[str, Completion]:
         """By request, everything that is done or begun; `interrupted` says that there is more to come."""
-        told = self._engine.unfinished()
-        found = dict(self._kept)
-        for request_id in self._asked & told.keys():
-            part = told[request_id].completion(Finished(request_id, "interrupted"))
-            if part.tokens:
-                before = self._kept.get(request_id)
-                found[request_id] = joined(before, part) if before else part
+        return self._kept | self._told(self._asked)
+
+    def _told(self, request_ids: Iterable[str]) -> dict[str, Completion]:
+        """Of requests that the engine has."""
+        running, found = self._engine.unfinished(request_ids), {}
+        for name in request_ids:
+            asked = self._asked[name]
+            if asked.done() and not asked.cancelled() and not asked.exception():  # its rollout has not had its turn
+                part = asked.result()
+            elif name in running:
+                part = running[name].so_far()
+            else:
+                continue
+            if part.tokens or part.stop != "interrupted":
+                before = self._kept.get(name)
+                found[name] = joined(before, part) if before else part
         return found
 
     def restore(self, kept: Mapping[str, Completion]) -> None:
@@ -163,7 +180,8 @@ class Interrupts:
 
     def first_version(self, request_ids: Iterable[str]) -> int | None:
         """Of the oldest token of these requests; None where nothing is sampled yet."""
-        told = self._engine.unfinished()
+        request_ids = list(request_ids)
+        told = self._engine.unfinished(request_ids)
         versions = [kept.spans[0].version for one in request_ids if (kept := self._kept.get(one)) and kept.spans]
         versions += [running.versions[0] for one in request_ids if (running := told.get(one)) and running.versions]
         return min(versions, default=None)

@@ -53,8 +53,11 @@ class Engine(Protocol):
         """Every request that is here, waiting ones included, ends as `interrupted`, with what there is of it, even while the
         engine is paused. Requests that come after the call are not touched."""
 
-    def unfinished(self) -> Mapping[str, Transcript]:
-        """What has been told so far of each request under way, by its id. A copy."""
+    def unfinished(self, among: Iterable[str] | None = None) -> Mapping[str, Transcript]:
+        """What has been told so far of each request under way (`among` these), by its id. A copy.
+
+        It has an `end` where that is told and whoever awaits it has not had his turn. Of an engine that was given up: what it
+        had until then."""
 
     def listen(self, listener: Callable[[bytes], None]) -> None:
         """`listener` is given every `StepOutput` (msgpack) before anybody is told of a token or an end in it. What it raises

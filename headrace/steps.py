@@ -75,6 +75,7 @@ class Transcript:
     mixed: list[bool] = field(default_factory=list)
     details: list[TokenDetails] = field(default_factory=list)
     scores: PromptScores | None = None
+    end: Finished | None = None
 
     def copy(self) -> Transcript:
         """As it is now: nothing that is told later shows in it."""
@@ -87,7 +88,12 @@ class Transcript:
             self.mixed.copy(),
             self.details.copy(),
             self.scores,
+            self.end,
         )
+
+    def so_far(self) -> Completion:
+        """`interrupted` where it has not ended."""
+        return self.completion(self.end or Finished(self.request.id, "interrupted"))
 
     def completion(self, end: Finished) -> Completion:
         spans = spans_of(self.versions, self.kv_versions, self.mixed)

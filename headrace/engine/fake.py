@@ -10,7 +10,7 @@ import asyncio
 import math
 import random
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -239,8 +239,9 @@ class FakeEngine:
             pending.wake()
         self._notify()
 
-    def unfinished(self) -> Mapping[str, Transcript]:
-        return {name: pending.copy() for name, pending in self._pending.items()}
+    def unfinished(self, among: Iterable[str] | None = None) -> Mapping[str, Transcript]:
+        names = list(self._pending) if among is None else among
+        return {name: self._pending[name].copy() for name in names if name in self._pending}
 
     def listen(self, listener: Callable[[bytes], None]) -> None:
         self._listeners.append(listener)

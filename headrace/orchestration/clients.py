@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -89,12 +89,13 @@ class _Pending(Transcript):
             prompt_logprobs=self.request.prompt_logprobs and self.scores is None,
         )
 
-    def end(self, end: Finished) -> None:
+    def finish(self, end: Finished) -> None:
         if not self.done.done():
+            self.end = end
             self.done.set_result(self.completion(end))
 
     def interrupt(self) -> None:
-        self.end(Finished(self.request.id, "interrupted"))
+        self.finish(Finished(self.request.id, "interrupted"))
 
     def fail(self, error: Exception) -> None:
         if not self.done.done():
@@ -120,6 +121,8 @@ class ProcessEngine:
         self._who, self._cores, self._weights_fd = who, cores, weights_fd
         self._max_deaths, self._observer, self._clock, self._log = max_deaths, observer, clock, log
         self._pending: dict[str, _Pending] = {}
+        self._left: dict[str, _Pending] = {}
+        """What was under way when the engine was given up."""
         self._listeners: list[Callable[[bytes], None]] = []
         self._wanted: dict[str, WeightUpdate] = {}
         """The newest weights by adapter; the base model's go by the empty name."""
@@ -205,8 +208,9 @@ class ProcessEngine:
         else:
             self._interrupt_aborted()
 
-    def unfinished(self) -> Mapping[str, Transcript]:
-        return {name: pending.copy() for name, pending in self._pending.items() if not pending.done.done()}
+    def unfinished(self, among: Iterable[str] | None = None) -> Mapping[str, Transcript]:
+        here = self._left or self._pending
+        return {name: here[name].copy() for name in (list(here) if among is None else among) if name in here}
 
     def listen(self, listener: Callable[[bytes], None]) -> None:
         self._listeners.append(listener)
@@ -253,11 +257,12 @@ class ProcessEngine:
                     self._up.clear()
 
     async def _until_up(self) -> None:
-        """Raises what ended the engine for good."""
+        """Returns with a process that is there at this very moment. Raises what ended the engine for good."""
         assert self._gave_up is not None
-        up: asyncio.Future[Any] = asyncio.ensure_future(self._up.wait())
-        await asyncio.wait([self._gave_up, up], return_when=asyncio.FIRST_COMPLETED)
-        up.cancel()
+        while not (self._up.is_set() or self._gave_up.done()):  # it may have died again before this task has its turn
+            up: asyncio.Future[Any] = asyncio.ensure_future(self._up.wait())
+            await asyncio.wait([self._gave_up, up], return_when=asyncio.FIRST_COMPLETED)
+            up.cancel()
         if self._gave_up.done():
             self._gave_up.result()
 
@@ -308,6 +313,7 @@ class ProcessEngine:
             return
         self._gave_up.set_exception(error)
         self._gave_up.exception()  # whoever watches raises it; nobody watching is no error
+        self._left = dict(self._pending)
         for pending in self._pending.values():
             pending.fail(error)
 
@@ -339,7 +345,7 @@ class ProcessEngine:
         write_down(output, self._pending.get)
         for end in output.finished:
             if pending := self._pending.get(end.request_id):
-                pending.end(end)
+                pending.finish(end)
 
     def _totals(self) -> EngineStats:
         before, now = self._earlier, self._latest

@@ -25,11 +25,12 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 import msgspec
 
-from headrace.errors import IdentityError, TrainingError, WorkerDied, first_error
+from headrace.errors import HeadraceError, IdentityError, TrainingError, WorkerDied, first_error
 from headrace.observe.facts import Warned, WeightsLive
 from headrace.observe.journal import JournalStep, Live, Stepped
 from headrace.orchestration.outcomes import Rolled, step_fact
@@ -53,6 +54,7 @@ class Pipeline:
         self.trainer_busy = 0.0
         """Seconds in step, publish and save."""
         self._evaluations: list[asyncio.Task[None]] = []
+        self._stepping: asyncio.Future[TrainReport] | None = None
         self._skipped = 0
         self._reward_drawn = math.nan
 
@@ -91,8 +93,19 @@ class Pipeline:
             if isinstance(error, (TrainingError, IdentityError)) or (
                 isinstance(error, WorkerDied) and error.who != "trainer"
             ):
-                await self._checkpoint()
+                await self._last_checkpoint()
             raise error from group
+        finally:
+            if self._stepping:
+                self._stepping.cancel()
+
+    async def _last_checkpoint(self) -> None:
+        """Of a run that something else has ended. The step under way goes on in its process, whoever waits for it: it is waited
+        for, or the weights in the checkpoint would be those of another step than its tickets."""
+        with suppress(HeadraceError):  # what ended the run is what its user should read
+            if self._stepping and not self._stepping.done():
+                await self._stepping
+            await self._checkpoint()
 
     async def _run(self, loops: asyncio.TaskGroup) -> None:
         parts = self._parts
@@ -118,18 +131,10 @@ class Pipeline:
                 groups = await parts.buffer.take(plan.staleness.groups_per_step, self._judge)
             if groups is None:
                 break
-            waited = self._clock() - waited
-            batch = self._batch(groups)
-            report = await self._busy(parts.trainer.step(batch), "step")
-            parts.journal.write(Stepped(self._clock(), report, tuple(group.ticket for group in groups)))
-            parts.journal.flush()
+            self._stepping = asyncio.ensure_future(self._step(groups, self._clock() - waited))
+            report = await asyncio.shield(self._stepping)
             if report.skipped:
-                self._skip(report, groups)
                 continue
-            self._skipped = 0
-            self.step = report.version
-            parts.buffer.trained(groups)
-            self._record(step_fact(self._clock(), report, batch.groups, self._mean_drawn(), waited))
             if delivery:  # a publish overwrites the slot before last: the last one must be live
                 async with parts.waits.named("trainer", "the swap in the engine (of the version before)"):
                     await delivery
@@ -141,6 +146,21 @@ class Pipeline:
                 await delivery
         if self.step >= plan.steps:
             await self._checkpoint()
+
+    async def _step(self, groups: tuple[Group, ...], waited: float) -> TrainReport:
+        """Nothing comes between what the trainer does and what is written of it."""
+        parts, batch = self._parts, self._batch(groups)
+        report = await self._busy(parts.trainer.step(batch), "step")
+        parts.journal.write(Stepped(self._clock(), report, tuple(group.ticket for group in groups)))
+        parts.journal.flush()
+        if report.skipped:
+            self._skip(report, groups)
+            return report
+        self._skipped = 0
+        self.step = report.version
+        parts.buffer.trained(groups)
+        self._record(step_fact(self._clock(), report, batch.groups, self._mean_drawn(), waited))
+        return report
 
     def _judge(self, group: Group) -> Group | None:
         judged = judge(group, self.step, self._plan.staleness)

@@ -104,6 +104,8 @@ class Channel:
         self._replies: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
+        self._ended = False
+        """Nobody reads answers any more."""
 
     async def open(self, sock: socket.socket) -> None:
         reader, self._writer = await asyncio.open_connection(sock=sock, limit=1 << 24)
@@ -124,7 +126,7 @@ class Channel:
         self._write(Frame(0, method, pack_payload(payload), number=next(self._numbers)))
 
     def _write(self, frame: Frame) -> None:
-        if self._writer is None or self._writer.is_closing():
+        if self._writer is None or self._ended or self._writer.is_closing():
             raise WorkerDied(self._who, "has closed its connection")
         self._writer.write(pack(frame))
 
@@ -140,10 +142,14 @@ class Channel:
             pass
         except Exception as error:  # nobody else hears of what ends this task
             wrong = str(error) if isinstance(error, HeadraceError) else repr(error)
+        self._end(wrong or "ended in the middle of a call")
+        self._on_lost(wrong)
+
+    def _end(self, why: str) -> None:
+        self._ended = True
         for reply in self._replies.values():
             if not reply.done():
-                reply.set_exception(WorkerDied(self._who, wrong or "ended in the middle of a call"))
-        self._on_lost(wrong)
+                reply.set_exception(WorkerDied(self._who, why))
 
     def _take(self, frame: Frame) -> None:
         if frame.id == 0:
@@ -159,6 +165,7 @@ class Channel:
             self._writer.close()
         if self._reading:
             self._reading.cancel()
+        self._end("was closed in the middle of a call")
 
 
 class WorkerEnd:

@@ -145,7 +145,7 @@ class Life:
 
     async def run(self) -> None:
         self._open()
-        clock, recorder = self._clock, self._recorder
+        recorder = self._recorder
         past, buffer = self._storage.past, self._buffer
         trainer, engine = self._workers()
         try:
@@ -301,7 +301,7 @@ def trial(case: Case) -> Ledger:
         ledger.trained_all(case.seed, case.steps * case.groups)
     if case.synchronous and case.faults:
         undisturbed = trial(msgspec.structs.replace(case, faults=()))
-        assert ledger.truth.served == undisturbed.truth.served, "C7: other weights than the undisturbed run's"
+        assert ledger.weights == undisturbed.weights, "C7: other weights than the undisturbed run's"
     return ledger
 
 

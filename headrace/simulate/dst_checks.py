@@ -17,12 +17,14 @@ from headrace.buffer import Buffer
 from headrace.observe.facts import CheckpointSaved, StepTrained, Warned, WeightsLive
 from headrace.observe.journal import Live, read_journal, read_steps
 from headrace.observe.recorder import Recorder
+from headrace.orchestration.checkpoint import Checkpoints
 from headrace.orchestration.parts import Plan
 from headrace.orchestration.recovery import Past
 from headrace.partial import Interrupts
 from headrace.rollout import name_of, seed_of
 from headrace.simulate.dst_engine import Truth, fate
 from headrace.simulate.dst_scorer import reward_of
+from headrace.simulate.dst_trainer import WEIGHTS
 from headrace.simulate.faults import Fault
 from headrace.staleness import StalenessConfig
 from headrace.steps import StepOutput
@@ -45,6 +47,8 @@ class Ledger:
         self._reached: Counter[str] = Counter()
         """By request: tokens that the controller was told."""
         self.passes_lost = False
+        self.weights = ""
+        """Of the trainer, at the end."""
 
     # -- while it runs --------------------------------------------------------------------------------------------------
 
@@ -98,6 +102,9 @@ class Ledger:
         assert len(prompts) == steps * groups
         twice = [prompt for prompt, times in Counter(prompts).items() if times > 1]
         assert not twice, f"C7: {twice} were trained twice"
+        newest, _ = Checkpoints(directory / "checkpoints", 2).newest_good()
+        assert newest and newest.name == f"step-{steps:06d}", f"C7: the newest checkpoint is {newest}"
+        self.weights = (newest / WEIGHTS).read_text()
         journal = {
             one.step: tuple((group.ticket, group.prompt.id) for group in one.groups) for one in read_steps(directory)
         }
@@ -148,7 +155,7 @@ class Referee:
 
     def _step(self, fact: StepTrained) -> None:
         lags = [fact.report.step - version for group in fact.groups for row in group.rows for version in _aged(row)]
-        assert lags and 0 <= min(lags) and max(lags) <= self._bound, f"C1: lags {sorted(set(lags))}"
+        assert lags and min(lags) >= 0 and max(lags) <= self._bound, f"C1: lags {sorted(set(lags))}"
         self._ledger.step(fact)
 
     def _books(self) -> None:

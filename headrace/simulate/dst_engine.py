@@ -101,7 +101,7 @@ class SimulatedEngineProcess(Process):
             if self._has_work():
                 await asyncio.sleep(self.chance.seconds(self._pass))
                 self.push("output", self._forward())
-            if self._drains and not self._running:
+            if self._drains and not self._running and not any(map(self._may_begin, self._waiting.values())):
                 for frame in self._drains:
                     self.reply(frame, None)
                 self._drains.clear()

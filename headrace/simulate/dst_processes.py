@@ -135,6 +135,8 @@ class Process:
             await self.serve()
         except _Died:
             pass
+        except Exception as error:
+            self.die(f"ended with exit code 1: {error!r}")
 
     def arrive(self, data: bytes) -> None:
         if not data:

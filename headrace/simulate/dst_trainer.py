@@ -65,6 +65,7 @@ class SimulatedTrainerProcess(Process):
                 directory = Path(unpack(frame.payload, tuple[str, str])[0])
                 await asyncio.sleep(self.chance.seconds(0.5))
                 (directory / WEIGHTS).write_text(f"{self._version} {self._weights}")
+                return None
             case method:
                 raise AssertionError(f"unknown call {method}")
 

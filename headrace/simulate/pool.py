@@ -4,7 +4,7 @@ so that the prompt is computed once."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from headrace.errors import WorkerDied
 from headrace.reports import EngineStats, LoadReport
@@ -63,8 +63,9 @@ class Replicas:
         for engine in self._engines:
             await engine.abort()
 
-    def unfinished(self) -> Mapping[str, Transcript]:
-        return {name: told for engine in self._engines for name, told in engine.unfinished().items()}
+    def unfinished(self, among: Iterable[str] | None = None) -> Mapping[str, Transcript]:
+        names = None if among is None else list(among)
+        return {name: told for engine in self._engines for name, told in engine.unfinished(names).items()}
 
     def listen(self, listener: Callable[[bytes], None]) -> None:
         for engine in self._engines:
