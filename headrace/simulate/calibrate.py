@@ -268,7 +268,7 @@ class Bench:
         idle: list[float] = []
         beside: list[float] = []
         swaps: list[float] = []
-        for _ in range(ROUNDS):
+        for _ in range(ROUNDS + 1):
             for loaded, seconds in ((False, idle), (True, beside)):
                 await self._step(groups[:1])  # a new version
                 started = time.perf_counter()
