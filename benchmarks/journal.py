@@ -1,0 +1,166 @@
+"""What it costs to be able to go on from any byte: journal, passes and checkpointed prefixes, in seconds of the controller a step.
+
+    python benchmarks/journal.py                          # 16 groups x 16 rollouts x 512 tokens
+    python benchmarks/journal.py --run runs/demo          # what that run wrote, beside the time its steps took
+    python benchmarks/journal.py --groups 8 --size 8 --tokens 24 --step-seconds 4.5
+
+Everything is written to a real file system, in --dir (default: the working directory), as a run does it: a record for every ticket
+and group, one flush to the disk a step, one frame for every forward pass, and the state of what is in flight for a checkpoint.
+A synthetic step has its groups sampled in one batch: as many forward passes as the longest completion has tokens. Medians over steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+
+from headrace.buffer import BufferState
+from headrace.observe.facts import Accounting
+from headrace.observe.journal import Drawn, Journal, JournalStep, Live, Ready, Stepped, read_steps
+from headrace.observe.passes import PassLog
+from headrace.observe.records import StepRow, read_metrics
+from headrace.orchestration.snapshots import ControllerState
+from headrace.reports import TrainReport
+from headrace.steps import StepOutput
+from headrace.types import Completion, Episode, Group, Prompt, Row, Scored, Turn, VersionSpan
+
+COLUMNS = ("journal: encode, write", "journal: flush", "passes", "checkpoint: state in flight")
+
+
+def synthetic(groups: int, size: int, tokens: int, steps: int) -> Iterator[JournalStep]:
+    rng = random.Random(0)
+    for step in range(steps):
+        made = tuple(_group(rng, step * groups + i, size, tokens) for i in range(groups))
+        yield JournalStep(step, 0.0, step + 1, made, TrainReport(step, step + 1))
+
+
+def _group(rng: random.Random, ticket: int, size: int, tokens: int) -> Group:
+    prompt = Prompt(f"p{ticket}", "What is the answer? " * 10, tuple(rng.randrange(50_000) for _ in range(100)))
+    scored, rows = [], []
+    for _ in range(size):
+        drawn = tuple(rng.randrange(50_000) for _ in range(tokens))
+        logprobs = tuple(-rng.random() for _ in range(tokens))
+        done = Completion(drawn, logprobs, (VersionSpan(0, 3, 3),), "stop", "word " * tokens)
+        scored.append(Scored(Episode((Turn(prompt.tokens, done),)), 1.0, {"correct": 1.0}))
+        column = ((0.5,) * tokens, (True,) * tokens, (3,) * tokens)
+        rows.append(Row(prompt.tokens, drawn, logprobs, *column))
+    return Group(ticket, prompt, tuple(scored), tuple(rows))
+
+
+def passes_of(step: JournalStep) -> list[bytes]:
+    """As an engine tells them that samples all rollouts of the step in one batch."""
+    running = {f"{group.ticket}.{i}": one.episode.last for group in step.groups for i, one in enumerate(group.scored)}
+    found = []
+    for t in range(max(len(one.tokens) for one in running.values())):
+        names = [name for name, one in running.items() if len(one.tokens) > t]
+        rows = [running[name] for name in names]
+        output = StepOutput(
+            step.version,
+            tuple(names),
+            tuple(one.tokens[t] for one in rows),
+            tuple(one.logprobs[t] for one in rows),
+            (step.version,) * len(rows),
+        )
+        found.append(msgspec.msgpack.encode(output))
+    return found
+
+
+def in_flight(step: JournalStep) -> ControllerState:
+    """A checkpoint in whose moment all of this is half done."""
+    begun = {
+        f"{group.ticket}.{i}": msgspec.structs.replace(
+            one.episode.last,
+            tokens=one.episode.last.tokens[: len(one.episode.last.tokens) // 2],
+            logprobs=one.episode.last.logprobs[: len(one.episode.last.logprobs) // 2],
+        )
+        for group in step.groups
+        for i, one in enumerate(group.scored)
+    }
+    buffer = BufferState(0, (), {group.ticket: group.prompt for group in step.groups}, Accounting())
+    return ControllerState(0, 0.0, {}, buffer, begun, 0)
+
+
+def measure(steps: Sequence[JournalStep], directory: Path) -> tuple[list[list[float]], int, int]:
+    """Seconds by column and step; bytes of the journal and of the passes."""
+    journal, log = Journal(directory), PassLog(directory, 0, print)
+    seconds: list[list[float]] = [[] for _ in COLUMNS]
+
+    def timed(column: int, work: Callable[[], None]) -> None:
+        started = time.perf_counter()
+        work()
+        seconds[column].append(time.perf_counter() - started)
+
+    for step in steps:
+        frames, state = passes_of(step), in_flight(step)
+        timed(0, lambda step=step: _write(journal, step))  # type: ignore[misc]
+        timed(1, journal.flush)
+        timed(2, lambda frames=frames: [log.write(frame) for frame in frames] and None)  # type: ignore[misc]
+        timed(3, lambda state=state: _save(directory, state))  # type: ignore[misc]
+    journal.close()
+    log.close()
+    nbytes = [sum(path.stat().st_size for path in directory.glob(name)) for name in ("journal.jsonl", "passes/*")]
+    return seconds, nbytes[0], nbytes[1]
+
+
+def _write(journal: Journal, step: JournalStep) -> None:
+    for group in step.groups:
+        journal.write(Drawn(step.t, group.ticket, group.prompt))
+        journal.write(Ready(step.t, group))
+    journal.write(Stepped(step.t, step.report, tuple(group.ticket for group in step.groups)))
+    journal.write(Live(step.t, step.version, "0" * 32))
+
+
+def _save(directory: Path, state: ControllerState) -> None:
+    (directory / "controller.msgpack").write_bytes(msgspec.msgpack.encode(state))
+
+
+def seconds_per_step(run: Path) -> float:
+    ends = [fact.t for fact in read_metrics(run) if isinstance(fact, StepRow)]
+    return statistics.median(b - a for a, b in pairwise(ends))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", type=Path)
+    parser.add_argument("--groups", type=int, default=16)
+    parser.add_argument("--size", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--every", type=int, default=10, help="steps between checkpoints")
+    parser.add_argument("--step-seconds", type=float, help="what a step takes, to compare with")
+    parser.add_argument("--dir", type=Path, default=Path())
+    options = parser.parse_args()
+    made = synthetic(options.groups, options.size, options.tokens, options.steps)
+    steps = list(read_steps(options.run) if options.run else made)
+    takes = seconds_per_step(options.run) if options.run else options.step_seconds
+    with tempfile.TemporaryDirectory(dir=options.dir) as place:
+        seconds, journal, passes = measure(steps, Path(place))
+    costs = [statistics.median(column) for column in seconds]
+    costs[3] /= options.every
+    tokens = sum(len(row.tokens) for step in steps for group in step.groups for row in group.rows) / len(steps)
+    print(
+        f"{len(steps)} steps of {len(steps[0].groups)} groups, {tokens:,.0f} tokens each; a checkpoint every {options.every}\n"
+    )
+    print("| | ms a step |\n|---|---:|")
+    for name, cost in zip(COLUMNS, costs, strict=True):
+        print(f"| {name} | {1000 * cost:.2f} |")
+    total = sum(costs)
+    print(f"| all | {1000 * total:.2f} |\n")
+    print(f"journal {journal / len(steps) / 1e6:.2f} MB a step, passes {passes / len(steps) / 1e6:.2f} MB a step")
+    if takes:
+        print(f"a step takes {takes:.2f} s: {total / takes:.2%} of it")
+    print(
+        f"below 2 % of every step that takes more than {total / 0.02:.2f} s ({tokens / (total / 0.02):,.0f} tokens/s)"
+    )
+
+
+if __name__ == "__main__":
+    main()
