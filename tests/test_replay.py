@@ -140,16 +140,20 @@ def test_a_run_that_was_resumed_with_other_settings_is_replayed_with_those_of_th
     assert code == 0 and said.count("bit for bit") == 3, said
 
 
-def test_another_machine_is_one_with_another_mark() -> None:
-    here = machine_mark(())
+def test_a_machine_has_a_mark() -> None:
+    here = machine_mark((0, 1))
+    assert here["threads"] == "2" and here["torch"] and here["cpu"] and here == machine_mark((4, 5))
+
+
+def test_elsewhere_means_are_compared_within_a_tolerance_and_counts_exactly() -> None:
     before = TrainReport(4, 5, loss=0.5, grad_norm=1.0, loss_tokens=100)
     nearly = msgspec.structs.replace(before, grad_norm=1.0001)
-    assert outcome_of(nearly, before, "f", "f", here, here, 1e-3).problem == "grad_norm 1.0001 instead of 1.0"
-    other = outcome_of(nearly, before, "f", "another", {**here, "cpu": "another"}, here, 1e-3)
+    assert outcome_of(nearly, before, "f", "f", True, 1e-3).problem == "grad_norm 1.0001 instead of 1.0"
+    other = outcome_of(nearly, before, "f", "another", False, 1e-3)
     assert other.problem == "" and other.verdict == "within tolerance"
     far = msgspec.structs.replace(before, loss_tokens=99)
-    assert outcome_of(far, before, "f", "f", {}, here, 1e-3).problem == "loss_tokens 99 instead of 100"
-    assert outcome_of(before, before, "f", "", here, here, 1e-3).verdict == "report bit for bit, no fingerprint"
+    assert outcome_of(far, before, "f", "f", False, 1e-3).problem == "loss_tokens 99 instead of 100"
+    assert outcome_of(before, before, "f", "", True, 1e-3).verdict == "report bit for bit, no fingerprint"
 
 
 def test_what_is_not_there_is_refused(finished: Path, tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """`headrace replay RUN --step N [--to M]`: steps of a run are done again, and have to come out as they did (C8).
 
 On the machine that did them: every number of the report and the fingerprint of the new weights, bit for bit. On another one
-(`observe/machine.py` says when it is another) floating-point sums are taken in another order: the means of a step have to agree
-within `TOLERANCE`, counts exactly, and fingerprints, which know no nearness, are not compared.
+(`observe/machine.py` says when it is another) floating-point sums are taken in another order, and so they are on a GPU, whose
+atomic additions come in any order: the means of a step have to agree within `TOLERANCE`, counts exactly, and fingerprints, which
+know no nearness, are not compared.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from headrace.config import config_of_run, read_config
+from headrace.config import RunConfig, config_of_run, read_config
 from headrace.errors import CheckpointError
 from headrace.observe.facts import RunStarted, WeightsLive
 from headrace.observe.journal import Live, read_only
@@ -53,7 +54,8 @@ class Outcome:
     fingerprint: str
     recorded: str
     """Empty where no fingerprint of that version was written down."""
-    same_machine: bool
+    exact: bool
+    """Whether it has to be equal bit for bit."""
     problem: str
 
     @property
@@ -62,7 +64,7 @@ class Outcome:
             return f"PARTS: {self.problem}"
         if not differing(self.report, self.before) and self.fingerprint == self.recorded:
             return "bit for bit"
-        return "report bit for bit, no fingerprint" if self.same_machine else "within tolerance"
+        return "report bit for bit, no fingerprint" if self.exact else "within tolerance"
 
 
 def replay(run_dir: Path, first: int, last: int | None = None, console: Console | None = None) -> int:
@@ -151,10 +153,13 @@ def _judged(stage: Stage, report: TrainReport, fingerprint: str, expected: Expec
         journaled.report,
         fingerprint,
         expected.fingerprints.get(journaled.version, ""),
-        expected.machines.get(stage.step, {}),
-        machine_mark(cores_here(config)),
+        expected.machines.get(stage.step) == (here := machine_mark(cores_here(config))) and not _on_gpu(config, here),
         TOLERANCE["float32" if config.train.dtype == "float32" else "bfloat16"],
     )
+
+
+def _on_gpu(config: RunConfig, machine: Mapping[str, str]) -> bool:
+    return config.train.device != "cpu" and "gpu" in machine
 
 
 def outcome_of(
@@ -162,18 +167,17 @@ def outcome_of(
     before: TrainReport,
     fingerprint: str,
     recorded: str,
-    then: Mapping[str, str],
-    now: Mapping[str, str],
+    exact: bool,
     tolerance: float,
 ) -> Outcome:
-    """`recorded`: fingerprint that the run wrote down, or nothing. `then`, `now`: marks of the machines."""
-    if then == now:
+    """`recorded`: fingerprint that the run wrote down, or nothing. `exact`: bit for bit, or within `tolerance`."""
+    if exact:
         problem = _told(report, before, differing(report, before))
         if not problem and recorded and fingerprint != recorded:
             problem = f"the weights are {fingerprint} instead of {recorded}"
     else:
         problem = _told(report, before, beyond(report, before, tolerance))
-    return Outcome(before.step + 1, report, before, fingerprint, recorded, then == now, problem)
+    return Outcome(before.step + 1, report, before, fingerprint, recorded, exact, problem)
 
 
 def differing(report: TrainReport, before: TrainReport) -> list[str]:
@@ -228,9 +232,11 @@ def _conclude(outcomes: list[Outcome], expected: Expected, console: Console) -> 
         console.print(f"[bold red]step {apart.step} is the first that does not come out as it did[/]")
     else:
         console.print(f"[green]{plural(len(outcomes), 'step')} came out as before[/]")
-    elsewhere = [one for one in outcomes if not one.same_machine]
+    elsewhere = [one for one in outcomes if not one.exact]
     if elsewhere:
         then = expected.machines.get(elsewhere[0].step) or {"machine": "unknown"}
         told = ", ".join(f"{name} {value}" for name, value in then.items())
-        console.print(f"done on another machine then ({escape(told)}): means are compared, within a tolerance")
+        console.print(
+            f"done on another machine then, or on a GPU ({escape(told)}): means are compared, within a tolerance"
+        )
     return 1 if apart else 0
