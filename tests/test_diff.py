@@ -105,7 +105,7 @@ def test_versions_rewards_advantages_and_masks_are_told_apart(tmp_path: Path) ->
     found = parting(tmp_path, changed(TICKET, change))
     assert set(found.first) == {"version", "reward", "advantage", "mask"}
     assert found.first["reward"].what == "correct" and found.first["reward"].b == "0.25"
-    assert found.first["advantage"].b == "9.0" and found.first["mask"].token == len(row.mask) - 1
+    assert found.first["advantage"].b == "9" and found.first["mask"].token == len(row.mask) - 1
     assert found.earliest is not None and found.earliest.kind == "version", "the first in the order of causes"
 
 

@@ -16,6 +16,7 @@ import headrace
 from headrace import cli
 from headrace.config import dump_config, load_config
 from headrace.errors import CheckpointError, ConfigError
+from headrace.observe import parting_view
 from headrace.observe.journal import JOURNAL, AnyRecord, Journal, Live, Ready, Stepped, read_journal
 from headrace.observe.machine import machine_mark
 from headrace.orchestration import replaying
@@ -138,6 +139,19 @@ def test_a_run_that_was_resumed_with_other_settings_is_replayed_with_those_of_th
     assert (run / "config.until-step-5.toml").exists()
     code, said = replayed(run, 5, 7)
     assert code == 0 and said.count("bit for bit") == 3, said
+
+
+@pytest.mark.slow
+def test_two_synchronous_runs_of_an_exact_engine_do_not_part(tiny_llama: Path, tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    more = {
+        "staleness": {"groups_per_step": 3, "max_lag": 0},
+        "train": {"steps": 3, "learning_rate": 1e-2, "dtype": "float32"},
+    }
+    config = make_config(tmp_path, tiny_llama, **more)
+    config["engine"] |= {"exact": True}
+    a, b = (headrace.train({**config, "name": name}).directory for name in ("a", "b"))
+    assert parting_view.report(a, b, console) == 0, console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_a_machine_has_a_mark() -> None:

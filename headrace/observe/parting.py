@@ -57,7 +57,7 @@ class Difference:
     @property
     def place(self) -> str:
         parts = [f"step {self.step}"] if self.step else []
-        parts += [f"ticket {self.ticket} ({self.prompt})"] if self.ticket is not None else []
+        parts += [f"ticket {self.ticket}" + f" ({self.prompt})" * bool(self.prompt)] if self.ticket is not None else []
         parts += [f"rollout {self.rollout}"] if self.rollout is not None else []
         parts += [f"token {self.token}"] if self.token is not None else []
         return ", ".join([*parts, self.what] if self.what else parts)
@@ -194,7 +194,7 @@ def _of_rollouts(a: Scored, b: Scored, rounding: float) -> Iterator[tuple[str, i
     for name in sorted(a.rewards.keys() | b.rewards.keys()):
         given, again = a.rewards.get(name, math.nan), b.rewards.get(name, math.nan)
         if not _same(given, again):
-            yield "reward", None, repr(given), repr(again), name
+            yield "reward", None, *_two(given, again), name
 
 
 def _of_completions(a: Completion, b: Completion, rounding: float) -> Iterator[tuple[str, int, str, str]]:
@@ -208,10 +208,10 @@ def _of_completions(a: Completion, b: Completion, rounding: float) -> Iterator[t
         ("version", a.versions()[:count], b.versions()[:count]),
     ):
         if (place := _first(left, right)) is not None:
-            yield kind, place, repr(left[place]), repr(right[place])
+            yield kind, place, *_two(left[place], right[place])
     for place, (x, y) in enumerate(zip(a.logprobs[:count], b.logprobs[:count], strict=True)):
         if not (_same(x, y) or abs(x - y) <= rounding):
-            yield "rounding", place, repr(x), repr(y)
+            yield "rounding", place, *_two(x, y)
             break
 
 
@@ -220,15 +220,15 @@ def _of_rows(a: Row, b: Row) -> Iterator[tuple[str, int, str, str]]:
     for kind, left, right in columns:
         count = min(len(left), len(right))
         if (place := _first(left[:count], right[:count])) is not None:
-            yield kind, place, repr(left[place]), repr(right[place])
+            yield kind, place, *_two(left[place], right[place])
 
 
 def _of_reports(step: int, a: TrainReport, b: TrainReport) -> Iterator[Difference]:
     for name in a.__struct_fields__:
         left, right = getattr(a, name), getattr(b, name)
         if name != "seconds" and repr(left) != repr(right):
-            told = ("", "") if isinstance(left, tuple) else (repr(left), repr(right))
-            yield Difference("report", step, *told, what=name)
+            told = ("", "") if isinstance(left, tuple) else _two(left, right)
+            yield Difference("report", step, told[0], told[1], what=name)
 
 
 def _first(a: Sequence[Any], b: Sequence[Any]) -> int | None:
@@ -242,6 +242,13 @@ def _first(a: Sequence[Any], b: Sequence[Any]) -> int | None:
 
 def _same(a: Any, b: Any) -> bool:
     return a == b or repr(a) == repr(b)  # NaN is not equal to itself
+
+
+def _two(a: Any, b: Any) -> tuple[str, str]:
+    """In as many digits as it takes to tell them apart."""
+    if isinstance(a, float) and isinstance(b, float) and f"{a:.5g}" != f"{b:.5g}":
+        return f"{a:.5g}", f"{b:.5g}"
+    return repr(a), repr(b)
 
 
 def _at(values: Sequence[Any], place: int, otherwise: str) -> str:
