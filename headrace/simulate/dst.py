@@ -48,7 +48,7 @@ from headrace.simulate.dst_engine import SimulatedEngineProcess
 from headrace.simulate.dst_processes import Chance, SimulatedWorker
 from headrace.simulate.dst_scorer import SeededScorer
 from headrace.simulate.dst_trainer import SimulatedTrainerProcess
-from headrace.simulate.faults import Disk, Fault, Killed, some_faults
+from headrace.simulate.faults import Disk, Fault, Killed, Kind, some_faults
 from headrace.simulate.surroundings import SimulatedTask
 from headrace.staleness import StalenessConfig
 from headrace.types import Struct
@@ -118,7 +118,7 @@ def case_of(seed: int) -> Case:
         seed,
         rng.choice(MODES),
         overdue,  # type: ignore[arg-type]
-        rng.choice(["stalest", "finished"]),  # type: ignore[arg-type]
+        rng.choice(["stalest", "finished"]),
         groups,
         max_lag,
         window,
@@ -193,7 +193,7 @@ class Life:
         self._recorder = Recorder(directory, (), Resume(past.step, past.rewinds) if past else None)
         self._storage: Storage = open_storage(directory, self._recorder, checkpoints, True, checkpoint, past)
         self._buffer = Buffer(case.staleness, case.steps * case.groups)
-        self._referee = Referee(self._recorder, self._buffer, self._ledger, case.staleness)
+        self._referee = Referee(self._recorder, self._buffer, self._ledger, case.staleness, self._disk)
         self._waits = Waits(self._referee.record, self._clock, PATIENCE / 2, PATIENCE)
 
     def _workers(self) -> tuple[ProcessTrainer, ProcessEngine]:
@@ -231,7 +231,7 @@ class Life:
             asked = [plan.requests(ticket, prompt) for ticket, prompt in self._buffer.in_flight.items()]
             interrupts.restore(begun(past, {request.id: request for one in asked for request in one}))
         engine.listen(storage.passes.write)
-        engine.listen(self._ledger.told)
+        engine.listen(self._told)
         scorer = SeededScorer(case.seed, self.chance)
         held_out = task.held_out(2) if case.evaluate_every else []
         no_text = lambda tokens: ""  # noqa: E731
@@ -254,6 +254,10 @@ class Life:
             ),
         )
         return Pipeline(self._parts, plan, clock, past.saved_step if past else 0)
+
+    def _told(self, output: bytes) -> None:
+        if not self._disk.dead:
+            self._ledger.told(output)
 
     def _started(self, step: int) -> RunStarted:
         case, buffer = self._case, self._buffer
@@ -315,7 +319,7 @@ def _live(case: Case, number: int, ledger: Ledger, name: str) -> bool:
     with disk.mounted() as directory:
         life = Life(case, number, ledger, disk, directory)
         try:
-            _until_done(life.run())
+            until_done(life.run(), disk)
         except Killed:
             ledger.killed += 1
         except HeadraceError as error:
@@ -326,7 +330,7 @@ def _live(case: Case, number: int, ledger: Ledger, name: str) -> bool:
     return life.finished and not disk.dead
 
 
-def _explained(error: HeadraceError, kinds: set[str], disk: Disk) -> bool:
+def _explained(error: HeadraceError, kinds: set[Kind], disk: Disk) -> bool:
     if isinstance(error, StalledError):
         return any(kind.endswith(("hangs", "slow")) or kind in ("jump", "lose") for kind in kinds)
     if isinstance(error, WorkerDied):
@@ -335,17 +339,21 @@ def _explained(error: HeadraceError, kinds: set[str], disk: Disk) -> bool:
 
 
 class _Loop(VirtualTimeLoop):
-    _turns = 0
+    def __init__(self, disk: Disk) -> None:
+        super().__init__()
+        self._disk, self._turns = disk, 0
 
     def _run_once(self) -> None:
+        if self._disk.dead:  # a task group would still tidy up
+            raise Killed
         self._turns += 1
         assert self._turns < ENDLESS, "C6: the loop turns and turns, and nothing comes of it"
         super()._run_once()  # type: ignore[misc]
 
 
-def _until_done(main: Coroutine[Any, Any, None]) -> None:
+def until_done(main: Coroutine[Any, Any, None], disk: Disk) -> None:
     """As `virtual_time.run`, but a kill leaves everything as it is: nothing is cancelled, nothing is closed in order."""
-    loop = _Loop()
+    loop = _Loop(disk)
     lost: list[dict[str, Any]] = []
     loop.set_exception_handler(lambda _, context: lost.append(context))
     task = loop.create_task(main)
@@ -361,5 +369,5 @@ def _forget(loop: VirtualTimeLoop) -> None:
         task._log_destroy_pending = False  # type: ignore[attr-defined]
         for _ in range(3):  # one that waits in its clean-up does not end at once
             with suppress(BaseException):
-                task.get_coro().close()  # type: ignore[union-attr]
+                task.get_coro().close()
     loop.close()

@@ -46,8 +46,12 @@ class Truth:
     """By request: each token with its version. What is sampled again takes the place of what was."""
     served: dict[int, str] = field(default_factory=dict)
     """By version: fingerprint of the weights."""
+    remembers: bool = True
+    """Whether it is there in all lives."""
 
     def sampled(self, request: str, place: int, token: int, version: int) -> None:
+        if not self.remembers:
+            return
         known = self.tokens.setdefault(request, [])
         assert place <= len(known), f"{request} goes on at token {place}, and {len(known)} were sampled"
         del known[place:]

@@ -157,14 +157,14 @@ class _Appending:
         if self._disk.dead:
             return len(data)
         self._disk.operation(data, self._file.write)
-        return self._file.write(data)  # type: ignore[no-any-return]
+        return self._file.write(data)
 
     def truncate(self, size: int) -> None:
         if not self._disk.dead:
             self._file.truncate(size)
 
     def fileno(self) -> int:
-        return self._file.fileno()  # type: ignore[no-any-return]
+        return self._file.fileno()
 
     def close(self) -> None:
         self._file.close()

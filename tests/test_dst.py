@@ -1,0 +1,111 @@
+"""Contracts C1 to C7 under kills, crashes, hangs, lost messages and full disks: the real controller, in virtual time.
+
+`headrace/simulate/dst.py` says how. Here: thousands of seeds, every bug that was found so (pinned), and bugs that are planted, which
+must be found.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import msgspec
+import pytest
+
+from headrace.buffer import Buffer
+from headrace.observe import passes
+from headrace.orchestration import recovery
+from headrace.simulate.dst import MODES, Case, case_of, trial
+from headrace.simulate.faults import Fault
+from headrace.simulate.fuzz import fuzz, problem_of, shrunk
+from headrace.staleness import StalenessConfig
+
+CHUNKS, SEEDS = 12, 150
+
+PINNED: dict[str, str] = {}
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_every_contract_holds_in_every_schedule(chunk: int, capsys: pytest.CaptureFixture[str]) -> None:
+    findings = fuzz(chunk * SEEDS, SEEDS, float("inf"))
+    assert not findings, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("what", PINNED)
+def test_what_was_found_once_is_not_found_again(what: str) -> None:
+    trial(msgspec.json.decode(PINNED[what], type=Case))
+
+
+def test_the_schedules_reach_what_they_are_for() -> None:
+    """Every mode, every fault, kills and stops: a simulation in which nothing goes wrong proves nothing."""
+    cases = [case_of(seed) for seed in range(CHUNKS * SEEDS)]
+    assert set(Counter(case.mode for case in cases)) == set(MODES)
+    assert {case.overdue for case in cases} == {"wait", "trim", "drop", "cancel"}
+    assert sum(case.synchronous for case in cases) > 100 and sum(case.loses_nothing for case in cases) > 500
+    ledgers = [trial(case) for case in cases[:80]]
+    assert sum(ledger.killed for ledger in ledgers) > 60 and sum(len(ledger.stopped) for ledger in ledgers) > 5
+    assert len({fault.kind for ledger in ledgers for fault in ledger.befell}) >= 8
+
+
+def test_equal_cases_run_equally() -> None:
+    case = next(case for case in map(case_of, range(100)) if len(case.faults) > 3)
+    one, other = trial(case), trial(case)
+    assert (one.facts, one.killed, one.stopped, one.befell) == (other.facts, other.killed, other.stopped, other.befell)
+    assert one.truth == other.truth and one.trained == other.trained and one.weights == other.weights
+
+
+# --- bugs that are planted ----------------------------------------------------------------------------------------------
+
+
+def _found(kind: str, count: int = 60, **chosen: Any) -> str:
+    """The first problem of some seeds, with settings in which the bug shows."""
+    for seed in range(count):
+        case = msgspec.structs.replace(case_of(seed), **chosen)
+        if kind in (problem := problem_of(case)):
+            return problem
+    return ""
+
+
+def test_a_slot_too_many_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = StalenessConfig.slots.fget
+    monkeypatch.setattr(StalenessConfig, "slots", property(lambda self: honest(self) + self.groups_per_step))
+    monkeypatch.setattr(StalenessConfig, "lag_bound", property(lambda self: self.max_lag))
+    assert _found("C1", overdue="wait", stored=0, window=1, mode="inflight") or _found("older than pacing allows", 20)
+
+
+def test_a_ticket_that_is_not_counted_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(self: Any, ticket: int, prompt: Any) -> None:
+        self._next_ticket += 1
+        self._in_flight[ticket] = prompt
+        self._drawn += ticket != 3
+
+    monkeypatch.setattr(Buffer, "start", start)
+    assert _found("C2")
+
+
+def test_groups_that_a_resume_forgets_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgetful(past: Any, requests: Any) -> dict[str, Any]:
+        return {}
+
+    from headrace.simulate import dst
+
+    monkeypatch.setattr(dst, "begun", forgetful)
+    assert _found("C7")
+
+
+def test_passes_that_count_twice_are_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "read_passes", lambda run_dir, step, first: passes.read_passes(run_dir, step))
+    case, problem = next(
+        (case, problem)
+        for case in map(case_of, range(1000))
+        if any(fault.kind == "interrupt" for fault in case.faults) and "C5" in (problem := problem_of(case))
+    )
+    small = shrunk(case, problem, tries=60)
+    assert "C5" in small.problem and len(small.case.faults) <= len(case.faults) and small.case.steps <= case.steps
+    assert msgspec.json.decode(small.command.split("--case ")[1].strip("'"), type=Case) == small.case
+
+
+def test_a_hang_without_a_reason_is_found() -> None:
+    """The same hang is no finding where it was meant to be."""
+    hang = Case(1, faults=(Fault("trainer_hangs", 0, 3),))
+    assert trial(hang).stopped

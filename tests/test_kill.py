@@ -1,0 +1,205 @@
+"""C7 with real processes: kill -9 anywhere, again and again, and nothing is lost, trained twice, or otherwise than without.
+
+First the simulated run of `headrace/simulate/dst.py` in forked children with real files, hundreds of kills; then whole runs of
+the tiny model, in which engine, trainer, controller or all of them are killed. `HEADRACE_KILLS=300` sets how many of the latter
+the slow test makes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kill_child import FINISHED, live
+
+from headrace.observe.facts import RunEnded
+from headrace.observe.journal import read_steps
+from headrace.observe.records import read_metrics
+from headrace.simulate.dst import Case, Ledger, trial
+from headrace.simulate.dst_checks import trained_in
+from headrace.simulate.faults import Fault
+
+# --- the simulated run, and its files -----------------------------------------------------------------------------------
+
+KILLED = -signal.SIGKILL
+
+
+def _until_finished(directory: Path, case: Case, rng: random.Random) -> int:
+    """How often it was killed."""
+    for number in range(40):
+        soon = rng.random() < 0.5
+        at = rng.randrange(12) if soon else rng.randrange(25 + 12 * case.steps * case.groups)
+        kill = Fault("kill", number, at, rng.random()) if number < 30 else None
+        code = live(directory, case, number, kill)
+        if code == FINISHED:
+            return number
+        assert code == KILLED, "its traceback is above"
+    raise AssertionError("the run does not end")
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_process_killed_at_any_write_loses_nothing(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    modes: list[Any] = ["inflight", "stream", "abort_resume", "save_resume", "drain", "barrier"]
+    case = Case(seed, modes[seed % 6], max_lag=seed // 6 % 3, steps=3 + seed % 3, checkpoint_every=seed % 4)
+    kills = _until_finished(tmp_path, case, rng)
+    assert kills > 0, "nobody was killed: choose other moments"
+    ledger = Ledger(case.group_size, remembers=False)
+    ledger.trained = trained_in(tmp_path)
+    ledger.finish(tmp_path, case.steps, case.groups)
+    ledger.trained_all(case.seed, case.steps * case.groups)
+    if case.synchronous:
+        assert ledger.weights == trial(case).weights
+    ended = [fact for fact in read_metrics(tmp_path) if isinstance(fact, RunEnded)][-1]
+    assert ended.reason == "finished" and ended.accounting.balance() == 0
+
+
+# --- the tiny model -----------------------------------------------------------------------------------------------------
+
+REWARD = """
+def share_of_e(prompts, completions, **columns):
+    return [text.count("e") / max(len(text), 1) for text in completions]
+"""
+
+CHILD = """
+import json, sys, pathlib, headrace
+config, directory = json.loads(sys.argv[1]), pathlib.Path(sys.argv[2])
+resume = directory if (directory / "config.toml").exists() else None
+headrace.train(config, resume=resume)
+"""
+
+STEPS, GROUPS = 8, 3
+
+
+def _config(tmp_path: Path, model: Path, name: str) -> dict[str, Any]:
+    rows = [{"prompt": f"{i} + {i}?", "answer": str(2 * i)} for i in range(60)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "reward.py").write_text(REWARD)
+    return {
+        "name": name,
+        "out": str(tmp_path / "runs"),
+        "model": {"path": str(model)},
+        "task": {"kind": "jsonl", "path": str(tmp_path / "rows.jsonl"), "held_out": 4},
+        "reward": {"function": f"{tmp_path / 'reward.py'}:share_of_e"},
+        "rollout": {"group_size": 4, "max_tokens": 24},
+        "train": {"steps": STEPS, "learning_rate": 1e-2, "dtype": "float32"},
+        "engine": {"dtype": "float32", "kv_gib": 0.01, "context_length": 64, "max_running": 16, "exact": True},
+        "staleness": {"groups_per_step": GROUPS, "max_lag": 0},
+        "checkpoint": {"every": 3},
+        "eval": {"prompts": 0},
+        "observe": {"terminal": "off"},
+    }
+
+
+def _start(config: dict[str, Any]) -> subprocess.Popen[str]:
+    directory = Path(config["out"]) / config["name"]
+    return subprocess.Popen(
+        [sys.executable, "-c", CHILD, json.dumps(config), str(directory)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def _workers(pid: int) -> dict[str, int]:
+    """Of a controller, by kind."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+        except (OSError, IndexError, ValueError):
+            continue
+        if parent == pid and b"headrace.orchestration.worker" in words:
+            found[words[words.index(b"headrace.orchestration.worker") + 1].decode()] = int(entry.name)
+    return found
+
+
+def _kill(process: subprocess.Popen[str], whom: str) -> None:
+    workers = _workers(process.pid)
+    pids = {"controller": [process.pid], "all": [process.pid, *workers.values()]}
+    for pid in pids.get(whom, [workers[whom]] if whom in workers else []):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _records(directory: Path) -> int:
+    journal = directory / "journal.jsonl"
+    return journal.read_bytes().count(b"\n") if journal.exists() else 0
+
+
+def _killed_until_finished(config: dict[str, Any], kills: list[str], rng: random.Random) -> None:
+    """One kill after the other, each some records after the one before; then on to the end."""
+    directory = Path(config["out"]) / config["name"]
+    process, everywhere = _start(config), 2 * STEPS * GROUPS + 2 * STEPS
+    try:
+        for place, whom in enumerate(kills):
+            after = max(_records(directory), rng.randrange(everywhere * place // len(kills), everywhere))
+            deadline = time.monotonic() + 240
+            while process.poll() is None and _records(directory) < after and time.monotonic() < deadline:
+                time.sleep(0.002)
+            if process.poll() is None:
+                time.sleep(rng.random() * 0.05)
+                _kill(process, whom)
+            if whom != "engine" or process.poll() is not None:  # a dead engine is replaced
+                process.communicate(timeout=240)
+                process = _start(config)
+        output = process.communicate(timeout=240)[0]
+        assert process.returncode == 0, output
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _check(directory: Path, undisturbed: Path) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    ended = [fact for fact in read_metrics(directory) if isinstance(fact, RunEnded)][-1]
+    assert ended.reason == "finished" and ended.accounting.balance() == 0 and ended.accounting.in_pipeline == 0
+    trained, expected = [list(_prompts(path)) for path in (directory, undisturbed)]
+    assert trained == expected, "other prompts, or in another order"
+    one, other = (
+        load_file(path / "checkpoints" / f"step-{STEPS:06d}" / "model.safetensors") for path in (directory, undisturbed)
+    )
+    assert one.keys() == other.keys()
+    for name in one:
+        assert torch.equal(one[name], other[name]), f"{name} is not bit-identical to the undisturbed run's"
+
+
+def _prompts(directory: Path) -> list[tuple[int, tuple[str, ...]]]:
+    return [(one.step, tuple(group.prompt.id for group in one.groups)) for one in read_steps(directory)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = _config(tmp_path_factory.mktemp("undisturbed"), tiny_llama, "whole")
+    _killed_until_finished(config, [], random.Random(0))
+    return Path(config["out"]) / "whole"
+
+
+def test_killed_anywhere_the_weights_come_out_bit_identical(
+    tiny_llama: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    config = _config(tmp_path, tiny_llama, "killed")
+    _killed_until_finished(config, ["engine", "controller", "trainer", "all"], random.Random(os.getpid()))
+    _check(Path(config["out"]) / "killed", undisturbed)
+
+
+@pytest.mark.slow
+def test_hundreds_of_kills(tiny_llama: Path, undisturbed: Path, tmp_path: Path) -> None:
+    rng, left = (
+        random.Random(int(os.environ.get("HEADRACE_SEED", os.getpid()))),
+        int(os.environ.get("HEADRACE_KILLS", 200)),
+    )
+    for number in range(left // 5):
+        config = _config(tmp_path, tiny_llama, f"run-{number}")
+        _killed_until_finished(config, rng.choices(["engine", "controller", "trainer", "all"], k=5), rng)
+        _check(Path(config["out"]) / config["name"], undisturbed)
