@@ -21,6 +21,7 @@ from headrace.observe.journal import JOURNAL, AnyRecord, Journal, Live, Ready, S
 from headrace.observe.machine import machine_mark
 from headrace.orchestration import replaying
 from headrace.orchestration.replaying import beyond, differing, outcome_of
+from headrace.orchestration.rundir import RunDirectory, configs_until
 from headrace.reports import LagStats, TrainReport
 
 STEPS = 5
@@ -139,6 +140,48 @@ def test_a_run_that_was_resumed_with_other_settings_is_replayed_with_those_of_th
     assert (run / "config.until-step-5.toml").exists()
     code, said = replayed(run, 5, 7)
     assert code == 0 and said.count("bit for bit") == 3, said
+
+
+@pytest.mark.slow
+def test_the_trainer_of_that_moment_scores_the_rollouts_again(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tokens that no swap met were sampled with the very weights that the trainer has before the step."""
+    assert cli.main(["inspect", str(finished), "--step", "5", "--rescore", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert "asked again" in told["source"] and len(told["rollouts"]) == 12
+    gaps = [
+        (lag, abs(a - b))
+        for one in told["rollouts"]
+        for lag, a, b in zip(one["lags"], one["logprobs"], one["trainer"], strict=True)
+        if len(one["spans"]) == 1
+    ]
+    fresh, old = ([gap for lag, gap in gaps if (lag == 0) is want] for want in (True, False))
+    assert fresh or old
+    assert max(fresh, default=0.0) < 1e-4
+    assert not old or max(old) > 1e-4, "older weights are other weights"
+
+
+def test_settings_of_the_time_are_kept_for_every_step(tmp_path: Path) -> None:
+    """Which settings did step s: those of the first file whose number is above s, else the current ones."""
+
+    def settings() -> list[tuple[int, str]]:
+        return [(until, path.read_text()) for until, path in configs_until(tmp_path)]
+
+    with RunDirectory.create(tmp_path, "a") as run:
+        run.keep_config("a", 3)
+        assert settings() == []
+        run.keep_config("b", 5)
+        run.keep_config("c", 5)  # b did no step
+        assert settings() == [(5, "a")]
+        run.keep_config("d", 9)
+        assert settings() == [(5, "a"), (9, "c")]
+        run.keep_config("e", 7)  # resumed from an older checkpoint: what c and d did after step 7 is set aside
+        assert settings() == [(5, "a"), (7, "c")] and (tmp_path / "config.toml").read_text() == "e"
+        run.keep_config("e", 6)  # a damaged journal: the same settings, from an older checkpoint
+        assert settings() == [(5, "a"), (6, "c")]
+        run.keep_config("e", 3)
+        assert settings() == [(3, "a")]
 
 
 @pytest.mark.slow

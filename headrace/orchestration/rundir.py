@@ -67,13 +67,13 @@ class RunDirectory:
     def keep_config(self, config_toml: str, step: int) -> None:
         """The settings that a resumed run goes on with; those until then stay beside them (`configs_until` reads them)."""
         current, until = self.path / "config.toml", self.path / f"config.until-step-{step}.toml"
-        if current.read_text() == config_toml:
+        later = [path for number, path in configs_until(self.path) if number > step]
+        if current.read_text() == config_toml and not later:
             return
-        for later, path in configs_until(self.path):
-            if later > step:
-                path.unlink()  # its steps were set aside, or were done with the settings that are current until now
-        if not until.exists():  # one that is there did the steps; what came after it did none
-            current.rename(until)
+        if not until.exists():  # one that is there did the steps before; what came after it did none
+            (later[0] if later else current).rename(until)
+        for path in later:
+            path.unlink(missing_ok=True)  # what they did after that was set aside
         current.write_text(config_toml)
 
     def close(self) -> None:
