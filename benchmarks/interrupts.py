@@ -3,8 +3,8 @@
     python benchmarks/interrupts.py [--modes inflight,drain] [--rounds 2] [--steps 14] [--learn 30] [--json FILE]
 
 The same load for every `partial.mode` (and for `inflight` with `engine.swap = "recompute"`): the demo's model and task with longer
-completions, so many sequences at once that generating a batch takes as long as training it, and one core each for engine and trainer, so
-that swaps meet rollouts. Rewards have contrast in every group and the learning rate is next to nothing: every step trains the same
+completions, one core each for engine and trainer, and generation the bottleneck, as it is with large models (the engine's plain
+PyTorch path, many sequences at once), so that every swap meets rollouts. Rewards have contrast in every group and the learning rate is next to nothing: every step trains the same
 number of rollouts, with completions of the same distribution. Modes are interleaved; the first steps, while the pipeline fills, are
 not counted.
 
@@ -55,6 +55,7 @@ def settings(given: argparse.Namespace, mode: str, seed: int, directory: Path, l
         f"staleness.groups_per_step={given.groups}",
         f"staleness.max_lag={given.max_lag}",
         f"engine.max_running={given.running}",
+        "engine.path=fused",
         "engine.context_length=256",
         "engine.cores=[0]",
         "train.cores=[1]",
@@ -214,10 +215,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--learn", type=int, default=0, help="steps of a run that learns; 0 makes none")
     parser.add_argument("--learning-rate", type=float, default=2e-5, help="of --learn")
-    parser.add_argument("--groups", type=int, default=4, help="prompts a step")
-    parser.add_argument("--max-lag", type=int, default=1)
+    parser.add_argument("--groups", type=int, default=3, help="prompts a step")
+    parser.add_argument("--max-lag", type=int, default=2)
     parser.add_argument("--max-tokens", type=int, default=96)
-    parser.add_argument("--running", type=int, default=8, help="sequences that are decoded at once")
+    parser.add_argument("--running", type=int, default=48, help="sequences that are decoded at once")
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds that a run may take")
     parser.add_argument("--set", action="append", default=[], help="a setting of headrace, a.b=c")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "bench-interrupts", help="of results and logs")

@@ -7,8 +7,9 @@ generate and half to train, 32 prompts x 8 rollouts a step, log-normal completio
 is hard. The simulation knows how long every completion would have become and how often every prompt is solved, also of those
 that were never finished: what was drawn is compared with what was trained on prompts whose tickets all ended.
 
-**Real** (--real STEPS): the demo's model and task, with completions of up to 96 tokens, the task's verifier as reward (and a little
-noise, so that every group has contrast), a learning rate next to nothing, and the same policies. The same ticket asks the same
+**Real** (--real STEPS): the demo's model and task, with completions of up to 160 tokens, the task's verifier as reward (and a little
+noise, so that every group has contrast), a learning rate next to nothing, and the same policies. Generation is the bottleneck, as it is
+with large models: the engine's plain PyTorch path on one core, 48 sequences at once. The same ticket asks the same
 prompt with the same seeds in every run: of groups that one policy ended early another one knows how long they become.
 
 Compared are, of the groups with contrast, means over groups: a group is one observation. Shares of tokens are of all that were sampled.
@@ -49,6 +50,10 @@ def policies(max_lag: int, groups: int) -> dict[str, Json]:
         "cancel": {"max_lag": max_lag, "overdue": "cancel", **away},
         "unbounded": {"max_lag": NEVER, "overdue": "drop", "in_flight": (3 * max_lag + 1) * groups},
     }
+
+
+REAL_GROUPS = 6
+"""Prompts a step of a real run."""
 
 
 class Prompted(NamedTuple):
@@ -282,10 +287,12 @@ def settings(given: argparse.Namespace, policy: Json, seed: int, directory: Path
         f"train.steps={given.real}",
         "train.learning_rate=1e-9",
         "train.warmup_steps=0",
-        "rollout.max_tokens=96",
-        "staleness.groups_per_step=4",
+        "rollout.max_tokens=160",
+        "rollout.group_size=4",
+        f"staleness.groups_per_step={REAL_GROUPS}",
         *(f"staleness.{name}={value}" for name, value in policy.items()),
-        "engine.max_running=8",
+        "engine.path=fused",
+        "engine.max_running=48",
         "engine.context_length=256",
         "engine.cores=[0]",
         "train.cores=[1]",
@@ -394,7 +401,7 @@ def main() -> None:
                 found["simulated"].setdefault(name, []).append(one)
     for seed in given.real_seeds if given.real else ():
         chosen_ones = given.real_policies.split(",")
-        runs = {name: real(given, results, name, policies(1, 4)[name], seed) for name in chosen_ones}
+        runs = {name: real(given, results, name, policies(1, REAL_GROUPS)[name], seed) for name in chosen_ones}
         for name, one in with_truth({name: one for name, one in runs.items() if one}).items():
             found["real"].setdefault(name, []).append(one)
     lines = [machine()]
