@@ -17,7 +17,7 @@ STAMP := $(VENV)/.installed
 RECIPE ?= recipes/demo.toml
 ARGS ?=
 
-.PHONY: setup demo test test-slow lint bench bench-setup bench-engine bench-trl-setup bench-trainer bench-end-to-end clean
+.PHONY: setup demo test test-slow fuzz lint bench bench-setup bench-engine bench-trl-setup bench-trainer bench-end-to-end clean
 
 setup: $(STAMP)
 
@@ -39,6 +39,12 @@ test: setup
 
 test-slow: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow $(ARGS)
+
+# Simulated runs with fresh seeds and faults (docs/simulation.md); prints what it finds, shrunk, with the command that shows it.
+MINUTES ?= 60
+
+fuzz: setup
+	$(BIN)/python -m headrace.simulate.fuzz --minutes $(MINUTES) $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

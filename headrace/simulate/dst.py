@@ -156,7 +156,7 @@ class Life:
             pipeline = self._join(trainer, engine)
             await pipeline.redo(self._redo, recorder.state.step)
             recorder.record(self._started(pipeline.step))
-            self._ledger.resumes(past, recorder.state.warnings, buffer, self._parts.interrupts, self._plan)
+            self._ledger.resumes(past, buffer, self._parts.interrupts, self._plan)
             await self._go_live()
             self._misfortunes(pipeline)
             await self._pipeline_to_its_end(pipeline)
@@ -327,6 +327,7 @@ def _live(case: Case, number: int, ledger: Ledger, name: str) -> bool:
             assert _explained(error, kinds, disk), f"C6: nothing explains that it stopped: {error!r}"
             ledger.stopped.append(str(error))
         ledger.befell += life.chance.befell
+        ledger.passes_lost |= disk.was_full
     return life.finished and not disk.dead
 
 

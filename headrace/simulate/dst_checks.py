@@ -7,7 +7,6 @@ of one life: it looks at every fact before it is written.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +47,7 @@ class Ledger:
         self._reached: Counter[str] = Counter()
         """By request: tokens that the controller was told."""
         self.passes_lost = False
+        """Whether a disk was full: what was told then is sampled again."""
         self.weights = ""
         """Of the trainer, at the end."""
 
@@ -58,13 +58,10 @@ class Ledger:
         told = _output.decode(output)
         self._reached.update(told.request_ids)
 
-    def resumes(
-        self, past: Past | None, warnings: Sequence[Warned], buffer: Buffer, interrupts: Interrupts, plan: Plan
-    ) -> None:
+    def resumes(self, past: Past | None, buffer: Buffer, interrupts: Interrupts, plan: Plan) -> None:
         """C7: nothing that had reached the controller is sampled again."""
         if past is None or not self.truth.remembers:
             return
-        self.passes_lost |= any("begin anew" in warning.message for warning in warnings)
         kept = interrupts.so_far()
         for ticket in buffer.in_flight:
             for name in plan.names(ticket):
