@@ -22,6 +22,7 @@ from headrace.observe.fates import Histogram, length_shift, reward_shift
 from headrace.observe.recorder import Recorder
 from headrace.observe.records import StepRow, summarise
 from headrace.observe.report import write_report
+from headrace.observe.spelling import encode
 from headrace.observe.state import RunState
 from headrace.observe.summary import summary
 from headrace.reports import LoadReport, TrainReport
@@ -187,9 +188,19 @@ def test_the_report_draws_both_histograms_and_names_the_bias(tmp_path: Path) -> 
         ended(301, (), "interrupted", lost=44),
     ]:
         recorder.record(fact)
-    recorder.state.fold(trained(*range(20)))
+    recorder.record(WeightsLive(1.0, WeightUpdate(1, "full", "", 1, 8, 0.1), LoadReport(1, 0.1, 0.001), 3, 0.25))
     recorder.close()
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(encode(trained(*range(20), swapped=1, outside={2: 5})) + b"\n")
     html = write_report(tmp_path).read_text()
+    for title in (
+        "Trimmed tokens",
+        "Completions that met a swap",
+        "Generation held back by swaps",
+        "Solve rates of prompts",
+    ):
+        assert f"<b>{title}" in html
+    assert "0.25 s, 3 rollouts interrupted" in html and "discarding has BIASED this run" in html
     assert "Completion lengths, drawn against trained" in html and "Selection bias" in html
     assert "could be trained: 40, mean" in html and "drawn: 52, mean" in html
     assert "1 group ended before they were done and are missing here." in html

@@ -11,7 +11,7 @@ from headrace.observe.report.data import Bin, ReportData
 from headrace.observe.report.lags import kl_by_lag
 from headrace.observe.report.sieves import lengths, solve_rates
 from headrace.observe.report.svg import Chart, extent, figure
-from headrace.observe.text import number, percent, percent_tick, tick
+from headrace.observe.text import number, percent, percent_tick, plural, short_time, tick
 
 MAX_LAGS = 6
 """Lags with a colour of their own; the last one stands for all above it too."""
@@ -24,6 +24,8 @@ def all_plots(data: ReportData) -> str:
         reward(data),
         lag(data),
         thrown(data),
+        met_a_swap(data),
+        pauses(data),
         lengths(data.state),
         solve_rates(data.state),
         curve(data, "Entropy", "c1", lambda row: row.report.entropy, "nats, mean over trained tokens"),
@@ -157,6 +159,30 @@ def thrown(data: ReportData) -> str:
     return curve(
         data, "Trimmed tokens", "c2", lambda row: trimmed(row, bound), "older than the bound: context only", zero=True
     )
+
+
+def met_a_swap(data: ReportData) -> str:
+    """Share of the completions that more than one version sampled."""
+    if not any(row.swapped for one in data.bins for row in one.rows):
+        return ""
+
+    def share(row: StepRow) -> float:
+        return row.swapped / len(row.lengths) if row.lengths else math.nan
+
+    return curve(data, "Completions that met a swap", "c4", share, "share of the trained ones", percent_tick, True)
+
+
+def pauses(data: ReportData) -> str:
+    """How long each swap held generation back, where one did."""
+    swaps = [swap for swap in data.state.swaps if swap.pause]
+    if not swaps:
+        return ""
+    points = [(float(swap.update.version), swap.pause) for swap in swaps]
+    chart = Chart(_width(data), extent((y for _, y in points), zero=True), x_label="version").dots(points, "c2")
+    for swap in swaps:
+        tip = f"version {swap.update.version}\n{short_time(swap.pause)}, {plural(swap.interrupted, 'rollout')} interrupted"
+        chart.hover(swap.update.version - 0.5, swap.update.version + 0.5, tip)
+    return figure("Generation held back by swaps", chart.svg("Pauses"), (), "seconds")
 
 
 def ratio(data: ReportData) -> str:
