@@ -47,6 +47,8 @@ def some_faults(rng: random.Random, size: int) -> tuple[Fault, ...]:
         kind = rng.choice(kinds)
         at = _early(rng, size if kind in ("full", "interrupt", "jump") else size // 4)
         found.append(Fault(kind, rng.randint(0, lives), at, rng.random()))
+    if rng.random() < 0.1:  # two checkpoints of one step, perhaps
+        found += [Fault("interrupt", life, _early(rng, 300)) for life in (0, 1)]
     return tuple(found)
 
 
