@@ -36,4 +36,3 @@ class SeededScorer:
 def reward_of(seed: int, prompt: str, place: int) -> float | None:
     draw = seed_of(seed, "reward", prompt, place) % 100
     return None if draw < 5 else float(draw % 4)
-
