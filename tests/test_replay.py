@@ -5,11 +5,14 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from live_run import when_step
 from rich.console import Console
 
 import headrace
@@ -17,7 +20,7 @@ from headrace import cli
 from headrace.config import dump_config, load_config
 from headrace.errors import CheckpointError, ConfigError
 from headrace.observe import parting_view
-from headrace.observe.journal import JOURNAL, AnyRecord, Journal, Live, Ready, Stepped, read_journal
+from headrace.observe.journal import JOURNAL, AnyRecord, Journal, Live, Ready, Stepped, count_steps, read_journal
 from headrace.observe.machine import machine_mark
 from headrace.orchestration import replaying
 from headrace.orchestration.replaying import beyond, differing, outcome_of
@@ -182,6 +185,22 @@ def test_settings_of_the_time_are_kept_for_every_step(tmp_path: Path) -> None:
         assert settings() == [(5, "a"), (6, "c")]
         run.keep_config("e", 3)
         assert settings() == [(3, "a")]
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_is_replayed_over_the_kill(tiny_llama: Path, tmp_path: Path) -> None:
+    config = make_config(tmp_path, tiny_llama, checkpoint={"every": 4, "keep": 1})
+    config["train"]["steps"] = 1000
+    (tmp_path / "config.toml").write_text(dump_config(load_config(config)))
+    command = [sys.executable, "-m", "headrace", "train", str(tmp_path / "config.toml")]
+    run = tmp_path / "runs/tiny"
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        when_step(run, 6, process.kill).join()
+    done = count_steps(run)
+    config["train"]["steps"] = done + 3
+    assert headrace.train(config, resume=run).reason == "finished"
+    code, said = replayed(run, 1, done + 3)
+    assert code == 0 and said.count("bit for bit") == done + 3, said
 
 
 @pytest.mark.slow
