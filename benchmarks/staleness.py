@@ -337,18 +337,28 @@ def with_truth(runs: Mapping[str, Json]) -> dict[str, Json]:
 
 def table(found: Mapping[str, Sequence[Json]]) -> Iterator[str]:
     yield (
-        "| policy | trained tokens/s | s a step | sequences decoding | lag mean | max | groups discarded | tokens thrown away | trimmed "
-        "| mean tokens: drawn | trained | standard errors | p95: drawn | trained | solve rate: drawn | trained | standard errors | of a token: drawn | trained |"
+        "| policy | trained tokens/s | s a step | sequences decoding | lag mean | max | groups discarded | tokens thrown away "
+        "| tokens trimmed |"
     )
-    yield f"|{'---|' * 19}"
+    yield f"|{'---|' * 9}"
     for name, runs in found.items():
         mean = {key: statistics.mean(one[key] for one in runs) for key in runs[0] if isinstance(runs[0][key], float)}
-        sides = {side: {key: _mean(runs, side, key) for key in runs[0][side]} for side in ("drawn", "trained")}
-        drawn, trained = sides["drawn"], sides["trained"]
         yield (
             f"| {name} | {mean['trained_rate']:,.0f} | {mean['seconds']:.1f} | {mean['running']:.0f} | {mean['lag_mean']:.2f} "
-            f"| {max(one['lag_max'] for one in runs)} | {mean['discarded']:.1%} | {mean['lost']:.1%} | {mean['trimmed']:.1%} "
-            f"| {drawn['length']:,.0f} | {trained['length']:,.0f} ({trained['length'] / drawn['length'] - 1:+.1%}) "
+            f"| {max(one['lag_max'] for one in runs)} | {mean['discarded']:.1%} | {mean['lost']:.1%} | {mean['trimmed']:.1%} |"
+        )
+
+
+def choices(found: Mapping[str, Sequence[Json]]) -> Iterator[str]:
+    yield (
+        "| policy | mean tokens: drawn | trained | standard errors | p95: drawn | trained | solve rate: drawn | trained "
+        "| standard errors | of a token: drawn | trained |"
+    )
+    yield f"|{'---|' * 11}"
+    for name, runs in found.items():
+        drawn, trained = ({key: _mean(runs, side, key) for key in runs[0][side]} for side in ("drawn", "trained"))
+        yield (
+            f"| {name} | {drawn['length']:,.0f} | {trained['length']:,.0f} ({trained['length'] / drawn['length'] - 1:+.1%}) "
             f"| {_errors(runs, 'length')} | {drawn['p95']:,.0f} | {trained['p95']:,.0f} "
             f"| {drawn['solved']:.3f} | {trained['solved']:.3f} | {_errors(runs, 'solved')} | {_by_token(runs)} |"
         )
@@ -406,7 +416,7 @@ def main() -> None:
             found["real"].setdefault(name, []).append(one)
     lines = [machine()]
     for title, rows in found.items():
-        lines += ["", title, "", *table(rows)] if rows else []
+        lines += ["", title, "", *table(rows), "", *choices(rows)] if rows else []
     print("\n" + "\n".join(lines))
     (given.folder / "table.md").write_text("\n".join(lines) + "\n")
     if given.json:

@@ -131,6 +131,11 @@ def test_a_run_says_whether_discarding_has_biased_it(state: RunState, mood: str,
     assert verdict.mood == mood and said in verdict.detail
 
 
+def test_trimming_is_not_called_innocent() -> None:
+    state = folded(ended(0, (4, 8)), trained(0, lags={0: 9}, outside={2: 3}))
+    assert verdicts.bias(state)[1] == "25 % trimmed" and verdicts.bias(state).mood == "plain"
+
+
 def test_equal_groups_on_both_sides_are_no_bias_and_unequal_ones_without_spread_are() -> None:
     kept = [ended(i, (5, 5)) for i in range(3)]
     same = folded(*kept, *(ended(9 + i, (5, 5), "overdue") for i in range(3)), trained(0, 1, 2))

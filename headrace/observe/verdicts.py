@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from headrace.observe.facts import Accounting, Evaluated
 from headrace.observe.fates import Shift, discarded, length_shift, reward_shift
-from headrace.observe.measures import mean_lag
+from headrace.observe.measures import mean_lag, trimmed_tokens
 from headrace.observe.state import RunState
 from headrace.observe.text import counted, number, percent, plural, with_error
 
@@ -74,7 +74,7 @@ def bias(state: RunState) -> Verdict:
     if not trained:
         return Verdict(title, "not measured", "no group was trained", "unknown")
     if not lost:
-        return Verdict(title, "none", "no group was discarded for its age", "good")
+        return _trimming(state, title)
     value = f"{percent(lost / (trained + lost))} discarded"
     unfinished = sum(fate.unfinished for fate in away)
     lengths, rewards = length_shift(state.fates), reward_shift(state.fates)
@@ -89,6 +89,16 @@ def bias(state: RunState) -> Verdict:
     if unfinished:
         return Verdict(title, value, f"cannot be told: {detail}", "unknown")
     return Verdict(title, value, f"none beyond {BIASED:g} standard errors: {detail}", "plain")
+
+
+def _trimming(state: RunState, title: str) -> Verdict:
+    """Where no group was discarded."""
+    tokens = trimmed_tokens(state)
+    if not tokens:
+        return Verdict(title, "none", "no group was discarded for its age", "good")
+    share = percent(tokens / (tokens + state.lags.total()))
+    detail = "no group was discarded for its age, but of what takes longest the oldest tokens are not trained: it weighs less"
+    return Verdict(title, f"{share} trimmed", detail, "plain")
 
 
 def _shifted(what: str, shift: Shift | None, digits: int, least: bool = False) -> str:
