@@ -212,7 +212,14 @@ def _assemble(
         algorithm=algorithm_of(config.algo, config.rollout.max_tokens, reward_weights(config)),
         decode=encoder.decode,
         waits=waits,
-        snapshots=Snapshots(storage.checkpoints, storage.passes, observer, clock, adapter),
+        snapshots=Snapshots(
+            storage.checkpoints,
+            storage.passes,
+            observer,
+            clock,
+            adapter,
+            storage.saved_step,
+        ),
         probe=IdentityProbe(
             _probe_tokens(encoder, pools.engine.capabilities.context_length),
             config.watch.identity_every,

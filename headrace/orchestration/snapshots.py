@@ -61,12 +61,14 @@ class Snapshots:
         observer: Observer,
         clock: Callable[[], float],
         adapter: str = "",
+        saved_step: int = -1,
     ) -> None:
-        """`adapter`: what the trainer is to save, where it is not the whole model."""
+        """`adapter`: what the trainer is to save, where it is not the whole model. `saved_step`: of the checkpoint that the run
+        goes on from. It is not written anew: the same weights are in it, and the rest is behind it in journal and passes."""
         self._checkpoints, self._passes = checkpoints, passes
         self._observer, self._clock, self._adapter = observer, clock, adapter
-        self.saved_step = -1
-        """The step of the newest checkpoint that this process wrote."""
+        self.saved_step = saved_step
+        """The step of the newest checkpoint."""
 
     async def save(self, step: int, parts: _Parts) -> None:
         """A failure is recorded and warned of, not raised: the compute done so far must not die with a full disk."""

@@ -29,6 +29,11 @@ class Storage:
         """Age of the run so far."""
         return self.past.seconds if self.past else 0.0
 
+    @property
+    def saved_step(self) -> int:
+        """Of the checkpoint; -1 where there is none."""
+        return self.past.saved_step if self.past and self.checkpoint else -1
+
     def close(self) -> None:
         self.recorder.close()
         self.journal.close()

@@ -247,7 +247,14 @@ class Life:
             algorithm=algorithm_of(AlgoConfig(name="dr_grpo"), rollout.max_tokens),
             decode=no_text,
             waits=waits,
-            snapshots=Snapshots(storage.checkpoints, storage.passes, referee, clock),
+            snapshots=Snapshots(
+                storage.checkpoints,
+                storage.passes,
+                referee,
+                clock,
+                "",
+                storage.saved_step,
+            ),
             probe=IdentityProbe([1, 2, 3], 2, 1e-9, referee, clock),
             evaluator=Evaluator(
                 interrupts.once, scorer, referee, held_out, EvalConfig(samples=1), rollout, no_text, waits, clock
@@ -303,7 +310,7 @@ def trial(case: Case) -> Ledger:
         ledger.finish(Path(name), case.steps, case.groups)
     if case.loses_nothing:
         ledger.trained_all(case.seed, case.steps * case.groups)
-    if case.synchronous and case.faults:
+    if case.synchronous and case.faults and ledger.weights:
         undisturbed = trial(msgspec.structs.replace(case, faults=()))
         assert ledger.weights == undisturbed.weights, "C7: other weights than the undisturbed run's"
     return ledger
