@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import shutil
 import subprocess
 import sys
 from functools import cache
@@ -54,6 +56,7 @@ pytestmark = native
 def saved(name: str) -> Path:
     """Of weights that bfloat16 holds: then what differs is what is computed."""
     directory = Path(mkdtemp(prefix=f"headrace-kernels-{name}-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
     model = make(name, **{**ODD, **MODELS[name]})
     model.to(BF16).float().save_pretrained(directory)
     return directory
