@@ -106,9 +106,8 @@ class Interrupts:
         asked = self._asked[request.id] = asyncio.ensure_future(self._engine.generate(self._rest(request, had)))
         try:
             part = await asyncio.shield(asked)
-        except (
-            BaseException
-        ):  # what it has is in the checkpoint that a run leaves behind, and in what is said to be lost
+        except BaseException:
+            # What it has is in the checkpoint that a run leaves behind, and in what is said to be lost.
             self._kept |= self._told([request.id])
             asked.cancel()
             raise
