@@ -216,7 +216,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--learn", type=int, default=0, help="steps of a run that learns; 0 makes none")
     parser.add_argument("--learning-rate", type=float, default=2e-5, help="of --learn")
     parser.add_argument("--groups", type=int, default=3, help="prompts a step")
-    parser.add_argument("--max-lag", type=int, default=2)
+    parser.add_argument("--max-lag", type=int, default=1)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--running", type=int, default=48, help="sequences that are decoded at once")
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds that a run may take")

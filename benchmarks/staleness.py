@@ -10,7 +10,7 @@ that were never finished: what was drawn is compared with what was trained on pr
 **Real** (--real STEPS): the demo's model and task, with completions of up to 160 tokens, the task's verifier as reward (and a little
 noise, so that every group has contrast), a learning rate next to nothing, and the same policies. Generation is the bottleneck, as it is
 with large models: the engine's plain PyTorch path on one core, 48 sequences at once. The same ticket asks the same
-prompt with the same seeds in every run: of groups that one policy ended early another one knows how long they become.
+prompt in every run: for groups that one policy ended early, what another one sampled stands in.
 
 Compared are, of the groups with contrast, means over groups: a group is one observation. Shares of tokens are of all that were sampled.
 """
@@ -241,10 +241,10 @@ def errors(kept: Sequence[Prompted], away: Sequence[Prompted]) -> Json:
 # --- real ------------------------------------------------------------------------------------------------------------------
 
 
-def verified(completions: list[str], answer: str, **columns: object) -> list[float]:
+def verified(completions: list[str], answer: list[str], **columns: object) -> list[float]:
     """1 where the last number is the answer; a hundredth at most on top, so that no two rollouts of a group are equal."""
     return [
-        float((re.findall(r"-?\d+", text) or [""])[-1] == answer) + zlib.crc32(f"{i}{text}".encode()) / 2**32 / 100
+        float((re.findall(r"-?\d+", text) or [""])[-1] == answer[i]) + zlib.crc32(f"{i}{text}".encode()) / 2**32 / 100
         for i, text in enumerate(completions)
     ]
 
@@ -318,18 +318,27 @@ class _Ended(NamedTuple):
 
 
 def with_truth(runs: Mapping[str, Json]) -> dict[str, Json]:
-    """What the runs of one seed know of the tickets together."""
-    known: dict[int, Prompted] = {}
-    for one in runs.values():
-        for ticket, (_, lengths, rewards) in one["ended"].items():
-            if lengths:
-                known.setdefault(int(ticket), Prompted(tuple(lengths), statistics.mean(rewards)))
+    """Of a ticket that a run did not finish, what another run of the seed sampled for the same prompt stands in: less than it would
+    have become, since it was not ended for nothing."""
+    known = {name: finished(one["ended"]) for name, one in runs.items()}
     found = {}
     for name, one in runs.items():
         ended = {int(ticket): _Ended(told[0]) for ticket, told in one["ended"].items()}
-        truth = [known.get(ticket) for ticket in range(max(ended) + 1)]
+        others = [known[other] for other in runs if other != name]
+        truth = [
+            next((each[ticket] for each in (known[name], *others) if ticket in each), None)
+            for ticket in range(max(ended) + 1)
+        ]
         found[name] = {**one, **chosen(truth, ended, one["taken"])}
     return found
+
+
+def finished(ended: Mapping[str, Any]) -> dict[int, Prompted]:
+    return {
+        int(ticket): Prompted(tuple(lengths), statistics.mean(rewards))
+        for ticket, (_, lengths, rewards) in ended.items()
+        if lengths
+    }
 
 
 # --- tables ------------------------------------------------------------------------------------------------------------------
