@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from headrace.algo.config import AlgoConfig
 from headrace.algo.groups import algorithm_of
 from headrace.buffer import Buffer
 from headrace.engine.fake import FakeEngine
-from headrace.errors import HeadraceError, IdentityError, StalledError, TrainingError, WorkerDied
+from headrace.errors import CheckpointError, HeadraceError, IdentityError, StalledError, TrainingError, WorkerDied
 from headrace.observe.facts import CheckpointSaved, Fact, GroupEnded, StepTrained, Warned
 from headrace.observe.journal import Journal
 from headrace.observe.passes import PassLog
@@ -366,6 +367,15 @@ def test_what_was_in_flight_goes_on_from_its_tokens(tmp_path: Path) -> None:
             assert row.tokens[: len(one.tokens)] == one.tokens and row.versions[: len(one.tokens)] == tuple(
                 one.versions()
             )
+
+
+def test_a_step_that_is_skipped_when_it_is_done_again_ends_the_run(tmp_path: Path) -> None:
+    first = World(tmp_path, steps=30)
+    virtual_time.run(first.run(interrupt_after=5.0))
+    shutil.rmtree(tmp_path / "checkpoints")  # all steps are done again
+    second = World(tmp_path, steps=30, trainer=FakeTrainer(skip=lambda attempt: attempt == 2))
+    with pytest.raises(CheckpointError, match="step 2 was done again from the journal and was nonfinite_gradient"):
+        virtual_time.run(second.run(resume=True))
 
 
 def test_a_full_disk_at_a_checkpoint_warns_and_goes_on(tmp_path: Path) -> None:

@@ -43,7 +43,9 @@ class Worker:
         self._ended = asyncio.get_running_loop().create_future()
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "headrace.orchestration.worker", kind, str(theirs.fileno()), *map(str, fds)]
-        self._stacks.unlink(missing_ok=True)  # of the process before: this one is asked for its stacks when the file is there
+        self._stacks.unlink(
+            missing_ok=True
+        )  # of the process before: this one is asked for its stacks when the file is there
         # A session of its own: Ctrl-C in the terminal reaches the controller only, which then ends its workers in order.
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(

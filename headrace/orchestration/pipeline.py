@@ -30,7 +30,7 @@ from typing import TypeVar
 
 import msgspec
 
-from headrace.errors import HeadraceError, IdentityError, TrainingError, WorkerDied, first_error
+from headrace.errors import CheckpointError, HeadraceError, IdentityError, TrainingError, WorkerDied, first_error
 from headrace.observe.facts import Warned, WeightsLive
 from headrace.observe.journal import JournalStep, Live, Stepped
 from headrace.orchestration.outcomes import Rolled, step_fact
@@ -68,6 +68,12 @@ class Pipeline:
         for step in steps:
             batch = self._batch(step.groups)
             report = await self._busy(self._parts.trainer.step(batch), "step, again")
+            if bool(report.skipped) != bool(step.report.skipped):
+                raise CheckpointError(
+                    f"step {step.step} was done again from the journal and was {report.skipped or 'not skipped'}, where it had been "
+                    f"{step.report.skipped or 'not skipped'}: this machine does not compute what that one did. Move journal.jsonl away "
+                    "to go on from the checkpoint alone"
+                )
             if difference := differs(report, step.report):
                 message = (
                     f"step {step.step} was done again from the journal and came out otherwise ({difference}): rollouts that go "
