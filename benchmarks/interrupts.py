@@ -24,8 +24,12 @@ import sys
 import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainer_process import ROOT, Child, Json, Results, child_main, machine
+
+if TYPE_CHECKING:
+    from headrace.reports import EngineStats
 
 SKIP = 4
 """Steps at the start that are not counted."""
@@ -60,6 +64,7 @@ def settings(given: argparse.Namespace, mode: str, seed: int, directory: Path, l
         "engine.cores=[0]",
         "train.cores=[1]",
         f"eval.prompts={64 if learn else 0}",
+        "eval.samples=2",
         "checkpoint.every=0",
         "observe.terminal=off",
         *([] if learn else ["watch.identity_every=0"]),
@@ -103,7 +108,7 @@ def counted(facts: Sequence[object]) -> Json:
         "trained_rate": sum(step.report.loss_tokens for step in steps) / (end - begin),
         "sampled_rate": sampled / (last.t - first.t),
         "lost": sum(sum(one.lengths) + one.lost_tokens for one in gone) / sampled,
-        "recomputed": (last.stats.recomputed_tokens - first.stats.recomputed_tokens) / sampled,
+        "prefilled": (prefilled(last.stats) - prefilled(first.stats)) / sampled,
         "interrupted": sum(one.interrupted for one in live) / len(live),
         "pause": [max(one.pause, one.load.swap_seconds) for one in live],
         "engine_idle": 1 - (last.stats.busy_seconds - first.stats.busy_seconds) / (last.t - first.t),
@@ -117,6 +122,11 @@ def counted(facts: Sequence[object]) -> Json:
         "gaps": gaps_of(rows),
         "dropped": len(gone),
     }
+
+
+def prefilled(stats: EngineStats) -> int:
+    """Tokens of prompts and prefixes that were forwarded, for the first time or again."""
+    return stats.prompt_tokens + stats.recomputed_tokens
 
 
 def lags_of(steps: Iterable[object]) -> Json:
@@ -155,7 +165,7 @@ def measured(given: argparse.Namespace, results: Results, mode: str, seed: int, 
 def cost_table(found: dict[str, list[Json]]) -> list[str]:
     lines = [
         "| mode | trained tokens/s | of `inflight` | engine idle | trainer idle | held back by a swap | rollouts interrupted by a swap "
-        "| tokens lost | computed again | met a swap | old cache | mixed | lag mean | max |",
+        "| tokens lost | prefilled, per sampled token | met a swap | old cache | mixed | lag mean | max |",
         f"|{'---|' * 14}",
     ]
     base = found.get("inflight")
@@ -170,7 +180,7 @@ def cost_table(found: dict[str, list[Json]]) -> list[str]:
         lines.append(
             f"| `{mode}` | {statistics.median(rates):.0f} | {ratio:.2f} | {middle(runs, 'engine_idle'):.0%} "
             f"| {middle(runs, 'trainer_idle'):.0%} | {seconds(statistics.median(pauses))} (max {seconds(pauses[-1])}) "
-            f"| {middle(runs, 'interrupted'):.1f} | {middle(runs, 'lost'):.1%} | {middle(runs, 'recomputed'):.1%} "
+            f"| {middle(runs, 'interrupted'):.1f} | {middle(runs, 'lost'):.1%} | {middle(runs, 'prefilled'):.2f} "
             f"| {middle(runs, 'swapped'):.0%} | {middle(runs, 'old_cache'):.0%} | {middle(runs, 'mixed'):.1%} | {mean:.2f} | {most} |"
         )
     return lines
