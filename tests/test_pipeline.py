@@ -168,7 +168,7 @@ def _world(tmp: Path, s: dict[str, Any]) -> World:
     )
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=800, deadline=None)
 @given(schedules)
 def test_c1_c2_c4_c5_hold_in_every_schedule(tmp_path_factory: pytest.TempPathFactory, s: dict[str, Any]) -> None:
     world = _world(tmp_path_factory.mktemp("run"), s)
@@ -328,7 +328,7 @@ def test_c6_a_stall_is_said_and_then_stops_the_run(tmp_path: Path, who: str) -> 
     assert any("has waited 300 s" in warning.message for warning in world.ledger.of(Warned))
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(schedules, st.floats(0.1, 20.0))
 def test_interrupt_and_resume_lose_nothing_and_train_nothing_twice(
     tmp_path_factory: pytest.TempPathFactory, s: dict[str, Any], when: float

@@ -2,7 +2,8 @@
 
 config.toml        the resolved settings
 metrics.jsonl      every fact, one JSON line each
-journal.jsonl      what each optimizer step consumed
+journal.jsonl      what became of every ticket, complete
+passes/            what the engine sampled since the last checkpoint
 checkpoints/       see checkpoint.py
 logs/              what the worker processes printed
 status.json        who waits for whom at this moment, see observe/status.py
@@ -19,6 +20,9 @@ from typing import IO, Any
 
 from headrace.config import RunConfig, dump_config
 from headrace.errors import ConfigError
+from headrace.observe.files import read_lines
+from headrace.observe.journal import JOURNAL
+from headrace.observe.records import METRICS
 
 LOCK = ".lock"
 
@@ -48,13 +52,14 @@ class RunDirectory:
     def create(cls, path: Path, config_toml: str) -> RunDirectory:
         path.mkdir(parents=True, exist_ok=True)
         directory = cls(path)
-        metrics = path / "metrics.jsonl"
-        if metrics.exists() and metrics.stat().st_size:  # one that was refused at its start has written nothing
+        metrics = path / METRICS
+        if any(read_lines(path / JOURNAL)) or any(b'"RunStarted"' in line for line in read_lines(metrics)):
             directory.close()
             raise ConfigError(
                 f"{path} already holds a run: go on with it (headrace train --resume {path}), or choose another name "
                 "(--set name=...)"
             )
+        metrics.unlink(missing_ok=True)  # of one that was refused at its start
         (path / "config.toml").write_text(config_toml)
         return directory
 
