@@ -1,7 +1,7 @@
 """The command `headrace`. It reads arguments, calls one function of the library and turns errors into one message.
 
-Exit codes: 0 done, 1 the run failed (`status`: it has died; `replay`: a step came out otherwise; `diff`: they differ), 2 the input cannot work, 3 a run was ended by its watchdog
-(`observe/watchdog.py`), 130 interrupted.
+Exit codes: 0 done, 1 the run failed (`status`: it has died; `replay`: a step came out otherwise; `diff`: they differ), 2 the
+input cannot work, 3 a run was ended by its watchdog (`observe/watchdog.py`), 130 interrupted.
 
 argparse, because a few commands with at most five options need no dependency, and `--help` answers at once.
 """
