@@ -288,6 +288,39 @@ def test_an_engine_given_up_leaves_a_checkpoint(tmp_path: Path) -> None:
     assert load_controller(world.checkpoints.all()[-1]).step == world.trainer.version > 0
 
 
+def test_an_engine_given_up_while_a_checkpoint_is_written_does_not_spoil_it(tmp_path: Path) -> None:
+    """The trainer writes on, whoever waits for it: a second checkpoint at that time would be written into by two."""
+
+    @dataclass
+    class Slow(FakeTrainer):
+        writing: int = 0
+
+        async def save(self, directory: Path, adapter: str = "") -> None:
+            self.writing += 1
+            assert self.writing == 1, "two checkpoints are written at once"
+            await asyncio.shield(self._write(directory, adapter))
+
+        async def _write(self, directory: Path, adapter: str) -> None:
+            await asyncio.sleep(10.0)
+            await super().save(directory, adapter)
+            self.writing -= 1
+
+    world = World(tmp_path, steps=1000, trainer=Slow(), checkpoint_every=2)
+
+    async def kill_it() -> None:
+        running = asyncio.ensure_future(world.run())
+        while not world.trainer.writing:
+            await asyncio.sleep(0.1)
+        world.engine.die()
+        with pytest.raises(WorkerDied, match="engine"):
+            await running
+
+    virtual_time.run(kill_it())
+    saved = world.ledger.of(CheckpointSaved)
+    assert [(fact.step, fact.error) for fact in saved] == [(2, "")]
+    assert load_controller(world.checkpoints.all()[-1]).step == world.trainer.version == 2
+
+
 def test_foreign_weights_are_refused(tmp_path: Path) -> None:
     class Forger(FakeTrainer):
         async def publish(self, adapter: str = "") -> Any:

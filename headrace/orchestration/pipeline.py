@@ -24,9 +24,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -54,7 +54,8 @@ class Pipeline:
         self.trainer_busy = 0.0
         """Seconds in step, publish and save."""
         self._evaluations: list[asyncio.Task[None]] = []
-        self._stepping: asyncio.Future[TrainReport] | None = None
+        self._under_way: asyncio.Future[Any] | None = None
+        """A step or a checkpoint, see `_whole`."""
         self._skipped = 0
         self._reward_drawn = math.nan
 
@@ -102,16 +103,21 @@ class Pipeline:
                 await self._last_checkpoint()
             raise error from group
         finally:
-            if self._stepping:
-                self._stepping.cancel()
+            if self._under_way:
+                self._under_way.cancel()
 
     async def _last_checkpoint(self) -> None:
-        """Of a run that something else has ended. The step under way goes on in its process, whoever waits for it: it is waited
-        for, or the weights in the checkpoint would be those of another step than its tickets."""
+        """Of a run that something else has ended."""
         with suppress(HeadraceError):  # what ended the run is what its user should read
-            if self._stepping and not self._stepping.done():
-                await self._stepping
+            if self._under_way and not self._under_way.done():
+                await self._under_way
             await self._checkpoint()
+
+    async def _whole(self, work: Coroutine[Any, Any, T]) -> T:
+        """For what goes on in the trainer's process whoever waits for it. The last checkpoint of a run that ends meanwhile waits
+        until it is over: else it would hold the weights of another step than its tickets, or be written into by two."""
+        under_way = self._under_way = asyncio.ensure_future(work)
+        return await asyncio.shield(under_way)
 
     async def _run(self, loops: asyncio.TaskGroup) -> None:
         parts = self._parts
@@ -120,7 +126,7 @@ class Pipeline:
         await self._train(loops)
         parts.buffer.close()
         if self.interrupted:
-            await self._checkpoint()
+            await self._whole(self._checkpoint())
             background += self._evaluations
         self._rolling.stop()
         for task in background:
@@ -137,8 +143,7 @@ class Pipeline:
                 groups = await parts.buffer.take(plan.staleness.groups_per_step, self._judge)
             if groups is None:
                 break
-            self._stepping = asyncio.ensure_future(self._step(groups, self._clock() - waited))
-            report = await asyncio.shield(self._stepping)
+            report = await self._whole(self._step(groups, self._clock() - waited))
             if report.skipped:
                 continue
             if delivery:  # a publish overwrites the slot before last: the last one must be live
@@ -146,12 +151,12 @@ class Pipeline:
                     await delivery
             delivery = await self._publish(loops, groups)
             if plan.checkpoint_every and self.step % plan.checkpoint_every == 0:
-                await self._checkpoint()
+                await self._whole(self._checkpoint())
         if delivery:
             async with parts.waits.named("trainer", "the swap in the engine (of the last version)"):
                 await delivery
         if self.step >= plan.steps:
-            await self._checkpoint()
+            await self._whole(self._checkpoint())
 
     async def _step(self, groups: tuple[Group, ...], waited: float) -> TrainReport:
         """Nothing comes between what the trainer does and what is written of it."""
