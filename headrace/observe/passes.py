@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -57,7 +58,8 @@ class PassLog:
         """No checkpoint before that of `oldest` is kept."""
         for path in self._directory.glob("step-*.bin"):
             if _step_of(path) < oldest:
-                path.unlink(missing_ok=True)
+                with suppress(OSError):  # costs room, and is tried again with the next one
+                    path.unlink()
 
     def close(self) -> None:
         if self._file:
