@@ -170,8 +170,9 @@ def _legend(chosen: Sequence[Look], source: str) -> RenderableType:
 
 
 def _table(*names: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     for name in names:
         right = name.startswith("#")
-        table.add_column(name.removeprefix("#"), justify="right" if right else "left", no_wrap=name == "text")
+        # On a narrow terminal the text gives way, never a number.
+        table.add_column(name.removeprefix("#"), justify="right" if right else "left", no_wrap=name != "text")
     return table
