@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from headrace.observe.facts import Accounting
 from headrace.staleness import StalenessConfig
@@ -97,7 +97,7 @@ class Buffer:
             assert ticket not in self._ready, "a group that is not trained has ended"
         return tuple(batch)
 
-    def take_again(self, tickets: Iterable[int]) -> tuple[Group, ...]:
+    def take_again(self, tickets: Sequence[int]) -> tuple[Group, ...]:
         """The groups of a step that is in the journal."""
         for ticket in tickets:
             self._taken[ticket] = self._ready.pop(ticket)
@@ -184,7 +184,8 @@ class Buffer:
         """The ready ticket that is taken next. Paced, it lies inside the window anchored at the oldest ticket not taken yet."""
         tickets = list(self._ready)
         if self._config.paced and tickets:
-            anchor = min(min(tickets), min(self._in_flight, default=self._next_ticket))
+            oldest = next(iter(self._in_flight), self._next_ticket)  # they are started in order
+            anchor = min(*tickets, oldest)
             tickets = [ticket for ticket in tickets if ticket < anchor + self._config.window]
         return min(tickets, default=None) if self._config.order == "stalest" else next(iter(tickets), None)
 

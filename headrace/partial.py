@@ -152,11 +152,20 @@ class Interrupts:
     def admits(self) -> bool:
         return self._admits.is_set()
 
+    @property
+    def cancels_groups(self) -> bool:
+        """Whether the groups that a swap finds begun are to be ended."""
+        return self._config.mode == "cancel_group"
+
     # -- for checkpoints ------------------------------------------------------------------------------------------------
 
-    def so_far(self) -> dict[str, Completion]:
-        """By request, everything that is done or begun; `interrupted` says that there is more to come."""
-        return self._kept | self._told(self._asked)
+    def so_far(self, among: Iterable[str] | None = None) -> dict[str, Completion]:
+        """By request (all of them, or those named), what is done or begun; `interrupted` says that there is more to come."""
+        if among is None:
+            return self._kept | self._told(self._asked)
+        names = list(among)
+        kept = {name: self._kept[name] for name in names if name in self._kept}
+        return kept | self._told([name for name in names if name in self._asked])
 
     def _told(self, request_ids: Iterable[str]) -> dict[str, Completion]:
         """Of requests that the engine has."""

@@ -158,9 +158,7 @@ def test_groups_that_a_resume_forgets_are_found(monkeypatch: pytest.MonkeyPatch)
     def forgetful(past: Any, requests: Any) -> dict[str, Any]:
         return {}
 
-    from headrace.simulate import dst
-
-    monkeypatch.setattr(dst, "begun", forgetful)
+    monkeypatch.setattr(recovery, "_begun", forgetful)
     assert _found("C7")
 
 

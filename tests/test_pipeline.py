@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import random
 import shutil
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ from headrace.orchestration.evaluation import Evaluator
 from headrace.orchestration.identity import IdentityProbe
 from headrace.orchestration.parts import Parts, Plan
 from headrace.orchestration.pipeline import Pipeline
-from headrace.orchestration.recovery import begun, read_past, recover
+from headrace.orchestration.recovery import read_past, recover
 from headrace.orchestration.snapshots import Snapshots, load_controller
 from headrace.partial import Interrupts, PartialConfig
 from headrace.process_config import EvalConfig
@@ -86,16 +85,13 @@ class World:
         rollout = RolloutConfig(group_size=self.group_size, max_tokens=8, patience=self.patience)
         waits = Waits(self.ledger.record, clock, self.stop_after / 2, self.stop_after)
         plan = Plan(self.steps, self.staleness, rollout, 0, 3, self.checkpoint_every, 0)
-        plan = dataclasses.replace(plan, cancels_at_swap=self.partial.mode == "cancel_group")
         interrupts = Interrupts(self.engine, self.partial, waits, clock)
         checkpoint, _ = self.checkpoints.newest_good() if resume else (None, [])
         self.redo, step = [], 0
         if resume:
             past = read_past(self.directory, load_controller(checkpoint) if checkpoint else None, True)
             assert not past.complaints
-            self.redo, step = recover(past, self.task, self.buffer), past.saved_step
-            asked = [plan.requests(ticket, prompt) for ticket, prompt in self.buffer.in_flight.items()]
-            interrupts.restore(begun(past, {one.id: one for requests in asked for one in requests}))
+            self.redo, step = recover(past, self.task, self.buffer, interrupts, plan), past.saved_step
             self.trainer.versions[""] = step
         passes = PassLog(self.directory, step, self.fail)
         self.engine.listen(passes.write)

@@ -33,7 +33,7 @@ from headrace.orchestration.messages import EngineStart, TrainerStart
 from headrace.orchestration.parts import Parts, Plan
 from headrace.orchestration.pipeline import Pipeline
 from headrace.orchestration.pools import Pools, open_pools
-from headrace.orchestration.recovery import begun, recover
+from headrace.orchestration.recovery import recover
 from headrace.orchestration.snapshots import Snapshots
 from headrace.orchestration.storage import Storage
 from headrace.orchestration.teaching import Lesson, Student, open_teaching, plan_lessons, reward_weights
@@ -194,10 +194,7 @@ def _assemble(
     buffer = Buffer(config.staleness, config.train.steps * config.staleness.groups_per_step)
     interrupts = Interrupts(pools.engine, config.partial, waits, clock)
     plan, past = plan_of(config, adapter), storage.past
-    redo = recover(past, task, buffer) if past else []
-    if past:
-        asked = [plan.requests(ticket, prompt) for ticket, prompt in buffer.in_flight.items()]
-        interrupts.restore(begun(past, {request.id: request for requests in asked for request in requests}))
+    redo = recover(past, task, buffer, interrupts, plan) if past else []
     assert pools.teaching is not None
     rewarding = pools.teaching.rewarding(prepared.scorer)
     parts = Parts(
@@ -255,7 +252,6 @@ def plan_of(config: RunConfig, adapter: str) -> Plan:
         config.checkpoint.every,
         config.eval.every,
         adapter,
-        config.partial.mode == "cancel_group",
     )
 
 

@@ -53,8 +53,6 @@ class Plan:
     evaluate_every: int
     adapter: str = ""
     """Which adapter is trained; empty where all weights are."""
-    cancels_at_swap: bool = False
-    """End the groups that a swap finds under way (`partial.mode = "cancel_group"`)."""
 
     def batch(self, step: int, groups: Sequence[Group], algorithm: Algorithm) -> Batch:
         """What the trainer is given of groups that were taken for `step`: the same ones whenever it is asked."""

@@ -207,7 +207,7 @@ class Pipeline:
     def _cancel_stale(self, version: int) -> None:
         """Steps to come are done at `version` or later."""
         staleness = self._plan.staleness
-        if self._plan.cancels_at_swap:
+        if self._parts.interrupts.cancels_groups:
             self._rolling.cancel_older_than(version, "interrupted")
         if staleness.overdue == "cancel":
             self._rolling.cancel_older_than(version - staleness.max_lag, "overdue")

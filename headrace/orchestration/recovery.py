@@ -29,8 +29,9 @@ from headrace.observe.journal import (
     read_journal,
 )
 from headrace.observe.passes import discard_passes, read_passes
+from headrace.orchestration.parts import Plan
 from headrace.orchestration.snapshots import ControllerState
-from headrace.partial import joined
+from headrace.partial import Interrupts, joined
 from headrace.protocols import Task
 from headrace.steps import Finished, StepOutput, Transcript, write_down
 from headrace.types import Completion, Request
@@ -88,26 +89,30 @@ _CHANGED = "the settings of training are not those of before"
 
 
 def _read(run_dir: Path, position: int) -> tuple[tuple[AnyRecord, ...] | None, list[str]]:
-    if (length := _length(run_dir)) < position:
-        return None, [f"the journal has {length} records, the checkpoint knows of {position}"]
     try:
-        return tuple(read_journal(run_dir, position)), []
+        records = tuple(read_journal(run_dir, position))
     except JournalDamaged as error:
         return None, [str(error)]
+    if not records and (length := _length(run_dir)) < position:
+        return None, [f"the journal has {length} records, the checkpoint knows of {position}"]
+    return records, []
 
 
 def _length(run_dir: Path) -> int:
     return sum(1 for _ in read_lines(run_dir / JOURNAL))
 
 
-def recover(past: Past, task: Task, buffer: Buffer) -> list[JournalStep]:
-    """Brings task and buffer to the moment of the kill, and returns the steps that the trainer has to do again.
+def recover(past: Past, task: Task, buffer: Buffer, interrupts: Interrupts, plan: Plan) -> list[JournalStep]:
+    """Brings all to the moment of the kill, and returns the steps that the trainer has to do again.
 
     Raises ConfigError when the task gives other prompts than it did."""
     if past.state:
         task.restore(past.state.task)
         buffer.restore(past.state.buffer)
-    return list(_apply(past.records, task, buffer))
+    steps = list(_apply(past.records, task, buffer))
+    asked = [plan.requests(ticket, prompt) for ticket, prompt in buffer.in_flight.items()]
+    interrupts.restore(_begun(past, {request.id: request for requests in asked for request in requests}))
+    return steps
 
 
 def _apply(records: Iterable[AnyRecord], task: Task, buffer: Buffer) -> Iterator[JournalStep]:
@@ -142,7 +147,7 @@ def _stepped(record: Stepped, buffer: Buffer) -> JournalStep:
     return JournalStep(report.step, record.t, report.version, groups, report)
 
 
-def begun(past: Past, requests: Mapping[str, Request]) -> dict[str, Completion]:
+def _begun(past: Past, requests: Mapping[str, Request]) -> dict[str, Completion]:
     """What was sampled of these requests until the kill, by their names."""
     before = past.state.begun if past.state else {}
     found = {name: completion for name, completion in before.items() if name in requests}

@@ -11,7 +11,7 @@ from headrace.observe.journal import Drawn, Gone, Ready
 from headrace.orchestration.outcomes import Outcome, Rolled
 from headrace.orchestration.parts import Parts, Plan
 from headrace.rollout import roll_out
-from headrace.types import Completion, Episode, Failure, Group, Prompt, Scored
+from headrace.types import Episode, Failure, Group, Prompt, Scored
 
 
 class Rolling:
@@ -75,7 +75,7 @@ class Rolling:
         except asyncio.CancelledError:
             if ticket not in self._cancelled:
                 raise
-            lost = sum(len(one.tokens) for one in self._so_far(ticket))
+            lost = sum(len(one.tokens) for one in self._parts.interrupts.so_far(self._plan.names(ticket)).values())
             rolled = Rolled(ticket, prompt, (), (), self._clock() - started, lost)
             self.end(rolled, "dropped", self._cancelled.pop(ticket))
         self._parts.interrupts.forget(self._plan.names(ticket))
@@ -115,10 +115,6 @@ class Rolling:
                 judged = await parts.scorer.score(prompt, episodes)
         scored = tuple(result for result in judged if isinstance(result, Scored))
         return scored, tuple(result for result in [*results, *judged] if isinstance(result, Failure))
-
-    def _so_far(self, ticket: int) -> list[Completion]:
-        found = self._parts.interrupts.so_far()
-        return [found[name] for name in self._plan.names(ticket) if name in found]
 
     # -- groups that are not trained --------------------------------------------------------------------------------------
 

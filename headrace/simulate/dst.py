@@ -8,7 +8,6 @@ killed goes on from what lies on its disk, until it has finished; `dst_checks.py
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 import random
 import tempfile
@@ -34,7 +33,7 @@ from headrace.orchestration.identity import IdentityProbe
 from headrace.orchestration.messages import EngineStart, TrainerStart
 from headrace.orchestration.parts import Parts, Plan
 from headrace.orchestration.pipeline import Pipeline
-from headrace.orchestration.recovery import begun, read_past, recover
+from headrace.orchestration.recovery import read_past, recover
 from headrace.orchestration.session import run_clock
 from headrace.orchestration.snapshots import Snapshots, load_controller
 from headrace.orchestration.storage import Storage, open_storage
@@ -221,15 +220,12 @@ class Life:
         case, clock, referee, storage = self._case, self._clock, self._referee, self._storage
         rollout = RolloutConfig(group_size=case.group_size, max_tokens=6, patience=1000)
         plan = Plan(case.steps, case.staleness, rollout, case.seed, 1000, case.checkpoint_every, case.evaluate_every)
-        plan = self._plan = dataclasses.replace(plan, cancels_at_swap=case.mode == "cancel_group")
+        self._plan = plan
         task: Task = SimulatedTask(fixed(3), case.seed)
         waits = self._waits
         interrupts = Interrupts(engine, PartialConfig(mode=case.mode), waits, clock)
         past = storage.past
-        self._redo = recover(past, task, self._buffer) if past else []
-        if past:
-            asked = [plan.requests(ticket, prompt) for ticket, prompt in self._buffer.in_flight.items()]
-            interrupts.restore(begun(past, {request.id: request for one in asked for request in one}))
+        self._redo = recover(past, task, self._buffer, interrupts, plan) if past else []
         engine.listen(storage.passes.write)
         engine.listen(self._told)
         scorer = SeededScorer(case.seed, self.chance)

@@ -100,7 +100,6 @@ class World:
             max_skipped_steps=3,
             checkpoint_every=self.checkpoint_every,
             evaluate_every=0,
-            cancels_at_swap=scenario.partial.mode == "cancel_group",
         )
         return Pipeline(self.parts, plan, clock, first_step)
 
