@@ -17,7 +17,7 @@ STAMP := $(VENV)/.installed
 RECIPE ?= recipes/demo.toml
 ARGS ?=
 
-.PHONY: setup demo test test-slow fuzz lint bench bench-setup bench-engine bench-trl-setup bench-trainer bench-end-to-end clean
+.PHONY: setup demo test test-slow fuzz lint bench bench-setup bench-engine bench-trl-setup bench-trainer bench-end-to-end docs clean
 
 setup: $(STAMP)
 
@@ -51,6 +51,9 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy headrace
+
+docs: setup
+	$(BIN)/python docs/make_settings.py
 
 bench: setup
 	$(BIN)/python benchmarks/pipeline.py $(ARGS)

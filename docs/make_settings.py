@@ -1,0 +1,133 @@
+"""Writes docs/settings.md, the reference of all settings: `make docs`.
+
+Names, types and defaults are those of the config dataclasses; what a setting is for is the docstring beneath its field.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import json
+import re
+import textwrap
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from headrace.config import RunConfig
+
+TARGET = Path(__file__).with_name("settings.md")
+
+INTRODUCTION = """\
+# Settings
+
+Every setting: type, default, and what it is for. `make docs` makes this page from the docstrings in the source.
+
+A run is one TOML file, whose tables are the sections below; `[[...]]` is a table that may be given several times. Only `model.path`,
+the task and something that gives rewards (or a teacher) must be set. `--set train.steps=200` on the command line replaces one
+setting, `--dry-run` prints all of them as they come out. Relative paths in a file are seen from the file's folder. A name that does
+not exist, a value that does not fit and settings that cannot work together are refused at the start, with the remedy. What a
+resumed run may change is in [journal.md](journal.md#going-on-with-a-run).
+
+Two environment variables: `HEADRACE_CACHE` is where fetched models, compiled kernels and measured rates are kept
+(`~/.cache/headrace` otherwise), `CXX` the C++ compiler. C1 to C9 are [the contracts](design-notes.md#the-contracts).
+"""
+
+
+class Section(NamedTuple):
+    title: str
+    about: str
+    settings: list[tuple[str, str, str, str]]
+    """Name, type, default, what it is for."""
+
+
+def sections(
+    kind: type, path: str = "", title: str = "The run, above all tables", about: str = ""
+) -> Iterator[Section]:
+    """Of a dataclass of settings: its own, those of its tables, those of its lists of tables."""
+    hints, told = typing.get_type_hints(kind), docstrings(kind)
+    own, tables, lists = [], [], []
+    for name, field in kind.__pydantic_fields__.items():  # type: ignore[attr-defined]
+        here, hint = f"{path}{name}", hints[name]
+        nested = next((one for one in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(one)), None)
+        if nested is None:
+            own.append((name, type_of(hint, field.metadata), default_of(field), told.get(name, "")))
+        elif typing.get_origin(hint) is tuple:
+            lists.append((nested, f"{here}.", f"[[{here}]]", told.get(name, "")))
+        else:
+            tables.append((nested, f"{here}.", f"[{here}]", told.get(name, "")))
+    yield Section(title, about or (told[""].split("\n\n")[0] if path else ""), own)
+    for below in (*tables, *lists):
+        yield from sections(*below)
+
+
+def docstrings(kind: type) -> dict[str, str]:
+    """What stands beneath each field; under the empty name what stands beneath the class."""
+    (node,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    assert isinstance(node, ast.ClassDef)
+    found = {"": ast.get_docstring(node) or ""}
+    for field, below in zip(node.body, node.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
+            found[field.target.id] = inspect.cleandoc(str(ast.literal_eval(below.value)))
+    return found
+
+
+def type_of(hint: Any, metadata: list[Any]) -> str:
+    """In TOML's words. `metadata`: bounds, as pydantic keeps them."""
+    origin, inner = typing.get_origin(hint), [one for one in typing.get_args(hint) if one is not type(None)]
+    if origin is Literal:
+        return ", ".join(f"`{json.dumps(one)}`" for one in inner)
+    if origin is tuple:
+        return f"list of {type_of(inner[0], [])}s" if isinstance(inner[0], type) else "list"
+    if origin is dict:
+        return "table"
+    if inner:
+        return " or ".join(type_of(one, metadata) for one in inner)
+    words = {int: "integer", float: "number", bool: "boolean", str: "string"}
+    signs = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
+    bounds = [
+        f"{sign} {getattr(one, name):g}" for one in metadata for name, sign in signs.items() if hasattr(one, name)
+    ]
+    return " ".join([words[hint], ", ".join(bounds)]).strip()
+
+
+def default_of(field: Any) -> str:
+    if field.is_required():
+        return "must be given"
+    default = field.get_default(call_default_factory=True)
+    return "the recipe's" if default is None else f"`{json.dumps(default)}`"
+
+
+def cell(text: str) -> str:
+    """On one line, with what Markdown would take for its own escaped outside of code."""
+    parts = re.split(r"(`[^`]*`)", " ".join(text.split()))
+    plain = [part if part.startswith("`") else part.replace("<", "&lt;") for part in parts]
+    return "".join(plain).replace("|", "\\|")
+
+
+def reference() -> str:
+    text = [INTRODUCTION]
+    for title, about, settings in sections(RunConfig):
+        text.append(f"## {title}\n")
+        if about:
+            text.append(f"{textwrap.fill(' '.join(about.split()), 130)}\n")
+        if settings:
+            rows = (f"| `{name}` | {kind} | {default} | {cell(what)} |" for name, kind, default, what in settings)
+            text.append("\n".join(["| setting | type | default | what it is for |", "|---|---|---|---|", *rows, ""]))
+    return "\n".join(text)
+
+
+def undescribed() -> list[str]:
+    """Settings without a docstring, by their dotted names."""
+    return [
+        f"{section.title.strip('[]')}.{name}"
+        for section in sections(RunConfig)
+        for name, _, _, what in section.settings
+        if not what
+    ]
+
+
+if __name__ == "__main__":
+    TARGET.write_text(reference(), encoding="utf-8")
