@@ -252,15 +252,22 @@ def ratios(found: dict[tuple[str, int], Json], target: float) -> Iterator[str]:
         ]
         if system == "headrace" or not both:
             continue
-        times = [(reached(one["points"], target), reached(ours["points"], target)) for one, ours in both]
-        known = [theirs / ours for theirs, ours in times if theirs and ours]
+        faster = [said for one, ours in both if (said := to_target(one, ours, target))]
         steps = statistics.median(
             (one["seconds"] / one["steps"]) / (ours["seconds"] / ours["steps"]) for one, ours in both
         )
-        to_target = (
-            f"{statistics.median(known):.1f} ({', '.join(f'{one:.1f}' for one in known)})" if known else "not known"
+        yield (
+            f"headrace against {SYSTEMS[system]}: {', '.join(faster) or 'not known how many'} times faster to the target, "
+            f"{steps:.1f} times a step"
         )
-        yield f"headrace against {SYSTEMS[system]}: {to_target} times faster to the target, {steps:.1f} times a step"
+
+
+def to_target(theirs: Json, ours: Json, target: float) -> str:
+    """How many times faster; of a run that ended before it was there at least how many. Empty where ours never was."""
+    if not (at := reached(ours["points"], target)):
+        return ""
+    other = reached(theirs["points"], target)
+    return f"{other / at:.1f}" if other else f"more than {theirs['seconds'] / at:.1f}"
 
 
 def arguments() -> argparse.Namespace:

@@ -48,13 +48,12 @@ def any_contrast(completions: list[str], **columns: object) -> list[float]:
     return [zlib.crc32(text.encode()) / 2**32 + i / 1000 for i, text in enumerate(completions)]
 
 
-def measure(config: Path, max_lag: int, steps: int, directory: Path, seed: int) -> Measured:
-    sets = [
-        f"name=lag{max_lag}-{seed}",
+def settings(name: str, directory: Path, seed: int, steps: int) -> list[str]:
+    """Of a run that is timed: a core for each pool, and nothing beside generation and training."""
+    return [
+        f"name={name}",
         f"out='{directory}'",
         f"seed={seed}",
-        f"staleness.max_lag={max_lag}",
-        "staleness.window=1",
         f"train.steps={steps}",
         "train.warmup_steps=0",
         "train.learning_rate=1e-9",
@@ -66,6 +65,11 @@ def measure(config: Path, max_lag: int, steps: int, directory: Path, seed: int) 
         "watch.identity_every=0",
         "observe.terminal=off",
     ]
+
+
+def measure(config: Path, max_lag: int, steps: int, directory: Path, seed: int) -> Measured:
+    depth = [f"staleness.max_lag={max_lag}", "staleness.window=1"]
+    sets = settings(f"lag{max_lag}-{seed}", directory, seed, steps) + depth
     result = headrace.train(config, sets=sets, reward=any_contrast)
     return summarise(max_lag, read_metrics(result.directory))
 

@@ -14,7 +14,7 @@ import dataclasses
 import tempfile
 from pathlib import Path
 
-from pipeline import SKIP, Measured, any_contrast, summarise
+from pipeline import SKIP, Measured, any_contrast, settings, summarise
 
 import headrace
 from headrace.config import RunConfig, load_config
@@ -28,26 +28,10 @@ SETTINGS = ("0x1x4", "1x1x4", "2x1x4", "4x1x4", "1x3x4", "2x5x4", "0x1x2", "2x2x
 """max_lag x window x groups a step"""
 
 
-def settings_of(setting: str, seed: int, steps: int, directory: str) -> list[str]:
+def settings_of(setting: str, seed: int, steps: int, directory: Path) -> list[str]:
     lag, window, groups = map(int, setting.split("x"))
-    return [
-        f"name=plan-{setting}-{seed}",
-        f"out='{directory}'",
-        f"seed={seed}",
-        f"staleness.max_lag={lag}",
-        f"staleness.window={window}",
-        f"staleness.groups_per_step={groups}",
-        f"train.steps={steps}",
-        "train.warmup_steps=0",
-        "train.learning_rate=1e-9",
-        "engine.cores=[0]",
-        "train.cores=[1]",
-        "eval.prompts=0",
-        "eval.every=0",
-        "checkpoint.every=0",
-        "watch.identity_every=0",
-        "observe.terminal=off",
-    ]
+    depth = [f"staleness.max_lag={lag}", f"staleness.window={window}", f"staleness.groups_per_step={groups}"]
+    return settings(f"plan-{setting}-{seed}", directory, seed, steps) + depth
 
 
 def real(config: Path, sets: list[str], lag: int) -> Measured:
@@ -79,7 +63,8 @@ def main() -> None:
     parser.add_argument("--config", type=Path, default=Path("recipes/demo.toml"))
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
         rates = rates_of(arguments.config, arguments.rates, directory)
         print_rates(rates)
         for setting in arguments.settings:
@@ -88,7 +73,7 @@ def main() -> None:
             print(row(setting, foreseen, real(arguments.config, sets, int(setting.split("x")[0]))), flush=True)
 
 
-def rates_of(config: Path, file: Path | None, directory: str) -> Rates:
+def rates_of(config: Path, file: Path | None, directory: Path) -> Rates:
     if file and file.exists():
         return load_rates(file)
     sets = settings_of(SETTINGS[0], 0, 10, directory)
