@@ -138,6 +138,11 @@ class Buffer:
         return tuple(sorted([*self._ready, *self._taken]))
 
     @property
+    def finished(self) -> tuple[Group, ...]:
+        """Groups that wait for a step."""
+        return tuple(self._ready.values())
+
+    @property
     def _inside(self) -> int:
         return len(self._in_flight) + len(self._ready) + len(self._taken)
 

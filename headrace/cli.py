@@ -3,7 +3,7 @@
 Exit codes: 0 done, 1 the run failed (`status`: it has died; `replay`: a step came out otherwise; `diff`: they differ), 2 the
 input cannot work, 3 a run was ended by its watchdog (`observe/watchdog.py`), 130 interrupted.
 
-argparse, because a few commands with at most five options need no dependency, and `--help` answers at once.
+argparse, because a dozen commands with a few options each need no dependency, and `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -173,14 +173,18 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 def _config(file: str | None, run_dir: Path | None, sets: Sequence[str]) -> RunConfig:
     """The config named, or that of the run."""
-    from headrace.config import config_of_run, load_config
+    from headrace.config import adapter_runs, config_of_run, load_config
 
     source = file or (run_dir and config_of_run(run_dir))
     if not source:
         raise ConfigError("name a config: headrace train CONFIG.toml (or --resume RUN to go on with a run)")
     config = load_config(source, sets)
-    if not config.reward.specs:  # unlike `headrace.train`, the command line cannot be handed a function
-        raise ConfigError('nothing gives rewards: set reward.function = "path/to/file.py:name" (or "reasoning_gym")')
+    for run in adapter_runs(config) or (config,):
+        if not run.reward.specs and not run.teachers:  # unlike `headrace.train`, we cannot be handed a function
+            raise ConfigError(
+                'nothing gives rewards: set reward.function = "path/to/file.py:name" (or "reasoning_gym"); a function that Python '
+                "was handed is not in the config"
+            )
     return config
 
 

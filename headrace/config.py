@@ -92,38 +92,6 @@ def config_of_run(run_dir: Path) -> Path:
     return path
 
 
-def check_resumable(old: RunConfig, new: RunConfig) -> None:
-    """A resumed run may change most settings. Raises ConfigError for those that its buffer and its weights depend on."""
-    fixed = {
-        "model.path": (old.model.path, new.model.path),
-        "seed": (old.seed, new.seed),
-        "staleness.groups_per_step": (old.staleness.groups_per_step, new.staleness.groups_per_step),
-        "lora": (old.lora, new.lora),
-        "the names of adapters": ([one.name for one in old.adapters], [one.name for one in new.adapters]),
-    }
-    changed = [f"{name} was {was}, not {now}" for name, (was, now) in fixed.items() if was != now]
-    if changed:
-        raise ConfigError(
-            f"a run cannot be resumed with other values here: {'; '.join(changed)}. Start a new run for that"
-        )
-
-
-def same_course(old: RunConfig, new: RunConfig) -> bool:
-    """Whether the steps of a run can be done again with other settings, and come out the same."""
-
-    def course(config: RunConfig) -> dict[str, Any]:
-        tree = dataclasses.asdict(config)
-        kept = {name: tree[name] for name in ("task", "reward", "teachers", "rollout", "algo", "train", "staleness")}
-        kept["train"] = {
-            name: value for name, value in tree["train"].items() if name not in ("cores", "max_skipped_steps")
-        }
-        if config.train.schedule == "constant":
-            del kept["train"]["steps"]
-        return kept
-
-    return course(old) == course(new)
-
-
 def dump_config(config: RunConfig) -> str:
     """TOML text with every setting, which `load_config` reads back to an equal config."""
     return dump(config)
@@ -143,6 +111,12 @@ def check(config: RunConfig) -> list[str]:
         *_teacher_problems(config),
         *partial_problems(config.partial, bool(config.lora.served_name), several=False),
     ]
+    if config.lora.quantise and config.lora.merged and config.algo.reference_in_reward:
+        problems.append(
+            f"algo.kl.place = reward asks an engine for the reference's log-probs, and with lora.publish = {config.lora.publish} that is the "
+            f"model before lora.quantise = {config.lora.quantise}, not the one that training began with; use algo.kl.place = loss, or "
+            'lora.publish = "adapter"'
+        )
     if config.rollout.group_size < config.algo.min_rollouts:
         problems.append(
             f"rollout.group_size = {config.rollout.group_size} gives {config.algo.name} nothing to compare a rollout with, "

@@ -26,6 +26,7 @@ class AdapterConfig:
     """One of several adapters that a run trains at once on one base: what it has of its own."""
 
     name: str = Field(pattern=NAME)
+    """Of its directory in that of the run, and in the engine."""
     task: dict[str, Any] = Field(default_factory=dict)
     """A table in place of the run's; so is `reward`."""
     reward: dict[str, Any] = Field(default_factory=dict)
@@ -37,6 +38,21 @@ class AdapterConfig:
     staleness: dict[str, Any] = Field(default_factory=dict)
     checkpoint: dict[str, Any] = Field(default_factory=dict)
     eval: dict[str, Any] = Field(default_factory=dict)
+
+
+_WITHOUT_RANK: dict[str, Any] = {
+    "dora": False,
+    "rslora": False,
+    "experts": False,
+    "rank_pattern": {},
+    "quantise": "",
+    "alpha_pattern": {},
+    "targets": "all-linear",
+    "alpha": 32.0,
+    "publish": "auto",
+    "init_seed": 0,
+}
+"""What means something with a rank only, as it is where nobody has set it."""
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -57,6 +73,7 @@ class LoraConfig:
     rank_pattern: dict[str, int] = Field(default_factory=dict)
     """Module name, the end of it or a regular expression for it -> its rank."""
     alpha_pattern: dict[str, float] = Field(default_factory=dict)
+    """The same for alpha."""
     experts: bool = False
     """Adapt the experts of a mixture-of-experts model too, each with `rank`."""
     quantise: Literal["", "int8", "nf4"] = ""
@@ -71,7 +88,7 @@ class LoraConfig:
     @model_validator(mode="after")
     def _pairs_fit(self) -> LoraConfig:
         if not self.rank:
-            given = [name for name in ("dora", "rslora", "experts", "rank_pattern", "quantise") if getattr(self, name)]
+            given = [name for name, usual in _WITHOUT_RANK.items() if getattr(self, name) != usual]
             if given:
                 raise ValueError(f"lora.{given[0]} is set, but lora.rank = 0 trains all weights; set lora.rank, 16 say")
         if self.dora and self.publish == "adapter":

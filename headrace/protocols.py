@@ -194,6 +194,10 @@ class TrainerCore(Protocol):
 
     def version_of(self, adapter: str) -> int: ...
 
+    @property
+    def dtype(self) -> str:
+        """In which it computes: `bfloat16` or `float32`."""
+
     def parameters(self, adapter: str = "") -> Iterable[tuple[str, torch.Tensor]]:
         """As they are published: in canonical order (`named_parameters()`, tied ones once; of an adapter as peft saves it).
         The sender casts to the serving dtype."""

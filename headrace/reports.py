@@ -63,7 +63,7 @@ class TrainReport(Struct, frozen=True):
     routing_conflicts: int = 0
     """Prompt tokens that rows share and whose recorded experts differ: those of the first row were forced."""
     reference_kl: float = 0.0
-    """Mean of the KL term in the loss, before its coefficient."""
+    """Mean k3 estimate of KL(trainer || reference), at most 10 a token, whatever `algo.kl.estimator` the loss has."""
     teacher_kl: float = 0.0
     """Mean of logprob - teacher over the tokens that a teacher scored: the sampled-token estimate of the reverse KL."""
 

@@ -24,10 +24,15 @@ class RolloutConfig:
     group_size: int = Field(default=8, gt=0)
     """G: completions of each prompt."""
     max_tokens: int = Field(default=64, gt=0)
+    """Of a completion; a longer one is cut off (`algo.overlong` says what becomes of it)."""
     temperature: float = Field(default=1.0, ge=0)
+    """Of the distribution that is sampled from and trained."""
     top_p: float = Field(default=1.0, gt=0, le=1)
+    """Keeps the most probable tokens that together have this probability; 1 keeps all."""
     top_k: int = Field(default=0, ge=0)
+    """Keeps so many of the most probable tokens; 0 keeps all."""
     min_p: float = Field(default=0.0, ge=0, lt=1)
+    """Keeps tokens that are at least this often as probable as the most probable one; 0 keeps all."""
     stop: tuple[str, ...] = ()
     """Strings that end a completion."""
     keep_mask: bool = True
@@ -98,10 +103,10 @@ def ticket_of(name: str, adapter: str) -> int | None:
     return int(found["ticket"]) if found and (found["adapter"] or "") == adapter else None
 
 
-async def boundary(completion: Awaitable[Completion]) -> Completion | Failure:
+async def boundary(generate: Generate, request: Request) -> Completion | Failure:
     """The one place where a failed rollout becomes data. What is not the rollout's own fault propagates."""
     try:
-        result = await completion
+        result = await generate(request)
     except ValueError as error:  # the engine refused the request
         return Failure("request_refused", str(error))
     return Failure("engine_error", result.error) if result.stop == "error" else result
@@ -111,7 +116,7 @@ async def roll_out(
     generate: Generate, prompt: Prompt, requests: Iterable[Request], decode: Decode
 ) -> list[Episode | Failure]:
     """Completions of one prompt, sampled side by side."""
-    results = await asyncio.gather(*(boundary(generate(request)) for request in requests))
+    results = await asyncio.gather(*(boundary(generate, request) for request in requests))
     return [
         result if isinstance(result, Failure) else Episode((Turn(prompt.tokens, _with_text(result, decode)),))
         for result in results

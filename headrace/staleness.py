@@ -115,6 +115,15 @@ class StalenessConfig:
         return (self.slots + self.window - 2) // self.groups_per_step if self.paced else self.max_lag
 
 
+def still_bounded(old: StalenessConfig, new: StalenessConfig) -> bool:
+    """Whether the new bound holds for what was admitted under the old settings (of as many groups a step), whose slots and
+    window the proof above then speaks of."""
+    if not new.paced:
+        return True
+    window = max(old.window, new.window)
+    return old.paced and (old.slots + window - 2) // new.groups_per_step <= new.lag_bound
+
+
 def first_version(group: Group) -> int:
     """Of its oldest token in the loss."""
     return min(version for row in group.rows for version, kept in zip(row.versions, row.mask, strict=True) if kept)

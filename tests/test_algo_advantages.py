@@ -29,7 +29,7 @@ from headrace.algo.credit import gae, kl_penalty, process_advantages, rae, retur
 from headrace.algo.groups import algorithm_of
 from headrace.algo.recipes import COMPARING
 from headrace.errors import ConfigError
-from headrace.types import Completion, Episode, Group, Prompt, Scored, Turn, VersionSpan
+from headrace.types import Completion, Episode, Group, Prompt, Scored, TeacherTrace, Turn, VersionSpan
 
 rewards = st.lists(st.floats(-10, 10).map(lambda x: round(x, 3)), min_size=2, max_size=12)
 
@@ -208,7 +208,7 @@ def test_rows_get_their_rollouts_advantage():
 
 def test_failed_rollouts_leave_an_uneven_group_to_its_own_members():
     algorithm = algorithm_of(AlgoConfig(), 10)
-    assert algorithm.needs_contrast and algorithm.min_rollouts == 2
+    assert algorithm.min_rollouts == 2  # of four rollouts two have failed: `scored` is what came through
     first, _ = algorithm.rows(PROMPT, [scored(1.0), scored(0.0)])
     assert first.advantages[0] == pytest.approx(math.sqrt(0.5), abs=1e-5)
 
@@ -223,7 +223,7 @@ def test_kl_in_the_reward_comes_before_the_advantage():
 def test_reinforce_plus_plus_returns_are_per_token_and_whitened_over_the_batch():
     algo = AlgoConfig("reinforce++", kl={"coef": 0.5, "place": "reward", "estimator": "k1"})
     algorithm = algorithm_of(algo, 10)
-    assert not algorithm.needs_contrast and algorithm.min_rollouts == 1
+    assert algorithm.min_rollouts == 1
     (a,) = algorithm.rows(PROMPT, [scored(1.0, references=((-2.0, -1.0),))])
     (b,) = algorithm.rows(PROMPT, [scored(0.0, references=((-1.0, -1.0),))])
     assert a.advantages == (0.5, 1.0) and b.advantages == (0.0, 0.0)
@@ -252,7 +252,19 @@ def test_most_algorithms_leave_the_batch_alone():
     rows = rows_by(AlgoConfig(), scored(1.0), scored(0.0))
     groups = (Group(0, PROMPT, (), rows),)
     assert algorithm_of(AlgoConfig(), 10).assemble(groups) is groups
-    assert algorithm_of(AlgoConfig("reinforce++_baseline"), 10).assemble(groups) != groups
+
+
+@pytest.mark.parametrize("name", ["reinforce++_baseline", "gdpo"])
+def test_group_advantages_are_whitened_over_the_valid_tokens_of_the_batch(name):
+    algorithm = algorithm_of(AlgoConfig(name), 10)
+    many = [
+        [scored(1.0, 3, only=1.0), scored(0.0, 1, only=0.0)],
+        [scored(5.0, 2, only=5.0), scored(1.0, 2, only=1.0), scored(0.0, 4, only=0.0)],
+    ]
+    groups = tuple(Group(i, PROMPT, (), algorithm.rows(PROMPT, members)) for i, members in enumerate(many))
+    plain = np.array([a for group in groups for row in group.rows for a in row.advantages])
+    white = np.array([a for group in algorithm.assemble(groups) for row in group.rows for a in row.advantages])
+    np.testing.assert_allclose(white, (plain - plain.mean()) / np.sqrt(plain.var(ddof=1) + 1e-8))
 
 
 def test_gdpo_gets_the_weights_of_the_rewards():
@@ -269,10 +281,38 @@ def test_length_penalty_prefers_the_shorter_of_two_right_answers():
     assert short.advantages[0] == pytest.approx(0.2) == -long.advantages[0]
 
 
+def test_length_penalty_never_rewards_length():
+    """Not where the mean is negative either: by rewards of -1, or by a divergence that was taken off first."""
+    assert penalised((-1.0, -1.0), (10, 2), 0.5, 10) == (-1.0, -1.0)
+    kl = {"coef": 0.1, "place": "reward", "estimator": "k1"}
+    wrong = [scored(0.0, n, references=((-2.0,) * n,)) for n in (2, 2)]
+    rows = rows_by(AlgoConfig("dr_grpo", kl=kl, length_penalty=0.5), *wrong)
+    assert all(row.advantages == (0.0, 0.0) for row in rows)
+
+
+def test_what_teaches_nothing_has_a_name():
+    def barren(algo: AlgoConfig, *rows):
+        return algorithm_of(algo, 10).barren(rows)
+
+    good, same = (
+        rows_by(AlgoConfig("dr_grpo"), scored(1.0), scored(0.0)),
+        rows_by(AlgoConfig(), scored(1.0), scored(1.0)),
+    )
+    assert barren(AlgoConfig(), *good) == "" and barren(AlgoConfig(), *same) == "no_contrast"
+    assert barren(AlgoConfig("reinforce"), *same) == ""
+    assert barren(AlgoConfig(), replace(good[0], mask=(False, False))) == "overlong"
+    untaught = replace(same[0], teacher=TeacherTrace("", (0, 0), (math.nan, math.nan)))
+    taught = replace(same[0], teacher=TeacherTrace("t", (0, 0), (-1.0, math.nan)))
+    assert barren(AlgoConfig("opd"), untaught) == barren(AlgoConfig("opd"), same[0]) == "no_teacher"
+    assert barren(AlgoConfig("opd"), untaught, taught) == ""
+    assert barren(AlgoConfig("reinforce", distill={"kind": "sampled"}), untaught) == ""  # learns from its reward
+
+
 def test_cross_entropy_has_its_own_denominator():
     rows = rows_by(AlgoConfig("ce"), scored(1.0), scored(0.0, 3))
     assert [row.mask for row in rows] == [(True, True), (False, False, False)]
-    assert algorithm_of(AlgoConfig("ce"), 10).needs_contrast  # a group of weight zero is dropped, not masked
+    nothing = rows_by(AlgoConfig("ce"), scored(0.0), scored(0.0))  # a group of weight zero is dropped, not masked
+    assert algorithm_of(AlgoConfig("ce"), 10).barren(nothing) == "no_contrast"
     assert all(all(row.mask) for row in rows_by(AlgoConfig("ce"), scored(0.0)))
 
 

@@ -15,7 +15,7 @@ from headrace.algo.aggregate import AGGREGATIONS
 from headrace.algo.config import AlgoConfig
 from headrace.algo.losses import LOSSES
 from headrace.algo.objective import objective_of, selection_of
-from headrace.algo.recipes import ADVANTAGE_NAMES, CONSTANTS, KL, READS, RECIPES, Correction, Recipe
+from headrace.algo.recipes import ADVANTAGE_NAMES, CONSTANTS, KL, READS, RECIPES, WHITENED, Correction, Recipe
 from headrace.config import load_config
 
 MINIMAL = {
@@ -37,6 +37,62 @@ def test_every_recipe_is_a_valid_algorithm(name):
     algo = AlgoConfig(name)
     assert algo.recipe == RECIPES[name] and callable(objective_of(algo))
     assert (selection_of(algo) is not None) == (RECIPES[name].select.kind != "none")
+
+
+def test_constants_are_those_of_the_papers():
+    """Written down a second time, from the reference and the papers: a typo in the table would train another algorithm."""
+    of = {name: AlgoConfig(name).recipe for name in RECIPES}
+    clips = {name: (recipe.clip_low, recipe.clip_high) for name, recipe in of.items()}
+    assert {name: clip for name, clip in clips.items() if clip != (0.2, 0.2)} == {
+        "dapo": (0.2, 0.28),
+        "gspo": (3e-4, 4e-4),
+        "gspo_token": (3e-4, 4e-4),
+        "cispo": (1.0, 4.0),
+        "gmpo": (0.4, 0.4),
+    }
+    assert all(recipe.dual_clip == 0 for recipe in of.values())
+    assert (of["sapo"].tau, of["sapo"].tau_negative, of["kimi"].tau) == (1.0, 1.05, 0.1)
+    assert (of["dppo_tv"].delta, of["dppo_tv"].cap) == (0.2, 20.0)
+    assert (of["dppo_kl"].delta, of["dppo_kl"].penalty, of["ipo"].delta, of["ipo"].penalty) == (0.2, 1e-3, 0.1, 1e-3)
+    assert (of["m2po"].select.kind, of["m2po"].select.tau) == ("m2po", 0.04)
+    assert [(of[name].select.kind, of[name].select.fraction) for name in ("clip_cov", "kl_cov")] == [
+        ("clip_cov", 2e-4),
+        ("kl_cov", 2e-4),
+    ]
+    assert of["kl_cov"].penalty == 1.0
+    corrections = {name: recipe.correction for name, recipe in of.items() if recipe.correction != Correction()}
+    assert corrections == {
+        "decoupled_ppo": Correction(mode="mask", level="token", low=0.0, high=5.0),
+        "tis": Correction(mode="truncate", level="token", low=0.0, high=2.0),
+        "icepop": Correction(mode="mask", level="token", low=0.5, high=5.0),
+        "mis": Correction(mode="mask", level="sequence", low=0.5, high=2.0),
+        "mis_geometric": Correction(mode="mask", level="geometric", low=0.99, high=1.001, veto=1e-4),
+        "kpop": Correction(kpop=2.0),
+        "opsm": Correction(opsm=1e-4),
+    }
+    assert {name for name, recipe in of.items() if recipe.old == "trainer"} == {"tis", "icepop", "mis", "mis_geometric"}
+    assert {name for name, recipe in of.items() if recipe.old == "loglinear"} == {"decoupled_ppo"}
+    assert set(WHITENED) == {"return_to_go", "group_baseline", "gdpo"}
+    assert (of["opd"].distill.kind, of["opd"].distill.coef, of["opd_topk"].distill.kind) == ("sampled", 1.0, "reverse")
+
+
+@pytest.mark.parametrize("loss", sorted(LOSSES))
+def test_a_loss_brings_the_constants_of_its_own_recipe(loss):
+    own = next(recipe for recipe in RECIPES.values() if recipe.loss == loss)
+    select = {"kind": "kl_cov"} if loss == "kl_cov" else {}
+    found = AlgoConfig("dapo", loss=loss, select=select).recipe
+    if loss == "ppo_clip":
+        assert found == RECIPES["dapo"]  # which it is made of: its own choice stays
+        return
+    assert all(getattr(found, name) == getattr(own, name) for name in READS[loss])
+    assert (found.advantage, found.aggregation) == ("group_norm", "token_mean")
+
+
+def test_a_constant_that_is_given_beats_that_of_the_loss():
+    assert (
+        AlgoConfig(loss="cispo", clip_high=2.0).recipe.clip_high == 2.0
+        and AlgoConfig(loss="cispo").recipe.clip_high == 4.0
+    )
 
 
 @pytest.mark.parametrize("name", ["pass@k", "reinforce++_baseline"])
@@ -71,7 +127,9 @@ def test_settings_replace_the_values_of_the_recipe():
 
 
 def test_a_config_survives_the_way_to_the_trainer():
-    algo = AlgoConfig("tis", correction={"high": 1.2}, kl={"coef": 0.1, "place": "reward"}, lag={"kind": "trim"})
+    algo = AlgoConfig(
+        "tis", correction={"high": 1.2}, kl={"coef": 0.1, "place": "reward"}, lag={"kind": "trim", "maximum": 2}
+    )
     assert AlgoConfig(**dataclasses.asdict(algo)) == algo
 
 
@@ -93,6 +151,7 @@ def test_a_users_functions_are_seen_from_the_config(tmp_path):
 def test_length_constant_is_filled_in_once():
     assert AlgoConfig("dr_grpo").with_length(12).length_constant == 12
     assert AlgoConfig("dr_grpo", length_constant=7).with_length(12).length_constant == 7
+    assert AlgoConfig().with_length(12) == AlgoConfig()
 
 
 def test_what_a_group_needs():
@@ -136,6 +195,12 @@ def test_bad_settings_are_refused(wrong):
         ({"name": "icepop", "correction": {"low": 6.0}}, "is not below"),
         ({"lag": {"decay": 0.5}}, "needs algo.lag.kind = exponential"),
         ({"lag": {"kind": "exponential", "maximum": 2}}, "needs algo.lag.kind = trim"),
+        ({"lag": {"kind": "trim"}}, "needs algo.lag.maximum"),
+        ({"length_constant": 512}, "use token_sum, or remove it"),
+        ({"name": "ce", "distill": {"kind": "forward"}}, "algo.loss = reinforce"),
+        ({"name": "opd_topk", "lag": {"kind": "exponential"}}, "algo.lag is about the policy loss"),
+        ({"name": "opd_topk", "correction": {"veto": 1e-4}}, "algo.correction is about the policy loss"),
+        ({"name": "opd_topk", "cap": 3.0}, "algo.cap is about the policy loss"),
         ({"select": {"tau": 0.1}}, "needs algo.select.kind = m2po"),
         ({"name": "m2po", "select": {"fraction": 0.1}}, "clip_cov or kl_cov"),
         ({"loss": "kl_cov"}, "belong together"),

@@ -192,7 +192,9 @@ def test_lag_weights():
 def test_what_is_taken_out_is_not_counted_as_clipped():
     tokens = tokens_of(lag=torch.full((len(SEQUENCE),), 5.0))
     assert objective_of(grpo(clip_low=0.01, clip_high=0.01))(tokens).clipped.any()
-    assert not objective_of(grpo(clip_low=0.01, clip_high=0.01, lag={"kind": "trim"}))(tokens).clipped.any()
+    assert not objective_of(grpo(clip_low=0.01, clip_high=0.01, lag={"kind": "trim", "maximum": 1}))(
+        tokens
+    ).clipped.any()
 
 
 # -- divergence from a reference ---------------------------------------------------------------------------------------------
@@ -245,7 +247,7 @@ def test_the_unbiased_estimate_is_right_under_another_sampler():
 def test_kl_in_the_loss_is_added_and_survives_a_mask():
     reference = torch.tensor(data(9)[0])
     tokens = tokens_of(reference=reference, lag=torch.full((len(SEQUENCE),), 5.0))
-    with_kl = objective_of(grpo(kl={"coef": 0.2}, lag={"kind": "trim"}))(tokens)
+    with_kl = objective_of(grpo(kl={"coef": 0.2}, lag={"kind": "trim", "maximum": 1}))(tokens)
     expected = 0.2 * kl_estimate(tokens.logprob, reference, "k3")
     torch.testing.assert_close(with_kl.loss, expected)
     plain = objective_of(grpo())(tokens).loss
@@ -333,6 +335,13 @@ def test_top_k_distillation_is_added_to_the_objective():
     torch.testing.assert_close(both.loss, expected)
 
 
+@pytest.mark.parametrize("kind", ["sampled", "forward", "reverse", "jsd"])
+def test_a_microbatch_that_no_teacher_has_seen_learns_from_its_rewards(kind):
+    untaught = torch.full((len(SEQUENCE),), math.nan).double()
+    found = objective_of(AlgoConfig(distill={"kind": kind}))(tokens_of(teacher=untaught))
+    torch.testing.assert_close(found.loss, objective_of(AlgoConfig())(tokens_of()).loss)
+
+
 # -- selections over the whole step ------------------------------------------------------------------------------------------
 
 
@@ -393,6 +402,7 @@ def test_a_users_masks_are_counted(tmp_path):
         ("def loss(t):\n    return (t.logprob * t.advantage).sum()", "one loss a token, not their sum or mean"),
         ("def loss(t):\n    return 1.0", "returned a float for 8 tokens"),
         ("def loss(t):\n    return t.logprob.detach()", "has no gradient"),
+        ("def loss(t):\n    return t.logprob / 0.0", "not finite for log-probs that are; guard what divides"),
     ],
 )
 def test_a_users_wrong_result_is_refused_at_the_first_call(tmp_path, body, words):
@@ -492,7 +502,7 @@ ALGORITHMS = [
     *(AlgoConfig(name) for name in sorted(RECIPES)),
     AlgoConfig("grpo", kl={"coef": 0.1, "unbiased": True}, correction={"veto": 0.5, "opsm": 0.01, "kpop": 0.1}),
     AlgoConfig("gspo", lag={"kind": "exponential"}, aggregation="token_sum"),
-    AlgoConfig("m2po", select={"tau": 0.01}, lag={"kind": "trim"}, distill={"kind": "jsd"}),
+    AlgoConfig("m2po", select={"tau": 0.01}, lag={"kind": "trim", "maximum": 1}, distill={"kind": "jsd"}),
     AlgoConfig("clip_cov", select={"fraction": 0.3}, aggregation="seq_mean_token_mean"),
 ]
 

@@ -103,6 +103,16 @@ def test_wrong_arguments_are_code_2(arguments, capsys):
     assert capsys.readouterr().err.startswith("usage: headrace")
 
 
+def test_teachers_are_enough_to_learn_from_and_several_adapters_are_evaluated_one_by_one(config, capsys):
+    taught = "algo.name = 'opd'\neval.prompts = 0\n[[teachers]]\nname = 'a'\npath = 'org/a'\n"
+    config.write_text(CONFIG.replace('reward.function = "reasoning_gym"\n', "") + taught)
+    assert cli.main(["train", str(config), "--dry-run"]) == 0
+    two = CONFIG + "lora.rank = 4\n[[adapters]]\nname = 'a'\n[[adapters]]\nname = 'b'\n"
+    config.write_text(two)
+    assert cli.main(["eval", str(config)]) == 2
+    assert "trains several adapters (a, b); evaluate one" in capsys.readouterr().err
+
+
 # --- runs --------------------------------------------------------------------------------------------------------------
 
 

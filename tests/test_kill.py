@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from kill_child import FINISHED, live
+from tiny_run import tiny_config, workers_of
 
 from headrace.observe.facts import RunEnded
 from headrace.observe.journal import read_steps
@@ -64,11 +65,6 @@ def test_a_process_killed_at_any_write_loses_nothing(tmp_path: Path, seed: int) 
 
 # --- the tiny model -----------------------------------------------------------------------------------------------------
 
-REWARD = """
-def share_of_e(prompts, completions, **columns):
-    return [text.count("e") / max(len(text), 1) for text in completions]
-"""
-
 CHILD = """
 import json, sys, pathlib, headrace
 config, directory = json.loads(sys.argv[1]), pathlib.Path(sys.argv[2])
@@ -80,30 +76,16 @@ STEPS, GROUPS = 8, 3
 
 
 def _config(tmp_path: Path, model: Path, name: str) -> dict[str, Any]:
-    rows = [{"prompt": f"{i} + {i}?", "answer": str(2 * i)} for i in range(60)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "reward.py").write_text(REWARD)
-    return {
-        "name": name,
-        "out": str(tmp_path / "runs"),
-        "model": {"path": str(model)},
-        "task": {"kind": "jsonl", "path": str(tmp_path / "rows.jsonl"), "held_out": 4},
-        "reward": {"function": f"{tmp_path / 'reward.py'}:share_of_e"},
-        "rollout": {"group_size": 4, "max_tokens": 24},
-        "train": {"steps": STEPS, "learning_rate": 1e-2, "dtype": "float32"},
-        "engine": {
-            "dtype": "float32",
-            "kv_gib": 0.01,
-            "context_length": 64,
-            "max_running": 16,
-            "exact": True,
-            "max_deaths": 100,
-        },
-        "staleness": {"groups_per_step": GROUPS, "max_lag": 0},
-        "checkpoint": {"every": 3},
-        "eval": {"prompts": 0},
-        "observe": {"terminal": "off"},
-    }
+    return tiny_config(
+        tmp_path,
+        model,
+        name=name,
+        rollout={"max_tokens": 24},
+        train={"steps": STEPS},
+        engine={"exact": True, "max_deaths": 100},
+        staleness={"groups_per_step": GROUPS, "max_lag": 0},
+        checkpoint={"every": 3},
+    )
 
 
 def _start(config: dict[str, Any]) -> subprocess.Popen[str]:
@@ -116,22 +98,8 @@ def _start(config: dict[str, Any]) -> subprocess.Popen[str]:
     )
 
 
-def _workers(pid: int) -> dict[str, int]:
-    """Of a controller, by kind."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        try:
-            words = (entry / "cmdline").read_bytes().split(b"\0")
-            parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-        except (OSError, IndexError, ValueError):
-            continue
-        if parent == pid and b"headrace.orchestration.worker" in words:
-            found[words[words.index(b"headrace.orchestration.worker") + 1].decode()] = int(entry.name)
-    return found
-
-
 def _kill(process: subprocess.Popen[str], whom: str) -> None:
-    workers = _workers(process.pid)
+    workers = workers_of(process.pid)
     pids = {"controller": [process.pid], "all": [process.pid, *workers.values()]}
     for pid in pids.get(whom, [workers[whom]] if whom in workers else []):
         os.kill(pid, signal.SIGKILL)

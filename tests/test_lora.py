@@ -49,6 +49,8 @@ def logprobs(model: Any, tokens: list[int]) -> torch.Tensor:
     [
         ({"dora": True}, "lora.rank = 0 trains all weights"),
         ({"quantise": "nf4"}, "lora.rank = 0 trains all weights"),
+        ({"targets": ("q_proj",)}, "lora.targets is set, but lora.rank = 0 trains all weights"),
+        ({"publish": "adapter"}, "lora.publish is set, but lora.rank = 0 trains all weights"),
         ({"rank": 4, "dora": True, "publish": "adapter"}, "merged"),
         ({"rank": 4, "dora": True, "experts": True}, "exclude each other"),
         ({"rank": 4, "dora": True, "quantise": "nf4"}, "exclude each other"),
@@ -326,6 +328,9 @@ def test_several_adapters_are_each_their_own(name):
         ("qwen2", {"rank_pattern": {"o_proj": 999}}, "lora.rank = 999 is above the 32 dimensions of .*o_proj"),
         ("qwen2", {"rank_pattern": {"w_proj": 2}}, "lora.rank_pattern names w_proj"),
         ("qwen2", {"alpha_pattern": {"w_proj": 2.0}}, "lora.alpha_pattern names w_proj"),
+        ("qwen2", {"targets": ("q_proj",), "rank_pattern": {"v_proj": 2}}, "names v_proj, which is not adapted"),
+        ("mixtral", {"alpha_pattern": {"mlp.experts.down_proj": 2.0}}, "which is not adapted.*lora.experts = true"),
+        ("gpt2", {}, "GPT2LMHeadModel has no linear layers"),
     ],
 )
 def test_what_the_model_cannot_do_is_refused_by_name(name, settings, sentence):

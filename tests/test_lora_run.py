@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,22 +9,13 @@ from typing import Any
 import peft
 import pytest
 import torch
+from tiny_run import Config, of, tiny_config
 from transformers import AutoModelForCausalLM
 
 import headrace
 from headrace.errors import CheckpointError, ConfigError
 from headrace.observe.facts import IdentityChecked, RunEnded, WeightsLive
-from headrace.observe.records import StepRow, read_metrics
-
-Config = dict[str, Any]
-
-REWARD = """
-def share_of_e(prompts, completions, **columns):
-    return [text.count("e") / max(len(text), 1) for text in completions]
-
-def share_of_o(prompts, completions, **columns):
-    return [text.count("o") / max(len(text), 1) for text in completions]
-"""
+from headrace.observe.records import StepRow
 
 
 @pytest.fixture(scope="session")
@@ -41,29 +31,7 @@ def loud_llama(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture
 def config(loud_llama: Path, tmp_path: Path) -> Config:
-    rows = [{"prompt": f"{i} + {i}?"} for i in range(400)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "reward.py").write_text(REWARD)
-    return {
-        "name": "tiny",
-        "out": str(tmp_path / "runs"),
-        "model": {"path": str(loud_llama)},
-        "task": {"kind": "jsonl", "path": str(tmp_path / "rows.jsonl"), "held_out": 16},
-        "reward": {"function": f"{tmp_path / 'reward.py'}:share_of_e"},
-        "rollout": {"group_size": 4, "max_tokens": 8},
-        "train": {"steps": 4, "learning_rate": 1e-2, "dtype": "float32"},
-        "lora": {"rank": 8},
-        "engine": {"dtype": "float32", "kv_gib": 0.01, "context_length": 64, "max_running": 16},
-        "staleness": {"groups_per_step": 4, "max_lag": 1},
-        "checkpoint": {"every": 2},
-        "eval": {"prompts": 0},
-        "watch": {"identity_every": 1},
-        "observe": {"terminal": "off"},
-    }
-
-
-def of(directory: Path, kind: type) -> list[Any]:
-    return [fact for fact in read_metrics(directory) if isinstance(fact, kind)]
+    return tiny_config(tmp_path, loud_llama, train={"steps": 4}, lora={"rank": 8}, watch={"identity_every": 1})
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ import pytest
 from fact_stream import FactStream
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from pydantic import ValidationError
 from rich.console import Console
 
@@ -271,6 +272,29 @@ def test_a_group_trained_without_a_ticket_breaks_the_identity() -> None:
     assert "≠" in text_of(summary(state)) and "✗ Accounting" in text_of(summary(state))
 
 
+def test_gaps_in_what_the_sampler_recorded_are_told() -> None:
+    facts = list(FactStream(steps=3).facts())
+    whole = folded(facts)
+    tokens = sum(row.report.loss_tokens for row in whole.rows)
+    assert verdicts.replay(whole) == (
+        "Sampler's record",
+        "whole",
+        f"{tokens} tokens trained as they were sampled",
+        "good",
+    )
+    assert "Sampler's record" not in text_of(summary(whole))
+    gaps = {"dropped_tokens": 2, "outside_tokens": 1, "missing_routes": 3000, "routing_conflicts": 4}
+    at = next(i for i, fact in enumerate(facts) if isinstance(fact, StepTrained))
+    step = facts[at]
+    assert isinstance(step, StepTrained)
+    facts[at] = replace(step, report=replace(step.report, **gaps))
+    verdict = verdicts.replay(folded(facts))
+    counts = [int(part.split()[0].replace(",", "")) for part in verdict.detail.split("; ")]
+    assert verdict.value == "has gaps" and counts == list(gaps.values())
+    assert "• Sampler's record" in text_of(summary(folded(facts)))
+    assert verdicts.replay(RunState()).mood == "unknown"
+
+
 def test_a_ready_group_may_still_be_dropped_with_its_step() -> None:
     facts = [
         TicketDrawn(0.0, 7, "p"),
@@ -342,7 +366,7 @@ def test_what_was_not_measured_is_not_claimed() -> None:
     assert "not measured" in text_of(summary(state))
     half = folded([Evaluated(1.0, "before", 0, 64, 0.2, 0.02, 9.0)])
     assert "after training: not measured" in verdicts.held_out(half).detail
-    assert [one.mood for one in verdicts.all_verdicts(RunState())] == ["unknown"] * 5
+    assert [one.mood for one in verdicts.all_verdicts(RunState())] == ["unknown"] * 6
 
 
 def test_a_lag_above_the_bound_is_loud() -> None:

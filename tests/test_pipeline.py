@@ -31,6 +31,7 @@ from headrace.orchestration.parts import Parts, Plan
 from headrace.orchestration.pipeline import Pipeline
 from headrace.orchestration.recovery import read_past, recover
 from headrace.orchestration.snapshots import Snapshots, load_controller
+from headrace.orchestration.turns import Turns
 from headrace.partial import Interrupts, PartialConfig
 from headrace.process_config import EvalConfig
 from headrace.rollout import RolloutConfig
@@ -73,6 +74,8 @@ class World:
     checkpoint_every: int = 0
     stop_after: float = 1e6
     partial: PartialConfig = PartialConfig()
+    mark: str = ""
+    """Of the settings that rows are made by."""
 
     def build(self, resume: bool = False) -> Pipeline:
         """`resume`: from what an earlier world left in the directory."""
@@ -87,11 +90,12 @@ class World:
         plan = Plan(self.steps, self.staleness, rollout, 0, 3, self.checkpoint_every, 0)
         interrupts = Interrupts(self.engine, self.partial, waits, clock)
         checkpoint, _ = self.checkpoints.newest_good() if resume else (None, [])
-        self.redo, step = [], 0
+        self.redo, self.outdated, step = [], frozenset(), 0
         if resume:
             past = read_past(self.directory, load_controller(checkpoint) if checkpoint else None, True)
             assert not past.complaints
             self.redo, step = recover(past, self.task, self.buffer, interrupts, plan), past.saved_step
+            self.outdated = past.outdated(self.mark)
             self.trainer.versions[""] = step
         passes = PassLog(self.directory, step, self.fail)
         self.engine.listen(passes.write)
@@ -107,7 +111,7 @@ class World:
             algorithm=algorithm_of(AlgoConfig(name="dr_grpo"), rollout.max_tokens),
             decode=lambda tokens: " ".join(map(str, tokens)),
             waits=waits,
-            snapshots=Snapshots(self.checkpoints, passes, self.ledger, clock),
+            snapshots=Snapshots(self.checkpoints, passes, self.ledger, clock, scored_by=self.mark),
             probe=IdentityProbe([1, 2, 3], 2, 1e-3, self.ledger, clock),
             evaluator=Evaluator(
                 interrupts.once, self.scorer, self.ledger, [], EvalConfig(), rollout, lambda tokens: "", waits, clock
@@ -125,6 +129,7 @@ class World:
 
     async def run(self, resume: bool = False, interrupt_after: float | None = None) -> None:
         pipeline = self.build(resume)
+        pipeline.discard(self.outdated)
         await pipeline.redo(self.redo, told=0)
         await self.go_live()
         if interrupt_after is not None:
@@ -398,6 +403,22 @@ def test_what_was_in_flight_goes_on_from_its_tokens(tmp_path: Path) -> None:
             )
 
 
+@pytest.mark.parametrize("mark", ["a", "b"])
+def test_groups_that_other_settings_have_scored_are_dropped_by_name(tmp_path: Path, mark: str) -> None:
+    """Killed after that once more, it does not drop anything twice."""
+    ready: set[int] = set()
+    for interrupt_after in (5.0, 0.6, None):
+        world = World(tmp_path, steps=30, trainer=FakeTrainer(0.5), mark=mark if ready else "a")
+        virtual_time.run(world.run(resume=bool(ready), interrupt_after=interrupt_after))
+        if not ready:
+            state = load_controller(world.checkpoints.all()[-1])
+            ready = {group.ticket for group in state.buffer.ready}
+            assert ready, "nothing was ready: choose another moment"
+    counted, dropped = world.buffer.accounting(), len(ready) if mark == "b" else 0
+    assert counted.balance() == 0 and counted.dropped.get("settings_changed", 0) == dropped
+    assert counted.trained == 30 * 3 and world.trainer.version == 30
+
+
 def test_a_step_that_is_skipped_when_it_is_done_again_ends_the_run(tmp_path: Path) -> None:
     first = World(tmp_path, steps=30)
     virtual_time.run(first.run(interrupt_after=5.0))
@@ -418,6 +439,31 @@ def test_a_full_disk_at_a_checkpoint_warns_and_goes_on(tmp_path: Path) -> None:
     assert all(fact.error for fact in world.ledger.of(CheckpointSaved))
     assert any("No space left" in warning.message for warning in world.ledger.of(Warned))
     assert not list((tmp_path / "checkpoints").iterdir()), "no half-written checkpoint is left"
+
+
+def test_who_shares_a_trainer_takes_turns_and_waiting_is_not_work() -> None:
+    async def scenario() -> None:
+        clock, turns, done = asyncio.get_running_loop().time, Turns(), []
+
+        async def work(name: str, seconds: float) -> None:
+            async with turns.take(clock):
+                await asyncio.sleep(seconds)
+                done.append(name)
+
+        began = clock()
+        with pytest.raises(ExceptionGroup):
+            async with asyncio.TaskGroup() as all_of:
+                all_of.create_task(work("first", 3.0))
+                all_of.create_task(work("second", 1.0))
+                await asyncio.sleep(10.0)
+                all_of.create_task(work("cut off", 5.0))
+                await asyncio.sleep(2.0)
+                raise HeadraceError("enough")
+        assert done == ["first", "second"] and turns.busy == clock() - began - 6.0 == 6.0
+        async with turns.take(clock):
+            """Nobody holds it who is gone."""
+
+    virtual_time.run(scenario())
 
 
 def test_every_ticket_ends_in_exactly_one_named_outcome(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from live_run import when_step
 from rich.console import Console
+from tiny_run import tiny_config, when_step
 
 import headrace
 from headrace import cli
@@ -31,27 +31,8 @@ STEPS = 5
 
 
 def make_config(directory: Path, model: Path, **more: Any) -> dict[str, Any]:
-    rows = [{"prompt": f"{i} + {i}?", "answer": str(2 * i)} for i in range(100)]
-    (directory / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (directory / "reward.py").write_text(
-        "def share_of_e(prompts, completions, **columns):\n"
-        '    return [text.count("e") / max(len(text), 1) for text in completions]\n'
-    )
-    return {
-        "name": "tiny",
-        "out": str(directory / "runs"),
-        "model": {"path": str(model)},
-        "task": {"kind": "jsonl", "path": str(directory / "rows.jsonl"), "held_out": 4},
-        "reward": {"function": f"{directory / 'reward.py'}:share_of_e"},
-        "rollout": {"group_size": 4, "max_tokens": 8},
-        "train": {"steps": STEPS, "learning_rate": 1e-2, "dtype": "float32"},
-        "engine": {"dtype": "float32", "kv_gib": 0.01, "context_length": 64, "max_running": 16},
-        "staleness": {"groups_per_step": 3, "max_lag": 1},
-        "checkpoint": {"every": 2, "keep": 2},
-        "eval": {"prompts": 0},
-        "watch": {"identity_every": 0},
-        "observe": {"terminal": "off"},
-    } | more
+    tables: dict[str, Any] = {"train": {"steps": STEPS}, "staleness": {"groups_per_step": 3}, "checkpoint": {"keep": 2}}
+    return tiny_config(directory, model, **{**tables, "watch": {"identity_every": 0}, **more})
 
 
 @pytest.fixture(scope="module")

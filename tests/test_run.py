@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -11,65 +10,20 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from live_run import when_step
+from tiny_run import Config, of, tiny_config, when_step, workers_of
 
 import headrace
 from headrace.errors import CheckpointError, ConfigError, HeadraceError, StalledError, TrainingError, WorkerDied
 from headrace.observe.facts import CheckpointSaved, IdentityChecked, RunEnded, Warned, WorkerLost
 from headrace.observe.journal import read_steps
-from headrace.observe.records import StepRow, read_metrics
-
-Config = dict[str, Any]
-
-REWARD = """
-def share_of_e(prompts, completions, **columns):
-    return [text.count("e") / max(len(text), 1) for text in completions]
-"""
+from headrace.observe.records import StepRow
 
 
 @pytest.fixture
 def config(tiny_llama: Path, tmp_path: Path) -> Config:
-    rows = [{"prompt": f"{i} + {i}?", "answer": str(2 * i)} for i in range(200)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "reward.py").write_text(REWARD)
-    return {
-        "name": "tiny",
-        "out": str(tmp_path / "runs"),
-        "model": {"path": str(tiny_llama)},
-        "task": {"kind": "jsonl", "path": str(tmp_path / "rows.jsonl"), "held_out": 16},
-        "reward": {"function": f"{tmp_path / 'reward.py'}:share_of_e"},
-        "rollout": {"group_size": 4, "max_tokens": 8},
-        "train": {"steps": 6, "learning_rate": 1e-2, "dtype": "float32"},
-        "engine": {"dtype": "float32", "kv_gib": 0.01, "context_length": 64, "max_running": 16},
-        "staleness": {"groups_per_step": 4, "max_lag": 1},
-        "checkpoint": {"every": 2},
-        "eval": {"prompts": 8, "samples": 2},
-        "watch": {"identity_every": 1},
-        "observe": {"terminal": "off"},
-    }
-
-
-def of(directory: Path, kind: type) -> list[Any]:
-    return [fact for fact in read_metrics(directory) if isinstance(fact, kind)]
-
-
-def workers_of(pid: int) -> dict[str, int]:
-    """The worker processes of a controller, by kind."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            command = (entry / "cmdline").read_bytes().split(b"\0")
-            parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-        except OSError:
-            continue
-        if parent == pid and b"headrace.orchestration.worker" in command:
-            found[command[command.index(b"headrace.orchestration.worker") + 1].decode()] = int(entry.name)
-    return found
+    return tiny_config(tmp_path, tiny_llama, eval={"prompts": 8, "samples": 2}, watch={"identity_every": 1})
 
 
 def assert_complete(directory: Path, steps: int, groups: int = 4) -> None:

@@ -6,15 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_lora_run import config, loud_llama, of  # noqa: F401  (fixtures)
+from test_lora_run import config, loud_llama  # noqa: F401  (fixtures)
+from tiny_run import Config, of
 
 import headrace
 from headrace.errors import ConfigError, TrainingError
 from headrace.observe.facts import CheckpointSaved, IdentityChecked, RunEnded, RunStarted, WeightsLive
 from headrace.observe.journal import read_steps
 from headrace.observe.records import StepRow
-
-Config = dict[str, Any]
 
 
 @pytest.fixture

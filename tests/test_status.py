@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_run import when_step
 from rich.console import Console
+from tiny_run import tiny_config, when_step
 
 import headrace
 from headrace import cli
@@ -172,31 +172,10 @@ def test_what_programs_read() -> None:
 
 # --- a live run --------------------------------------------------------------------------------------------------------
 
-REWARD = """
-def share_of_e(prompts, completions, **columns):
-    return [text.count("e") / max(len(text), 1) for text in completions]
-"""
-
 
 @pytest.fixture
 def config(tiny_llama: Path, tmp_path: Path) -> dict[str, Any]:
-    rows = [{"prompt": f"{i} + {i}?", "answer": str(2 * i)} for i in range(200)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "reward.py").write_text(REWARD)
-    return {
-        "name": "tiny",
-        "out": str(tmp_path / "runs"),
-        "model": {"path": str(tiny_llama)},
-        "task": {"kind": "jsonl", "path": str(tmp_path / "rows.jsonl"), "held_out": 16},
-        "reward": {"function": f"{tmp_path / 'reward.py'}:share_of_e"},
-        "rollout": {"group_size": 4, "max_tokens": 8},
-        "train": {"steps": 5000, "learning_rate": 1e-2, "dtype": "float32"},
-        "engine": {"dtype": "float32", "kv_gib": 0.01, "context_length": 64, "max_running": 16},
-        "staleness": {"groups_per_step": 4, "max_lag": 1},
-        "checkpoint": {"every": 2},
-        "eval": {"prompts": 0},
-        "observe": {"terminal": "off"},
-    }
+    return tiny_config(tmp_path, tiny_llama, train={"steps": 5000})
 
 
 def asked(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:

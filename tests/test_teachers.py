@@ -6,13 +6,14 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from headrace.config import load_config, teacher_engine
 from headrace.engine.fake import FakeEngine
@@ -190,6 +191,25 @@ def test_a_refusal_is_data_and_a_lost_engine_ends_the_run():
         run(teaching(Teacher("north", Lost(), everybody)), PROMPT, [single(1)])
 
 
+class Interrupting(FakeEngine):
+    """Is told to end all that it has, every other time."""
+
+    asked: ClassVar[list[str]] = []
+
+    async def generate(self, request: Any) -> Any:
+        done = await super().generate(request)
+        self.asked.append(request.id)
+        return done if len(self.asked) % 2 == 0 else replace(done, stop="interrupted", prompt_logprobs=None)
+
+
+def test_who_is_interrupted_by_a_swap_is_asked_again():
+    (plain,) = run(teaching(reference=engine()), PROMPT, [single(1, 2)])
+    interrupting = Interrupting(seconds_per_token=0.0, opinion=opinion)
+    asyncio.run(interrupting.load(WeightUpdate(0, "full", "fake-0", 0, 0, 0.0)))
+    (again,) = run(teaching(reference=interrupting), PROMPT, [single(1, 2)])
+    assert len(set(Interrupting.asked)) == 2 and again.references == plain.references
+
+
 def test_a_reward_that_failed_stays_the_reason():
     scorer = teaching(Teacher("north", Refusing(), everybody), inner=FakeScorer(failure_rate=1.0))
     assert run(scorer, PROMPT, [single(1)])[0].reason == "reward_raised"
@@ -317,6 +337,10 @@ NORTH = {"name": "north", "path": "org/teacher"}
         ({"algo": {"name": "opd"}, "teachers": [{"name": "north"}]}, "and has neither"),
         ({"algo": {"name": "opd"}, "teachers": [{**NORTH, "student": "average"}]}, "and has both"),
         ({"teachers": [{"name": "n", "student": "average", "mode": "text"}]}, "leave mode = tokens"),
+        ({"algo": {"name": "opd"}, "teachers": [{**NORTH, "weight": 0.5}]}, "weight of the teacher north needs mode = "),
+        ({"algo": {"name": "opd"}, "teachers": [{**NORTH, "system": "Be terse."}]}, "system of the teacher north needs mode = "),
+        ({"algo": {"name": "opd"}, "teachers": [{**NORTH, "every": 5}]}, "every of the teacher north needs student"),
+        ({"algo": {"name": "opd"}, "teachers": [{"name": "n", "student": "snapshot", "decay": 0.9}]}, 'needs student = "average"'),
         (
             {"algo": {"name": "opd"}, "teachers": [{"name": n, "student": "average"} for n in "ab"]},
             "a and b are both the student itself",

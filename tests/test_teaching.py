@@ -10,21 +10,18 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from live_run import when_step
+from tiny_run import Config, of, tiny_config, when_step
 
 import headrace
 from headrace.errors import ConfigError, WorkerDied
 from headrace.observe.facts import Evaluated, RunEnded, WorkerLost
 from headrace.observe.journal import read_steps
-from headrace.observe.records import StepRow, read_metrics
+from headrace.observe.records import StepRow
 from headrace.types import Group
-
-Config = dict[str, Any]
 
 
 @pytest.fixture(scope="session")
@@ -46,30 +43,17 @@ def other_llama(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.fixture
 def config(tiny_llama: Path, tmp_path: Path) -> Config:
+    config = tiny_config(
+        tmp_path, tiny_llama, name="taught", algo={"name": "opd"}, rollout={"group_size": 2}, train={"steps": 4}
+    )
     rows = [{"prompt": f"{i} + {i}?", "kind": "even" if i % 2 == 0 else "odd"} for i in range(200)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return {
-        "name": "taught",
-        "out": str(tmp_path / "runs"),
-        "model": {"path": str(tiny_llama)},
-        "task": {"kind": "jsonl", "path": str(tmp_path / "rows.jsonl"), "held_out": 8},
-        "algo": {"name": "opd"},
-        "rollout": {"group_size": 2, "max_tokens": 8},
-        "train": {"steps": 4, "learning_rate": 1e-2, "dtype": "float32"},
-        "engine": {"dtype": "float32", "kv_gib": 0.01, "context_length": 64, "max_running": 16},
-        "staleness": {"groups_per_step": 4, "max_lag": 1},
-        "checkpoint": {"every": 2},
-        "eval": {"prompts": 0},
-        "observe": {"terminal": "off"},
-    }
+    del config["reward"]
+    return config
 
 
 def groups_of(directory: Path) -> list[Group]:
     return [group for entry in read_steps(directory) for group in entry.groups]
-
-
-def of(directory: Path, kind: type) -> list[Any]:
-    return [fact for fact in read_metrics(directory) if isinstance(fact, kind)]
 
 
 def said_by(model_dir: Path) -> Callable[[tuple[int, ...], tuple[int, ...]], torch.Tensor]:

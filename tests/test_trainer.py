@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from headrace.algo.config import AlgoConfig
 from headrace.errors import CheckpointError, ConfigError
+from headrace.packing.ranks import split_ranks
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.torch_attention import tree_of
 from headrace.trainer.torch_optimizer import learning_rate
@@ -168,7 +169,7 @@ def test_packed_loss_and_gradient_equal_padded_full_logits(name, model_dir):
 
 @pytest.mark.parametrize("weigh", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_sum"])
 def test_every_aggregation_equals_its_formula(weigh, model_dir):
-    algo = AlgoConfig(aggregation=weigh, length_constant=7)
+    algo = AlgoConfig(aggregation=weigh).with_length(7)
     loss, grads = gradients(trainer(model_dir("llama"), algo, microbatch_tokens=16), batch(3))
     expected_loss, expected = reference(model_dir("llama"), batch(3), weigh)
     assert loss == pytest.approx(expected_loss, abs=1e-5)
@@ -187,8 +188,11 @@ def test_neither_order_nor_split_changes_the_gradient(whole, budget, rng):
     one, (expected_loss, expected) = whole
     groups = [replace_rows(g, rng) for g in batch(5).groups]
     rng.shuffle(groups)
-    one._config = replace(one._config, microbatch_tokens=budget)
-    loss, grads = gradients(one, Batch(0, tuple(groups)))
+    learner = one._learners[""]
+    learner.config = replace(learner.config, microbatch_tokens=budget)
+    given_batch = Batch(0, tuple(groups))
+    assert budget > 20 or len(one._plan(given_batch).packs) > 1
+    loss, grads = gradients(one, given_batch)
     assert loss == pytest.approx(expected_loss, abs=1e-5)
     close(grads, expected)
 
@@ -197,6 +201,38 @@ def replace_rows(old: Group, rng: random.Random) -> Group:
     rows = list(old.rows)
     rng.shuffle(rows)
     return Group(old.ticket, old.prompt, (), tuple(rows))
+
+
+def test_ranks_with_a_microbatch_to_fill_up_add_up_to_the_step(whole):
+    one, (expected_loss, expected) = whole
+    given_batch, learner = batch(5), one._learners[""]
+    plans = split_ranks(given_batch.rows, learner.aggregation, 0, 10, 3, 0)
+    assert any(not len(pack.target) for plan in plans for pack in plan.packs), "nothing fills up: take another budget"
+    loss = sum(one._gradients(plan, given_batch.temperature).loss for plan in plans)
+    found = {name: p.grad.clone() for name, p in one._model.named_parameters() if p.grad is not None}
+    learner.optimizer.zero_grad()
+    assert loss == pytest.approx(expected_loss, abs=1e-5)
+    close(found, expected)
+
+
+def test_a_selection_that_keeps_all_changes_no_gradient_in_bfloat16(model_dir):
+    """Its forward pass without gradients shares the autocast, and its cache of lowered weights, with that of the gradient."""
+    algos = AlgoConfig("m2po", select={"tau": 1e9}), AlgoConfig(loss="importance")
+    found = [gradients(trainer(model_dir("phi"), algo, dtype="bfloat16"), batch(2))[1] for algo in algos]
+    assert found[0].keys() == found[1].keys() and found[0]
+    assert all(
+        torch.equal(grad, found[1][name]) and grad.any() for name, grad in found[0].items() if "norm" not in name
+    )
+
+
+def test_what_is_random_in_training_mode_is_switched_off(tmp_path):
+    """OPT's dropout is a number of its layers and no module; checkpointing needs training mode."""
+    noisy = {"dropout": 0.5, "attention_dropout": 0.5, "layerdrop": 0.5, "activation_function": "relu"}
+    config = transformers.OPTConfig(**SIZES, ffn_dim=48, word_embed_proj_dim=32, max_position_embeddings=64, **noisy)
+    torch.manual_seed(1)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    expected = gradients(trainer(tmp_path), batch(8))[1]
+    close(gradients(trainer(tmp_path, gradient_checkpointing=True), batch(8))[1], expected)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from headrace.algo.config import AlgoConfig
+from headrace.config import load_config
 from headrace.errors import CheckpointError, ConfigError
+from headrace.orchestration.build import export_weights
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.torch_memory import MixedAdamW, lower_weights, round_stochastically
 from headrace.trainer.torch_trainer import TorchTrainer
@@ -229,6 +231,20 @@ def test_pairs_that_cannot_work_are_refused():
         TrainConfig(weights="bfloat16", dtype="float32")
     with pytest.raises(ConfigError, match=r"train.dtype comes to float32 here"):
         lower_weights(torch.nn.Linear(2, 2), torch.float32)
+
+
+@pytest.mark.parametrize("memory", [{"weights": "bfloat16"}, {"weights": "bfloat16", "offload_optimizer": True}])
+def test_a_run_is_exported_from_its_checkpoint_whatever_its_weights_are_kept_in(memory, tmp_path: Path):
+    from transformers import AutoModelForCausalLM
+
+    one, model_dir = train(trainer(**memory), 2), tiny_models.saved("llama-tied-biased")
+    one.save(tmp_path / "step")
+    tables = {"model": {"path": str(model_dir)}, "task": {"kind": "reasoning_gym", "name": "chain_sum"}}
+    config = load_config({**tables, "reward": {"function": "reasoning_gym"}, "train": {"dtype": "bfloat16", **memory}})
+    export_weights(config, model_dir, tmp_path / "step", tmp_path / "out", "bfloat16", merge=False)
+    loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16).named_parameters())
+    for name, tensor in one.parameters():
+        assert torch.equal(loaded[name], tensor.bfloat16())
 
 
 def test_an_exported_model_is_whole(tmp_path: Path):

@@ -38,6 +38,7 @@ from headrace.orchestration.pools import open_pools
 from headrace.orchestration.session import Session
 from headrace.orchestration.several import _close, _Together
 from headrace.orchestration.teaching import Classroom, SelfTeaching
+from headrace.orchestration.turns import Turns
 from headrace.orchestration.utilisation import Utilisation
 from headrace.partial import PartialConfig
 from headrace.process_config import EvalConfig
@@ -266,14 +267,14 @@ async def of_evaluation(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
 
 async def of_statistics(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
     waits = spoil(here(lambda fact: None))
-    await Utilisation(FakeEngine(), waits, asyncio.get_running_loop().time).start()
+    await Utilisation(FakeEngine(), Turns(), waits, asyncio.get_running_loop().time).start()
 
 
 async def of_start(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
     world = World(tmp / "run", stop_after=600.0)
     pipeline = world.build()
     spoil(world.parts.waits)
-    await Built(None, world.parts, pipeline, (), None, None, None, "").go_live()  # type: ignore[arg-type]
+    await Built(None, world.parts, pipeline, (), (), None, None, None, "").go_live()  # type: ignore[arg-type]
 
 
 async def of_teacher_s_start(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:

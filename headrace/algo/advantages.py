@@ -141,12 +141,13 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
 
 
 def penalised(rewards: Sequence[float], lengths: Sequence[int], weight: float, max_length: int) -> tuple[float, ...]:
-    """R - mean(R)·weight·length/max_length, before the advantage centres it.
+    """R - max(mean(R), 0)·weight·length/max_length, before the advantage centres it.
 
     The mean makes it matter where the prompt is already solved, and not push towards short wrong answers where it is not.
+    Choice: never below 0, where it would reward length.
     """
     assert max_length > 0, "rollout.max_tokens"
-    mean = fmean(rewards)
+    mean = max(fmean(rewards), 0.0)
     return tuple(r - mean * weight * n / max_length for r, n in zip(rewards, lengths, strict=True))
 
 

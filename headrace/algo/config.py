@@ -37,7 +37,9 @@ class CorrectionConfig:
     level: Level | None = None
     """The weight of a token: its own ratio, the product over its sequence, or the geometric mean over it."""
     low: float | None = Field(default=None, ge=0)
+    """The smallest weight that is let through; 0 is none."""
     high: float | None = Field(default=None, gt=0)
+    """The largest weight that is let through."""
     veto: float | None = Field(default=None, ge=0, lt=1)
     """A sequence with a token whose ratio is below this is taken out (1e-4 is usual); 0 is off."""
     kpop: float | None = Field(default=None, ge=0)
@@ -53,7 +55,9 @@ class LagWeightConfig:
     kind: Literal["constant", "exponential", "trim"] | None = None
     """`exponential` multiplies by decay ** lag, `trim` takes out what is older than `maximum`."""
     decay: float | None = Field(default=None, gt=0, lt=1)
+    """0.9 where it is not given."""
     maximum: float | None = Field(default=None, ge=0)
+    """In optimizer steps; `trim` needs it."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -61,6 +65,8 @@ class SelectConfig:
     """Tokens chosen over the whole optimizer step; costs a forward pass more, without gradient."""
 
     kind: Literal["none", "m2po", "clip_cov", "kl_cov"] | None = None
+    """m2po takes out tokens of the largest squared log ratio; clip_cov those whose log-prob and advantage vary together most;
+    kl_cov keeps these, under a penalty."""
     tau: float | None = Field(default=None, gt=0)
     """m2po: what the mean squared log ratio is brought below."""
     fraction: float | None = Field(default=None, gt=0, lt=1)
@@ -74,7 +80,9 @@ class KLConfig:
     coef: float | None = Field(default=None, ge=0)
     """0 is off."""
     estimator: Estimator | None = None
+    """k1 = lp - ref, k2 = its square / 2, k3 = exp(ref - lp) - (ref - lp) - 1 (Schulman 2020)."""
     place: Literal["loss", "reward"] | None = None
+    """loss: the trainer holds the reference too. reward: an engine serves it, and the divergence is taken off the reward."""
     unbiased: bool | None = None
     """In the loss: times the ratio to the sampler, which makes it exact for what older weights sampled."""
 
@@ -86,7 +94,9 @@ class DistillConfig:
     kind: Literal["none", "sampled", "forward", "reverse", "jsd"] | None = None
     """`sampled`: reverse KL on the sampled token, as an advantage. The others compare the teacher's k most probable tokens."""
     coef: float | None = Field(default=None, gt=0)
+    """Weight of the teacher's part."""
     k: int | None = Field(default=None, ge=1)
+    """How many of the teacher's most probable tokens are compared; 32 where it is not given."""
     beta: float | None = Field(default=None, gt=0, lt=1)
     """jsd: the teacher's share of the mixture."""
 
@@ -98,7 +108,8 @@ class AlgoConfig:
     advantage: str | None = None
     """Of the rewards of a group. A name, or `file.py:name`: your function GroupRewards -> one number per rollout."""
     loss: str | None = None
-    """Of the tokens. A name, or `file.py:name`: your function Tokens -> Tensor [M]."""
+    """Of the tokens. A name, or `file.py:name`: your function Tokens -> Tensor [M]. It comes with the constants of the recipe that
+    it belongs to, whatever `name` says."""
     aggregation: Aggregation | None = None
     """How per-token losses become one number, over the whole optimizer step."""
     old: Old | None = None
@@ -128,7 +139,7 @@ class AlgoConfig:
     length_constant: int = Field(default=0, ge=0)
     """What `token_sum` divides by, in tokens; 0 is the longest completion there can be (rollout.max_tokens)."""
     length_penalty: float = Field(default=0.0, ge=0)
-    """A completion of full length loses this share of its group's mean reward, shorter ones in proportion."""
+    """A completion of full length loses this share of its group's mean reward where that is above 0, shorter ones in proportion."""
     overlong: Literal["train", "mask"] = "train"
     """Completions cut off at max_tokens: train on them, or take them out of the loss and its denominator."""
 
@@ -154,7 +165,7 @@ class AlgoConfig:
     @property
     def recipe(self) -> Recipe:
         """The table's row with the settings given here."""
-        row = RECIPES[self.name]
+        row = _with_loss(RECIPES[self.name], self.loss)
         given = {name: getattr(self, name) for name in ("advantage", "loss", "aggregation", "old", *CONSTANTS)}
         nested = {name: _with(getattr(row, name), getattr(self, name)) for name in _NESTED}
         return row._replace(**nested, **{name: value for name, value in given.items() if value is not None})
@@ -198,7 +209,8 @@ class AlgoConfig:
 
     def with_length(self, max_tokens: int) -> AlgoConfig:
         """The same with `length_constant` filled in, where rollout and algorithm are joined."""
-        return self if self.length_constant else replace(self, length_constant=max_tokens)
+        wanted = self.recipe.aggregation == "token_sum" and not self.length_constant
+        return replace(self, length_constant=max_tokens) if wanted else self
 
 
 LONG = 512
@@ -220,6 +232,14 @@ def _known(setting: str, name: str, known: tuple[str, ...], other: str = "") -> 
     raise ValueError(f"{setting} = {name} does not exist; {hint}")
 
 
+def _with_loss(row: Recipe, loss: str | None) -> Recipe:
+    """The row with another loss and what it reads, as the first recipe of the table has it that is made of this loss."""
+    if loss is None or loss == row.loss or is_user_function(loss):
+        return row
+    own = next(one for one in RECIPES.values() if one.loss == loss)
+    return row._replace(loss=loss, **{name: getattr(own, name) for name in READS[loss]})
+
+
 def _with(value: N, settings: Any) -> N:
     return value._replace(**_given(settings))
 
@@ -233,6 +253,7 @@ def _given(settings: Any) -> dict[str, Any]:
 
 def _problems(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
     yield from _constants(config, recipe)
+    yield from _lengths(config, recipe)
     yield from _corrections(config, recipe)
     yield from _selections(config, recipe)
     yield from _divergences(config, recipe)
@@ -260,6 +281,13 @@ def _constants(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
         yield f"algo.old = {recipe.old} does not reach algo.loss = {recipe.loss}, which gets the tokens alone; remove algo.old"
 
 
+def _lengths(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
+    if config.length_constant and recipe.aggregation != "token_sum":
+        yield (
+            f"algo.length_constant has no meaning with algo.aggregation = {recipe.aggregation}; use token_sum, or remove it"
+        )
+
+
 def _corrections(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
     correction, lag = recipe.correction, recipe.lag
     if correction.mode != "none" and recipe.old == "sampler" and not is_user_function(recipe.loss):
@@ -274,6 +302,8 @@ def _corrections(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
     for name, kind in (("decay", "exponential"), ("maximum", "trim")):
         if name in _given(config.lag) and lag.kind != kind:
             yield f"algo.lag.{name} needs algo.lag.kind = {kind}; set it, or remove algo.lag.{name}"
+    if lag.kind == "trim" and "maximum" not in _given(config.lag):
+        yield "algo.lag.kind = trim needs algo.lag.maximum, in optimizer steps below staleness.max_lag; set it"
 
 
 def _selections(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
@@ -319,6 +349,19 @@ def _divergences(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
                 f"{name} changes the sum of the rewards, which algo.advantage = {recipe.advantage} does not look at; "
                 "remove it, or use another advantage"
             )
+    if recipe.advantage == "zero" and config.teacher_top:
+        idle = [name for name in ("cap",) if getattr(config, name) is not None]
+        idle += [name for name in ("correction", "lag", "select") if _given(getattr(config, name))]
+        if idle:
+            yield (
+                f"algo.{idle[0]} is about the policy loss, which algo.advantage = zero makes nothing of; the divergence to the teacher's "
+                f"top tokens needs no importance weight: remove it, or use algo.distill.kind = sampled"
+            )
+    if recipe.loss == "ce" and distill.kind != "none":
+        yield (
+            "algo.loss = ce leaves out what has no reward, and a teacher's word on it; remove algo.distill, or use "
+            "algo.loss = reinforce"
+        )
     if recipe.advantage == "zero" and distill.kind == "none":
         yield "algo.advantage = zero without algo.distill would teach nothing; set algo.distill.kind, or another advantage"
 

@@ -36,8 +36,8 @@ class Algorithm:
         self._weighs = self._recipe.loss == "ce"
         self._spreads = self._recipe.advantage == "return_to_go"
         self._kl_in_reward = algo.reference_in_reward  # asked for every rollout, and worked out anew each time
-        self.needs_contrast = algo.compares or self._weighs
-        """Whether a group whose advantages are all zero teaches nothing and is dropped."""
+        self._needs_contrast = algo.compares or self._weighs
+        self._needs_teacher = self._recipe.advantage == "zero"
         self.min_rollouts = algo.min_rollouts
 
     def rows(self, prompt: Prompt, scored: Sequence[Scored]) -> tuple[Row, ...]:
@@ -51,6 +51,16 @@ class Algorithm:
                     row = replace(row, mask=(False,) * len(row.mask))  # cross-entropy: its own denominator
                 rows.append(self._spread(row, one, path, advantage) if self._spreads else row)
         return tuple(rows)
+
+    def barren(self, rows: Sequence[Row]) -> str:
+        """Why these rows of a group teach nothing, so that it is dropped; empty where they teach something."""
+        if not any(any(row.mask) for row in rows):
+            return "overlong"
+        if self._needs_contrast and not any(any(row.advantages) for row in rows):
+            return "no_contrast"
+        if self._needs_teacher and not any(map(_taught, rows)):
+            return "no_teacher"
+        return ""
 
     def assemble(self, groups: tuple[Group, ...]) -> tuple[Group, ...]:
         """What needs the whole batch: whitening over its valid tokens, for the advantages that ask for it."""
@@ -97,6 +107,10 @@ class Algorithm:
             rewards = [-penalty if sampled else 0.0 for penalty, sampled in zip(penalties, row.mask, strict=True)]
         rewards[last] += reward
         return replace(row, advantages=tuple(return_to_go(rewards, row.mask)))
+
+
+def _taught(row: Row) -> bool:
+    return row.teacher is not None and any(map(math.isfinite, row.teacher.logprobs))
 
 
 def _needs_references(one: Scored) -> None:

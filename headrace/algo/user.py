@@ -37,6 +37,11 @@ def _checked(spec: str, result: Any, tokens: Tokens) -> TokenLoss:
         )
     if tokens.logprob.requires_grad and not given.requires_grad:
         raise ConfigError(f"algo.loss = {spec} has no gradient; compute it from tokens.logprob without detaching it")
+    if not given.isfinite().all() and tokens.logprob.isfinite().all():
+        raise ConfigError(
+            f"algo.loss = {spec} returned a loss that is not finite for log-probs that are; guard what divides, takes a "
+            "logarithm, or an exponential (the log ratio: clamp it)"
+        )
     if isinstance(result, TokenLoss):
         masks = list(result.masked.values())
         return result._replace(masked={RULE: torch.stack(masks).any(0)} if masks else {})

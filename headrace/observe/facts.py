@@ -91,7 +91,7 @@ class WeightsLive(Fact, frozen=True):
     update: WeightUpdate
     load: LoadReport
     interrupted: int = 0
-    """Rollouts that were ended in the middle for it, to go on from their tokens."""
+    """Rollouts that were ended in the middle for it, to go on from their tokens or not at all."""
     pause: float = 0.0
     """Seconds in which the engine was kept from generating all it could."""
 

@@ -1,4 +1,5 @@
-"""The questions of a run, each with one answer: did it learn, how stale, was it biased, is all accounted for, was it on policy."""
+"""The questions of a run, each with one answer: did it learn, how stale, was it biased, is all accounted for, was it on
+policy, was it trained as it was sampled."""
 
 from __future__ import annotations
 
@@ -163,5 +164,28 @@ def identity(state: RunState) -> Verdict:
     return Verdict(title, f"{plural(len(state.checks), 'probe')} ok", f"{spread}; {swaps}", "good")
 
 
+def replay(state: RunState) -> Verdict:
+    """Whether the trainer had, for every token, what the engine is to record of it: log-prob, sampling mask, experts."""
+    title, reports = "Sampler's record", [row.report for row in state.rows]
+    if not reports:
+        return Verdict(title, "not known", "no step was trained", "unknown")
+    gaps = {
+        "no finite log-prob (not trained)": sum(report.dropped_tokens for report in reports),
+        "a token outside its sampling mask (trained with the whole vocabulary)": sum(
+            one.outside_tokens for one in reports
+        ),
+        "no recorded experts (the trainer's router chose)": sum(report.missing_routes for report in reports),
+        "two records of experts for one shared prompt (the first was used)": sum(
+            one.routing_conflicts for one in reports
+        ),
+    }
+    if not any(gaps.values()):
+        trained = sum(report.loss_tokens for report in reports)
+        return Verdict(title, "whole", f"{plural(trained, 'token')} trained as they were sampled", "good")
+    return Verdict(
+        title, "has gaps", "; ".join(f"{count:,} × {what}" for what, count in gaps.items() if count), "plain"
+    )
+
+
 def all_verdicts(state: RunState) -> list[Verdict]:
-    return [held_out(state), lag(state), bias(state), accounting(state), identity(state)]
+    return [held_out(state), lag(state), bias(state), accounting(state), identity(state), replay(state)]

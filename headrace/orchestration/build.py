@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ from headrace.observe.facts import Books, RunStarted, WeightsLive
 from headrace.observe.journal import JournalStep
 from headrace.observe.machine import machine_mark
 from headrace.observe.waits import Waits
+from headrace.orchestration.course import scoring_mark
 from headrace.orchestration.evaluation import Evaluator
 from headrace.orchestration.identity import TOLERANCE, IdentityProbe
 from headrace.orchestration.messages import EngineStart, TrainerStart
@@ -75,6 +76,8 @@ class Built:
     pipeline: Pipeline
     redo: Sequence[JournalStep]
     """Steps after the checkpoint, which the trainer has to do again before anything else."""
+    outdated: Collection[int]
+    """Tickets of finished groups that other settings made."""
     utilisation: Utilisation
     clock: Clock
     config: RunConfig
@@ -193,7 +196,7 @@ def _assemble(
     task, encoder, observer = prepared.task, prepared.encoder, storage.recorder
     buffer = Buffer(config.staleness, config.train.steps * config.staleness.groups_per_step)
     interrupts = Interrupts(pools.engine, config.partial, waits, clock)
-    plan, past = plan_of(config, adapter), storage.past
+    plan, past, mark = plan_of(config, adapter), storage.past, scoring_mark(config)
     redo = recover(past, task, buffer, interrupts, plan) if past else []
     assert pools.teaching is not None
     rewarding = pools.teaching.rewarding(prepared.scorer)
@@ -216,11 +219,12 @@ def _assemble(
             clock,
             adapter,
             storage.saved_step,
+            mark,
         ),
         probe=IdentityProbe(
             _probe_tokens(encoder, pools.engine.capabilities.context_length),
             config.watch.identity_every,
-            TOLERANCE[config.engine.serving_dtype],
+            max(TOLERANCE[config.engine.serving_dtype], TOLERANCE[pools.trainer_dtype]),
             observer,
             clock,
             adapter,
@@ -237,9 +241,12 @@ def _assemble(
             clock,
             adapter,
         ),
+        turns=pools.turns,
     )
     pipeline = Pipeline(parts, plan, clock, past.saved_step if past else 0)
-    return Built(pools, parts, pipeline, redo, Utilisation(pools.engine, waits, clock), clock, config, adapter)
+    utilisation = Utilisation(pools.engine, pools.turns, waits, clock)
+    outdated = past.outdated(mark) if past else ()
+    return Built(pools, parts, pipeline, redo, outdated, utilisation, clock, config, adapter)
 
 
 def plan_of(config: RunConfig, adapter: str) -> Plan:
@@ -295,7 +302,10 @@ def export_weights(
     from headrace.trainer.torch_learner import Assignment
     from headrace.trainer.torch_trainer import TorchTrainer
 
-    train, algo = dataclasses.replace(config.train, dtype="float32"), config.algo.with_length(config.rollout.max_tokens)
+    algo = config.algo.with_length(config.rollout.max_tokens)
+    masters = config.train.weights == "float32" or config.train.offload_optimizer
+    kept: Literal["float32", "bfloat16"] = "float32" if masters else "bfloat16"  # in the checkpoint
+    train = dataclasses.replace(config.train, dtype=kept, weights=kept, offload_optimizer=False)
     adapters = {"": Assignment(train, algo, config.lora)} if config.lora.rank else {}
     trainer = TorchTrainer(model_dir, train, algo, config.seed, adapters=adapters)
     trainer.restore(checkpoint)

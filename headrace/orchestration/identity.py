@@ -12,7 +12,7 @@ from headrace.observe.facts import IdentityChecked
 from headrace.protocols import Engine, Observer, Trainer
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15}
-"""Mean |difference| per token, nats, that rounding alone may cause in a serving dtype (0.01 to 0.04 is usual in bf16)."""
+"""Mean |difference| per token, nats, that rounding alone may cause in a serving dtype (0.01 to 0.06 is usual in bf16)."""
 
 
 class IdentityProbe:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.config import RunConfig, check_resumable, config_of_run, dump_config, read_config, same_course
+from headrace.config import RunConfig, config_of_run, dump_config, read_config
 from headrace.errors import CheckpointError, HeadraceError
 from headrace.observe.build import open_recorder
 from headrace.observe.facts import Warned
@@ -17,6 +17,7 @@ from headrace.observe.report import write_report
 from headrace.observe.resume import Resume
 from headrace.observe.summary import print_summary
 from headrace.orchestration.checkpoint import Checkpoints
+from headrace.orchestration.course import check_resumable, same_course
 from headrace.orchestration.pieces import pieces_of
 from headrace.orchestration.recovery import read_past
 from headrace.orchestration.rundir import RunDirectory

@@ -48,6 +48,8 @@ class TrainerReady(Struct, frozen=True):
     manifests: dict[str, Manifest]
     """Of all that will be published: the model's by the empty name, those of adapters by theirs."""
     version: int
+    dtype: str = "bfloat16"
+    """Of the computation: `auto` is a dtype now."""
     shadow: Manifest | None = None
     """Where the student's older self will lie, behind everything else."""
 

@@ -39,6 +39,11 @@ class _Stderr:
 
 def evaluate(config: RunConfig, run: Path | None = None, prompts: int | None = None) -> Evaluated:
     """Mean reward on `prompts` held-out prompts of the model in the config, or of the newest checkpoint of `run`."""
+    if config.adapters:
+        names = ", ".join(one.name for one in config.adapters)
+        raise ConfigError(
+            f"the config trains several adapters ({names}); evaluate one: name its directory in the run's, RUN/{config.adapters[0].name}"
+        )
     count = config.eval.prompts if prompts is None else prompts
     if not 0 < count <= config.task.held_out:
         raise ConfigError(f"{count} held-out prompts were asked for; there are {config.task.held_out} (task.held_out)")
@@ -105,6 +110,9 @@ def export(
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ConfigError(f"{to} exists already: name a directory that is new or empty")
     checkpoint = newest_checkpoint(run)
+    if config.lora.quantise and not merge:
+        said = f"the adapter was trained beside base weights in {config.lora.quantise}; beside the exact ones it is a slightly other policy"
+        print(f"{said}: --merge writes the one that was trained", file=sys.stderr)
     export_weights(config, resolve_model(config.model.path), checkpoint, to, dtype, merge)
     return checkpoint
 

@@ -51,6 +51,11 @@ class Rolled:
         )
 
 
+def rolled_of(group: Group) -> Rolled:
+    """Of one that had been ready."""
+    return Rolled(group.ticket, group.prompt, group.scored, group.failures)
+
+
 def step_fact(t: float, report: TrainReport, groups: tuple[Group, ...], drawn: float, waited: float) -> StepTrained:
     """`drawn`: mean reward of all that ended since the step before; `waited`: seconds until the batch was full."""
     rows = [row for group in groups for row in group.rows]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from headrace.algo.groups import Algorithm
 from headrace.buffer import Buffer
@@ -12,6 +12,7 @@ from headrace.observe.waits import Waits
 from headrace.orchestration.evaluation import Evaluator
 from headrace.orchestration.identity import IdentityProbe
 from headrace.orchestration.snapshots import Snapshots
+from headrace.orchestration.turns import Turns
 from headrace.partial import Interrupts
 from headrace.protocols import Engine, Observer, Scorer, Task, Trainer
 from headrace.rollout import Decode, RolloutConfig, name_of, seed_of
@@ -38,6 +39,8 @@ class Parts:
     snapshots: Snapshots
     probe: IdentityProbe
     evaluator: Evaluator
+    turns: Turns = field(default_factory=Turns)
+    """At the trainer, where several pipelines share it."""
 
 
 @dataclass(frozen=True)

@@ -24,16 +24,16 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 
 from headrace.errors import CheckpointError, HeadraceError, IdentityError, TrainingError, WorkerDied, first_error
 from headrace.observe.facts import Warned, WeightsLive
 from headrace.observe.journal import JournalStep, Live, Stepped
-from headrace.orchestration.outcomes import Rolled, step_fact
+from headrace.orchestration.outcomes import Rolled, rolled_of, step_fact
 from headrace.orchestration.parts import Parts, Plan
 from headrace.orchestration.rolling import Rolling
 from headrace.reports import TrainReport
@@ -42,6 +42,7 @@ from headrace.types import Batch, Group
 from headrace.weights import WeightUpdate
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class Pipeline:
@@ -51,8 +52,6 @@ class Pipeline:
         self._rolling = Rolling(parts, plan, clock)
         self.step = first_step
         self.interrupted = False
-        self.trainer_busy = 0.0
-        """Seconds in step, publish and save."""
         self._evaluations: list[asyncio.Task[None]] = []
         self._under_way: asyncio.Future[Any] | None = None
         """A step or a checkpoint, see `_whole`."""
@@ -68,7 +67,7 @@ class Pipeline:
         """Steps that were done after the checkpoint, by a process that was killed. `told`: steps that the metrics have."""
         for step in steps:
             batch = self._batch(step.groups)
-            report = await self._busy(self._parts.trainer.step(batch), "step, again")
+            report = await self._busy("step, again", self._parts.trainer.step, batch)
             if bool(report.skipped) != bool(step.report.skipped):
                 raise CheckpointError(
                     f"step {step.step} was done again from the journal and was {report.skipped or 'not skipped'}, where it had been "
@@ -86,6 +85,19 @@ class Pipeline:
             self.step = step.version
             if self.step > told:
                 self._record(step_fact(self._clock(), report, batch.groups, self._mean_drawn(), 0.0))
+
+    def discard(self, tickets: Collection[int]) -> None:
+        """Finished groups that cannot be trained any more, because the settings that their rows were made by are others now."""
+        groups = [group for group in self._parts.buffer.finished if group.ticket in tickets]
+        if not groups:
+            return
+        message = (
+            f"{len(groups)} finished groups of the checkpoint are dropped (settings_changed): algorithm, rewards or teachers are not "
+            "those that their rows were made by"
+        )
+        self._record(Warned(self._clock(), message))
+        for group in groups:
+            self._rolling.end(rolled_of(group), "dropped", "settings_changed")
 
     async def run(self) -> None:
         """Train until the plan is fulfilled or `interrupt` was called. The current weights must be live already.
@@ -161,7 +173,7 @@ class Pipeline:
     async def _step(self, groups: tuple[Group, ...], waited: float) -> TrainReport:
         """Nothing comes between what the trainer does and what is written of it."""
         parts, batch = self._parts, self._batch(groups)
-        report = await self._busy(parts.trainer.step(batch), "step")
+        report = await self._busy("step", parts.trainer.step, batch)
         parts.journal.write(Stepped(self._clock(), report, tuple(group.ticket for group in groups)))
         parts.journal.flush()
         if report.skipped:
@@ -176,16 +188,16 @@ class Pipeline:
     def _judge(self, group: Group) -> Group | None:
         judged = judge(group, self.step, self._plan.staleness)
         if judged is None:
-            self._rolling.end(Rolled(group.ticket, group.prompt, group.scored, group.failures), "dropped", "overdue")
+            self._rolling.end(rolled_of(group), "dropped", "overdue")
         return judged
 
     def _batch(self, groups: Sequence[Group]) -> Batch:
         return self._plan.batch(self.step, groups, self._parts.algorithm)
 
     async def _publish(self, loops: asyncio.TaskGroup, groups: tuple[Group, ...]) -> asyncio.Task[None]:
-        update = await self._busy(self._parts.trainer.publish(self._plan.adapter), "publish")
-        probed = self._parts.probe.trainer_side(self._parts.trainer, update.version)
-        expected = await self._busy(probed, "probe")
+        parts = self._parts
+        update = await self._busy("publish", parts.trainer.publish, self._plan.adapter)
+        expected = await self._busy("probe", parts.probe.trainer_side, parts.trainer, update.version)
         return loops.create_task(self._deliver(loops, update, groups, expected))
 
     async def _deliver(
@@ -195,8 +207,8 @@ class Pipeline:
         async with parts.waits.named("delivery", "the swap in the engine"):
             delivery = await parts.interrupts.deliver(update)
         parts.journal.write(Live(self._clock(), version, update.fingerprint))
-        self._record(WeightsLive(self._clock(), update, delivery.load, delivery.interrupted, delivery.pause))
-        self._cancel_stale(version)
+        interrupted = delivery.interrupted + self._cancel_stale(version)
+        self._record(WeightsLive(self._clock(), update, delivery.load, interrupted, delivery.pause))
         parts.buffer.release(groups)
         async with parts.waits.named("delivery", "the engine (probe)"):
             await parts.probe.engine_side(parts.engine, version, expected)
@@ -204,13 +216,14 @@ class Pipeline:
         if every and version % every == 0 and version < self._plan.steps:
             self._evaluations.append(loops.create_task(self._evaluate(version)))
 
-    def _cancel_stale(self, version: int) -> None:
-        """Steps to come are done at `version` or later."""
+    def _cancel_stale(self, version: int) -> int:
+        """Steps to come are done at `version` or later. Returns how many rollouts this ends."""
         staleness = self._plan.staleness
         if self._parts.interrupts.cancels_groups:
-            self._rolling.cancel_older_than(version, "interrupted")
+            return self._rolling.cancel_older_than(version, "interrupted")
         if staleness.overdue == "cancel":
-            self._rolling.cancel_older_than(version - staleness.max_lag, "overdue")
+            return self._rolling.cancel_older_than(version - staleness.max_lag, "overdue")
+        return 0
 
     async def _evaluate(self, version: int) -> None:
         await self._parts.evaluator.measure("during", version)
@@ -239,15 +252,13 @@ class Pipeline:
             )
 
     async def _checkpoint(self) -> None:
-        await self._busy(self._parts.snapshots.save(self.step, self._parts), "checkpoint")
+        await self._busy("checkpoint", self._parts.snapshots.save, self.step, self._parts)
 
-    async def _busy(self, work: Awaitable[T], what: str) -> T:
-        """Awaits the trainer's work under a named wait, and counts its time as busy."""
-        started = self._clock()
-        async with self._parts.waits.named("controller", f"the trainer ({what})"):
-            result = await work
-        self.trainer_busy += self._clock() - started
-        return result
+    async def _busy(self, what: str, work: Callable[P, Awaitable[T]], *given: P.args, **named: P.kwargs) -> T:
+        """Awaits the trainer's work under a named wait, when it is our turn, and counts its time as busy."""
+        parts = self._parts
+        async with parts.waits.named("controller", f"the trainer ({what})"), parts.turns.take(self._clock):
+            return await work(*given, **named)
 
 
 def differs(report: TrainReport, before: TrainReport) -> str:

@@ -17,6 +17,7 @@ from headrace.observe.waits import Waits
 from headrace.orchestration.clients import ProcessEngine, ProcessTrainer
 from headrace.orchestration.messages import AdapterStart, EngineStart, TrainerReady, TrainerStart
 from headrace.orchestration.teaching import Teaching, shadow_of
+from headrace.orchestration.turns import Turns
 from headrace.protocols import Observer
 from headrace.weight_sync.memory import anonymous_memory
 from headrace.weights import Manifest
@@ -31,11 +32,15 @@ class Pools:
     trainer: ProcessTrainer
     engine: ProcessEngine
     weights_fd: int
+    trainer_dtype: str
+    """That it computes in."""
     shadow: Manifest | None
     """Where the student's older self lies, if it is a teacher."""
     teaching: Teaching | None = None
     lent: bool = False
     """Whether somebody else closes trainer and engine, which several pipelines share."""
+    turns: Turns = field(default_factory=Turns)
+    """At the trainer, of all to whom it is lent."""
     _serving: asyncio.Lock = field(default_factory=asyncio.Lock)
     _base_is_live: bool = False
 
@@ -95,7 +100,7 @@ async def open_pools(
             adapters = sum(map(bool, trained_in(config)))
             await engine.open(EngineStart(str(model_dir), _engine_settings(config, adapters), ready.manifests))
         undo.pop_all()
-    return Pools(trainer, engine, weights_fd, ready.shadow)
+    return Pools(trainer, engine, weights_fd, ready.dtype, ready.shadow)
 
 
 def trainer_start(config: RunConfig, model_dir: Path, restore: Mapping[str, Path]) -> TrainerStart:

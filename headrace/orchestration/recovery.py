@@ -62,6 +62,12 @@ class Past:
         done = [one.report.version for one in self.records if isinstance(one, Stepped)]
         return max([self.saved_step, *done])
 
+    def outdated(self, mark: str) -> frozenset[int]:
+        """Tickets of finished groups in the checkpoint whose rows other settings made (`course.scoring_mark`)."""
+        if self.state is None or self.state.scored_by in ("", mark):
+            return frozenset()
+        return frozenset(group.ticket for group in self.state.buffer.ready)
+
     @property
     def seconds(self) -> float:
         """Age of the run then."""

@@ -45,13 +45,17 @@ class Rolling:
             self._record(TicketDrawn(self._clock(), ticket, prompt.id))
             self._begin(loops, ticket, prompt)
 
-    def cancel_older_than(self, version: int, reason: str) -> None:
-        """Drops the groups in flight that have a token of older weights."""
+    def cancel_older_than(self, version: int, reason: str) -> int:
+        """Drops the groups in flight that have a token of older weights. Returns how many rollouts this ends."""
+        ended = 0
         for ticket, task in self._tasks.items():
-            first = self._parts.interrupts.first_version(self._plan.names(ticket))
+            names = self._plan.names(ticket)
+            first = self._parts.interrupts.first_version(names)
             if first is not None and first < version and not task.done():
                 self._cancelled[ticket] = reason
+                ended += len(self._parts.engine.unfinished(names))
                 task.cancel()
+        return ended
 
     def stop(self) -> None:
         """What is in flight stays what it is: in the checkpoint, and in the journal."""
@@ -85,10 +89,8 @@ class Rolling:
         rows = algorithm.rows(rolled.prompt, rolled.scored) if len(rolled.scored) >= algorithm.min_rollouts else ()
         if not rows:
             self._barren_end(rolled, "failed", rolled.commonest_failure)
-        elif not any(any(row.mask) for row in rows):
-            self._barren_end(rolled, "dropped", "overlong")
-        elif algorithm.needs_contrast and not any(any(row.advantages) for row in rows):
-            self._barren_end(rolled, "dropped", "no_contrast")
+        elif reason := algorithm.barren(rows):
+            self._barren_end(rolled, "dropped", reason)
         else:
             self._ready(Group(rolled.ticket, rolled.prompt, rolled.scored, rows, rolled.failures), rolled)
 

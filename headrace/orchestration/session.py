@@ -85,6 +85,8 @@ class Session:
             print(f"headrace: {error}", file=sys.stderr)
 
     async def _redo(self, built: Built) -> None:
+        """Brings the trainer, too, to the moment at which the run was killed."""
+        built.pipeline.discard(built.outdated)
         if not built.redo:
             return
         first, last = built.redo[0].step, built.redo[-1].step
@@ -112,7 +114,7 @@ class Session:
             built.pipeline.step,
             built.parts.buffer.accounting(in_checkpoint=saved),
             built.utilisation.engine_idle,
-            built.utilisation.trainer_idle(built.pipeline.trainer_busy),
+            built.utilisation.trainer_idle,
             built.utilisation.prompt_tokens,
             built.utilisation.sampled_tokens,
         )

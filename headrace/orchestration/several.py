@@ -16,12 +16,13 @@ from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import Any
 
-from headrace.config import RunConfig, adapter_runs, check_resumable, config_of_run, dump_config, read_config
+from headrace.config import RunConfig, adapter_runs, config_of_run, dump_config, read_config
 from headrace.errors import HeadraceError
 from headrace.observe.board import Board, open_board
 from headrace.observe.waits import Waits
 from headrace.observe.watchdog import Watchdog
 from headrace.orchestration.build import Built, Clock, Pools, Prepared, join, open_model, open_waits, prepare
+from headrace.orchestration.course import check_resumable
 from headrace.orchestration.lane import Lane, open_lane
 from headrace.orchestration.pools import open_pools
 from headrace.orchestration.rundir import RunDirectory

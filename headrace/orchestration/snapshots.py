@@ -36,6 +36,8 @@ class ControllerState(Struct, frozen=True):
     """Records that were in the journal."""
     passes: int = 0
     """Number of the first forward pass that is not in `begun`."""
+    scored_by: str = ""
+    """Mark of the settings that made the rows of finished groups."""
 
 
 class _Parts(Protocol):
@@ -62,11 +64,14 @@ class Snapshots:
         clock: Callable[[], float],
         adapter: str = "",
         saved_step: int = -1,
+        scored_by: str = "",
     ) -> None:
         """`adapter`: what the trainer is to save, where it is not the whole model. `saved_step`: of the checkpoint that the run
-        goes on from. It is not written anew: the same weights are in it, and the rest is behind it in journal and passes."""
+        goes on from. It is not written anew: the same weights are in it, and the rest is behind it in journal and passes.
+        `scored_by`: the mark of the settings that make rows (`course.scoring_mark`)."""
         self._checkpoints, self._passes = checkpoints, passes
         self._observer, self._clock, self._adapter = observer, clock, adapter
+        self._scored_by = scored_by
         self.saved_step = saved_step
         """The step of the newest checkpoint."""
 
@@ -99,7 +104,7 @@ class Snapshots:
         so_far = parts.interrupts.so_far()
         begun = {name: one for name, one in so_far.items() if ticket_of(name, self._adapter) in buffer.in_flight}
         task, position = dict(parts.task.state()), parts.journal.position
-        return ControllerState(step, seconds, task, buffer, begun, position, self._passes.number)
+        return ControllerState(step, seconds, task, buffer, begun, position, self._passes.number, self._scored_by)
 
 
 def load_controller(checkpoint: Path) -> ControllerState:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from headrace.errors import HeadraceError
 from headrace.observe.waits import Waits
+from headrace.orchestration.turns import Turns
 from headrace.protocols import Engine
 from headrace.reports import EngineStats
 
@@ -18,18 +19,21 @@ LAST_WORD = 5.0
 class Utilisation:
     """Idle shares over the time between `start` and `stop`: the training proper, without loading and evaluation."""
 
-    def __init__(self, engine: Engine, waits: Waits, clock: Callable[[], float]) -> None:
-        self._engine, self._waits, self._clock = engine, waits, clock
+    def __init__(self, engine: Engine, turns: Turns, waits: Waits, clock: Callable[[], float]) -> None:
+        self._engine, self._turns, self._waits, self._clock = engine, turns, waits, clock
         self._first = self._last = EngineStats()
         self._began = self._ended = 0.0
+        self._worked_first = self._worked_last = 0.0
 
     async def start(self) -> None:
         self._first = self._last = await self._stats()
         self._began = self._ended = self._clock()
+        self._worked_first = self._worked_last = self._turns.busy
 
     async def stop(self) -> None:
         """An engine that is gone for good, or hangs, has no last word: the figures then are those of its last report."""
         self._ended = self._clock()
+        self._worked_last = self._turns.busy
         with contextlib.suppress(TimeoutError, HeadraceError):
             async with asyncio.timeout(LAST_WORD):
                 self._last = await self._engine.stats()
@@ -47,8 +51,11 @@ class Utilisation:
         busy = self._last.busy_seconds - self._first.busy_seconds
         return max(0.0, 1 - busy / self.seconds) if self.seconds else 0.0
 
-    def trainer_idle(self, busy_seconds: float) -> float:
-        return max(0.0, 1 - busy_seconds / self.seconds) if self.seconds else 0.0
+    @property
+    def trainer_idle(self) -> float:
+        """Of the trainer, whoever's work it was."""
+        busy = self._worked_last - self._worked_first
+        return max(0.0, 1 - busy / self.seconds) if self.seconds else 0.0
 
     @property
     def prompt_tokens(self) -> int:

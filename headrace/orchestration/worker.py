@@ -73,7 +73,7 @@ def serve_trainer(end: WorkerEnd, inbox: queue.Queue[Frame], weights_fd: int) ->
         core, sender, manifests = build_trainer_core(told, weights_fd)
         shadow, behind = build_shadow(told, core, manifests, weights_fd)
         parts.update(core=core, publisher=Publisher(core, sender), shadow=shadow)
-        return TrainerReady(manifests, core.version, behind)
+        return TrainerReady(manifests, core.version, core.dtype, behind)
 
     answer(end, start, begin)
     while parts:

@@ -17,7 +17,9 @@ class RouteConfig:
     """Which prompts a teacher takes: those of the task's rows whose `column` holds one of `values`."""
 
     column: str = Field(min_length=1)
+    """Of the task's rows."""
     values: tuple[str | int | bool, ...] = Field(min_length=1)
+    """What it holds in the rows that the teacher takes."""
 
     def takes(self, columns: Mapping[str, Any]) -> bool:
         return self.column in columns and columns[self.column] in self.values
@@ -60,6 +62,19 @@ class TeacherConfig:
             raise ValueError(
                 f"the teacher {self.name} is the student, whose vocabulary is the same; leave mode = tokens"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _nothing_idle(self) -> TeacherConfig:
+        """Refuses what would have no effect."""
+        for name, usual, needed in (
+            ("weight", 1.0, "" if self.mode == "text" else 'mode = "text" (algo.distill.coef weighs log-probs)'),
+            ("system", "", "" if self.mode == "text" else 'mode = "text"'),
+            ("every", 10, "" if self.student else "student"),
+            ("decay", 0.99, "" if self.student == "average" else 'student = "average"'),
+        ):
+            if needed and getattr(self, name) != usual:
+                raise ValueError(f"{name} of the teacher {self.name} needs {needed}; set it, or remove {name}")
         return self
 
     def takes(self, columns: Mapping[str, Any]) -> bool:

@@ -56,19 +56,25 @@ class Scores(NamedTuple):
 
 
 async def ask(engine: Engine, tokens: Sequence[int], top: int = 0) -> Completion | Failure:
-    """The log-probs of `tokens` but the first. What the engine refuses or fails at is data; a lost engine raises."""
-    request = Request(
-        f"ask/{next(_NUMBERS)}",
-        tuple(tokens),
-        Sampling(max_tokens=0),
-        priority=-1,  # where rollouts are sampled too, a reward that waits for them would hold back its own group
-        prompt_logprobs=True,
-        top_logprobs=top,
-    )
-    try:
-        done = await engine.generate(request)
-    except ValueError as error:
-        return Failure(FAILED, str(error))
+    """The log-probs of `tokens` but the first. What the engine refuses or fails at is data; a lost engine raises.
+
+    An engine that samples the run's rollouts too may be told to end all that it has (`Interrupts`): then it is asked again."""
+
+    stop = "interrupted"
+    while stop == "interrupted":
+        request = Request(
+            f"ask/{next(_NUMBERS)}",
+            tuple(tokens),
+            Sampling(max_tokens=0),
+            priority=-1,  # where rollouts are sampled too, a reward that waits for them would hold back its own group
+            prompt_logprobs=True,
+            top_logprobs=top,
+        )
+        try:
+            done = await engine.generate(request)
+        except ValueError as error:
+            return Failure(FAILED, str(error))
+        stop = done.stop
     if done.stop == "error" or done.prompt_logprobs is None:
         return Failure(FAILED, done.error or f"the engine ended with {done.stop} and no scores")
     return done

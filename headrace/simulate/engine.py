@@ -16,7 +16,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from headrace.errors import IdentityError, WorkerDied
+from headrace.errors import IdentityError
 from headrace.reports import Capabilities, EngineStats, LoadReport
 from headrace.simulate.cores import Shared, work
 from headrace.simulate.flight import ROUNDING, Ends, Flight, LengthOf
@@ -53,7 +53,6 @@ class SimulatedEngine:
         self._idle, self._turned = asyncio.Event(), asyncio.Event()
         self._idle.set()
         self._timer: asyncio.TimerHandle | None = None
-        self._died: asyncio.Future[None] | None = None
         shared.on_trainer.append(self._touch)
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -190,13 +189,8 @@ class SimulatedEngine:
         )
 
     async def watch(self) -> None:
-        self._died = asyncio.get_running_loop().create_future()
-        await self._died
-
-    def die(self) -> None:
-        """As if the process had been killed and was given up."""
-        assert self._died is not None
-        self._died.set_exception(WorkerDied("engine", "was killed (simulated)"))
+        """It never dies: deaths are what `dst.py` simulates."""
+        await asyncio.Event().wait()
 
     async def close(self) -> None:
         pass

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from headrace.errors import WorkerDied
 from headrace.reports import EngineStats, LoadReport
 from headrace.simulate.engine import SimulatedEngine
 from headrace.steps import Transcript
@@ -21,7 +20,6 @@ class Replicas:
         self.capabilities = engines[0].capabilities
         self._homes: dict[tuple[int, ...], tuple[SimulatedEngine, int]] = {}
         """By prompt: where its requests are, and how many."""
-        self._died: asyncio.Future[None] | None = None
 
     @property
     def version(self) -> int:
@@ -95,13 +93,8 @@ class Replicas:
         )
 
     async def watch(self) -> None:
-        self._died = asyncio.get_running_loop().create_future()
-        await self._died
-
-    def die(self) -> None:
-        """As if all had been killed and were given up."""
-        assert self._died is not None
-        self._died.set_exception(WorkerDied("engine", "was killed (simulated)"))
+        """It never dies: deaths are what `dst.py` simulates."""
+        await asyncio.Event().wait()
 
     async def close(self) -> None:
         pass

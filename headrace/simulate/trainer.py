@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace.errors import WorkerDied
 from headrace.reports import TrainReport
 from headrace.simulate.codes import loss_tokens, real_tokens
 from headrace.simulate.cores import Shared
@@ -21,7 +20,6 @@ class SimulatedTrainer:
         self.version = version
         self.busy = 0.0
         """Seconds of work so far, waits for others not counted."""
-        self._died: asyncio.Future[None] | None = None
 
     async def step(self, batch: Batch) -> TrainReport:
         clock = asyncio.get_running_loop().time
@@ -60,12 +58,8 @@ class SimulatedTrainer:
         self.busy += clock() - started
 
     async def watch(self) -> None:
-        self._died = asyncio.get_running_loop().create_future()
-        await self._died
-
-    def die(self) -> None:
-        assert self._died is not None
-        self._died.set_exception(WorkerDied("trainer", "was killed (simulated)"))
+        """It never dies: deaths are what `dst.py` simulates."""
+        await asyncio.Event().wait()
 
     async def close(self) -> None:
         pass

@@ -23,7 +23,7 @@ class TaskConfig:
     path: str = ""
     """The file or directory with the rows."""
     held_out_path: str = ""
-    """Rows for evaluation only. Empty takes the last `held_out` rows of `path`."""
+    """Rows for evaluation only. Empty takes `held_out` rows of `path`, the last ones after shuffling."""
     prompt: str = "prompt"
     """The column with the prompt: a string, or a list of messages {role, content}."""
     answer: str = "answer"

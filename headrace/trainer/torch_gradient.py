@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from headrace.algo.diagnostics import Diagnostics
+from headrace.algo.kl import kl_estimate
 from headrace.algo.tokens import TokenLoss, Tokens, TopTokens, k3, ratio_of
 from headrace.packing import Pack
 from headrace.trainer.torch_forward import Forward, Scores
@@ -47,6 +48,8 @@ class Sums:
 
     def add(self, pack: Pack, tokens: Tokens, scores: Scores, result: TokenLoss) -> None:
         logprob = tokens.logprob.detach()
+        if not len(logprob):  # a pack that fills up a rank
+            return
         ratio = ratio_of(logprob, tokens.sampled)
         self.tokens += len(logprob)
         self.loss += float((result.loss.detach() * pack.weight).sum())
@@ -57,7 +60,7 @@ class Sums:
         self.kl += float(k3(logprob, tokens.sampled).sum())
         self.outside += scores.outside
         if tokens.reference is not None:
-            self.reference_kl += float(k3(tokens.reference, logprob).sum())
+            self.reference_kl += float(kl_estimate(logprob, tokens.reference, "k3").sum())
         if tokens.teacher is not None:
             known = tokens.teacher.isfinite()
             self.teacher_kl += float((logprob - tokens.teacher)[known].sum())

@@ -195,7 +195,10 @@ def check(model: str, modules: Mapping[str, Any], stacks: Sequence[str], config:
     """Raises ConfigError for what a model cannot do, which is called `model`."""
     if config.experts and not stacks:
         raise ConfigError(f"lora.experts = true, but {model} has no stacked experts to be adapted; set it to false")
-    for name, module in _chosen(model, modules, stacks, config).items():
+    if not modules and not config.experts:
+        raise ConfigError(f"{model} has no linear layers that LoRA could adapt; set lora.rank = 0 to train all weights")
+    chosen = _chosen(model, modules, stacks, config)
+    for name, module in chosen.items():
         rank = config.rank_pattern.get(_key(config.rank_pattern, name), config.rank)
         if rank > (most := min(module.in_features, module.out_features)):
             raise ConfigError(
@@ -204,8 +207,14 @@ def check(model: str, modules: Mapping[str, Any], stacks: Sequence[str], config:
             )
     for setting in ("rank_pattern", "alpha_pattern"):
         for key in getattr(config, setting):
-            if not any(_key([key], name) == key for name in [*modules, *stacks]):
-                raise ConfigError(f"lora.{setting} names {key}, which {_nothing(model, modules, key)}")
+            if any(_key([key], name) == key for name in [*chosen, *(stacks if config.experts else ())]):
+                continue
+            if any(_key([key], name) == key for name in [*modules, *stacks]):
+                raise ConfigError(
+                    f"lora.{setting} names {key}, which is not adapted; add it to lora.targets (experts: lora.experts = true), or "
+                    f"remove it from lora.{setting}"
+                )
+            raise ConfigError(f"lora.{setting} names {key}, which {_nothing(model, modules, key)}")
 
 
 def _chosen(model: str, modules: Mapping[str, Any], stacks: Sequence[str], config: LoraConfig) -> dict[str, Any]:

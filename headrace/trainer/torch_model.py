@@ -49,18 +49,23 @@ def load_model(directory: Path, device: torch.device) -> Any:
             f"the weights in {directory} lack or do not fit {len(wrong)} parameters of its config.json, the first: {wrong[0]}; "
             "save the model again with `save_pretrained`"
         )
-    _switch_dropout_off(model)
+    _switch_noise_off(model)
     return model.to(device).eval()
 
 
-def _switch_dropout_off(model: torch.nn.Module) -> None:
+NOISE = ("dropout", "layerdrop", "jitter")
+"""In the names of what is random in training mode."""
+
+
+def _switch_noise_off(model: torch.nn.Module) -> None:
     """The ratio to the sampler's log-probs means nothing under dropout, and checkpointing needs training mode."""
     module: Any
     for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
+        for name, value in vars(module).items():
+            if isinstance(value, float) and any(word in name.lower() for word in NOISE):
+                setattr(module, name, 0.0)
 
 
 def enable_checkpointing(model: Any, contexts: Callable[[], Any] | None = None) -> None:

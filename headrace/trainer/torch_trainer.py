@@ -86,10 +86,14 @@ class TorchTrainer:
         return self._learners[adapter].version if adapter else self.version
 
     @property
+    def dtype(self) -> str:
+        return str(self._dtype).removeprefix("torch.")
+
+    @property
     def path(self) -> str:
         """How the model is run, for people."""
         fused = f", fused {' '.join(self._fused)}" if self._fused else ""
-        return f"{self._forward.path}{fused}, {str(self._dtype).removeprefix('torch.')}"
+        return f"{self._forward.path}{fused}, {self.dtype}"
 
     def step(self, batch: Batch) -> TrainReport:
         """One optimizer step on the whole batch. A skipped step (`TrainReport.skipped`) leaves everything as it was."""

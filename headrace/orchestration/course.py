@@ -1,0 +1,61 @@
+"""What a resumed run may change, and what of its past is still good then."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from typing import Any
+
+from headrace.config import RunConfig
+from headrace.errors import ConfigError
+from headrace.staleness import still_bounded
+
+
+def check_resumable(old: RunConfig, new: RunConfig) -> None:
+    """A resumed run may change most settings. Raises ConfigError for those that its buffer and its weights depend on."""
+    fixed = {
+        "model.path": (old.model.path, new.model.path),
+        "seed": (old.seed, new.seed),
+        "staleness.groups_per_step": (old.staleness.groups_per_step, new.staleness.groups_per_step),
+        "lora": (old.lora, new.lora),
+        "the names of adapters": ([one.name for one in old.adapters], [one.name for one in new.adapters]),
+    }
+    changed = [f"{name} was {was}, not {now}" for name, (was, now) in fixed.items() if was != now]
+    if changed:
+        raise ConfigError(
+            f"a run cannot be resumed with other values here: {'; '.join(changed)}. Start a new run for that"
+        )
+    if not still_bounded(old.staleness, new.staleness):
+        was, now = old.staleness, new.staleness
+        raise ConfigError(
+            f"groups that wait in the checkpoint were admitted with staleness.max_lag = {was.max_lag}, window = {was.window}, overdue "
+            f'= "{was.overdue}" and may be older than max_lag = {now.max_lag}, window = {now.window} lets pacing promise; keep '
+            'these settings, raise max_lag, or set staleness.overdue = "trim" (or drop), which looks at every token\'s age'
+        )
+
+
+def same_course(old: RunConfig, new: RunConfig) -> bool:
+    """Whether the steps of a run can be done again with other settings, and come out the same."""
+
+    def course(config: RunConfig) -> dict[str, Any]:
+        tree = dataclasses.asdict(config)
+        kept = {name: tree[name] for name in ("task", "reward", "teachers", "rollout", "algo", "train", "staleness")}
+        kept["train"] = {
+            name: value for name, value in tree["train"].items() if name not in ("cores", "max_skipped_steps")
+        }
+        if config.train.schedule == "constant":
+            del kept["train"]["steps"]
+        return kept
+
+    return course(old) == course(new)
+
+
+def scoring_mark(config: RunConfig) -> str:
+    """Of what makes training rows of rollouts: rows of one mark are not trained under another."""
+    parts: list[Any] = [
+        config.algo,
+        *config.reward.specs,
+        *(dataclasses.replace(one, engine={}) for one in config.teachers),
+    ]
+    return hashlib.sha256(json.dumps([dataclasses.asdict(part) for part in parts]).encode()).hexdigest()[:16]
