@@ -14,7 +14,7 @@ from engine import tokenised
 from engine_loads import Text
 from safetensors.torch import save_file
 from trainer_process import Json, Stopwatch, child_main
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from headrace.algo.config import AlgoConfig
 from headrace.engine.config import EngineConfig
@@ -30,7 +30,7 @@ NO_CLIPPING = 1e9
 
 
 def main(options: Json) -> Json:
-    works = {"rollouts": rollouts, "step": step, "gradients": gradients, "length": length}
+    works = {"rollouts": rollouts, "step": step, "gradients": gradients, "truth": truth, "length": length}
     return works[options["work"]](options)
 
 
@@ -155,6 +155,24 @@ def gradients(options: Json) -> Json:
     named = {name: parameter.grad for name, parameter in trainer._model.named_parameters()}
     save_file({name: grad.contiguous() for name, grad in named.items() if grad is not None}, options["gradients"])
     return {"loss": sums.loss}
+
+
+def truth(options: Json) -> Json:
+    """The same loss as one would write it down: float64, Hugging Face's forward, row after row."""
+    groups = json.loads(Path(options["rollouts"]).read_text())["groups"]
+    model = AutoModelForCausalLM.from_pretrained(options["model"], dtype=torch.float64, local_files_only=True).eval()
+    count = sum(len(row["tokens"]) for group in groups for row in group["rows"])
+    total = 0.0
+    for group in groups:
+        for row, advantage in zip(group["rows"], group["advantages"], strict=True):
+            tokens, sampled = torch.tensor(row["tokens"]), torch.tensor(row["logprobs"], dtype=torch.float64)
+            logits = model(torch.tensor([group["prompt"] + row["tokens"]])).logits[0, len(group["prompt"]) - 1 : -1]
+            ratio = torch.exp(logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0] - sampled)
+            loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum() / count
+            loss.backward()
+            total += loss.item()
+    save_file({name: parameter.grad for name, parameter in model.named_parameters()}, options["gradients"])
+    return {"loss": total}
 
 
 # -- memory by length -------------------------------------------------------------------------------------------------------
