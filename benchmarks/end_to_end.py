@@ -252,20 +252,20 @@ def ratios(found: dict[tuple[str, int], Json], target: float) -> Iterator[str]:
         ]
         if system == "headrace" or not both:
             continue
-        faster = [said for one, ours in both if (said := to_target(one, ours, target))]
+        faster = [to_target(one, ours, target) for one, ours in both]
         steps = statistics.median(
             (one["seconds"] / one["steps"]) / (ours["seconds"] / ours["steps"]) for one, ours in both
         )
         yield (
-            f"headrace against {SYSTEMS[system]}: {', '.join(faster) or 'not known how many'} times faster to the target, "
+            f"headrace against {SYSTEMS[system]}: {', '.join(faster)} times faster to the target, "
             f"{steps:.1f} times a step"
         )
 
 
 def to_target(theirs: Json, ours: Json, target: float) -> str:
-    """How many times faster; of a run that ended before it was there at least how many. Empty where ours never was."""
+    """How many times faster; of a run that ended before it was there at least how many."""
     if not (at := reached(ours["points"], target)):
-        return ""
+        return "(not there)"
     other = reached(theirs["points"], target)
     return f"{other / at:.1f}" if other else f"more than {theirs['seconds'] / at:.1f}"
 

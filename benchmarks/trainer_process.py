@@ -131,13 +131,15 @@ class Results:
     """A JSON file of what was measured, by name: an interrupted benchmark goes on where it stopped."""
 
     def __init__(self, path: Path, again: bool = False) -> None:
-        self._path = path
+        """`again`: what is asked for is measured anew, once; what is not asked for stays."""
+        self._path, self._again = path, again
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.found: dict[str, Json] = json.loads(path.read_text()) if path.exists() and not again else {}
+        self.found: dict[str, Json] = json.loads(path.read_text()) if path.exists() else {}
+        self._anew: set[str] = set()
 
     def measure(self, name: str, work: Callable[[], Json]) -> Json | None:
         """What is known, else what `work` returns; None where it fails, which is said."""
-        if name in self.found:
+        if name in self.found and (not self._again or name in self._anew):
             print(f"{name}: known from before", flush=True)
             return self.found[name]
         started = time.perf_counter()
@@ -149,6 +151,7 @@ class Results:
             return None
         print(f"{name}: done in {time.perf_counter() - started:.0f} s", flush=True)
         self.found[name] = found
+        self._anew.add(name)
         self._path.write_text(json.dumps(self.found, indent=1))
         return found
 

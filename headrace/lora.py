@@ -87,10 +87,6 @@ class LoraConfig:
 
     @model_validator(mode="after")
     def _pairs_fit(self) -> LoraConfig:
-        if not self.rank:
-            given = [name for name, usual in _WITHOUT_RANK.items() if getattr(self, name) != usual]
-            if given:
-                raise ValueError(f"lora.{given[0]} is set, but lora.rank = 0 trains all weights; set lora.rank, 16 say")
         if self.dora and self.publish == "adapter":
             raise ValueError(
                 'lora.dora = true with lora.publish = "adapter": no engine of ours serves DoRA beside the base weights; use '
@@ -130,6 +126,8 @@ class LoraConfig:
 def lora_problems(config: LoraConfig, weights: str, engine_path: str, self_taught: bool) -> Iterator[str]:
     """`weights`, `engine_path`: train.weights and engine.path. `self_taught`: the student's older self is a teacher."""
     if not config.rank:
+        if given := [name for name, usual in _WITHOUT_RANK.items() if getattr(config, name) != usual]:
+            yield f"lora.{given[0]} is set, but lora.rank = 0 trains all weights; set lora.rank, 16 say, or remove lora.{given[0]}"
         return
     if importlib.util.find_spec("peft") is None:
         yield "lora.rank needs peft, which is not installed: pip install 'headrace[lora]', or set lora.rank = 0"

@@ -18,7 +18,7 @@ from pydantic.dataclasses import dataclass
 from headrace import settings
 from headrace.config import RunConfig, available_cores, check, dump_config, load_config
 from headrace.errors import ConfigError
-from headrace.orchestration.course import check_resumable, same_course, scoring_mark
+from headrace.orchestration.course import check_bound, same_course, scoring_mark
 from headrace.types import Prompt
 
 STRICT = ConfigDict(extra="forbid")
@@ -344,16 +344,22 @@ def test_steps_can_be_done_again_only_with_the_settings_that_they_depend_on(sets
 def test_a_resumed_run_keeps_its_bound_for_what_was_admitted_before(sets: list[str], fine: bool):
     old = load_config(MINIMAL, ["staleness.max_lag=2"])
     if fine:
-        check_resumable(old, load_config(MINIMAL, ["staleness.max_lag=2", *sets]))
+        check_bound(old, load_config(MINIMAL, ["staleness.max_lag=2", *sets]))
         return
     with pytest.raises(ConfigError, match=r"admitted with staleness.max_lag = 2, window = 1.*raise max_lag, or set"):
-        check_resumable(old, load_config(MINIMAL, ["staleness.max_lag=2", *sets]))
+        check_bound(old, load_config(MINIMAL, ["staleness.max_lag=2", *sets]))
     with pytest.raises(ConfigError, match='overdue = "drop"'):
-        check_resumable(load_config(MINIMAL, ["staleness.overdue=drop"]), load_config(MINIMAL))
+        check_bound(load_config(MINIMAL, ["staleness.overdue=drop"]), load_config(MINIMAL))
 
 
 def test_rows_are_marked_by_what_they_are_made_of():
     mark = scoring_mark(load_config(MINIMAL))
-    assert mark == scoring_mark(load_config(MINIMAL, ["train.learning_rate=1e-3", "reward.workers=3"]))
+    same = ["train.learning_rate=1e-3", "reward.workers=3", "algo.clip_high=0.28", "rollout.max_tokens=32"]
+    assert mark == scoring_mark(load_config(MINIMAL, same))
     assert mark != scoring_mark(load_config(MINIMAL, ["algo.name=rloo"]))
     assert mark != scoring_mark(load_config(MINIMAL, ["reward.function=mine.py:f"]))
+    penalty = "algo.length_penalty=0.1"
+    assert scoring_mark(load_config(MINIMAL, [penalty])) not in (
+        mark,
+        scoring_mark(load_config(MINIMAL, [penalty, "rollout.max_tokens=32"])),
+    )

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from tiny_models import prompts, reference, saved
 
 from headrace.algo.config import AlgoConfig
+from headrace.config import load_config
 from headrace.errors import ConfigError, IdentityError
 from headrace.lora import LoraConfig
 from headrace.trainer.config import TrainConfig
@@ -44,13 +45,20 @@ def logprobs(model: Any, tokens: list[int]) -> torch.Tensor:
 # --- settings ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["dora", "quantise", "targets", "publish", "alpha", "rank_pattern"])
+def test_what_means_nothing_without_a_rank_is_refused_but_for_adapters_that_have_one(name):
+    values = {"dora": True, "quantise": "nf4", "targets": ["q_proj"], "publish": "adapter", "alpha": 8.0}
+    lora = {name: values.get(name, {"q_proj": 2})}
+    tables = {"model": {"path": "m"}, "task": {"kind": "reasoning_gym", "name": "chain_sum"}, "lora": lora}
+    with pytest.raises(ConfigError, match=f"lora.{name} is set, but lora.rank = 0 trains all weights"):
+        load_config(tables)
+    if name != "dora":  # which is not served beside a base
+        load_config({**tables, "adapters": [{"name": "a", "lora": {"rank": 4}}]})
+
+
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"dora": True}, "lora.rank = 0 trains all weights"),
-        ({"quantise": "nf4"}, "lora.rank = 0 trains all weights"),
-        ({"targets": ("q_proj",)}, "lora.targets is set, but lora.rank = 0 trains all weights"),
-        ({"publish": "adapter"}, "lora.publish is set, but lora.rank = 0 trains all weights"),
         ({"rank": 4, "dora": True, "publish": "adapter"}, "merged"),
         ({"rank": 4, "dora": True, "experts": True}, "exclude each other"),
         ({"rank": 4, "dora": True, "quantise": "nf4"}, "exclude each other"),

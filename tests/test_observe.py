@@ -276,7 +276,7 @@ def test_gaps_in_what_the_sampler_recorded_are_told() -> None:
     facts = list(FactStream(steps=3).facts())
     whole = folded(facts)
     tokens = sum(row.report.loss_tokens for row in whole.rows)
-    assert verdicts.replay(whole) == (
+    assert verdicts.record(whole) == (
         "Sampler's record",
         "whole",
         f"{tokens} tokens trained as they were sampled",
@@ -288,11 +288,11 @@ def test_gaps_in_what_the_sampler_recorded_are_told() -> None:
     step = facts[at]
     assert isinstance(step, StepTrained)
     facts[at] = replace(step, report=replace(step.report, **gaps))
-    verdict = verdicts.replay(folded(facts))
+    verdict = verdicts.record(folded(facts))
     counts = [int(part.split()[0].replace(",", "")) for part in verdict.detail.split("; ")]
     assert verdict.value == "has gaps" and counts == list(gaps.values())
     assert "• Sampler's record" in text_of(summary(folded(facts)))
-    assert verdicts.replay(RunState()).mood == "unknown"
+    assert verdicts.record(RunState()).mood == "unknown"
 
 
 def test_a_ready_group_may_still_be_dropped_with_its_step() -> None:

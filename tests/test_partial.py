@@ -96,6 +96,8 @@ def test_cancelled_groups_are_dropped_by_name_with_what_it_cost(tmp_path: Path) 
     ended = [fact for fact in world.ledger.of(GroupEnded) if fact.reason == "interrupted"]
     assert world.buffer.accounting().dropped["interrupted"] == len(ended) > 0
     assert sum(fact.lost_tokens for fact in ended) > 0
+    told = sum(fact.interrupted for fact in world.ledger.of(WeightsLive))
+    assert 0 < told <= len(ended) * world.group_size, "rollouts that had not ended"
     assert not world.engine.unfinished(), "their requests are cancelled"
 
 

@@ -19,6 +19,7 @@ from headrace.errors import CheckpointError, ConfigError, HeadraceError, Stalled
 from headrace.observe.facts import CheckpointSaved, IdentityChecked, RunEnded, Warned, WorkerLost
 from headrace.observe.journal import read_steps
 from headrace.observe.records import StepRow
+from headrace.orchestration.snapshots import load_controller
 
 
 @pytest.fixture
@@ -233,6 +234,35 @@ def test_ctrl_c_once_leaves_cleanly_with_a_checkpoint(
     assert "steps = 5000" in (directory / f"config.until-step-{ended.step}.toml").read_text()
     assert result.reason == "finished"
     assert_complete(directory, ended.step + 3)
+
+
+def test_a_resume_with_another_algorithm_does_not_train_what_the_first_one_scored(
+    config: Config, controller: Callable[..., subprocess.Popen[str]]
+) -> None:
+    directory = Path(config["out"]) / "tiny"
+    config["train"] |= {"steps": 5000, "microbatch_tokens": 1}  # a slow trainer: groups wait for it
+    config["staleness"]["max_lag"] = 2
+    process = controller()
+    when_step(directory, 3, lambda: process.send_signal(signal.SIGINT)).join()
+    process.communicate(timeout=90)
+    step = of(directory, RunEnded)[-1].step
+    waiting = load_controller(directory / "checkpoints" / f"step-{step:06d}").buffer.ready
+    assert waiting, "no group waited"
+    config["train"]["steps"] = step + 2
+    with pytest.raises(ConfigError, match=r"admitted with staleness.max_lag = 2.*raise max_lag"):
+        headrace.train({**config, "staleness": {"groups_per_step": 4, "max_lag": 0}}, resume=directory)
+    headrace.train({**config, "algo": {"name": "dr_grpo"}}, resume=directory)
+    ended = of(directory, RunEnded)[-1]
+    assert ended.accounting.dropped["settings_changed"] == len(waiting) and ended.accounting.balance() == 0
+    assert any("finished groups of the checkpoint are dropped" in one.message for one in of(directory, Warned))
+    trained = {group.ticket for one in read_steps(directory) if one.step >= step for group in one.groups}
+    assert trained and not trained & {group.ticket for group in waiting}
+
+
+def test_an_exact_engine_beside_a_trainer_in_bfloat16_agrees_to_bfloat16(config: Config) -> None:
+    config["train"] |= {"steps": 2, "dtype": "bfloat16"}
+    checks = of(headrace.train(config).directory, IdentityChecked)
+    assert len(checks) == 3 and {check.tolerance for check in checks} == {0.15}
 
 
 def test_ctrl_c_twice_leaves_now(config: Config, controller: Callable[..., subprocess.Popen[str]]) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -194,7 +194,9 @@ def test_a_refusal_is_data_and_a_lost_engine_ends_the_run():
 class Interrupting(FakeEngine):
     """Is told to end all that it has, every other time."""
 
-    asked: ClassVar[list[str]] = []
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.asked: list[str] = []
 
     async def generate(self, request: Any) -> Any:
         done = await super().generate(request)
@@ -207,7 +209,7 @@ def test_who_is_interrupted_by_a_swap_is_asked_again():
     interrupting = Interrupting(seconds_per_token=0.0, opinion=opinion)
     asyncio.run(interrupting.load(WeightUpdate(0, "full", "fake-0", 0, 0, 0.0)))
     (again,) = run(teaching(reference=interrupting), PROMPT, [single(1, 2)])
-    assert len(set(Interrupting.asked)) == 2 and again.references == plain.references
+    assert len(set(interrupting.asked)) == 2 and again.references == plain.references
 
 
 def test_a_reward_that_failed_stays_the_reason():

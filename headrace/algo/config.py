@@ -17,6 +17,7 @@ from headrace.algo.recipes import (
     READS,
     RECIPES,
     Aggregation,
+    Correction,
     Estimator,
     Level,
     Mode,
@@ -350,9 +351,13 @@ def _divergences(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
                 "remove it, or use another advantage"
             )
     if recipe.advantage == "zero" and config.teacher_top:
-        idle = [name for name in ("cap",) if getattr(config, name) is not None]
-        idle += [name for name in ("correction", "lag", "select") if _given(getattr(config, name))]
-        if idle:
+        about_policy = {
+            "cap": config.cap is not None,
+            "correction": recipe.correction != Correction(),
+            "lag": recipe.lag.kind != "constant",
+            "select": recipe.select.kind != "none",
+        }
+        if idle := [name for name, given_here in about_policy.items() if given_here]:
             yield (
                 f"algo.{idle[0]} is about the policy loss, which algo.advantage = zero makes nothing of; the divergence to the teacher's "
                 f"top tokens needs no importance weight: remove it, or use algo.distill.kind = sampled"

@@ -18,12 +18,25 @@ RULE = "mine"
 
 def load_loss(spec: str) -> Callable[[Tokens, Tensor], TokenLoss]:
     """The user's function Tokens -> Tensor [M], or TokenLoss, as a loss. Raises ConfigError."""
-    function = load_function(spec, "loss")
+    function, tried = load_function(spec, "loss"), False
 
     def loss(tokens: Tokens, old: Tensor) -> TokenLoss:
-        return _checked(spec, function(tokens), tokens)
+        nonlocal tried
+        result = _checked(spec, function(tokens), tokens)
+        if not tried:  # later on a step that is not finite is skipped, as with any loss
+            _finite(spec, result, tokens)
+        tried = True
+        return result
 
     return loss
+
+
+def _finite(spec: str, result: TokenLoss, tokens: Tokens) -> None:
+    if not result.loss.isfinite().all() and tokens.logprob.isfinite().all():
+        raise ConfigError(
+            f"algo.loss = {spec} returned a loss that is not finite for log-probs that are; guard what divides, takes a "
+            "logarithm, or an exponential (the log ratio: clamp it)"
+        )
 
 
 def _checked(spec: str, result: Any, tokens: Tokens) -> TokenLoss:
@@ -37,11 +50,6 @@ def _checked(spec: str, result: Any, tokens: Tokens) -> TokenLoss:
         )
     if tokens.logprob.requires_grad and not given.requires_grad:
         raise ConfigError(f"algo.loss = {spec} has no gradient; compute it from tokens.logprob without detaching it")
-    if not given.isfinite().all() and tokens.logprob.isfinite().all():
-        raise ConfigError(
-            f"algo.loss = {spec} returned a loss that is not finite for log-probs that are; guard what divides, takes a "
-            "logarithm, or an exponential (the log ratio: clamp it)"
-        )
     if isinstance(result, TokenLoss):
         masks = list(result.masked.values())
         return result._replace(masked={RULE: torch.stack(masks).any(0)} if masks else {})

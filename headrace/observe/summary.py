@@ -15,7 +15,7 @@ from headrace.observe.fates import DISCARDED
 from headrace.observe.lags import over_steps
 from headrace.observe.state import RunState
 from headrace.observe.text import bar, clip, counted, duration, number, percent, plural, short_time, sparkline
-from headrace.observe.verdicts import Verdict, accounting, bias, equation, held_out, identity, lag, reasons, replay
+from headrace.observe.verdicts import Verdict, accounting, bias, equation, held_out, identity, lag, reasons, record
 from headrace.observe.view import BAD, FAINT, GOOD, LABEL, WARN, WIDTH
 
 MARKS = {"good": ("✓", GOOD), "bad": ("✗", BAD), "plain": ("•", ""), "unknown": ("?", FAINT)}
@@ -152,8 +152,8 @@ def _proven(table: Table, state: RunState) -> None:
     for line in reasons(counts):
         _more(table, "", Text(line, FAINT))
     _row(table, identity(state))
-    if (record := replay(state)).mood == "plain":
-        _row(table, record)
+    if (kept := record(state)).mood == "plain":
+        _row(table, kept)
 
 
 def _troubles(table: Table, state: RunState) -> None:

@@ -164,7 +164,7 @@ def identity(state: RunState) -> Verdict:
     return Verdict(title, f"{plural(len(state.checks), 'probe')} ok", f"{spread}; {swaps}", "good")
 
 
-def replay(state: RunState) -> Verdict:
+def record(state: RunState) -> Verdict:
     """Whether the trainer had, for every token, what the engine is to record of it: log-prob, sampling mask, experts."""
     title, reports = "Sampler's record", [row.report for row in state.rows]
     if not reports:
@@ -188,4 +188,4 @@ def replay(state: RunState) -> Verdict:
 
 
 def all_verdicts(state: RunState) -> list[Verdict]:
-    return [held_out(state), lag(state), bias(state), accounting(state), identity(state), replay(state)]
+    return [held_out(state), lag(state), bias(state), accounting(state), identity(state), record(state)]

@@ -26,12 +26,16 @@ def check_resumable(old: RunConfig, new: RunConfig) -> None:
         raise ConfigError(
             f"a run cannot be resumed with other values here: {'; '.join(changed)}. Start a new run for that"
         )
+
+
+def check_bound(old: RunConfig, new: RunConfig) -> None:
+    """For a run in whose checkpoint groups wait. Raises ConfigError where they may be older than the new settings promise."""
     if not still_bounded(old.staleness, new.staleness):
         was, now = old.staleness, new.staleness
         raise ConfigError(
             f"groups that wait in the checkpoint were admitted with staleness.max_lag = {was.max_lag}, window = {was.window}, overdue "
             f'= "{was.overdue}" and may be older than max_lag = {now.max_lag}, window = {now.window} lets pacing promise; keep '
-            'these settings, raise max_lag, or set staleness.overdue = "trim" (or drop), which looks at every token\'s age'
+            'these settings, raise max_lag, or set staleness.overdue = "trim" (or drop) with window = 1, which looks at every token\'s age'
         )
 
 
@@ -53,9 +57,15 @@ def same_course(old: RunConfig, new: RunConfig) -> bool:
 
 def scoring_mark(config: RunConfig) -> str:
     """Of what makes training rows of rollouts: rows of one mark are not trained under another."""
-    parts: list[Any] = [
-        config.algo,
-        *config.reward.specs,
-        *(dataclasses.replace(one, engine={}) for one in config.teachers),
-    ]
-    return hashlib.sha256(json.dumps([dataclasses.asdict(part) for part in parts]).encode()).hexdigest()[:16]
+    algo, recipe = config.algo, config.algo.recipe
+    made = {
+        "advantage": recipe.advantage,
+        "cross-entropy": recipe.loss == "ce",
+        "overlong": algo.overlong,
+        "length": (algo.length_penalty, config.rollout.max_tokens) if algo.length_penalty else None,
+        "reference": recipe.kl if algo.reference_in_reward else None,
+        "teachers": [dataclasses.asdict(dataclasses.replace(one, engine={})) for one in config.teachers],
+        "top": algo.teacher_top,
+        "rewards": [dataclasses.asdict(one) for one in config.reward.specs],
+    }
+    return hashlib.sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()[:16]

@@ -17,7 +17,7 @@ from headrace.observe.report import write_report
 from headrace.observe.resume import Resume
 from headrace.observe.summary import print_summary
 from headrace.orchestration.checkpoint import Checkpoints
-from headrace.orchestration.course import check_resumable, same_course
+from headrace.orchestration.course import check_bound, check_resumable, same_course
 from headrace.orchestration.pieces import pieces_of
 from headrace.orchestration.recovery import read_past
 from headrace.orchestration.rundir import RunDirectory
@@ -70,7 +70,10 @@ def _storage_of_old(config: RunConfig, directory: RunDirectory) -> Storage:
     check_resumable(before, config)
     checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep)
     checkpoint, complaints = _restore_point(checkpoints)
-    past = read_past(path, load_controller(checkpoint) if checkpoint else None, same_course(before, config))
+    state = load_controller(checkpoint) if checkpoint else None
+    if state and (state.buffer.ready or state.buffer.in_flight):
+        check_bound(before, config)
+    past = read_past(path, state, same_course(before, config))
     directory.keep_config(dump_config(config), past.step)
     recorder = open_recorder(config.observe, path, Resume(past.step, past.rewinds))
     for complaint in [*complaints, *past.complaints]:

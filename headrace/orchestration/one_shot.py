@@ -44,6 +44,8 @@ def evaluate(config: RunConfig, run: Path | None = None, prompts: int | None = N
         raise ConfigError(
             f"the config trains several adapters ({names}); evaluate one: name its directory in the run's, RUN/{config.adapters[0].name}"
         )
+    if not config.reward.specs and all(teacher.mode == "tokens" for teacher in config.teachers):
+        raise ConfigError('nothing gives rewards that could be measured: set reward.function = "path/to/file.py:name"')
     count = config.eval.prompts if prompts is None else prompts
     if not 0 < count <= config.task.held_out:
         raise ConfigError(f"{count} held-out prompts were asked for; there are {config.task.held_out} (task.held_out)")

@@ -13,6 +13,13 @@ from headrace.orchestration.parts import Parts, Plan
 from headrace.rollout import roll_out
 from headrace.types import Episode, Failure, Group, Prompt, Scored
 
+_REMEDIES = {
+    "no_contrast": "All rewards of the group were equal: the task is too hard or too easy for this model; change the task, the reward, "
+    "or raise rollout.group_size. ",
+    "overlong": "All completions were cut off, which algo.overlong = mask leaves out: raise rollout.max_tokens. ",
+    "no_teacher": "No teacher takes such prompts, and there is nothing else to learn from: widen the route of a [[teachers]] table. ",
+}
+
 
 class Rolling:
     def __init__(self, parts: Parts, plan: Plan, clock: Callable[[], float]) -> None:
@@ -133,9 +140,8 @@ class Rolling:
         self.end(rolled, outcome, reason)
         self._barren += 1
         if self._barren >= self._plan.rollout.patience:
+            detail = f" ({rolled.detail})" if rolled.detail else ""
             raise TrainingError(
-                f"{self._barren} groups in a row could not be trained; the last one: {reason} "
-                f"({rolled.detail or 'all rewards of the group were equal'}). With no_contrast the task is too hard or too "
-                "easy for this model: change the task, the reward, or raise rollout.group_size; rollout.patience sets how "
-                "many groups may pass."
+                f"{self._barren} groups in a row could not be trained; the last one: {reason}{detail}. "
+                f"{_REMEDIES.get(reason, '')}rollout.patience sets how many groups may pass."
             )

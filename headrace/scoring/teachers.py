@@ -168,7 +168,7 @@ class TraceScorer:
                 self.untaught & (self.untaught - 1) == 0
             ):  # 1, 2, 4, ...: often enough to be seen, too rare to bury the rest
                 self._warn(
-                    f"no teacher takes the prompt {prompt.id} ({self.untaught} such prompts so far): it is trained without one; "
+                    f"no teacher takes the prompt {prompt.id} ({self.untaught} such prompts so far): it can learn from rewards alone; "
                     "widen the route of a [[teachers]] table, or take such rows out of the task"
                 )
         return teacher

@@ -212,7 +212,7 @@ def check(model: str, modules: Mapping[str, Any], stacks: Sequence[str], config:
             if any(_key([key], name) == key for name in [*modules, *stacks]):
                 raise ConfigError(
                     f"lora.{setting} names {key}, which is not adapted; add it to lora.targets (experts: lora.experts = true), or "
-                    f"remove it from lora.{setting}"
+                    f"remove it from lora.{setting} (of several adapters: give it to those that have the module)"
                 )
             raise ConfigError(f"lora.{setting} names {key}, which {_nothing(model, modules, key)}")
 

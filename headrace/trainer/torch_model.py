@@ -53,8 +53,10 @@ def load_model(directory: Path, device: torch.device) -> Any:
     return model.to(device).eval()
 
 
-NOISE = ("dropout", "layerdrop", "jitter")
-"""In the names of what is random in training mode."""
+NOISE = ("dropout", "layerdrop", "jitter_noise")
+"""How names end of numbers that make a module random in training mode."""
+KEPT = ("router_jitter_noise",)
+"""PhiMoE's is part of its routing in evaluation too."""
 
 
 def _switch_noise_off(model: torch.nn.Module) -> None:
@@ -64,7 +66,7 @@ def _switch_noise_off(model: torch.nn.Module) -> None:
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             module.p = 0.0
         for name, value in vars(module).items():
-            if isinstance(value, float) and any(word in name.lower() for word in NOISE):
+            if isinstance(value, float) and name.endswith(NOISE) and name not in KEPT:
                 setattr(module, name, 0.0)
 
 
