@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
@@ -38,21 +39,6 @@ class AdapterConfig:
     staleness: dict[str, Any] = Field(default_factory=dict)
     checkpoint: dict[str, Any] = Field(default_factory=dict)
     eval: dict[str, Any] = Field(default_factory=dict)
-
-
-_WITHOUT_RANK: dict[str, Any] = {
-    "dora": False,
-    "rslora": False,
-    "experts": False,
-    "rank_pattern": {},
-    "quantise": "",
-    "alpha_pattern": {},
-    "targets": "all-linear",
-    "alpha": 32.0,
-    "publish": "auto",
-    "init_seed": 0,
-}
-"""What means something with a rank only, as it is where nobody has set it."""
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -126,7 +112,8 @@ class LoraConfig:
 def lora_problems(config: LoraConfig, weights: str, engine_path: str, self_taught: bool) -> Iterator[str]:
     """`weights`, `engine_path`: train.weights and engine.path. `self_taught`: the student's older self is a teacher."""
     if not config.rank:
-        if given := [name for name, usual in _WITHOUT_RANK.items() if getattr(config, name) != usual]:
+        usual = LoraConfig()
+        if given := [one.name for one in fields(config) if getattr(config, one.name) != getattr(usual, one.name)]:
             yield f"lora.{given[0]} is set, but lora.rank = 0 trains all weights; set lora.rank, 16 say, or remove lora.{given[0]}"
         return
     if importlib.util.find_spec("peft") is None:
