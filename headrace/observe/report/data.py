@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.observe.journal import JournalStep, count_steps, read_steps
+from headrace.observe.facts import Warned
+from headrace.observe.journal import JOURNAL, Damage, JournalStep, count_steps, read_steps
 from headrace.observe.looks import Look, Pieces, look, settings_of, trimmed_below
 from headrace.observe.records import StepRow, read_metrics
 from headrace.observe.state import RunState
@@ -66,15 +67,18 @@ class Bin:
 
 
 def load(run_dir: Path, pieces: Pieces | None = None) -> ReportData:
-    """`pieces`: tokens as text. Raises `HeadraceError` when a whole line of the run's files cannot be read."""
+    """`pieces`: tokens as text. What cannot be read of the run's files is left out, with a warning that says so."""
     state = RunState()
     for fact in read_metrics(run_dir):
         state.fold(fact)
-    config = run_dir / "config.toml"
+    config, damage = run_dir / "config.toml", Damage()
+    samples = tuple(_samples(run_dir, pieces, damage))
+    if damage:
+        state.fold(Warned(state.now, f"of {JOURNAL} cannot be read: {damage}"))
     return ReportData(
         run_dir,
         state,
-        tuple(_samples(run_dir, pieces)),
+        samples,
         config.read_text() if config.exists() else "",
         tuple(bins(state.rows)),
     )
@@ -85,7 +89,7 @@ def bins(rows: Sequence[StepRow], most: int = MAX_BINS) -> list[Bin]:
     return [Bin(tuple(rows[i : i + per])) for i in range(0, len(rows), per)]
 
 
-def _samples(run_dir: Path, pieces: Pieces | None) -> list[Look]:
+def _samples(run_dir: Path, pieces: Pieces | None, damage: Damage) -> list[Look]:
     """From steps spread evenly over the journal: the best and the worst rollout of one group of each."""
     count = count_steps(run_dir)
     if not count:
@@ -94,7 +98,9 @@ def _samples(run_dir: Path, pieces: Pieces | None) -> list[Look]:
     wanted = min(count, SAMPLED_STEPS)
     picked = {round(i * (count - 1) / max(1, wanted - 1)) for i in range(wanted)}
     return [
-        one for step in read_steps(run_dir, picked) for one in _two_of(step, pieces, trimmed_below(settings, step.step))
+        one
+        for step in read_steps(run_dir, picked, damage)
+        for one in _two_of(step, pieces, trimmed_below(settings, step.step))
     ]
 
 
