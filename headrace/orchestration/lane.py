@@ -6,6 +6,7 @@ A run has one; a run that trains several adapters has one for each.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -50,6 +51,8 @@ class Lane:
         """The report on disk and the summary on the terminal, however the run ended; nothing of one that did not begin."""
         self.storage.close()
         if not self.storage.begun:
+            if self.session.reason == "interrupted":
+                print("headrace: interrupted while loading: nothing was written", file=sys.stderr)
             return
         with suppress(OSError, HeadraceError):  # nor may they hide it
             write_report(self.directory.path, pieces_of(self.directory.path))
