@@ -13,11 +13,14 @@ from rich.text import Text
 from headrace.observe import measures
 from headrace.observe.fates import DISCARDED
 from headrace.observe.lags import over_steps
+from headrace.observe.layout import FAINT, LABEL
 from headrace.observe.state import RunState
 from headrace.observe.text import bar, clip, counted, duration, number, percent, plural, short_time, sparkline
 from headrace.observe.verdicts import Verdict, accounting, bias, equation, held_out, identity, lag, reasons, record
-from headrace.observe.view import BAD, FAINT, GOOD, LABEL, WARN, WIDTH
+from headrace.observe.view import BAD, GOOD, WARN
 
+WIDTH = 100
+"""At most."""
 MARKS = {"good": ("✓", GOOD), "bad": ("✗", BAD), "plain": ("•", ""), "unknown": ("?", FAINT)}
 
 
