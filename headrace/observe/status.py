@@ -53,7 +53,7 @@ def read_live(run_dir: Path) -> Live | None:
         return None
 
 
-Life = Literal["alive", "silent", "starting", "finished", "interrupted", "stopped", "died"]
+Life = Literal["alive", "silent", "starting", "finished", "interrupted", "paused", "stopped", "died"]
 LIVING = ("alive", "silent", "starting")
 
 
@@ -67,7 +67,7 @@ class Status(Struct, frozen=True):
     @property
     def ok(self) -> bool:
         """It lives, or ended as it should."""
-        return self.life not in ("stopped", "died")
+        return self.life not in ("paused", "stopped", "died")
 
 
 class Follower:
@@ -112,6 +112,8 @@ def judge(state: RunState, live: Live | None, alive: bool, now: float) -> Status
     match state.ended.reason:
         case "finished" | "interrupted" as life:
             return Status(life, life, live)
+        case reason if reason.startswith("paused:"):
+            return Status("paused", reason, live)
         case reason:
             return Status("stopped", reason, live)
 

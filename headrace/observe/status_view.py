@@ -26,10 +26,11 @@ MARKS = {
     "silent": ("●", WARN),
     "finished": ("✓", GOOD),
     "interrupted": ("✓", WARN),
+    "paused": ("✗", WARN),
     "stopped": ("✗", BAD),
     "died": ("✗", BAD),
 }
-BORDERS = {"silent": "yellow", "stopped": "red", "died": "red"}
+BORDERS = {"silent": "yellow", "paused": "yellow", "stopped": "red", "died": "red"}
 
 WIDTH = 100
 """Of the panel, at most."""
