@@ -21,6 +21,8 @@ from headrace.observe.view import BAD, GOOD, WARN
 
 WIDTH = 100
 """At most."""
+BAR = 36
+"""Characters of the bar of a lag: with its numbers it has room in 80 columns."""
 MARKS = {"good": ("✓", GOOD), "bad": ("✗", BAD), "plain": ("•", ""), "unknown": ("?", FAINT)}
 
 
@@ -88,12 +90,11 @@ def _stale(table: Table, state: RunState) -> None:
     _row(table, lag(state))
     total, apart = state.lags.total(), {one.name: one for one in over_steps(state.rows)}
     for step, count in sorted(state.lags.items())[:8]:
-        text = Text(f"{step:>2} ").append(f"{bar(count / total, 40):<40} ", "cyan").append(percent(count / total))
-        if step == min(state.lags):
-            text.append(f" of {total:,} tokens")
+        text = Text(f"{step:>2} ").append(f"{bar(count / total, BAR):<{BAR}} ", "cyan")
+        text.append(f"{percent(count / total):>5}")
         if one := apart.get(str(step)):
             text.append(f"   KL {number(one.kl)}", FAINT)
-        _more(table, "", text)
+        _more(table, "" if step != min(state.lags) else f"{total:,} tokens", text)
     for label, words in (("Versions", _versions(state)), ("Thrown away", _thrown(state))):
         if words:
             _more(table, label, words)
@@ -166,7 +167,7 @@ def _troubles(table: Table, state: RunState) -> None:
         table.add_row(Text("!", WARN), "Deaths", Text(words, WARN))
     for index, one in enumerate(state.warnings[-3:]):
         label = plural(len(state.warnings), "warning") if index == 0 else ""
-        table.add_row(Text("!" if index == 0 else "", WARN), label, Text(clip(one.message, 160), WARN))
+        table.add_row(Text("!" if index == 0 else "", WARN), label, Text(clip(one.message, 600), WARN))
 
 
 def _next(table: Table, state: RunState, run_dir: Path | None, report: Path | None) -> None:
