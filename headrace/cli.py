@@ -70,6 +70,7 @@ def train(arguments: argparse.Namespace) -> int:
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
+    from headrace.observe.troubles import measured_on
     from headrace.orchestration import one_shot
 
     is_config = arguments.source.endswith(".toml")
@@ -77,11 +78,9 @@ def evaluate(arguments: argparse.Namespace) -> int:
     config = _config(arguments.source if is_config else None, run_dir, arguments.set)
     measured = one_shot.evaluate(config, run_dir, arguments.prompts)
     print(
-        f"reward {measured.reward_mean:.4f} ± {measured.reward_sem:.4f} over {measured.prompts} held-out prompts, "
+        f"reward {measured.reward_mean:.4f} ± {measured.reward_sem:.4f} over {measured_on(measured)}, all held out; "
         f"mean length {measured.length_mean:.1f} tokens, {measured.seconds:.1f} s"
     )
-    if measured.failures:
-        print("failed rollouts: " + ", ".join(f"{count} × {reason}" for reason, count in measured.failures.items()))
     return 0
 
 

@@ -62,9 +62,10 @@ class Stack:
         yield from console.render(self._rest, options.update(height=max(1, console.height - len(top) - 2)))
 
 
-def middle_out(text: str, width: int, most: int, console: Console) -> Text:
+def middle_out(text: str | Text, width: int, most: int, console: Console) -> Text:
     """At most so many lines; of a longer text its beginning and its end, where the answer stands."""
-    lines = Text(one_line(text)).wrap(console, width, overflow="fold")
+    text = text if isinstance(text, Text) else Text(text)
+    lines = Text(one_line(text.plain), text.style).wrap(console, width, overflow="fold")
     if len(lines) <= most:
         return Text("\n").join(lines)
     tail = most // 3
@@ -76,5 +77,9 @@ def middle_out(text: str, width: int, most: int, console: Console) -> Text:
 
 
 def one_line(text: str) -> str:
+    return printable(" ".join(text.split()))
+
+
+def printable(text: str) -> str:
     """Without what would move the cursor or change colours: a model may write anything."""
-    return "".join(c if c.isprintable() else "�" for c in " ".join(text.split()))
+    return "".join(c if c.isprintable() else "�" for c in text)

@@ -12,10 +12,12 @@ from rich.panel import Panel
 from rich.text import Text
 
 from headrace.observe import measures, view
+from headrace.observe.advice import advices
 from headrace.observe.layout import FAINT, GAP, Line, Lines
 from headrace.observe.state import RunState
 from headrace.observe.status import LIVING, SILENT, Live, Status
 from headrace.observe.text import clip, duration, plural, short_time
+from headrace.observe.troubles import failings, shares
 from headrace.observe.verdicts import equation, reasons
 from headrace.observe.verdicts import lag as lag_verdict
 from headrace.observe.view import BAD, GOOD, WARN
@@ -62,6 +64,7 @@ def lines_of(name: str, status: Status, state: RunState) -> Sequence[Line]:
         lines += [("engine", view.engine(state)), ("trainer", view.trainer(state)), ("tickets", [_tickets(state)])]
         lines += [("", [Text(one, FAINT)]) for one in reasons(state.accounting)]
         lines.append(("checkpoint", _checkpoint(state)))
+        lines += _troubles(state)
     lines += _waits(status)
     lines += [("death" if n == 0 else "", [_death(state, n)]) for n in range(len(state.deaths[-2:]))]
     lines += _warnings(state)
@@ -114,6 +117,15 @@ def _tickets(state: RunState) -> Text:
     if counts.balance():
         return Text(f"✗ {equation(counts)}", BAD)
     return Text("✓ ", GOOD).append(equation(counts), "default")
+
+
+def _troubles(state: RunState) -> list[Line]:
+    found = shares(state.shares.recent)
+    lines: list[Line] = [("shares", [Text(one) for one in found])] if found else []
+    for one in failings(state)[:3]:
+        where = f"; the first: {clip(one.first.detail, 240)}" if one.first else ""
+        lines.append(("failed", [Text(f"{one.kind}, {plural(one.rollouts, 'rollout')}{where}", WARN)]))
+    return lines + [("advice", [Text(f"{one.name}: {one.sentence}", WARN)]) for one in advices(state)]
 
 
 def _checkpoint(state: RunState) -> list[Text]:

@@ -10,10 +10,12 @@ from rich.panel import Panel
 from rich.text import Text
 
 from headrace.observe import measures
-from headrace.observe.layout import FAINT, Line, Lines, middle_out
+from headrace.observe.advice import advices
+from headrace.observe.layout import FAINT, Line, Lines, middle_out, printable
 from headrace.observe.records import Sample
 from headrace.observe.state import RunState
 from headrace.observe.text import bar, counted, number, percent, plural, sparkline, with_error
+from headrace.observe.troubles import failings, judged, measured_on, shares
 from headrace.observe.verdicts import before_and_after
 
 GOOD, BAD, WARN = "bold green", "bold red", "yellow"
@@ -26,12 +28,15 @@ SAMPLE_HEIGHT, LEAST = 7, 5
 BESIDE = 4 + 6 + 2
 """Characters of a sample's line that are frame and label."""
 
+Trace = tuple[str, str]
+"""Title and text of a traceback."""
+
 
 def frame(state: RunState) -> RenderableType:
     """Everything below the header."""
     if not state.started:
         return Text("")
-    return Frame(_lines(state), tuple(state.samples), [one.message for one in state.warnings[-3:]])
+    return Frame(_lines(state), tuple(state.samples), _notes(state, 3), _trace(state))
 
 
 def brief(state: RunState) -> RenderableType:
@@ -39,28 +44,34 @@ def brief(state: RunState) -> RenderableType:
     if not state.started:
         return Text("")
     lines = [("reward", reward(state)), ("lag", _lag(state)), ("trainer", trainer(state)), ("checks", _checks(state))]
-    return Frame(lines, (), [one.message for one in state.warnings[-1:]])
+    return Frame(lines, (), _notes(state, 1))
 
 
 class Frame:
-    """Numbers, then warnings, then as many samples as the height leaves room for. Laid out when it is shown, by rich's thread:
+    """Numbers, notes, a traceback, then as many samples as the height leaves room for. Laid out when it is shown, by rich's thread:
     it has no part of the state, which goes on changing."""
 
-    def __init__(self, lines: Sequence[Line], samples: Sequence[Sample], warnings: Sequence[str]) -> None:
-        self._lines, self._samples, self._warnings = lines, samples, warnings
+    def __init__(
+        self, lines: Sequence[Line], samples: Sequence[Sample], notes: Sequence[Text], trace: Trace | None = None
+    ) -> None:
+        self._lines, self._samples, self._notes, self._trace = lines, samples, notes, trace
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         options = options.update_width(min(options.max_width, WIDTH))
-        height = options.height or console.height
-        above = options.update(height=None)
-        lines = console.render_lines(Lines(self._lines), above, pad=False)
-        yield from console.render(Lines(self._lines), above)
-        rest = height - len(lines)
-        for message in self._warnings:
-            text = Text("! ", WARN).append_text(middle_out(message, options.max_width - 2, 3, console))
-            rest -= len(text.plain.splitlines())
-            yield text
-        yield from self._panels(console, options.max_width, rest)
+        height, inside = options.height or console.height, options.update(height=None)
+        above: list[RenderableType] = [
+            Lines(self._lines),
+            *(middle_out(note, inside.max_width, 3, console) for note in self._notes),
+        ]
+        for one in above:
+            height -= len(console.render_lines(one, inside, pad=False))
+            yield from console.render(one, inside)
+        if self._trace and height > LEAST:
+            panel = _trace_panel(*self._trace, console, options.max_width, max(LEAST, height // 2))
+            height -= len(console.render_lines(panel, inside))
+            yield from console.render(panel, inside)
+        for panel in self._panels(console, options.max_width, height):
+            yield from console.render(panel, inside)
 
     def _panels(self, console: Console, width: int, height: int) -> list[Panel]:
         made: list[Panel] = []
@@ -73,6 +84,13 @@ class Frame:
         return made
 
 
+def _trace_panel(title: str, body: str, console: Console, width: int, height: int) -> Panel:
+    """Its last lines, which say what was raised and where."""
+    lines = Text("\n".join(map(printable, body.splitlines()))).wrap(console, width - 4, overflow="fold")
+    shown = Text("\n").join(list(lines)[2 - height :])
+    return Panel(shown, title=Text(title), title_align="left", border_style=WARN, width=width)
+
+
 def _lines(state: RunState) -> list[Line]:
     return [
         ("reward", reward(state)),
@@ -80,6 +98,7 @@ def _lines(state: RunState) -> list[Line]:
         ("engine", engine(state)),
         ("trainer", trainer(state)),
         ("groups", _groups(state)),
+        ("shares", _shares(state)),
         ("checks", _checks(state)),
     ]
 
@@ -95,6 +114,8 @@ def reward(state: RunState) -> list[Text]:
     for name, one in (("before", before), ("now", since)):
         if one:
             parts.append(Text(f"held-out {name} {with_error(one.reward_mean, one.reward_sem)}", "bold"))
+            if one.failures:
+                parts.append(Text(f"on {measured_on(one)}", WARN))
     return parts
 
 
@@ -155,6 +176,27 @@ def _groups(state: RunState) -> list[Text]:
     return parts
 
 
+def _shares(state: RunState) -> list[Text]:
+    """Of the last groups."""
+    found = shares(state.shares.recent)
+    return [Text(one, WARN if one.startswith("failed") else "") for one in found] or [Text("nothing lost", FAINT)]
+
+
+def _notes(state: RunState, most: int) -> list[Text]:
+    """What to change, and the last warnings."""
+    told = [f"→ {one.name}: {one.sentence}" for one in advices(state)]
+    return [Text(one, WARN) for one in told + [f"! {one.message}" for one in state.warnings[-most:]]]
+
+
+def _trace(state: RunState) -> Trace | None:
+    """Of the commonest failure."""
+    for one in failings(state)[:1]:
+        if one.first:
+            title = f"{one.first.reason}: {plural(one.rollouts, 'rollout')} so far; the first, {one.first.prompt_id}"
+            return title, one.first.traceback or one.first.detail
+    return None
+
+
 def _checks(state: RunState) -> list[Text]:
     parts = []
     failed = sum(not check.ok for check in state.checks)
@@ -182,10 +224,14 @@ def sample_panel(sample: Sample, console: Console, width: int, height: int) -> P
     cut = ", cut off" if sample.stop == "length" else ""
     title = f"step {sample.step}, reward {number(sample.reward)}, {plural(sample.tokens, 'token')}{cut}, {versions}"
     inside, room = width - BESIDE, height - 2
+    words = judged(sample.answer, sample.extracted)
+    answer = middle_out(words, inside, 1 if room < 5 else 2, console)
+    room -= len(answer.plain.splitlines())
     prompt = middle_out(sample.prompt, inside, max(1, room // 3), console)
     room -= len(prompt.plain.splitlines())
     output = middle_out(sample.text or "(empty)", inside, max(1, room), console)
     lines: list[Line] = [("prompt", [prompt]), ("output", [output])]
+    lines += [("answer", [answer])] if words else []
     return Panel(Lines(lines, label_width=6), title=Text(title), title_align="left", border_style=FAINT, width=width)
 
 
