@@ -279,13 +279,22 @@ class ProcessEngine:
                     raise WorkerDied(self._who, f"{how}; it was its death no. {self._deaths} (engine.max_deaths allows "
                                      f"{self._max_deaths})")  # fmt: skip
                 await self._revive()
-        except (HeadraceError, ValueError) as error:  # ValueError: what was loaded before does not fit any more
-            self._fail(error)
+        except (
+            Exception
+        ) as error:  # nobody else hears of what ends this task, and all who wait for the engine would wait on
+            self._fail(error if isinstance(error, HeadraceError) else self._irreplaceable(error))
+
+    def _irreplaceable(self, error: Exception) -> WorkerDied:
+        """What the new process could not do: load weights that do not fit any more, say."""
+        died = WorkerDied(self._who, f"died and could not be replaced: {error or repr(error)}")
+        died.__cause__ = error
+        return died
 
     async def _revive(self) -> None:
+        """Raises WorkerDied where no process can be started. One that dies while it starts counts as a death."""
         self._earlier, self._latest = self._totals(), EngineStats()
+        await self.launch()
         try:
-            await self.launch()
             await self._begin()
             self._live = {}
             for name, update in self._wanted.items():  # the base model's came first
