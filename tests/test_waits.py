@@ -24,7 +24,7 @@ from headrace import virtual_time
 from headrace.config import RunConfig, load_config
 from headrace.engine.config import EngineConfig
 from headrace.engine.fake import FakeEngine
-from headrace.errors import StalledError, WorkerDied
+from headrace.errors import IdentityError, StalledError
 from headrace.observe import stacks
 from headrace.observe.facts import Waited, Warned
 from headrace.observe.health.family import Child, Family, family
@@ -671,17 +671,23 @@ def test_a_reward_function_that_sleeps_is_shown_with_its_line(tmp_path: Path, wh
 
 
 def test_a_swap_in_the_teacher_that_fails_is_raised_when_it_fails(tmp_path: Path) -> None:
-    engine = FakeEngine()
+    class Wrong:
+        """Its second version is not what it says."""
+
+        version = -1
+
+        async def publish_shadow(self) -> WeightUpdate:
+            self.version += 1
+            return WeightUpdate(self.version, "full", "fake-0", 0, 0, 0.0)
 
     async def main() -> None:
-        teaching = SelfTeaching(Publishing(), engine, here(lambda fact: None))  # type: ignore[arg-type]
+        teaching = SelfTeaching(Wrong(), FakeEngine(), here(lambda fact: None))  # type: ignore[arg-type]
         watching = asyncio.ensure_future(teaching.watch())
         await teaching.after_publish()
         await asyncio.sleep(1)
         assert not watching.done(), "the first went well"
-        engine.die()
         await teaching.after_publish()
-        with pytest.raises(WorkerDied):
+        with pytest.raises(IdentityError):
             await watching
 
     virtual_time.run(main())

@@ -282,13 +282,7 @@ class ProcessEngine:
         except (
             Exception
         ) as error:  # nobody else hears of what ends this task, and all who wait for the engine would wait on
-            self._fail(error if isinstance(error, HeadraceError) else self._irreplaceable(error))
-
-    def _irreplaceable(self, error: Exception) -> WorkerDied:
-        """What the new process could not do: load weights that do not fit any more, say."""
-        died = WorkerDied(self._who, f"died and could not be replaced: {error or repr(error)}")
-        died.__cause__ = error
-        return died
+            self._fail(error if isinstance(error, HeadraceError) else _irreplaceable(self._who, error))
 
     async def _revive(self) -> None:
         """Raises WorkerDied where no process can be started. One that dies while it starts counts as a death."""
@@ -357,6 +351,15 @@ class ProcessEngine:
                 pending.finish(end)
 
     def _totals(self) -> EngineStats:
-        before, now = self._earlier, self._latest
-        totals = {name: getattr(before, name) + getattr(now, name) for name in TOTALS}
-        return msgspec.structs.replace(now, **totals)
+        return _summed(self._earlier, self._latest)
+
+
+def _summed(before: EngineStats, now: EngineStats) -> EngineStats:
+    return msgspec.structs.replace(now, **{name: getattr(before, name) + getattr(now, name) for name in TOTALS})
+
+
+def _irreplaceable(who: str, error: Exception) -> WorkerDied:
+    """What the new process could not do: load weights that do not fit any more, say."""
+    died = WorkerDied(who, f"died and could not be replaced: {error or repr(error)}")
+    died.__cause__ = error
+    return died
