@@ -481,6 +481,38 @@ def test_a_worker_killed_while_scoring_is_named_and_replaced(file: Path) -> None
     asyncio.run(main())
 
 
+def test_a_worker_that_cannot_be_started_is_named(file: Path, tmp_path: Path) -> None:
+    gone = tmp_path / "gone" / "scorer.log"
+    results = asyncio.run(_score_and_close(FunctionScorer(from_file(file, "exact"), log=gone)))
+    assert reasons(results) == ["reward_worker_died"] and "could not be started: " in detail(results[0])
+
+
+async def _score_and_close(scorer: FunctionScorer) -> list[Scored | Failure]:
+    try:
+        return list(await scorer.score(PROMPT, episodes("4")))
+    finally:
+        await scorer.close()
+
+
+def test_a_worker_whose_answer_makes_no_sense_is_killed_and_named(tmp_path: Path) -> None:
+    file = tmp_path / "garbles.py"
+    file.write_text(GARBLES)
+    config = RewardConfig(functions=(RewardSpec(f"{file}:garbles"),), timeout=60.0)
+    results = asyncio.run(_score_and_close(FunctionScorer(config)))
+    assert reasons(results) == ["reward_worker_died"] and "its answer made no sense" in detail(results[0])
+
+
+GARBLES = """
+import contextlib, os, struct
+
+def garbles(completions, **columns):
+    for fd in range(3, 64):  # one of them is the one that answers go to
+        with contextlib.suppress(OSError):
+            os.write(fd, struct.pack(">I", 5) + b"\\xc1" * 5)
+    return [1.0] * len(completions)
+"""
+
+
 def test_a_function_that_kills_its_process(file: Path) -> None:
     assert reasons(score(from_file(file, "dies"), "a")) == ["reward_worker_died"]
 

@@ -45,6 +45,12 @@ def write_live(run_dir: Path, live: Live) -> None:
     os.replace(part, run_dir / STATUS)
 
 
+def add_verdict(run_dir: Path, verdict: str) -> None:
+    """For a process that cannot say it any more."""
+    if live := read_live(run_dir):
+        write_live(run_dir, msgspec.structs.replace(live, verdict=verdict))
+
+
 def read_live(run_dir: Path) -> Live | None:
     """None without one, or with one that another version of headrace wrote."""
     try:

@@ -242,6 +242,7 @@ def _assemble(
             adapter,
         ),
         turns=pools.turns,
+        sentinels=(pools.teaching.watch,),
     )
     pipeline = Pipeline(parts, plan, clock, past.saved_step if past else 0)
     utilisation = Utilisation(pools.engine, pools.turns, waits, clock)
