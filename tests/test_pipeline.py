@@ -35,7 +35,7 @@ from headrace.orchestration.recovery import read_past, recover
 from headrace.orchestration.snapshots import Snapshots, load_controller
 from headrace.orchestration.turns import Turns
 from headrace.partial import Interrupts, PartialConfig
-from headrace.process_config import EvalConfig
+from headrace.process_config import EvalConfig, WatchConfig
 from headrace.rollout import RolloutConfig
 from headrace.scoring.fake import FakeScorer
 from headrace.staleness import StalenessConfig
@@ -60,6 +60,10 @@ class Ledger:
         return [fact for fact in self.facts if isinstance(fact, kind)]
 
 
+NEVER = WatchConfig(failed_pause=1.0, outages=1000)
+"""Pause because of what was made to fail."""
+
+
 @dataclass
 class World:
     """The real pipeline joined to fakes."""
@@ -76,6 +80,7 @@ class World:
     checkpoint_every: int = 0
     stop_after: float = 1e6
     partial: PartialConfig = PartialConfig()
+    watch: WatchConfig = WatchConfig()
     mark: str = ""
     """Of the settings that rows are made by."""
     sentinels: Sequence[Callable[[], Awaitable[None]]] = ()
@@ -90,7 +95,7 @@ class World:
         self.checkpoints = Checkpoints(self.directory / "checkpoints", keep=2)
         rollout = RolloutConfig(group_size=self.group_size, max_tokens=8, patience=self.patience)
         waits = Waits(self.ledger.record, clock, self.stop_after / 2, self.stop_after)
-        plan = Plan(self.steps, self.staleness, rollout, 0, 3, self.checkpoint_every, 0)
+        plan = Plan(self.steps, self.staleness, rollout, 0, 3, self.checkpoint_every, 0, watch=self.watch)
         interrupts = Interrupts(self.engine, self.partial, waits, clock)
         checkpoint, _ = self.checkpoints.newest_good() if resume else (None, [])
         self.redo, self.outdated, step = [], frozenset(), 0
@@ -172,6 +177,7 @@ def _world(tmp: Path, s: dict[str, Any]) -> World:
         engine=FakeEngine(s["token"], s["load"], heavy_tail, s["failures"] / 2, s["outages"], seed=s["seed"]),
         trainer=FakeTrainer(s["step"], s["load"] / 3),
         scorer=FakeScorer(seconds=s["score"], failure_rate=s["failures"] / 2, seed=s["seed"]),
+        watch=NEVER,
     )
 
 
@@ -480,7 +486,7 @@ def test_who_shares_a_trainer_takes_turns_and_waiting_is_not_work() -> None:
 
 
 def test_every_ticket_ends_in_exactly_one_named_outcome(tmp_path: Path) -> None:
-    world = World(tmp_path, scorer=FakeScorer(failure_rate=0.6), engine=FakeEngine(failure_rate=0.3))
+    world = World(tmp_path, scorer=FakeScorer(failure_rate=0.6), engine=FakeEngine(failure_rate=0.3), watch=NEVER)
     virtual_time.run(world.run())
     ended = world.ledger.of(GroupEnded)
     assert len({fact.ticket for fact in ended}) == len(ended) == world.buffer.accounting().drawn

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from headrace.observe.looks import Look, spans_told
 from headrace.observe.text import clip, counted, number, plural
+from headrace.observe.troubles import judged
 from headrace.reports import TrainReport
 
 LAG_STYLES = ("green", "cyan", "bright_blue", "yellow", "magenta", "red")
@@ -95,6 +96,8 @@ def rollout(one: Look) -> RenderableType:
         f" · {one.prompt_id} · reward {number(one.reward)} ({rewards}) · {advantage} · {one.stop}{turns}", "not bold"
     )
     facts = [f"spans: {spans_told(one)}"]
+    if words := judged(one.answer, one.extracted):
+        facts.append(words)
     if one.reasons:
         facts.append(f"not in the loss: {counted(one.reasons)}")
     if not math.isnan(one.gap):

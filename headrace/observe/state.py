@@ -9,6 +9,7 @@ from headrace.observe.facts import (
     CheckpointSaved,
     EngineSample,
     Evaluated,
+    FirstFailure,
     GroupEnded,
     IdentityChecked,
     RunEnded,
@@ -22,6 +23,7 @@ from headrace.observe.facts import (
 from headrace.observe.fates import Fates, Sieve, solve_rate
 from headrace.observe.pools import EngineUse, Window
 from headrace.observe.records import MetricsFact, Sample, StepRow
+from headrace.observe.shares import Shares
 from headrace.observe.tickets import Tickets
 
 
@@ -53,6 +55,9 @@ class RunState:
         self.lengths, self.solve_rates = Sieve(), Sieve()
         """Tokens of completions; mean rewards of groups."""
         self.fates = Fates()
+        self.shares = Shares()
+        self.failures: dict[str, FirstFailure] = {}
+        """The first rollout that failed in each way, by its kind; `shares` has the counts."""
         self.tickets = Tickets()
         self.engine = EngineUse()
         self.evals: list[Evaluated] = []
@@ -83,6 +88,8 @@ class RunState:
                 self.waits[fact.owner, fact.what].add(fact.seconds)
             case RunEnded():
                 self.ended, self._training = fact, False
+            case FirstFailure():
+                self.failures.setdefault(fact.kind, fact)
             case Evaluated():
                 self.evals.append(fact)
             case IdentityChecked():
@@ -119,6 +126,7 @@ class RunState:
             self.lengths.draw(fact.lengths, fact.outcome == "ready")
             self.solve_rates.draw(solve_rate(fact), fact.outcome == "ready")
         self.fates.end(fact, self._group_size)
+        self.shares.end(fact)
 
     def _step(self, row: StepRow) -> None:
         self.rows.append(row)
@@ -127,6 +135,7 @@ class RunState:
             self.lengths.trained.add(group.lengths)
             self.solve_rates.trained.add(solve_rate(group))
         self.tickets.train(row.tickets)
+        self.shares.train(row.tickets)
 
     @property
     def _group_size(self) -> int:

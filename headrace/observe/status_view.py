@@ -13,9 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.observe import measures, view
+from headrace.observe.advice import advices
 from headrace.observe.state import RunState
 from headrace.observe.status import LIVING, SILENT, Live, Status
 from headrace.observe.text import clip, duration, plural, short_time
+from headrace.observe.troubles import failings, shares
 from headrace.observe.verdicts import equation, reasons
 from headrace.observe.verdicts import lag as lag_verdict
 from headrace.observe.view import BAD, FAINT, GOOD, LABEL, WARN, WIDTH
@@ -26,10 +28,11 @@ MARKS = {
     "silent": ("●", WARN),
     "finished": ("✓", GOOD),
     "interrupted": ("✓", WARN),
+    "paused": ("✗", WARN),
     "stopped": ("✗", BAD),
     "died": ("✗", BAD),
 }
-BORDERS = {"silent": "yellow", "stopped": "red", "died": "red"}
+BORDERS = {"silent": "yellow", "paused": "yellow", "stopped": "red", "died": "red"}
 
 Lines = Sequence[tuple[str, Text]]
 
@@ -65,6 +68,7 @@ def lines_of(name: str, status: Status, state: RunState) -> Lines:
         lines += [("engine", view.engine(state)), ("trainer", view.trainer(state)), ("tickets", _tickets(state))]
         lines += [("", Text(one, FAINT)) for one in reasons(state.accounting)]
         lines.append(("checkpoint", _checkpoint(state)))
+        lines += _troubles(state)
     lines += _waits(status)
     lines += [("death" if n == 0 else "", _death(state, n)) for n in range(len(state.deaths[-2:]))]
     lines += _warnings(state)
@@ -119,6 +123,14 @@ def _tickets(state: RunState) -> Text:
     if counts.balance():
         return Text(f"✗ {equation(counts)}", BAD)
     return Text("✓ ", GOOD).append(equation(counts), "default")
+
+
+def _troubles(state: RunState) -> Lines:
+    lines = [("shares", Text(", ".join(found)))] if (found := shares(state.shares.recent)) else []
+    for one in failings(state)[:3]:
+        where = f"; the first: {clip(one.first.detail, 240)}" if one.first else ""
+        lines.append(("failed", Text(f"{one.kind}, {plural(one.rollouts, 'rollout')}{where}", WARN)))
+    return lines + [("advice", Text(f"{one.name}: {one.sentence}", WARN)) for one in advices(state)]
 
 
 def _checkpoint(state: RunState) -> Text:

@@ -13,10 +13,21 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.observe import measures
-from headrace.observe.facts import CheckpointSaved, Evaluated, RunEnded, RunStarted, Warned, WorkerLost
+from headrace.observe.advice import advices
+from headrace.observe.facts import (
+    CheckpointSaved,
+    Evaluated,
+    FirstFailure,
+    GroupEnded,
+    RunEnded,
+    RunStarted,
+    Warned,
+    WorkerLost,
+)
 from headrace.observe.records import MetricsFact, StepRow
 from headrace.observe.state import RunState
 from headrace.observe.text import clip, duration, number, percent, plural, short_time, with_error
+from headrace.observe.troubles import measured_on, shares
 from headrace.observe.view import FAINT, LABEL, WIDTH, frame, padded
 
 REFRESH = 4.0
@@ -97,14 +108,60 @@ class PlainTerminal:
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False, soft_wrap=True)
         self._console.print("headrace: loading the model", markup=False)
+        self._lines = PlainLines()
 
     def record(self, fact: MetricsFact, state: RunState) -> None:
-        line = plain_line(fact, state)
-        if line:
+        for line in self._lines.of(fact, state):
             self._console.print(f"[{duration(fact.t)}] {line}", markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         pass
+
+
+QUIET = 30.0
+"""Seconds without a line after which one says how far the next step is."""
+
+
+class PlainLines:
+    """What a log of one run says: a line for a fact that has one, each advice and each kind of failure once, and a line now and
+    then while no step comes."""
+
+    def __init__(self) -> None:
+        self._advised: set[str] = set()
+        self._failed: set[str] = set()
+        self._last = 0.0
+
+    def of(self, fact: MetricsFact, state: RunState) -> list[str]:
+        lines = [line] if (line := plain_line(fact, state)) and not self._known(fact) else []
+        if isinstance(fact, (GroupEnded, StepRow)):
+            lines += self._advice(state)
+        if isinstance(fact, GroupEnded) and not lines and fact.t - self._last >= QUIET:
+            lines = [waiting_line(state)]
+        if lines:
+            self._last = fact.t
+        return lines
+
+    def _known(self, fact: MetricsFact) -> bool:
+        """Training and evaluation each tell the first that they meet."""
+        if not isinstance(fact, FirstFailure) or fact.kind not in self._failed:
+            self._failed |= {fact.kind} if isinstance(fact, FirstFailure) else set()
+            return False
+        return True
+
+    def _advice(self, state: RunState) -> list[str]:
+        found = [one for one in advices(state) if one.name not in self._advised]
+        self._advised |= {one.name for one in found}
+        return [f"ADVICE {one.name}: {one.sentence}" for one in found]
+
+
+def waiting_line(state: RunState) -> str:
+    """How far the next step is, and what keeps it."""
+    ready, wanted = len(state.tickets.ready), state.started.groups_per_step if state.started else 0
+    parts = [
+        f"step {state.step + 1}: {min(ready, wanted)} of {plural(wanted, 'group')} ready",
+        *shares(state.shares.recent),
+    ]
+    return "  ".join(parts)
 
 
 def plain_line(fact: MetricsFact, state: RunState) -> str:
@@ -117,7 +174,11 @@ def plain_line(fact: MetricsFact, state: RunState) -> str:
             return step_line(fact, state)
         case Evaluated():
             mean = with_error(fact.reward_mean, fact.reward_sem)
-            return f"held-out reward {fact.phase} (step {fact.step}): {mean} on {plural(fact.prompts, 'prompt')}"
+            return f"held-out reward {fact.phase} (step {fact.step}): {mean} on {measured_on(fact)}"
+        case FirstFailure():
+            where = "of a held-out prompt, " if fact.held_out else ""
+            text = f"FAILED {fact.reason} (the first, {where}{fact.prompt_id}): {clip(fact.detail, 400)}"
+            return "\n    ".join([text, *fact.traceback.splitlines()])
         case CheckpointSaved():
             return f"checkpoint of step {fact.step}: {fact.error or f'saved in {short_time(fact.seconds)}'}"
         case WorkerLost():
@@ -141,6 +202,7 @@ def step_line(row: StepRow, state: RunState) -> str:
         f"{report.seconds:.1f} s + wait {row.wait_seconds:.1f} s",
         f"engine {rate:.0f} tok/s" if rate is not None else "",
         f"idle {percent(engine_idle)} / {percent(trainer_idle)}" if engine_idle is not None else "",
+        *shares(state.shares.recent),
         f"{duration(left)} left" if left else "",
         f"SKIPPED {report.skipped}" if report.skipped else "",
     ]

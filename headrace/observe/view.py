@@ -11,9 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.observe import measures
+from headrace.observe.advice import advices
 from headrace.observe.records import Sample
 from headrace.observe.state import RunState
 from headrace.observe.text import bar, clip, counted, number, percent, plural, sparkline, with_error
+from headrace.observe.troubles import failings, judged, measured_on, shares
 from headrace.observe.verdicts import before_and_after
 
 LABEL, FAINT, GOOD, BAD, WARN = "bold cyan", "dim", "bold green", "bold red", "yellow"
@@ -27,6 +29,7 @@ def frame(state: RunState) -> RenderableType:
     parts: list[RenderableType] = [_table(_lines(state))]
     if state.sample:
         parts.append(sample_panel(state.sample))
+    parts += troubles(state)
     parts += [Text(f"! {clip(one.message, 2 * WIDTH)}", style=WARN) for one in state.warnings[-3:]]
     return Group(*parts)
 
@@ -56,6 +59,7 @@ def _lines(state: RunState) -> list[tuple[str, Text]]:
         ("trainer", trainer(state)),
         ("in flight", _in_flight(state)),
         ("outcomes", _outcomes(state)),
+        ("shares", _shares(state)),
         ("checks", _checks(state)),
     ]
 
@@ -73,6 +77,8 @@ def reward(state: RunState) -> Text:
     for name, one in (("before", before), ("now", since)):
         if one:
             text.append(f"   held-out {name} {with_error(one.reward_mean, one.reward_sem)}", "bold")
+            if one.failures:
+                text.append(f" on {measured_on(one)}", WARN)
     return text
 
 
@@ -139,6 +145,23 @@ def _outcomes(state: RunState) -> Text:
     return text
 
 
+def _shares(state: RunState) -> Text:
+    """Of the last groups."""
+    found = shares(state.shares.recent)
+    return Text(", ".join(found), WARN if state.shares.recent.failed else "") if found else Text("nothing lost", FAINT)
+
+
+def troubles(state: RunState) -> list[RenderableType]:
+    """The commonest failure with its traceback, and what to change."""
+    found: list[RenderableType] = []
+    for one in failings(state)[:1]:
+        if one.first:
+            body = one.first.traceback or clip(one.first.detail, 4 * WIDTH)
+            title = f"{one.first.reason}: {plural(one.rollouts, 'rollout')} so far; the first, {one.first.prompt_id}"
+            found.append(Panel(Text(body), title=title, title_align="left", border_style=WARN, width=WIDTH))
+    return found + [Text(f"→ {one.name}: {one.sentence}", style=WARN) for one in advices(state)]
+
+
 def _checks(state: RunState) -> Text:
     failed = sum(not check.ok for check in state.checks)
     text = Text()
@@ -161,12 +184,15 @@ def sample_panel(sample: Sample) -> Panel:
     versions = f"version {sample.first_version}"
     if sample.last_version != sample.first_version:
         versions = f"versions {sample.first_version} to {sample.last_version}"
-    title = f"step {sample.step}, reward {number(sample.reward)}, {sample.tokens} tokens, {versions}"
+    cut = " (cut off)" if sample.stop == "length" else ""
+    title = f"step {sample.step}, reward {number(sample.reward)}, {sample.tokens} tokens{cut}, {versions}"
     body = Table.grid(padding=(0, 1))
     body.add_column(style=FAINT, width=1)
     body.add_column()
     body.add_row("?", Text(clip(sample.prompt, 180)))
     body.add_row(">", Text(clip(sample.text, 270) or "(empty)"))
+    if words := judged(sample.answer, sample.extracted):
+        body.add_row("=", Text(clip(words, 180)))
     return Panel(body, title=title, title_align="left", border_style=FAINT, width=WIDTH)
 
 

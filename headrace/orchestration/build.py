@@ -103,6 +103,7 @@ class Built:
             step,
             books,
             machine_mark(config.train.cores),
+            config.rollout.max_tokens,
         )
 
     async def go_live(self) -> None:
@@ -260,6 +261,7 @@ def plan_of(config: RunConfig, adapter: str) -> Plan:
         config.checkpoint.every,
         config.eval.every,
         adapter,
+        config.watch,
     )
 
 

@@ -14,6 +14,7 @@ from headrace.orchestration.identity import IdentityProbe
 from headrace.orchestration.snapshots import Snapshots
 from headrace.orchestration.turns import Turns
 from headrace.partial import Interrupts
+from headrace.process_config import WatchConfig
 from headrace.protocols import Engine, Observer, Scorer, Task, Trainer
 from headrace.rollout import Decode, RolloutConfig, name_of, seed_of
 from headrace.staleness import StalenessConfig, judge
@@ -58,6 +59,8 @@ class Plan:
     evaluate_every: int
     adapter: str = ""
     """Which adapter is trained; empty where all weights are."""
+    watch: WatchConfig = WatchConfig()
+    """What may go wrong before the run pauses."""
 
     def batch(self, step: int, groups: Sequence[Group], algorithm: Algorithm) -> Batch:
         """What the trainer is given of groups that were taken for `step`: the same ones whenever it is asked."""

@@ -38,7 +38,7 @@ from headrace.orchestration.session import run_clock
 from headrace.orchestration.snapshots import Snapshots, load_controller
 from headrace.orchestration.storage import Storage, open_storage
 from headrace.partial import Interrupts, PartialConfig
-from headrace.process_config import EvalConfig
+from headrace.process_config import EvalConfig, WatchConfig
 from headrace.protocols import Task
 from headrace.rollout import RolloutConfig
 from headrace.simulate.distributions import fixed
@@ -219,7 +219,9 @@ class Life:
     def _join(self, trainer: ProcessTrainer, engine: ProcessEngine) -> Pipeline:
         case, clock, referee, storage = self._case, self._clock, self._referee, self._storage
         rollout = RolloutConfig(group_size=case.group_size, max_tokens=6, patience=1000)
-        plan = Plan(case.steps, case.staleness, rollout, case.seed, 1000, case.checkpoint_every, case.evaluate_every)
+        every = case.checkpoint_every, case.evaluate_every
+        never = WatchConfig(failed_pause=1.0, outages=1000)  # what fails here was made to fail
+        plan = Plan(case.steps, case.staleness, rollout, case.seed, 1000, *every, watch=never)
         self._plan = plan
         task: Task = SimulatedTask(fixed(3), case.seed)
         waits = self._waits

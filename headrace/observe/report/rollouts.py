@@ -8,7 +8,8 @@ from html import escape
 
 from headrace.observe.looks import Look, spans_told, told_of
 from headrace.observe.report.tables import table
-from headrace.observe.text import counted, number
+from headrace.observe.text import clip, counted, number
+from headrace.observe.troubles import judged
 
 MAX_TEXT, MAX_TOKENS = 4000, 400
 """Characters of a prompt, and tokens of a completion, that the table shows."""
@@ -51,11 +52,12 @@ def _row(one: Look) -> tuple[str, ...]:
     parts = f"<small>{escape(listed)}</small>" if len(one.rewards) > 1 else ""
     versions = sorted({span.version for span in one.spans}) or [0]
     shown = str(versions[0]) if len(versions) == 1 else f"{versions[0]} to {versions[-1]}"
+    seen = judged(clip(one.answer, 200), {name: clip(text, 200) for name, text in one.extracted.items()})
     left_out = f"<small>{escape(counted(one.reasons))}</small>" if one.reasons else ""
     return (
         f"{one.step}<small>ticket {one.ticket}</small>",
         _text(one.prompt),
-        _tokens(one) if one.decoded else _text(one.text),
+        (_tokens(one) if one.decoded else _text(one.text)) + (f"<small>{escape(seen)}</small>" if seen else ""),
         f"{number(one.reward)}{parts}",
         "not trained" if math.isnan(one.advantage) else f"{one.advantage:+.3f}",
         f"{len(one.tokens)}<small>{escape(one.stop)}</small>{left_out}",
