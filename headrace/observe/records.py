@@ -175,10 +175,11 @@ def answer_of(prompt: Prompt) -> str:
     return found if isinstance(found, str) else str(found)
 
 
-def pick_sample(fact: StepTrained) -> Sample | None:
-    """Another place in the batch at every step, so that neither the good nor the bad ones are favoured."""
-    every = [(group, index) for group in fact.groups for index in range(len(group.scored))]
-    return sample_of(fact.report.step, *every[fact.report.step * 7 % len(every)]) if every else None
+def pick_samples(fact: StepTrained, most: int = 8) -> list[Sample]:
+    """One of each of the first groups. Another place in the batch at every step, so that neither good nor bad ones are favoured."""
+    groups, step = [group for group in fact.groups if group.scored], fact.report.step
+    picked = [groups[(step + i) % len(groups)] for i in range(min(most, len(groups)))]
+    return [sample_of(step, group, (7 * step + i) % len(group.scored)) for i, group in enumerate(picked)]
 
 
 def read_metrics(run_dir: Path) -> list[MetricsFact]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 
 from headrace.observe.facts import (
     Accounting,
@@ -67,8 +68,8 @@ class RunState:
         self.deaths: list[WorkerLost] = []
         self.warnings: list[Warned] = []
         self.waits: defaultdict[tuple[str, str], WaitTotal] = defaultdict(WaitTotal)
-        self.sample: Sample | None = None
-        """Set by the recorder, which alone sees texts."""
+        self.samples: Sequence[Sample] = ()
+        """Of the last step. Set by the recorder, which alone sees texts."""
         self._training = False
 
     def fold(self, fact: MetricsFact) -> None:
