@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import random
 import shutil
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,7 @@ class World:
     watch: WatchConfig = WatchConfig()
     mark: str = ""
     """Of the settings that rows are made by."""
+    sentinels: Sequence[Callable[[], Awaitable[None]]] = ()
 
     def build(self, resume: bool = False) -> Pipeline:
         """`resume`: from what an earlier world left in the directory."""
@@ -124,6 +126,7 @@ class World:
             evaluator=Evaluator(
                 interrupts.once, self.scorer, self.ledger, [], EvalConfig(), rollout, lambda tokens: "", waits, clock
             ),
+            sentinels=self.sentinels,
         )
         self.parts = parts
         return Pipeline(parts, plan, clock, step)
@@ -499,3 +502,19 @@ def test_errors_of_ours_win_in_a_group_of_exceptions(tmp_path: Path) -> None:
 
     with pytest.raises(HeadraceError, match="the scorer is broken"):
         virtual_time.run(World(tmp_path, scorer=Broken()).run())
+
+
+def test_what_ends_a_teacher_ends_the_run_at_once_with_a_checkpoint(tmp_path: Path) -> None:
+    async def watch() -> None:
+        await asyncio.sleep(1.05)
+        raise WorkerDied("teacher math", "died and could not be replaced")
+
+    world = World(tmp_path / "run", steps=1000, sentinels=[watch])
+
+    async def main() -> float:
+        with pytest.raises(WorkerDied, match="the teacher math process died and could not be replaced"):
+            await world.run()
+        return asyncio.get_running_loop().time()
+
+    assert virtual_time.run(main()) < 3, "not at the end, and not at a deadline"
+    assert world.checkpoints.all(), "the compute done so far is kept"

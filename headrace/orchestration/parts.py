@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from headrace.algo.groups import Algorithm
@@ -42,6 +42,8 @@ class Parts:
     evaluator: Evaluator
     turns: Turns = field(default_factory=Turns)
     """At the trainer, where several pipelines share it."""
+    sentinels: Sequence[Callable[[], Awaitable[None]]] = ()
+    """Each raises what ends something beside engine and trainer that the run cannot do without: a teacher, say."""
 
 
 @dataclass(frozen=True)
