@@ -108,6 +108,12 @@ def test_a_sample_shows_the_right_answer_and_what_the_extractor_saw(state: RunSt
         assert "extracted '41', right answer 42" in live(state, width, height)
 
 
+def test_warnings_that_have_no_room_are_left_out_whole(state: RunState) -> None:
+    state.warnings[:] = [Warned(1.0, f"{name} waits because {'of this and that, ' * 10}and ends") for name in "abc"]
+    text = live(state, 80, 24)
+    assert len(text.splitlines()) < 24 and flat(text).count("and ends") == text.count("waits because") >= 1
+
+
 def test_advice_and_the_traceback_have_room_before_the_samples_and_nothing_overflows() -> None:
     state = half_failed()
     for width, height in SIZES:

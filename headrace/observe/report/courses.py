@@ -64,9 +64,9 @@ def _trained_rate(one: Bin) -> float:
 
 
 def held_out(data: ReportData) -> str:
-    """Every measurement on held-out prompts with its error, and how many prompts have no reward in it."""
+    """Every measurement on held-out prompts with its error, and how many prompts have no reward in it; one alone is no course."""
     evals = data.state.evals
-    if not evals:
+    if len(evals) < 2:
         return ""
     low, high = of_steps(data)
     ends = min([low, *(one.step - 0.5 for one in evals)]), max([high, *(one.step + 0.5 for one in evals)])
