@@ -34,7 +34,7 @@ from headrace.errors import CheckpointError, HeadraceError, IdentityError, Train
 from headrace.observe.facts import Warned, WeightsLive
 from headrace.observe.journal import JournalStep, Live, Stepped
 from headrace.orchestration.outcomes import Rolled, rolled_of, step_fact
-from headrace.orchestration.parts import Parts, Plan
+from headrace.orchestration.parts import Parts, Plan, Told
 from headrace.orchestration.rolling import Rolling
 from headrace.reports import TrainReport
 from headrace.staleness import judge
@@ -44,27 +44,39 @@ from headrace.weights import WeightUpdate
 T = TypeVar("T")
 P = ParamSpec("P")
 
+LONGEST_PAUSE = 60.0
+"""Seconds between two tries of the last checkpoint."""
+
 
 class Pipeline:
-    def __init__(self, parts: Parts, plan: Plan, clock: Callable[[], float], first_step: int = 0) -> None:
+    def __init__(
+        self, parts: Parts, plan: Plan, clock: Callable[[], float], first_step: int = 0, told: Told | None = None
+    ) -> None:
+        """`told`: what the metrics have of the processes before, in a run that goes on."""
         self._parts, self._plan, self._clock = parts, plan, clock
         self._record = parts.observer.record
         self._rolling = Rolling(parts, plan, clock)
+        self._told = told or Told()
+        self._rolling.rewards += self._told.rewards
         self.step = first_step
-        self.interrupted = False
+        self._leave = asyncio.Event()
         self._evaluations: list[asyncio.Task[None]] = []
         self._under_way: asyncio.Future[Any] | None = None
         """A step or a checkpoint, see `_whole`."""
         self._skipped = 0
-        self._reward_drawn = math.nan
+        self._reward_drawn = self._told.reward_drawn
 
     def interrupt(self) -> None:
         """Leave at the next step's end, with a checkpoint, in which is what is in flight."""
-        self.interrupted = True
+        self._leave.set()
         self._parts.buffer.close()
 
-    async def redo(self, steps: Sequence[JournalStep], told: int) -> None:
-        """Steps that were done after the checkpoint, by a process that was killed. `told`: steps that the metrics have."""
+    @property
+    def interrupted(self) -> bool:
+        return self._leave.is_set()
+
+    async def redo(self, steps: Sequence[JournalStep]) -> None:
+        """Steps that were done after the checkpoint, by a process that was killed."""
         for step in steps:
             batch = self._batch(step.groups)
             report = await self._busy("step, again", self._parts.trainer.step, batch)
@@ -83,8 +95,8 @@ class Pipeline:
             if step.report.skipped:
                 continue
             self.step = step.version
-            if self.step > told:
-                self._record(step_fact(self._clock(), report, batch.groups, self._mean_drawn(), 0.0))
+            if self.step > self._told.step:
+                self._record(step_fact(self._clock(), report, batch.groups, self._mean_drawn(batch), 0.0))
 
     def discard(self, tickets: Collection[int]) -> None:
         """Finished groups that cannot be trained any more, because the settings that their rows were made by are others now."""
@@ -135,6 +147,7 @@ class Pipeline:
         parts = self._parts
         background = [loops.create_task(parts.engine.watch()), loops.create_task(parts.trainer.watch())]
         background.append(loops.create_task(self._rolling.admit(loops)))
+        await self._catch_up(loops)
         await self._train(loops)
         parts.buffer.close()
         if self.interrupted:
@@ -145,6 +158,22 @@ class Pipeline:
             task.cancel()
 
     # -- train ----------------------------------------------------------------------------------------------------------
+
+    async def _catch_up(self, loops: asyncio.TaskGroup) -> None:
+        """What was due at a step of the process before, which was killed before it was done."""
+        plan, saved = self._plan, self._parts.snapshots.saved_step
+        if self.step >= plan.steps:  # what is due at the end is done at the end
+            return
+        if _due(plan.checkpoint_every, saved, self.step):
+            await self._whole(self._checkpoint())
+        if due := _due(plan.evaluate_every, self._told.evaluated, self.step):
+            if due < self.step:
+                message = (
+                    f"the evaluation of step {due} was not over when the run was killed, and those weights are gone: step "
+                    f"{self.step} is measured instead"
+                )
+                self._record(Warned(self._clock(), message))
+            self._evaluations.append(loops.create_task(self._evaluate(self.step)))
 
     async def _train(self, loops: asyncio.TaskGroup) -> None:
         parts, plan = self._parts, self._plan
@@ -158,17 +187,55 @@ class Pipeline:
             report = await self._whole(self._step(groups, self._clock() - waited))
             if report.skipped:
                 continue
-            if delivery:  # a publish overwrites the slot before last: the last one must be live
-                async with parts.waits.named("trainer", "the swap in the engine (of the version before)"):
-                    await delivery
-            delivery = await self._publish(loops, groups)
+            # a publish overwrites the slot before last: the last one must be live
+            if delivery and not await self._unless_leaving(self._delivered(delivery, "the version before")):
+                break
+            delivery = await self._unless_leaving(self._publish(loops, groups))
             if plan.checkpoint_every and self.step % plan.checkpoint_every == 0:
                 await self._whole(self._checkpoint())
         if delivery:
-            async with parts.waits.named("trainer", "the swap in the engine (of the last version)"):
-                await delivery
+            await self._unless_leaving(self._delivered(delivery, "the last version"))
         if self.step >= plan.steps:
-            await self._whole(self._checkpoint())
+            await self._save_result()
+
+    async def _delivered(self, delivery: asyncio.Task[None], which: str) -> bool:
+        async with self._parts.waits.named("trainer", f"the swap in the engine (of {which})"):
+            await delivery
+        return True
+
+    async def _unless_leaving(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """What waits for an engine, which may hang: whoever interrupts the run does not wait for that. None then; the work is
+        cancelled."""
+        doing, leaving = asyncio.ensure_future(work), asyncio.ensure_future(self._leave.wait())
+        try:
+            await asyncio.wait((doing, leaving), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            leaving.cancel()
+            doing.cancel()
+        await asyncio.wait((doing,))
+        return None if doing.cancelled() and self.interrupted else await doing
+
+    async def _save_result(self) -> None:
+        """A run whose weights are not on the disk is not finished. Raises CheckpointError when the disk still does not take them
+        after `save_patience` seconds."""
+        left, pause = self._plan.save_patience, 1.0
+        while not self.interrupted and (failure := await self._whole(self._checkpoint())):
+            if left <= 0:
+                raise CheckpointError(
+                    f"all {self.step} steps are done, but the run is not finished, because its weights are not on the disk: {failure}. "
+                    "Then go on with --resume, which does the steps that are in no checkpoint again from the journal"
+                )
+            message = (
+                f"the run is not finished before the checkpoint of step {self.step} is on the disk: free disk space; it is tried "
+                f"again in {min(pause, left):.0f} s, and for {left:.0f} s in all"
+            )
+            self._record(Warned(self._clock(), message))
+            await self._unless_leaving(self._pause(min(pause, left)))
+            left, pause = left - pause, min(2 * pause, LONGEST_PAUSE)
+
+    async def _pause(self, seconds: float) -> None:
+        async with self._parts.waits.named("controller", "room on the disk for the last checkpoint"):
+            await asyncio.sleep(seconds)
 
     async def _step(self, groups: tuple[Group, ...], waited: float) -> TrainReport:
         """Nothing comes between what the trainer does and what is written of it."""
@@ -182,7 +249,7 @@ class Pipeline:
         self._skipped = 0
         self.step = report.version
         parts.buffer.trained(groups)
-        self._record(step_fact(self._clock(), report, batch.groups, self._mean_drawn(), waited))
+        self._record(step_fact(self._clock(), report, batch.groups, self._mean_drawn(batch), waited))
         return report
 
     def _judge(self, group: Group) -> Group | None:
@@ -228,11 +295,15 @@ class Pipeline:
     async def _evaluate(self, version: int) -> None:
         await self._parts.evaluator.measure("during", version)
 
-    def _mean_drawn(self) -> float:
-        """Of what ended since the last step; the value before when nothing did."""
-        if rewards := self._rolling.rewards:
+    def _mean_drawn(self, batch: Batch) -> float:
+        """Of what ended since the last step; the value before when nothing did. Where the metrics of a killed process are lost,
+        with all that is known of what it drew: of the batch."""
+        rewards = self._rolling.rewards
+        if not rewards and math.isnan(self._reward_drawn):
+            rewards = [one.reward for group in batch.groups for one in group.scored]
+        if rewards:
             self._reward_drawn = sum(rewards) / len(rewards)
-            rewards.clear()
+        self._rolling.rewards.clear()
         return self._reward_drawn
 
     def _skip(self, report: TrainReport, groups: tuple[Group, ...]) -> None:
@@ -251,14 +322,21 @@ class Pipeline:
                 "train.max_skipped_steps sets how many may pass."
             )
 
-    async def _checkpoint(self) -> None:
-        await self._busy("checkpoint", self._parts.snapshots.save, self.step, self._parts)
+    async def _checkpoint(self) -> str:
+        """Why it could not be written; empty where it is on the disk."""
+        return await self._busy("checkpoint", self._parts.snapshots.save, self.step, self._parts)
 
     async def _busy(self, what: str, work: Callable[P, Awaitable[T]], *given: P.args, **named: P.kwargs) -> T:
         """Awaits the trainer's work under a named wait, when it is our turn, and counts its time as busy."""
         parts = self._parts
         async with parts.waits.named("controller", f"the trainer ({what})"), parts.turns.take(self._clock):
             return await work(*given, **named)
+
+
+def _due(every: int, done: int, step: int) -> int:
+    """The last multiple of `every` up to `step`, where nothing was done at it or since (`done`: at which step last); else 0."""
+    last = step // every * every if every else 0
+    return last if last > done else 0
 
 
 def differs(report: TrainReport, before: TrainReport) -> str:

@@ -48,8 +48,10 @@ def open_storage(
     checkpoint: Path | None = None,
     past: Past | None = None,
 ) -> Storage:
-    """`flush`: put the journal on the disk after every step."""
+    """Of the process that holds the run's lock. `flush`: put the journal on the disk after every step."""
     seconds = past.seconds if past else 0.0
     step, number = (past.saved_step, past.state.passes if past.state else 0) if past else (0, 0)
+    if said := checkpoints.clear():
+        recorder.record(Warned(seconds, said))
     passes = PassLog(run_dir, step, lambda said: recorder.record(Warned(seconds, said)), number)
     return Storage(recorder, checkpoints, Journal(run_dir, flush), passes, checkpoint, past)
