@@ -509,6 +509,58 @@ def test_whoever_interrupts_does_not_wait_for_the_last_checkpoint(tmp_path: Path
     virtual_time.run(scenario())
 
 
+MODES = ("inflight", "stream", "abort_resume", "save_resume", "drain", "barrier", "cancel_group")
+
+
+@pytest.mark.parametrize("when", ["generating", "swapping"])
+@pytest.mark.parametrize("mode", MODES)
+def test_one_interrupt_is_enough_whatever_the_engine_does(tmp_path: Path, mode: Any, when: str) -> None:
+    """It is stopped, and answers nobody: a checkpoint needs the trainer only."""
+    partial = PartialConfig(mode=mode)
+    world = World(tmp_path, steps=1000, engine=FakeEngine(0.3, load_seconds=1.0), partial=partial)
+
+    async def scenario() -> None:
+        running = asyncio.ensure_future(world.run())
+        await asyncio.sleep(0.05)
+        while world.trainer.version < 3 + (when == "swapping"):
+            await asyncio.sleep(0.01)
+        if when == "generating":
+            await asyncio.sleep(3.0)
+        world.engine.stopped = True
+        await asyncio.sleep(20.0)
+        world.pipeline.interrupt()
+        async with asyncio.timeout(5.0):
+            await running
+
+    virtual_time.run(scenario())
+    assert load_controller(world.checkpoints.all()[-1]).step == world.trainer.version >= 3
+    assert world.buffer.accounting().balance() == 0
+
+
+@pytest.mark.parametrize("who", ["engine", "trainer"])
+@pytest.mark.parametrize("mode", MODES)
+def test_whoever_leaves_at_once_waits_for_nobody(tmp_path: Path, mode: Any, who: str) -> None:
+    """A second interrupt cancels the run."""
+    world = World(tmp_path, steps=1000, engine=FakeEngine(0.3, load_seconds=1.0), partial=PartialConfig(mode=mode))
+
+    async def scenario() -> None:
+        running = asyncio.ensure_future(world.run())
+        await asyncio.sleep(0.05)
+        while world.trainer.version < 4:
+            await asyncio.sleep(0.01)
+        if who == "engine":
+            world.engine.stopped = True
+        else:
+            world.trainer.seconds_per_step = world.trainer.save_seconds = 1e9
+        await asyncio.sleep(20.0)
+        world.pipeline.interrupt()
+        running.cancel()
+        done, _ = await asyncio.wait((running,), timeout=5.0)
+        assert done and running.cancelled()
+
+    virtual_time.run(scenario())
+
+
 # --- what was due when a run was killed ----------------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ import pytest
 from tiny_run import Config, of, tiny_config, when_step, workers_of
 
 import headrace
+from headrace import cli
 from headrace.errors import CheckpointError, ConfigError, HeadraceError, StalledError, TrainingError, WorkerDied
 from headrace.observe.facts import CheckpointSaved, IdentityChecked, RunEnded, Warned, WorkerLost
 from headrace.observe.journal import read_steps
@@ -87,6 +88,38 @@ def test_eval_and_export_use_the_trained_weights(config: Config, tmp_path: Path)
     assert tokenizer.decode([int(logits.argmax())]) == "e"
     with pytest.raises(ConfigError, match="new or empty"):
         headrace.export(result.directory, tmp_path / "exported")
+
+
+def test_a_run_whose_last_weights_are_not_on_the_disk_is_nowhere_called_finished(
+    config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The directory that the last checkpoint is written into cannot be made: a file has its name."""
+    directory, toml = Path(config["out"]) / "tiny", tmp_path / "config.toml"
+    config["checkpoint"] = {"every": 4, "patience": 1.0}
+    obstacle = directory / "checkpoints" / ".writing-step-000006"
+    obstacle.parent.mkdir(parents=True)
+    obstacle.write_text("")
+    toml.write_text(headrace_toml(config))
+    assert cli.main(["train", str(toml)]) == 1
+    said = capsys.readouterr()
+    assert "all 6 steps are done, but the run is not finished" in said.err and "--resume" in said.err
+    assert "finished at step" not in said.out and "stopped at step 6 of 6" in said.out
+    assert "Go on with" in said.out and "--step 4" in said.out
+    assert any("free disk space" in one.message for one in of(directory, Warned))
+    assert cli.main(["status", str(directory)]) == 1 and "✗ all 6 steps are done" in capsys.readouterr().out
+    assert "not finished" in (directory / "report.html").read_text()
+    for refused in (["export", str(directory), "--to", str(tmp_path / "out")], ["eval", str(directory)]):
+        assert cli.main(refused) == 2
+        said = capsys.readouterr()
+        assert "of step 4, and the run has done 6 steps" in said.err and "--step 4" in said.err
+    assert not (tmp_path / "out").exists()
+    assert headrace.export(directory, tmp_path / "older", step=4).name == "step-000004"
+    assert cli.main(["eval", str(directory), "--step", "4"]) == 0
+    assert f"step 4 of {directory}: reward" in capsys.readouterr().out
+    obstacle.unlink()
+    assert cli.main(["train", "--resume", str(directory)]) == 0
+    assert headrace.export(directory, tmp_path / "out").name == "step-000006"
+    assert_complete(directory, 6)
 
 
 def test_a_killed_engine_is_replaced_and_nothing_is_lost(config: Config) -> None:
@@ -202,6 +235,7 @@ def test_kill_9_of_the_controller_leaves_no_orphan_and_resume_loses_nothing(
     def kill() -> None:
         time.sleep(rng.random())
         pids.extend(workers_of(process.pid).values())
+        os.kill(rng.choice(pids), signal.SIGSTOP)  # a stopped one does not read that its controller is gone
         process.kill()
 
     when_step(directory, 4, kill).join()

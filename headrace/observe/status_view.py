@@ -125,7 +125,10 @@ def _checkpoint(state: RunState) -> Text:
     good = [one for one in state.checkpoints if not one.error]
     if not good:
         return Text("none yet", FAINT)
-    return Text(f"step {good[-1].step}").append(f"   at {duration(good[-1].t)}", FAINT)
+    text = Text(f"step {good[-1].step}").append(f"   at {duration(good[-1].t)}", FAINT)
+    if state.checkpoints[-1].error:
+        text.append(f"   that of step {state.checkpoints[-1].step} could not be written", WARN)
+    return text
 
 
 def _waits(status: Status) -> list[tuple[str, Text]]:

@@ -171,7 +171,10 @@ def _next(table: Table, state: RunState, run_dir: Path | None, report: Path | No
     if report:
         _more(table, "Report", str(report))
     if run_dir and state.started:
-        if state.step < state.started.steps:
+        saved = measures.saved_step(state)
+        whole = saved == state.step or (state.ended is not None and state.ended.reason == "finished")
+        if state.step < state.started.steps or not whole:
             _more(table, "Go on with", f"headrace train --resume {run_dir}")
-        if any(not one.error for one in state.checkpoints):
-            _more(table, "Export with", f"headrace export {run_dir} --to DIR")
+        if saved is not None:
+            older = "" if whole else f" --step {saved}"
+            _more(table, "Export with", f"headrace export {run_dir} --to DIR{older}")

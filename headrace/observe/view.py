@@ -152,8 +152,8 @@ def _checks(state: RunState) -> Text:
         text.append(f"   {len(state.swaps)} swaps, mean gap {1000 * gap:.2g} ms")
     if state.deaths:
         text.append(f"   {plural(len(state.deaths), 'death')}", WARN)
-    if state.checkpoints:
-        text.append(f"   checkpoint {state.checkpoints[-1].step}", FAINT)
+    if (saved := measures.saved_step(state)) is not None:
+        text.append(f"   checkpoint {saved}", FAINT)
     return text
 
 

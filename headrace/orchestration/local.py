@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from headrace import orphans
 from headrace.errors import WorkerDied
 from headrace.observe import stacks
 from headrace.orchestration.wire import Channel, Frame
@@ -51,7 +52,7 @@ class Worker:
             self._process = subprocess.Popen(
                 command,
                 pass_fds=[theirs.fileno(), *fds],
-                env=environment(cores) | {stacks.VARIABLE: str(self._stacks)},
+                env=environment(cores) | orphans.of_this_process() | {stacks.VARIABLE: str(self._stacks)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

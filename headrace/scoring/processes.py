@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from headrace import orphans
 from headrace.errors import ConfigError
 from headrace.observe import stacks
 from headrace.scoring.frames import Call, Ready, pack, read_answer, receive
@@ -65,7 +66,7 @@ def _environment(file: Path | None = None) -> dict[str, str]:
     package = str(Path(__file__).resolve().parent.parent.parent)
     if package not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):  # run from a checkout
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
-    return environment | ({stacks.VARIABLE: str(file)} if file else {})
+    return environment | orphans.of_this_process() | ({stacks.VARIABLE: str(file)} if file else {})
 
 
 def ending(code: int | None) -> str:
