@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -299,6 +300,49 @@ def test_an_exact_engine_beside_a_trainer_in_bfloat16_agrees_to_bfloat16(config:
     assert len(checks) == 3 and {check.tolerance for check in checks} == {0.15}
 
 
+def test_ctrl_c_once_is_enough_though_the_engine_is_stopped(
+    config: Config, controller: Callable[..., subprocess.Popen[str]]
+) -> None:
+    """It holds up the drain, and answers nobody."""
+    directory = Path(config["out"]) / "tiny"
+    config["train"]["steps"] = 5000
+    config["checkpoint"]["every"] = 0
+    config["partial"] = {"mode": "drain"}
+    process = controller()
+
+    def stop_and_interrupt() -> None:
+        os.kill(workers_of(process.pid)["engine"], signal.SIGSTOP)
+        time.sleep(1.0)
+        process.send_signal(signal.SIGINT)
+
+    when_step(directory, 3, stop_and_interrupt).join()
+    pids = list(workers_of(process.pid).values())
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 130, output
+    ended = of(directory, RunEnded)[-1]
+    assert ended.reason == "interrupted" and newest_step(directory) == ended.step
+    assert ended.accounting.balance() == 0 and ended.accounting.in_pipeline == 0
+    assert until_gone(pids)
+
+
+def test_a_run_whose_directory_is_deleted_stops_with_a_sentence(
+    config: Config, controller: Callable[..., subprocess.Popen[str]]
+) -> None:
+    directory = Path(config["out"]) / "tiny"
+    config["train"]["steps"] = 5000
+
+    def delete() -> None:
+        while directory.exists():
+            shutil.rmtree(directory, ignore_errors=True)
+
+    process = controller()
+    when_step(directory, 2, delete).join()
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 1 and "Traceback" not in output, output
+    assert "journal.jsonl was deleted, moved or replaced while it was written to" in output
+    assert "--to DIR" not in output and not directory.exists()
+
+
 def test_ctrl_c_twice_leaves_now(config: Config, controller: Callable[..., subprocess.Popen[str]]) -> None:
     directory = Path(config["out"]) / "tiny"
     config["train"]["steps"] = 5000
@@ -373,8 +417,6 @@ def test_bad_input_is_refused_before_a_process_is_started(config: Config, tmp_pa
 def test_a_model_that_cannot_be_loaded_is_a_sentence_and_not_a_traceback(
     config: Config, tiny_llama: Path, tmp_path: Path
 ) -> None:
-    import shutil
-
     broken = tmp_path / "broken"
     shutil.copytree(tiny_llama, broken)
     (broken / "model.safetensors").write_bytes(b"not safetensors")

@@ -39,9 +39,9 @@ def summary(state: RunState, run_dir: Path | None = None, report: Path | None = 
     )
 
 
-def print_summary(state: RunState, report: Path, console: Console | None = None) -> None:
-    """`report`: where `write_report` put it, in the run's directory."""
-    (console or Console(highlight=False)).print(summary(state, report.parent, report))
+def print_summary(state: RunState, report: Path | None, console: Console | None = None) -> None:
+    """`report`: where `write_report` put it, in the run's directory; None of a run whose directory is there no more."""
+    (console or Console(highlight=False)).print(summary(state, report.parent if report else None, report))
 
 
 def _is_bad(state: RunState) -> bool:

@@ -234,8 +234,9 @@ class _Dump:
 
     def __exit__(self, *error: object) -> None:
         self._file.close()
-        if not self.path.stat().st_size:
-            self.path.unlink()
+        with suppress(FileNotFoundError):  # somebody deleted the run
+            if not self.path.stat().st_size:
+                self.path.unlink()
 
     def grew(self) -> bool:
         before, self._size = self._size, os.fstat(self._file.fileno()).st_size

@@ -11,6 +11,7 @@ from typing import Any
 from headrace.config import RunConfig
 from headrace.errors import HeadraceError
 from headrace.observe.facts import Evaluated
+from headrace.observe.files import full_disk_is_said
 from headrace.observe.watchdog import Watchdog
 from headrace.orchestration.build import build, open_waits
 from headrace.orchestration.lane import Lane, open_lane
@@ -46,9 +47,11 @@ def train(config: RunConfig, reward: Reward | None = None, resume: Path | None =
         lanes = train_together(config, reward, resume)
         results = {name: _result(lane) for name, lane in lanes.items()}
         first = next(iter(results.values()))
-        path = resume or config.run_dir
-        return RunResult(path, first.reason, first.step, first.before, first.after, first.report, results)
-    with RunDirectory.of(resume or config.run_dir, config, bool(resume)) as directory:
+        return RunResult(
+            resume or config.run_dir, first.reason, first.step, first.before, first.after, first.report, results
+        )
+    path = resume or config.run_dir
+    with full_disk_is_said(path), RunDirectory.of(path, config, bool(resume)) as directory:
         lane = open_lane(config, directory, bool(resume))
         watchdog = Watchdog(directory.logs, config.watch.warn_after, config.watch.stop_after)
         lane.storage.recorder.add(watchdog)

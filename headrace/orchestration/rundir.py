@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import fcntl
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
 from headrace.config import RunConfig, dump_config
 from headrace.errors import ConfigError
-from headrace.observe.files import read_lines
+from headrace.observe.files import full_disk_is_said, read_lines
 from headrace.observe.journal import JOURNAL
 from headrace.observe.records import METRICS
 
@@ -41,26 +43,35 @@ class RunDirectory:
         if not _take(self._lock, fcntl.LOCK_EX, PATIENCE):
             self._lock.close()
             raise ConfigError(f"another process is training in {path}: wait for it, or choose another name")
-        self.checkpoints.mkdir(exist_ok=True)
-        self.logs.mkdir(exist_ok=True)
+        with self._closed_by_errors():
+            self.checkpoints.mkdir(exist_ok=True)
+            self.logs.mkdir(exist_ok=True)
 
     @classmethod
     def of(cls, path: Path, config: RunConfig, resume: bool) -> RunDirectory:
-        return cls.reopen(path) if resume else cls.create(path, dump_config(config))
+        """Raises ConfigError for a place that cannot be written to, HeadraceError for a full disk."""
+        try:
+            with full_disk_is_said(path):
+                return cls.reopen(path) if resume else cls.create(path, dump_config(config))
+        except OSError as error:
+            raise ConfigError(
+                f"{error.filename or path} cannot be written ({error.strerror}): choose another place for runs (--set out=DIR), or "
+                "give yourself the right to write there"
+            ) from error
 
     @classmethod
     def create(cls, path: Path, config_toml: str) -> RunDirectory:
         path.mkdir(parents=True, exist_ok=True)
         directory = cls(path)
         metrics = path / METRICS
-        if any(read_lines(path / JOURNAL)) or any(b'"RunStarted"' in line for line in read_lines(metrics)):
-            directory.close()
-            raise ConfigError(
-                f"{path} already holds a run: go on with it (headrace train --resume {path}), or choose another name "
-                "(--set name=...)"
-            )
-        metrics.unlink(missing_ok=True)  # of one that was refused at its start
-        (path / "config.toml").write_text(config_toml)
+        with directory._closed_by_errors():
+            if any(read_lines(path / JOURNAL)) or any(b'"RunStarted"' in line for line in read_lines(metrics)):
+                raise ConfigError(
+                    f"{path} already holds a run: go on with it (headrace train --resume {path}), or choose another name "
+                    "(--set name=...)"
+                )
+            metrics.unlink(missing_ok=True)  # of one that was refused at its start
+            (path / "config.toml").write_text(config_toml)
         return directory
 
     @classmethod
@@ -80,6 +91,15 @@ class RunDirectory:
         for path in later:
             path.unlink(missing_ok=True)  # what they did after that was set aside
         current.write_text(config_toml)
+
+    @contextmanager
+    def _closed_by_errors(self) -> Iterator[None]:
+        """Else whoever keeps the error, as a notebook does, would keep the lock."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         self._lock.close()

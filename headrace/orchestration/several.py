@@ -19,6 +19,7 @@ from typing import Any
 from headrace.config import RunConfig, adapter_runs, config_of_run, dump_config, read_config
 from headrace.errors import HeadraceError
 from headrace.observe.board import Board, open_board
+from headrace.observe.files import full_disk_is_said
 from headrace.observe.waits import Waits
 from headrace.observe.watchdog import Watchdog
 from headrace.orchestration.build import Built, Clock, Pools, Prepared, join, open_model, open_waits, prepare
@@ -33,7 +34,7 @@ Reward = Callable[..., Any]
 
 def train_together(config: RunConfig, reward: Reward | None, resume: Path | None) -> dict[str, Lane]:
     """All adapters to their ends. Where one fails the others leave with a checkpoint, and its error is raised."""
-    with ExitStack() as undo:
+    with full_disk_is_said(resume or config.run_dir), ExitStack() as undo:
         directory = undo.enter_context(RunDirectory.of(resume or config.run_dir, config, bool(resume)))
         if resume:
             check_resumable(read_config(config_of_run(resume)), config)
@@ -91,8 +92,18 @@ class _Together:
     ) -> None:
         self._config, self._directory, self._lanes, self._reward = config, directory, lanes, reward
         self._watchdog = watchdog
+        self._loading: asyncio.Task[Any] | None = None
+        """Until the adapters' own sessions can be interrupted."""
 
     async def run(self) -> None:
+        self._loading = asyncio.current_task()
+        try:
+            await self._run()
+        except asyncio.CancelledError:
+            for lane in self._lanes.values():
+                lane.session.reason = "interrupted"
+
+    async def _run(self) -> None:
         clock = run_clock(max(lane.storage.seconds for lane in self._lanes.values()))
         on_interrupt(self._interrupt)
         everyone = _Everyone(self._lanes)
@@ -111,6 +122,7 @@ class _Together:
             restore = {name: at for name, lane in self._lanes.items() if (at := lane.storage.checkpoint)}
             pools = await open_pools(self._config, model_dir, self._directory.logs, everyone, waits, clock, restore)
             undo.push_async_callback(_close, pools, waits)
+            self._loading = None
             await self._train(prepared, pools, clock)
 
     async def _train(self, prepared: Mapping[str, Prepared], pools: Pools, clock: Clock) -> None:
@@ -146,5 +158,8 @@ class _Together:
         await lane.session.run(building())
 
     def _interrupt(self) -> None:
+        if self._loading:
+            self._loading.cancel()
+            self._loading = None
         for lane in self._lanes.values():
             lane.session.interrupt()
