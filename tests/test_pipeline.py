@@ -610,6 +610,20 @@ def test_an_evaluation_that_was_due_at_the_killed_step_is_done_after_the_resume(
     assert [one.step for one in last.ledger.of(Evaluated)] == [8], "what was done is not done twice"
 
 
+def test_two_evaluations_at_one_instant_do_not_collide(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        world = World(tmp_path, evaluate_every=1)
+        world.build()
+        await world.go_live()
+        measure = world.parts.evaluator.measure
+        one, other = await asyncio.gather(measure("during", 1), measure("during", 2))
+        assert one is not None and other is not None and not one.failures and not other.failures
+        names = [request.id for request in world.engine.requests]
+        assert len(set(names)) == len(names) == 8
+
+    virtual_time.run(scenario())
+
+
 @pytest.mark.parametrize("known", [True, False])
 def test_a_step_that_is_done_again_shows_its_reward(tmp_path: Path, known: bool) -> None:
     """`known`: what the metrics had of the groups that it took. A loss of power takes the ends of files."""
