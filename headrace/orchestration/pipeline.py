@@ -23,7 +23,6 @@ anywhere goes on from the newest checkpoint by doing the journaled steps again (
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
@@ -33,6 +32,7 @@ import msgspec
 from headrace.errors import CheckpointError, HeadraceError, IdentityError, TrainingError, WorkerDied, first_error
 from headrace.observe.facts import Warned, WeightsLive
 from headrace.observe.journal import JournalStep, Live, Stepped
+from headrace.orchestration.leaving import Leaving, until_saved
 from headrace.orchestration.outcomes import Rolled, rolled_of, step_fact
 from headrace.orchestration.parts import Parts, Plan, Told
 from headrace.orchestration.rolling import Rolling
@@ -44,9 +44,6 @@ from headrace.weights import WeightUpdate
 T = TypeVar("T")
 P = ParamSpec("P")
 
-LONGEST_PAUSE = 60.0
-"""Seconds between two tries of the last checkpoint."""
-
 
 class Pipeline:
     def __init__(
@@ -55,25 +52,23 @@ class Pipeline:
         """`told`: what the metrics have of the processes before, in a run that goes on."""
         self._parts, self._plan, self._clock = parts, plan, clock
         self._record = parts.observer.record
-        self._rolling = Rolling(parts, plan, clock)
         self._told = told or Told()
-        self._rolling.rewards += self._told.rewards
+        self._rolling = Rolling(parts, plan, clock, self._told)
         self.step = first_step
-        self._leave = asyncio.Event()
+        self._leaving = Leaving()
         self._evaluations: list[asyncio.Task[None]] = []
         self._under_way: asyncio.Future[Any] | None = None
         """A step or a checkpoint, see `_whole`."""
         self._skipped = 0
-        self._reward_drawn = self._told.reward_drawn
 
     def interrupt(self) -> None:
         """Leave at the next step's end, with a checkpoint, in which is what is in flight."""
-        self._leave.set()
+        self._leaving.begin()
         self._parts.buffer.close()
 
     @property
     def interrupted(self) -> bool:
-        return self._leave.is_set()
+        return self._leaving.begun
 
     async def redo(self, steps: Sequence[JournalStep]) -> None:
         """Steps that were done after the checkpoint, by a process that was killed."""
@@ -91,12 +86,14 @@ class Pipeline:
                     f"step {step.step} was done again from the journal and came out otherwise ({difference}): rollouts that go "
                     "on were begun under slightly different weights"
                 )
-                self._record(Warned(self._clock(), message))
+                self._warn(message)
             if step.report.skipped:
                 continue
             self.step = step.version
             if self.step > self._told.step:
-                self._record(step_fact(self._clock(), report, batch.groups, self._mean_drawn(batch), 0.0))
+                self._record(
+                    step_fact(self._clock(), report, batch.groups, self._rolling.mean_drawn(batch.groups), 0.0)
+                )
 
     def discard(self, tickets: Collection[int]) -> None:
         """Finished groups that cannot be trained any more, because the settings that their rows were made by are others now."""
@@ -107,9 +104,12 @@ class Pipeline:
             f"{len(groups)} finished groups of the checkpoint are dropped (settings_changed): algorithm, rewards or teachers are not "
             "those that their rows were made by"
         )
-        self._record(Warned(self._clock(), message))
+        self._warn(message)
         for group in groups:
             self._rolling.end(rolled_of(group), "dropped", "settings_changed")
+
+    def _warn(self, message: str) -> None:
+        self._record(Warned(self._clock(), message))
 
     async def run(self) -> None:
         """Train until the plan is fulfilled or `interrupt` was called. The current weights must be live already.
@@ -172,7 +172,7 @@ class Pipeline:
                     f"the evaluation of step {due} was not over when the run was killed, and those weights are gone: step "
                     f"{self.step} is measured instead"
                 )
-                self._record(Warned(self._clock(), message))
+                self._warn(message)
             self._evaluations.append(loops.create_task(self._evaluate(self.step)))
 
     async def _train(self, loops: asyncio.TaskGroup) -> None:
@@ -188,13 +188,13 @@ class Pipeline:
             if report.skipped:
                 continue
             # a publish overwrites the slot before last: the last one must be live
-            if delivery and not await self._unless_leaving(self._delivered(delivery, "the version before")):
+            if delivery and not await self._leaving.unless(self._delivered(delivery, "the version before")):
                 break
-            delivery = await self._unless_leaving(self._publish(loops, groups))
+            delivery = await self._leaving.unless(self._publish(loops, groups))
             if plan.checkpoint_every and self.step % plan.checkpoint_every == 0:
                 await self._whole(self._checkpoint())
         if delivery:
-            await self._unless_leaving(self._delivered(delivery, "the last version"))
+            await self._leaving.unless(self._delivered(delivery, "the last version"))
         if self.step >= plan.steps:
             await self._save_result()
 
@@ -203,39 +203,13 @@ class Pipeline:
             await delivery
         return True
 
-    async def _unless_leaving(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """What waits for an engine, which may hang: whoever interrupts the run does not wait for that. None then; the work is
-        cancelled."""
-        doing, leaving = asyncio.ensure_future(work), asyncio.ensure_future(self._leave.wait())
-        try:
-            await asyncio.wait((doing, leaving), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            leaving.cancel()
-            doing.cancel()
-        await asyncio.wait((doing,))
-        return None if doing.cancelled() and self.interrupted else await doing
-
     async def _save_result(self) -> None:
-        """A run whose weights are not on the disk is not finished. Raises CheckpointError when the disk still does not take them
-        after `save_patience` seconds."""
-        left, pause = self._plan.save_patience, 1.0
-        while not self.interrupted and (failure := await self._whole(self._checkpoint())):
-            if left <= 0:
-                raise CheckpointError(
-                    f"all {self.step} steps are done, but the run is not finished, because its weights are not on the disk: {failure}. "
-                    "Then go on with --resume, which does the steps that are in no checkpoint again from the journal"
-                )
-            message = (
-                f"the run is not finished before the checkpoint of step {self.step} is on the disk: free disk space; it is tried "
-                f"again in {min(pause, left):.0f} s, and for {left:.0f} s in all"
-            )
-            self._record(Warned(self._clock(), message))
-            await self._unless_leaving(self._pause(min(pause, left)))
-            left, pause = left - pause, min(2 * pause, LONGEST_PAUSE)
-
-    async def _pause(self, seconds: float) -> None:
-        async with self._parts.waits.named("controller", "room on the disk for the last checkpoint"):
-            await asyncio.sleep(seconds)
+        """A run whose weights are not on the disk is not finished."""
+        plan, parts = self._plan, self._parts
+        save = lambda: self._whole(self._checkpoint())  # noqa: E731
+        await until_saved(
+            save, self.step, plan.save_patience, waits=parts.waits, leaving=self._leaving, warn=self._warn
+        )
 
     async def _step(self, groups: tuple[Group, ...], waited: float) -> TrainReport:
         """Nothing comes between what the trainer does and what is written of it."""
@@ -249,7 +223,7 @@ class Pipeline:
         self._skipped = 0
         self.step = report.version
         parts.buffer.trained(groups)
-        self._record(step_fact(self._clock(), report, batch.groups, self._mean_drawn(batch), waited))
+        self._record(step_fact(self._clock(), report, batch.groups, self._rolling.mean_drawn(batch.groups), waited))
         return report
 
     def _judge(self, group: Group) -> Group | None:
@@ -295,17 +269,6 @@ class Pipeline:
     async def _evaluate(self, version: int) -> None:
         await self._parts.evaluator.measure("during", version)
 
-    def _mean_drawn(self, batch: Batch) -> float:
-        """Of what ended since the last step; the value before when nothing did. Where the metrics of a killed process are lost,
-        with all that is known of what it drew: of the batch."""
-        rewards = self._rolling.rewards
-        if not rewards and math.isnan(self._reward_drawn):
-            rewards = [one.reward for group in batch.groups for one in group.scored]
-        if rewards:
-            self._reward_drawn = sum(rewards) / len(rewards)
-        self._rolling.rewards.clear()
-        return self._reward_drawn
-
     def _skip(self, report: TrainReport, groups: tuple[Group, ...]) -> None:
         for group in groups:
             self._parts.buffer.end(group.ticket, "dropped", report.skipped)
@@ -314,7 +277,7 @@ class Pipeline:
             )
         self._skipped += 1
         message = f"step {report.step} was skipped: {report.skipped}; the weights are unchanged, its groups are dropped"
-        self._record(Warned(self._clock(), message))
+        self._warn(message)
         if self._skipped >= self._plan.max_skipped_steps:
             raise TrainingError(
                 f"{self._skipped} steps in a row were skipped ({report.skipped}). Lower train.learning_rate or "
