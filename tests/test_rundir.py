@@ -19,11 +19,12 @@ from headrace.simulate.faults import Disk, Fault
 def _start(config: RunConfig) -> None:
     """All that is written before a process is started."""
     path = config.run_dir
-    with full_disk_is_said(path), RunDirectory.of(path, config, False) as directory:
+    with full_disk_is_said(path), RunDirectory.of(path, False) as directory:
         lane = open_lane(config, directory, False)
         lane.storage.recorder.add(watchdog := Watchdog(directory.logs, 100.0, 200.0))
         with watchdog:
-            lane.close()
+            lane.storage.begin()
+            lane.storage.close()
 
 
 def test_a_start_on_a_full_disk_is_a_sentence_and_can_be_made_again(tmp_path: Path) -> None:

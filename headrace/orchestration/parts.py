@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from headrace.algo.groups import Algorithm
@@ -16,6 +16,7 @@ from headrace.orchestration.identity import IdentityProbe
 from headrace.orchestration.snapshots import Snapshots
 from headrace.orchestration.turns import Turns
 from headrace.partial import Interrupts
+from headrace.process_config import WatchConfig
 from headrace.protocols import Engine, Observer, Scorer, Task, Trainer
 from headrace.rollout import Decode, RolloutConfig, name_of, seed_of
 from headrace.staleness import StalenessConfig, judge
@@ -43,6 +44,8 @@ class Parts:
     evaluator: Evaluator
     turns: Turns = field(default_factory=Turns)
     """At the trainer, where several pipelines share it."""
+    sentinels: Sequence[Callable[[], Awaitable[None]]] = ()
+    """Each raises what ends something beside engine and trainer that the run cannot do without: a teacher, say."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,8 @@ class Plan:
     evaluate_every: int
     adapter: str = ""
     """Which adapter is trained; empty where all weights are."""
+    watch: WatchConfig = WatchConfig()
+    """What may go wrong before the run pauses."""
     save_patience: float = 300.0
     """Seconds for which the last checkpoint is tried again."""
 
