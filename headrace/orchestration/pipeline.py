@@ -56,7 +56,7 @@ class Pipeline:
         self._rolling = Rolling(parts, plan, clock, self._told)
         self.step = first_step
         self._leaving = Leaving()
-        self._evaluations: list[asyncio.Task[None]] = []
+        self._evaluations: list[asyncio.Task[Any]] = []
         self._under_way: asyncio.Future[Any] | None = None
         """A step or a checkpoint, see `_whole`."""
         self._skipped = 0
@@ -162,7 +162,7 @@ class Pipeline:
     # -- train ----------------------------------------------------------------------------------------------------------
 
     async def _catch_up(self, loops: asyncio.TaskGroup) -> None:
-        """What was due at a step of the process before, which was killed before it was done."""
+        """What was due at a step of an earlier process, which ended before it was done."""
         plan, saved = self._plan, self._parts.snapshots.saved_step
         if self.step >= plan.steps:  # what is due at the end is done at the end
             return
@@ -171,11 +171,11 @@ class Pipeline:
         if due := _due(plan.evaluate_every, self._told.evaluated, self.step):
             if due < self.step:
                 message = (
-                    f"the evaluation of step {due} was not over when the run was killed, and those weights are gone: step "
-                    f"{self.step} is measured instead"
+                    f"an evaluation was due at step {due}, of which the metrics have none; those weights are gone, so step {self.step} "
+                    "is measured instead"
                 )
                 self._warn(message)
-            self._evaluations.append(loops.create_task(self._evaluate(self.step)))
+            self._evaluations.append(loops.create_task(self._parts.evaluator.measure("during", self.step)))
 
     async def _train(self, loops: asyncio.TaskGroup) -> None:
         parts, plan = self._parts, self._plan
@@ -257,7 +257,7 @@ class Pipeline:
             await parts.probe.engine_side(parts.engine, version, expected)
         every = self._plan.evaluate_every
         if every and version % every == 0 and version < self._plan.steps:
-            self._evaluations.append(loops.create_task(self._evaluate(version)))
+            self._evaluations.append(loops.create_task(parts.evaluator.measure("during", version)))
 
     def _cancel_stale(self, version: int) -> int:
         """Steps to come are done at `version` or later. Returns how many rollouts this ends."""
@@ -267,9 +267,6 @@ class Pipeline:
         if staleness.overdue == "cancel":
             return self._rolling.cancel_older_than(version - staleness.max_lag, "overdue")
         return 0
-
-    async def _evaluate(self, version: int) -> None:
-        await self._parts.evaluator.measure("during", version)
 
     def _skip(self, report: TrainReport, groups: tuple[Group, ...]) -> None:
         for group in groups:
