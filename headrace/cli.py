@@ -76,9 +76,10 @@ def evaluate(arguments: argparse.Namespace) -> int:
     is_config = arguments.source.endswith(".toml")
     run_dir = None if is_config else run_directory(arguments.source)
     config = _config(arguments.source if is_config else None, run_dir, arguments.set)
-    measured = one_shot.evaluate(config, run_dir, arguments.prompts)
+    measured = one_shot.evaluate(config, run_dir, arguments.prompts, arguments.step)
+    which = f"step {measured.step} of {run_dir}" if run_dir else "the untrained model"
     print(
-        f"reward {measured.reward_mean:.4f} ± {measured.reward_sem:.4f} over {measured_on(measured)}, all held out; "
+        f"{which}: reward {measured.reward_mean:.4f} ± {measured.reward_sem:.4f} over {measured_on(measured)}, all held out; "
         f"mean length {measured.length_mean:.1f} tokens, {measured.seconds:.1f} s"
     )
     return 0
@@ -125,7 +126,9 @@ def diff(arguments: argparse.Namespace) -> int:
 
 
 def export(arguments: argparse.Namespace) -> int:
-    checkpoint = headrace.export(run_directory(arguments.run), arguments.to, arguments.dtype, merge=arguments.merge)
+    checkpoint = headrace.export(
+        run_directory(arguments.run), arguments.to, arguments.dtype, merge=arguments.merge, step=arguments.step
+    )
     adapter = (Path(arguments.to) / "adapter_config.json").exists()
     reader = "peft.AutoPeftModelForCausalLM" if adapter else "transformers.AutoModelForCausalLM"
     print(f"{arguments.to}: {checkpoint.name}, for {reader}.from_pretrained")
@@ -225,6 +228,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("run", metavar="RUN", help="directory of the run, or its name under runs/")
     one.add_argument("--to", required=True, metavar="DIR", help="where to save it; must not exist or be empty")
     one.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: %(default)s")
+    _add_step(one)
     one.add_argument(
         "--merge", action="store_true", help="of LoRA: a whole model with the adapter in its weights, added in float32"
     )
@@ -253,6 +257,7 @@ def _add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     one = _command(commands, "eval", evaluate, "measure the reward on held-out prompts")
     one.add_argument("source", metavar="CONFIG.toml|RUN", help="a config (its untrained model) or a run (its last one)")
     one.add_argument("--prompts", type=_positive, metavar="N", help="how many held-out prompts (default: eval.prompts)")
+    _add_step(one)
     _add_set(one)
 
 
@@ -313,6 +318,12 @@ def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     one.add_argument("--tokens", action="store_true", help="of those also a line for each token, with all its numbers")
     one.add_argument("--json", action="store_true", help="for programs: all of it")
+
+
+def _add_step(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--step", type=_positive, metavar="N", help="take the checkpoint of this step (default: of the last step done)"
+    )
 
 
 def _add_set(parser: argparse.ArgumentParser) -> None:

@@ -23,6 +23,7 @@ FLOORS = {
     "types": 0,
     "errors": 0,
     "virtual_time": 0,
+    "orphans": 0,
     "native": 1,
     "known_models": 1,
     "weights": 1,

@@ -31,7 +31,7 @@ from headrace.orchestration.course import scoring_mark
 from headrace.orchestration.evaluation import Evaluator
 from headrace.orchestration.identity import TOLERANCE, IdentityProbe
 from headrace.orchestration.messages import EngineStart, TrainerStart
-from headrace.orchestration.parts import Parts, Plan
+from headrace.orchestration.parts import Parts, Plan, told_of
 from headrace.orchestration.pipeline import Pipeline
 from headrace.orchestration.pools import Pools, open_pools
 from headrace.orchestration.recovery import recover
@@ -255,7 +255,7 @@ def _assemble(
         turns=pools.turns,
         sentinels=(pools.teaching.watch,),
     )
-    pipeline = Pipeline(parts, plan, clock, past.saved_step if past else 0)
+    pipeline = Pipeline(parts, plan, clock, past.saved_step if past else 0, told_of(storage.recorder.state))
     utilisation = Utilisation(pools.engine, pools.turns, waits, clock)
     outdated = past.outdated(mark) if past else ()
     return Built(pools, parts, pipeline, redo, outdated, utilisation, clock, config, adapter)
@@ -272,6 +272,7 @@ def plan_of(config: RunConfig, adapter: str) -> Plan:
         config.eval.every,
         adapter,
         config.watch,
+        config.checkpoint.patience,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from headrace.config import RunConfig
 from headrace.errors import HeadraceError
 from headrace.observe.facts import Evaluated, Warned
+from headrace.observe.files import full_disk_is_said
 from headrace.observe.watchdog import Watchdog
 from headrace.orchestration.build import build, open_waits
 from headrace.orchestration.lane import Lane, open_lane, say_finished
@@ -48,7 +49,10 @@ def train(config: RunConfig, reward: Reward | None = None, resume: Path | None =
         first = next(iter(results.values()))
         path = resume or config.run_dir
         return RunResult(path, first.reason, first.step, first.before, first.after, first.report, results)
-    with RunDirectory.of(resume or config.run_dir, bool(resume)) as directory:
+    with (
+        full_disk_is_said(resume or config.run_dir),
+        RunDirectory.of(resume or config.run_dir, bool(resume)) as directory,
+    ):
         lane = open_lane(config, directory, bool(resume))
         if lane.finished:
             say_finished(directory.path, [lane])

@@ -21,6 +21,7 @@ from headrace.config import RunConfig, adapter_runs, config_of_run, dump_config,
 from headrace.errors import HeadraceError
 from headrace.observe.board import Board, open_board
 from headrace.observe.facts import Warned
+from headrace.observe.files import full_disk_is_said
 from headrace.observe.waits import Waits
 from headrace.observe.watchdog import Watchdog
 from headrace.orchestration.build import Built, Clock, Pools, Prepared, join, open_model, open_waits, prepare
@@ -35,7 +36,7 @@ Reward = Callable[..., Any]
 
 def train_together(config: RunConfig, reward: Reward | None, resume: Path | None) -> dict[str, Lane]:
     """All adapters to their ends. Where one fails the others leave with a checkpoint, and its error is raised."""
-    with ExitStack() as undo:
+    with full_disk_is_said(resume or config.run_dir), ExitStack() as undo:
         directory = undo.enter_context(RunDirectory.of(resume or config.run_dir, bool(resume)))
         if resume:
             check_resumable(read_config(config_of_run(resume)), config)
@@ -170,6 +171,7 @@ class _Together:
     def _interrupt(self) -> None:
         if self._loading:
             self._loading.cancel()
+            self._loading = None
         for lane in self._lanes.values():
             lane.session.interrupt()
 
