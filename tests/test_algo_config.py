@@ -53,7 +53,9 @@ def test_constants_are_those_of_the_papers():
     assert all(recipe.dual_clip == 0 for recipe in of.values())
     assert (of["sapo"].tau, of["sapo"].tau_negative, of["kimi"].tau) == (1.0, 1.05, 0.1)
     assert (of["dppo_tv"].delta, of["dppo_tv"].cap) == (0.2, 20.0)
-    assert (of["dppo_kl"].delta, of["dppo_kl"].penalty, of["ipo"].delta, of["ipo"].penalty) == (0.2, 1e-3, 0.1, 1e-3)
+    assert (of["dppo_kl"].delta, of["dppo_kl"].cap) == (0.05, 20.0)
+    assert (of["dppo_tv_quadratic"].delta, of["dppo_tv_quadratic"].penalty) == (0.2, 1e-3)
+    assert (of["ipo"].delta, of["ipo"].penalty) == (0.3, 0.0)
     assert (of["m2po"].select.kind, of["m2po"].select.tau) == ("m2po", 0.04)
     assert [(of[name].select.kind, of[name].select.fraction) for name in ("clip_cov", "kl_cov")] == [
         ("clip_cov", 2e-4),

@@ -17,7 +17,19 @@ from headrace.algo.recipes import RECIPES
 from headrace.reports import TrainReport
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.torch_trainer import TorchTrainer
-from headrace.types import Batch, Completion, Episode, Group, Prompt, Scored, TeacherTrace, TopLogprobs, Turn, spans_of
+from headrace.types import (
+    Batch,
+    Completion,
+    Episode,
+    Group,
+    Prompt,
+    Row,
+    Scored,
+    TeacherTrace,
+    TopLogprobs,
+    Turn,
+    spans_of,
+)
 
 V, K = 32, 4
 PROMPT = Prompt("p", "?", (1, 2, 3))
@@ -85,6 +97,50 @@ def test_microbatches_do_not_change_the_step(model_dir, name):
         split.grad_norm, rel=1e-4
     )
     assert [one.name for one in whole.lags] == [one.name for one in split.lags]
+
+
+@pytest.mark.parametrize(("estimator", "unbiased"), [("k2", False), ("k3", False), ("k3", True)])
+def test_without_advantages_the_divergence_brings_the_trainer_back_from_far_away(
+    model_dir, tmp_path, estimator, unbiased
+):
+    """The reference is the model that training began with; the weights are others, far from it."""
+    reference = LlamaForCausalLM.from_pretrained(model_dir)
+    torch.manual_seed(7)
+    other = LlamaForCausalLM(reference.config)
+    other.get_output_embeddings().weight.data *= 120
+    (tmp_path / "checkpoint").mkdir()
+    other.save_pretrained(tmp_path / "other")
+    (tmp_path / "other" / "chat_template.jinja").write_text("{{ messages }}")
+    settings = {"device": "cpu", "dtype": "float32", "learning_rate": 5e-2, "weight_decay": 0.0}
+    TorchTrainer(tmp_path / "other", TrainConfig(**settings), AlgoConfig(), seed=0).save(tmp_path / "checkpoint")
+    algo = AlgoConfig(kl={"coef": 1.0, "estimator": estimator, "unbiased": unbiased})
+    trainer = TorchTrainer(model_dir, TrainConfig(**settings), algo, seed=0)
+    trainer.restore(tmp_path / "checkpoint")
+    unmoved = TorchTrainer(model_dir, TrainConfig(**settings), AlgoConfig(), seed=0)
+    rng = random.Random(1)
+    rows = [tuple(rng.randrange(V) for _ in range(8)) for _ in range(2)]
+
+    def gap() -> float:
+        pairs = zip(
+            (trainer.score(PROMPT.tokens + row) for row in rows), (unmoved.score(PROMPT.tokens + row) for row in rows)
+        )
+        return float(np.mean([abs(a - b) for one, two in pairs for a, b in zip(one[2:], two[2:], strict=True)]))
+
+    before = gap()
+    for number in range(40):
+        made = [
+            Row(
+                PROMPT.tokens,
+                row,
+                tuple(trainer.score(PROMPT.tokens + row)[2:]),
+                (0.0,) * 8,
+                (True,) * 8,
+                (number,) * 8,
+            )
+            for row in rows
+        ]
+        trainer.step(Batch(number, (Group(0, PROMPT, (), tuple(made)),)))
+    assert before > 4 and gap() < before / 4
 
 
 def test_selected_tokens_are_in_the_report(model_dir):

@@ -81,7 +81,8 @@ class KLConfig:
     coef: float | None = Field(default=None, ge=0)
     """0 is off."""
     estimator: Estimator | None = None
-    """k1 = lp - ref, k2 = its square / 2, k3 = exp(ref - lp) - (ref - lp) - 1 (Schulman 2020)."""
+    """k1 = lp - ref, k2 = its square / 2, k3 = exp(ref - lp) - (ref - lp) - 1 (Schulman 2020). In the loss k3 or k2, in the reward k1:
+    the others would not hold the policy near the reference there."""
     place: Literal["loss", "reward"] | None = None
     """loss: the trainer holds the reference too. reward: an engine serves it, and the divergence is taken off the reward."""
     unbiased: bool | None = None
@@ -127,11 +128,11 @@ class AlgoConfig:
     tau_negative: float | None = Field(default=None, gt=0)
     """sapo: temperature of the gate for bad tokens."""
     delta: float | None = Field(default=None, gt=0, le=1)
-    """dppo, ipo: how far a token's probability may move."""
+    """dppo, ipo: how far a token's probability may move; dppo_kl: by how many nats of binary KL."""
     cap: float | None = Field(default=None, gt=0)
-    """reinforce, dppo_tv: largest importance weight."""
+    """reinforce, dppo: largest importance weight."""
     penalty: float | None = Field(default=None, ge=0)
-    """dppo_kl, ipo: of the squared log ratio; kl_cov: of its absolute value on the chosen tokens."""
+    """dppo_tv_quadratic, ipo: of the squared log ratio; kl_cov: of its absolute value on the chosen tokens."""
     correction: CorrectionConfig = Field(default_factory=CorrectionConfig)
     lag: LagWeightConfig = Field(default_factory=LagWeightConfig)
     select: SelectConfig = Field(default_factory=SelectConfig)
@@ -169,6 +170,8 @@ class AlgoConfig:
         row = _with_loss(RECIPES[self.name], self.loss)
         given = {name: getattr(self, name) for name in ("advantage", "loss", "aggregation", "old", *CONSTANTS)}
         nested = {name: _with(getattr(row, name), getattr(self, name)) for name in _NESTED}
+        if nested["kl"].place == "reward" and self.kl.estimator is None:
+            nested["kl"] = nested["kl"]._replace(estimator="k1")
         return row._replace(**nested, **{name: value for name, value in given.items() if value is not None})
 
     @property
@@ -273,7 +276,7 @@ def _constants(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
         )
     if 0 < recipe.dual_clip <= 1:
         yield f"algo.dual_clip = {recipe.dual_clip} would clip ratios of 1; use more than 1 (3 is usual), or 0 for none"
-    if recipe.old == "trainer" and recipe.loss in ("kimi", "dppo_tv", "dppo_kl", "ipo", "kl_cov"):
+    if recipe.old == "trainer" and recipe.loss in ("kimi", "dppo_tv", "dppo_kl", "dppo_tv_quadratic", "ipo", "kl_cov"):
         yield (
             f"algo.loss = {recipe.loss} holds the policy near the sampler's by the ratio between them, which is 1 with "
             "algo.old = trainer; use algo.old = sampler"
@@ -328,6 +331,11 @@ def _divergences(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
         yield (
             "algo.kl.estimator = k1 in the loss has an expected gradient of zero on policy, so it would hold nothing; use "
             "k2 or k3, or algo.kl.place = reward"
+        )
+    if kl.place == "reward" and kl.estimator != "k1":
+        yield (
+            f"algo.kl.estimator = {kl.estimator} in the reward would push the policy away from the reference, because a reward passes on "
+            "its value and not its gradient; use k1, or algo.kl.place = loss"
         )
     if kl.place == "reward" and kl.unbiased:
         yield "algo.kl.unbiased is for algo.kl.place = loss: a reward has no gradient to correct; remove it"

@@ -9,8 +9,8 @@ from typing import Literal, NamedTuple
 
 MAX_LOG_RATIO = 20.0
 """A ratio beyond exp(±20) only says that something is broken; the clamp keeps it finite."""
-MAX_KL = 10.0
-"""Of one token: one absurd token must not be the whole gradient."""
+MIN_REST = 1e-6
+"""A log-prob nearer to 0 leaves "any other token" no probability that a binary divergence could divide by."""
 
 Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_sum"]
 Old = Literal["sampler", "trainer", "loglinear"]
@@ -96,7 +96,8 @@ READS: dict[str, tuple[str, ...]] = {
     "cispo": ("clip_low", "clip_high"),
     "sapo": ("tau", "tau_negative"),
     "dppo_tv": ("delta", "cap"),
-    "dppo_kl": ("delta", "penalty"),
+    "dppo_kl": ("delta", "cap"),
+    "dppo_tv_quadratic": ("delta", "penalty"),
     "ipo": ("delta", "penalty"),
     "kimi": ("tau",),
     "topr": (),
@@ -106,6 +107,9 @@ READS: dict[str, tuple[str, ...]] = {
     "ce": (),
 }
 """Loss -> the constants of the recipe that it is called with; one that it does not read is refused when it is given."""
+
+CUTS = ("ppo_clip", "gspo", "gspo_token", "gmpo", "dppo_tv", "dppo_kl", "dppo_tv_quadratic", "ipo")
+"""Losses whose bound takes a token's gradient away; that of the others, where they have one, holds a weight."""
 
 RULES = ("mask", "veto", "kpop", "opsm", "lag", "m2po", "clip_cov", "mine")
 """What may take a token's policy loss out; `mine` is a user's own loss."""
@@ -161,8 +165,9 @@ RECIPES: dict[str, Recipe] = {
     "kpop": Recipe("group_norm", "ppo_clip", "token_mean", correction=Correction(kpop=2.0)),
     "opsm": Recipe("group_norm", "ppo_clip", "token_mean", correction=Correction(opsm=1e-4)),
     "dppo_tv": Recipe("group_norm", "dppo_tv", "token_mean", cap=20.0),
-    "dppo_kl": Recipe("centred", "dppo_kl", "token_mean"),
-    "ipo": Recipe("centred", "ipo", "token_mean", delta=0.1),
+    "dppo_kl": Recipe("group_norm", "dppo_kl", "token_mean", delta=0.05, cap=20.0),
+    "dppo_tv_quadratic": Recipe("centred", "dppo_tv_quadratic", "token_mean"),
+    "ipo": Recipe("centred", "ipo", "token_mean", delta=0.3, penalty=0.0),
     "clip_cov": Recipe("group_norm", "ppo_clip", "token_mean", select=Select("clip_cov")),
     "kl_cov": Recipe("group_norm", "kl_cov", "token_mean", penalty=1.0, select=Select("kl_cov")),
     "gdpo": Recipe("gdpo", "ppo_clip", "token_mean"),

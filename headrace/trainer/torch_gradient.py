@@ -26,6 +26,10 @@ Replay = Callable[[Pack], AbstractContextManager[Replayed]]
 """Forces the recorded experts of a pack while it is forwarded (and backwarded)."""
 
 
+SHOWN_KL = 10.0
+"""The most that one token adds to the mean of the report, which one absurd token would else be all of. No loss knows it."""
+
+
 @dataclass
 class Sums:
     """Over the loss tokens of a step."""
@@ -60,7 +64,7 @@ class Sums:
         self.kl += float(k3(logprob, tokens.sampled).sum())
         self.outside += scores.outside
         if tokens.reference is not None:
-            self.reference_kl += float(kl_estimate(logprob, tokens.reference, "k3").sum())
+            self.reference_kl += float(kl_estimate(logprob, tokens.reference, "k3").clamp(max=SHOWN_KL).sum())
         if tokens.teacher is not None:
             known = tokens.teacher.isfinite()
             self.teacher_kl += float((logprob - tokens.teacher)[known].sum())
