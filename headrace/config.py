@@ -15,6 +15,7 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from headrace.algo.config import AlgoConfig
+from headrace.algo.earlier import as_it_was
 from headrace.engine.config import EngineConfig
 from headrace.errors import ConfigError
 from headrace.lora import AdapterConfig, LoraConfig, lora_problems
@@ -285,7 +286,7 @@ def _tree_of(source: RunConfig | Mapping[str, Any] | str | Path) -> tuple[Tree, 
     if isinstance(source, Mapping):
         return dict(source), Path.cwd()
     path = Path(source).expanduser()
-    return {"name": path.stem, **read_toml(path)}, path.absolute().parent
+    return {"name": path.stem, **as_it_was(read_toml(path))}, path.absolute().parent
 
 
 def resolve_paths(tree: Tree, base: Path) -> Tree:

@@ -192,6 +192,7 @@ def test_bad_settings_are_refused(wrong):
         ({"old": "trainer", "clip_high": 0.1}, "no effect with algo.old = trainer"),
         ({"dual_clip": 0.5}, "use more than 1"),
         ({"name": "kimi", "old": "trainer"}, "use algo.old = sampler"),
+        ({"denominator": "kept"}, "no rule takes anything out"),
         ({"correction": {"mode": "truncate"}}, "twice"),
         ({"correction": {"high": 3.0}}, "need algo.correction.mode"),
         ({"name": "icepop", "correction": {"low": 6.0}}, "is not below"),

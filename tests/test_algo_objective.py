@@ -15,9 +15,10 @@ from torch import Tensor
 
 from headrace.algo.aggregate import AGGREGATIONS, seq_mean_token_mean, seq_mean_token_sum, token_mean, token_sum
 from headrace.algo.config import AlgoConfig
-from headrace.algo.credit import kl_penalty
 from headrace.algo.corrections import importance_weight, larger_binary_kl
-from headrace.algo.distill import top_divergence
+from headrace.algo.credit import kl_penalty
+from headrace.algo.denominator import Kept
+from headrace.algo.distill import _with_tail, top_divergence
 from headrace.algo.kl import kl_estimate, kl_loss
 from headrace.algo.objective import objective_of, old_of, selection_of
 from headrace.algo.recipes import RECIPES, Distill
@@ -389,6 +390,14 @@ def test_the_whole_vocabulary_leaves_an_empty_tail(kind):
     assert same.item() == pytest.approx(0, abs=1e-9)
 
 
+@pytest.mark.parametrize("rest", [1e-3, 1e-6, 1e-8, 1e-10])
+def test_the_bucket_for_the_rest_keeps_its_digits_in_float32(rest):
+    """1 - Σp in float32 has none left below 1e-6; the log-probs themselves do."""
+    logprob = torch.tensor([[math.log1p(-3 * rest), math.log(2 * rest)]], dtype=torch.float32)
+    found = _with_tail(logprob, torch.isfinite(logprob))
+    assert found.dtype == torch.float32 and found[0, -1].item() == pytest.approx(math.log(rest), abs=1e-4)
+
+
 def test_top_k_distillation_is_added_to_the_objective():
     top = TopTokens(torch.full((len(SEQUENCE), 2), -2.0).double(), torch.full((len(SEQUENCE), 2), -1.5).double())
     tokens = tokens_of(top=top)
@@ -402,6 +411,52 @@ def test_a_microbatch_that_no_teacher_has_seen_learns_from_its_rewards(kind):
     untaught = torch.full((len(SEQUENCE),), math.nan).double()
     found = objective_of(AlgoConfig(distill={"kind": kind}))(tokens_of(teacher=untaught))
     torch.testing.assert_close(found.loss, objective_of(AlgoConfig())(tokens_of()).loss)
+
+
+# -- what is rejected, and the denominator ------------------------------------------------------------------------------------
+
+REJECTING = {"correction": {"veto": 0.5, "kpop": 0.05}}
+
+
+def kept_by_hand(losses: np.ndarray, rejected: np.ndarray, aggregation: str) -> float:
+    """As if the rejected tokens had not been sampled."""
+    rows = [losses[(s == SEQUENCE) & ~rejected] for s in range(3)]
+    rows = [row for row in rows if len(row)]
+    return {
+        "token_mean": sum(row.sum() for row in rows) / sum(map(len, rows)),
+        "seq_mean_token_mean": np.mean([row.mean() for row in rows]),
+        "seq_mean_token_sum": np.mean([row.sum() for row in rows]),
+        "token_sum": sum(row.sum() for row in rows) / (9 * len(rows)),
+    }[aggregation]
+
+
+@pytest.mark.parametrize("aggregation", sorted(AGGREGATIONS))
+def test_kept_is_the_loss_of_what_is_left(aggregation):
+    algo = grpo(**REJECTING, denominator="kept", aggregation=aggregation, kl={"coef": 0.3}).with_length(9)
+    tokens = tokens_of(1, reference=torch.tensor(data(9)[0]))
+    result = objective_of(algo)(tokens)
+    rejected = result.rejected.numpy()
+    assert rejected.any() and not rejected.all() and (result.loss[result.rejected] == 0).all()
+    weights = AGGREGATIONS[aggregation]([3, 1, 4], algo.length_constant)
+    weight = torch.tensor(weights).double()[tokens.sequence]
+    kept = Kept(algo.recipe.aggregation)
+    found = (result.loss * weight * kept.within_rows(tokens.sequence, result.rejected)).sum() * kept.factor
+    losses = objective_of(grpo(kl={"coef": 0.3}))(tokens).loss.detach().numpy()
+    assert found.item() == pytest.approx(kept_by_hand(losses, rejected, aggregation), rel=1e-6)
+
+
+def test_all_keeps_the_divergence_of_what_is_rejected_and_its_place_in_the_denominator():
+    tokens = tokens_of(1, reference=torch.tensor(data(9)[0]))
+    result = objective_of(grpo(**REJECTING, kl={"coef": 0.3}))(tokens)
+    kl = 0.3 * kl_estimate(tokens.logprob, tokens.reference, "k3")
+    torch.testing.assert_close(result.loss[result.rejected], kl[result.rejected])
+
+
+def test_a_step_of_which_nothing_is_kept_divides_by_nothing():
+    for aggregation in AGGREGATIONS:
+        kept = Kept(aggregation)  # type: ignore[arg-type]
+        assert kept.within_rows(torch.tensor(SEQUENCE), torch.ones(8, dtype=torch.bool)).isfinite().all()
+        assert math.isfinite(kept.factor)
 
 
 # -- selections over the whole step ------------------------------------------------------------------------------------------

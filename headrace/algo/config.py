@@ -18,6 +18,7 @@ from headrace.algo.recipes import (
     RECIPES,
     Aggregation,
     Correction,
+    Denominator,
     Estimator,
     Level,
     Mode,
@@ -114,6 +115,10 @@ class AlgoConfig:
     it belongs to, whatever `name` says."""
     aggregation: Aggregation | None = None
     """How per-token losses become one number, over the whole optimizer step."""
+    denominator: Denominator = "all"
+    """What a rule takes out (a correction's mask, `veto`, `kpop`, `opsm`, `lag`, `select`, a loss of your own): `all` counts it in the
+    denominator, so that a step of which half was rejected is half as long; `kept` leaves it out of the whole loss, as if it had not
+    been sampled. What a loss's own clip stops is in the denominator always."""
     old: Old | None = None
     """What ratios are anchored at: the sampler's log-probs; the trainer's own before the update (every batch gets exactly one
     update, so that they are the current ones, exactly and for free); or between both, log-linear in the lag."""
@@ -286,10 +291,22 @@ def _constants(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
 
 
 def _lengths(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
+    if config.denominator == "kept" and not _rejects(recipe):
+        yield (
+            f"algo.denominator = kept has no meaning with algo.name = {config.name}, in which no rule takes anything out; remove it, or "
+            "set a rule: algo.correction.mode = mask, veto, kpop or opsm, algo.lag.kind = trim, or algo.select"
+        )
     if config.length_constant and recipe.aggregation != "token_sum":
         yield (
             f"algo.length_constant has no meaning with algo.aggregation = {recipe.aggregation}; use token_sum, or remove it"
         )
+
+
+def _rejects(recipe: Recipe) -> bool:
+    correction = recipe.correction
+    by_correction = correction.mode == "mask" or correction.veto or correction.kpop or correction.opsm
+    by_choice = recipe.lag.kind == "trim" or recipe.select.kind in ("m2po", "clip_cov")
+    return bool(by_correction or by_choice or is_user_function(recipe.loss))
 
 
 def _corrections(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:

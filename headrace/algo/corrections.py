@@ -1,8 +1,8 @@
 """Weights on the policy loss: against the gap between sampler and trainer, and by lag. Shapes: M loss tokens.
 
 x is the log-prob whose gap to the sampler's is weighed, without gradient: `old`, or the current one where `old` is the
-sampler's itself. w = exp(clamp(x - sampled, ±20)). A token that a rule takes out counts zero in the numerator and stays in
-the denominator: the weights of a step are fixed before its first microbatch (C9), and what a rule takes out is known after.
+sampler's itself. w = exp(clamp(x - sampled, ±20)). A token that a rule takes out counts zero in the numerator;
+`denominator.py` says what becomes of the denominator.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ MIN_REST = 1e-6
 """A log-prob nearer to 0 leaves "any other token" no probability that a binary divergence could divide by."""
 
 Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_sum"]
+Denominator = Literal["all", "kept"]
 Old = Literal["sampler", "trainer", "loglinear"]
 Level = Literal["token", "sequence", "geometric"]
 Mode = Literal["none", "truncate", "mask"]

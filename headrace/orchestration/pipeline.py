@@ -28,15 +28,13 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
-import msgspec
-
 from headrace.errors import CheckpointError, HeadraceError, IdentityError, TrainingError, WorkerDied, first_error
 from headrace.observe.facts import Warned, WeightsLive
 from headrace.observe.journal import JournalStep, Live, Stepped
 from headrace.orchestration.outcomes import Rolled, rolled_of, step_fact
 from headrace.orchestration.parts import Parts, Plan
 from headrace.orchestration.rolling import Rolling
-from headrace.reports import TrainReport
+from headrace.reports import TrainReport, differing
 from headrace.staleness import judge
 from headrace.types import Batch, Group
 from headrace.weights import WeightUpdate
@@ -263,8 +261,5 @@ class Pipeline:
 
 def differs(report: TrainReport, before: TrainReport) -> str:
     """In what a step that was done again differs, bit for bit but for its time; empty where it does not."""
-    again = msgspec.structs.replace(report, seconds=before.seconds)
-    if repr(again) == repr(before):  # NaN differs from itself, its name does not
-        return ""
-    names = [name for name in before.__struct_fields__ if repr(getattr(again, name)) != repr(getattr(before, name))]
-    return ", ".join(f"{name} {getattr(again, name)} instead of {getattr(before, name)}" for name in names[:3])
+    names = differing(report, before)[:3]
+    return ", ".join(f"{name} {getattr(report, name)} instead of {getattr(before, name)}" for name in names)
