@@ -45,8 +45,8 @@ def test_constants_are_those_of_the_papers():
     clips = {name: (recipe.clip_low, recipe.clip_high) for name, recipe in of.items()}
     assert {name: clip for name, clip in clips.items() if clip != (0.2, 0.2)} == {
         "dapo": (0.2, 0.28),
-        "gspo": (3e-4, 4e-4),
-        "gspo_token": (3e-4, 4e-4),
+        "gspo": (0.05, 0.05),
+        "gspo_token": (0.05, 0.05),
         "cispo": (1.0, 4.0),
         "gmpo": (0.4, 0.4),
     }
@@ -68,9 +68,9 @@ def test_constants_are_those_of_the_papers():
         "tis": Correction(mode="truncate", level="token", low=0.0, high=2.0),
         "icepop": Correction(mode="mask", level="token", low=0.5, high=5.0),
         "mis": Correction(mode="mask", level="sequence", low=0.5, high=2.0),
-        "mis_geometric": Correction(mode="mask", level="geometric", low=0.99, high=1.001, veto=1e-4),
+        "mis_geometric": Correction(mode="mask", level="geometric", low=0.95, high=1.05, veto=1e-4),
         "kpop": Correction(kpop=2.0),
-        "opsm": Correction(opsm=1e-4),
+        "opsm": Correction(opsm=0.05),
     }
     assert {name for name, recipe in of.items() if recipe.old == "trainer"} == {"tis", "icepop", "mis", "mis_geometric"}
     assert {name for name, recipe in of.items() if recipe.old == "loglinear"} == {"decoupled_ppo"}

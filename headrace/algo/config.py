@@ -82,8 +82,7 @@ class KLConfig:
     coef: float | None = Field(default=None, ge=0)
     """0 is off."""
     estimator: Estimator | None = None
-    """k1 = lp - ref, k2 = its square / 2, k3 = exp(ref - lp) - (ref - lp) - 1 (Schulman 2020). In the loss k3 or k2, in the reward k1:
-    the others would not hold the policy near the reference there."""
+    """k1 = lp - ref, k2 = its square / 2, k3 = exp(ref - lp) - (ref - lp) - 1 (Schulman 2020). In the loss k3 or k2, in the reward k1."""
     place: Literal["loss", "reward"] | None = None
     """loss: the trainer holds the reference too. reward: an engine serves it, and the divergence is taken off the reward."""
     unbiased: bool | None = None
@@ -116,9 +115,8 @@ class AlgoConfig:
     aggregation: Aggregation | None = None
     """How per-token losses become one number, over the whole optimizer step."""
     denominator: Denominator = "all"
-    """What a rule takes out (a correction's mask, `veto`, `kpop`, `opsm`, `lag`, `select`, a loss of your own): `all` counts it in the
-    denominator, so that a step of which half was rejected is half as long; `kept` leaves it out of the whole loss, as if it had not
-    been sampled. What a loss's own clip stops is in the denominator always."""
+    """Of tokens that a rule takes out (correction, `veto`, `kpop`, `opsm`, `lag`, `select`): `all` counts them in the denominator, so that
+    a step of which half was rejected is half as long; `kept` leaves them out of the whole loss, as if they had not been sampled."""
     old: Old | None = None
     """What ratios are anchored at: the sampler's log-probs; the trainer's own before the update (every batch gets exactly one
     update, so that they are the current ones, exactly and for free); or between both, log-linear in the lag."""
@@ -293,20 +291,17 @@ def _constants(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
 def _lengths(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
     if config.denominator == "kept" and not _rejects(recipe):
         yield (
-            f"algo.denominator = kept has no meaning with algo.name = {config.name}, in which no rule takes anything out; remove it, or "
-            "set a rule: algo.correction.mode = mask, veto, kpop or opsm, algo.lag.kind = trim, or algo.select"
+            f"algo.denominator = kept has no meaning with algo.name = {config.name}, in which no rule takes anything out; remove it, or set "
+            "algo.correction.mode = mask, veto, kpop or opsm, algo.lag.kind = trim, or algo.select"
         )
     if config.length_constant and recipe.aggregation != "token_sum":
-        yield (
-            f"algo.length_constant has no meaning with algo.aggregation = {recipe.aggregation}; use token_sum, or remove it"
-        )
+        yield f"algo.length_constant has no meaning with algo.aggregation = {recipe.aggregation}; use token_sum, or remove it"
 
 
 def _rejects(recipe: Recipe) -> bool:
-    correction = recipe.correction
-    by_correction = correction.mode == "mask" or correction.veto or correction.kpop or correction.opsm
-    by_choice = recipe.lag.kind == "trim" or recipe.select.kind in ("m2po", "clip_cov")
-    return bool(by_correction or by_choice or is_user_function(recipe.loss))
+    mode, *_, veto, kpop, opsm = recipe.correction
+    chosen = recipe.lag.kind == "trim" or recipe.select.kind in ("m2po", "clip_cov") or is_user_function(recipe.loss)
+    return chosen or mode == "mask" or any((veto, kpop, opsm))
 
 
 def _corrections(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:

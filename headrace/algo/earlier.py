@@ -40,20 +40,18 @@ def _adapter(table: Tree) -> Tree:
 
 
 def _in_todays_words(algo: Tree) -> Tree:
-    name = algo["name"]
-    told = {**algo, **{key: _RENAMED.get(algo[key], algo[key]) for key in ("name", "loss") if key in algo}}
+    name = str(algo["name"])
+    told: Tree = {**algo, **{key: _RENAMED.get(algo[key], algo[key]) for key in ("name", "loss") if key in algo}}
     recipe = RECIPES.get(_RENAMED.get(name, name))
     if recipe is None:  # refused elsewhere
         return told
     if told.get("old") != "trainer":  # where no ratio reaches a bound
-        told = {**_CONSTANTS.get(told.get("loss", recipe.loss), {}), **told}
+        told = {**_CONSTANTS.get(str(told.get("loss", recipe.loss)), {}), **told}
     correction = dict(told.get("correction", {}))
     if name in _CORRECTIONS and correction.get("mode") != "none":
         told["correction"] = {**_CORRECTIONS[name], **correction}
     kl = dict(told.get("kl", {}))
-    if (
-        kl.get("place") == "reward"
-    ):  # rows keep what it came to; what is sampled from now on gets the estimator that holds
-        kl.pop("estimator", None)
+    if kl.get("place") == "reward":
+        kl.pop("estimator", None)  # rows keep what it came to; what is sampled from now on gets the one that holds
         told["kl"] = kl
     return told

@@ -76,7 +76,7 @@ class _Bounded(torch.autograd.Function):
         return torch.clamp(gap, -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from headrace.algo.config import AlgoConfig
 from headrace.algo.groups import algorithm_of
+from headrace.algo.noise import NoiseWatch, inside_rounding
 from headrace.buffer import Buffer
 from headrace.chat import ChatEncoder
 from headrace.config import RunConfig
@@ -23,7 +24,7 @@ from headrace.engine.config import EngineConfig
 from headrace.errors import ConfigError
 from headrace.lora import LoraConfig
 from headrace.models import resolve_model
-from headrace.observe.facts import Books, RunStarted, WeightsLive
+from headrace.observe.facts import Books, RunStarted, Warned, WeightsLive
 from headrace.observe.journal import JournalStep
 from headrace.observe.machine import machine_mark
 from headrace.observe.waits import Waits
@@ -115,7 +116,10 @@ class Built:
             expected = await parts.probe.trainer_side(parts.trainer, update.version, always=True)
             load = await parts.engine.load(update)
             parts.observer.record(WeightsLive(self.clock(), update, load))
-            await parts.probe.engine_side(parts.engine, update.version, expected)
+            rounding = await parts.probe.engine_side(parts.engine, update.version, expected)
+        if rounding is not None:
+            for sentence in inside_rounding(self.config.algo, rounding, self.config.rollout.max_tokens):
+                parts.observer.record(Warned(self.clock(), sentence))
 
     async def close(self) -> None:
         await self.parts.scorer.close()
@@ -242,6 +246,7 @@ def _assemble(
             adapter,
         ),
         turns=pools.turns,
+        noise=NoiseWatch(config.algo),
     )
     pipeline = Pipeline(parts, plan, clock, past.saved_step if past else 0)
     utilisation = Utilisation(pools.engine, pools.turns, waits, clock)

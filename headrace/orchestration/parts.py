@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from headrace.algo.groups import Algorithm
+from headrace.algo.noise import NoiseWatch
 from headrace.buffer import Buffer
 from headrace.observe.journal import Journal
 from headrace.observe.waits import Waits
@@ -41,6 +42,7 @@ class Parts:
     evaluator: Evaluator
     turns: Turns = field(default_factory=Turns)
     """At the trainer, where several pipelines share it."""
+    noise: NoiseWatch = field(default_factory=NoiseWatch)
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,13 @@ from headrace.staleness import judge
 from headrace.types import Batch, Group
 from headrace.weights import WeightUpdate
 
+_REMEDIES = {
+    "all_rejected": "The bounds of algo.correction, or the clip, let no token through: widen them, lower staleness.max_lag, or use "
+    "another algo.name"
+}
+_OTHERWISE = "Lower train.learning_rate or train.max_grad_norm, or look at the rewards of these groups in the report"
+"""Of the other reasons why a step is skipped."""
+
 T = TypeVar("T")
 P = ParamSpec("P")
 
@@ -174,6 +181,8 @@ class Pipeline:
         report = await self._busy("step", parts.trainer.step, batch)
         parts.journal.write(Stepped(self._clock(), report, tuple(group.ticket for group in groups)))
         parts.journal.flush()
+        for sentence in parts.noise.told(report):
+            self._record(Warned(self._clock(), sentence))
         if report.skipped:
             self._skip(report, groups)
             return report
@@ -244,8 +253,7 @@ class Pipeline:
         self._record(Warned(self._clock(), message))
         if self._skipped >= self._plan.max_skipped_steps:
             raise TrainingError(
-                f"{self._skipped} steps in a row were skipped ({report.skipped}). Lower train.learning_rate or "
-                "train.max_grad_norm, or look at the rewards of these groups in the report; "
+                f"{self._skipped} steps in a row were skipped ({report.skipped}). {_REMEDIES.get(report.skipped, _OTHERWISE)}; "
                 "train.max_skipped_steps sets how many may pass."
             )
 
