@@ -156,6 +156,17 @@ def _length_problems(config: RunConfig) -> list[str]:
             f"rollout.max_tokens = {config.rollout.max_tokens} leaves no room for a prompt in engine.context_length = "
             f"{config.engine.context_length}; lower the first or raise the second"
         )
+    cache = config.reward.soft_overlong_punishment.cache
+    if cache > config.rollout.max_tokens:
+        problems.append(
+            f"reward.soft_overlong_punishment.cache = {cache} begins before the first of rollout.max_tokens = {config.rollout.max_tokens}; "
+            "lower it (a fifth of max_tokens is usual), or raise max_tokens"
+        )
+    if cache and config.algo.recipe.advantage == "zero":
+        problems.append(
+            "reward.soft_overlong_punishment changes the reward, which algo.advantage = zero does not look at; remove it, or use another "
+            "advantage"
+        )
     if config.eval.prompts > config.task.held_out:
         problems.append(
             f"eval.prompts = {config.eval.prompts} asks for more than task.held_out = {config.task.held_out} prompts; "

@@ -18,7 +18,11 @@ from headrace.algo.objective import objective_of
 from headrace.algo.recipes import RECIPES
 from headrace.algo.tokens import TokenLoss, Tokens
 from headrace.observe.facts import Warned
+from headrace.observe.journal import read_steps
+from headrace.observe.records import StepRow
+from headrace.orchestration.run import RunResult
 from headrace.reports import TrainReport
+from headrace.scoring.overlong import soft_overlong_punishment
 
 TOKEN_RMS = 0.04
 """About that of SmolLM2-135M in bfloat16 (docs/algorithms.md)."""
@@ -119,14 +123,40 @@ def test_the_probe_says_it_before_the_first_step(name):
     assert inside_rounding(PAPERS[name], 1e-6, LENGTH) == [] == inside_rounding(PAPERS[name], 0.0, LENGTH)
 
 
-def test_a_run_says_that_its_bound_lies_inside_rounding(tiny_llama: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def result(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> RunResult:
     """Engine and trainer in bfloat16, which is where people meet it."""
+    directory = tmp_path_factory.mktemp("run")
     tables = {"train": {"steps": 1, "dtype": "bfloat16"}, "engine": {"dtype": "bfloat16"}, "staleness": {"max_lag": 0}}
     algo = {"name": "gspo", "clip_low": 1e-6, "clip_high": 1e-6}
     rollout = {"group_size": 8, "max_tokens": 16}
-    config = tiny_config(tmp_path, tiny_llama, algo=algo, rollout=rollout, checkpoint={"every": 0}, **tables)
-    result = headrace.train(config)
+    reward = {"soft_overlong_punishment": {"cache": 8, "weight": 0.5}}
+    config = tiny_config(
+        directory,
+        tiny_llama,
+        algo=algo,
+        rollout=rollout,
+        reward=reward,
+        checkpoint={"every": 0},
+        eval={"prompts": 4},
+        **tables,
+    )
+    return headrace.train(config)
+
+
+def test_a_run_says_that_its_bound_lies_inside_rounding(result: RunResult) -> None:
     said = [fact.message for fact in of(result.directory, Warned)]
     assert any("algo.clip_low = 1e-06 and algo.clip_high = 1e-06 will stop about" in one for one in said), said
     assert any("algo.clip_low = 1e-06 and algo.clip_high = 1e-06 lies inside rounding" in one for one in said), said
     assert "inside rounding" in result.report.read_text()
+
+
+def test_a_run_names_the_punishment_among_its_rewards_and_measures_without_it(result: RunResult) -> None:
+    (step,) = read_steps(result.directory)
+    for one in (one for group in step.groups for one in group.scored):
+        punishment = soft_overlong_punishment(len(one.episode.last.tokens), 16, 8)
+        assert one.rewards["soft_overlong_punishment"] == punishment
+        assert one.reward == pytest.approx(one.rewards["share_of_e"] + 0.5 * punishment)
+    (row,) = of(result.directory, StepRow)
+    assert -1 <= row.components["soft_overlong_punishment"] < 0
+    assert result.before is not None and result.before.reward_mean >= 0  # share_of_e alone

@@ -43,6 +43,7 @@ from headrace.orchestration.utilisation import Utilisation
 from headrace.orchestration.wording import headline, where
 from headrace.partial import Interrupts
 from headrace.protocols import EngineCore, Observer, Scorer, Task, TrainerCore, WeightReceiver, WeightSender
+from headrace.scoring.overlong import punished
 from headrace.tasks.config import TaskConfig
 from headrace.trainer.config import TrainConfig
 from headrace.types import Prompt
@@ -209,7 +210,9 @@ def _assemble(
         engine=pools.engine,
         interrupts=interrupts,
         trainer=pools.trainer,
-        scorer=pools.teaching.tracing(rewarding),
+        scorer=pools.teaching.tracing(
+            punished(config.reward.soft_overlong_punishment, config.rollout.max_tokens, rewarding)
+        ),
         observer=observer,
         journal=storage.journal,
         buffer=buffer,
