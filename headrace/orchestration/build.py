@@ -105,6 +105,7 @@ class Built:
             step,
             books,
             machine_mark(config.train.cores),
+            config.rollout.max_tokens,
         )
 
     async def go_live(self) -> None:
@@ -169,7 +170,8 @@ async def build(
         restore = {adapter: storage.checkpoint} if storage.checkpoint else {}
         pools = await open_pools(config, prepared.model_dir, logs, observer, waits, clock, restore)
         undo.push_async_callback(pools.close)
-        built = await join(config, prepared, pools, adapter, logs, storage, waits, clock)
+        begin = await join(config, prepared, pools, adapter, logs, storage, waits, clock)
+        built = begin()
         undo.pop_all()
     return built
 
@@ -183,26 +185,35 @@ async def join(
     storage: Storage,
     waits: Waits,
     clock: Clock,
-) -> Built:
-    """A pipeline over pools that are up. `adapter`: which one it trains; empty where the engine serves full weights."""
+) -> Callable[[], Built]:
+    """A pipeline over pools that are up. `adapter`: which one it trains; empty where the engine serves full weights.
+
+    Here ends what may be refused: only what is returned, and begins the run, changes its directory."""
     if config.rollout.stop and not pools.engine.capabilities.stop_strings:
         raise ConfigError(
             "this engine cannot end completions at strings (the model has no tokenizer it can use); remove rollout.stop"
         )
     student = Student(prepared.model_dir, pools.trainer, pools.engine, bool(adapter), pools.shadow, pools.weights_fd)
     pools.teaching = await open_teaching(config, prepared.lessons, student, logs, storage.recorder, waits, clock)
-    pools.engine.listen(storage.passes.write)
-    return _assemble(config, prepared, pools, adapter, storage, waits, clock)
+    buffer = Buffer(config.staleness, config.train.steps * config.staleness.groups_per_step)
+    interrupts = Interrupts(pools.engine, config.partial, waits, clock)
+    past = storage.past
+    redo = recover(past, prepared.task, buffer, interrupts, plan_of(config, adapter)) if past else []
+
+    def begin() -> Built:
+        storage.begin()
+        pools.engine.listen(storage.passes.write)
+        return _assemble(config, prepared, pools, adapter, storage, waits, clock, buffer, interrupts, redo)
+
+    return begin
 
 
 def _assemble(
-    config: RunConfig, prepared: Prepared, pools: Pools, adapter: str, storage: Storage, waits: Waits, clock: Clock
-) -> Built:
+    config: RunConfig, prepared: Prepared, pools: Pools, adapter: str, storage: Storage, waits: Waits, clock: Clock,
+    buffer: Buffer, interrupts: Interrupts, redo: Sequence[JournalStep],
+) -> Built:  # fmt: skip
     task, encoder, observer = prepared.task, prepared.encoder, storage.recorder
-    buffer = Buffer(config.staleness, config.train.steps * config.staleness.groups_per_step)
-    interrupts = Interrupts(pools.engine, config.partial, waits, clock)
     plan, past, mark = plan_of(config, adapter), storage.past, scoring_mark(config)
-    redo = recover(past, task, buffer, interrupts, plan) if past else []
     assert pools.teaching is not None
     rewarding = pools.teaching.rewarding(prepared.scorer)
     parts = Parts(
@@ -250,6 +261,7 @@ def _assemble(
         ),
         turns=pools.turns,
         noise=NoiseWatch(config.algo),
+        sentinels=(pools.teaching.watch,),
     )
     pipeline = Pipeline(parts, plan, clock, past.saved_step if past else 0)
     utilisation = Utilisation(pools.engine, pools.turns, waits, clock)
@@ -267,6 +279,7 @@ def plan_of(config: RunConfig, adapter: str) -> Plan:
         config.checkpoint.every,
         config.eval.every,
         adapter,
+        config.watch,
     )
 
 
