@@ -13,31 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from headrace.extras import EXTRAS, install
+
 State = Literal["ok", "note", "bad"]
 
 GIB = 1024**3
 NEEDED_MEMORY = 6 * GIB
 """fp32 weights, gradients, two AdamW moments, two published copies and the KV budget of the demo's 135 M parameters."""
 NEEDED_DISK = 4 * GIB
-
-EXTRAS = {
-    "tasks": "reasoning_gym",
-    "parquet": "pyarrow",
-    "datasets": "datasets",
-    "tensorboard": "tensorboard",
-    "trackio": "trackio",
-    "lora": "peft",
-}
-"""Extra of `pip install headrace[...]` -> the module that it brings."""
-
-_ADVICE = {
-    "tasks": "procedural tasks, the demo's among them",
-    "parquet": "prompts from Parquet files",
-    "datasets": "prompts from a saved datasets directory",
-    "tensorboard": "curves in TensorBoard",
-    "trackio": "curves in trackio",
-    "lora": "training of LoRA adapters",
-}
 
 # Run in a process of its own: importing torch takes seconds, and a broken build must not take the doctor with it.
 _TORCH_PROBE = """
@@ -136,11 +119,11 @@ def _packages() -> list[Finding]:
 
 
 def _extras() -> Iterator[Finding]:
-    for extra, module in EXTRAS.items():
-        if importlib.util.find_spec(module):
-            yield Finding(f"[{extra}]", "ok", f"{module.replace('_', '-')} {_version(module) or ''}".strip())
+    for name, extra in EXTRAS.items():
+        if importlib.util.find_spec(extra.module):
+            yield Finding(f"[{name}]", "ok", f"{extra.module.replace('_', '-')} {_version(extra.module) or ''}".strip())
         else:
-            yield Finding(f"[{extra}]", "note", "not installed", f"{_ADVICE[extra]}: pip install 'headrace[{extra}]'")
+            yield Finding(f"[{name}]", "note", "not installed", f"{extra.brings}: {install(name)}")
 
 
 def _version(distribution: str) -> str | None:
