@@ -51,6 +51,7 @@ FLOORS = {
     "trainer": 4,
     "weight_sync": 4,
     "config": 5,
+    "rehearsal": 5,
     "orchestration": 6,
     "doctor": 6,
     "simulate": 7,

@@ -42,6 +42,9 @@ from headrace.orchestration.utilisation import Utilisation
 from headrace.orchestration.wording import headline, where
 from headrace.partial import Interrupts
 from headrace.protocols import EngineCore, Observer, Scorer, Task, TrainerCore, WeightReceiver, WeightSender
+from headrace.rehearsal.prompts import first_prompts
+from headrace.rehearsal.reward import try_reward
+from headrace.scoring.job import is_async
 from headrace.tasks.config import TaskConfig
 from headrace.trainer.config import TrainConfig
 from headrace.types import Prompt
@@ -140,6 +143,9 @@ async def prepare(
     """What can be wrong in the user's input is found out here, before processes are started, which takes seconds."""
     task = await asyncio.to_thread(build_task, config.task, encoder, config.seed)
     scorer = await asyncio.to_thread(build_scorer, config, reward, logs / "scorer.log")
+    if reward is not None and is_async(reward):  # the others were called by the rehearsal, outside of this event loop
+        first, size = first_prompts(task, 0)[0], config.rollout.group_size
+        await try_reward(scorer, first, config.task.answer, False, size, encoder.encode_completion)
     lessons = await plan_lessons(config, model_dir, encoder)
     prompts = await asyncio.to_thread(task.held_out, config.eval.prompts)
     return Prepared(model_dir, encoder, task, scorer, prompts, lessons)

@@ -10,10 +10,11 @@ from typing import Any
 
 from headrace.config import RunConfig
 from headrace.errors import HeadraceError
-from headrace.observe.facts import Evaluated
+from headrace.observe.facts import Evaluated, Warned
 from headrace.observe.watchdog import Watchdog
 from headrace.orchestration.build import build, open_waits
 from headrace.orchestration.lane import Lane, open_lane
+from headrace.orchestration.rehearse import rehearse
 from headrace.orchestration.rundir import RunDirectory
 from headrace.orchestration.session import on_interrupt, run_clock
 from headrace.orchestration.several import train_together
@@ -40,8 +41,10 @@ def train(config: RunConfig, reward: Reward | None = None, resume: Path | None =
 
     `reward`: a function of prompts, completions and the row's other columns, in place of `config.reward`.
     `resume`: the directory of the run to go on with; its newest good checkpoint is used.
-    Raises `HeadraceError` with one sentence when the run could not be finished.
+    Raises `HeadraceError` with one sentence when the run could not be finished. What can be known to be wrong before a model is
+    loaded is a `ConfigError`, and nothing has been written then.
     """
+    notes = asyncio.run(rehearse(config, reward, resume)).notes
     if config.adapters:
         lanes = train_together(config, reward, resume)
         results = {name: _result(lane) for name, lane in lanes.items()}
@@ -50,6 +53,8 @@ def train(config: RunConfig, reward: Reward | None = None, resume: Path | None =
         return RunResult(path, first.reason, first.step, first.before, first.after, first.report, results)
     with RunDirectory.of(resume or config.run_dir, config, bool(resume)) as directory:
         lane = open_lane(config, directory, bool(resume))
+        for note in notes:
+            lane.storage.recorder.record(Warned(lane.storage.seconds, note))
         watchdog = Watchdog(directory.logs, config.watch.warn_after, config.watch.stop_after)
         lane.storage.recorder.add(watchdog)
 

@@ -52,14 +52,12 @@ class RunDirectory:
     def create(cls, path: Path, config_toml: str) -> RunDirectory:
         path.mkdir(parents=True, exist_ok=True)
         directory = cls(path)
-        metrics = path / METRICS
-        if any(read_lines(path / JOURNAL)) or any(b'"RunStarted"' in line for line in read_lines(metrics)):
+        try:
+            refuse_used(path)
+        except ConfigError:
             directory.close()
-            raise ConfigError(
-                f"{path} already holds a run: go on with it (headrace train --resume {path}), or choose another name "
-                "(--set name=...)"
-            )
-        metrics.unlink(missing_ok=True)  # of one that was refused at its start
+            raise
+        (path / METRICS).unlink(missing_ok=True)  # of one that was refused at its start
         (path / "config.toml").write_text(config_toml)
         return directory
 
@@ -89,6 +87,16 @@ class RunDirectory:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def refuse_used(path: Path) -> None:
+    """Raises ConfigError where a run has begun there."""
+    started = (b'"RunStarted"' in line for line in read_lines(path / METRICS))
+    if any(read_lines(path / JOURNAL)) or any(started):
+        raise ConfigError(
+            f"{path} already holds a run: go on with it (headrace train --resume {path}), or choose another name "
+            "(--set name=...)"
+        )
 
 
 def configs_until(path: Path) -> list[tuple[int, Path]]:
