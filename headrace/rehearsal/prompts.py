@@ -25,8 +25,10 @@ class Lengths(NamedTuple):
 def first_prompts(task: Task, held_out: int) -> list[Prompt]:
     """Those to be trained on first, then held-out ones. The task is as before."""
     state = task.state()
-    drawn = {prompt.id: prompt for prompt in (task.draw() for _ in range(LOOKED_AT))}
-    distinct = {prompt.tokens: prompt for prompt in drawn.values()}  # a short file comes round again
+    drawn = [task.draw() for _ in range(LOOKED_AT)]
+    distinct: dict[tuple[int, ...], Prompt] = {}
+    for prompt in drawn:
+        distinct.setdefault(prompt.tokens, prompt)  # a short file comes round again
     task.restore(state)
     return [*distinct.values(), *itertools.islice(task.held_out(held_out), LOOKED_AT)]
 
