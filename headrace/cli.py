@@ -224,9 +224,9 @@ def run_directory(run: str) -> Path:
             return candidate
     if is_config(run):
         own = Path("runs") / Path(run).stem
-        near = str(own) if own.is_dir() else "runs/NAME"
+        place = str(own) if own.is_dir() else "runs/NAME"
         raise ConfigError(
-            f"{run} is a config, and the directory of a run is needed here: {near}, say (headrace train {run} starts a new run)"
+            f"{run} is a config, and the directory of a run is needed here: {place}, say (headrace train {run} starts a new run)"
         )
     if Path(run).is_file():
         raise ConfigError(f"{run} is a file, and a run is a directory: name that, or its name under runs/")

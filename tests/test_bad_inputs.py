@@ -263,7 +263,7 @@ REWARD = [
     reward("rewards.exact", "of the form path/to/file.py:name"),
     reward("rewards.py:constant", "is a int, which cannot be called"),
     reward("rewards.py:positional", "takes prompts by position only"),
-    reward("rewards.py:key", "the reward fails on the row train/0/", "KeyError: '", "rewards.py:11", "mend the function"),
+    reward("rewards.py:key", "the reward fails on the row train/0/", "KeyError: '", "rewards.py:10", "mend the function"),
     reward("rewards.py:column", "it needs solution, which is no column of the task", "answer"),
     reward("rewards.py:none", "returned None instead of a list"),
     reward("rewards.py:short", "1 rewards came back for 2 completions"),

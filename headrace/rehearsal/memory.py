@@ -82,7 +82,7 @@ def _trainer(shape: Shape, plan: Plan) -> Iterator[Need]:
         yield Need("trainer", f"weights ({train.weights})", shape.parameters * size, device, certain=True)
         yield Need("trainer", "gradients", shape.parameters * size, device, certain=True)
         optimizer = 12 if train.offload_optimizer else 8
-        yield Need("trainer", "AdamW", shape.parameters * optimizer, host, certain=True)  # type: ignore[arg-type]
+        yield Need("trainer", "AdamW", shape.parameters * optimizer, host, certain=True)
         if plan.reference_in_loss:
             yield Need("trainer", "reference model", shape.parameters * computing, device, certain=True)
     yield Need("trainer", "activations, about", activations(shape, train, computing), device)
