@@ -42,9 +42,7 @@ from headrace.orchestration.utilisation import Utilisation
 from headrace.orchestration.wording import headline, where
 from headrace.partial import Interrupts
 from headrace.protocols import EngineCore, Observer, Scorer, Task, TrainerCore, WeightReceiver, WeightSender
-from headrace.rehearsal.prompts import first_prompts
-from headrace.rehearsal.reward import try_reward
-from headrace.scoring.job import is_async
+from headrace.rehearsal.reward import try_in_loop
 from headrace.tasks.config import TaskConfig
 from headrace.trainer.config import TrainConfig
 from headrace.types import Prompt
@@ -106,6 +104,7 @@ class Built:
             step,
             books,
             machine_mark(config.train.cores),
+            config.rollout.max_tokens,
         )
 
     async def go_live(self) -> None:
@@ -143,9 +142,7 @@ async def prepare(
     """What can be wrong in the user's input is found out here, before processes are started, which takes seconds."""
     task = await asyncio.to_thread(build_task, config.task, encoder, config.seed)
     scorer = await asyncio.to_thread(build_scorer, config, reward, logs / "scorer.log")
-    if reward is not None and is_async(reward):  # the others were called by the rehearsal, outside of this event loop
-        first, size = first_prompts(task, 0)[0], config.rollout.group_size
-        await try_reward(scorer, first, config.task.answer, False, size, encoder.encode_completion)
+    await try_in_loop(reward, scorer, task, config.task.answer, config.rollout.group_size, encoder.encode_completion)
     lessons = await plan_lessons(config, model_dir, encoder)
     prompts = await asyncio.to_thread(task.held_out, config.eval.prompts)
     return Prepared(model_dir, encoder, task, scorer, prompts, lessons)
@@ -170,7 +167,8 @@ async def build(
         restore = {adapter: storage.checkpoint} if storage.checkpoint else {}
         pools = await open_pools(config, prepared.model_dir, logs, observer, waits, clock, restore)
         undo.push_async_callback(pools.close)
-        built = await join(config, prepared, pools, adapter, logs, storage, waits, clock)
+        begin = await join(config, prepared, pools, adapter, logs, storage, waits, clock)
+        built = begin()
         undo.pop_all()
     return built
 
@@ -184,26 +182,35 @@ async def join(
     storage: Storage,
     waits: Waits,
     clock: Clock,
-) -> Built:
-    """A pipeline over pools that are up. `adapter`: which one it trains; empty where the engine serves full weights."""
+) -> Callable[[], Built]:
+    """A pipeline over pools that are up. `adapter`: which one it trains; empty where the engine serves full weights.
+
+    Here ends what may be refused: only what is returned, and begins the run, changes its directory."""
     if config.rollout.stop and not pools.engine.capabilities.stop_strings:
         raise ConfigError(
             "this engine cannot end completions at strings (the model has no tokenizer it can use); remove rollout.stop"
         )
     student = Student(prepared.model_dir, pools.trainer, pools.engine, bool(adapter), pools.shadow, pools.weights_fd)
     pools.teaching = await open_teaching(config, prepared.lessons, student, logs, storage.recorder, waits, clock)
-    pools.engine.listen(storage.passes.write)
-    return _assemble(config, prepared, pools, adapter, storage, waits, clock)
+    buffer = Buffer(config.staleness, config.train.steps * config.staleness.groups_per_step)
+    interrupts = Interrupts(pools.engine, config.partial, waits, clock)
+    past = storage.past
+    redo = recover(past, prepared.task, buffer, interrupts, plan_of(config, adapter)) if past else []
+
+    def begin() -> Built:
+        storage.begin()
+        pools.engine.listen(storage.passes.write)
+        return _assemble(config, prepared, pools, adapter, storage, waits, clock, buffer, interrupts, redo)
+
+    return begin
 
 
 def _assemble(
-    config: RunConfig, prepared: Prepared, pools: Pools, adapter: str, storage: Storage, waits: Waits, clock: Clock
-) -> Built:
+    config: RunConfig, prepared: Prepared, pools: Pools, adapter: str, storage: Storage, waits: Waits, clock: Clock,
+    buffer: Buffer, interrupts: Interrupts, redo: Sequence[JournalStep],
+) -> Built:  # fmt: skip
     task, encoder, observer = prepared.task, prepared.encoder, storage.recorder
-    buffer = Buffer(config.staleness, config.train.steps * config.staleness.groups_per_step)
-    interrupts = Interrupts(pools.engine, config.partial, waits, clock)
     plan, past, mark = plan_of(config, adapter), storage.past, scoring_mark(config)
-    redo = recover(past, task, buffer, interrupts, plan) if past else []
     assert pools.teaching is not None
     rewarding = pools.teaching.rewarding(prepared.scorer)
     parts = Parts(
@@ -248,6 +255,7 @@ def _assemble(
             adapter,
         ),
         turns=pools.turns,
+        sentinels=(pools.teaching.watch,),
     )
     pipeline = Pipeline(parts, plan, clock, past.saved_step if past else 0)
     utilisation = Utilisation(pools.engine, pools.turns, waits, clock)
@@ -265,6 +273,7 @@ def plan_of(config: RunConfig, adapter: str) -> Plan:
         config.checkpoint.every,
         config.eval.every,
         adapter,
+        config.watch,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from pathlib import Path
 from typing import Any
 
 from headrace.config import RunConfig
@@ -37,6 +38,15 @@ def _differences(name: str, was: Any, now: Any) -> list[str]:
         for field in dataclasses.fields(was)
         for said in _differences(f"{name}.{field.name}", getattr(was, field.name), getattr(now, field.name))
     ]
+
+
+def check_steps(run_dir: Path, done: int, wanted: int) -> None:
+    """Raises ConfigError where a run has done more steps than it is to have."""
+    if wanted < done:
+        raise ConfigError(
+            f"{run_dir} has done {done} steps, and train.steps = {wanted} asks for fewer: set train.steps to {done} (it ends where it "
+            "stands) or more, or start a new run"
+        )
 
 
 def check_bound(old: RunConfig, new: RunConfig) -> None:

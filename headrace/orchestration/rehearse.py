@@ -179,7 +179,9 @@ async def _reward(config: RunConfig, reward: Reward | None, prompt: Prompt, enco
     if reward is not None and is_async(
         reward
     ):  # what it keeps open belongs to the loop of the run: `prepare` calls it there
-        return [("", "an async function from Python: it is called once when the run starts")]
+        return [
+            ("", "an async function from Python: it is called once when the run starts, before the model is loaded")
+        ]
     with TemporaryDirectory() as logs:
         log = Path(logs) / "scorer.log"
         scorer = await asyncio.to_thread(build_scorer, config, reward, log)

@@ -7,12 +7,12 @@ sentence. A function must be able to judge whatever a model writes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
-
-import msgspec
+from typing import Any, NamedTuple
 
 from headrace.errors import ConfigError
-from headrace.protocols import Scorer
+from headrace.protocols import Scorer, Task
+from headrace.rehearsal.prompts import first_prompts
+from headrace.scoring.job import is_async
 from headrace.types import Completion, Episode, Failure, Prompt, Scored, Turn, VersionSpan
 
 SENTENCE = "This sentence stands where a completion will be."
@@ -48,13 +48,21 @@ async def try_reward(scorer: Scorer, prompt: Prompt, answer: str, tags: bool, gr
     return Tried(prompt, text, is_answer, first.reward, first.rewards)
 
 
+async def try_in_loop(
+    reward: Callable[..., Any] | None, scorer: Scorer, task: Task, answer: str, group_size: int, encode: Encode
+) -> None:
+    """Of an async function that Python passed: what it keeps open belongs to one event loop, so that it is called in that of the
+    run and not in the rehearsal's. Any other was called there."""
+    if reward is not None and is_async(reward):
+        await try_reward(scorer, first_prompts(task, 0)[0], answer, False, group_size, encode)
+
+
 def _refusal(failed: Failure, prompt: Prompt, text: str, is_answer: bool) -> str:
     given = "its own answer" if is_answer else "a sentence"
-    trace = str(msgspec.structs.asdict(failed).get("traceback", ""))
     return "\n".join(
         [
             f"the reward fails on the row {prompt.id}, with {given} in place of the completion ({_short(text)}): {failed.detail}",
-            *trace.splitlines(),
+            *failed.traceback.splitlines(),
             f"mend the function: it is called with prompts, completions and the row's columns ({_columns(prompt)}), and returns a "
             "number for each completion, whatever the model wrote",
         ]

@@ -9,8 +9,8 @@ from typing import Any
 
 from headrace.errors import ConfigError
 from headrace.extras import install
+from headrace.scoring.job import fail_raised
 from headrace.types import Failure
-from headrace.user_code import one_line
 
 
 @cache
@@ -57,4 +57,4 @@ def _score(completion: str, entry: dict[str, Any]) -> float | Failure:
     try:
         return float(_verifier(entry["metadata"]["source_dataset"])(answer=completion, entry=entry))
     except Exception as error:
-        return Failure("reward_raised", one_line(error))
+        return fail_raised(error)
