@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,8 +49,19 @@ def exit_code(work: Callable[[], int]) -> int:
 
 def _complain(error: Exception, code: int) -> int:
     text = "\n".join([str(error) or type(error).__name__, *getattr(error, "__notes__", [])])
-    print("\n".join(f"headrace: {line}" for line in text.splitlines()), file=sys.stderr)
+    print("\n".join(line for one in text.splitlines() for line in _fitted(f"headrace: {one}")), file=sys.stderr)
     return code
+
+
+def _fitted(line: str) -> list[str]:
+    """Broken between words for a terminal; whole for a file or a pipe, where somebody searches in it."""
+    if not sys.stderr.isatty():
+        return [line]
+    width = shutil.get_terminal_size().columns
+    indent = " " * len("headrace: ")
+    return textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) or [
+        line
+    ]
 
 
 # --- commands --------------------------------------------------------------------------------------------------------
@@ -58,24 +71,32 @@ def train(arguments: argparse.Namespace) -> int:
     run_dir = run_directory(arguments.resume) if arguments.resume else None
     config = _config(arguments.config, run_dir, _sets(arguments))
     if arguments.dry_run:
-        from headrace.config import dump_config
-        from headrace.orchestration.one_shot import describe
-
-        print(f"{dump_config(config)}\n{describe(config)}")
-        return 0
+        return _rehearse(config, run_dir)
     from headrace.orchestration import run
 
     result = run.train(config, resume=run_dir)
     return INTERRUPTED if result.reason == "interrupted" else 0
 
 
+def _rehearse(config: RunConfig, run_dir: Path | None) -> int:
+    """Every setting as TOML, then what came of trying all that needs no model."""
+    import asyncio
+
+    from headrace.config import dump_config
+    from headrace.orchestration.rehearse import rehearse
+
+    done = asyncio.run(rehearse(config, resume=run_dir, thorough=True))
+    print(f"{dump_config(config)}\n{done.page()}")
+    return 0
+
+
 def evaluate(arguments: argparse.Namespace) -> int:
     from headrace.observe.troubles import measured_on
     from headrace.orchestration import one_shot
 
-    is_config = arguments.source.endswith(".toml")
-    run_dir = None if is_config else run_directory(arguments.source)
-    config = _config(arguments.source if is_config else None, run_dir, arguments.set)
+    named = is_config(arguments.source)
+    run_dir = None if named else run_directory(arguments.source)
+    config = _config(arguments.source if named else None, run_dir, arguments.set)
     measured = one_shot.evaluate(config, run_dir, arguments.prompts, arguments.step)
     which = f"step {measured.step} of {run_dir}" if run_dir else "the untrained model"
     print(
@@ -139,7 +160,7 @@ def plan(arguments: argparse.Namespace) -> int:
     from headrace.simulate.command import tell
     from headrace.simulate.plan import Question, config_for
 
-    run_dir = None if arguments.source.endswith(".toml") else run_directory(arguments.source)
+    run_dir = None if is_config(arguments.source) else run_directory(arguments.source)
     chip, _, file = arguments.hardware.partition(":")
     if chip == "cpu" and not file:
         raise ConfigError("--hardware cpu:FILE names a file of measured rates; --calibrate writes one")
@@ -183,6 +204,10 @@ def _config(file: str | None, run_dir: Path | None, sets: Sequence[str]) -> RunC
     source = file or (run_dir and config_of_run(run_dir))
     if not source:
         raise ConfigError("name a config: headrace train CONFIG.toml (or --resume RUN to go on with a run)")
+    if file and (Path(file) / "config.toml").is_file():
+        raise ConfigError(
+            f"{file} is the directory of a run, not a config; go on with it: headrace train --resume {file}"
+        )
     config = load_config(source, sets)
     for run in adapter_runs(config) or (config,):
         if not run.reward.specs and not run.teachers:  # unlike `headrace.train`, we cannot be handed a function
@@ -202,10 +227,23 @@ def run_directory(run: str) -> Path:
     for candidate in (Path(run), Path("runs") / run):
         if candidate.is_dir():
             return candidate
+    if is_config(run):
+        own = Path("runs") / Path(run).stem
+        place = str(own) if own.is_dir() else "runs/NAME"
+        raise ConfigError(
+            f"{run} is a config, and the directory of a run is needed here: {place}, say (headrace train {run} starts a new run)"
+        )
+    if Path(run).is_file():
+        raise ConfigError(f"{run} is a file, and a run is a directory: name that, or its name under runs/")
     known = [path.name for path in Path("runs").glob("*") if path.is_dir()]
     near = difflib.get_close_matches(Path(run).name, known, n=1)
     hint = f"; did you mean runs/{near[0]}?" if near else ""
     raise ConfigError(f"there is no run {run}: neither a directory of that name nor runs/{run}{hint}")
+
+
+def is_config(source: str) -> bool:
+    """Whether it looks like a config and not like a run; one in another language is refused when it is read."""
+    return source.endswith((".toml", ".json", ".yaml", ".yml"))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -250,7 +288,11 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     _add_set(one)
     one.add_argument("--name", help="the run's directory under out/ (default: the config's, or its file's name)")
     one.add_argument("--resume", metavar="RUN", help="go on from the last checkpoint of this run")
-    one.add_argument("--dry-run", action="store_true", help="print the resolved config and what would run where")
+    one.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="a rehearsal: check files, columns, lengths, devices and memory, call the reward once, print all settings; load no model",
+    )
 
 
 def _add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

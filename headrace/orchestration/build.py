@@ -43,6 +43,7 @@ from headrace.orchestration.utilisation import Utilisation
 from headrace.orchestration.wording import headline, where
 from headrace.partial import Interrupts
 from headrace.protocols import EngineCore, Observer, Scorer, Task, TrainerCore, WeightReceiver, WeightSender
+from headrace.rehearsal.reward import try_in_loop
 from headrace.scoring.overlong import punished
 from headrace.tasks.config import TaskConfig
 from headrace.trainer.config import TrainConfig
@@ -146,6 +147,7 @@ async def prepare(
     """What can be wrong in the user's input is found out here, before processes are started, which takes seconds."""
     task = await asyncio.to_thread(build_task, config.task, encoder, config.seed)
     scorer = await asyncio.to_thread(build_scorer, config, reward, logs / "scorer.log")
+    await try_in_loop(reward, scorer, task, config.task.answer, config.rollout.group_size, encoder.encode_completion)
     lessons = await plan_lessons(config, model_dir, encoder)
     prompts = await asyncio.to_thread(task.held_out, config.eval.prompts)
     return Prepared(model_dir, encoder, task, scorer, prompts, lessons)

@@ -1,4 +1,4 @@
-"""What needs no training: `headrace eval`, `headrace export`, and what `--dry-run` says."""
+"""What needs no training: `headrace eval` and `headrace export`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from headrace.orchestration.evaluation import Evaluator
 from headrace.orchestration.pools import open_pools
 from headrace.orchestration.rundir import held
 from headrace.orchestration.teaching import Student, for_reading, open_teaching, plan_lessons
-from headrace.orchestration.wording import headline, where
 
 
 class _Stderr:
@@ -152,17 +151,3 @@ def export(
         print(f"{said}: --merge writes the one that was trained", file=sys.stderr)
     export_weights(config, resolve_model(config.model.path), checkpoint, to, dtype, merge)
     return checkpoint
-
-
-def describe(config: RunConfig) -> str:
-    """For `--dry-run`: what will run where, and what that means."""
-    staleness, rollout = config.staleness, config.rollout
-    lines = [headline(config), ""]
-    lines += [f"  {part:<11}{place}" for part, place in where(config, "path chosen when the model is read").items()]
-    lines += [
-        "",
-        f"  {config.train.steps} steps of {staleness.groups_per_step} groups x {rollout.group_size} rollouts; "
-        f"{staleness.slots} tickets, so no token is older than {staleness.lag_bound} optimizer step(s) when it is trained",
-        f"  run directory: {config.run_dir}",
-    ]
-    return "\n".join(lines)

@@ -70,12 +70,11 @@ class RunDirectory:
     @classmethod
     def create(cls, path: Path) -> RunDirectory:
         directory = cls(path)
-        if any(read_lines(path / JOURNAL)) or any(b'"RunStarted"' in line for line in read_lines(path / METRICS)):
+        try:
+            refuse_used(path)
+        except ConfigError:
             directory.close()
-            raise ConfigError(
-                f"{path} already holds a run: go on with it (headrace train --resume {path}), or choose another name "
-                "(--set name=...)"
-            )
+            raise
         return directory
 
     @classmethod
@@ -126,6 +125,16 @@ class RunDirectory:
             refused = not isinstance(error, Exception) or isinstance(error, ConfigError)
             self._vanish(logs=refused)
         self.close()
+
+
+def refuse_used(path: Path) -> None:
+    """Raises ConfigError where a run has begun there."""
+    started = (b'"RunStarted"' in line for line in read_lines(path / METRICS))
+    if any(read_lines(path / JOURNAL)) or any(started):
+        raise ConfigError(
+            f"{path} already holds a run: go on with it (headrace train --resume {path}), or choose another name "
+            "(--set name=...)"
+        )
 
 
 def configs_until(path: Path) -> list[tuple[int, Path]]:

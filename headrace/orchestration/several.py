@@ -28,6 +28,7 @@ from headrace.orchestration.build import Built, Clock, Pools, Prepared, join, op
 from headrace.orchestration.course import check_resumable
 from headrace.orchestration.lane import Lane, open_lane, say_finished
 from headrace.orchestration.pools import open_pools
+from headrace.orchestration.rehearse import rehearse
 from headrace.orchestration.rundir import CONFIG, RunDirectory
 from headrace.orchestration.session import on_interrupt, on_unheard, run_clock
 
@@ -36,6 +37,7 @@ Reward = Callable[..., Any]
 
 def train_together(config: RunConfig, reward: Reward | None, resume: Path | None) -> dict[str, Lane]:
     """All adapters to their ends. Where one fails the others leave with a checkpoint, and its error is raised."""
+    notes = [] if resume else asyncio.run(rehearse(config, reward)).notes
     with full_disk_is_said(resume or config.run_dir), ExitStack() as undo:
         directory = undo.enter_context(RunDirectory.of(resume or config.run_dir, bool(resume)))
         if resume:
@@ -50,6 +52,11 @@ def train_together(config: RunConfig, reward: Reward | None, resume: Path | None
         if all(lane.finished for lane in lanes.values()):
             say_finished(directory.path, list(lanes.values()))
             return lanes
+        if resume:
+            notes = asyncio.run(rehearse(config, reward, resume)).notes
+        for lane in lanes.values():
+            for note in notes:
+                lane.storage.recorder.record(Warned(lane.storage.seconds, note))
         watchdog = Watchdog(directory.logs, config.watch.warn_after, config.watch.stop_after, tells=not resume)
         with watchdog:
             keep = partial(directory.keep_config, step=0) if resume else directory.begin
