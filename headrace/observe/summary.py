@@ -46,9 +46,9 @@ def summary(state: RunState, run_dir: Path | None = None, report: Path | None = 
     )
 
 
-def print_summary(state: RunState, report: Path, console: Console | None = None) -> None:
-    """`report`: where `write_report` put it, in the run's directory."""
-    (console or Console(highlight=False)).print(summary(state, report.parent, report))
+def print_summary(state: RunState, report: Path | None, console: Console | None = None) -> None:
+    """`report`: where `write_report` put it, in the run's directory; None of a run whose directory is there no more."""
+    (console or Console(highlight=False)).print(summary(state, report.parent if report else None, report))
 
 
 def _is_bad(state: RunState) -> bool:
@@ -187,7 +187,10 @@ def _next(table: Table, state: RunState, run_dir: Path | None, report: Path | No
     if report:
         _more(table, "Report", str(report))
     if run_dir and state.started:
-        if state.step < state.started.steps:
+        saved = measures.saved_step(state)
+        whole = saved == state.step or (state.ended is not None and state.ended.reason == "finished")
+        if state.step < state.started.steps or not whole:
             _more(table, "Go on with", f"headrace train --resume {run_dir}")
-        if any(not one.error for one in state.checkpoints):
-            _more(table, "Export with", f"headrace export {run_dir} --to DIR")
+        if saved is not None:
+            older = "" if whole else f" --step {saved}"
+            _more(table, "Export with", f"headrace export {run_dir} --to DIR{older}")

@@ -215,8 +215,8 @@ def _checks(state: RunState) -> list[Text]:
         parts.append(Text(f"{plural(len(state.swaps), 'swap')}, mean gap {1000 * gap:.2g} ms"))
     if state.deaths:
         parts.append(Text(plural(len(state.deaths), "death"), WARN))
-    if state.checkpoints:
-        parts.append(Text(f"checkpoint {state.checkpoints[-1].step}", FAINT))
+    if (saved := measures.saved_step(state)) is not None:
+        parts.append(Text(f"checkpoint {saved}", FAINT))
     return parts
 
 
