@@ -15,6 +15,7 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from headrace.algo.config import AlgoConfig
+from headrace.algo.earlier import as_it_was
 from headrace.engine.config import EngineConfig
 from headrace.errors import ConfigError
 from headrace.lora import AdapterConfig, LoraConfig, lora_problems
@@ -155,6 +156,17 @@ def _length_problems(config: RunConfig) -> list[str]:
             f"rollout.max_tokens = {config.rollout.max_tokens} leaves no room for a prompt in engine.context_length = "
             f"{config.engine.context_length}; lower the first or raise the second"
         )
+    cache = config.reward.soft_overlong_punishment.cache
+    if cache > config.rollout.max_tokens:
+        problems.append(
+            f"reward.soft_overlong_punishment.cache = {cache} begins before the first of rollout.max_tokens = {config.rollout.max_tokens}; "
+            "lower it (a fifth of max_tokens is usual), or raise max_tokens"
+        )
+    if cache and config.algo.recipe.advantage == "zero":
+        problems.append(
+            "reward.soft_overlong_punishment changes the reward, which algo.advantage = zero does not look at; remove it, or use another "
+            "advantage"
+        )
     if config.eval.prompts > config.task.held_out:
         problems.append(
             f"eval.prompts = {config.eval.prompts} asks for more than task.held_out = {config.task.held_out} prompts; "
@@ -285,7 +297,7 @@ def _tree_of(source: RunConfig | Mapping[str, Any] | str | Path) -> tuple[Tree, 
     if isinstance(source, Mapping):
         return dict(source), Path.cwd()
     path = Path(source).expanduser()
-    return {"name": path.stem, **read_toml(path)}, path.absolute().parent
+    return {"name": path.stem, **as_it_was(read_toml(path))}, path.absolute().parent
 
 
 def resolve_paths(tree: Tree, base: Path) -> Tree:

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from headrace import virtual_time
 from headrace.algo.config import AlgoConfig
 from headrace.algo.groups import algorithm_of
+from headrace.algo.noise import NoiseWatch
 from headrace.buffer import Buffer
 from headrace.engine.fake import FakeEngine
 from headrace.errors import CheckpointError, HeadraceError, IdentityError, StalledError, TrainingError, WorkerDied
@@ -39,6 +40,7 @@ from headrace.orchestration.snapshots import Snapshots, load_controller
 from headrace.orchestration.turns import Turns
 from headrace.partial import Interrupts, PartialConfig
 from headrace.process_config import EvalConfig, WatchConfig
+from headrace.reports import LagStats, Noise
 from headrace.rollout import RolloutConfig
 from headrace.scoring.fake import FakeScorer
 from headrace.staleness import StalenessConfig
@@ -89,6 +91,7 @@ class World:
     evaluate_every: int = 0
     told: Told = Told()
     """What the metrics have of the worlds before."""
+    noise: NoiseWatch = field(default_factory=NoiseWatch)
     sentinels: Sequence[Callable[[], Awaitable[None]]] = ()
 
     def build(self, resume: bool = False) -> Pipeline:
@@ -141,6 +144,7 @@ class World:
                 waits,
                 clock,
             ),
+            noise=self.noise,
             sentinels=self.sentinels,
         )
         self.parts = parts
@@ -460,6 +464,19 @@ def test_groups_that_other_settings_have_scored_are_dropped_by_name(tmp_path: Pa
     counted = last.buffer.accounting()
     assert counted.balance() == 0 and counted.trained == 30 * 3 and last.trainer.version == 30
     assert counted.dropped.get("settings_changed", 0) == (len(ready) if mark == "b" else 0)
+
+
+def test_steps_of_which_everything_was_rejected_end_the_run_with_their_remedy(tmp_path: Path) -> None:
+    rejected = LagStats("0", 500, 1.0, 0.0, 1.0, 0.0, 0.0, {"opsm": 1.0})
+    trainer = FakeTrainer(skip=lambda attempt: "all_rejected", lags=(rejected,), noise=Noise(500, 0.04, 25, 0.01))
+    world = World(tmp_path, trainer=trainer, noise=NoiseWatch(AlgoConfig("opsm", correction={"opsm": 1e-4})))
+    with pytest.raises(
+        TrainingError, match=r"3 steps in a row were skipped \(all_rejected\).*algo.correction.*widen them"
+    ):
+        virtual_time.run(world.run())
+    said = [fact.message for fact in world.ledger.of(Warned)]
+    assert "algo.correction.opsm = 0.0001 lies inside rounding: it stopped 100 % of 500 tokens" in said[0]
+    assert "step 0 was skipped: all_rejected; the weights are unchanged" in said[1] and len(said) == 4
 
 
 def test_a_step_that_is_skipped_when_it_is_done_again_ends_the_run(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from headrace.observe import measures
 from headrace.observe.advice import advices
 from headrace.observe.fates import DISCARDED
 from headrace.observe.lags import over_steps
-from headrace.observe.layout import FAINT, LABEL
+from headrace.observe.layout import FAINT, LABEL, distinct, without_marks
 from headrace.observe.state import RunState
 from headrace.observe.text import bar, clip, counted, duration, number, percent, plural, short_time, sparkline
 from headrace.observe.troubles import failings, shares
@@ -174,12 +174,12 @@ def _troubles(table: Table, state: RunState) -> None:
         words += f"; the first: {clip(one.first.detail, 200)}" if one.first else ""
         table.add_row(Text("!", WARN), "Failed", Text(words, WARN))
         if place == 0 and one.first and one.first.traceback:
-            _more(table, "", Text(one.first.traceback, FAINT))
+            _more(table, "", Text(without_marks(one.first.traceback), FAINT))
     for advice in advices(state):
         table.add_row(Text("→", WARN), advice.name.capitalize(), Text(advice.sentence, WARN))
-    for index, warning in enumerate(state.warnings[-3:]):
+    for index, warning in enumerate(distinct([one.message for one in state.warnings], 3)):
         label = plural(len(state.warnings), "warning") if index == 0 else ""
-        table.add_row(Text("!" if index == 0 else "", WARN), label, Text(clip(warning.message, 600), WARN))
+        table.add_row(Text("!" if index == 0 else "", WARN), label, Text(clip(warning, 600), WARN))
 
 
 def _next(table: Table, state: RunState, run_dir: Path | None, report: Path | None) -> None:

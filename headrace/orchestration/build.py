@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from headrace.algo.config import AlgoConfig
 from headrace.algo.groups import algorithm_of
+from headrace.algo.noise import NoiseWatch, inside_rounding
 from headrace.buffer import Buffer
 from headrace.chat import ChatEncoder
 from headrace.config import RunConfig
@@ -23,7 +24,7 @@ from headrace.engine.config import EngineConfig
 from headrace.errors import ConfigError
 from headrace.lora import LoraConfig
 from headrace.models import resolve_model
-from headrace.observe.facts import Books, RunStarted, WeightsLive
+from headrace.observe.facts import Books, RunStarted, Warned, WeightsLive
 from headrace.observe.journal import JournalStep
 from headrace.observe.machine import machine_mark
 from headrace.observe.waits import Waits
@@ -42,6 +43,7 @@ from headrace.orchestration.utilisation import Utilisation
 from headrace.orchestration.wording import headline, where
 from headrace.partial import Interrupts
 from headrace.protocols import EngineCore, Observer, Scorer, Task, TrainerCore, WeightReceiver, WeightSender
+from headrace.scoring.overlong import punished
 from headrace.tasks.config import TaskConfig
 from headrace.trainer.config import TrainConfig
 from headrace.types import Prompt
@@ -116,7 +118,10 @@ class Built:
             expected = await parts.probe.trainer_side(parts.trainer, update.version, always=True)
             load = await parts.engine.load(update)
             parts.observer.record(WeightsLive(self.clock(), update, load))
-            await parts.probe.engine_side(parts.engine, update.version, expected)
+            rounding = await parts.probe.engine_side(parts.engine, update.version, expected)
+        if rounding is not None:
+            for sentence in inside_rounding(self.config.algo, rounding, self.config.rollout.max_tokens):
+                parts.observer.record(Warned(self.clock(), sentence))
 
     async def close(self) -> None:
         await self.parts.scorer.close()
@@ -216,7 +221,9 @@ def _assemble(
         engine=pools.engine,
         interrupts=interrupts,
         trainer=pools.trainer,
-        scorer=pools.teaching.tracing(rewarding),
+        scorer=pools.teaching.tracing(
+            punished(config.reward.soft_overlong_punishment, config.rollout.max_tokens, rewarding)
+        ),
         observer=observer,
         journal=storage.journal,
         buffer=buffer,
@@ -253,6 +260,7 @@ def _assemble(
             adapter,
         ),
         turns=pools.turns,
+        noise=NoiseWatch(config.algo),
         sentinels=(pools.teaching.watch,),
     )
     pipeline = Pipeline(parts, plan, clock, past.saved_step if past else 0, told_of(storage.recorder.state))

@@ -78,4 +78,7 @@ def scoring_mark(config: RunConfig) -> str:
         "top": algo.teacher_top,
         "rewards": [dataclasses.asdict(one) for one in config.reward.specs],
     }
+    overlong = config.reward.soft_overlong_punishment
+    if overlong.cache:  # else the mark is that of a run before there was one
+        made["punished"] = (dataclasses.asdict(overlong), config.rollout.max_tokens)
     return hashlib.sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()[:16]

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from headrace.algo.groups import Algorithm
+from headrace.algo.noise import NoiseWatch
 from headrace.buffer import Buffer
 from headrace.observe.journal import Journal
 from headrace.observe.state import RunState
@@ -44,6 +45,7 @@ class Parts:
     evaluator: Evaluator
     turns: Turns = field(default_factory=Turns)
     """At the trainer, where several pipelines share it."""
+    noise: NoiseWatch = field(default_factory=NoiseWatch)
     sentinels: Sequence[Callable[[], Awaitable[None]]] = ()
     """Each raises what ends something beside engine and trainer that the run cannot do without: a teacher, say."""
 

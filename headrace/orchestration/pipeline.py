@@ -27,8 +27,6 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
-import msgspec
-
 from headrace.errors import CheckpointError, HeadraceError, IdentityError, TrainingError, WorkerDied, first_error
 from headrace.observe.facts import Warned, WeightsLive
 from headrace.observe.journal import JournalStep, Live, Stepped
@@ -36,10 +34,17 @@ from headrace.orchestration.leaving import Leaving, until_saved
 from headrace.orchestration.outcomes import Rolled, rolled_of, step_fact
 from headrace.orchestration.parts import Parts, Plan, Told
 from headrace.orchestration.rolling import Rolling
-from headrace.reports import TrainReport
+from headrace.reports import TrainReport, differing
 from headrace.staleness import judge
 from headrace.types import Batch, Group
 from headrace.weights import WeightUpdate
+
+_REMEDIES = {
+    "all_rejected": "The bounds of algo.correction, or the clip, let no token through: widen them, lower staleness.max_lag, or use "
+    "another algo.name"
+}
+_OTHERWISE = "Lower train.learning_rate or train.max_grad_norm, or look at the rewards of these groups in the report"
+"""Of the other reasons why a step is skipped."""
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -219,6 +224,8 @@ class Pipeline:
         report = await self._busy("step", parts.trainer.step, batch)
         parts.journal.write(Stepped(self._clock(), report, tuple(group.ticket for group in groups)))
         parts.journal.flush()
+        for sentence in parts.noise.told(report):
+            self._record(Warned(self._clock(), sentence))
         if report.skipped:
             self._skip(report, groups)
             return report
@@ -279,8 +286,7 @@ class Pipeline:
         self._warn(message)
         if self._skipped >= self._plan.max_skipped_steps:
             raise TrainingError(
-                f"{self._skipped} steps in a row were skipped ({report.skipped}). Lower train.learning_rate or "
-                "train.max_grad_norm, or look at the rewards of these groups in the report; "
+                f"{self._skipped} steps in a row were skipped ({report.skipped}). {_REMEDIES.get(report.skipped, _OTHERWISE)}; "
                 "train.max_skipped_steps sets how many may pass."
             )
 
@@ -307,8 +313,5 @@ def _due(every: int, done: int, step: int) -> int:
 
 def differs(report: TrainReport, before: TrainReport) -> str:
     """In what a step that was done again differs, bit for bit but for its time; empty where it does not."""
-    again = msgspec.structs.replace(report, seconds=before.seconds)
-    if repr(again) == repr(before):  # NaN differs from itself, its name does not
-        return ""
-    names = [name for name in before.__struct_fields__ if repr(getattr(again, name)) != repr(getattr(before, name))]
-    return ", ".join(f"{name} {getattr(again, name)} instead of {getattr(before, name)}" for name in names[:3])
+    names = differing(report, before)[:3]
+    return ", ".join(f"{name} {getattr(report, name)} instead of {getattr(before, name)}" for name in names)
