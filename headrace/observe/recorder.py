@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from headrace.errors import ConfigError
 from headrace.observe.facts import StepTrained
 from headrace.observe.files import AppendFile, keep_lines, read_lines
-from headrace.observe.records import METRICS, MetricsFact, pick_sample, read_metrics_lines, summarise
+from headrace.observe.records import METRICS, MetricsFact, pick_samples, read_metrics_lines, summarise
 from headrace.observe.resume import Resume, kept_of
 from headrace.observe.spelling import encode
 from headrace.observe.state import RunState
@@ -74,7 +74,7 @@ class Recorder:
     def record(self, fact: Any) -> None:
         """Raises `HeadraceError` when the disk does not take it."""
         if isinstance(fact, StepTrained):
-            self.state.sample = pick_sample(fact) or self.state.sample
+            self.state.samples = pick_samples(fact) or self.state.samples
             fact = summarise(fact)
         line = encode(fact)
         if self._metrics:

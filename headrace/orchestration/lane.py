@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -51,13 +51,11 @@ class Lane:
         """The report on disk and the summary on the terminal, however the run ended; nothing of one that did not begin."""
         self.storage.close()
         if not self.storage.begun:
-            if self.session.reason == "interrupted":
-                print("headrace: interrupted while loading: nothing was written", file=sys.stderr)
             return
         with suppress(OSError, HeadraceError):  # nor may they hide it
             write_report(self.directory.path, pieces_of(self.directory.path))
         if self.storage.recorder.state.started:
-            print_summary(self.storage.recorder.state, self.report)
+            print_summary(self.storage.recorder.state, self.report if self.directory.path.exists() else None)
 
 
 def open_lane(config: RunConfig, directory: RunDirectory, resume: bool) -> Lane:
@@ -83,6 +81,12 @@ def open_lane(config: RunConfig, directory: RunDirectory, resume: bool) -> Lane:
     return _with_caveats(config, directory, storage)
 
 
+def say_unbegun(lanes: Iterable[Lane]) -> None:
+    """Where there is no summary that would say it."""
+    if all(lane.session.reason == "interrupted" and not lane.storage.begun for lane in lanes):
+        print("headrace: interrupted while loading: nothing was written", file=sys.stderr)
+
+
 def say_finished(path: Path, lanes: Sequence[Lane]) -> None:
     """Of a run whose adapters have all done what they were to do. Nothing of it is changed."""
     for lane in lanes:
@@ -98,7 +102,8 @@ def say_finished(path: Path, lanes: Sequence[Lane]) -> None:
 
 
 def _with_caveats(config: RunConfig, directory: RunDirectory, storage: Storage) -> Lane:
-    for complaint in [*config.algo.caveats(config.rollout.max_tokens), *config.rollout.caveats]:
+    caveats = config.algo.caveats(config.rollout.max_tokens, config.staleness.max_lag)
+    for complaint in [*caveats, *config.rollout.caveats]:
         storage.recorder.record(Warned(storage.seconds, complaint))
     return Lane(config, directory, storage, Session(storage))
 

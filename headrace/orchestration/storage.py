@@ -45,6 +45,8 @@ class Storage:
                 forget_parts(self._run_dir)
                 settle(past)
             self.recorder.begin()
+            if said := self.checkpoints.clear():
+                self.recorder.record(Warned(seconds, said))
             journal = open_journal(self._run_dir, self._flush, past)
             passes = PassLog(self._run_dir, step, lambda said: self.recorder.record(Warned(seconds, said)), number)
             self._open = journal, passes
