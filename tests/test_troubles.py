@@ -183,7 +183,10 @@ def test_every_view_says_what_failed_and_what_to_do(tmp_path: Path) -> None:
     assert [(one.kind, one.rollouts) for one in failings(state)] == [("KeyError", 96)]
     for shown in (printed(frame(state)), printed(summary(state))):
         assert "failed 50 % (KeyError" in shown and "return table[key]" in shown and "mend the reward" in shown, shown
-    said = {label: text.plain for label, text in lines_of("tiny", status.Status("alive", "training", None), state)}
+    said = {
+        label: ", ".join(part.plain for part in parts)
+        for label, parts in lines_of("tiny", status.Status("alive", "training", None), state)
+    }
     assert "failed 50 %" in said["shares"] and "KeyError, 96 rollouts" in said["failed"] and "mend" in said["advice"]
     told = status.as_dict(status.Status("alive", "training", None), state)
     assert told["failures"][0]["traceback"] == TRACEBACK and told["shares"]["total"]["failed"] == 0.5

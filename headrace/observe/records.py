@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
 import msgspec
 
-from headrace.errors import HeadraceError
 from headrace.observe.facts import (
     CheckpointSaved,
     EngineSample,
@@ -28,6 +28,7 @@ from headrace.observe.facts import (
     WorkerLost,
 )
 from headrace.observe.files import read_lines
+from headrace.observe.journal import count_steps
 from headrace.reports import TrainReport
 from headrace.types import Completion, Group, Prompt, Scored, Struct, VersionSpan
 
@@ -175,21 +176,62 @@ def answer_of(prompt: Prompt) -> str:
     return found if isinstance(found, str) else str(found)
 
 
-def pick_sample(fact: StepTrained) -> Sample | None:
-    """Another place in the batch at every step, so that neither the good nor the bad ones are favoured."""
-    every = [(group, index) for group in fact.groups for index in range(len(group.scored))]
-    return sample_of(fact.report.step, *every[fact.report.step * 7 % len(every)]) if every else None
+def pick_samples(fact: StepTrained, most: int = 8) -> list[Sample]:
+    """One of each of the first groups. Another place in the batch at every step, so that neither good nor bad ones are favoured."""
+    groups, step = [group for group in fact.groups if group.scored], fact.report.step
+    picked = [groups[(step + i) % len(groups)] for i in range(min(most, len(groups)))]
+    return [sample_of(step, group, (7 * step + i) % len(group.scored)) for i, group in enumerate(picked)]
 
 
 def read_metrics(run_dir: Path) -> list[MetricsFact]:
-    """All facts of a run in order. A torn last line is left out; no file is an empty run."""
-    path = run_dir / METRICS
-    return [decode_metrics(line, path, number) for number, line in enumerate(read_lines(path), 1)]
+    """All facts of a run in order. A torn last line is left out; no file is an empty run. Lines that cannot be read are left out
+    too, and a `Warned` at the end says which."""
+    lines = read_metrics_lines(run_dir)
+    facts = [fact for fact in lines if fact is not None]
+    unreadable = [number for number, fact in enumerate(lines, 1) if fact is None]
+    return [*facts, left_out(unreadable, max((fact.t for fact in facts), default=0.0))] if unreadable else facts
 
 
-def decode_metrics(line: bytes, path: Path, number: int) -> MetricsFact:
-    """Raises `HeadraceError` naming file and line when it was not written by this version of headrace, or was damaged."""
+class _Version(msgspec.Struct):
+    version: int
+
+
+class _Done(msgspec.Struct):
+    """Of a step no more than which version it made."""
+
+    report: _Version
+
+
+def steps_done(run_dir: Path) -> int:
+    """Optimizer steps that the run has done, as its journal and its metrics tell, whichever tells of more: a kill, a loss of power
+    or a hand may have taken the end of one. Damaged lines are passed over."""
+    told = [count_steps(run_dir)]
+    for line in read_lines(run_dir / METRICS):
+        if b'"fact":"StepTrained"' in line[:80]:
+            with suppress(msgspec.MsgspecError):
+                told.append(msgspec.json.decode(line, type=_Done).report.version)
+    return max(told)
+
+
+def read_metrics_lines(run_dir: Path) -> list[MetricsFact | None]:
+    """The fact of every complete line; None for a line that cannot be read."""
+    return [decode_metrics(line) for line in read_lines(run_dir / METRICS)]
+
+
+def decode_metrics(line: bytes) -> MetricsFact | None:
+    """None for a line that was not written by this version of headrace, or was damaged."""
     try:
         return _metrics_decoder.decode(line)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise HeadraceError(f"{path}, line {number} cannot be read: {error}") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
+def left_out(lines: Sequence[int], t: float) -> Warned:
+    """`lines`: numbers, counted from 1, of those that cannot be read."""
+    shown = ", ".join(map(str, lines[:5])) + (", ..." if len(lines) > 5 else "")
+    one = len(lines) == 1
+    return Warned(
+        t,
+        f"{len(lines)} line{'' if one else 's'} of {METRICS} cannot be read and {'is' if one else 'are'} left out (line {shown}): "
+        "numbers and curves lack what was in them; checkpoints and journal are not touched by this",
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
@@ -24,11 +24,12 @@ from headrace.observe.facts import (
     Warned,
     WorkerLost,
 )
+from headrace.observe.layout import FAINT, LABEL, Stack, flow
 from headrace.observe.records import MetricsFact, StepRow
 from headrace.observe.state import RunState
 from headrace.observe.text import clip, duration, number, percent, plural, short_time, with_error
 from headrace.observe.troubles import measured_on, shares
-from headrace.observe.view import FAINT, LABEL, WIDTH, frame, padded
+from headrace.observe.view import WIDTH, frame, padded
 
 REFRESH = 4.0
 """Frames a second; a thread redraws, so that the clock moves while the event loop waits for a worker."""
@@ -47,23 +48,25 @@ class Header:
         self._started, self._step = state.started, state.step
         self._phase, self._left = measures.phase(state), measures.seconds_left(state)
 
-    def __rich__(self) -> RenderableType:
-        passed = self._clock() - self._updated
-        title = Table.grid(expand=False, padding=(0, 1))
-        title.add_column(no_wrap=True, width=WIDTH - 14, overflow="ellipsis")
-        title.add_column(justify="right", width=12)
-        name = Text("headrace ", LABEL)
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        passed, width = self._clock() - self._updated, min(options.max_width, WIDTH)
+        name = [Text("headrace ", LABEL)]
         if self._started:
-            name.append(f"{self._started.name}  ", "bold").append(self._started.headline, FAINT)
-        title.add_row(name, Text(duration(self._t + passed)))
+            name = [name[0].append(self._started.name, "bold"), Text(self._started.headline, FAINT)]
+        title = Table.grid(padding=(0, 1))
+        title.add_column(width=width - 9, overflow="fold")
+        title.add_column(justify="right", width=8)
+        title.add_row(flow(name, width - 9), Text(duration(self._t + passed)))
+        words = Text(self._words(passed))
         line = Table.grid(padding=(0, 1))
-        line.add_row(self._spinner, self._bar(passed), Text(self._words(passed)))
-        return Group(title, line)
+        line.add_row(self._spinner, self._bar(passed, width - words.cell_len - 4), words)
+        yield from (title, line)
 
-    def _bar(self, passed: float) -> ProgressBar:
+    def _bar(self, passed: float, room: int) -> ProgressBar:
         known = self._started is not None and (self._step > 0 or self._left is not None)
         total = self._started.steps if self._started and known else None
-        return ProgressBar(total=total, completed=self._step, width=44, animation_time=passed, complete_style="cyan")
+        width = min(44, max(4, room))
+        return ProgressBar(total=total, completed=self._step, width=width, animation_time=passed, complete_style="cyan")
 
     def _words(self, passed: float) -> str:
         if not self._started:
@@ -89,7 +92,7 @@ class LiveTerminal:
         self._live.start(refresh=True)
 
     def _view(self) -> RenderableType:
-        return padded(Group(self._header, Text(""), self._frame))
+        return padded(Stack(self._header, self._frame))
 
     def record(self, fact: MetricsFact, state: RunState) -> None:
         now = time.monotonic()

@@ -68,8 +68,8 @@ def _header(state: RunState, name: str) -> str:
     meta = "".join(f"<span>{escape(fact)}</span>" for fact in facts)
     links = "".join(f'<a href="#{anchor}">{anchor}</a>' for anchor in SECTIONS)
     return (
-        f'<header><div class="top"><h1>{escape(name)}</h1>{_badge(state)}<nav>{links}'
-        f'<button type="button" id="theme" title="light or dark">◐</button></nav></div><p class="headline">{line}</p>'
+        f'<header><div class="top"><h1>{escape(name)}</h1>{_badge(state)}<nav>{links}</nav>'
+        f'<button type="button" id="theme" title="light or dark">◐</button></div><p class="headline">{line}</p>'
         f'<p class="meta">{meta}</p></header>{_banner(state)}'
     )
 
