@@ -231,15 +231,7 @@ def _assemble(
         algorithm=algorithm_of(config.algo, config.rollout.max_tokens, reward_weights(config)),
         decode=encoder.decode,
         waits=waits,
-        snapshots=Snapshots(
-            storage.checkpoints,
-            storage.passes,
-            observer,
-            clock,
-            adapter,
-            storage.saved_step,
-            mark,
-        ),
+        snapshots=Snapshots(storage.checkpoints, storage.passes, observer, clock, adapter, storage.saved_step, mark),
         probe=IdentityProbe(
             encoder.encode_text(PROBE)[: pools.engine.capabilities.context_length],
             config.watch.identity_every,
