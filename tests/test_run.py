@@ -403,7 +403,10 @@ def test_resume_uses_an_older_checkpoint_when_the_newest_is_truncated(config: Co
 
 def test_a_reward_that_always_raises_stops_the_run_by_name(config: Config, tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(
-        "def share_of_e(completions, **columns):\n    raise KeyError('no such column')\n"
+        "def share_of_e(completions, answer, **columns):\n"
+        "    if completions != answer:  # which is what the rehearsal gives it\n"
+        "        raise KeyError('no such column')\n"
+        "    return [1.0] * len(completions)\n"
     )
     config["eval"]["prompts"] = 0
     with pytest.raises(RunPaused, match="reward_raised.*no such column"):
@@ -414,6 +417,8 @@ HALF = """
 TABLE = {str(number): number for number in range(0, 400, 4)}
 
 def share_of_e(completions, answer, **columns):
+    if completions == answer:  # which is what the rehearsal gives it
+        return [1.0] * len(completions)
     return [looked_up(right) + text.count("e") / 8 for text, right in zip(completions, answer)]
 
 def looked_up(right):
