@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
+import hypothesis
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -154,6 +155,7 @@ def without_none(value: Any) -> Any:
     return [without_none(v) for v in value if v is not None] if isinstance(value, list) else value
 
 
+@hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.too_slow], deadline=None)
 @given(options=options, rate=st.floats(allow_nan=False), path=st.text(), cores=st.lists(st.integers(0, 9)))
 def test_what_is_dumped_is_read_back(options, rate, path, cores):
     tree = Tree(Leaf(path, rate), cores=tuple(cores), leaves=(Leaf("a"), Leaf("b")), options=without_none(options))

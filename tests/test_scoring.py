@@ -611,33 +611,45 @@ def test_a_cancelled_call_frees_its_worker(file: Path) -> None:
     asyncio.run(main())
 
 
-def test_workers_end_with_their_parent_whatever_they_are_doing(file: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stopped", [False, True])
+def test_workers_end_with_their_parent_whatever_they_are_doing(tmp_path: Path, stopped: bool) -> None:
+    """And with them what a function started. One that is stopped does not read that its parent is gone."""
     import subprocess
     import sys
 
+    noted, file = tmp_path / "child", tmp_path / "starting.py"
+    file.write_text(f"""
+import pathlib, subprocess, time
+def starts(completions):
+    child = subprocess.Popen(["sleep", "600"])
+    part = pathlib.Path("{noted}.part")
+    part.write_text(str(child.pid))
+    part.rename("{noted}")
+    time.sleep(600)
+""")
     code = f"""
 import asyncio, pathlib
 from headrace.scoring.processes import WorkerProcess
 from headrace.scoring.job import Job
 async def main():
-    worker = WorkerProcess(["{file}:never"], None)
+    worker = WorkerProcess(["{file}:starts"], None)
     await worker.start()
     print(worker.pid, flush=True)
-    await worker.ask(0, Job("p", ("c",), ((1,),), {{}}), 60)
+    await worker.ask(0, Job("p", ("c",), ((1,),), {{}}), 600)
 asyncio.run(main())
 """
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
-    pid = int(parent.stdout.readline())
-    assert _runs(pid)
+    pids = [int(parent.stdout.readline())]
+    asyncio.run(_until(noted.exists))
+    pids.append(int(noted.read_text()))
+    assert all(map(_runs, pids))
+    if stopped:
+        os.kill(pids[0], signal.SIGSTOP)
     parent.kill()
     parent.wait()
     parent.stdout.close()
-
-    async def gone() -> None:
-        await _until(lambda: not _runs(pid) or _is_zombie(pid))
-
-    asyncio.run(gone())
+    asyncio.run(_until(lambda: not any(_runs(pid) and not _is_zombie(pid) for pid in pids)))
 
 
 def _is_zombie(pid: int) -> bool:

@@ -32,7 +32,7 @@ from headrace.orchestration.course import scoring_mark
 from headrace.orchestration.evaluation import Evaluator
 from headrace.orchestration.identity import PROBE, TOLERANCE, IdentityProbe
 from headrace.orchestration.messages import EngineStart, TrainerStart
-from headrace.orchestration.parts import Parts, Plan
+from headrace.orchestration.parts import Parts, Plan, told_of
 from headrace.orchestration.pipeline import Pipeline
 from headrace.orchestration.pools import Pools, open_pools
 from headrace.orchestration.recovery import recover
@@ -43,6 +43,7 @@ from headrace.orchestration.utilisation import Utilisation
 from headrace.orchestration.wording import headline, where
 from headrace.partial import Interrupts
 from headrace.protocols import EngineCore, Observer, Scorer, Task, TrainerCore, WeightReceiver, WeightSender
+from headrace.rehearsal.reward import try_in_loop
 from headrace.scoring.overlong import punished
 from headrace.tasks.config import TaskConfig
 from headrace.trainer.config import TrainConfig
@@ -145,6 +146,7 @@ async def prepare(
     """What can be wrong in the user's input is found out here, before processes are started, which takes seconds."""
     task = await asyncio.to_thread(build_task, config.task, encoder, config.seed)
     scorer = await asyncio.to_thread(build_scorer, config, reward, logs / "scorer.log")
+    await try_in_loop(reward, scorer, task, config.task.answer, config.rollout.group_size, encoder.encode_completion)
     lessons = await plan_lessons(config, model_dir, encoder)
     prompts = await asyncio.to_thread(task.held_out, config.eval.prompts)
     return Prepared(model_dir, encoder, task, scorer, prompts, lessons)
@@ -262,7 +264,7 @@ def _assemble(
         noise=NoiseWatch(config.algo),
         sentinels=(pools.teaching.watch,),
     )
-    pipeline = Pipeline(parts, plan, clock, past.saved_step if past else 0)
+    pipeline = Pipeline(parts, plan, clock, past.saved_step if past else 0, told_of(storage.recorder.state))
     utilisation = Utilisation(pools.engine, pools.turns, waits, clock)
     outdated = past.outdated(mark) if past else ()
     return Built(pools, parts, pipeline, redo, outdated, utilisation, clock, config, adapter)
@@ -279,6 +281,7 @@ def plan_of(config: RunConfig, adapter: str) -> Plan:
         config.eval.every,
         adapter,
         config.watch,
+        config.checkpoint.patience,
     )
 
 

@@ -30,7 +30,7 @@ from headrace.orchestration.clients import ProcessEngine, ProcessTrainer
 from headrace.orchestration.evaluation import Evaluator
 from headrace.orchestration.identity import IdentityProbe
 from headrace.orchestration.messages import EngineStart, TrainerStart
-from headrace.orchestration.parts import Parts, Plan
+from headrace.orchestration.parts import Parts, Plan, told_of
 from headrace.orchestration.pipeline import Pipeline
 from headrace.orchestration.recovery import read_past, recover
 from headrace.orchestration.session import run_clock
@@ -152,7 +152,7 @@ class Life:
                 await engine.launch()
                 await engine.open(EngineStart("", {}, {}))
             pipeline = self._join(trainer, engine)
-            await pipeline.redo(self._redo, recorder.state.step)
+            await pipeline.redo(self._redo)
             recorder.record(self._started(pipeline.step))
             self._ledger.resumes(past, buffer, self._parts.interrupts, self._plan)
             await self._go_live()
@@ -186,7 +186,7 @@ class Life:
             checkpoint, complaints = checkpoints.newest_good()
             assert not complaints, f"C7: {complaints}"
             past = read_past(directory, load_controller(checkpoint) if checkpoint else None, True)
-            assert not past.complaints, f"C7: {past.complaints}"
+            assert not past.rewinds, f"C7: {past.complaints}"
         self._clock = run_clock(past.seconds if past else 0.0)
         self._recorder = Recorder(directory, (), past.resume if past else None, waits=True)
         self._storage = Storage(directory, self._recorder, checkpoints, True, checkpoint, past)
@@ -258,7 +258,7 @@ class Life:
                 interrupts.once, scorer, referee, held_out, EvalConfig(samples=1), rollout, no_text, waits, clock
             ),
         )
-        return Pipeline(self._parts, plan, clock, past.saved_step if past else 0)
+        return Pipeline(self._parts, plan, clock, past.saved_step if past else 0, told_of(storage.recorder.state))
 
     def _told(self, output: bytes) -> None:
         if not self._disk.dead:

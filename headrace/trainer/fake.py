@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +22,9 @@ class FakeTrainer:
     publish_seconds: float = 0.0
     skip: Callable[[int], bool | str] = lambda attempt: False
     """Says of each attempted step (counted from 0) whether its gradient is non-finite, or for which other reason it is skipped."""
+    full: Callable[[int], bool] = lambda attempt: False
+    """Says of each attempted save (counted from 0) whether the disk is full."""
+    save_seconds: float = 0.0
     lags: tuple[LagStats, ...] = ()
     noise: Noise | None = None
     """What it reports of every step."""
@@ -28,7 +33,7 @@ class FakeTrainer:
     def __post_init__(self) -> None:
         self.versions: dict[str, int] = {}
         """By adapter; that of all weights goes by the empty name."""
-        self._attempts = 0
+        self._attempts = self.saves = 0
         self._died: asyncio.Future[None] | None = None
 
     @property
@@ -57,6 +62,10 @@ class FakeTrainer:
         return [-1.0] * (len(tokens) - 1)
 
     async def save(self, directory: Path, adapter: str = "") -> None:
+        await asyncio.sleep(self.save_seconds)
+        self.saves += 1
+        if self.full(self.saves - 1):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         (directory / "fake_trainer.txt").write_text(str(self.versions.get(adapter, 0)))
 
     async def watch(self) -> None:
