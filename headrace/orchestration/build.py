@@ -30,7 +30,7 @@ from headrace.observe.machine import machine_mark
 from headrace.observe.waits import Waits
 from headrace.orchestration.course import scoring_mark
 from headrace.orchestration.evaluation import Evaluator
-from headrace.orchestration.identity import TOLERANCE, IdentityProbe
+from headrace.orchestration.identity import TOLERANCE, IdentityProbe, probe_tokens
 from headrace.orchestration.messages import EngineStart, TrainerStart
 from headrace.orchestration.parts import Parts, Plan, told_of
 from headrace.orchestration.pipeline import Pipeline
@@ -242,7 +242,7 @@ def _assemble(
             mark,
         ),
         probe=IdentityProbe(
-            _probe_tokens(encoder, pools.engine.capabilities.context_length),
+            probe_tokens(encoder, pools.engine.capabilities.context_length),
             config.watch.identity_every,
             max(TOLERANCE[config.engine.serving_dtype], TOLERANCE[pools.trainer_dtype]),
             observer,
@@ -284,11 +284,6 @@ def plan_of(config: RunConfig, adapter: str) -> Plan:
         config.watch,
         config.checkpoint.patience,
     )
-
-
-def _probe_tokens(encoder: ChatEncoder, context_length: int) -> tuple[int, ...]:
-    """A fixed short text, the same for every run of a model."""
-    return encoder.encode_text("The quick brown fox jumps over the lazy dog, and 7 times 6 is 42.")[:context_length]
 
 
 def build_task(config: TaskConfig, encoder: ChatEncoder, seed: int) -> Task:

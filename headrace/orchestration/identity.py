@@ -7,12 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from headrace.chat import ChatEncoder
 from headrace.errors import IdentityError
 from headrace.observe.facts import IdentityChecked
 from headrace.protocols import Engine, Observer, Trainer
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15}
 """Mean |difference| per token, nats, that rounding alone may cause in a serving dtype (0.01 to 0.06 is usual in bf16)."""
+
+
+def probe_tokens(encoder: ChatEncoder, context_length: int) -> tuple[int, ...]:
+    """A fixed short text, the same for every run of a model."""
+    return encoder.encode_text("The quick brown fox jumps over the lazy dog, and 7 times 6 is 42.")[:context_length]
 
 
 class IdentityProbe:
