@@ -6,7 +6,8 @@ A run has one; a run that trains several adapters has one for each.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -79,6 +80,12 @@ def open_lane(config: RunConfig, directory: RunDirectory, resume: bool) -> Lane:
         lane.session.recall()
         return lane
     return _with_caveats(config, directory, storage)
+
+
+def say_unbegun(lanes: Iterable[Lane]) -> None:
+    """Where there is no summary that would say it."""
+    if all(lane.session.reason == "interrupted" and not lane.storage.begun for lane in lanes):
+        print("headrace: interrupted while loading: nothing was written", file=sys.stderr)
 
 
 def say_finished(path: Path, lanes: Sequence[Lane]) -> None:

@@ -14,7 +14,7 @@ from headrace.observe.facts import Evaluated, Warned
 from headrace.observe.files import full_disk_is_said
 from headrace.observe.watchdog import Watchdog
 from headrace.orchestration.build import build, open_waits
-from headrace.orchestration.lane import Lane, open_lane, say_finished
+from headrace.orchestration.lane import Lane, open_lane, say_finished, say_unbegun
 from headrace.orchestration.rehearse import rehearse
 from headrace.orchestration.rundir import RunDirectory
 from headrace.orchestration.session import on_interrupt, on_unheard, run_clock
@@ -84,6 +84,7 @@ def train(config: RunConfig, reward: Reward | None = None, resume: Path | None =
             raise
         finally:
             lane.close()
+        say_unbegun([lane])
         return _result(lane)
 
 

@@ -26,7 +26,7 @@ from headrace.observe.waits import Waits
 from headrace.observe.watchdog import Watchdog
 from headrace.orchestration.build import Built, Clock, Pools, Prepared, join, open_model, open_waits, prepare
 from headrace.orchestration.course import check_resumable
-from headrace.orchestration.lane import Lane, open_lane, say_finished
+from headrace.orchestration.lane import Lane, open_lane, say_finished, say_unbegun
 from headrace.orchestration.pools import open_pools
 from headrace.orchestration.rehearse import rehearse
 from headrace.orchestration.rundir import CONFIG, RunDirectory
@@ -61,6 +61,7 @@ def train_together(config: RunConfig, reward: Reward | None, resume: Path | None
         with watchdog:
             keep = partial(directory.keep_config, step=0) if resume else directory.begin
             asyncio.run(_Together(config, directory, lanes, reward, watchdog, keep).run())
+        say_unbegun(lanes.values())
         return lanes
 
 
