@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from headrace.errors import ConfigError
-from headrace.observe.files import full_disk_is_said, not_written, read_lines, replace_file
+from headrace.observe.files import full_disk_is_said, read_lines, replace_file
 from headrace.observe.journal import JOURNAL
 from headrace.observe.records import METRICS
 
