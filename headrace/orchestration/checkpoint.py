@@ -62,7 +62,7 @@ class Checkpoints:
     @property
     def oldest_step(self) -> int:
         """Of those that are kept; 0 where there is none."""
-        return min((int(path.name.removeprefix("step-")) for path in self.all()), default=0)
+        return min(map(step_of, self.all()), default=0)
 
     def newest_good(self) -> tuple[Path | None, list[str]]:
         """The newest checkpoint that matches its checksums, and what is wrong with newer ones."""
@@ -77,6 +77,11 @@ class Checkpoints:
     def _prune(self) -> None:
         for path in self.all()[: -self._keep]:
             _remove(path)
+
+
+def step_of(checkpoint: Path) -> int:
+    """Optimizer steps that it has behind it."""
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def _remove(checkpoint: Path) -> None:

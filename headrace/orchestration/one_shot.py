@@ -6,6 +6,7 @@ import asyncio
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -20,8 +21,10 @@ from headrace.orchestration.build import (
     open_model,
     open_waits,
 )
-from headrace.orchestration.checkpoint import Checkpoints
+from headrace.orchestration.checkpoint import Checkpoints, step_of
 from headrace.orchestration.evaluation import Evaluator
+from headrace.orchestration.handed import NOTHING, Handed
+from headrace.orchestration.hosting import Act, host
 from headrace.orchestration.pools import open_pools
 from headrace.orchestration.teaching import Student, for_reading, open_teaching, plan_lessons
 from headrace.orchestration.wording import headline, where
@@ -37,8 +40,13 @@ class _Stderr:
             print(f"the {fact.who} process {fact.how}; it is started again", file=sys.stderr)
 
 
-def evaluate(config: RunConfig, run: Path | None = None, prompts: int | None = None) -> Evaluated:
-    """Mean reward on `prompts` held-out prompts of the model in the config, or of the newest checkpoint of `run`."""
+def evaluate(
+    config: RunConfig, run: Path | None = None, prompts: int | None = None, handed: Handed = NOTHING
+) -> Evaluated:
+    """Mean reward on `prompts` held-out prompts of the model in the config, or of the newest checkpoint of `run`.
+
+    `config`: the run's own where there is one. `handed`: functions and rows that the config names but cannot hold.
+    """
     if config.adapters:
         names = ", ".join(one.name for one in config.adapters)
         raise ConfigError(
@@ -49,17 +57,31 @@ def evaluate(config: RunConfig, run: Path | None = None, prompts: int | None = N
     count = config.eval.prompts if prompts is None else prompts
     if not 0 < count <= config.task.held_out:
         raise ConfigError(f"{count} held-out prompts were asked for; there are {config.task.held_out} (task.held_out)")
-    return asyncio.run(_evaluate(config, newest_checkpoint(run) if run else None, count))
+    checkpoint = newest_checkpoint(run) if run else None
+    measured: list[Evaluated] = []
+
+    async def go(on_interrupt: Callable[[Act], None]) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        on_interrupt(task.cancel)
+        measured.append(await _evaluate(config, checkpoint, count, handed))
+
+    try:
+        host(go)
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+    return measured[0]
 
 
-async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int) -> Evaluated:
+async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int, handed: Handed) -> Evaluated:
     with tempfile.TemporaryDirectory() as logs:
         waits = open_waits(config, _Stderr(), time.monotonic)
         async with waits.named("start", "the files of models, task and reward", endless=True):
             model_dir, encoder = await open_model(config)
             reading = for_reading(config)
             lessons = await plan_lessons(reading, model_dir, encoder)
-        task, scorer = build_task(config.task, encoder, config.seed), build_scorer(config, None)
+        task = build_task(config.task, encoder, config.seed, handed.rows)
+        scorer = build_scorer(config, handed.rewards)
         adapter = config.lora.served_name
         restore = {adapter: checkpoint} if checkpoint else {}
         pools = await open_pools(config, model_dir, Path(logs), _Stderr(), waits, time.monotonic, restore)
@@ -84,7 +106,7 @@ async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int) ->
                 time.monotonic,
                 adapter,
             )
-            measured = await evaluator.measure("after", 0)
+            measured = await evaluator.measure("after", step_of(checkpoint) if checkpoint else 0)
             assert measured is not None
             return measured
         finally:

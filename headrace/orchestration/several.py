@@ -22,16 +22,19 @@ from headrace.observe.board import Board, open_board
 from headrace.observe.waits import Waits
 from headrace.observe.watchdog import Watchdog
 from headrace.orchestration.build import Built, Clock, Pools, Prepared, join, open_model, open_waits, prepare
+from headrace.orchestration.callbacks import Callbacks
 from headrace.orchestration.course import check_resumable
+from headrace.orchestration.handed import Handed
+from headrace.orchestration.hosting import Act, host
 from headrace.orchestration.lane import Lane, open_lane
 from headrace.orchestration.pools import open_pools
 from headrace.orchestration.rundir import RunDirectory
-from headrace.orchestration.session import on_interrupt, run_clock
-
-Reward = Callable[..., Any]
+from headrace.orchestration.session import run_clock
 
 
-def train_together(config: RunConfig, reward: Reward | None, resume: Path | None) -> dict[str, Lane]:
+def train_together(
+    config: RunConfig, handed: Handed, resume: Path | None, callbacks: Callbacks | None
+) -> dict[str, Lane]:
     """All adapters to their ends. Where one fails the others leave with a checkpoint, and its error is raised."""
     with ExitStack() as undo:
         directory = undo.enter_context(RunDirectory.of(resume or config.run_dir, config, bool(resume)))
@@ -47,7 +50,10 @@ def train_together(config: RunConfig, reward: Reward | None, resume: Path | None
         undo.callback(board.close)  # before the summaries
         watchdog = Watchdog(directory.logs, config.watch.warn_after, config.watch.stop_after)
         with watchdog:
-            asyncio.run(_Together(config, directory, lanes, reward, watchdog).run())
+            together = _Together(config, directory, lanes, handed, watchdog, callbacks)
+            host(together.run, callbacks.errands if callbacks else None)
+        if callbacks:
+            callbacks.raise_error(f"go on with headrace.train(resume={str(directory.path)!r})")
         return lanes
 
 
@@ -86,13 +92,14 @@ class _Together:
         config: RunConfig,
         directory: RunDirectory,
         lanes: Mapping[str, Lane],
-        reward: Reward | None,
+        handed: Handed,
         watchdog: Watchdog,
+        callbacks: Callbacks | None,
     ) -> None:
-        self._config, self._directory, self._lanes, self._reward = config, directory, lanes, reward
-        self._watchdog = watchdog
+        self._config, self._directory, self._lanes, self._handed = config, directory, lanes, handed
+        self._watchdog, self._callbacks = watchdog, callbacks
 
-    async def run(self) -> None:
+    async def run(self, on_interrupt: Callable[[Act], None]) -> None:
         clock = run_clock(max(lane.storage.seconds for lane in self._lanes.values()))
         on_interrupt(self._interrupt)
         everyone = _Everyone(self._lanes)
@@ -100,13 +107,16 @@ class _Together:
         for lane in self._lanes.values():
             self._watchdog.add(lane.directory.path, waits)
             lane.storage.recorder.add(self._watchdog)
+            if self._callbacks:
+                self._callbacks.attach(lane.session.stop)
+                lane.storage.recorder.add(self._callbacks)
         self._watchdog.attach()
         async with AsyncExitStack() as undo:
             prepared = {}
             async with waits.named("start", "the files of models, tasks and rewards", endless=True):
                 model_dir, encoder = await open_model(self._config)
                 for name, lane in self._lanes.items():
-                    prepared[name] = await prepare(lane.config, model_dir, encoder, self._reward, lane.directory.logs)
+                    prepared[name] = await prepare(lane.config, model_dir, encoder, self._handed, lane.directory.logs)
                     undo.push_async_callback(prepared[name].scorer.close)
             restore = {name: at for name, lane in self._lanes.items() if (at := lane.storage.checkpoint)}
             pools = await open_pools(self._config, model_dir, self._directory.logs, everyone, waits, clock, restore)

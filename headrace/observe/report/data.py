@@ -74,7 +74,7 @@ def load(run_dir: Path, pieces: Pieces | None = None) -> ReportData:
     return ReportData(
         run_dir,
         state,
-        tuple(_samples(run_dir, pieces)),
+        tuple(sampled(run_dir, pieces)),
         config.read_text() if config.exists() else "",
         tuple(bins(state.rows)),
     )
@@ -85,7 +85,7 @@ def bins(rows: Sequence[StepRow], most: int = MAX_BINS) -> list[Bin]:
     return [Bin(tuple(rows[i : i + per])) for i in range(0, len(rows), per)]
 
 
-def _samples(run_dir: Path, pieces: Pieces | None) -> list[Look]:
+def sampled(run_dir: Path, pieces: Pieces | None = None) -> list[Look]:
     """From steps spread evenly over the journal: the best and the worst rollout of one group of each."""
     count = count_steps(run_dir)
     if not count:
