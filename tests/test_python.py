@@ -125,6 +125,7 @@ def test_it_exports(trained, tmp_path):
 def test_the_settings_say_what_was_passed(trained):
     kept = load_config(trained.result.directory / "config.toml")
     assert [(one.function, one.weight) for one in kept.reward.functions] == [("python:e", 1.0), ("python:brief", 0.1)]
+    assert " · 100 rows · " in trained.result.state.started.headline
     assert kept.task.kind == "python" and kept.task.rows.endswith("(100 rows)")
     assert (kept.task.held_out, kept.reward.workers) == (16, 3), "what no object replaces stays"
 
@@ -367,7 +368,10 @@ def test_rows_that_are_not_passed_again_are_missed(tiny_llama):
 @pytest.mark.parametrize(
     "task, said",
     [
-        ({"kind": "python"}, "task.rows is missing: task.kind = python needs what headrace.train\\(dataset=...\\) writes"),
+        (
+            {"kind": "python"},
+            "task.rows is missing: task.kind = python needs what headrace.train\\(dataset=...\\) writes",
+        ),
         ({"kind": "python", "rows": "a", "path": "b"}, "task.path means nothing to task.kind = python"),
         ({"kind": "jsonl", "path": "b", "rows": "a"}, "task.rows means nothing to task.kind = jsonl"),
     ],

@@ -123,7 +123,9 @@ def test_none_leaves_the_sum_to_the_others():
 def test_where_no_function_applies_there_is_no_reward():
     first, second = scored([("sums", headrace.trl_reward(for_sums), 1.0)], "4", "five")
     assert isinstance(first, Scored) and first.reward == 1.0
-    assert isinstance(second, Failure) and second.reason == "reward_none" and "no reward function applies" in second.detail
+    assert (
+        isinstance(second, Failure) and second.reason == "reward_none" and "no reward function applies" in second.detail
+    )
 
 
 def test_none_of_a_function_without_the_mark_is_a_failure():
@@ -139,7 +141,9 @@ def test_a_list_that_is_missing_is_a_failure_for_both():
 
 
 def test_advantages_by_reward_compare_those_that_have_it():
-    with_gap = GroupRewards((1.0, 2.0, 3.0), named={"a": (1.0, math.nan, 3.0), "b": (0.0, 2.0, 4.0)}, weights={"b": 2.0})
+    with_gap = GroupRewards(
+        (1.0, 2.0, 3.0), named={"a": (1.0, math.nan, 3.0), "b": (0.0, 2.0, 4.0)}, weights={"b": 2.0}
+    )
     low, high = z_scores((1.0, 3.0))
     assert gdpo(with_gap) == [a + 2.0 * b for a, b in zip((low, 0.0, high), z_scores((0.0, 2.0, 4.0)), strict=True)]
 
@@ -154,7 +158,9 @@ def test_what_only_trl_has_is_refused_at_start_unless_it_may_be_missing():
     def may(completions, trainer_state=None, log_metric=None):
         return [0.0] * len(completions)
 
-    with pytest.raises(ConfigError, match="needs trainer_state, which only TRL's trainers have; give the parameter a default"):
+    with pytest.raises(
+        ConfigError, match="needs trainer_state, which only TRL's trainers have; give the parameter a default"
+    ):
         FunctionScorer(RewardConfig(), [headrace.trl_reward(needs)])
     assert call(headrace.trl_reward(may), TEXT) == [0.0, 0.0]
 

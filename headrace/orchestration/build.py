@@ -45,7 +45,7 @@ from headrace.partial import Interrupts
 from headrace.protocols import EngineCore, Observer, Scorer, Task, TrainerCore, WeightReceiver, WeightSender
 from headrace.scoring.handed import RewardFunction
 from headrace.tasks.config import TaskConfig
-from headrace.tasks.handed import Row
+from headrace.tasks.read import Row
 from headrace.trainer.config import TrainConfig
 from headrace.types import Prompt
 from headrace.weights import Manifest
@@ -140,7 +140,7 @@ async def prepare(config: RunConfig, model_dir: Path, encoder: ChatEncoder, hand
     """What can be wrong in the user's input is found out here, before processes are started, which takes seconds."""
     task = await asyncio.to_thread(build_task, config.task, encoder, config.seed, handed.rows)
     scorer = await asyncio.to_thread(build_scorer, config, handed.rewards, logs / "scorer.log")
-    lessons = await plan_lessons(config, model_dir, encoder)
+    lessons = await plan_lessons(config, model_dir, encoder, handed.rows)
     prompts = await asyncio.to_thread(task.held_out, config.eval.prompts)
     return Prepared(model_dir, encoder, task, scorer, prompts, lessons)
 

@@ -16,7 +16,8 @@ from headrace.config import RunConfig, checked, config_of_run, read_tree
 from headrace.errors import ConfigError
 from headrace.scoring.handed import RewardFunction, Rewards, rewards_of
 from headrace.settings import Tree, build
-from headrace.tasks.handed import Row, fingerprint, rows_of
+from headrace.tasks.handed import fingerprint, rows_of
+from headrace.tasks.read import Row
 
 Source = RunConfig | Mapping[str, Any] | str | Path
 

@@ -9,9 +9,8 @@ from typing import Any
 
 from headrace.errors import ConfigError
 from headrace.tasks.prompts import digest_of
+from headrace.tasks.read import Row
 from headrace.tasks.rows import plain_row
-
-Row = dict[str, Any]
 
 
 def rows_of(dataset: Any) -> list[Row]:
