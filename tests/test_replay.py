@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import shutil
@@ -20,12 +21,14 @@ from headrace import cli
 from headrace.config import dump_config, load_config
 from headrace.errors import CheckpointError, ConfigError
 from headrace.observe import parting_view
+from headrace.observe.health.family import Family, family
 from headrace.observe.journal import JOURNAL, AnyRecord, Journal, Live, Ready, Stepped, count_steps, read_journal
 from headrace.observe.machine import machine_mark
 from headrace.orchestration import replaying
 from headrace.orchestration.replaying import beyond, differing, outcome_of
+from headrace.orchestration.rerun import Stage, plot_course, rerun
 from headrace.orchestration.rundir import RunDirectory, configs_until
-from headrace.reports import LagStats, TrainReport
+from headrace.reports import LagStats, Noise, TrainReport
 
 STEPS = 5
 
@@ -40,6 +43,21 @@ def finished(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     """Checkpoints of steps 4 and 5 are kept."""
     directory = tmp_path_factory.mktemp("replay")
     return headrace.train(make_config(directory, tiny_llama)).directory
+
+
+def test_leaving_a_rerun_early_ends_its_trainer(finished: Path) -> None:
+    children = Family()
+
+    async def first_stage_only() -> Stage:
+        async with rerun(plot_course(finished, 4, 5)) as stages:
+            async for stage in stages:
+                assert [child.who for child in children.children()] == ["trainer"]
+                return stage
+        raise AssertionError("there are two steps")
+
+    with family(children):
+        stage = asyncio.run(first_stage_only())
+    assert stage.step == 1 and not children.children(), "no generator that somebody abandoned holds it"
 
 
 @pytest.fixture
@@ -225,6 +243,8 @@ def test_what_is_not_there_is_refused(finished: Path, tmp_path: Path) -> None:
 def test_reports_are_compared_field_by_field() -> None:
     nan = float("nan")
     before = TrainReport(0, 1, loss=nan, grad_norm=1.0, loss_tokens=100, seconds=1.0)
+    later = msgspec.structs.replace(before, noise=Noise(10, 0.04, 2, 0.01))  # which an earlier version did not report
+    assert differing(later, before) == [] and differing(before, later) == ["noise"]
     assert differing(msgspec.structs.replace(before, seconds=9.0), before) == []
     lags = (LagStats("0", 3, 1.0, 0.0, 1.0, 0.0, 0.0),)
     other = msgspec.structs.replace(before, grad_norm=1.0000000000000002, lags=lags)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
 import msgspec
 
-from headrace.errors import HeadraceError
 from headrace.observe.facts import (
     CheckpointSaved,
     EngineSample,
     Evaluated,
     Fact,
+    FirstFailure,
     GroupEnded,
     IdentityChecked,
     RunEnded,
@@ -27,8 +28,9 @@ from headrace.observe.facts import (
     WorkerLost,
 )
 from headrace.observe.files import read_lines
+from headrace.observe.journal import count_steps
 from headrace.reports import TrainReport
-from headrace.types import Completion, Group, Scored, Struct, VersionSpan
+from headrace.types import Completion, Group, Prompt, Scored, Struct, VersionSpan
 
 METRICS, REPORT = "metrics.jsonl", "report.html"
 
@@ -72,12 +74,17 @@ class Sample(Struct, frozen=True):
     stop: str
     first_version: int
     last_version: int
+    answer: str = ""
+    """The right one, where the row has one."""
+    extracted: dict[str, str] = {}
+    """What a reward function was given of the text, by its name, where that is not all of it."""
 
 
 MetricsFact = (
     RunStarted
     | TicketDrawn
     | GroupEnded
+    | FirstFailure
     | StepRow
     | WeightsLive
     | IdentityChecked
@@ -153,24 +160,78 @@ def sample_of(step: int, group: Group, index: int) -> Sample:
         last.stop,
         versions[0],
         versions[-1],
+        answer_of(group.prompt),
+        one.extracted,
     )
 
 
-def pick_sample(fact: StepTrained) -> Sample | None:
-    """Another place in the batch at every step, so that neither the good nor the bad ones are favoured."""
-    every = [(group, index) for group in fact.groups for index in range(len(group.scored))]
-    return sample_of(fact.report.step, *every[fact.report.step * 7 % len(every)]) if every else None
+_ANSWERS = ("answer", "solution", "target", "ground_truth", "label", "expected")
+"""Columns in which data sets have the right answer, the commonest name first."""
+
+
+def answer_of(prompt: Prompt) -> str:
+    """The right answer as text; empty where the row has none."""
+    named = {name.lower(): value for name, value in prompt.columns.items()}
+    found = next((named[name] for name in _ANSWERS if named.get(name) is not None), "")
+    return found if isinstance(found, str) else str(found)
+
+
+def pick_samples(fact: StepTrained, most: int = 8) -> list[Sample]:
+    """One of each of the first groups. Another place in the batch at every step, so that neither good nor bad ones are favoured."""
+    groups, step = [group for group in fact.groups if group.scored], fact.report.step
+    picked = [groups[(step + i) % len(groups)] for i in range(min(most, len(groups)))]
+    return [sample_of(step, group, (7 * step + i) % len(group.scored)) for i, group in enumerate(picked)]
 
 
 def read_metrics(run_dir: Path) -> list[MetricsFact]:
-    """All facts of a run in order. A torn last line is left out; no file is an empty run."""
-    path = run_dir / METRICS
-    return [decode_metrics(line, path, number) for number, line in enumerate(read_lines(path), 1)]
+    """All facts of a run in order. A torn last line is left out; no file is an empty run. Lines that cannot be read are left out
+    too, and a `Warned` at the end says which."""
+    lines = read_metrics_lines(run_dir)
+    facts = [fact for fact in lines if fact is not None]
+    unreadable = [number for number, fact in enumerate(lines, 1) if fact is None]
+    return [*facts, left_out(unreadable, max((fact.t for fact in facts), default=0.0))] if unreadable else facts
 
 
-def decode_metrics(line: bytes, path: Path, number: int) -> MetricsFact:
-    """Raises `HeadraceError` naming file and line when it was not written by this version of headrace, or was damaged."""
+class _Version(msgspec.Struct):
+    version: int
+
+
+class _Done(msgspec.Struct):
+    """Of a step no more than which version it made."""
+
+    report: _Version
+
+
+def steps_done(run_dir: Path) -> int:
+    """Optimizer steps that the run has done, as its journal and its metrics tell, whichever tells of more: a kill, a loss of power
+    or a hand may have taken the end of one. Damaged lines are passed over."""
+    told = [count_steps(run_dir)]
+    for line in read_lines(run_dir / METRICS):
+        if b'"fact":"StepTrained"' in line[:80]:
+            with suppress(msgspec.MsgspecError):
+                told.append(msgspec.json.decode(line, type=_Done).report.version)
+    return max(told)
+
+
+def read_metrics_lines(run_dir: Path) -> list[MetricsFact | None]:
+    """The fact of every complete line; None for a line that cannot be read."""
+    return [decode_metrics(line) for line in read_lines(run_dir / METRICS)]
+
+
+def decode_metrics(line: bytes) -> MetricsFact | None:
+    """None for a line that was not written by this version of headrace, or was damaged."""
     try:
         return _metrics_decoder.decode(line)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise HeadraceError(f"{path}, line {number} cannot be read: {error}") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
+def left_out(lines: Sequence[int], t: float) -> Warned:
+    """`lines`: numbers, counted from 1, of those that cannot be read."""
+    shown = ", ".join(map(str, lines[:5])) + (", ..." if len(lines) > 5 else "")
+    one = len(lines) == 1
+    return Warned(
+        t,
+        f"{len(lines)} line{'' if one else 's'} of {METRICS} cannot be read and {'is' if one else 'are'} left out (line {shown}): "
+        "numbers and curves lack what was in them; checkpoints and journal are not touched by this",
+    )

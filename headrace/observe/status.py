@@ -10,9 +10,14 @@ from typing import Any, Literal
 import msgspec
 
 from headrace.observe import measures
-from headrace.observe.records import METRICS, decode_metrics
+from headrace.observe.advice import advices
+from headrace.observe.facts import FirstFailure, Warned
+from headrace.observe.files import replace_file
+from headrace.observe.records import METRICS, decode_metrics, left_out
+from headrace.observe.shares import Tally
 from headrace.observe.stacks import process_state
 from headrace.observe.state import RunState
+from headrace.observe.troubles import failings
 from headrace.observe.waits import Lasting
 from headrace.types import Struct
 
@@ -40,9 +45,13 @@ class Live(Struct, frozen=True):
 
 def write_live(run_dir: Path, live: Live) -> None:
     """At once: a reader never sees half of it."""
-    part = run_dir / f".{STATUS}.part"
-    part.write_bytes(msgspec.json.encode(live))
-    os.replace(part, run_dir / STATUS)
+    replace_file(run_dir / STATUS, msgspec.json.encode(live), flush=False)
+
+
+def add_verdict(run_dir: Path, verdict: str) -> None:
+    """For a process that cannot say it any more."""
+    if live := read_live(run_dir):
+        write_live(run_dir, msgspec.structs.replace(live, verdict=verdict))
 
 
 def read_live(run_dir: Path) -> Live | None:
@@ -53,7 +62,7 @@ def read_live(run_dir: Path) -> Live | None:
         return None
 
 
-Life = Literal["alive", "silent", "starting", "finished", "interrupted", "stopped", "died"]
+Life = Literal["alive", "silent", "starting", "finished", "interrupted", "paused", "stopped", "died"]
 LIVING = ("alive", "silent", "starting")
 
 
@@ -67,7 +76,7 @@ class Status(Struct, frozen=True):
     @property
     def ok(self) -> bool:
         """It lives, or ended as it should."""
-        return self.life not in ("stopped", "died")
+        return self.life not in ("paused", "stopped", "died")
 
 
 class Follower:
@@ -76,6 +85,8 @@ class Follower:
     def __init__(self, run_dir: Path) -> None:
         self.run_dir, self.state = run_dir, RunState()
         self._offset, self._lines, self._inode = 0, 0, 0
+        self._unreadable: list[int] = []
+        self._said: Warned | None = None
 
     def look(self, alive: bool, now: float) -> Status:
         """`alive`: somebody holds the run's lock. `now`: seconds since 1970."""
@@ -93,12 +104,26 @@ class Follower:
             found = os.fstat(file.fileno())
             if found.st_size < self._offset or found.st_ino != self._inode:  # a resume has cut it
                 self._inode, self._offset, self._lines, self.state = found.st_ino, 0, 0, RunState()
+                self._unreadable, self._said = [], None
             file.seek(self._offset)
             for line in file:
                 if not line.endswith(b"\n"):  # still being written, or torn by a kill
-                    return
+                    break
                 self._offset, self._lines = self._offset + len(line), self._lines + 1
-                self.state.fold(decode_metrics(line[:-1], path, self._lines))
+                if fact := decode_metrics(line[:-1]):
+                    self.state.fold(fact)
+                else:
+                    self._unreadable.append(self._lines)
+        self._say_what_is_left_out()
+
+    def _say_what_is_left_out(self) -> None:
+        if not self._unreadable:
+            return
+        warnings = self.state.warnings
+        if self._said in warnings:
+            warnings.remove(self._said)
+        self._said = left_out(self._unreadable, self.state.now)
+        warnings.append(self._said)
 
 
 def judge(state: RunState, live: Live | None, alive: bool, now: float) -> Status:
@@ -112,6 +137,8 @@ def judge(state: RunState, live: Live | None, alive: bool, now: float) -> Status
     match state.ended.reason:
         case "finished" | "interrupted" as life:
             return Status(life, life, live)
+        case reason if reason.startswith("paused:"):
+            return Status("paused", reason, live)
         case reason:
             return Status("stopped", reason, live)
 
@@ -145,6 +172,13 @@ def as_dict(status: Status, state: RunState) -> dict[str, Any]:
         "seconds_left": measures.seconds_left(state),
         "reward": measures.recent_reward(state),
         "held_out": [[one.phase, one.reward_mean] for one in state.evals],
+        "held_out_failed": [one.failed_prompts for one in state.evals],
+        "shares": {"recent": _shares(state.shares.recent), "total": _shares(state.shares.total)},
+        "failures": [
+            {"kind": one.kind, "rollouts": one.rollouts, **(_first(one.first) if one.first else {})}
+            for one in failings(state)
+        ],
+        "advice": [[one.name, one.sentence] for one in advices(state)],
         "lag": {
             "mean": measures.mean_lag(state),
             "max": max(state.lags, default=None),
@@ -158,6 +192,19 @@ def as_dict(status: Status, state: RunState) -> dict[str, Any]:
         "warnings": [[one.t, one.message] for one in state.warnings],
         "picture": live.picture if live else "",
     }
+
+
+def _shares(tally: Tally) -> dict[str, float | None]:
+    return {
+        "truncated": tally.truncated_share,
+        "no_contrast": tally.no_contrast_share,
+        "dropped": tally.dropped_share,
+        "failed": tally.failed_share,
+    }
+
+
+def _first(one: FirstFailure) -> dict[str, str]:
+    return {"reason": one.reason, "detail": one.detail, "traceback": one.traceback, "prompt": one.prompt_id}
 
 
 def _checkpoint(state: RunState) -> dict[str, Any] | None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 from headrace.algo.config import AlgoConfig
 from headrace.algo.groups import algorithm_of
+from headrace.algo.noise import NoiseWatch, inside_rounding
 from headrace.buffer import Buffer
 from headrace.chat import ChatEncoder
 from headrace.config import RunConfig
@@ -23,7 +24,7 @@ from headrace.engine.config import EngineConfig
 from headrace.errors import ConfigError
 from headrace.lora import LoraConfig
 from headrace.models import resolve_model
-from headrace.observe.facts import Books, RunStarted, WeightsLive
+from headrace.observe.facts import Books, RunStarted, Warned, WeightsLive
 from headrace.observe.journal import JournalStep
 from headrace.observe.machine import machine_mark
 from headrace.observe.waits import Waits
@@ -32,7 +33,7 @@ from headrace.orchestration.evaluation import Evaluator
 from headrace.orchestration.handed import Handed
 from headrace.orchestration.identity import TOLERANCE, IdentityProbe
 from headrace.orchestration.messages import EngineStart, TrainerStart
-from headrace.orchestration.parts import Parts, Plan
+from headrace.orchestration.parts import Parts, Plan, told_of
 from headrace.orchestration.pipeline import Pipeline
 from headrace.orchestration.pools import Pools, open_pools
 from headrace.orchestration.recovery import recover
@@ -43,7 +44,9 @@ from headrace.orchestration.utilisation import Utilisation
 from headrace.orchestration.wording import headline, where
 from headrace.partial import Interrupts
 from headrace.protocols import EngineCore, Observer, Scorer, Task, TrainerCore, WeightReceiver, WeightSender
+from headrace.rehearsal.reward import try_in_loop
 from headrace.scoring.handed import RewardFunction
+from headrace.scoring.overlong import punished
 from headrace.tasks.config import TaskConfig
 from headrace.tasks.read import Row
 from headrace.trainer.config import TrainConfig
@@ -105,6 +108,7 @@ class Built:
             step,
             books,
             machine_mark(config.train.cores),
+            config.rollout.max_tokens,
         )
 
     async def go_live(self) -> None:
@@ -117,7 +121,10 @@ class Built:
             expected = await parts.probe.trainer_side(parts.trainer, update.version, always=True)
             load = await parts.engine.load(update)
             parts.observer.record(WeightsLive(self.clock(), update, load))
-            await parts.probe.engine_side(parts.engine, update.version, expected)
+            rounding = await parts.probe.engine_side(parts.engine, update.version, expected)
+        if rounding is not None:
+            for sentence in inside_rounding(self.config.algo, rounding, self.config.rollout.max_tokens):
+                parts.observer.record(Warned(self.clock(), sentence))
 
     async def close(self) -> None:
         await self.parts.scorer.close()
@@ -140,6 +147,8 @@ async def prepare(config: RunConfig, model_dir: Path, encoder: ChatEncoder, hand
     """What can be wrong in the user's input is found out here, before processes are started, which takes seconds."""
     task = await asyncio.to_thread(build_task, config.task, encoder, config.seed, handed.rows)
     scorer = await asyncio.to_thread(build_scorer, config, handed.rewards, logs / "scorer.log")
+    answer, size = config.task.answer, config.rollout.group_size
+    await try_in_loop(handed.rewards, scorer, task, answer, size, encoder.encode_completion)
     lessons = await plan_lessons(config, model_dir, encoder, handed.rows)
     prompts = await asyncio.to_thread(task.held_out, config.eval.prompts)
     return Prepared(model_dir, encoder, task, scorer, prompts, lessons)
@@ -164,7 +173,8 @@ async def build(
         restore = {adapter: storage.checkpoint} if storage.checkpoint else {}
         pools = await open_pools(config, prepared.model_dir, logs, observer, waits, clock, restore)
         undo.push_async_callback(pools.close)
-        built = await join(config, prepared, pools, adapter, logs, storage, waits, clock)
+        begin = await join(config, prepared, pools, adapter, logs, storage, waits, clock)
+        built = begin()
         undo.pop_all()
     return built
 
@@ -178,26 +188,35 @@ async def join(
     storage: Storage,
     waits: Waits,
     clock: Clock,
-) -> Built:
-    """A pipeline over pools that are up. `adapter`: which one it trains; empty where the engine serves full weights."""
+) -> Callable[[], Built]:
+    """A pipeline over pools that are up. `adapter`: which one it trains; empty where the engine serves full weights.
+
+    Here ends what may be refused: only what is returned, and begins the run, changes its directory."""
     if config.rollout.stop and not pools.engine.capabilities.stop_strings:
         raise ConfigError(
             "this engine cannot end completions at strings (the model has no tokenizer it can use); remove rollout.stop"
         )
     student = Student(prepared.model_dir, pools.trainer, pools.engine, bool(adapter), pools.shadow, pools.weights_fd)
     pools.teaching = await open_teaching(config, prepared.lessons, student, logs, storage.recorder, waits, clock)
-    pools.engine.listen(storage.passes.write)
-    return _assemble(config, prepared, pools, adapter, storage, waits, clock)
+    buffer = Buffer(config.staleness, config.train.steps * config.staleness.groups_per_step)
+    interrupts = Interrupts(pools.engine, config.partial, waits, clock)
+    past = storage.past
+    redo = recover(past, prepared.task, buffer, interrupts, plan_of(config, adapter)) if past else []
+
+    def begin() -> Built:
+        storage.begin()
+        pools.engine.listen(storage.passes.write)
+        return _assemble(config, prepared, pools, adapter, storage, waits, clock, buffer, interrupts, redo)
+
+    return begin
 
 
 def _assemble(
-    config: RunConfig, prepared: Prepared, pools: Pools, adapter: str, storage: Storage, waits: Waits, clock: Clock
-) -> Built:
+    config: RunConfig, prepared: Prepared, pools: Pools, adapter: str, storage: Storage, waits: Waits, clock: Clock,
+    buffer: Buffer, interrupts: Interrupts, redo: Sequence[JournalStep],
+) -> Built:  # fmt: skip
     task, encoder, observer = prepared.task, prepared.encoder, storage.recorder
-    buffer = Buffer(config.staleness, config.train.steps * config.staleness.groups_per_step)
-    interrupts = Interrupts(pools.engine, config.partial, waits, clock)
     plan, past, mark = plan_of(config, adapter), storage.past, scoring_mark(config)
-    redo = recover(past, task, buffer, interrupts, plan) if past else []
     assert pools.teaching is not None
     rewarding = pools.teaching.rewarding(prepared.scorer)
     parts = Parts(
@@ -205,22 +224,16 @@ def _assemble(
         engine=pools.engine,
         interrupts=interrupts,
         trainer=pools.trainer,
-        scorer=pools.teaching.tracing(rewarding),
+        scorer=pools.teaching.tracing(
+            punished(config.reward.soft_overlong_punishment, config.rollout.max_tokens, rewarding)
+        ),
         observer=observer,
         journal=storage.journal,
         buffer=buffer,
         algorithm=algorithm_of(config.algo, config.rollout.max_tokens, reward_weights(config)),
         decode=encoder.decode,
         waits=waits,
-        snapshots=Snapshots(
-            storage.checkpoints,
-            storage.passes,
-            observer,
-            clock,
-            adapter,
-            storage.saved_step,
-            mark,
-        ),
+        snapshots=Snapshots(storage.checkpoints, storage.passes, observer, clock, adapter, storage.saved_step, mark),
         probe=IdentityProbe(
             _probe_tokens(encoder, pools.engine.capabilities.context_length),
             config.watch.identity_every,
@@ -242,8 +255,10 @@ def _assemble(
             adapter,
         ),
         turns=pools.turns,
+        noise=NoiseWatch(config.algo),
+        sentinels=(pools.teaching.watch,),
     )
-    pipeline = Pipeline(parts, plan, clock, past.saved_step if past else 0)
+    pipeline = Pipeline(parts, plan, clock, past.saved_step if past else 0, told_of(storage.recorder.state))
     utilisation = Utilisation(pools.engine, pools.turns, waits, clock)
     outdated = past.outdated(mark) if past else ()
     return Built(pools, parts, pipeline, redo, outdated, utilisation, clock, config, adapter)
@@ -259,6 +274,8 @@ def plan_of(config: RunConfig, adapter: str) -> Plan:
         config.checkpoint.every,
         config.eval.every,
         adapter,
+        config.watch,
+        config.checkpoint.patience,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from pathlib import Path
 from typing import Any
 
 from headrace.config import RunConfig
@@ -23,10 +24,30 @@ def check_resumable(old: RunConfig, new: RunConfig) -> None:
         "the rows (dataset=)": (old.task.rows, new.task.rows),
         "the names of adapters": ([one.name for one in old.adapters], [one.name for one in new.adapters]),
     }
-    changed = [f"{name} was {was}, not {now}" for name, (was, now) in fixed.items() if was != now]
+    changed = [said for name, (was, now) in fixed.items() for said in _differences(name, was, now)]
     if changed:
         raise ConfigError(
             f"a run cannot be resumed with other values here: {'; '.join(changed)}. Start a new run for that"
+        )
+
+
+def _differences(name: str, was: Any, now: Any) -> list[str]:
+    """Of a section, each setting that is another one by itself."""
+    if not dataclasses.is_dataclass(was):
+        return [f"{name} was {was}, not {now}"] if was != now else []
+    return [
+        said
+        for field in dataclasses.fields(was)
+        for said in _differences(f"{name}.{field.name}", getattr(was, field.name), getattr(now, field.name))
+    ]
+
+
+def check_steps(run_dir: Path, done: int, wanted: int) -> None:
+    """Raises ConfigError where a run has done more steps than it is to have."""
+    if wanted < done:
+        raise ConfigError(
+            f"{run_dir} has done {done} steps, and train.steps = {wanted} asks for fewer: set train.steps to {done} (it ends where it "
+            "stands) or more, or start a new run"
         )
 
 
@@ -72,6 +93,9 @@ def scoring_mark(config: RunConfig) -> str:
         "top": algo.teacher_top,
         "rewards": [dataclasses.asdict(one) for one in config.reward.specs] if not _says_nothing(config.reward) else [],
     }
+    overlong = config.reward.soft_overlong_punishment
+    if overlong.cache:  # else the mark is that of a run before there was one
+        made["punished"] = (dataclasses.asdict(overlong), config.rollout.max_tokens)
     return hashlib.sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()[:16]
 
 

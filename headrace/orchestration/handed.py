@@ -14,6 +14,7 @@ from typing import Any
 
 from headrace.config import RunConfig, checked, config_of_run, read_tree
 from headrace.errors import ConfigError
+from headrace.other_names import meaning
 from headrace.scoring.handed import RewardFunction, Rewards, rewards_of
 from headrace.settings import Tree, build
 from headrace.tasks.handed import fingerprint, rows_of
@@ -53,7 +54,7 @@ def take_over(
     if rows is not None:
         _refuse_own_tasks(tree)
         tree = _replaced(tree, "task", {"kind": "python", "rows": fingerprint(rows)})
-    return checked(build(RunConfig, tree)), Handed(tuple(function for _, function in rewards), rows)
+    return checked(build(RunConfig, tree, meaning)), Handed(tuple(function for _, function in rewards), rows)
 
 
 def settings_of(config: Source | None, run: str | Path | None) -> Source:

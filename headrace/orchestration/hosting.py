@@ -18,8 +18,9 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 Act = Callable[[], object]
 Main = Callable[[Callable[[Act], None]], Coroutine[Any, Any, None]]
 """Is given a function: whatever is passed to that is called in the loop at every interrupt."""
@@ -33,6 +34,23 @@ def host(main: Main, errands: Errands | None = None) -> None:
         asyncio.run(main(_on_signal))
     else:
         _Beside(main, SimpleQueue() if errands is None else errands).run()
+
+
+def complete(work: Coroutine[Any, Any, T]) -> T:
+    """What `work` returns. An interrupt cancels it, and is a KeyboardInterrupt here."""
+    found: list[T] = []
+
+    async def go(on_interrupt: Callable[[Act], None]) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        on_interrupt(task.cancel)
+        found.append(await work)
+
+    try:
+        host(go)
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+    return found[0]
 
 
 def _loop_runs_here() -> bool:

@@ -1,19 +1,19 @@
-"""What needs no training: `headrace eval`, `headrace export`, and what `--dry-run` says."""
+"""What needs no training: `headrace eval` and `headrace export`."""
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
 from headrace.config import RunConfig
 from headrace.errors import CheckpointError, ConfigError
 from headrace.models import resolve_model
-from headrace.observe.facts import Evaluated, Fact, Warned, WorkerLost
+from headrace.observe.facts import Evaluated, Fact, FirstFailure, Warned, WorkerLost
+from headrace.observe.records import steps_done
+from headrace.observe.text import plural
 from headrace.orchestration.build import (
     build_scorer,
     build_task,
@@ -21,13 +21,13 @@ from headrace.orchestration.build import (
     open_model,
     open_waits,
 )
-from headrace.orchestration.checkpoint import Checkpoints, step_of
+from headrace.orchestration.checkpoint import Checkpoints, damage, step_of
 from headrace.orchestration.evaluation import Evaluator
 from headrace.orchestration.handed import NOTHING, Handed
-from headrace.orchestration.hosting import Act, host
+from headrace.orchestration.hosting import complete
 from headrace.orchestration.pools import open_pools
+from headrace.orchestration.rundir import held
 from headrace.orchestration.teaching import Student, for_reading, open_teaching, plan_lessons
-from headrace.orchestration.wording import headline, where
 
 
 class _Stderr:
@@ -36,17 +36,22 @@ class _Stderr:
     def record(self, fact: Fact) -> None:
         if isinstance(fact, Warned):
             print(fact.message, file=sys.stderr)
+        elif isinstance(fact, FirstFailure):
+            print(f"the first {fact.reason}: {fact.detail}", *fact.traceback.splitlines(), sep="\n  ", file=sys.stderr)
         elif isinstance(fact, WorkerLost):
             print(f"the {fact.who} process {fact.how}; it is started again", file=sys.stderr)
 
 
 def evaluate(
-    config: RunConfig, run: Path | None = None, prompts: int | None = None, handed: Handed = NOTHING
+    config: RunConfig,
+    run: Path | None = None,
+    prompts: int | None = None,
+    step: int | None = None,
+    handed: Handed = NOTHING,
 ) -> Evaluated:
-    """Mean reward on `prompts` held-out prompts of the model in the config, or of the newest checkpoint of `run`.
-
-    `config`: the run's own where there is one. `handed`: functions and rows that the config names but cannot hold.
-    """
+    """Mean reward on `prompts` held-out prompts of the model in the config, or of the last checkpoint of `run` (or that of
+    `step`, see `checkpoint_of`), whose own settings the config then is. `handed`: functions and rows that the config names but
+    cannot hold."""
     if config.adapters:
         names = ", ".join(one.name for one in config.adapters)
         raise ConfigError(
@@ -57,20 +62,9 @@ def evaluate(
     count = config.eval.prompts if prompts is None else prompts
     if not 0 < count <= config.task.held_out:
         raise ConfigError(f"{count} held-out prompts were asked for; there are {config.task.held_out} (task.held_out)")
-    checkpoint = newest_checkpoint(run) if run else None
-    measured: list[Evaluated] = []
-
-    async def go(on_interrupt: Callable[[Act], None]) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        on_interrupt(task.cancel)
-        measured.append(await _evaluate(config, checkpoint, count, handed))
-
-    try:
-        host(go)
-    except asyncio.CancelledError:
-        raise KeyboardInterrupt from None
-    return measured[0]
+    if step is not None and run is None:
+        raise ConfigError("a step is one of a run: name its directory, not a config")
+    return complete(_evaluate(config, checkpoint_of(run, step) if run else None, count, handed))
 
 
 async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int, handed: Handed) -> Evaluated:
@@ -114,42 +108,53 @@ async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int, ha
             await pools.close()
 
 
-def newest_checkpoint(run: Path) -> Path:
-    checkpoint, complaints = Checkpoints(run / "checkpoints", keep=1).newest_good()
-    if checkpoint is None and (parts := sorted(path.parent for path in run.glob("*/checkpoints"))):
+def checkpoint_of(run: Path, step: int | None = None) -> Path:
+    """The checkpoint of `step`, or that of the last step that the run has done. Raises ConfigError where there is none, or where
+    the newest one is older: whoever wants it says so; CheckpointError where it is damaged."""
+    if not (run / "checkpoints").is_dir() and (parts := sorted(path.parent for path in run.glob("*/checkpoints"))):
         names = " or ".join(map(str, parts))
         raise ConfigError(f"{run} trains several adapters; name the directory of one: {names}")
-    if checkpoint is None:
-        raise CheckpointError(f"{run} has no whole checkpoint" + "".join(f"; {text}" for text in complaints))
-    return checkpoint
+    checkpoints = Checkpoints(run / "checkpoints", keep=1)
+    known = {step_of(path): path for path in checkpoints.all()}
+    if step is not None:
+        if step not in known:
+            have = " and ".join(map(str, known)) or "none"
+            raise ConfigError(f"{run} has no checkpoint of step {step}; it has those of {have}")
+        if problem := damage(known[step]):
+            raise CheckpointError(problem)
+        return known[step]
+    newest, complaints = checkpoints.newest_good()
+    because = "".join(f"; {text}" for text in complaints)
+    if newest is None:
+        raise CheckpointError(f"{run} has no whole checkpoint{because}")
+    taken = step_of(newest)
+    if (done := steps_done(run)) > taken:
+        later = "it is still training" if held(run) else f"headrace train --resume {run} goes on to its last step"
+        raise ConfigError(
+            f"the newest whole checkpoint of {run} is of step {taken}, and the run has done {plural(done, 'step')}{because}. --step "
+            f"{taken} (step={taken} in Python) takes it all the same; {later}"
+        )
+    return newest
 
 
 def export(
-    config: RunConfig, run: Path, to: Path, dtype: Literal["bfloat16", "float32"] = "bfloat16", merge: bool = False
+    config: RunConfig,
+    run: Path,
+    to: Path,
+    dtype: Literal["bfloat16", "float32"] = "bfloat16",
+    merge: bool = False,
+    step: int | None = None,
 ) -> Path:
-    """Writes the model of the run's newest checkpoint as a directory that `transformers` loads, or its adapter as one that peft
-    loads (`merge`: a whole model with the adapter in its weights). Returns the checkpoint."""
+    """Writes the model of the run's last checkpoint (or that of `step`, see `checkpoint_of`) as a directory that `transformers`
+    loads, or its adapter as one that peft loads (`merge`: a whole model with the adapter in its weights). Returns the
+    checkpoint."""
     if merge and not config.lora.rank:
         raise ConfigError(f"{run} trained all weights, there is no adapter to merge: leave --merge out")
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ConfigError(f"{to} exists already: name a directory that is new or empty")
-    checkpoint = newest_checkpoint(run)
+    checkpoint = checkpoint_of(run, step)
     if config.lora.quantise and not merge:
         said = f"the adapter was trained beside base weights in {config.lora.quantise}; beside the exact ones it is a slightly other policy"
         print(f"{said}: --merge writes the one that was trained", file=sys.stderr)
     export_weights(config, resolve_model(config.model.path), checkpoint, to, dtype, merge)
     return checkpoint
-
-
-def describe(config: RunConfig) -> str:
-    """For `--dry-run`: what will run where, and what that means."""
-    staleness, rollout = config.staleness, config.rollout
-    lines = [headline(config), ""]
-    lines += [f"  {part:<11}{place}" for part, place in where(config, "path chosen when the model is read").items()]
-    lines += [
-        "",
-        f"  {config.train.steps} steps of {staleness.groups_per_step} groups x {rollout.group_size} rollouts; "
-        f"{staleness.slots} tickets, so no token is older than {staleness.lag_bound} optimizer step(s) when it is trained",
-        f"  run directory: {config.run_dir}",
-    ]
-    return "\n".join(lines)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from headrace.observe.machine import machine_mark
 from headrace.observe.records import StepRow, read_metrics
 from headrace.observe.text import plural
 from headrace.orchestration.rerun import Course, Stage, cores_here, plot_course, rerun
-from headrace.reports import TrainReport
+from headrace.reports import TrainReport, differing
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
 """Relative difference of a step's means on another machine, by the dtype of training; below 0.1 it is absolute, to a tenth."""
@@ -80,9 +81,10 @@ async def _replay(course: Course, console: Console) -> int:
     console.print(_where_from(course))
     expected = what_it_says(course.run_dir)
     table, outcomes = _table(), []
-    async for outcome in outcomes_of(course, expected):
-        outcomes.append(outcome)
-        table.add_row(*_cells(outcome, course), style="bold red" if outcome.problem else "")
+    async with aclosing(outcomes_of(course, expected)) as found:
+        async for outcome in found:
+            outcomes.append(outcome)
+            table.add_row(*_cells(outcome, course), style="bold red" if outcome.problem else "")
     console.print(table)
     return _conclude(outcomes, expected, console)
 
@@ -102,7 +104,7 @@ def _where_from(course: Course) -> str:
 
 
 def what_it_says(run_dir: Path) -> Expected:
-    """Raises HeadraceError where journal or metrics are damaged."""
+    """What of journal and metrics cannot be read is not compared."""
     kind = "adapter" if read_config(config_of_run(run_dir)).lora.served_name else "full"
     machine: Mapping[str, str] = {}
     fingerprints: dict[int, str] = {}
@@ -118,20 +120,21 @@ def what_it_says(run_dir: Path) -> Expected:
     return Expected(fingerprints | {one.version: one.fingerprint for one in read_only(run_dir, Live)}, machines)
 
 
-async def outcomes_of(course: Course, expected: Expected) -> AsyncIterator[Outcome]:
+async def outcomes_of(course: Course, expected: Expected) -> AsyncGenerator[Outcome, None]:
     """Up to a step that cannot be followed by the next one."""
     checked = False
-    async for stage in rerun(course):
-        if not checked:
-            await _check_start(course, stage, expected)
-            checked = True
-        report = await stage.execute()
-        fingerprint = (await stage.trainer.publish(stage.adapter)).fingerprint
-        outcome = _judged(stage, report, fingerprint, expected)
-        if stage.step >= course.first or outcome.problem:
-            yield outcome
-        if report.version != stage.journaled.version:
-            return
+    async with rerun(course) as stages:
+        async for stage in stages:
+            if not checked:
+                await _check_start(course, stage, expected)
+                checked = True
+            report = await stage.execute()
+            fingerprint = (await stage.trainer.publish(stage.adapter)).fingerprint
+            outcome = _judged(stage, report, fingerprint, expected)
+            if stage.step >= course.first or outcome.problem:
+                yield outcome
+            if report.version != stage.journaled.version:
+                return
 
 
 async def _check_start(course: Course, stage: Stage, expected: Expected) -> None:
@@ -178,15 +181,6 @@ def outcome_of(
     else:
         problem = _told(report, before, beyond(report, before, tolerance))
     return Outcome(before.step + 1, report, before, fingerprint, recorded, exact, problem)
-
-
-def differing(report: TrainReport, before: TrainReport) -> list[str]:
-    """Fields that are not equal bit for bit, but for the time."""
-    return [
-        name
-        for name in before.__struct_fields__
-        if name != "seconds" and repr(getattr(report, name)) != repr(getattr(before, name))  # NaN differs from itself
-    ]
 
 
 def beyond(report: TrainReport, before: TrainReport, tolerance: float) -> list[str]:

@@ -59,6 +59,8 @@ class RunResult:
             "step": [one.step for one in looks],
             "prompt": [one.prompt for one in looks],
             "completion": [one.text for one in looks],
+            "answer": [one.answer for one in looks],
+            "extracted": [one.extracted for one in looks],
             "reward": [one.reward for one in looks],
             "rewards": [one.rewards for one in looks],
             "length": [len(one.tokens) for one in looks],

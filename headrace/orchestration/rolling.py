@@ -3,35 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
-from headrace.errors import TrainingError
-from headrace.observe.facts import TicketDrawn
+from headrace.observe.facts import GroupEnded, TicketDrawn
 from headrace.observe.journal import Drawn, Gone, Ready
+from headrace.orchestration.budgets import Budgets
 from headrace.orchestration.outcomes import Outcome, Rolled
-from headrace.orchestration.parts import Parts, Plan
+from headrace.orchestration.parts import Parts, Plan, Told
 from headrace.rollout import roll_out
 from headrace.types import Episode, Failure, Group, Prompt, Scored
 
-_REMEDIES = {
-    "no_contrast": "All rewards of the group were equal: the task is too hard or too easy for this model; change the task, the reward, "
-    "or raise rollout.group_size. ",
-    "overlong": "All completions were cut off, which algo.overlong = mask leaves out: raise rollout.max_tokens. ",
-    "no_teacher": "No teacher takes such prompts, and there is nothing else to learn from: widen the route of a [[teachers]] table. ",
-}
-
 
 class Rolling:
-    def __init__(self, parts: Parts, plan: Plan, clock: Callable[[], float]) -> None:
+    def __init__(self, parts: Parts, plan: Plan, clock: Callable[[], float], told: Told) -> None:
         self._parts, self._plan, self._clock = parts, plan, clock
         self._record = parts.observer.record
         self._tasks: dict[int, asyncio.Task[None]] = {}
         """By ticket."""
         self._cancelled: dict[int, str] = {}
         """Why, by ticket."""
-        self._barren = 0
-        self.rewards: list[float] = []
-        """Of the groups that ended since somebody emptied it."""
+        self._budgets = Budgets(plan.watch, plan.rollout.patience, self._record, clock)
+        self._rewards = list(told.rewards)
+        """Of the groups that ended since the last step."""
+        self._mean_drawn = told.reward_drawn
 
     async def admit(self, loops: asyncio.TaskGroup) -> None:
         """Until the buffer is closed. What was in flight when the run was killed goes first, under its old tickets."""
@@ -64,6 +59,16 @@ class Rolling:
                 task.cancel()
         return ended
 
+    def mean_drawn(self, groups: Sequence[Group]) -> float:
+        """Mean reward of what ended since the last step, which takes `groups`; the value before when nothing did. Where the metrics
+        of a killed process are lost, with all that was known of what it drew: of those groups."""
+        if not self._rewards and math.isnan(self._mean_drawn):
+            self._rewards = [one.reward for group in groups for one in group.scored]
+        if self._rewards:
+            self._mean_drawn = sum(self._rewards) / len(self._rewards)
+            self._rewards.clear()
+        return self._mean_drawn
+
     def stop(self) -> None:
         """What is in flight stays what it is: in the checkpoint, and in the journal."""
         for task in self._tasks.values():
@@ -81,7 +86,7 @@ class Rolling:
             async with self._parts.interrupts.group():
                 scored, failures = await self._rollouts_of(ticket, prompt)
             rolled = Rolled(ticket, prompt, scored, failures, self._clock() - started)
-            self.rewards += [one.reward for one in scored]
+            self._rewards += [one.reward for one in scored]
             self._judge(rolled)
         except asyncio.CancelledError:
             if ticket not in self._cancelled:
@@ -95,17 +100,18 @@ class Rolling:
         algorithm = self._parts.algorithm
         rows = algorithm.rows(rolled.prompt, rolled.scored) if len(rolled.scored) >= algorithm.min_rollouts else ()
         if not rows:
-            self._barren_end(rolled, "failed", rolled.commonest_failure)
+            fact = self.end(rolled, "failed", rolled.commonest_failure)
         elif reason := algorithm.barren(rows):
-            self._barren_end(rolled, "dropped", reason)
+            fact = self.end(rolled, "dropped", reason)
         else:
-            self._ready(Group(rolled.ticket, rolled.prompt, rolled.scored, rows, rolled.failures), rolled)
+            fact = self._ready(Group(rolled.ticket, rolled.prompt, rolled.scored, rows, rolled.failures), rolled)
+        self._budgets.spend(rolled, fact)
 
-    def _ready(self, group: Group, rolled: Rolled) -> None:
-        self._barren = 0
+    def _ready(self, group: Group, rolled: Rolled) -> GroupEnded:
         self._parts.journal.write(Ready(self._clock(), group))
         self._parts.buffer.put(group)
-        self._record(rolled.ended(self._clock(), "ready"))
+        self._record(fact := rolled.ended(self._clock(), "ready"))
+        return fact
 
     async def _rollouts_of(self, ticket: int, prompt: Prompt) -> tuple[tuple[Scored, ...], tuple[Failure, ...]]:
         parts, rollout = self._parts, self._plan.rollout
@@ -127,21 +133,12 @@ class Rolling:
 
     # -- groups that are not trained --------------------------------------------------------------------------------------
 
-    def end(self, rolled: Rolled, outcome: Outcome, reason: str) -> None:
+    def end(self, rolled: Rolled, outcome: Outcome, reason: str) -> GroupEnded:
         """Of a group that will not be trained, wherever it is."""
         assert outcome != "ready"
         failures = rolled.failures if outcome == "dropped" else ()
         reasons = tuple(failure.reason for failure in failures)
         self._parts.journal.write(Gone(self._clock(), rolled.ticket, outcome, reason, reasons))
         self._parts.buffer.end(rolled.ticket, outcome, reason, reasons)
-        self._record(rolled.ended(self._clock(), outcome, reason))
-
-    def _barren_end(self, rolled: Rolled, outcome: Outcome, reason: str) -> None:
-        self.end(rolled, outcome, reason)
-        self._barren += 1
-        if self._barren >= self._plan.rollout.patience:
-            detail = f" ({rolled.detail})" if rolled.detail else ""
-            raise TrainingError(
-                f"{self._barren} groups in a row could not be trained; the last one: {reason}{detail}. "
-                f"{_REMEDIES.get(reason, '')}rollout.patience sets how many groups may pass."
-            )
+        self._record(fact := rolled.ended(self._clock(), outcome, reason))
+        return fact

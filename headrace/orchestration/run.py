@@ -7,15 +7,18 @@ from pathlib import Path
 
 from headrace.config import RunConfig
 from headrace.errors import HeadraceError
+from headrace.observe.facts import Warned
+from headrace.observe.files import full_disk_is_said
 from headrace.observe.watchdog import Watchdog
 from headrace.orchestration.build import build, open_waits
 from headrace.orchestration.callbacks import Callbacks
 from headrace.orchestration.handed import NOTHING, Handed
-from headrace.orchestration.hosting import Act, host
-from headrace.orchestration.lane import Lane, open_lane
+from headrace.orchestration.hosting import Act, complete, host
+from headrace.orchestration.lane import Lane, open_lane, say_finished
+from headrace.orchestration.rehearse import rehearse
 from headrace.orchestration.result import RunResult, result_of
 from headrace.orchestration.rundir import RunDirectory
-from headrace.orchestration.session import run_clock
+from headrace.orchestration.session import on_unheard, run_clock
 from headrace.orchestration.several import train_together
 
 
@@ -26,15 +29,27 @@ def train(
 
     `resume`: the directory of the run to go on with; its newest good checkpoint is used.
     `handed`: functions and rows that the settings name but cannot hold. `callbacks` are called in this thread.
-    Raises `HeadraceError` with one sentence when the run could not be finished, and what a callback raised.
+    Raises `HeadraceError` with one sentence when the run could not be finished, and what a callback raised. What can be known to
+    be wrong before a model is loaded is a `ConfigError`, and nothing has been written then.
     """
     if config.adapters:
         lanes = train_together(config, handed, resume, callbacks)
         return result_of(resume or config.run_dir, lanes)
-    with RunDirectory.of(resume or config.run_dir, config, bool(resume)) as directory:
+    notes = [] if resume else complete(rehearse(config, handed)).notes
+    with (
+        full_disk_is_said(resume or config.run_dir),
+        RunDirectory.of(resume or config.run_dir, bool(resume)) as directory,
+    ):
         lane = open_lane(config, directory, bool(resume))
+        if lane.finished:
+            say_finished(directory.path, [lane])
+            return result_of(directory.path, {"": lane})
         try:
-            _train(lane, handed, callbacks)
+            if resume:  # whether it is finished had to be known first; nothing of it has been changed yet
+                notes = complete(rehearse(config, handed, resume)).notes
+            for note in notes:
+                lane.storage.recorder.record(Warned(lane.storage.seconds, note))
+            _train(lane, handed, callbacks, tells=not resume)
         except HeadraceError as error:
             lane.say_how_to_go_on(error)
             raise
@@ -43,9 +58,9 @@ def train(
         return result_of(directory.path, {"": lane})
 
 
-def _train(lane: Lane, handed: Handed, callbacks: Callbacks | None) -> None:
+def _train(lane: Lane, handed: Handed, callbacks: Callbacks | None, tells: bool) -> None:
     config, directory, storage = lane.config, lane.directory, lane.storage
-    watchdog = Watchdog(directory.logs, config.watch.warn_after, config.watch.stop_after)
+    watchdog = Watchdog(directory.logs, config.watch.warn_after, config.watch.stop_after, tells)
     storage.recorder.add(watchdog)
     if callbacks:
         storage.recorder.add(callbacks)
@@ -55,6 +70,7 @@ def _train(lane: Lane, handed: Handed, callbacks: Callbacks | None) -> None:
         on_interrupt(lane.session.interrupt)
         if callbacks:
             callbacks.attach(lane.session.stop)
+        on_unheard(lambda said: storage.recorder.record(Warned(clock(), said)))
         waits = open_waits(config, storage.recorder, clock)
         watchdog.add(directory.path, waits)
         watchdog.attach()

@@ -12,6 +12,7 @@ from headrace.errors import HeadraceError, StalledError
 from headrace.observe.facts import Evaluated, RunEnded, Warned
 from headrace.orchestration.build import Built
 from headrace.orchestration.storage import Storage
+from headrace.orchestration.utilisation import LAST_WORD
 
 
 def run_clock(age: float) -> Callable[[], float]:
@@ -19,6 +20,18 @@ def run_clock(age: float) -> Callable[[], float]:
     loop = asyncio.get_running_loop()
     origin = loop.time() - age
     return lambda: loop.time() - origin
+
+
+def on_unheard(say: Callable[[str], None]) -> None:
+    """What goes wrong where nobody can catch it (a callback, a task that nobody awaits) is said, and not only logged.
+
+    It does not end the run: each background task of headrace has a sentinel that does, and this may be one of a reward function."""
+
+    def heard(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        loop.default_exception_handler(context)  # the traceback, for the log
+        say(f"{context['message']}: {context['exception']!r}" if "exception" in context else context["message"])
+
+    asyncio.get_running_loop().set_exception_handler(heard)
 
 
 class Session:
@@ -33,6 +46,11 @@ class Session:
         self._training = self._trained = self._leaving = False
         self._interrupts, self._left_for = 0, "interrupted"
         self._main: asyncio.Task[Any] | None = None
+
+    def recall(self) -> None:
+        """What an earlier process measured, of a run that is over."""
+        known = {one.phase: one for one in self._recorder.state.evals}
+        self.before, self.after = known.get("before"), known.get("after")
 
     async def run(self, building: Awaitable[Built]) -> None:
         self._main = asyncio.current_task()
@@ -65,7 +83,7 @@ class Session:
             await built.pipeline.run()
         finally:
             self._training, self._trained, self.step = False, True, built.pipeline.step
-            await built.utilisation.stop()
+            await built.utilisation.stop(LAST_WORD if self._interrupts < 2 else 0.0)
         if built.pipeline.interrupted:
             self.reason = self._left_for
         else:
@@ -86,7 +104,7 @@ class Session:
         first, last = built.redo[0].step, built.redo[-1].step
         said = f"steps {first} to {last} are done again from the journal: they came after the checkpoint"
         self._recorder.record(Warned(built.clock(), said))
-        await built.pipeline.redo(built.redo, self._recorder.state.step)
+        await built.pipeline.redo(built.redo)
 
     def interrupt(self, why: str = "interrupted", again: str = " (Ctrl-C again: leave now)") -> None:
         """Once: a checkpoint at the next step's end, then leave. Twice: leave now."""

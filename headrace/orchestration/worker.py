@@ -1,12 +1,11 @@
 """What a worker process runs: `python -m headrace.orchestration.worker (engine|trainer) SOCKET_FD WEIGHTS_FD`.
 
 Reads frames in one thread, works in another, and leaves as soon as the controller's end of the socket is closed: a killed
-controller leaves no orphan behind.
+controller leaves no orphan behind, not even a stopped one (`orphans.py`).
 """
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import queue
 import signal
@@ -19,10 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from headrace.observe.health.frames import answer_signals
 from headrace.orchestration.answers import answer
 from headrace.orchestration.engine_loop import EngineLoop
 from headrace.orchestration.messages import EngineStart, TrainerReady, TrainerStart
 from headrace.orchestration.wire import Frame, WorkerEnd, unpack
+from headrace.orphans import signal_me_when_orphaned
 from headrace.protocols import TrainerCore, WeightSender
 from headrace.types import Batch
 from headrace.weights import WeightUpdate
@@ -32,10 +33,10 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
+    signal_me_when_orphaned(signal.SIGKILL)
     kind, socket_fd, weights_fd = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller decides when to leave
-    if stacks := os.environ.get("HEADRACE_STACKS"):  # for whoever looks into a run that hangs: kill -USR1
-        faulthandler.register(signal.SIGUSR1, Path(stacks).open("a", encoding="utf-8"))  # noqa: SIM115 open for good
+    answer_signals()
     if cores := [int(core) for core in os.environ.get("HEADRACE_CORES", "").split(",") if core]:
         os.sched_setaffinity(0, cores)
     end = WorkerEnd(socket.socket(fileno=socket_fd))

@@ -8,8 +8,9 @@ from functools import cache
 from typing import Any
 
 from headrace.errors import ConfigError
+from headrace.extras import install
+from headrace.scoring.job import fail_raised
 from headrace.types import Failure
-from headrace.user_code import one_line
 
 
 @cache
@@ -24,7 +25,7 @@ def load_reasoning_gym() -> Callable[..., Any]:
         import reasoning_gym  # noqa: F401  at start, so that the first group does not wait for it
     except ImportError:
         raise ConfigError(
-            'the reward reasoning_gym needs the package reasoning-gym; pip install "headrace[tasks]"'
+            f"the reward reasoning_gym needs the package reasoning-gym, which is not installed: {install('tasks')}"
         ) from None
     return reasoning_gym_reward
 
@@ -56,4 +57,4 @@ def _score(completion: str, entry: dict[str, Any]) -> float | Failure:
     try:
         return float(_verifier(entry["metadata"]["source_dataset"])(answer=completion, entry=entry))
     except Exception as error:
-        return Failure("reward_raised", one_line(error))
+        return fail_raised(error)

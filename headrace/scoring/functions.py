@@ -10,9 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from headrace.errors import ConfigError
-from headrace.scoring.config import RewardConfig, RewardSpec, distinct
-from headrace.scoring.extract import EXTRACTORS
+from headrace.scoring.config import RewardConfig, distinct
+from headrace.scoring.extract import Extractor
 from headrace.scoring.handed import rewards_of
 from headrace.scoring.job import Job, Values, is_async
 from headrace.scoring.processes import PrivatePool, SharedProcess, check_functions
@@ -24,11 +26,11 @@ from headrace.types import Episode, Failure, Prompt, Scored
 class _Judge:
     name: str
     weight: float
-    extract: Callable[[str], str]
+    extract: Extractor
     call: Callable[[Job], Awaitable[Values]]
 
     async def judge(self, prompt: Prompt, episodes: Sequence[Episode]) -> Values:
-        texts = tuple(self.extract(episode.last.text) for episode in episodes)
+        texts = tuple(self.extract(episode.last) for episode in episodes)
         tokens = tuple(episode.last.tokens for episode in episodes)
         return await self.call(Job(prompt.text, texts, tokens, prompt.columns, prompt.chat))
 
@@ -80,7 +82,7 @@ class FunctionScorer:
         rewards: dict[str, float] = {}
         for judge, part in zip(self._judges, parts, strict=True):
             if isinstance(part, Failure):  # a sum that lacks a part is not the reward
-                return Failure(part.reason, f"{judge.name}: {part.detail}")
+                return msgspec.structs.replace(part, detail=f"{judge.name}: {part.detail}")
             if part is not None:
                 rewards[judge.name] = part
         if not rewards:
@@ -88,14 +90,15 @@ class FunctionScorer:
         total = sum(judge.weight * rewards[judge.name] for judge in self._judges if judge.name in rewards)
         if not math.isfinite(total):
             return Failure("reward_nan", f"the weighted sum of {rewards} is {total}")
-        return Scored(episode, total, rewards)
+        extracted = {judge.name: judge.extract(episode.last) for judge in self._judges if judge.extract.kind}
+        return Scored(episode, total, rewards, extracted=extracted)
 
     def _judges_in_threads(self, config: RewardConfig, callables: Sequence[Callable[..., Any]]) -> list[_Judge]:
         if len(config.handed) == len(callables):
             given = list(zip(config.handed, callables, strict=True))
         else:
             given = rewards_of(callables)
-        return [_judge_for(spec, self._in_thread(function)) for spec, function in given]
+        return [_Judge(spec.name, spec.weight, Extractor(), self._in_thread(function)) for spec, function in given]
 
     def _in_thread(self, function: Callable[..., Any]) -> Callable[[Job], Awaitable[Values]]:
         return partial(self.threads.call_async if is_async(function) else self.threads.call, function)
@@ -114,11 +117,10 @@ class FunctionScorer:
             shared = SharedProcess(later, config.timeout, log)
             self._pools.append(shared)
             calls |= {function: partial(shared.call, place) for place, function in enumerate(later)}
-        return [_judge_for(spec, calls[spec.function]) for spec in config.specs]
-
-
-def _judge_for(spec: RewardSpec, call: Callable[[Job], Awaitable[Values]]) -> _Judge:
-    return _Judge(spec.name, spec.weight, EXTRACTORS[spec.extract], call)
+        return [
+            _Judge(spec.name, spec.weight, Extractor(spec.extract, config.extract_truncated), calls[spec.function])
+            for spec in config.specs
+        ]
 
 
 def _with_distinct_names(judges: Sequence[_Judge]) -> list[_Judge]:

@@ -24,21 +24,20 @@ from headrace.buffer import Buffer
 from headrace.errors import HeadraceError, StalledError, WorkerDied
 from headrace.observe.facts import Books, RunEnded, RunStarted, WeightsLive
 from headrace.observe.recorder import Recorder
-from headrace.observe.resume import Resume
 from headrace.observe.waits import Waits
 from headrace.orchestration.checkpoint import Checkpoints
 from headrace.orchestration.clients import ProcessEngine, ProcessTrainer
 from headrace.orchestration.evaluation import Evaluator
 from headrace.orchestration.identity import IdentityProbe
 from headrace.orchestration.messages import EngineStart, TrainerStart
-from headrace.orchestration.parts import Parts, Plan
+from headrace.orchestration.parts import Parts, Plan, told_of
 from headrace.orchestration.pipeline import Pipeline
 from headrace.orchestration.recovery import read_past, recover
 from headrace.orchestration.session import run_clock
 from headrace.orchestration.snapshots import Snapshots, load_controller
-from headrace.orchestration.storage import Storage, open_storage
+from headrace.orchestration.storage import Storage
 from headrace.partial import Interrupts, PartialConfig
-from headrace.process_config import EvalConfig
+from headrace.process_config import EvalConfig, WatchConfig
 from headrace.protocols import Task
 from headrace.rollout import RolloutConfig
 from headrace.simulate.distributions import fixed
@@ -153,7 +152,7 @@ class Life:
                 await engine.launch()
                 await engine.open(EngineStart("", {}, {}))
             pipeline = self._join(trainer, engine)
-            await pipeline.redo(self._redo, recorder.state.step)
+            await pipeline.redo(self._redo)
             recorder.record(self._started(pipeline.step))
             self._ledger.resumes(past, buffer, self._parts.interrupts, self._plan)
             await self._go_live()
@@ -189,8 +188,8 @@ class Life:
             past = read_past(directory, load_controller(checkpoint) if checkpoint else None, True)
             assert not past.complaints, f"C7: {past.complaints}"
         self._clock = run_clock(past.seconds if past else 0.0)
-        self._recorder = Recorder(directory, (), Resume(past.step, past.rewinds) if past else None)
-        self._storage: Storage = open_storage(directory, self._recorder, checkpoints, True, checkpoint, past)
+        self._recorder = Recorder(directory, (), past.resume if past else None, waits=True)
+        self._storage = Storage(directory, self._recorder, checkpoints, True, checkpoint, past)
         self._buffer = Buffer(case.staleness, case.steps * case.groups)
         self._referee = Referee(self._recorder, self._buffer, self._ledger, case.staleness, self._disk)
         self._waits = Waits(self._referee.record, self._clock, PATIENCE / 2, PATIENCE)
@@ -219,13 +218,16 @@ class Life:
     def _join(self, trainer: ProcessTrainer, engine: ProcessEngine) -> Pipeline:
         case, clock, referee, storage = self._case, self._clock, self._referee, self._storage
         rollout = RolloutConfig(group_size=case.group_size, max_tokens=6, patience=1000)
-        plan = Plan(case.steps, case.staleness, rollout, case.seed, 1000, case.checkpoint_every, case.evaluate_every)
+        every = case.checkpoint_every, case.evaluate_every
+        never = WatchConfig(failed_pause=1.0, outages=1000)  # what fails here was made to fail
+        plan = Plan(case.steps, case.staleness, rollout, case.seed, 1000, *every, watch=never)
         self._plan = plan
         task: Task = SimulatedTask(fixed(3), case.seed)
         waits = self._waits
         interrupts = Interrupts(engine, PartialConfig(mode=case.mode), waits, clock)
         past = storage.past
         self._redo = recover(past, task, self._buffer, interrupts, plan) if past else []
+        storage.begin()
         engine.listen(storage.passes.write)
         engine.listen(self._told)
         scorer = SeededScorer(case.seed, self.chance)
@@ -256,7 +258,7 @@ class Life:
                 interrupts.once, scorer, referee, held_out, EvalConfig(samples=1), rollout, no_text, waits, clock
             ),
         )
-        return Pipeline(self._parts, plan, clock, past.saved_step if past else 0)
+        return Pipeline(self._parts, plan, clock, past.saved_step if past else 0, told_of(storage.recorder.state))
 
     def _told(self, output: bytes) -> None:
         if not self._disk.dead:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from headrace.observe.journal import JournalStep, count_steps, read_steps
+from headrace.observe.facts import GroupEnded, Warned
+from headrace.observe.journal import JOURNAL, Damage, JournalStep, count_steps, read_steps
 from headrace.observe.looks import Look, Pieces, look, settings_of, trimmed_below
 from headrace.observe.records import StepRow, read_metrics
+from headrace.observe.shares import NO_CONTRAST, Tally
 from headrace.observe.state import RunState
 
 MAX_BINS = 200
@@ -24,6 +26,41 @@ class ReportData:
     samples: tuple[Look, ...]
     config: str
     bins: tuple[Bin, ...]
+    rewards: tuple[float, ...] = ()
+    """The smallest and the largest that a rollout was given."""
+
+    @property
+    def range_of_rewards(self) -> tuple[float, float]:
+        """What was seen, of rollouts and of held-out prompts: no band and no axis reaches beyond it."""
+        means = [one.reward_mean for one in self.state.evals if math.isfinite(one.reward_mean)]
+        seen = [*self.rewards, *means]
+        return (min(seen), max(seen)) if seen else (-math.inf, math.inf)
+
+
+class Ended(Tally):
+    """The groups whose generation and scoring ended between one step and the next, trained or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.completions = self.tokens = 0
+
+    def end(self, fact: GroupEnded, first: bool) -> None:
+        """`first`: this is the first word on the group; one that was ready may still be dropped."""
+        if first:
+            self.add(fact)
+            self.completions += len(fact.lengths)
+            self.tokens += sum(fact.lengths)
+        else:
+            self.no_contrast += fact.reason == NO_CONTRAST
+            self.dropped += fact.outcome == "dropped" and fact.reason != NO_CONTRAST
+
+    @staticmethod
+    def join(parts: Sequence[Ended]) -> Ended:
+        total = Ended()
+        for one in parts:
+            for name, value in vars(one).items():
+                setattr(total, name, getattr(total, name) + value)
+        return total
 
 
 @dataclass(frozen=True)
@@ -31,6 +68,10 @@ class Bin:
     """One or several neighbouring steps."""
 
     rows: tuple[StepRow, ...]
+    ended: Ended = field(default_factory=Ended)
+    """Since the step before the first one."""
+    began: tuple[float, ...] = ()
+    """For each row when the one before ended, or when training went on after a resume; seconds, as `row.t`."""
 
     @property
     def x(self) -> float:
@@ -49,6 +90,11 @@ class Bin:
     def name(self) -> str:
         return f"step {self.first}" if self.first == self.last else f"steps {self.first} to {self.last}"
 
+    @property
+    def spans(self) -> list[tuple[float, float]]:
+        """When training went on for these steps, in seconds."""
+        return [(start, row.t) for start, row in zip(self.began, self.rows, strict=True)]
+
     def mean(self, value: Callable[[StepRow], float]) -> float:
         """Over the steps whose value is finite."""
         finite = [one for row in self.rows if math.isfinite(one := value(row))]
@@ -66,26 +112,49 @@ class Bin:
 
 
 def load(run_dir: Path, pieces: Pieces | None = None) -> ReportData:
-    """`pieces`: tokens as text. Raises `HeadraceError` when a whole line of the run's files cannot be read."""
-    state = RunState()
+    """`pieces`: tokens as text. What cannot be read of the run's files is left out, with a warning that says so."""
+    state, ended = RunState(), [Ended()]
+    seen: list[float] = []
     for fact in read_metrics(run_dir):
+        if isinstance(fact, GroupEnded):
+            ended[-1].end(fact, fact.ticket not in state.tickets.ready)
+            seen += [reward for reward in fact.rewards if math.isfinite(reward)]
+            seen = [min(seen), max(seen)] if seen else []
+        elif isinstance(fact, StepRow):
+            ended.append(Ended())
         state.fold(fact)
-    config = run_dir / "config.toml"
+    config, damage = run_dir / "config.toml", Damage()
+    samples = tuple(sampled(run_dir, pieces, damage))
+    if damage:
+        state.fold(Warned(state.now, f"of {JOURNAL} cannot be read: {damage}"))
     return ReportData(
         run_dir,
         state,
-        tuple(sampled(run_dir, pieces)),
+        samples,
         config.read_text() if config.exists() else "",
-        tuple(bins(state.rows)),
+        tuple(bins(state, ended)),
+        tuple(seen),
     )
 
 
-def bins(rows: Sequence[StepRow], most: int = MAX_BINS) -> list[Bin]:
+def bins(state: RunState, ended: Sequence[Ended] = (), most: int = MAX_BINS) -> list[Bin]:
+    """`ended`: what ended before each row of the state."""
+    rows = state.rows
     per = max(1, math.ceil(len(rows) / most))
-    return [Bin(tuple(rows[i : i + per])) for i in range(0, len(rows), per)]
+    began = [_began(state, place) for place in range(len(rows))]
+    return [
+        Bin(tuple(rows[i : i + per]), Ended.join(ended[i : i + per]), tuple(began[i : i + per]))
+        for i in range(0, len(rows), per)
+    ]
 
 
-def sampled(run_dir: Path, pieces: Pieces | None = None) -> list[Look]:
+def _began(state: RunState, place: int) -> float:
+    row = state.rows[place]
+    opened = max((start for start, _ in state.windows if start <= row.t), default=0.0)
+    return max(opened, state.rows[place - 1].t) if place else opened
+
+
+def sampled(run_dir: Path, pieces: Pieces | None = None, damage: Damage | None = None) -> list[Look]:
     """From steps spread evenly over the journal: the best and the worst rollout of one group of each."""
     count = count_steps(run_dir)
     if not count:
@@ -94,7 +163,9 @@ def sampled(run_dir: Path, pieces: Pieces | None = None) -> list[Look]:
     wanted = min(count, SAMPLED_STEPS)
     picked = {round(i * (count - 1) / max(1, wanted - 1)) for i in range(wanted)}
     return [
-        one for step in read_steps(run_dir, picked) for one in _two_of(step, pieces, trimmed_below(settings, step.step))
+        one
+        for step in read_steps(run_dir, picked, damage)
+        for one in _two_of(step, pieces, trimmed_below(settings, step.step))
     ]
 
 
