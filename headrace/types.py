@@ -34,6 +34,8 @@ class Prompt(Struct, frozen=True):
     tokens: tuple[int, ...]
     columns: dict[str, Any] = {}
     """The row's other columns, handed to reward functions by name. JSON-able."""
+    chat: str = ""
+    """The column that holds the conversation of which `text` is the last question; empty where the prompt is one text."""
 
 
 class Sampling(Struct, frozen=True):
