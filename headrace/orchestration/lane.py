@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from headrace.algo.caveats import caveats as algo_caveats
 from headrace.config import RunConfig, config_of_run, dump_config, read_config
 from headrace.errors import CheckpointError, HeadraceError
 from headrace.observe.build import open_recorder
@@ -102,7 +103,7 @@ def say_finished(path: Path, lanes: Sequence[Lane]) -> None:
 
 
 def _with_caveats(config: RunConfig, directory: RunDirectory, storage: Storage) -> Lane:
-    caveats = config.algo.caveats(config.rollout.max_tokens, config.staleness.max_lag)
+    caveats = algo_caveats(config.algo, config.rollout.max_tokens, config.staleness.max_lag)
     for complaint in [*caveats, *config.rollout.caveats]:
         storage.recorder.record(Warned(storage.seconds, complaint))
     return Lane(config, directory, storage, Session(storage))
