@@ -45,6 +45,7 @@ class Storage:
                 forget_parts(self._run_dir)
                 settle(past)
             self.recorder.begin()
+            self.checkpoints.root.mkdir(exist_ok=True)
             if said := self.checkpoints.clear():
                 self.recorder.record(Warned(seconds, said))
             journal = open_journal(self._run_dir, self._flush, past)
