@@ -25,7 +25,7 @@ SCHEDULES = 200
 
 _HUNT = """
 import json, sys, headrace
-from headrace.simulate.dst import case_of
+from headrace.simulate.dst_case import case_of
 from headrace.simulate.fuzz import problem_of
 assert headrace.__file__.startswith(sys.argv[1]), headrace.__file__
 for seed in range(int(sys.argv[2]), int(sys.argv[3])):
@@ -69,10 +69,21 @@ def hunt(planted: Planted | None, first: int = 0, count: int = SCHEDULES) -> Hun
     """Runs schedules `first`, `first + 1`, ... on a copy with the mistake (None: without any) until one fails."""
     with tempfile.TemporaryDirectory() as name:
         # Without compiled files: one of an edit in the same second and of the same size would be taken for the original's.
-        package = shutil.copytree(PACKAGE, Path(name) / "headrace", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+        package = shutil.copytree(
+            PACKAGE, Path(name) / "headrace", ignore=shutil.ignore_patterns("__pycache__", "*.so")
+        )
         if planted:
             apply(planted, package)
-        command = [sys.executable, "-W", "ignore", "-c", _HUNT, str(Path(name).resolve()), str(first), str(first + count)]
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-c",
+            _HUNT,
+            str(Path(name).resolve()),
+            str(first),
+            str(first + count),
+        ]
         environment = {**os.environ, "PYTHONPATH": str(Path(name).resolve())}
         done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=name)
     assert done.returncode == 0, done.stderr
@@ -93,7 +104,9 @@ def main() -> int:
         print(hunts[-1].line, flush=True)
         print(f"  {planted.name}: {hunts[-1].problem[:300]}", file=sys.stderr, flush=True)
     missed = [one.planted.name for one in hunts if one.schedule is None]
-    print(f"\n{len(hunts) - len(missed)} of {len(hunts)} were found within {told.count} schedules each; not: {missed or 'none'}")
+    print(
+        f"\n{len(hunts) - len(missed)} of {len(hunts)} were found within {told.count} schedules each; not: {missed or 'none'}"
+    )
     return 1 if missed else 0
 
 

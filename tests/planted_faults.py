@@ -224,7 +224,11 @@ OF_PARTIAL = (
     ),
     _one(
         "done_but_unheard", PARTIAL, "C7", "a completion whose rollout has not had its turn is neither done nor under way",
-        "if asked.done() and not asked.cancelled() and not asked.exception():", "if False:",
+        "return asked.result() if asked and over else None", "return None",
+    ),
+    _one(
+        "unheard_is_young", PARTIAL, "C1", "such a completion is not looked at when old groups are cancelled",
+        "        versions += [done.spans[0].version for one in request_ids if (done := self._unheard(one)) and done.spans]\n", "",
     ),
     _one(
         "lost_with_the_error", PARTIAL, "C7", "what a request had sampled is lost when an error ends it",

@@ -15,7 +15,8 @@ import pytest
 from headrace.buffer import Buffer
 from headrace.observe import passes
 from headrace.orchestration import recovery
-from headrace.simulate.dst import MODES, Case, case_of, trial
+from headrace.simulate.dst import trial
+from headrace.simulate.dst_case import MODES, Case, case_of
 from headrace.simulate.faults import Fault
 from headrace.simulate.fuzz import fuzz, problem_of, shrunk
 from headrace.staleness import StalenessConfig
@@ -79,6 +80,10 @@ PINNED = {
     ),
     # failures of a group dropped after it was ready
     "double": Case(47, overdue="trim", groups=1, max_lag=0, group_size=4, steps=2, checkpoint_every=0, stored=4),
+    # the same when a swap ends the groups that have tokens of older weights
+    "unheard": Case(
+        173, mode="cancel_group", overdue="cancel", groups=2, group_size=2, checkpoint_every=0, stored=4, stragglers=3
+    ),
     # a full disk when a run goes on
     "start": Case(
         1,
