@@ -132,15 +132,12 @@ class Life:
     def _behind(self) -> tuple[Path | None, Past]:
         """What the lives before this one left, and what became of it since."""
         ledger, checkpoints = self._ledger, self._checkpoints
-        damaged = ledger.rots(
-            [one for one in self._case.faults if one.life == self._number], checkpoints.all(), self._disk
-        )
         checkpoint, complaints = checkpoints.newest_good()
         newest = checkpoints.all()[-1:]
         assert checkpoint or not newest, f"C7: no checkpoint can be used: {complaints}"
         assert bool(complaints) == any(map(ledger.is_spoiled, newest)), f"C7: {complaints}"
         past = read_past(self._directory, load_controller(checkpoint) if checkpoint else None, not ledger.changes)
-        rewinds = damaged or ledger.changes or (ledger.rotten and past.rewinds)
+        rewinds = ledger.damaged or ledger.changes or (ledger.rotten and past.rewinds)
         assert past.rewinds == rewinds, (
             f"C7: is what came after the checkpoint set aside? {past.rewinds}: {past.complaints}"
         )
@@ -269,7 +266,9 @@ def _fast_directory() -> str | None:
 
 def _live(case: Case, number: int, ledger: Ledger, name: str) -> bool:
     """Whether the run is finished."""
-    disk = Disk(Path(name), [one for one in case.faults if one.life == number])
+    faults = [one for one in case.faults if one.life == number]
+    ledger.meanwhile(Path(name), faults)
+    disk = Disk(Path(name), faults)
     with disk.mounted() as directory:
         life = Life(case, number, ledger, disk, directory)
         try:
