@@ -281,7 +281,8 @@ def _live(case: Case, number: int, ledger: Ledger, name: str) -> bool:
             ledger.stopped.append(str(error))
         ledger.befell += life.chance.befell
         ledger.passes_lost |= disk.was_full or disk.lost_power
-        ledger.lost_power = disk.lost_power
+        ledger.lost_power |= disk.lost_power
+    disk.lose()
     return life.finished and not disk.dead
 
 

@@ -105,9 +105,7 @@ class Disk:
 
     def _die(self) -> None:
         self.dead = True
-        if self._kill_at[2] == "power":
-            self.lost_power = True
-            self._lose(self._kill_at[1])
+        self.lost_power = self._kill_at[2] == "power"
         raise Killed
 
     def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
@@ -115,11 +113,11 @@ class Disk:
             if path.is_file():
                 yield path, path.stat()
 
-    def _lose(self, share: float) -> None:
-        """What was written and not flushed, but for a `share` of each file's."""
-        for path, known in self._files():
+    def lose(self) -> None:
+        """Where the power was lost: what was written and not flushed, but for a share of each file's. Nothing is mounted."""
+        for path, known in self._files() if self.lost_power else ():
             flushed = min(self._flushed.get(known.st_ino, 0), known.st_size)
-            os.truncate(path, flushed + int((known.st_size - flushed) * share))
+            os.truncate(path, flushed + int((known.st_size - flushed) * self._kill_at[1]))
 
     def _fsync(self, fd: int) -> None:
         if not self.dead:
