@@ -1,7 +1,8 @@
 """The command `headrace`. It reads arguments, calls one function of the library and turns errors into one message.
 
 Exit codes: 0 done, 1 the run failed (`status`: it has died; `replay`: a step came out otherwise; `diff`: they differ), 2 the
-input cannot work, 3 a run was ended by its watchdog (`observe/watchdog.py`), 130 interrupted.
+input cannot work, 3 a run was ended by its watchdog (`observe/watchdog.py`), 4 a run has paused because too much failed, and
+goes on with `--resume` when that is mended, 130 interrupted.
 
 argparse, because a dozen commands with a few options each need no dependency, and `--help` answers at once.
 """
@@ -16,12 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import headrace
-from headrace.errors import ConfigError, HeadraceError
+from headrace.errors import ConfigError, HeadraceError, RunPaused
 
 if TYPE_CHECKING:
     from headrace.config import RunConfig
 
-FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+FAILED, BAD_INPUT, PAUSED, INTERRUPTED = 1, 2, 4, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,6 +36,8 @@ def exit_code(work: Callable[[], int]) -> int:
         return work()
     except ConfigError as error:
         return _complain(error, BAD_INPUT)
+    except RunPaused as error:
+        return _complain(error, PAUSED)
     except HeadraceError as error:
         return _complain(error, FAILED)
     except KeyboardInterrupt:
@@ -67,6 +70,7 @@ def train(arguments: argparse.Namespace) -> int:
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
+    from headrace.observe.troubles import measured_on
     from headrace.orchestration import one_shot
 
     is_config = arguments.source.endswith(".toml")
@@ -74,11 +78,9 @@ def evaluate(arguments: argparse.Namespace) -> int:
     config = _config(arguments.source if is_config else None, run_dir, arguments.set)
     measured = one_shot.evaluate(config, run_dir, arguments.prompts)
     print(
-        f"reward {measured.reward_mean:.4f} ± {measured.reward_sem:.4f} over {measured.prompts} held-out prompts, "
+        f"reward {measured.reward_mean:.4f} ± {measured.reward_sem:.4f} over {measured_on(measured)}, all held out; "
         f"mean length {measured.length_mean:.1f} tokens, {measured.seconds:.1f} s"
     )
-    if measured.failures:
-        print("failed rollouts: " + ", ".join(f"{count} × {reason}" for reason, count in measured.failures.items()))
     return 0
 
 

@@ -31,6 +31,10 @@ class TrainingError(HeadraceError):
     """Training cannot go on: non-finite gradients several times in a row, an engine that keeps dying, ..."""
 
 
+class RunPaused(TrainingError):
+    """Too many rollouts failed for training to go on like this. A checkpoint was written: mend what the message names, then resume."""
+
+
 class CheckpointError(HeadraceError):
     """A checkpoint could not be written or read. The message names the last good one."""
 

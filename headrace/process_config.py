@@ -33,12 +33,18 @@ class EvalConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class WatchConfig:
-    """C6: every wait has a name, an owner and two deadlines."""
+    """What a run looks at while it trains: waits, each with a name, an owner and two deadlines (C6), what fails, and the weights."""
 
     warn_after: float = Field(default=120.0, gt=0)
     """Seconds after which the run says who waits for whom."""
     stop_after: float = Field(default=1800.0, gt=0)
     """Seconds after which the run stops with that sentence."""
+    failed_warn: float = Field(default=0.05, ge=0, le=1)
+    """Share of the last 64 rollouts (of at least 8 prompts) that failed through data or reward, above which a warning is shown."""
+    failed_pause: float = Field(default=0.5, gt=0, le=1)
+    """Share of them from which on the run pauses: it writes a checkpoint and says why; `--resume` goes on."""
+    outages: int = Field(default=64, gt=0)
+    """Groups in a row that the engine or the network left without a rollout, before the run pauses."""
     identity_every: int = Field(default=10, ge=0)
     """Versions between two policy-identity probes (C3); the fingerprint is checked at every version. 0 switches probes off."""
 
@@ -46,4 +52,9 @@ class WatchConfig:
     def _warn_before_stop(self) -> WatchConfig:
         if self.warn_after >= self.stop_after:
             raise ValueError(f"watch.warn_after ({self.warn_after}) must be below watch.stop_after ({self.stop_after})")
+        if self.failed_warn > self.failed_pause:
+            raise ValueError(
+                f"watch.failed_warn ({self.failed_warn}) is above watch.failed_pause ({self.failed_pause}), so that the run would pause "
+                "without a warning; lower the first or raise the second"
+            )
         return self

@@ -41,7 +41,8 @@ class RolloutConfig:
     keep_routing: bool = False
     """Record which experts every token went to, and force them in the trainer. For mixture-of-experts models."""
     patience: int = Field(default=200, gt=0)
-    """Groups in a row that all failed or had no contrast before the run stops and says why."""
+    """Groups in a row of which none had anything to teach, such as contrast, before the run stops and says why. Failed ones are not
+    counted here (`watch.failed_pause`)."""
 
     @property
     def truncates(self) -> bool:

@@ -223,6 +223,12 @@ class Scored(Struct, frozen=True):
     """One for each turn, where a teacher was asked."""
     references: tuple[tuple[float, ...], ...] = ()
     """For each turn, [T] log-probs of the reference model, where the KL to it is part of the reward."""
+    extracted: dict[str, str] = {}
+    """What a reward function was given of the completion, by its name, where that is not the whole text (`reward.extract`)."""
+
+
+OUTAGES = ("engine_error", "teacher_error", "reference_error", "reward_unreachable")
+"""Reasons of failures that are nobody's fault who could mend data or reward."""
 
 
 class Failure(Struct, frozen=True):
@@ -231,6 +237,18 @@ class Failure(Struct, frozen=True):
     reason: str
     """A short stable name: `reward_raised`, `reward_timeout`, `reward_nan`, `engine_error`, `prompt_too_long`, ..."""
     detail: str = ""
+    traceback: str = ""
+    """Where the user's function raised, its own frames alone; the last line is `KeyError: 'b'`. Empty where nothing raised."""
+
+    @property
+    def kind(self) -> str:
+        """`KeyError`, where something raised; else the reason."""
+        return self.traceback.rpartition("\n")[2].partition(":")[0] or self.reason
+
+    @property
+    def outage(self) -> bool:
+        """Whether it was the engine or the network that failed, not the data or the reward: to try again later may help."""
+        return self.reason in OUTAGES
 
 
 class Row(Struct, frozen=True):

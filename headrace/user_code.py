@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -50,12 +51,41 @@ def _run(path: Path, what: str) -> ModuleType:
 
 def one_line(error: BaseException) -> str:
     """`ZeroDivisionError: division by zero (rewards.py:12)`: the last place within the file that headrace called."""
-    frames = traceback.extract_tb(error.__traceback__)
-    outside = [frame for frame in frames if not frame.filename.startswith((_PACKAGE, "<frozen"))]
+    outside = _outside(error)
     theirs = [frame for frame in outside if frame.filename == outside[0].filename]
     place = f" ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else ""
+    return f"{_headline(error)}{place}"
+
+
+def traceback_of(error: BaseException) -> str:
+    """The traceback as Python prints it, without the frames of headrace, of the standard library and of installed packages;
+    the last line is `KeyError: 'b'`. Where no frame is the user's, the last ones outside headrace."""
+    outside = _outside(error)
+    theirs = [frame for frame in outside if not frame.filename.startswith(_LIBRARIES)] or outside[-2:]
+    lines = traceback.format_list(traceback.StackSummary.from_list(theirs[-_FRAMES:]))
+    return "".join(["Traceback (your frames):\n", *lines, _headline(error)])
+
+
+def unreachable(error: BaseException) -> bool:
+    """Whether something on the network did not answer, by the names of the exception's classes: each client has its own."""
+    return any(kind.__name__ in _UNREACHABLE for kind in type(error).__mro__)
+
+
+def _outside(error: BaseException) -> list[traceback.FrameSummary]:
+    frames = traceback.extract_tb(error.__traceback__)
+    return [frame for frame in frames if not frame.filename.startswith((_PACKAGE, "<frozen"))]
+
+
+def _headline(error: BaseException) -> str:
     said = (str(error).strip().splitlines() or [""])[0][:300]
-    return f"{type(error).__name__}{': ' if said else ''}{said}{place}"
+    return f"{type(error).__name__}{': ' if said else ''}{said}"
 
 
 _PACKAGE = str(Path(__file__).parent)
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_FRAMES = 8
+_UNREACHABLE = (
+    "ConnectionError", "TimeoutError", "Timeout", "URLError", "gaierror", "TransportError", "ClientConnectionError",
+    "APIConnectionError",
+)  # fmt: skip
+"""Python's own, and those of requests, urllib, httpx, aiohttp and the clients of services."""

@@ -183,8 +183,8 @@ OF_ROLLING = (
     ),
     _one(
         "failed_called_dropped", ROLLING, "C2", "a group that failed ends as dropped",
-        'self._barren_end(rolled, "failed", rolled.commonest_failure)',
-        'self._barren_end(rolled, "dropped", rolled.commonest_failure)',
+        'self.end(rolled, "failed", rolled.commonest_failure)',
+        'self.end(rolled, "dropped", rolled.commonest_failure)',
     ),
     _one(
         "cancel_leaks", ROLLING, "C2", "a group that is cancelled keeps its ticket",

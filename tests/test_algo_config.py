@@ -163,11 +163,27 @@ def test_what_a_group_needs():
 
 
 def test_a_product_over_long_sequences_is_warned_of():
-    (told,) = AlgoConfig("mis").caveats(2048)
+    (told,) = AlgoConfig("mis").caveats(2048, max_lag=1)
     assert "2048 tokens" in told and "geometric" in told
     assert (
         AlgoConfig("mis").caveats(64) == AlgoConfig("mis_geometric").caveats(2048) == AlgoConfig().caveats(2048) == []
     )
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [{"loss": "ce"}, {"loss": "importance"}, {"old": "trainer"}, {"name": "tis", "correction": {"mode": "none"}}],
+)
+def test_lag_without_clip_or_correction_is_warned_of(plain):
+    (told,) = AlgoConfig(**plain).caveats(64, max_lag=2)
+    assert "staleness.max_lag = 2" in told and "2 of 128" in told and "algo.name = tis" in told
+    assert AlgoConfig(**plain).caveats(64, max_lag=0) == []
+
+
+def test_every_recipe_but_cross_entropy_has_a_trust_region():
+    assert [name for name in RECIPES if AlgoConfig(name).caveats(64, max_lag=1)] == ["ce"]
+    assert AlgoConfig(loss="mine.py:loss").caveats(64, max_lag=1) == [], "nobody knows"
+    assert AlgoConfig(old="trainer", correction={"veto": 1e-4}).caveats(64, max_lag=1) == []
 
 
 @pytest.mark.parametrize("wrong", [{"clip_low": 0}, {"clip_low": 1.5}, {"clip_hi": 0.2}, {"correction": {"lo": 1}}])

@@ -101,12 +101,20 @@ class Facts:
             self.lost.append(fact)
 
 
-def over(*scripts: Script, use: Callable[[ProcessEngine, Facts], Coroutine[Any, Any, None]], tmp_path: Path) -> None:
-    """The first script is the first worker's, the next that of the one that replaces it, and so on."""
+def over(
+    *scripts: Script,
+    use: Callable[[ProcessEngine, Facts], Coroutine[Any, Any, None]],
+    tmp_path: Path,
+    then: type[ScriptedWorker] = ScriptedWorker,
+) -> None:
+    """The first script is the first worker's, the next that of the one that replaces it, and so on; behind them come workers of
+    the kind `then`."""
     scripts_left = [lambda line: None, *scripts]  # the one that is never started
 
     def make(who: str, log: Path, on_push: Any) -> Worker:
-        return ScriptedWorker(scripts_left.pop(0), who, log, on_push)
+        if scripts_left:
+            return ScriptedWorker(scripts_left.pop(0), who, log, on_push)
+        return then(lambda line: None, who, log, on_push)
 
     async def go() -> None:
         facts = Facts()
@@ -177,6 +185,50 @@ def test_a_gap_ends_the_engine_where_it_may_die_no_more(tmp_path: Path) -> None:
         assert len(facts.lost) == 3
 
     over(script, script, script, use=use, tmp_path=tmp_path)
+
+
+def dies(line: Line) -> None:
+    line.until("add")
+    line.leave()
+
+
+@pytest.mark.parametrize(
+    ("second", "sentence"),
+    [
+        (None, "the engine process could not be started: .*Cannot allocate memory"),
+        (OSError(28, "No space left"), "died and could not be replaced: .*No space left"),
+        (RuntimeError("can't start new thread"), "died and could not be replaced: can't start new thread"),
+    ],
+)
+def test_an_engine_that_cannot_be_replaced_ends_the_run_at_once(
+    tmp_path: Path, second: Exception | None, sentence: str
+) -> None:
+    """Whoever waits for it hears why: requests, calls, and the pipeline's sentinel. Nobody waits for a deadline."""
+
+    class Second(ScriptedWorker):
+        async def start(self, kind: str, fds: Any, cores: Any) -> None:
+            if second:
+                raise second
+            raise WorkerDied(self.who, "could not be started: [Errno 12] Cannot allocate memory")
+
+    async def use(engine: ProcessEngine, facts: Facts) -> None:
+        for heard in (engine.generate(wanted("r")), engine.watch(), engine.stats(), engine.drain()):
+            with pytest.raises(WorkerDied, match=sentence):
+                await heard
+        assert len(facts.lost) == 1
+
+    over(dies, use=use, tmp_path=tmp_path, then=Second)
+
+
+def test_a_worker_that_cannot_be_started_says_so(tmp_path: Path) -> None:
+    async def go() -> None:
+        worker = Worker("engine", tmp_path / "gone" / "engine.log")  # a log that cannot be opened
+        with pytest.raises(WorkerDied, match="engine process could not be started: .*No such file"):
+            await worker.start("engine", [], ())
+        assert "could not be started" in await worker.ended(), "and whoever waits for its end is not left waiting"
+        await worker.close()
+
+    asyncio.run(go())
 
 
 def test_listeners_hear_everything_first_and_as_it_was_said(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import random
 import shutil
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from headrace.orchestration.recovery import read_past, recover
 from headrace.orchestration.snapshots import Snapshots, load_controller
 from headrace.orchestration.turns import Turns
 from headrace.partial import Interrupts, PartialConfig
-from headrace.process_config import EvalConfig
+from headrace.process_config import EvalConfig, WatchConfig
 from headrace.rollout import RolloutConfig
 from headrace.scoring.fake import FakeScorer
 from headrace.staleness import StalenessConfig
@@ -59,6 +60,10 @@ class Ledger:
         return [fact for fact in self.facts if isinstance(fact, kind)]
 
 
+NEVER = WatchConfig(failed_pause=1.0, outages=1000)
+"""Pause because of what was made to fail."""
+
+
 @dataclass
 class World:
     """The real pipeline joined to fakes."""
@@ -75,8 +80,10 @@ class World:
     checkpoint_every: int = 0
     stop_after: float = 1e6
     partial: PartialConfig = PartialConfig()
+    watch: WatchConfig = WatchConfig()
     mark: str = ""
     """Of the settings that rows are made by."""
+    sentinels: Sequence[Callable[[], Awaitable[None]]] = ()
 
     def build(self, resume: bool = False) -> Pipeline:
         """`resume`: from what an earlier world left in the directory."""
@@ -88,7 +95,7 @@ class World:
         self.checkpoints = Checkpoints(self.directory / "checkpoints", keep=2)
         rollout = RolloutConfig(group_size=self.group_size, max_tokens=8, patience=self.patience)
         waits = Waits(self.ledger.record, clock, self.stop_after / 2, self.stop_after)
-        plan = Plan(self.steps, self.staleness, rollout, 0, 3, self.checkpoint_every, 0)
+        plan = Plan(self.steps, self.staleness, rollout, 0, 3, self.checkpoint_every, 0, watch=self.watch)
         interrupts = Interrupts(self.engine, self.partial, waits, clock)
         checkpoint, _ = self.checkpoints.newest_good() if resume else (None, [])
         self.redo, self.outdated, step = [], frozenset(), 0
@@ -119,6 +126,7 @@ class World:
             evaluator=Evaluator(
                 interrupts.once, self.scorer, self.ledger, [], EvalConfig(), rollout, lambda tokens: "", waits, clock
             ),
+            sentinels=self.sentinels,
         )
         self.parts = parts
         return Pipeline(parts, plan, clock, step)
@@ -169,6 +177,7 @@ def _world(tmp: Path, s: dict[str, Any]) -> World:
         engine=FakeEngine(s["token"], s["load"], heavy_tail, s["failures"] / 2, s["outages"], seed=s["seed"]),
         trainer=FakeTrainer(s["step"], s["load"] / 3),
         scorer=FakeScorer(seconds=s["score"], failure_rate=s["failures"] / 2, seed=s["seed"]),
+        watch=NEVER,
     )
 
 
@@ -477,7 +486,7 @@ def test_who_shares_a_trainer_takes_turns_and_waiting_is_not_work() -> None:
 
 
 def test_every_ticket_ends_in_exactly_one_named_outcome(tmp_path: Path) -> None:
-    world = World(tmp_path, scorer=FakeScorer(failure_rate=0.6), engine=FakeEngine(failure_rate=0.3))
+    world = World(tmp_path, scorer=FakeScorer(failure_rate=0.6), engine=FakeEngine(failure_rate=0.3), watch=NEVER)
     virtual_time.run(world.run())
     ended = world.ledger.of(GroupEnded)
     assert len({fact.ticket for fact in ended}) == len(ended) == world.buffer.accounting().drawn
@@ -493,3 +502,19 @@ def test_errors_of_ours_win_in_a_group_of_exceptions(tmp_path: Path) -> None:
 
     with pytest.raises(HeadraceError, match="the scorer is broken"):
         virtual_time.run(World(tmp_path, scorer=Broken()).run())
+
+
+def test_what_ends_a_teacher_ends_the_run_at_once_with_a_checkpoint(tmp_path: Path) -> None:
+    async def watch() -> None:
+        await asyncio.sleep(1.05)
+        raise WorkerDied("teacher math", "died and could not be replaced")
+
+    world = World(tmp_path / "run", steps=1000, sentinels=[watch])
+
+    async def main() -> float:
+        with pytest.raises(WorkerDied, match="the teacher math process died and could not be replaced"):
+            await world.run()
+        return asyncio.get_running_loop().time()
+
+    assert virtual_time.run(main()) < 3, "not at the end, and not at a deadline"
+    assert world.checkpoints.all(), "the compute done so far is kept"

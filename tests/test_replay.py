@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import shutil
@@ -20,10 +21,12 @@ from headrace import cli
 from headrace.config import dump_config, load_config
 from headrace.errors import CheckpointError, ConfigError
 from headrace.observe import parting_view
+from headrace.observe.health.family import Family, family
 from headrace.observe.journal import JOURNAL, AnyRecord, Journal, Live, Ready, Stepped, count_steps, read_journal
 from headrace.observe.machine import machine_mark
 from headrace.orchestration import replaying
 from headrace.orchestration.replaying import beyond, differing, outcome_of
+from headrace.orchestration.rerun import Stage, plot_course, rerun
 from headrace.orchestration.rundir import RunDirectory, configs_until
 from headrace.reports import LagStats, TrainReport
 
@@ -40,6 +43,21 @@ def finished(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     """Checkpoints of steps 4 and 5 are kept."""
     directory = tmp_path_factory.mktemp("replay")
     return headrace.train(make_config(directory, tiny_llama)).directory
+
+
+def test_leaving_a_rerun_early_ends_its_trainer(finished: Path) -> None:
+    children = Family()
+
+    async def first_stage_only() -> Stage:
+        async with rerun(plot_course(finished, 4, 5)) as stages:
+            async for stage in stages:
+                assert [child.who for child in children.children()] == ["trainer"]
+                return stage
+        raise AssertionError("there are two steps")
+
+    with family(children):
+        stage = asyncio.run(first_stage_only())
+    assert stage.step == 1 and not children.children(), "no generator that somebody abandoned holds it"
 
 
 @pytest.fixture

@@ -15,8 +15,17 @@ import pytest
 from tiny_run import Config, of, tiny_config, when_step, workers_of
 
 import headrace
-from headrace.errors import CheckpointError, ConfigError, HeadraceError, StalledError, TrainingError, WorkerDied
-from headrace.observe.facts import CheckpointSaved, IdentityChecked, RunEnded, Warned, WorkerLost
+from headrace import cli
+from headrace.config import dump_config, load_config
+from headrace.errors import (
+    CheckpointError,
+    ConfigError,
+    HeadraceError,
+    RunPaused,
+    StalledError,
+    WorkerDied,
+)
+from headrace.observe.facts import CheckpointSaved, Evaluated, IdentityChecked, RunEnded, Warned, WorkerLost
 from headrace.observe.journal import read_steps
 from headrace.observe.records import StepRow
 from headrace.orchestration.snapshots import load_controller
@@ -319,10 +328,63 @@ def test_a_reward_that_always_raises_stops_the_run_by_name(config: Config, tmp_p
     (tmp_path / "reward.py").write_text(
         "def share_of_e(completions, **columns):\n    raise KeyError('no such column')\n"
     )
-    config["rollout"]["patience"] = 12
     config["eval"]["prompts"] = 0
-    with pytest.raises(TrainingError, match="reward_raised.*no such column"):
+    with pytest.raises(RunPaused, match="reward_raised.*no such column"):
         headrace.train(config)
+
+
+HALF = """
+TABLE = {str(number): number for number in range(0, 400, 4)}
+
+def share_of_e(completions, answer, **columns):
+    return [looked_up(right) + text.count("e") / 8 for text, right in zip(completions, answer)]
+
+def looked_up(right):
+    return 0 * TABLE[right]  # every other prompt is missing
+"""
+
+
+def test_a_reward_that_fails_on_half_of_the_prompts_pauses_the_run_which_goes_on_when_it_is_mended(
+    config: Config, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    whole = (tmp_path / "reward.py").read_text()
+    (tmp_path / "reward.py").write_text(HALF)
+    config["observe"]["terminal"] = "plain"
+    config["train"]["steps"] = 40
+    (tmp_path / "mine.toml").write_text(dump_config(load_config(config)))
+    directory = Path(config["out"]) / "tiny"
+
+    assert cli.main(["train", str(tmp_path / "mine.toml"), "--name", "tiny"]) == cli.PAUSED == 4
+    out, err = capfd.readouterr()
+    assert len(of(directory, StepRow)) <= 2
+    for said in (out, err):
+        assert "in looked_up" in said and "return 0 * TABLE[right]" in said and "KeyError: '" in said, said
+    assert "headrace: paused: " in err and "rollouts failed" in err and f"headrace train --resume {directory}" in err
+    assert "FAILED reward_raised (the first, of a held-out prompt" in out
+    before = of(directory, Evaluated)[0]
+    assert before.asked == 8 and 0 < before.failed_prompts == 8 - before.prompts
+    assert f"{before.prompts} of 8 prompts, {before.failed_prompts} failed: KeyError" in out
+    assert cli.main(["status", str(directory)]) == 1
+    assert "paused: " in capfd.readouterr().out
+    ended = of(directory, RunEnded)[-1]
+    assert ended.accounting.balance() == 0 and ended.accounting.in_pipeline == 0 and ended.accounting.failed
+    page = (directory / "report.html").read_text()
+    assert "KeyError" in page and "return 0 * TABLE[right]" in page
+
+    (tmp_path / "reward.py").write_text(whole)
+    assert cli.main(["train", "--resume", str(directory), "--set", f"train.steps={ended.step + 2}"]) == 0
+    assert of(directory, RunEnded)[-1].reason == "finished"
+    assert len(list(read_steps(directory))) == ended.step + 2
+
+
+def test_lag_without_a_trust_region_is_warned_of_at_the_start(config: Config) -> None:
+    config["train"]["steps"] = 1
+    config["eval"]["prompts"] = 0
+    config["algo"] = {"loss": "ce"}
+    result = headrace.train(config)
+    assert result.reason == "finished", "warned of, not refused"
+    (warning,) = of(result.directory, Warned)
+    assert "staleness.max_lag = 1" in warning.message and "2 of 128" in warning.message
 
 
 def test_bad_input_is_refused_before_a_process_is_started(config: Config, tmp_path: Path) -> None:

@@ -9,9 +9,11 @@ import os
 import signal
 import threading
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -127,17 +129,21 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def episodes(*texts: str) -> list[Episode]:
+def episodes(*given: str | Episode) -> list[Episode]:
     return [
-        Episode((Turn(PROMPT.tokens, Completion((i + 1,), (-1.0,), (VersionSpan(0, 0, 0),), "stop", text)),))
-        for i, text in enumerate(texts)
+        one
+        if isinstance(one, Episode)
+        else Episode((Turn(PROMPT.tokens, Completion((i + 1,), (-1.0,), (VersionSpan(0, 0, 0),), "stop", one)),))
+        for i, one in enumerate(given)
     ]
 
 
-def run(scorer: FunctionScorer, *texts: str, prompt: Prompt = PROMPT) -> list[Scored | Failure]:
+def run(scorer: FunctionScorer, *given: str | Episode, prompt: Prompt = PROMPT) -> list[Scored | Failure]:
+    """`given`: texts of completions that ended by themselves, or whole episodes."""
+
     async def once() -> list[Scored | Failure]:
         try:
-            return await scorer.score(prompt, episodes(*texts))
+            return await scorer.score(prompt, episodes(*given))
         finally:
             await scorer.close()
 
@@ -279,6 +285,28 @@ def test_one_function_may_see_an_extract(file: Path) -> None:
     assert rewards(score(RewardConfig(function=f"{file}:exact", extract="last_number"), "is 4.", "is")) == [1.0, 0.0]
 
 
+@pytest.mark.parametrize("extract", ["last_number", "answer_tag"])
+def test_what_was_cut_off_has_no_answer_unless_asked_for(file: Path, extract: str) -> None:
+    """`9 - 2 - 3 = 4 + 3 ...`, cut off behind the 4, is not the answer 4."""
+    config = RewardConfig(function=f"{file}:exact", extract=extract)  # type: ignore[arg-type]
+    text = "<answer>4</answer> or 4"
+    cut = msgspec.structs.replace(episodes(text)[0].last, stop="length")
+    both = [*episodes(text), Episode((Turn((7, 8), cut),))]
+    whole, half = run(FunctionScorer(config), *both)
+    assert isinstance(whole, Scored) and isinstance(half, Scored)
+    assert (whole.reward, half.reward) == (1.0, 0.0)
+    assert (whole.extracted, half.extracted) == ({"exact": "4"}, {"exact": ""})
+    asked = run(FunctionScorer(replace(config, extract_truncated=True)), *both)
+    assert rewards(asked) == [1.0, 1.0]
+    assert isinstance(asked[1], Scored) and asked[1].extracted == {"exact": "4"}
+
+
+def test_the_whole_text_is_given_of_what_was_cut_off_too(file: Path) -> None:
+    cut = msgspec.structs.replace(episodes("4")[0].last, stop="length")
+    (one,) = run(FunctionScorer(RewardConfig(function=f"{file}:exact")), Episode((Turn((7, 8), cut),)))
+    assert isinstance(one, Scored) and one.reward == 1.0 and one.extracted == {}
+
+
 def test_no_episodes_no_call() -> None:
     assert run(FunctionScorer(RewardConfig(), [lambda completions: 1 / 0])) == []
 
@@ -327,6 +355,39 @@ def test_there_is_always_one_outcome_a_completion_and_every_number_was_returned(
             assert value.reason.startswith("reward_") and value.detail
         else:
             assert math.isfinite(value) and value == returned[place]
+
+
+# --- where it raised ---
+
+
+@pytest.mark.parametrize("where", ["process", "thread"])
+def test_the_traceback_has_the_users_frames_and_no_others(file: Path, where: str) -> None:
+    config, callables = RewardConfig(function=f"{file}:raises"), [_load(file, "raises")] if where == "thread" else []
+    failed, _ = run(FunctionScorer(config, callables), "a", "b")
+    assert isinstance(failed, Failure) and failed.kind == "KeyError" and not failed.outage
+    first, *frames, last = failed.traceback.splitlines()
+    assert first == "Traceback (your frames):" and last == "KeyError: 'lost'"
+    assert [line.split(", ")[1:] for line in frames if "File" in line] == [
+        ["line 12", "in raises"],
+        ["line 15", "in inner"],
+    ]
+    assert 'raise KeyError("lost")  # line 15' in failed.traceback and "headrace/scoring" not in failed.traceback
+
+
+def test_a_service_that_does_not_answer_is_an_outage() -> None:
+    class ServiceTimeout(TimeoutError): ...
+
+    def refused(completions: list[str]) -> list[float]:
+        raise ConnectionRefusedError("judge:80")
+
+    def late(completions: list[str]) -> list[float]:
+        raise ServiceTimeout
+
+    for function in (refused, late):
+        (failed,) = run(FunctionScorer(RewardConfig(), [function]), "a")
+        assert isinstance(failed, Failure) and failed.outage and failed.reason == "reward_unreachable"
+    (failed,) = run(FunctionScorer(RewardConfig(), [lambda completions: Path("/no/such/file").read_text()]), "a")
+    assert isinstance(failed, Failure) and not failed.outage and failed.kind == "FileNotFoundError"
 
 
 # --- a function that fails ---------------------------------------------------------------------------------------------
@@ -479,6 +540,38 @@ def test_a_worker_killed_while_scoring_is_named_and_replaced(file: Path) -> None
         await scorer.close()
 
     asyncio.run(main())
+
+
+def test_a_worker_that_cannot_be_started_is_named(file: Path, tmp_path: Path) -> None:
+    gone = tmp_path / "gone" / "scorer.log"
+    results = asyncio.run(_score_and_close(FunctionScorer(from_file(file, "exact"), log=gone)))
+    assert reasons(results) == ["reward_worker_died"] and "could not be started: " in detail(results[0])
+
+
+async def _score_and_close(scorer: FunctionScorer) -> list[Scored | Failure]:
+    try:
+        return list(await scorer.score(PROMPT, episodes("4")))
+    finally:
+        await scorer.close()
+
+
+def test_a_worker_whose_answer_makes_no_sense_is_killed_and_named(tmp_path: Path) -> None:
+    file = tmp_path / "garbles.py"
+    file.write_text(GARBLES)
+    config = RewardConfig(functions=(RewardSpec(f"{file}:garbles"),), timeout=60.0)
+    results = asyncio.run(_score_and_close(FunctionScorer(config)))
+    assert reasons(results) == ["reward_worker_died"] and "its answer made no sense" in detail(results[0])
+
+
+GARBLES = """
+import contextlib, os, struct
+
+def garbles(completions, **columns):
+    for fd in range(3, 64):  # one of them is the one that answers go to
+        with contextlib.suppress(OSError):
+            os.write(fd, struct.pack(">I", 5) + b"\\xc1" * 5)
+    return [1.0] * len(completions)
+"""
 
 
 def test_a_function_that_kills_its_process(file: Path) -> None:

@@ -185,7 +185,7 @@ class Lost(FakeEngine):
 
 def test_a_refusal_is_data_and_a_lost_engine_ends_the_run():
     assert run(teaching(Teacher("north", Refusing(), everybody)), PROMPT, [single(1)]) == [
-        Failure("teacher_error", "north: the prompt needs 9 tokens, the engine's context holds 8")
+        Failure("teacher_refused", "north: the prompt needs 9 tokens, the engine's context holds 8")
     ]
     with pytest.raises(WorkerDied, match="teacher north"):
         run(teaching(Teacher("north", Lost(), everybody)), PROMPT, [single(1)])
@@ -275,8 +275,8 @@ def test_what_cannot_be_read_as_text_is_a_failure():
     scorer = TextScorer(NoReward(), [text_teacher(engine())], waits())
     several = Episode((*TREE.turns[:2],))
     empty, turns = run(scorer, PROMPT, [single(5, text="", stop="length"), several])
-    assert empty == Failure("teacher_error", "critic: the completion has no text to score")
-    assert turns.reason == "teacher_error" and "has 2" in turns.detail
+    assert empty == Failure("teacher_refused", "critic: the completion has no text to score")
+    assert turns.reason == "teacher_refused" and "has 2" in turns.detail
     (inner,) = run(TextScorer(FakeScorer(failure_rate=1.0), [text_teacher(engine())], waits()), PROMPT, [single(1)])
     assert inner.reason == "reward_raised"
     broken = engine()
@@ -291,7 +291,7 @@ def test_a_template_that_refuses_is_data():
 
     teacher = TextTeacher("critic", engine(), everybody, 1.0, refuse, pairs)
     (one,) = run(TextScorer(NoReward(), [teacher], waits()), PROMPT, [single(1, text="x")])
-    assert one == Failure("teacher_error", "critic: the chat template refuses messages of the roles tool")
+    assert one == Failure("teacher_refused", "critic: the chat template refuses messages of the roles tool")
 
 
 def test_the_teacher_reads_a_conversation_where_there_is_one():

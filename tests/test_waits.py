@@ -24,9 +24,11 @@ from headrace import virtual_time
 from headrace.config import RunConfig, load_config
 from headrace.engine.config import EngineConfig
 from headrace.engine.fake import FakeEngine
-from headrace.errors import StalledError
+from headrace.errors import IdentityError, StalledError
 from headrace.observe import stacks
 from headrace.observe.facts import Waited, Warned
+from headrace.observe.health.family import Child, Family, family
+from headrace.observe.health.frames import VARIABLE
 from headrace.observe.picture import blame
 from headrace.observe.status import read_live
 from headrace.observe.waits import Lasting, Waits, counted
@@ -35,7 +37,7 @@ from headrace.observe.watchdog import STALLED, Watchdog
 from headrace.orchestration.build import Built, build, open_waits
 from headrace.orchestration.evaluation import Evaluator
 from headrace.orchestration.pools import open_pools
-from headrace.orchestration.session import Session
+from headrace.orchestration.session import Session, on_unheard
 from headrace.orchestration.several import _close, _Together
 from headrace.orchestration.teaching import Classroom, SelfTeaching
 from headrace.orchestration.turns import Turns
@@ -453,14 +455,14 @@ def test_processes_that_do_not_close_are_told_and_hide_no_error(capsys: pytest.C
 # --- processes that hang -----------------------------------------------------------------------------------------------
 
 HANGS = """
-import ctypes, sys, threading, time
-from headrace.observe.stacks import answer_signals
+import re, sys, threading, time
+from headrace.observe.health.frames import answer_signals
 
 def sleeps():
     time.sleep(100)
 
 def never_lets_go():
-    ctypes.PyDLL(None).sleep(100)  # native code that keeps the interpreter's lock
+    re.match("(a+)+$", "a" * 60 + "b")  # native code that keeps the interpreter's lock
 
 def spins():
     while True:
@@ -473,22 +475,22 @@ globals()[sys.argv[1]]()
 
 
 @pytest.fixture
-def child(tmp_path: Path) -> Iterator[Callable[..., stacks.Child]]:
+def child(tmp_path: Path) -> Iterator[Callable[..., Child]]:
     """A process that hangs in some way."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(how: str, script: str = HANGS) -> stacks.Child:
+    def start(how: str, script: str = HANGS) -> Child:
         file = tmp_path / f"{how}.stacks"
         process = subprocess.Popen(
             [sys.executable, "-c", script, how],
-            env={**os.environ, stacks.VARIABLE: str(file)},
+            env={**os.environ, VARIABLE: str(file)},
             stdout=subprocess.PIPE,
             text=True,
         )
         started.append(process)
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         time.sleep(0.1)  # into the function
-        return stacks.Child(how, process.pid, file)
+        return Child(how, process.pid, file)
 
     yield start
     for process in started:
@@ -496,38 +498,39 @@ def child(tmp_path: Path) -> Iterator[Callable[..., stacks.Child]]:
         process.wait()
 
 
-def test_every_process_says_where_it_stands_even_one_in_native_code(child: Callable[..., stacks.Child]) -> None:
+def test_every_process_says_where_it_stands_even_one_in_native_code(child: Callable[..., Child]) -> None:
     asked = [child("sleeps"), child("never_lets_go"), child("spins")]
     accounts = stacks.ask(asked)
     for account in accounts:
         assert account.child.who in account.stacks and account.brief.count(":") >= 2
     assert "asleep, 0 % of a core, in <string>:6 sleeps" in accounts[0].brief
-    assert "<string>:9 never_lets_go" in accounts[1].brief
+    assert "<string>:9 never_lets_go" in accounts[1].brief and "does not answer signals" in accounts[1].brief
     assert accounts[2].state.startswith("running") and not accounts[2].state.startswith("running, 0 %")
     again = stacks.ask(asked[:1])[0]
     assert again.stacks.count("most recent call first") == 1, "what it said before is not said again"
 
 
-def test_a_stopped_process_is_not_waited_for_and_told_as_the_kernel_sees_it(child: Callable[..., stacks.Child]) -> None:
+def test_a_stopped_process_is_not_waited_for_and_told_as_the_kernel_sees_it(child: Callable[..., Child]) -> None:
     one = child("sleeps")
     os.kill(one.pid, signal.SIGSTOP)
     (account,) = stacks.ask([one], patience=0.5)
-    assert account.stacks == "" and "does not answer signals: stopped by a signal (state T" in account.brief
+    assert "does not answer signals: stopped by a signal (state T" in account.brief
+    assert "in <string>:6 sleeps" in account.brief, "read from outside"
 
 
-def test_a_process_that_has_no_handler_yet_is_not_killed_by_the_question(child: Callable[..., stacks.Child]) -> None:
+def test_a_process_that_has_no_handler_yet_is_not_killed_by_the_question(child: Callable[..., Child]) -> None:
     one = child("sleeps", "import time; print('ready', flush=True); time.sleep(100)")
     (account,) = stacks.ask([one], patience=0.5)
     assert "cannot be asked for its stacks" in account.state and "asleep" in account.state
     os.kill(one.pid, 0)
-    (gone,) = stacks.ask([stacks.Child("engine", 2**22 + 1, one.stacks)], patience=0.5)
+    (gone,) = stacks.ask([Child("engine", 2**22 + 1, one.stacks)], patience=0.5)
     assert gone.state.endswith("gone")
 
 
 def test_blame_goes_to_whom_the_wait_names_and_else_to_whom_the_others_name() -> None:
     def account(who: str) -> stacks.Account:
         return stacks.Account(
-            stacks.Child(who, 7, None), "asleep", 'x (most recent call first):\n  File "/a/b.py", line 3 in f'
+            Child(who, 7, None), "asleep", 'x (most recent call first):\n  File "/a/b.py", line 3 in f'
         )
 
     every = [account(who) for who in ("trainer", "engine", "teacher math", "teacher code", "scorer 1", "scorer 2")]
@@ -563,7 +566,7 @@ def config(tiny_llama: Path, tmp_path: Path) -> RunConfig:
 
 def test_a_stopped_trainer_and_a_stopped_engine_are_named_with_what_they_do(config: RunConfig, tmp_path: Path) -> None:
     async def stopped(waits: Waits, who: str, ask: Callable[[], Awaitable[Any]]) -> StalledError:
-        pid = next(child.pid for child in stacks.children() if child.who == who)
+        pid = next(child.pid for child in watchdog.family.children() if child.who == who)
         os.kill(pid, signal.SIGSTOP)
         try:
             with pytest.raises(StalledError) as caught:
@@ -580,7 +583,9 @@ def test_a_stopped_trainer_and_a_stopped_engine_are_named_with_what_they_do(conf
         path = Path(config.model.path)
         pools = await open_pools(config, path, tmp_path, Ledger(), patient, clock, {})  # type: ignore[arg-type]
         try:
-            alive = {one.child.who: one.stacks for one in await asyncio.to_thread(stacks.ask, stacks.children())}
+            alive = {
+                one.child.who: one.stacks for one in await asyncio.to_thread(stacks.ask, watchdog.family.children())
+            }
             assert all("worker.py" in alive[who] for who in ("engine", "trainer")), alive
             return [
                 await stopped(tight, "trainer", lambda: pools.trainer.score([1, 2, 3])),
@@ -598,11 +603,13 @@ def test_a_stopped_trainer_and_a_stopped_engine_are_named_with_what_they_do(conf
         picture = Path(error.__notes__[-1].removeprefix("where all stood is in ")).read_text()
         assert f"rollouts has waited 0 s for the {who}" in picture and "--- controller" in picture
         assert "worker.py" in picture, "the other one has answered"
-    assert not stacks.children(), "closed processes are forgotten"
+    assert not watchdog.family.children(), "closed processes are forgotten"
 
 
 @pytest.mark.parametrize("what", ["the trainer to load the model", "the engine to make room for it"])
 def test_a_stall_while_the_workers_start(config: RunConfig, tmp_path: Path, what: str) -> None:
+    children = Family()
+
     async def main() -> None:
         waits, tight = here(lambda fact: None, 30, 60), stall_at(here(lambda fact: None, 0.1, 0.2), "start", what)
         named = waits.named
@@ -613,9 +620,9 @@ def test_a_stall_while_the_workers_start(config: RunConfig, tmp_path: Path, what
         path = Path(config.model.path)
         await open_pools(config, path, tmp_path, Ledger(), waits, clock, {})  # type: ignore[arg-type]
 
-    with pytest.raises(StalledError, match=f"start has waited 0 s for {what}"):
+    with pytest.raises(StalledError, match=f"start has waited 0 s for {what}"), family(children):
         asyncio.run(main())
-    assert not stacks.children(), "nothing is left behind"
+    assert not children.children(), "nothing is left behind"
 
 
 # --- scorers that sleep ------------------------------------------------------------------------------------------------
@@ -663,6 +670,53 @@ def test_a_reward_function_that_sleeps_is_shown_with_its_line(tmp_path: Path, wh
     assert place in str(caught.value) and any("sleep" in note for note in caught.value.__notes__)
 
 
+def test_a_swap_in_the_teacher_that_fails_is_raised_when_it_fails(tmp_path: Path) -> None:
+    class Wrong:
+        """Its second version is not what it says."""
+
+        version = -1
+
+        async def publish_shadow(self) -> WeightUpdate:
+            self.version += 1
+            return WeightUpdate(self.version, "full", "fake-0", 0, 0, 0.0)
+
+    async def main() -> None:
+        teaching = SelfTeaching(Wrong(), FakeEngine(), here(lambda fact: None))  # type: ignore[arg-type]
+        watching = asyncio.ensure_future(teaching.watch())
+        await teaching.after_publish()
+        await asyncio.sleep(1)
+        assert not watching.done(), "the first went well"
+        await teaching.after_publish()
+        with pytest.raises(IdentityError):
+            await watching
+
+    virtual_time.run(main())
+
+
+def test_what_nobody_awaits_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    said: list[str] = []
+
+    def fails() -> None:
+        raise RuntimeError("in a callback")
+
+    async def main() -> None:
+        on_unheard(said.append)
+        asyncio.get_running_loop().call_soon(fails)
+        await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+    assert len(said) == 1 and "RuntimeError('in a callback')" in said[0] and "fails" in said[0]
+    assert "in a callback" in caplog.text, "with its traceback, in the log"
+
+
+def test_a_worker_survives_any_number_of_questions(child: Callable[..., Child]) -> None:
+    one = child("spins")
+    for _ in range(500):
+        os.kill(one.pid, signal.SIGUSR1)
+    (account,) = stacks.ask([one])
+    assert "spins" in account.brief and "does not answer" not in account.brief
+
+
 # --- a loop that is blocked --------------------------------------------------------------------------------------------
 
 BLOCKED = """
@@ -688,7 +742,10 @@ async def main(mode):
             case "blocks":
                 blocks()
             case "native":
-                ctypes.PyDLL(None).sleep(3)
+                while not (path / "interpreter.stacks").exists():  # the process that looks is only starting
+                    ctypes.PyDLL(None).sleep(2)
+            case "native for ever":
+                ctypes.PyDLL(None).sleep(600)
             case "asked":
                 os.kill(os.getpid(), signal.SIGUSR1)
                 time.sleep(0.7)  # the loop cannot answer
@@ -696,7 +753,7 @@ async def main(mode):
         await asyncio.Event().wait()
 
 path = Path(sys.argv[1])
-with Watchdog(path, 0.4, 1.2, pulse=0.1, freeze=0.5) as watchdog:
+with Watchdog(path, 0.4, 60.0 if sys.argv[2] == "native" else 1.2, pulse=0.1, freeze=0.5) as watchdog:
     asyncio.run(main(sys.argv[2]))
 """
 
@@ -727,8 +784,18 @@ def test_a_wait_without_a_name_is_found_too(tmp_path: Path) -> None:
 def test_native_code_that_keeps_the_interpreter_is_written_down_without_it(tmp_path: Path) -> None:
     done = run_blocked(tmp_path, "native")
     assert done.returncode == 0, done.stderr
-    assert "the interpreter stood still" in done.stderr
+    assert re.search(
+        r"the interpreter of the controller, pid \d+, has stood still for \d s; its main thread is in .*main",
+        done.stderr,
+    )
     assert "in main" in (tmp_path / "interpreter.stacks").read_text()
+
+
+def test_native_code_that_never_lets_the_interpreter_go_ends_the_run_with_its_sentence(tmp_path: Path) -> None:
+    done = run_blocked(tmp_path, "native for ever")
+    assert done.returncode == -signal.SIGKILL
+    verdict = "ended by its watchdog: the interpreter stood still for"
+    assert f"headrace: {verdict}" in done.stderr and verdict in (tmp_path / "status.json").read_text()
 
 
 def test_a_signal_shows_all_and_the_run_goes_on_even_while_the_loop_is_blocked(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from headrace.observe.config import ObserveConfig
 from headrace.observe.facts import Evaluated, RunEnded, RunStarted
 from headrace.observe.records import MetricsFact, StepRow
 from headrace.observe.state import RunState
-from headrace.observe.terminal import REFRESH, Header, plain_line
+from headrace.observe.terminal import REFRESH, Header, PlainLines
 from headrace.observe.text import duration
 from headrace.observe.view import brief, padded
 
@@ -62,10 +62,11 @@ class Board:
 class _Lane:
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say, self._header, self._built = say, Header(), -1.0
+        self._lines = PlainLines()
         self.parts: Sequence[RenderableType] = (self._header,)
 
     def record(self, fact: MetricsFact, state: RunState) -> None:
-        if line := plain_line(fact, state):
+        for line in self._lines.of(fact, state):
             self._say(f"[{duration(fact.t)}] {line}")
         now = time.monotonic()
         if now - self._built >= 1 / REFRESH or isinstance(fact, (StepRow, RunStarted, Evaluated, RunEnded)):

@@ -38,6 +38,8 @@ class RunStarted(Fact, frozen=True):
     """Of a run that goes on: the state of every ticket, in case the killed process could not tell its last facts."""
     machine: dict[str, str] = {}
     """What the bits of a step depend on beside its input (`observe/machine.py`)."""
+    max_tokens: int = 0
+    """Where completions are cut off; 0 of a run that did not say."""
 
 
 class TicketDrawn(Fact, frozen=True):
@@ -65,6 +67,23 @@ class GroupEnded(Fact, frozen=True):
     """From ticket to outcome."""
     lost_tokens: int = 0
     """Sampled for rollouts of it that were ended before they were done."""
+    kinds: dict[str, int] = {}
+    """Rollouts that failed by `Failure.kind`: `KeyError` where the reason is `reward_raised`."""
+
+
+class FirstFailure(Fact, frozen=True):
+    """The first rollout of this process that failed in one way; how often it happens since is in `GroupEnded.kinds`."""
+
+    reason: str
+    kind: str
+    """`KeyError`, or the reason where nothing was raised."""
+    detail: str
+    """One line."""
+    traceback: str
+    """Several, of the user's own frames; empty where nothing was raised."""
+    prompt_id: str
+    held_out: bool = False
+    """Whether an evaluation met it."""
 
 
 class StepTrained(Fact, frozen=True):
@@ -116,12 +135,25 @@ class Evaluated(Fact, frozen=True):
     phase: Literal["before", "during", "after"]
     step: int
     prompts: int
+    """With a reward: the mean is over these."""
     reward_mean: float
     reward_sem: float
     """Standard error of the mean."""
     length_mean: float
     failures: dict[str, int] = {}
+    """Rollouts that failed, by reason."""
     seconds: float = 0.0
+    asked: int = 0
+    """Prompts that were to be measured; 0 of a run that did not say."""
+    kinds: dict[str, int] = {}
+    """As in `GroupEnded`."""
+    truncated: int = 0
+    """Completions that ended at max_tokens."""
+
+    @property
+    def failed_prompts(self) -> int:
+        """Those of which no rollout has a reward."""
+        return max(0, self.asked - self.prompts)
 
 
 class CheckpointSaved(Fact, frozen=True):
@@ -182,7 +214,8 @@ class Books(Struct, frozen=True):
 
 class RunEnded(Fact, frozen=True):
     reason: str
-    """`finished`, `interrupted`, or the sentence of the error that ended it."""
+    """`finished`, `interrupted`, or the sentence of the error that ended it; one that begins with `paused:` left a checkpoint to
+    go on from as soon as what it names is mended."""
     step: int
     accounting: Accounting
     engine_idle: float
@@ -196,6 +229,7 @@ AnyFact = (
     RunStarted
     | TicketDrawn
     | GroupEnded
+    | FirstFailure
     | StepTrained
     | WeightsLive
     | IdentityChecked

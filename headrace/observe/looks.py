@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from headrace.observe.journal import JournalStep
+from headrace.observe.records import answer_of
 from headrace.types import Completion, Group, Row, Struct, VersionSpan
 
 Pieces = Callable[[Sequence[int]], list[str]]
@@ -48,6 +49,10 @@ class Look(Struct, frozen=True):
     """Why a token is not in the loss; empty where it is."""
     trainer: tuple[float, ...] = ()
     """The trainer's log-probs before the step, where it was asked for them."""
+    answer: str = ""
+    """The right one, where the row has one."""
+    extracted: dict[str, str] = {}
+    """What a reward function was given of the text, by its name, where that is not all of it."""
 
     @property
     def advantage(self) -> float:
@@ -99,6 +104,8 @@ def look(
         row.advantages[-count:] if row and count else (),
         _left_out(done, row, oldest),
         tuple(trainer),
+        answer_of(group.prompt),
+        one.extracted,
     )
 
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from headrace.observe.layout import one_line
 from headrace.observe.looks import Look, spans_told
 from headrace.observe.text import clip, counted, number, plural
+from headrace.observe.troubles import judged
 from headrace.reports import TrainReport
 
-LAG_STYLES = ("green", "cyan", "bright_blue", "yellow", "magenta", "red")
-"""By lag; older ones as the last."""
+LAG_STYLES = ("green", "cyan", "bright_blue", "magenta", "bright_magenta", "red")
+"""By lag, older ones as the last: the colours of the report, as far as a terminal has them."""
 WIDE = 0.5
 """|trainer - sampler|, nats, from which on a token is underlined."""
 
@@ -33,7 +35,7 @@ def show(
     console.print(_headline(looks, report))
     console.print(_lag_lines(report))
     if len(looks) > 1:
-        console.print(_overview(looks))
+        console.print(_Overview(looks))
     for one in chosen:
         console.print(rollout(one))
         if tokens:
@@ -60,29 +62,53 @@ def _lag_lines(report: TrainReport) -> RenderableType:
     return table if report.lags else Text("")
 
 
-def _overview(looks: Sequence[Look]) -> Table:
-    gaps = any(one.trainer for one in looks)
-    table = _table(
-        "ticket", "rollout", "#reward", "#advantage", "#tokens", "stop", "versions", "#lag", "left out",
-        *(["#|Δ| mean"] if gaps else []), "text",
-    )  # fmt: skip
-    for one in looks:
-        versions = sorted({span.version for span in one.spans})
-        cells = [
-            str(one.ticket),
-            str(one.rollout),
-            number(one.reward),
-            "-" if math.isnan(one.advantage) else f"{one.advantage:+.3f}",
-            str(len(one.tokens)),
-            one.stop,
-            str(versions[0]) if len(versions) == 1 else f"{versions[0]} to {versions[-1]}" if versions else "-",
-            str(max(one.lags, default=0)),
-            counted(one.reasons) if one.reasons else "",
-            *([number(one.gap)] if gaps else []),
-            clip(one.text, 44),
-        ]
-        table.add_row(*map(escape, cells))
-    return table
+ROOM = 40
+"""Characters that a rollout's text needs to stand beside its numbers; with less it goes beneath them."""
+
+
+class _Overview:
+    """One line a rollout where the terminal is wide, else its numbers and beneath them its text: neither is cut short by the other."""
+
+    def __init__(self, looks: Sequence[Look]) -> None:
+        gaps = any(one.trainer for one in looks)
+        self._looks = looks
+        self._head = ["ticket", "rollout", "reward", "advantage", "tokens", "stop", "versions", "lag"]
+        self._head += ["|Δ| mean"] if gaps else []
+        self._rows = [_numbers(one, gaps) for one in looks]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        widths = [max(map(len, column)) for column in zip(self._head, *self._rows, strict=True)]
+        texts = [_text_of(one) for one in self._looks]
+        beside = options.max_width - sum(widths) - len(widths) - 1
+        fits = beside >= min(ROOM, max(map(len, texts)))
+        yield Text(_justified(self._head, widths) + "  text" * fits, "dim")
+        for cells, text in zip(self._rows, texts, strict=True):
+            numbers = _justified(cells, widths)
+            lines = [f"{numbers}  {text}"] if fits else [numbers, f"  {text}"]
+            yield from (Text(line, no_wrap=True, overflow="ellipsis") for line in lines)
+
+
+def _text_of(one: Look) -> str:
+    return (f"[not in the loss: {counted(one.reasons)}] " if one.reasons else "") + one_line(one.text)
+
+
+def _numbers(one: Look, gaps: bool) -> list[str]:
+    versions = sorted({span.version for span in one.spans})
+    return [
+        str(one.ticket),
+        str(one.rollout),
+        number(one.reward),
+        "-" if math.isnan(one.advantage) else f"{one.advantage:+.3f}",
+        str(len(one.tokens)),
+        one.stop,
+        str(versions[0]) if len(versions) == 1 else f"{versions[0]} to {versions[-1]}" if versions else "-",
+        str(max(one.lags, default=0)),
+        *([number(one.gap)] if gaps else []),
+    ]
+
+
+def _justified(cells: Sequence[str], widths: Sequence[int]) -> str:
+    return " ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
 
 
 def rollout(one: Look) -> RenderableType:
@@ -95,6 +121,8 @@ def rollout(one: Look) -> RenderableType:
         f" · {one.prompt_id} · reward {number(one.reward)} ({rewards}) · {advantage} · {one.stop}{turns}", "not bold"
     )
     facts = [f"spans: {spans_told(one)}"]
+    if words := judged(one.answer, one.extracted):
+        facts.append(words)
     if one.reasons:
         facts.append(f"not in the loss: {counted(one.reasons)}")
     if not math.isnan(one.gap):
@@ -173,6 +201,6 @@ def _table(*names: str) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     for name in names:
         right = name.startswith("#")
-        # On a narrow terminal the text gives way, never a number.
-        table.add_column(name.removeprefix("#"), justify="right" if right else "left", no_wrap=name != "text")
+        # On a narrow terminal texts wrap, never a number.
+        table.add_column(name.removeprefix("#"), justify="right" if right else "left", no_wrap=right, overflow="fold")
     return table

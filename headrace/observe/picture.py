@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.observe import stacks
+from headrace.observe.health import frames
+from headrace.observe.health.family import Family
 from headrace.observe.waits import Lasting, counted
 
 
@@ -28,8 +30,8 @@ class Picture:
 class Camera:
     """Takes pictures, and keeps each as `logs/stacks-<n>.txt`. From any thread but the event loop's: it takes up to 2 seconds."""
 
-    def __init__(self, logs: Path, lasting: Callable[[], list[Lasting]]) -> None:
-        self._logs, self._lasting = logs, lasting
+    def __init__(self, logs: Path, family: Family, lasting: Callable[[], list[Lasting]]) -> None:
+        self._logs, self._family, self._lasting = logs, family, lasting
         self.loop: asyncio.AbstractEventLoop | None = None
         self.last: Picture | None = None
         self._one_at_a_time = threading.Lock()
@@ -45,11 +47,11 @@ class Camera:
     def _take(self, why: str) -> Picture:
         lines = [f"headrace: {why}", "", "waits, longest first:"]
         lines += [f"  {said}" for said, _ in counted(self._lasting())] or ["  nobody waits"]
-        lines += ["", f"--- controller, pid {os.getpid()}", *stacks.thread_lines([threading.get_ident()])]
+        lines += ["", f"--- controller, pid {os.getpid()}", *frames.thread_lines([threading.get_ident()])]
         if self.loop is not None:
             with suppress(RuntimeError):  # the tasks change faster than they can be counted
-                lines += stacks.task_lines(self.loop)
-        accounts = stacks.ask(stacks.children())
+                lines += frames.task_lines(self.loop)
+        accounts = stacks.ask(self._family.children())
         for account in accounts:
             lines += ["", *account.lines]
         return Picture(time.monotonic(), accounts, lines, self._keep(lines))
@@ -71,13 +73,13 @@ def blame(wait: Lasting, every: Sequence[Lasting], accounts: Sequence[stacks.Acc
     for what in (wait.what, ", ".join(one.what for one in every)):
         guilty = [one for one in accounts if one.child.who in what]
         guilty = guilty or [one for one in accounts if one.child.who.split()[0] in what]  # `scorer 2`: one of several
-        threads = stacks.threads_named(REWARD_THREADS) if "scorer" in what else []
+        threads = frames.threads_named(REWARD_THREADS) if "scorer" in what else []
         if guilty or threads:
             said = [one.brief for one in guilty]
-            said += [f"thread {name}: in {stacks.thread_place(ident)}" for name, ident in threads]
+            said += [f"thread {name}: in {frames.thread_place(ident)}" for name, ident in threads]
             lines = [line for one in guilty for line in one.short]
             for name, ident in threads:
-                lines += [f"--- controller, thread {name}", *stacks.thread_stack(ident)[-stacks.SHORT :]]
+                lines += [f"--- controller, thread {name}", *frames.thread_stack(ident)[-stacks.SHORT :]]
             return "; ".join(said), lines
     return "", []
 

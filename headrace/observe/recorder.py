@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from headrace.errors import ConfigError
 from headrace.observe.facts import StepTrained
 from headrace.observe.files import AppendFile
-from headrace.observe.records import METRICS, MetricsFact, pick_sample, read_metrics, summarise
+from headrace.observe.records import METRICS, MetricsFact, pick_samples, read_metrics, summarise
 from headrace.observe.resume import Resume, rewind
 from headrace.observe.spelling import encode
 from headrace.observe.state import RunState
@@ -45,7 +45,7 @@ class Recorder:
     def record(self, fact: Any) -> None:
         """Raises `HeadraceError` when the disk does not take it."""
         if isinstance(fact, StepTrained):
-            self.state.sample = pick_sample(fact) or self.state.sample
+            self.state.samples = pick_samples(fact) or self.state.samples
             fact = summarise(fact)
         self._metrics.write(encode(fact))
         self.state.fold(fact)

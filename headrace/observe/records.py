@@ -15,6 +15,7 @@ from headrace.observe.facts import (
     EngineSample,
     Evaluated,
     Fact,
+    FirstFailure,
     GroupEnded,
     IdentityChecked,
     RunEnded,
@@ -28,7 +29,7 @@ from headrace.observe.facts import (
 )
 from headrace.observe.files import read_lines
 from headrace.reports import TrainReport
-from headrace.types import Completion, Group, Scored, Struct, VersionSpan
+from headrace.types import Completion, Group, Prompt, Scored, Struct, VersionSpan
 
 METRICS, REPORT = "metrics.jsonl", "report.html"
 
@@ -72,12 +73,17 @@ class Sample(Struct, frozen=True):
     stop: str
     first_version: int
     last_version: int
+    answer: str = ""
+    """The right one, where the row has one."""
+    extracted: dict[str, str] = {}
+    """What a reward function was given of the text, by its name, where that is not all of it."""
 
 
 MetricsFact = (
     RunStarted
     | TicketDrawn
     | GroupEnded
+    | FirstFailure
     | StepRow
     | WeightsLive
     | IdentityChecked
@@ -153,13 +159,27 @@ def sample_of(step: int, group: Group, index: int) -> Sample:
         last.stop,
         versions[0],
         versions[-1],
+        answer_of(group.prompt),
+        one.extracted,
     )
 
 
-def pick_sample(fact: StepTrained) -> Sample | None:
-    """Another place in the batch at every step, so that neither the good nor the bad ones are favoured."""
-    every = [(group, index) for group in fact.groups for index in range(len(group.scored))]
-    return sample_of(fact.report.step, *every[fact.report.step * 7 % len(every)]) if every else None
+_ANSWERS = ("answer", "solution", "target", "ground_truth", "label", "expected")
+"""Columns in which data sets have the right answer, the commonest name first."""
+
+
+def answer_of(prompt: Prompt) -> str:
+    """The right answer as text; empty where the row has none."""
+    named = {name.lower(): value for name, value in prompt.columns.items()}
+    found = next((named[name] for name in _ANSWERS if named.get(name) is not None), "")
+    return found if isinstance(found, str) else str(found)
+
+
+def pick_samples(fact: StepTrained, most: int = 8) -> list[Sample]:
+    """One of each of the first groups. Another place in the batch at every step, so that neither good nor bad ones are favoured."""
+    groups, step = [group for group in fact.groups if group.scored], fact.report.step
+    picked = [groups[(step + i) % len(groups)] for i in range(min(most, len(groups)))]
+    return [sample_of(step, group, (7 * step + i) % len(group.scored)) for i, group in enumerate(picked)]
 
 
 def read_metrics(run_dir: Path) -> list[MetricsFact]:

@@ -14,16 +14,18 @@ from headrace.errors import ConfigError
 from headrace.observe.facts import Evaluated, IdentityChecked, RunStarted, WeightsLive
 from headrace.observe.pools import EngineUse
 from headrace.observe.records import MetricsFact, StepRow
+from headrace.observe.shares import Tally
 from headrace.observe.state import RunState
 
 
-def scalars(fact: MetricsFact, engine: EngineUse) -> tuple[int, dict[str, float]]:
+def scalars(fact: MetricsFact, state: RunState) -> tuple[int, dict[str, float]]:
     """The step that a fact belongs to, and its finite numbers; empty for facts without any."""
     match fact:
         case StepRow():
-            step, values = fact.report.version, _step_scalars(fact, engine)
+            step, values = fact.report.version, _step_scalars(fact, state.engine) | _share_scalars(state.shares.recent)
         case Evaluated():
             values = {"held_out/reward": fact.reward_mean, "held_out/length": fact.length_mean}
+            values |= {"held_out/failed_prompts": float(fact.failed_prompts)} if fact.asked else {}
             step = fact.step
         case WeightsLive():
             step = fact.update.version
@@ -67,6 +69,17 @@ def _step_scalars(row: StepRow, engine: EngineUse) -> dict[str, float]:
     return values
 
 
+def _share_scalars(recent: Tally) -> dict[str, float]:
+    """Of the last groups."""
+    found = {
+        "share/truncated": recent.truncated_share,
+        "share/no_contrast": recent.no_contrast_share,
+        "share/dropped": recent.dropped_share,
+        "share/failed": recent.failed_share,
+    }
+    return {name: share for name, share in found.items() if share is not None}
+
+
 def _uncommon(row: StepRow) -> dict[str, int]:
     return {
         "lag/outside_tokens": sum(row.outside.values()),
@@ -91,7 +104,7 @@ class TensorBoardSink:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        step, values = scalars(fact, state.engine)
+        step, values = scalars(fact, state)
         if values:
             made = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
             self._writer.add_event(Event(wall_time=time.time(), step=step, summary=made))
@@ -113,7 +126,7 @@ class TrackioSink:
     def record(self, fact: MetricsFact, state: RunState) -> None:
         if isinstance(fact, RunStarted) and self._run is None:
             self._run = self._open(fact)
-        step, values = scalars(fact, state.engine)
+        step, values = scalars(fact, state)
         if values and self._run is not None:
             self._run.log(values, step=step)
 

@@ -1,29 +1,22 @@
-"""Where every process stands: Python stacks of the controller's threads and tasks, and of the worker processes.
+"""Where the worker processes stand: their Python stacks, and what the kernel says of them.
 
-A worker has `faulthandler` write its stacks to a file on SIGUSR1. The handler is C and needs neither the interpreter's lock nor
-its main thread, so that a worker that hangs in native code answers too. One that is stopped, or stuck in the kernel, cannot
-answer; then what the kernel says of it is all there is.
+A worker is asked by SIGUSR1 and writes its stacks to a file itself (`health/frames.py`). One that does not answer, because native
+code keeps its interpreter's lock or because it is stopped, is read from outside (`health/outside.py`).
 """
 
 from __future__ import annotations
 
-import asyncio
-import faulthandler
 import os
 import signal
-import sys
-import threading
 import time
-import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
-VARIABLE = "HEADRACE_STACKS"
-"""Names the file in the environment of a worker process."""
+from headrace.observe.health.family import Child
+from headrace.observe.health.frames import innermost, main_frames
+from headrace.observe.health.outside import stacks_from_outside
 
 PATIENCE, SETTLED, POLL = 2.0, 0.3, 0.05
 """Seconds: how long processes get to answer; how long at least they are watched (so that what they use of a processor can be
@@ -42,39 +35,6 @@ STATES = {
 }
 
 
-def answer_signals() -> None:
-    """Called by a worker process at its start."""
-    if path := os.environ.get(VARIABLE):
-        faulthandler.register(signal.SIGUSR1, file=Path(path).open("a"), all_threads=True)  # noqa: SIM115
-
-
-# -- worker processes ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Child:
-    who: str
-    pid: int
-    stacks: Path | None
-    """Where it writes them; None of one that was started without."""
-
-
-_children: dict[int, Child] = {}
-"""Of this process: like the table of processes that the operating system keeps, there is one."""
-
-
-def started(who: str, pid: int, stacks: Path | None) -> None:
-    _children[pid] = Child(who, pid, stacks)
-
-
-def ended(pid: int) -> None:
-    _children.pop(pid, None)
-
-
-def children() -> list[Child]:
-    return list(_children.values())
-
-
 @dataclass(frozen=True)
 class Account:
     """What became of asking a process."""
@@ -83,7 +43,7 @@ class Account:
     state: str
     """`running, 98 % of a core`, `stopped by a signal`; what the kernel says."""
     stacks: str
-    """Empty, when it did not answer; `state` says why as far as it is known."""
+    """Empty where they could not be had; `state` says why as far as it is known."""
 
     @property
     def brief(self) -> str:
@@ -129,15 +89,21 @@ def ask(asked: Iterable[Child], patience: float = PATIENCE) -> list[Account]:
 
 def _account(child: Child, sent: bool, size: int, used: float | None, passed: float) -> Account:
     text = _read_from(child.stacks, size) if sent else ""
-    state = process_state(child.pid)
-    after = _processor_seconds(child.pid)
+    state, after = process_state(child.pid), _processor_seconds(child.pid)
+    if text or not is_stopped(child.pid):
+        state += f", {100 * (after - used) / passed:.0f} % of a core" if used is not None and after is not None else ""
     if text:
-        if used is not None and after is not None:
-            state += f", {100 * (after - used) / passed:.0f} % of a core"
         return Account(child, state, text)
+    text = stacks_from_outside(child.pid, is_stopped(child.pid)) if _exists(child.pid) else ""
     if sent:
-        return Account(child, f"does not answer signals: {state}", "")
-    return Account(child, f"cannot be asked for its stacks (it is just starting, or has none to give): {state}", "")
+        return Account(child, f"does not answer signals: {state}", text)
+    return Account(child, f"cannot be asked for its stacks (it is just starting, or has none to give): {state}", text)
+
+
+def is_stopped(pid: int) -> bool:
+    """By a signal, or by a debugger."""
+    status = _status(pid)
+    return status is not None and status.get("State", "?")[:1] in "Tt"
 
 
 def process_state(pid: int) -> str:
@@ -209,88 +175,3 @@ def _read_from(path: Path | None, start: int) -> str:
             return file.read().decode(errors="replace").strip()
     except OSError:
         return ""
-
-
-def main_frames(dump: str) -> list[str]:
-    """Of faulthandler's text: the main thread, which it writes last; innermost first, without the import system's own."""
-    lines = (line.strip() for line in dump.rpartition("(most recent call first):")[2].splitlines())
-    return [line for line in lines if line.startswith('File "') and not line.startswith('File "<frozen')]
-
-
-def innermost(dump: str, frames: int = 3) -> str:
-    """`core.py:12 step < worker.py:40 main`."""
-    return " < ".join(_short(line) for line in main_frames(dump)[:frames]) or "no Python code"
-
-
-def _short(line: str) -> str:
-    """`File "/a/b/core.py", line 12 in step` -> `core.py:12 step`."""
-    path, _, rest = line.removeprefix('File "').partition('", line ')
-    number, _, name = rest.partition(" in ")
-    return f"{Path(path).name}:{number} {name}"
-
-
-# -- this process ---------------------------------------------------------------------------------------------------------------
-
-
-def thread_lines(leave_out: Sequence[int] = ()) -> list[str]:
-    """The stacks of this process's threads, by their names; of those with identities `leave_out` none."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    lines = []
-    for ident, frame in sys._current_frames().items():
-        if ident not in leave_out:
-            lines += [f"thread {names.get(ident, ident)}", *_frame_lines(frame)]
-    return lines
-
-
-def thread_place(ident: int, frames: int = 3) -> str:
-    """`reward.py:3 slow < job.py:80 call`: where one thread is."""
-    frame = sys._current_frames().get(ident)
-    summary = reversed(traceback.extract_stack(frame)[-frames:]) if frame else []
-    return " < ".join(f"{Path(one.filename).name}:{one.lineno} {one.name}" for one in summary)
-
-
-def threads_named(prefix: str) -> list[tuple[str, int]]:
-    return [(thread.name, thread.ident or 0) for thread in threading.enumerate() if thread.name.startswith(prefix)]
-
-
-def thread_stack(ident: int) -> list[str]:
-    frame = sys._current_frames().get(ident)
-    return _frame_lines(frame) if frame else []
-
-
-def _frame_lines(frame: FrameType) -> list[str]:
-    return _lines(traceback.extract_stack(frame))
-
-
-def _lines(summary: Iterable[traceback.FrameSummary]) -> list[str]:
-    return [
-        f'  File "{one.filename}", line {one.lineno}, in {one.name}' + (f": {one.line}" if one.line else "")
-        for one in summary
-    ]
-
-
-def task_lines(loop: asyncio.AbstractEventLoop) -> list[str]:
-    """The tasks of an event loop, each with the chain of what it awaits; equal chains once. From any thread."""
-    found: dict[tuple[str, ...], list[str]] = {}
-    for task in asyncio.all_tasks(loop):
-        chain = tuple(_lines(_awaited(task.get_coro())))
-        found.setdefault(chain, []).append(task.get_name())
-    lines = []
-    for chain, names in sorted(found.items(), key=lambda pair: len(pair[1])):
-        more = f" (× {len(names)})" if len(names) > 1 else ""
-        lines += [f"task {names[0]}{more}", *chain]
-    return lines
-
-
-def _awaited(coroutine: Any) -> list[traceback.FrameSummary]:
-    """Outermost first. `Task.get_stack` knows the outermost only."""
-    frames: list[tuple[FrameType, int]] = []
-    while coroutine is not None:
-        for kind in ("cr", "gi", "ag"):
-            if frame := getattr(coroutine, f"{kind}_frame", None):
-                frames.append((frame, frame.f_lineno))
-        coroutine = next(
-            (inner for name in ("cr_await", "gi_yieldfrom", "ag_await") if (inner := getattr(coroutine, name, None))),
-            None,
-        )
-    return list(traceback.StackSummary.extract(iter(frames)))

@@ -10,9 +10,13 @@ from typing import Any, Literal
 import msgspec
 
 from headrace.observe import measures
+from headrace.observe.advice import advices
+from headrace.observe.facts import FirstFailure
 from headrace.observe.records import METRICS, decode_metrics
+from headrace.observe.shares import Tally
 from headrace.observe.stacks import process_state
 from headrace.observe.state import RunState
+from headrace.observe.troubles import failings
 from headrace.observe.waits import Lasting
 from headrace.types import Struct
 
@@ -45,6 +49,12 @@ def write_live(run_dir: Path, live: Live) -> None:
     os.replace(part, run_dir / STATUS)
 
 
+def add_verdict(run_dir: Path, verdict: str) -> None:
+    """For a process that cannot say it any more."""
+    if live := read_live(run_dir):
+        write_live(run_dir, msgspec.structs.replace(live, verdict=verdict))
+
+
 def read_live(run_dir: Path) -> Live | None:
     """None without one, or with one that another version of headrace wrote."""
     try:
@@ -53,7 +63,7 @@ def read_live(run_dir: Path) -> Live | None:
         return None
 
 
-Life = Literal["alive", "silent", "starting", "finished", "interrupted", "stopped", "died"]
+Life = Literal["alive", "silent", "starting", "finished", "interrupted", "paused", "stopped", "died"]
 LIVING = ("alive", "silent", "starting")
 
 
@@ -67,7 +77,7 @@ class Status(Struct, frozen=True):
     @property
     def ok(self) -> bool:
         """It lives, or ended as it should."""
-        return self.life not in ("stopped", "died")
+        return self.life not in ("paused", "stopped", "died")
 
 
 class Follower:
@@ -112,6 +122,8 @@ def judge(state: RunState, live: Live | None, alive: bool, now: float) -> Status
     match state.ended.reason:
         case "finished" | "interrupted" as life:
             return Status(life, life, live)
+        case reason if reason.startswith("paused:"):
+            return Status("paused", reason, live)
         case reason:
             return Status("stopped", reason, live)
 
@@ -145,6 +157,13 @@ def as_dict(status: Status, state: RunState) -> dict[str, Any]:
         "seconds_left": measures.seconds_left(state),
         "reward": measures.recent_reward(state),
         "held_out": [[one.phase, one.reward_mean] for one in state.evals],
+        "held_out_failed": [one.failed_prompts for one in state.evals],
+        "shares": {"recent": _shares(state.shares.recent), "total": _shares(state.shares.total)},
+        "failures": [
+            {"kind": one.kind, "rollouts": one.rollouts, **(_first(one.first) if one.first else {})}
+            for one in failings(state)
+        ],
+        "advice": [[one.name, one.sentence] for one in advices(state)],
         "lag": {
             "mean": measures.mean_lag(state),
             "max": max(state.lags, default=None),
@@ -158,6 +177,19 @@ def as_dict(status: Status, state: RunState) -> dict[str, Any]:
         "warnings": [[one.t, one.message] for one in state.warnings],
         "picture": live.picture if live else "",
     }
+
+
+def _shares(tally: Tally) -> dict[str, float | None]:
+    return {
+        "truncated": tally.truncated_share,
+        "no_contrast": tally.no_contrast_share,
+        "dropped": tally.dropped_share,
+        "failed": tally.failed_share,
+    }
+
+
+def _first(one: FirstFailure) -> dict[str, str]:
+    return {"reason": one.reason, "detail": one.detail, "traceback": one.traceback, "prompt": one.prompt_id}
 
 
 def _checkpoint(state: RunState) -> dict[str, Any] | None:

@@ -7,18 +7,20 @@ from collections import Counter
 from collections.abc import Sequence
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
 from headrace.observe import measures, view
+from headrace.observe.advice import advices
+from headrace.observe.layout import FAINT, GAP, Line, Lines
 from headrace.observe.state import RunState
 from headrace.observe.status import LIVING, SILENT, Live, Status
 from headrace.observe.text import clip, duration, plural, short_time
+from headrace.observe.troubles import failings, shares
 from headrace.observe.verdicts import equation, reasons
 from headrace.observe.verdicts import lag as lag_verdict
-from headrace.observe.view import BAD, FAINT, GOOD, LABEL, WARN, WIDTH
+from headrace.observe.view import BAD, GOOD, WARN
 
 MARKS = {
     "alive": ("●", GOOD),
@@ -26,13 +28,14 @@ MARKS = {
     "silent": ("●", WARN),
     "finished": ("✓", GOOD),
     "interrupted": ("✓", WARN),
+    "paused": ("✗", WARN),
     "stopped": ("✗", BAD),
     "died": ("✗", BAD),
 }
-BORDERS = {"silent": "yellow", "stopped": "red", "died": "red"}
+BORDERS = {"silent": "yellow", "paused": "yellow", "stopped": "red", "died": "red"}
 
-Lines = Sequence[tuple[str, Text]]
-
+WIDTH = 100
+"""Of the panel, at most."""
 SHOWN = 8
 """Waits."""
 
@@ -41,41 +44,37 @@ def show(console: Console, name: str, status: Status, state: RunState) -> None:
     if console.is_terminal:
         console.print(panel(name, status, state))
         return
-    for label, text in lines_of(name, status, state):
-        console.print(f"{label:<12}{text.plain}", markup=False, highlight=False, soft_wrap=True)
+    for label, parts in lines_of(name, status, state):
+        told = (" " * GAP).join(part.plain for part in parts if part.plain)
+        console.print(f"{label:<12}{told}", markup=False, highlight=False, soft_wrap=True)
 
 
 def panel(name: str, status: Status, state: RunState) -> RenderableType:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style=LABEL, min_width=10, no_wrap=True)
-    table.add_column(overflow="fold")
-    for label, text in lines_of(name, status, state):
-        table.add_row(label, text)
     border = BORDERS.get(status.life, "cyan")
-    return Panel(Group(table), width=WIDTH, box=box.ROUNDED, border_style=border, padding=(0, 1))
+    lines = Lines(lines_of(name, status, state), label_width=10)
+    return Panel(lines, width=WIDTH, box=box.ROUNDED, border_style=border, padding=(0, 1))
 
 
-def lines_of(name: str, status: Status, state: RunState) -> Lines:
-    """Label and text; a line without a label goes on with the one above it."""
-    lines = [("run", _title(name, state)), ("state", _state(status))]
+def lines_of(name: str, status: Status, state: RunState) -> Sequence[Line]:
+    lines: list[Line] = [("run", _title(name, state)), ("state", [_state(status)])]
     if status.live:
         lines.append(("processes", _processes(status, status.live)))
     if state.started:
         lines += [("step", _step(status, state)), ("reward", view.reward(state)), ("lag", _lag(state))]
-        lines += [("engine", view.engine(state)), ("trainer", view.trainer(state)), ("tickets", _tickets(state))]
-        lines += [("", Text(one, FAINT)) for one in reasons(state.accounting)]
+        lines += [("engine", view.engine(state)), ("trainer", view.trainer(state)), ("tickets", [_tickets(state)])]
+        lines += [("", [Text(one, FAINT)]) for one in reasons(state.accounting)]
         lines.append(("checkpoint", _checkpoint(state)))
+        lines += _troubles(state)
     lines += _waits(status)
-    lines += [("death" if n == 0 else "", _death(state, n)) for n in range(len(state.deaths[-2:]))]
+    lines += [("death" if n == 0 else "", [_death(state, n)]) for n in range(len(state.deaths[-2:]))]
     lines += _warnings(state)
     if status.live and status.live.picture:
-        lines.append(("stacks", Text(status.live.picture)))
+        lines.append(("stacks", [Text(status.live.picture)]))
     return lines
 
 
-def _title(name: str, state: RunState) -> Text:
-    text = Text(name, "bold")
-    return text.append(f"  {state.started.headline}", FAINT) if state.started else text
+def _title(name: str, state: RunState) -> list[Text]:
+    return [Text(name, "bold"), Text(state.started.headline if state.started else "", FAINT)]
 
 
 def _state(status: Status) -> Text:
@@ -83,35 +82,34 @@ def _state(status: Status) -> Text:
     return Text(f"{mark} ", style).append(clip(status.words, 600), style if status.life != "alive" else "bold")
 
 
-def _processes(status: Status, live: Live) -> Text:
+def _processes(status: Status, live: Live) -> list[Text]:
     text = Text(f"controller {live.pid}")
     for who, pid in live.workers.items():
         text.append(f", {who} {pid}")
-    if status.life != "alive":
-        text.append(f"   last word {_ago(time.time() - live.written)}", FAINT)
-    return text
+    silent = "" if status.life == "alive" else f"last word {_ago(time.time() - live.written)}"
+    return [text, Text(silent, FAINT)]
 
 
 def _ago(seconds: float) -> str:
     return f"{duration(seconds)} ago" if seconds < 86400 else f"{plural(int(seconds // 86400), 'day')} ago"
 
 
-def _step(status: Status, state: RunState) -> Text:
+def _step(status: Status, state: RunState) -> list[Text]:
     assert state.started is not None
-    text = Text(f"{state.step} of {state.started.steps}", "bold")
+    parts = [Text(f"{state.step} of {state.started.steps}", "bold")]
     if pace := measures.step_seconds(state):
-        text.append(f"   {short_time(pace)} each", "not bold")
-    text.append(f"   {duration(state.now)} so far", "not bold")
-    if (left := measures.seconds_left(state)) and status.life in LIVING:
-        text.append(f", {duration(left)} left", "not bold")
+        parts.append(Text(f"{short_time(pace)} each"))
+    spent = f"{duration(state.now)} so far"
+    left = measures.seconds_left(state) if status.life in LIVING else None
+    parts.append(Text(f"{spent}, {duration(left)} left" if left else spent))
     if len(state.sessions) > 1:
-        text.append(f"   {plural(len(state.sessions) - 1, 'resume')}", FAINT)
-    return text
+        parts.append(Text(plural(len(state.sessions) - 1, "resume"), FAINT))
+    return parts
 
 
-def _lag(state: RunState) -> Text:
+def _lag(state: RunState) -> list[Text]:
     verdict = lag_verdict(state)
-    return Text(verdict.value, BAD if verdict.mood == "bad" else "").append(f"   {verdict.detail}", FAINT)
+    return [Text(verdict.value, BAD if verdict.mood == "bad" else ""), Text(verdict.detail, FAINT)]
 
 
 def _tickets(state: RunState) -> Text:
@@ -121,28 +119,35 @@ def _tickets(state: RunState) -> Text:
     return Text("✓ ", GOOD).append(equation(counts), "default")
 
 
-def _checkpoint(state: RunState) -> Text:
+def _troubles(state: RunState) -> list[Line]:
+    found = shares(state.shares.recent)
+    lines: list[Line] = [("shares", [Text(one) for one in found])] if found else []
+    for one in failings(state)[:3]:
+        where = f"; the first: {clip(one.first.detail, 240)}" if one.first else ""
+        lines.append(("failed", [Text(f"{one.kind}, {plural(one.rollouts, 'rollout')}{where}", WARN)]))
+    return lines + [("advice", [Text(f"{one.name}: {one.sentence}", WARN)]) for one in advices(state)]
+
+
+def _checkpoint(state: RunState) -> list[Text]:
     good = [one for one in state.checkpoints if not one.error]
     if not good:
-        return Text("none yet", FAINT)
-    return Text(f"step {good[-1].step}").append(f"   at {duration(good[-1].t)}", FAINT)
+        return [Text("none yet", FAINT)]
+    return [Text(f"step {good[-1].step}"), Text(f"at {duration(good[-1].t)}", FAINT)]
 
 
-def _waits(status: Status) -> list[tuple[str, Text]]:
+def _waits(status: Status) -> list[Line]:
     if status.live is None:
         return []
     waits = status.live.waits
     times = Counter((one.owner, one.what) for one in waits)
-    lines: list[Text] = []
+    lines: list[list[Text]] = []
     for owner, what in list(times)[:SHOWN]:
         longest = max(one.seconds for one in waits if (one.owner, one.what) == (owner, what))
-        text = Text(f"{longest:6.1f} s  ", WARN if longest > SILENT else "")
-        text.append(f"{owner}, for {what}", "default")
-        if (count := times[owner, what]) > 1:
-            text.append(f"   × {count}", FAINT)
-        lines.append(text)
+        text = Text(f"{longest:6.1f} s  ", WARN if longest > SILENT else "").append(f"{owner}, for {what}", "default")
+        count = times[owner, what]
+        lines.append([text, Text(f"× {count}" if count > 1 else "", FAINT)])
     if len(times) > SHOWN:
-        lines.append(Text(f"and {len(times) - SHOWN} others", FAINT))
+        lines.append([Text(f"and {len(times) - SHOWN} others", FAINT)])
     label = "waits" if status.life in LIVING else "waited"
     return [(label if n == 0 else "", line) for n, line in enumerate(lines)]
 
@@ -152,10 +157,10 @@ def _death(state: RunState, place: int) -> Text:
     return Text(f"[{duration(one.t)}] the {one.who} process {clip(one.how, 200)}", WARN)
 
 
-def _warnings(state: RunState) -> list[tuple[str, Text]]:
+def _warnings(state: RunState) -> list[Line]:
     last = state.warnings[-3:]
     label = plural(len(state.warnings), "warning")
     return [
-        (label if n == 0 else "", Text(f"[{duration(one.t)}] {clip(one.message, 240)}", WARN))
+        (label if n == 0 else "", [Text(f"[{duration(one.t)}] {clip(one.message, 600)}", WARN)])
         for n, one in enumerate(last)
     ]

@@ -11,13 +11,20 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.observe import measures
+from headrace.observe.advice import advices
 from headrace.observe.fates import DISCARDED
 from headrace.observe.lags import over_steps
+from headrace.observe.layout import FAINT, LABEL
 from headrace.observe.state import RunState
 from headrace.observe.text import bar, clip, counted, duration, number, percent, plural, short_time, sparkline
+from headrace.observe.troubles import failings, shares
 from headrace.observe.verdicts import Verdict, accounting, bias, equation, held_out, identity, lag, reasons, record
-from headrace.observe.view import BAD, FAINT, GOOD, LABEL, WARN, WIDTH
+from headrace.observe.view import BAD, GOOD, WARN
 
+WIDTH = 100
+"""At most."""
+BAR = 36
+"""Characters of the bar of a lag: with its numbers it has room in 80 columns."""
 MARKS = {"good": ("✓", GOOD), "bad": ("✗", BAD), "plain": ("•", ""), "unknown": ("?", FAINT)}
 
 
@@ -85,12 +92,11 @@ def _stale(table: Table, state: RunState) -> None:
     _row(table, lag(state))
     total, apart = state.lags.total(), {one.name: one for one in over_steps(state.rows)}
     for step, count in sorted(state.lags.items())[:8]:
-        text = Text(f"{step:>2} ").append(f"{bar(count / total, 40):<40} ", "cyan").append(percent(count / total))
-        if step == min(state.lags):
-            text.append(f" of {total:,} tokens")
+        text = Text(f"{step:>2} ").append(f"{bar(count / total, BAR):<{BAR}} ", "cyan")
+        text.append(f"{percent(count / total):>5}")
         if one := apart.get(str(step)):
             text.append(f"   KL {number(one.kl)}", FAINT)
-        _more(table, "", text)
+        _more(table, "" if step != min(state.lags) else f"{total:,} tokens", text)
     for label, words in (("Versions", _versions(state)), ("Thrown away", _thrown(state))):
         if words:
             _more(table, label, words)
@@ -129,6 +135,8 @@ def _spent(table: Table, state: RunState) -> None:
         _more(table, "Weight sync", mean)
         if words := _interruptions(state):
             _more(table, "", words)
+    if lost := shares(state.shares.total):
+        _more(table, "Shares", ", ".join(lost))
     drawn, trained = state.lengths.drawn.mean, state.lengths.trained.mean
     if drawn is not None:
         of_trained = f"{trained:.1f} trained" if trained is not None else "none trained"
@@ -161,9 +169,17 @@ def _troubles(table: Table, state: RunState) -> None:
         last = state.deaths[-1]
         words = f"{plural(len(state.deaths), 'worker')} died; the last: the {last.who} process {last.how}"
         table.add_row(Text("!", WARN), "Deaths", Text(words, WARN))
-    for index, one in enumerate(state.warnings[-3:]):
+    for place, one in enumerate(failings(state)[:3]):
+        words = f"{one.kind}, {plural(one.rollouts, 'rollout')}"
+        words += f"; the first: {clip(one.first.detail, 200)}" if one.first else ""
+        table.add_row(Text("!", WARN), "Failed", Text(words, WARN))
+        if place == 0 and one.first and one.first.traceback:
+            _more(table, "", Text(one.first.traceback, FAINT))
+    for advice in advices(state):
+        table.add_row(Text("→", WARN), advice.name.capitalize(), Text(advice.sentence, WARN))
+    for index, warning in enumerate(state.warnings[-3:]):
         label = plural(len(state.warnings), "warning") if index == 0 else ""
-        table.add_row(Text("!" if index == 0 else "", WARN), label, Text(clip(one.message, 160), WARN))
+        table.add_row(Text("!" if index == 0 else "", WARN), label, Text(clip(warning.message, 600), WARN))
 
 
 def _next(table: Table, state: RunState, run_dir: Path | None, report: Path | None) -> None:

@@ -27,15 +27,6 @@ def percent(share: float | None) -> str:
     return "not measured" if share is None or not math.isfinite(share) else f"{100 * share:.0f} %"
 
 
-def tick(value: float) -> str:
-    """A round number on an axis: 0.5, 2.5e-06, 12,000."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-def percent_tick(value: float) -> str:
-    return f"{100 * value:.4g} %"
-
-
 def duration(seconds: float) -> str:
     """`0:07`, `12:40`, `3:05:09`."""
     whole = max(0, round(seconds))

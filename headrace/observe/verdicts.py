@@ -11,6 +11,7 @@ from headrace.observe.fates import Shift, discarded, length_shift, reward_shift
 from headrace.observe.measures import mean_lag, trimmed_tokens
 from headrace.observe.state import RunState
 from headrace.observe.text import counted, number, percent, plural, with_error
+from headrace.observe.troubles import measured_on
 
 Mood = Literal["good", "bad", "plain", "unknown"]
 
@@ -38,16 +39,23 @@ def held_out(state: RunState) -> Verdict:
         one = before or after
         assert one is not None
         missing = "after training: not measured" if after is None else "before training: not measured"
-        return Verdict(title, with_error(one.reward_mean, one.reward_sem), f"{one.phase}; {missing}", "unknown")
+        detail = f"{one.phase}, {measured_on(one)}; {missing}"
+        return Verdict(
+            title, with_error(one.reward_mean, one.reward_sem), detail, "bad" if one.failed_prompts else "unknown"
+        )
     change = after.reward_mean - before.reward_mean
     # As if the two were independent: they share prompts, so the true error of the difference is rather smaller.
     error = math.hypot(before.reward_sem, after.reward_sem)
     value = f"{before.reward_mean:.3f} → {after.reward_mean:.3f}"
     when = "" if after.phase == "after" else f" at step {after.step}"
     detail = f"{with_error(change, error).replace('-', '−') if change < 0 else '+' + with_error(change, error)}{when}"
-    detail += f", {plural(after.prompts, 'prompt')}"
+    detail += f", {measured_on(after)}"
+    if before.failed_prompts != after.failed_prompts:
+        detail += f" (before: {measured_on(before)})"
     if not math.isfinite(change):
-        return Verdict(title, value, "a measurement has no finite mean", "bad")
+        return Verdict(title, value, f"a measurement has no finite mean: {measured_on(after)}", "bad")
+    if before.failed_prompts or after.failed_prompts:
+        return Verdict(title, value, f"{detail}; of those that failed nothing is known", "bad")
     if math.isfinite(error) and abs(change) < 2 * error:
         return Verdict(title, value, f"{detail}; within two standard errors", "plain")
     return Verdict(title, value, detail, "good" if change > 0 else "bad")
@@ -66,9 +74,29 @@ def lag(state: RunState) -> Verdict:
 
 BIASED = 3.0
 """Standard errors. Two numbers are looked at, in every run: two would be too few."""
+FAILING = 0.05
+"""Share of rollouts that failed, above which what was trained is a choice that the failures made."""
 
 
 def bias(state: RunState) -> Verdict:
+    """Whether what was trained differs from what was drawn: by what failed, or by what was discarded for its age."""
+    verdict, total = _by_age(state), state.shares.total
+    share = total.failed_share
+    if not share or verdict.value == "not measured":
+        return verdict
+    failed = f"{percent(share)} failed" if share >= 0.01 else f"{plural(total.failed, 'rollout')} failed"
+    value = failed if verdict.mood == "good" else f"{failed}, {verdict.value}"
+    detail = f"{counted(+total.kinds)} of {plural(total.rollouts, 'rollout')}: what they would have got, nobody knows"
+    if share > FAILING:
+        return Verdict(
+            verdict.title, value, f"failures have CHOSEN what this run learned from: {detail}; {verdict.detail}", "bad"
+        )
+    return Verdict(
+        verdict.title, value, f"{detail}; {verdict.detail}", "plain" if verdict.mood == "good" else verdict.mood
+    )
+
+
+def _by_age(state: RunState) -> Verdict:
     """Whether what was discarded for its age was longer, or harder, than what was trained."""
     title, away = "Selection bias", discarded(state.fates)
     trained, lost = state.fates.of["trained"].groups, sum(fate.groups for fate in away)

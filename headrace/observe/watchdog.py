@@ -6,14 +6,13 @@ a named wait lasts                             the loop (`Waits`)               
 the loop does not turn (code that blocks it)   this thread: no pulse               said; the process ends, with the picture
 a wait that was stopped does not end           this thread                         the process ends, with the picture
 tasks wait, and none of them by name           this thread: no wait is there       said; the process ends, with the picture
-native code keeps the interpreter's lock       faulthandler's own thread, in C     stacks in logs/interpreter.stacks
-somebody asks: kill -USR1                      faulthandler, then this thread      the picture; the run goes on
+native code keeps the interpreter's lock       another process, `health/monitor`   said, stacks read from outside; ended
+somebody asks: kill -USR1                      a signal handler, then this thread  the picture; the run goes on
 """
 
 from __future__ import annotations
 
 import asyncio
-import faulthandler
 import os
 import signal
 import sys
@@ -28,6 +27,9 @@ from typing import Any
 
 from headrace.observe import stacks
 from headrace.observe.facts import RunEnded, RunStarted, Warned, WorkerLost
+from headrace.observe.health import frames
+from headrace.observe.health.family import Family, family
+from headrace.observe.health.monitor import Monitor
 from headrace.observe.picture import Camera, blame
 from headrace.observe.status import Live, write_live
 from headrace.observe.waits import Lasting, Testimony, Waits, picture
@@ -62,8 +64,11 @@ class Watchdog:
         self._warn_after, self._stop_after, self._every = warn_after, stop_after, pulse
         self._freeze, self._leave = freeze, leave
         self._places: dict[Path, list[Waits]] = {}
-        self._camera = Camera(logs, self._lasting)
-        self._asked, self._stuck = _Dump(logs / "controller.stacks"), _Dump(logs / "interpreter.stacks")
+        self.family = Family()
+        """The processes that are started inside the context."""
+        self._camera = Camera(logs, self.family, self._lasting)
+        self._monitor = Monitor(logs / "interpreter.stacks", warn_after, stop_after)
+        self._asked = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread = 0
         self._beats = self._seen = 0
@@ -116,14 +121,24 @@ class Watchdog:
     # -- the thread ------------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Watchdog:
-        before = signal.getsignal(signal.SIGUSR1)
-        chain = before not in (signal.SIG_DFL, signal.SIG_IGN, None)  # a handler of the user's is called too
-        asked, self._stuck_file = self._undo.enter_context(self._asked), self._undo.enter_context(self._stuck)
-        faulthandler.register(signal.SIGUSR1, file=asked, all_threads=True, chain=chain)
-        self._undo.callback(faulthandler.unregister, signal.SIGUSR1)
-        self._undo.callback(faulthandler.cancel_dump_traceback_later)
+        self._undo.enter_context(family(self.family))
+        self._undo.enter_context(self._monitor)
+        self._answer_signals()
         self._thread.start()
         return self
+
+    def _answer_signals(self) -> None:
+        """The picture is taken by the thread: what a handler interrupts may hold any lock."""
+        before = signal.getsignal(signal.SIGUSR1)
+
+        def asked(number: int, frame: Any) -> None:
+            self._asked = True
+            if callable(before):  # a handler of the user's is called too
+                before(number, frame)
+
+        with suppress(ValueError):  # outside the main thread nobody may set a handler; then nobody can ask
+            signal.signal(signal.SIGUSR1, asked)
+            self._undo.callback(signal.signal, signal.SIGUSR1, before)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._over.set()
@@ -147,14 +162,12 @@ class Watchdog:
                     traceback.print_exc()
 
     def _turn(self, passed: float, woken: bool) -> None:
-        # Armed anew at every turn: it goes off when not even this thread gets the interpreter.
-        faulthandler.dump_traceback_later(max(self._warn_after, 1.0), file=self._stuck_file)
+        self._monitor.beat(list(self._places))
         if self._loop is not None:
             self._check(passed)
-        if self._asked.grew():
+        if self._asked:
+            self._asked = False
             self._tell(f"asked by a signal. {picture(self._lasting())}")
-        if self._stuck.grew():
-            _print([f"headrace: the interpreter stood still; what kept it is in {self._stuck.path}"])
         if woken or time.monotonic() - self._written >= WRITE_EVERY:
             self._write()
 
@@ -171,13 +184,13 @@ class Watchdog:
             self._end(f"a wait that was stopped does not end: {late[0]}")
 
     def _blocked(self) -> list[str]:
-        place = stacks.thread_place(self._loop_thread)
+        place = frames.thread_place(self._loop_thread)
         said = f"the event loop has not turned for {self._silent:.0f} s: blocked in {place}"
-        return [said, *stacks.thread_stack(self._loop_thread)[-stacks.SHORT :]]
+        return [said, *frames.thread_stack(self._loop_thread)[-stacks.SHORT :]]
 
     def _unnamed(self) -> list[str]:
         said = f"for {self._nameless:.0f} s nothing has been waited for by name, and the run is not over"
-        return [said, *(stacks.task_lines(self._loop) if self._loop else [])]
+        return [said, *(frames.task_lines(self._loop) if self._loop else [])]
 
     def _judge(self, seconds: float, seen: Callable[[], list[str]]) -> None:
         """Called once in a turn for each fault, so that of what lasts the warning falls into one turn."""
@@ -195,7 +208,7 @@ class Watchdog:
         try:
             self._tell(self._verdict)
             self._write()
-            for child in stacks.children():
+            for child in self.family.children():
                 with suppress(ProcessLookupError):
                     os.kill(child.pid, signal.SIGKILL)
         finally:
@@ -213,33 +226,12 @@ class Watchdog:
 
     def _write(self) -> None:
         self._written = time.monotonic()
-        workers = {child.who: child.pid for child in stacks.children()}
+        workers = {child.who: child.pid for child in self.family.children()}
         last = str(self._camera.last.path) if self._camera.last else ""
         for path, waits in list(self._places.items()):
             every = tuple(_longest_first(list(waits)))
             with suppress(OSError):  # a full disk is the recorder's to tell
                 write_live(path, Live(os.getpid(), time.time(), every, self._silent, workers, self._verdict, last))
-
-
-class _Dump:
-    """A file that faulthandler writes to; empty at the start."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self._size = path, 0
-
-    def __enter__(self) -> Any:
-        self.path.unlink(missing_ok=True)
-        self._file = self.path.open("a")
-        return self._file
-
-    def __exit__(self, *error: object) -> None:
-        self._file.close()
-        if not self.path.stat().st_size:
-            self.path.unlink()
-
-    def grew(self) -> bool:
-        before, self._size = self._size, os.fstat(self._file.fileno()).st_size
-        return self._size > before
 
 
 def _longest_first(waits: Sequence[Waits]) -> list[Lasting]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,15 @@ def answer(end: WorkerEnd, frame: Frame, work: Callable[[], Any]) -> None:
         fail(end, frame, error)
     else:
         end.reply(frame, result)
+
+
+def vital(work: Callable[[], None]) -> None:
+    """For a thread of a worker process. What ends it ends the process: a worker without it would never answer again."""
+    try:
+        work()
+    except BaseException:
+        traceback.print_exc()
+    os._exit(1)
 
 
 def fail(end: WorkerEnd, frame: Frame, error: Exception) -> None:

@@ -103,6 +103,7 @@ class Built:
             step,
             books,
             machine_mark(config.train.cores),
+            config.rollout.max_tokens,
         )
 
     async def go_live(self) -> None:
@@ -242,6 +243,7 @@ def _assemble(
             adapter,
         ),
         turns=pools.turns,
+        sentinels=(pools.teaching.watch,),
     )
     pipeline = Pipeline(parts, plan, clock, past.saved_step if past else 0)
     utilisation = Utilisation(pools.engine, pools.turns, waits, clock)
@@ -259,6 +261,7 @@ def plan_of(config: RunConfig, adapter: str) -> Plan:
         config.checkpoint.every,
         config.eval.every,
         adapter,
+        config.watch,
     )
 
 

@@ -279,13 +279,16 @@ class ProcessEngine:
                     raise WorkerDied(self._who, f"{how}; it was its death no. {self._deaths} (engine.max_deaths allows "
                                      f"{self._max_deaths})")  # fmt: skip
                 await self._revive()
-        except (HeadraceError, ValueError) as error:  # ValueError: what was loaded before does not fit any more
-            self._fail(error)
+        except (
+            Exception
+        ) as error:  # nobody else hears of what ends this task, and all who wait for the engine would wait on
+            self._fail(error if isinstance(error, HeadraceError) else _irreplaceable(self._who, error))
 
     async def _revive(self) -> None:
+        """Raises WorkerDied where no process can be started. One that dies while it starts counts as a death."""
         self._earlier, self._latest = self._totals(), EngineStats()
+        await self.launch()
         try:
-            await self.launch()
             await self._begin()
             self._live = {}
             for name, update in self._wanted.items():  # the base model's came first
@@ -348,6 +351,15 @@ class ProcessEngine:
                 pending.finish(end)
 
     def _totals(self) -> EngineStats:
-        before, now = self._earlier, self._latest
-        totals = {name: getattr(before, name) + getattr(now, name) for name in TOTALS}
-        return msgspec.structs.replace(now, **totals)
+        return _summed(self._earlier, self._latest)
+
+
+def _summed(before: EngineStats, now: EngineStats) -> EngineStats:
+    return msgspec.structs.replace(now, **{name: getattr(before, name) + getattr(now, name) for name in TOTALS})
+
+
+def _irreplaceable(who: str, error: Exception) -> WorkerDied:
+    """What the new process could not do: load weights that do not fit any more, say."""
+    died = WorkerDied(who, f"died and could not be replaced: {error or repr(error)}")
+    died.__cause__ = error
+    return died

@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from typing import Any, NoReturn
 
 from headrace.engine.streaming import check_parts, stages
-from headrace.orchestration.answers import answer, fail
+from headrace.orchestration.answers import answer, fail, vital
 from headrace.orchestration.wire import Frame, WorkerEnd, unpack
 from headrace.protocols import EngineCore, WeightReceiver
 from headrace.reports import LoadReport
@@ -105,7 +105,7 @@ class Loader:
         """The base weights. Their tensors stay what they are until the version after the next is published."""
         self.mixed_tokens = 0
         """Sampled while updates were streamed in, all of them."""
-        threading.Thread(target=self._run, daemon=True).start()
+        threading.Thread(target=vital, args=(self._run,), daemon=True).start()
 
     def load(self, frame: Frame) -> None:
         self._frames.put(frame)

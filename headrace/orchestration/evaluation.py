@@ -10,6 +10,7 @@ from typing import Literal
 
 from headrace.observe.facts import Evaluated
 from headrace.observe.waits import Waits
+from headrace.orchestration.outcomes import Firsts
 from headrace.process_config import EvalConfig
 from headrace.protocols import Observer, Scorer
 from headrace.rollout import Decode, Generate, RolloutConfig, roll_out, seed_of
@@ -33,6 +34,7 @@ class Evaluator:
         self._generate, self._scorer, self._observer = generate, scorer, observer
         self._prompts, self._config, self._rollout = prompts, config, rollout
         self._decode, self._waits, self._clock, self._adapter = decode, waits, clock, adapter
+        self._firsts = Firsts(observer.record, clock, held_out=True)
 
     async def measure(self, phase: Literal["before", "during", "after"], step: int) -> Evaluated | None:
         """None when the run has no held-out prompts. A rollout that failed is counted by reason, not scored as zero."""
@@ -41,7 +43,7 @@ class Evaluator:
         started = self._clock()
         results = await asyncio.gather(*(self._one(i, prompt) for i, prompt in enumerate(self._prompts)))
         scored = [one for group in results for one in group if isinstance(one, Scored)]
-        failures = Counter(one.reason for group in results for one in group if isinstance(one, Failure))
+        failures = [one for group in results for one in group if isinstance(one, Failure)]
         # The prompt is the unit that was drawn at random: samples of one prompt are not independent.
         means = [_mean([one.reward for one in group if isinstance(one, Scored)]) for group in results]
         kept = [mean for mean in means if not math.isnan(mean)]
@@ -53,8 +55,11 @@ class Evaluator:
             _mean(kept),
             _standard_error(kept),
             _mean([len(one.episode.last.tokens) for one in scored]),
-            dict(failures),
+            dict(Counter(one.reason for one in failures)),
             self._clock() - started,
+            len(self._prompts),
+            dict(Counter(one.kind for one in failures)),
+            sum(one.episode.last.stop == "length" for one in scored),
         )
         self._observer.record(fact)
         return fact
@@ -71,11 +76,12 @@ class Evaluator:
         async with self._waits.named("evaluation", "the engine"):
             rolled = await roll_out(self._generate, prompt, requests, self._decode)
         episodes = [one for one in rolled if isinstance(one, Episode)]
-        failures: list[Scored | Failure] = [one for one in rolled if isinstance(one, Failure)]
-        if not episodes:
-            return failures
-        async with self._waits.named("evaluation", "the scorer"):
-            return failures + await self._scorer.score(prompt, episodes)
+        found: list[Scored | Failure] = [one for one in rolled if isinstance(one, Failure)]
+        if episodes:
+            async with self._waits.named("evaluation", "the scorer"):
+                found += await self._scorer.score(prompt, episodes)
+        self._firsts.tell((one for one in found if isinstance(one, Failure)), prompt.id)
+        return found
 
 
 def _mean(values: Sequence[float]) -> float:

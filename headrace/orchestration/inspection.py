@@ -15,7 +15,7 @@ from headrace.observe.looks import Look, Place, looks_at, row_of, settings_of, t
 from headrace.observe.looks_view import show
 from headrace.observe.spelling import encode
 from headrace.orchestration.pieces import pieces_of
-from headrace.orchestration.rerun import plot_course, rerun
+from headrace.orchestration.rerun import Stage, plot_course, rerun
 from headrace.reports import TrainReport
 from headrace.types import Struct
 
@@ -115,15 +115,22 @@ def _trainer_side(
 async def _rescored(run_dir: Path, step: JournalStep, ticket: int | None) -> dict[Place, Sequence[float]]:
     course = plot_course(run_dir, step.step + 1, step.step + 1)
     found: dict[Place, Sequence[float]] = {}
-    async for stage in rerun(course):
-        if stage.journaled.step < step.step:
-            await stage.execute()
-            continue
-        for group in stage.journaled.groups:
-            for i, one in enumerate(group.scored):
-                row = row_of(group, i)
-                if row is None or ticket not in (None, group.ticket):
-                    continue
-                logprobs = await stage.trainer.score((*row.prompt, *row.tokens), stage.adapter)
-                found[group.ticket, i] = logprobs[len(logprobs) - len(one.episode.last.tokens) :]
+    async with rerun(course) as stages:
+        async for stage in stages:
+            if stage.journaled.step < step.step:
+                await stage.execute()
+            else:
+                found |= await _rescored_by(stage, ticket)
+    return found
+
+
+async def _rescored_by(stage: Stage, ticket: int | None) -> dict[Place, Sequence[float]]:
+    found: dict[Place, Sequence[float]] = {}
+    for group in stage.journaled.groups:
+        for i, one in enumerate(group.scored):
+            row = row_of(group, i)
+            if row is None or ticket not in (None, group.ticket):
+                continue
+            logprobs = await stage.trainer.score((*row.prompt, *row.tokens), stage.adapter)
+            found[group.ticket, i] = logprobs[len(logprobs) - len(one.episode.last.tokens) :]
     return found

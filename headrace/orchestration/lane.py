@@ -53,7 +53,10 @@ class Lane:
 def open_lane(config: RunConfig, directory: RunDirectory, resume: bool) -> Lane:
     """Raises ConfigError for settings that a resumed run cannot change, CheckpointError without a whole checkpoint."""
     storage = _storage_of_old(config, directory) if resume else _storage_of_new(config, directory)
-    for complaint in [*config.algo.caveats(config.rollout.max_tokens), *config.rollout.caveats]:
+    for complaint in [
+        *config.algo.caveats(config.rollout.max_tokens, config.staleness.max_lag),
+        *config.rollout.caveats,
+    ]:
         storage.recorder.record(Warned(storage.seconds, complaint))
     return Lane(config, directory, storage, Session(storage))
 

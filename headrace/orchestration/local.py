@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from headrace.errors import WorkerDied
-from headrace.observe import stacks
+from headrace.observe.health.family import Child, current_family
+from headrace.observe.health.frames import VARIABLE
+from headrace.observe.stacks import process_state
 from headrace.orchestration.wire import Channel, Frame
 
 T = TypeVar("T")
@@ -29,6 +31,7 @@ class Worker:
     def __init__(self, who: str, log: Path, on_push: Callable[[Frame], None] | None = None) -> None:
         """What the process prints goes to `log`: the terminal belongs to the live view."""
         self.who, self._log, self._stacks = who, log, log.with_suffix(".stacks")
+        self._family = current_family()
         self.channel = Channel(who, on_push or (lambda frame: None), self._lost)
         self._process: subprocess.Popen[bytes] | None = None
         self._ended: asyncio.Future[str] | None = None
@@ -39,27 +42,39 @@ class Worker:
         return self._process.pid
 
     async def start(self, kind: str, fds: Sequence[int], cores: Sequence[int]) -> None:
-        """Runs `python -m headrace.orchestration.worker KIND`: no `__main__` guard needed in the user's script."""
+        """Runs `python -m headrace.orchestration.worker KIND`: no `__main__` guard needed in the user's script.
+
+        Raises WorkerDied where the process cannot be started."""
         self._ended = asyncio.get_running_loop().create_future()
+        try:
+            ours = self._spawn(kind, fds, cores)
+        except OSError as error:  # no memory, no descriptors, no directory for its log
+            self._ended.set_result(how := f"could not be started: {error}")
+            raise WorkerDied(self.who, how) from error
+        self._family.started(Child(self.who, self.pid, self._stacks))
+        await self.channel.open(ours)
+
+    def _spawn(self, kind: str, fds: Sequence[int], cores: Sequence[int]) -> socket.socket:
+        """Returns our end of the connection."""
+        self._stacks.unlink(missing_ok=True)  # of the process before: this one is asked when the file is there
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "headrace.orchestration.worker", kind, str(theirs.fileno()), *map(str, fds)]
-        self._stacks.unlink(
-            missing_ok=True
-        )  # of the process before: this one is asked for its stacks when the file is there
-        # A session of its own: Ctrl-C in the terminal reaches the controller only, which then ends its workers in order.
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                command,
-                pass_fds=[theirs.fileno(), *fds],
-                env=environment(cores) | {stacks.VARIABLE: str(self._stacks)},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        stacks.started(self.who, self.pid, self._stacks)
-        theirs.close()
-        await self.channel.open(ours)
+        try:
+            # A session of its own: Ctrl-C in the terminal reaches the controller only, which then ends its workers in order.
+            with theirs, self._log.open("ab") as log:
+                self._process = subprocess.Popen(
+                    command,
+                    pass_fds=[theirs.fileno(), *fds],
+                    env=environment(cores) | {VARIABLE: str(self._stacks)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+        except OSError:
+            ours.close()
+            raise
+        return ours
 
     async def call(self, method: str, payload: Any, returns: type[T]) -> T:
         try:
@@ -83,7 +98,7 @@ class Worker:
             self._process.kill()
             if said := await asyncio.to_thread(_bury, self._process):
                 print(f"headrace: the {self.who} process {self.pid} {said}", file=sys.stderr)
-        stacks.ended(self.pid)
+        self._family.ended(self.pid)
 
     def kill(self) -> None:
         if self._process is not None and self._process.poll() is None:
@@ -102,14 +117,17 @@ class Worker:
             except subprocess.TimeoutExpired:
                 process.kill()
                 return f"closed its connection and hung; it {_bury(process) or 'was killed'}"
-            stacks.ended(process.pid)
+            self._family.ended(process.pid)
             if wrong:
                 return f"was ended: {wrong}"
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             return f"{how} (its output is in {self._log})"
 
         async def report() -> None:
-            how = await asyncio.to_thread(wait)
+            try:
+                how = await asyncio.to_thread(wait)
+            except Exception as error:  # no thread to wait in, say: whoever awaits the end must hear of it all the same
+                how = f"closed its connection, and how it ended could not be found out: {error!r}"
             if not ended.done():
                 ended.set_result(how)
 
@@ -121,7 +139,7 @@ def _bury(process: subprocess.Popen[bytes]) -> str:
     try:
         process.wait(GRACE)
     except subprocess.TimeoutExpired:
-        return f"cannot be killed: it is {stacks.process_state(process.pid)}"
+        return f"cannot be killed: it is {process_state(process.pid)}"
     return ""
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 from headrace.config import RunConfig
 from headrace.errors import CheckpointError, ConfigError
 from headrace.models import resolve_model
-from headrace.observe.facts import Evaluated, Fact, Warned, WorkerLost
+from headrace.observe.facts import Evaluated, Fact, FirstFailure, Warned, WorkerLost
 from headrace.orchestration.build import (
     build_scorer,
     build_task,
@@ -33,6 +33,8 @@ class _Stderr:
     def record(self, fact: Fact) -> None:
         if isinstance(fact, Warned):
             print(fact.message, file=sys.stderr)
+        elif isinstance(fact, FirstFailure):
+            print(f"the first {fact.reason}: {fact.detail}", *fact.traceback.splitlines(), sep="\n  ", file=sys.stderr)
         elif isinstance(fact, WorkerLost):
             print(f"the {fact.who} process {fact.how}; it is started again", file=sys.stderr)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from headrace.observe.facts import GroupEnded, StepTrained
+from headrace.observe.facts import Fact, FirstFailure, GroupEnded, StepTrained
 from headrace.reports import TrainReport
 from headrace.types import Failure, Group, Prompt, Scored
 
@@ -48,7 +49,23 @@ class Rolled:
             dict(Counter(failure.reason for failure in self.failures)),
             self.seconds,
             self.lost_tokens,
+            dict(Counter(failure.kind for failure in self.failures)),
         )
+
+
+class Firsts:
+    """Tells the first rollout that failed in each way, once in a process."""
+
+    def __init__(self, record: Callable[[Fact], None], clock: Callable[[], float], held_out: bool = False) -> None:
+        self._record, self._clock, self._held_out = record, clock, held_out
+        self._kinds: set[str] = set()
+
+    def tell(self, failures: Iterable[Failure], prompt_id: str) -> None:
+        for one in failures:
+            if one.kind not in self._kinds:
+                self._kinds.add(one.kind)
+                told = (one.reason, one.kind, one.detail, one.traceback, prompt_id, self._held_out)
+                self._record(FirstFailure(self._clock(), *told))
 
 
 def rolled_of(group: Group) -> Rolled:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from headrace.algo.groups import Algorithm
@@ -14,6 +14,7 @@ from headrace.orchestration.identity import IdentityProbe
 from headrace.orchestration.snapshots import Snapshots
 from headrace.orchestration.turns import Turns
 from headrace.partial import Interrupts
+from headrace.process_config import WatchConfig
 from headrace.protocols import Engine, Observer, Scorer, Task, Trainer
 from headrace.rollout import Decode, RolloutConfig, name_of, seed_of
 from headrace.staleness import StalenessConfig, judge
@@ -41,6 +42,8 @@ class Parts:
     evaluator: Evaluator
     turns: Turns = field(default_factory=Turns)
     """At the trainer, where several pipelines share it."""
+    sentinels: Sequence[Callable[[], Awaitable[None]]] = ()
+    """Each raises what ends something beside engine and trainer that the run cannot do without: a teacher, say."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,8 @@ class Plan:
     evaluate_every: int
     adapter: str = ""
     """Which adapter is trained; empty where all weights are."""
+    watch: WatchConfig = WatchConfig()
+    """What may go wrong before the run pauses."""
 
     def batch(self, step: int, groups: Sequence[Group], algorithm: Algorithm) -> Batch:
         """What the trainer is given of groups that were taken for `step`: the same ones whenever it is asked."""

@@ -13,7 +13,7 @@
   roll_group      the engine, then the scorer             completions; rewards                 (one task per ticket)
   train           P groups (`Buffer.take`)                `put` of a scored group
   deliver         the engine's swap (`Engine.load`)       the first gap between two forward passes
-  sentinels       the end of a worker process             the operating system
+  sentinels       the end of a worker process, or of what it is asked in the background   the operating system
 
 The first two are in `rolling.py`. `max_lag = 0` is synchronous training; there is no second trainer for it. Shutdown is
 `Buffer.close()`. What a step takes and what comes of it is in the journal before it is in the buffer: a run that is killed
@@ -133,7 +133,9 @@ class Pipeline:
 
     async def _run(self, loops: asyncio.TaskGroup) -> None:
         parts = self._parts
-        background = [loops.create_task(parts.engine.watch()), loops.create_task(parts.trainer.watch())]
+        background = [
+            loops.create_task(_sentinel(watch)) for watch in (parts.engine.watch, parts.trainer.watch, *parts.sentinels)
+        ]
         background.append(loops.create_task(self._rolling.admit(loops)))
         await self._train(loops)
         parts.buffer.close()
@@ -259,6 +261,10 @@ class Pipeline:
         parts = self._parts
         async with parts.waits.named("controller", f"the trainer ({what})"), parts.turns.take(self._clock):
             return await work(*given, **named)
+
+
+async def _sentinel(watch: Callable[[], Awaitable[None]]) -> None:
+    await watch()
 
 
 def differs(report: TrainReport, before: TrainReport) -> str:

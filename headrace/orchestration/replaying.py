@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,9 +81,10 @@ async def _replay(course: Course, console: Console) -> int:
     console.print(_where_from(course))
     expected = what_it_says(course.run_dir)
     table, outcomes = _table(), []
-    async for outcome in outcomes_of(course, expected):
-        outcomes.append(outcome)
-        table.add_row(*_cells(outcome, course), style="bold red" if outcome.problem else "")
+    async with aclosing(outcomes_of(course, expected)) as found:
+        async for outcome in found:
+            outcomes.append(outcome)
+            table.add_row(*_cells(outcome, course), style="bold red" if outcome.problem else "")
     console.print(table)
     return _conclude(outcomes, expected, console)
 
@@ -118,20 +120,21 @@ def what_it_says(run_dir: Path) -> Expected:
     return Expected(fingerprints | {one.version: one.fingerprint for one in read_only(run_dir, Live)}, machines)
 
 
-async def outcomes_of(course: Course, expected: Expected) -> AsyncIterator[Outcome]:
+async def outcomes_of(course: Course, expected: Expected) -> AsyncGenerator[Outcome, None]:
     """Up to a step that cannot be followed by the next one."""
     checked = False
-    async for stage in rerun(course):
-        if not checked:
-            await _check_start(course, stage, expected)
-            checked = True
-        report = await stage.execute()
-        fingerprint = (await stage.trainer.publish(stage.adapter)).fingerprint
-        outcome = _judged(stage, report, fingerprint, expected)
-        if stage.step >= course.first or outcome.problem:
-            yield outcome
-        if report.version != stage.journaled.version:
-            return
+    async with rerun(course) as stages:
+        async for stage in stages:
+            if not checked:
+                await _check_start(course, stage, expected)
+                checked = True
+            report = await stage.execute()
+            fingerprint = (await stage.trainer.publish(stage.adapter)).fingerprint
+            outcome = _judged(stage, report, fingerprint, expected)
+            if stage.step >= course.first or outcome.problem:
+                yield outcome
+            if report.version != stage.journaled.version:
+                return
 
 
 async def _check_start(course: Course, stage: Stage, expected: Expected) -> None:

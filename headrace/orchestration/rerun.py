@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -90,11 +90,18 @@ def plot_course(run_dir: Path, first: int, last: int) -> Course:
     return Course(run_dir, checkpoint, first, last, tuple(complaints))
 
 
-async def rerun(course: Course) -> AsyncIterator[Stage]:
+@asynccontextmanager
+async def rerun(course: Course) -> AsyncIterator[AsyncIterator[Stage]]:
     """The trainer before each step after the checkpoint, in order. Whoever is given a stage executes it before the next.
 
-    Raises HeadraceError for what cannot be read, or when the trainer cannot work here.
+    A context, so that the trainer's process has ended when it is left, however many stages were asked for. Raises
+    HeadraceError for what cannot be read, or when the trainer cannot work here.
     """
+    async with aclosing(_stages(course)) as stages:
+        yield stages
+
+
+async def _stages(course: Course) -> AsyncGenerator[Stage, None]:
     steps = read_steps(course.run_dir, set(range(course.begins, course.last)))
     restore, at = course.checkpoint, course.begins
     with tempfile.TemporaryDirectory() as scratch:

@@ -5,20 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from headrace.errors import TrainingError
-from headrace.observe.facts import TicketDrawn
+from headrace.observe.facts import GroupEnded, TicketDrawn
 from headrace.observe.journal import Drawn, Gone, Ready
+from headrace.orchestration.budgets import Budgets
 from headrace.orchestration.outcomes import Outcome, Rolled
 from headrace.orchestration.parts import Parts, Plan
 from headrace.rollout import roll_out
 from headrace.types import Episode, Failure, Group, Prompt, Scored
-
-_REMEDIES = {
-    "no_contrast": "All rewards of the group were equal: the task is too hard or too easy for this model; change the task, the reward, "
-    "or raise rollout.group_size. ",
-    "overlong": "All completions were cut off, which algo.overlong = mask leaves out: raise rollout.max_tokens. ",
-    "no_teacher": "No teacher takes such prompts, and there is nothing else to learn from: widen the route of a [[teachers]] table. ",
-}
 
 
 class Rolling:
@@ -29,7 +22,7 @@ class Rolling:
         """By ticket."""
         self._cancelled: dict[int, str] = {}
         """Why, by ticket."""
-        self._barren = 0
+        self._budgets = Budgets(plan.watch, plan.rollout.patience, self._record, clock)
         self.rewards: list[float] = []
         """Of the groups that ended since somebody emptied it."""
 
@@ -95,17 +88,18 @@ class Rolling:
         algorithm = self._parts.algorithm
         rows = algorithm.rows(rolled.prompt, rolled.scored) if len(rolled.scored) >= algorithm.min_rollouts else ()
         if not rows:
-            self._barren_end(rolled, "failed", rolled.commonest_failure)
+            fact = self.end(rolled, "failed", rolled.commonest_failure)
         elif reason := algorithm.barren(rows):
-            self._barren_end(rolled, "dropped", reason)
+            fact = self.end(rolled, "dropped", reason)
         else:
-            self._ready(Group(rolled.ticket, rolled.prompt, rolled.scored, rows, rolled.failures), rolled)
+            fact = self._ready(Group(rolled.ticket, rolled.prompt, rolled.scored, rows, rolled.failures), rolled)
+        self._budgets.spend(rolled, fact)
 
-    def _ready(self, group: Group, rolled: Rolled) -> None:
-        self._barren = 0
+    def _ready(self, group: Group, rolled: Rolled) -> GroupEnded:
         self._parts.journal.write(Ready(self._clock(), group))
         self._parts.buffer.put(group)
-        self._record(rolled.ended(self._clock(), "ready"))
+        self._record(fact := rolled.ended(self._clock(), "ready"))
+        return fact
 
     async def _rollouts_of(self, ticket: int, prompt: Prompt) -> tuple[tuple[Scored, ...], tuple[Failure, ...]]:
         parts, rollout = self._parts, self._plan.rollout
@@ -127,21 +121,12 @@ class Rolling:
 
     # -- groups that are not trained --------------------------------------------------------------------------------------
 
-    def end(self, rolled: Rolled, outcome: Outcome, reason: str) -> None:
+    def end(self, rolled: Rolled, outcome: Outcome, reason: str) -> GroupEnded:
         """Of a group that will not be trained, wherever it is."""
         assert outcome != "ready"
         failures = rolled.failures if outcome == "dropped" else ()
         reasons = tuple(failure.reason for failure in failures)
         self._parts.journal.write(Gone(self._clock(), rolled.ticket, outcome, reason, reasons))
         self._parts.buffer.end(rolled.ticket, outcome, reason, reasons)
-        self._record(rolled.ended(self._clock(), outcome, reason))
-
-    def _barren_end(self, rolled: Rolled, outcome: Outcome, reason: str) -> None:
-        self.end(rolled, outcome, reason)
-        self._barren += 1
-        if self._barren >= self._plan.rollout.patience:
-            detail = f" ({rolled.detail})" if rolled.detail else ""
-            raise TrainingError(
-                f"{self._barren} groups in a row could not be trained; the last one: {reason}{detail}. "
-                f"{_REMEDIES.get(reason, '')}rollout.patience sets how many groups may pass."
-            )
+        self._record(fact := rolled.ended(self._clock(), outcome, reason))
+        return fact

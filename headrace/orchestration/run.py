@@ -10,12 +10,12 @@ from typing import Any
 
 from headrace.config import RunConfig
 from headrace.errors import HeadraceError
-from headrace.observe.facts import Evaluated
+from headrace.observe.facts import Evaluated, Warned
 from headrace.observe.watchdog import Watchdog
 from headrace.orchestration.build import build, open_waits
 from headrace.orchestration.lane import Lane, open_lane
 from headrace.orchestration.rundir import RunDirectory
-from headrace.orchestration.session import on_interrupt, run_clock
+from headrace.orchestration.session import on_interrupt, on_unheard, run_clock
 from headrace.orchestration.several import train_together
 
 Reward = Callable[..., Any]
@@ -56,6 +56,7 @@ def train(config: RunConfig, reward: Reward | None = None, resume: Path | None =
         async def go() -> None:
             clock = run_clock(lane.storage.seconds)
             on_interrupt(lane.session.interrupt)
+            on_unheard(lambda said: lane.storage.recorder.record(Warned(clock(), said)))
             waits = open_waits(config, lane.storage.recorder, clock)
             watchdog.add(directory.path, waits)
             watchdog.attach()

@@ -27,6 +27,18 @@ def on_interrupt(act: Callable[[], None]) -> None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, act)
 
 
+def on_unheard(say: Callable[[str], None]) -> None:
+    """What goes wrong where nobody can catch it (a callback, a task that nobody awaits) is said, and not only logged.
+
+    It does not end the run: each background task of headrace has a sentinel that does, and this may be one of a reward function."""
+
+    def heard(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        loop.default_exception_handler(context)  # the traceback, for the log
+        say(f"{context['message']}: {context['exception']!r}" if "exception" in context else context["message"])
+
+    asyncio.get_running_loop().set_exception_handler(heard)
+
+
 class Session:
     """One process's share of one pipeline's run: from its parts to their end, whatever ends it."""
 

@@ -19,6 +19,7 @@ from typing import Any
 from headrace.config import RunConfig, adapter_runs, config_of_run, dump_config, read_config
 from headrace.errors import HeadraceError
 from headrace.observe.board import Board, open_board
+from headrace.observe.facts import Warned
 from headrace.observe.waits import Waits
 from headrace.observe.watchdog import Watchdog
 from headrace.orchestration.build import Built, Clock, Pools, Prepared, join, open_model, open_waits, prepare
@@ -26,7 +27,7 @@ from headrace.orchestration.course import check_resumable
 from headrace.orchestration.lane import Lane, open_lane
 from headrace.orchestration.pools import open_pools
 from headrace.orchestration.rundir import RunDirectory
-from headrace.orchestration.session import on_interrupt, run_clock
+from headrace.orchestration.session import on_interrupt, on_unheard, run_clock
 
 Reward = Callable[..., Any]
 
@@ -96,6 +97,7 @@ class _Together:
         clock = run_clock(max(lane.storage.seconds for lane in self._lanes.values()))
         on_interrupt(self._interrupt)
         everyone = _Everyone(self._lanes)
+        on_unheard(lambda said: everyone.record(Warned(clock(), said)))
         waits = open_waits(self._config, everyone, clock)
         for lane in self._lanes.values():
             self._watchdog.add(lane.directory.path, waits)

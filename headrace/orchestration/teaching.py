@@ -169,6 +169,7 @@ class SelfTeaching:
     def __init__(self, trainer: ProcessTrainer, engine: Engine, waits: Waits) -> None:
         self._trainer, self._engine, self._waits = trainer, engine, waits
         self._delivery: asyncio.Task[None] | None = None
+        self._begun = asyncio.Event()
 
     async def after_publish(self) -> None:
         """Publishes; the swap goes on beside the run. Raises what went wrong with the swap before."""
@@ -177,10 +178,20 @@ class SelfTeaching:
                 await self._delivery
         if update := await self._trainer.publish_shadow():
             self._delivery = asyncio.get_running_loop().create_task(self._deliver(update))
+            self._begun.set()
 
     async def _deliver(self, update: WeightUpdate) -> None:
         async with self._waits.named("delivery", "the swap in the teacher"):
             await self._engine.load(update)
+
+    async def watch(self) -> None:
+        """Raises what went wrong with a swap when it goes wrong, not at the next publish: until then the teacher would be an
+        older one than the run believes."""
+        while True:
+            await self._begun.wait()
+            self._begun.clear()
+            assert self._delivery
+            await asyncio.shield(self._delivery)
 
     def close(self) -> None:
         if self._delivery:
@@ -211,6 +222,14 @@ class Teaching:
         if not self.teachers and self.reference is None:
             return scorer
         return TraceScorer(scorer, self.teachers, self.reference, self.waits, self.warn)
+
+    async def watch(self) -> None:
+        """Raises what ends a teacher; returns at once where there is none."""
+        async with asyncio.TaskGroup() as watched:
+            for engine in self.classroom.engines:
+                watched.create_task(engine.watch())
+            if self.self_teaching:
+                watched.create_task(self.self_teaching.watch())
 
     def kill(self) -> None:
         self.classroom.kill()

@@ -6,7 +6,6 @@ controller leaves no orphan behind.
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import queue
 import signal
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from headrace.observe.health.frames import answer_signals
 from headrace.orchestration.answers import answer
 from headrace.orchestration.engine_loop import EngineLoop
 from headrace.orchestration.messages import EngineStart, TrainerReady, TrainerStart
@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 def main() -> None:
     kind, socket_fd, weights_fd = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller decides when to leave
-    if stacks := os.environ.get("HEADRACE_STACKS"):  # for whoever looks into a run that hangs: kill -USR1
-        faulthandler.register(signal.SIGUSR1, Path(stacks).open("a", encoding="utf-8"))  # noqa: SIM115 open for good
+    answer_signals()
     if cores := [int(core) for core in os.environ.get("HEADRACE_CORES", "").split(",") if core]:
         os.sched_setaffinity(0, cores)
     end = WorkerEnd(socket.socket(fileno=socket_fd))

@@ -8,8 +8,8 @@ from functools import cache
 from typing import Any
 
 from headrace.errors import ConfigError
+from headrace.scoring.job import fail_raised
 from headrace.types import Failure
-from headrace.user_code import one_line
 
 
 @cache
@@ -56,4 +56,4 @@ def _score(completion: str, entry: dict[str, Any]) -> float | Failure:
     try:
         return float(_verifier(entry["metadata"]["source_dataset"])(answer=completion, entry=entry))
     except Exception as error:
-        return Failure("reward_raised", one_line(error))
+        return fail_raised(error)

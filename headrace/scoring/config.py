@@ -55,6 +55,9 @@ class RewardConfig:
     """Short for `functions` with one entry of weight 1."""
     extract: Extract = ""
     """What that one function sees of a completion."""
+    extract_truncated: bool = False
+    """Extract from completions that were cut off at rollout.max_tokens too. The last number of a sentence that was cut off is not
+    its answer, so that without this nothing is extracted from them."""
     functions: tuple[RewardSpec, ...] = ()
     """Several, whose weighted sum is the reward."""
     timeout: float = Field(default=30.0, gt=0)

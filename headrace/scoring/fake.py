@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from headrace.scoring.job import fail_raised
 from headrace.types import Episode, Failure, Prompt, Scored
 
 
@@ -15,7 +16,7 @@ class FakeScorer:
     seconds: float = 0.0
     """How long a group takes. Only `asyncio.sleep`, so that it works in virtual time."""
     reward: Callable[[Prompt, Episode], float] | None = None
-    """None gives each completion a number of its own between 0.5 and 1.5."""
+    """None gives each completion a number of its own between 0.5 and 1.5. What raises makes its rollout fail."""
     failure_rate: float = 0.0
     """Share of rollouts whose reward fails."""
     seed: int = 0
@@ -32,7 +33,10 @@ class FakeScorer:
         rng = random.Random(f"{self.seed}/{prompt.id}/{self._scored}")
         if rng.random() < self.failure_rate:
             return Failure("reward_raised", "injected failure")
-        value = self.reward(prompt, episode) if self.reward is not None else 0.5 + rng.random()
+        try:
+            value = self.reward(prompt, episode) if self.reward is not None else 0.5 + rng.random()
+        except Exception as error:
+            return fail_raised(error)
         return Scored(episode, value, {"fake": value})
 
     async def close(self) -> None:

@@ -10,9 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from headrace.errors import ConfigError
-from headrace.scoring.config import RewardConfig, RewardSpec, distinct
-from headrace.scoring.extract import EXTRACTORS
+from headrace.scoring.config import RewardConfig, distinct
+from headrace.scoring.extract import Extractor
 from headrace.scoring.job import Job, Values, is_async, signature_problem
 from headrace.scoring.processes import PrivatePool, SharedProcess, check_functions
 from headrace.scoring.threads import ThreadPool, name_of
@@ -23,11 +25,11 @@ from headrace.types import Episode, Failure, Prompt, Scored
 class _Judge:
     name: str
     weight: float
-    extract: Callable[[str], str]
+    extract: Extractor
     call: Callable[[Job], Awaitable[Values]]
 
     async def judge(self, prompt: Prompt, episodes: Sequence[Episode]) -> Values:
-        texts = tuple(self.extract(episode.last.text) for episode in episodes)
+        texts = tuple(self.extract(episode.last) for episode in episodes)
         return await self.call(Job(prompt.text, texts, tuple(e.last.tokens for e in episodes), prompt.columns))
 
 
@@ -72,18 +74,19 @@ class FunctionScorer:
         rewards: dict[str, float] = {}
         for judge, part in zip(self._judges, parts, strict=True):
             if isinstance(part, Failure):  # a sum that lacks a part is not the reward
-                return Failure(part.reason, f"{judge.name}: {part.detail}")
+                return msgspec.structs.replace(part, detail=f"{judge.name}: {part.detail}")
             rewards[judge.name] = part
         total = sum(judge.weight * rewards[judge.name] for judge in self._judges)
         if not math.isfinite(total):
             return Failure("reward_nan", f"the weighted sum of {rewards} is {total}")
-        return Scored(episode, total, rewards)
+        extracted = {judge.name: judge.extract(episode.last) for judge in self._judges if judge.extract.kind}
+        return Scored(episode, total, rewards, extracted=extracted)
 
     def _judge_of(self, function: Callable[..., Any]) -> _Judge:
         if problem := signature_problem(function):
             raise ConfigError(f"the reward function {function!r} {problem}")
         how = self.threads.call_async if is_async(function) else self.threads.call
-        return _Judge(name_of(function), 1.0, EXTRACTORS[""], partial(how, function))
+        return _Judge(name_of(function), 1.0, Extractor(), partial(how, function))
 
     def _judges_in_processes(self, config: RewardConfig, log: Path | None) -> list[_Judge]:
         loaded = check_functions([spec.function for spec in config.specs])
@@ -99,11 +102,10 @@ class FunctionScorer:
             shared = SharedProcess(later, config.timeout, log)
             self._pools.append(shared)
             calls |= {function: partial(shared.call, place) for place, function in enumerate(later)}
-        return [_judge_for(spec, calls[spec.function]) for spec in config.specs]
-
-
-def _judge_for(spec: RewardSpec, call: Callable[[Job], Awaitable[Values]]) -> _Judge:
-    return _Judge(spec.name, spec.weight, EXTRACTORS[spec.extract], call)
+        return [
+            _Judge(spec.name, spec.weight, Extractor(spec.extract, config.extract_truncated), calls[spec.function])
+            for spec in config.specs
+        ]
 
 
 def _with_distinct_names(judges: Sequence[_Judge]) -> list[_Judge]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from headrace.types import Failure, Struct
-from headrace.user_code import one_line
+from headrace.user_code import one_line, traceback_of, unreachable
 
 Values = list[float | Failure]
 """One per completion: a finite number, or why there is none."""
@@ -33,6 +33,12 @@ class Loaded(Struct, frozen=True):
 
 def fail_all(job: Job, reason: str, detail: str) -> Values:
     return [Failure(reason, detail)] * len(job.completions)
+
+
+def fail_raised(error: BaseException) -> Failure:
+    """Of a function that raised."""
+    reason = "reward_unreachable" if unreachable(error) else "reward_raised"
+    return Failure(reason, one_line(error), traceback_of(error))
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -88,7 +94,7 @@ def call(function: Callable[..., Any], job: Job) -> Values:
     try:
         return read_values(function(**arguments(function, job)), len(job.completions))
     except (Exception, SystemExit) as error:
-        return fail_all(job, "reward_raised", one_line(error))
+        return [fail_raised(error)] * len(job.completions)
 
 
 async def call_async(function: Callable[..., Any], job: Job, seconds: float) -> Values:
@@ -105,7 +111,7 @@ async def _awaited(function: Callable[..., Any], job: Job) -> Values:
     try:
         return read_values(await function(**arguments(function, job)), len(job.completions))
     except (Exception, SystemExit) as error:
-        return fail_all(job, "reward_raised", one_line(error))
+        return [fail_raised(error)] * len(job.completions)
 
 
 def too_late(job: Job, seconds: float, then: str = "it was cancelled") -> Values:

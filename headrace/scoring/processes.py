@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError
-from headrace.observe import stacks
+from headrace.observe.health.family import Child, current_family
+from headrace.observe.health.frames import VARIABLE
 from headrace.scoring.frames import Call, Ready, pack, read_answer, receive
 from headrace.scoring.job import Job, Loaded, Values, fail_all, too_late
 
@@ -65,7 +66,7 @@ def _environment(file: Path | None = None) -> dict[str, str]:
     package = str(Path(__file__).resolve().parent.parent.parent)
     if package not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):  # run from a checkout
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
-    return environment | ({stacks.VARIABLE: str(file)} if file else {})
+    return environment | ({VARIABLE: str(file)} if file else {})
 
 
 def ending(code: int | None) -> str:
@@ -94,6 +95,7 @@ class WorkerProcess:
         self._why = ""
         self.alive = False
         self.who = f"scorer {next(_numbers)}"
+        self._family = current_family()
         self._stacks = log.with_name(f"{self.who.replace(' ', '-')}.stacks") if log else None
 
     @property
@@ -103,16 +105,12 @@ class WorkerProcess:
 
     async def start(self) -> None:
         """Returns when the functions are loaded. Raises ProcessLost when they are not."""
-        with _opened(self._log) as log:
-            self._process = await asyncio.create_subprocess_exec(
-                *_command(self._specs),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=_environment(self._stacks),
-                start_new_session=True,  # Ctrl-C reaches the controller only; a kill reaches what the function started too
-            )
-        stacks.started(self.who, self.pid, self._stacks)
+        try:
+            self._process = await self._spawn()
+        except OSError as error:  # no memory, no descriptors, no directory for its log
+            self._why = f"could not be started: {error}"
+            raise ProcessLost(self._why) from error
+        self._family.started(Child(self.who, self.pid, self._stacks))
         assert self._process.stdout is not None
         try:
             async with asyncio.timeout(LOAD_SECONDS):
@@ -133,6 +131,17 @@ class WorkerProcess:
             raise ProcessLost(self._why)
         self.alive = True
         self._receiving = asyncio.create_task(self._receive())
+
+    async def _spawn(self) -> asyncio.subprocess.Process:
+        with _opened(self._log) as log:
+            return await asyncio.create_subprocess_exec(
+                *_command(self._specs),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=_environment(self._stacks),
+                start_new_session=True,  # Ctrl-C reaches the controller only; a kill reaches what the function started too
+            )
 
     async def ask(self, function: int, job: Job, seconds: float) -> Values:
         """Waits as long as it takes; the worker cancels an async function after `seconds`.
@@ -155,13 +164,17 @@ class WorkerProcess:
 
     async def _receive(self) -> None:
         assert self._process is not None and self._process.stdout is not None
-        with contextlib.suppress(EOFError, ConnectionError):
+        try:
             while True:
                 reply = await receive(self._process.stdout)
                 assert not isinstance(reply, Ready)
                 waiting = self._waiting.get(reply.id)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(reply.values)
+        except (EOFError, ConnectionError):
+            pass
+        except Exception as error:  # nobody awaits this task, and whoever asked would blame the function for being late
+            self._why = f"was killed, because its answer made no sense: {error!r}"
         self.alive = False
         self.kill()  # a worker that closed its pipe is of no use, and may have left children
         code = await self._process.wait()
@@ -172,7 +185,7 @@ class WorkerProcess:
                 waiting.set_exception(ProcessLost(self._why))
 
     def _is_gone(self) -> None:
-        stacks.ended(self.pid)
+        self._family.ended(self.pid)
         if self._stacks is not None:
             self._stacks.unlink(missing_ok=True)
 

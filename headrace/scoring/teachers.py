@@ -32,7 +32,8 @@ from headrace.types import (
 
 Takes = Callable[[Prompt], bool]
 
-FAILED = "teacher_error"
+FAILED, REFUSED = "teacher_error", "teacher_refused"
+"""Its engine failed; or what it was asked cannot be scored, whoever serves it."""
 _NUMBERS = itertools.count()
 """Of requests: unique in an engine that others use too."""
 
@@ -73,7 +74,7 @@ async def ask(engine: Engine, tokens: Sequence[int], top: int = 0) -> Completion
         try:
             done = await engine.generate(request)
         except ValueError as error:
-            return Failure(FAILED, str(error))
+            return Failure(REFUSED, str(error))
         stop = done.stop
     if done.stop == "error" or done.prompt_logprobs is None:
         return Failure(FAILED, done.error or f"the engine ended with {done.stop} and no scores")
@@ -195,7 +196,9 @@ class TraceScorer:
         async with self._waits.named("scoring", "the reference"):
             scored = await asyncio.gather(*(score_episode(self._reference, prompt, e) for e in episodes))
         return [
-            Failure("reference_error", one.detail) if isinstance(one, Failure) else tuple(s.logprobs for s in one)
+            Failure(one.reason.replace("teacher", "reference"), one.detail)
+            if isinstance(one, Failure)
+            else tuple(s.logprobs for s in one)
             for one in scored
         ]
 
@@ -244,15 +247,15 @@ class TextTeacher:
         ones are on one scale, as compression is compared (bits per byte).
         """
         if len(episode.turns) != 1:
-            return Failure(FAILED, f"{self.name} scores text of one turn, and the rollout has {len(episode.turns)}")
+            return Failure(REFUSED, f"{self.name} scores text of one turn, and the rollout has {len(episode.turns)}")
         text, ended = episode.last.text, episode.last.stop == "stop"
         try:
             front = self.encode_prompt(prompt)
         except ValueError as error:  # its chat template refuses the messages
-            return Failure(FAILED, f"{self.name}: {error}")
+            return Failure(REFUSED, f"{self.name}: {error}")
         behind = self.encode_completion(text, ended)
         if not behind:
-            return Failure(FAILED, f"{self.name}: the completion has no text to score")
+            return Failure(REFUSED, f"{self.name}: the completion has no text to score")
         answer = await ask(self.engine, (*front, *behind))
         if isinstance(answer, Failure):
             return Failure(answer.reason, f"{self.name}: {answer.detail}")

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 from headrace.errors import ConfigError
-from headrace.observe.stacks import answer_signals
+from headrace.observe.health.frames import answer_signals
 from headrace.scoring.frames import Call, Ready, Reply, pack, read_call
 from headrace.scoring.job import Loaded, call, call_async, is_async
 from headrace.scoring.load import load_functions

@@ -37,7 +37,7 @@ from headrace.orchestration.session import run_clock
 from headrace.orchestration.snapshots import Snapshots, load_controller
 from headrace.orchestration.storage import Storage, open_storage
 from headrace.partial import Interrupts, PartialConfig
-from headrace.process_config import EvalConfig
+from headrace.process_config import EvalConfig, WatchConfig
 from headrace.protocols import Task
 from headrace.rollout import RolloutConfig
 from headrace.simulate.distributions import fixed
@@ -84,7 +84,7 @@ class Life:
             recorder.record(self._started(pipeline.step))
             self._referee.resumes(pipeline.step, self._parts.interrupts, self._plan)
             await self._go_live()
-            self._misfortunes(pipeline)
+            self._misfortunes(pipeline, engine)
             await self._pipeline_to_its_end(pipeline)
         finally:
             await engine.close()
@@ -162,12 +162,16 @@ class Life:
         trainer = ProcessTrainer(start, [], -1, Path("simulated.log"))
         trainer.worker = SimulatedWorker("trainer", trainer_process, chance)
         max_deaths = chance.random.choice([0, 1, 3])
+        if any(one.kind == "engine_lost" and one.life == self._number for one in self._case.faults):
+            max_deaths = 0
         return trainer, Engine([], -1, Path("simulated.log"), max_deaths, self._referee, self._clock)
 
     def _join(self, trainer: ProcessTrainer, engine: ProcessEngine) -> Pipeline:
         case, clock, referee, storage = self._case, self._clock, self._referee, self._storage
         rollout = RolloutConfig(group_size=case.group_size, max_tokens=MAX_TOKENS, patience=1000)
-        plan = Plan(case.steps, case.staleness, rollout, case.seed, 1000, case.checkpoint_every, case.evaluate_every)
+        every = case.checkpoint_every, case.evaluate_every
+        never = WatchConfig(failed_pause=1.0, outages=1000)  # what fails here was made to fail
+        plan = Plan(case.steps, case.staleness, rollout, case.seed, 1000, *every, watch=never)
         self._plan = plan
         task: Task = SimulatedTask(fixed(3), case.seed)
         waits = self._waits
@@ -226,12 +230,12 @@ class Life:
             load = await parts.engine.load(update)
         parts.observer.record(WeightsLive(self._clock(), update, load))
 
-    def _misfortunes(self, pipeline: Pipeline) -> None:
+    def _misfortunes(self, pipeline: Pipeline, engine: ProcessEngine) -> None:
+        acts = {"interrupt": pipeline.interrupt, "jump": self._jump, "engine_lost": lambda: engine.worker.kill()}
         loop = asyncio.get_running_loop()
         for fault in self._case.faults:
-            if fault.life == self._number and fault.kind in ("interrupt", "jump"):
-                act = pipeline.interrupt if fault.kind == "interrupt" else self._jump
-                loop.call_later(fault.at / 100, self._befall, fault, act)
+            if fault.life == self._number and fault.kind in acts:
+                loop.call_later(fault.at / 100, self._befall, fault, acts[fault.kind])
 
     def _befall(self, fault: Fault, act: Any) -> None:
         self.chance.befell.append(fault)
@@ -290,7 +294,7 @@ def _explained(error: HeadraceError, kinds: set[Kind], disk: Disk) -> bool:
     if isinstance(error, StalledError):
         return any(kind.endswith(("hangs", "slow")) or kind in ("jump", "lose") for kind in kinds)
     if isinstance(error, WorkerDied):
-        return bool(kinds & {"engine_dies", "trainer_dies", "lose"})
+        return bool(kinds & {"engine_dies", "engine_lost", "trainer_dies", "lose"})
     return disk.was_full
 
 

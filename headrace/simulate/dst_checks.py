@@ -36,7 +36,7 @@ from headrace.simulate.dst_oracles import (
     records_in,
 )
 from headrace.simulate.dst_processes import Chance
-from headrace.simulate.dst_trainer import WEIGHTS
+from headrace.simulate.dst_trainer import SKIPPED, WEIGHTS
 from headrace.simulate.faults import Disk, Fault, rot, rot_journal
 from headrace.steps import StepOutput
 from headrace.types import Group, Row
@@ -273,11 +273,11 @@ class Referee:
         written = counts.ready if fact.outcome == "ready" else counts.ended
         assert ticket in written, f"C7: ticket {ticket} is told of as {fact.outcome}, and not in the journal"
         self._admission.ended(fact)
-        if fact.outcome in ("ready", "failed") or fact.reason == "no_contrast":
+        if fact.reason not in ("overdue", "interrupted", SKIPPED):
             expected = fate_of(case.seed, ticket, case.group_size)
             found = fact.outcome, fact.failures
             assert found == expected, f"C2: ticket {ticket} ends as {found}, and should as {expected}"
-        elif fact.reason in ("overdue", "interrupted") and self._ledger.truth.remembers:
+        elif fact.reason != SKIPPED and self._ledger.truth.remembers:
             limit = self._step - (case.max_lag if fact.reason == "overdue" else 0)
             names = [name_of("", ticket, place) for place in range(case.group_size)]
             first = oldest(self._ledger.truth.tokens, names)

@@ -18,7 +18,7 @@ from headrace.types import Struct
 Kind = Literal[
     "kill", "power", "full", "interrupt", "jump",  # controller, machine, disk, clock
     "rot", "change",  # while nothing runs: on the disk, of the settings
-    "engine_dies", "engine_hangs", "engine_slow",
+    "engine_dies", "engine_lost", "engine_hangs", "engine_slow",
     "trainer_dies", "trainer_hangs", "trainer_slow",
     "repeat", "lose",  # a message
     "scorer_hangs",
@@ -32,7 +32,7 @@ class Fault(Struct, frozen=True):
     life: int
     at: int
     """kill, power, full: operations of the disk before it. engine, trainer: turns of the worker. repeat, lose: messages. scorer:
-    calls. interrupt, jump: hundredths of a second. rot, change: none, they come before the life."""
+    calls. interrupt, jump, engine_lost (for good): hundredths of a second. rot, change: none, they come before the life."""
     share: float = 0.0
     """In [0, 1): of a write that is torn, or of what was not flushed and is not lost; how long a disk is full; which message;
     where in its work a worker dies; which file rots."""
@@ -56,6 +56,8 @@ def some_faults(rng: random.Random, size: int) -> tuple[Fault, ...]:
     for life in range(1, lives + 1):
         if rng.random() < 0.2:
             found.append(Fault(rng.choice(["rot", "rot", "change"]), life, 0, rng.random()))
+    if rng.random() < 0.3:
+        found.append(Fault("engine_lost", rng.randint(0, lives), _early(rng, 3000)))
     rewinds = any(fault.kind in ("rot", "change") for fault in found)
     return tuple(fault for fault in found if fault.kind != "full" or not rewinds)
 

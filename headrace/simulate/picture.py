@@ -7,14 +7,16 @@ from html import escape
 from pathlib import Path
 
 from headrace.observe import report as report_package
-from headrace.observe.report.svg import Chart, extent, figure
-from headrace.observe.text import number, percent_tick, short_time
+from headrace.observe.report.axes import extent
+from headrace.observe.report.lags import lag_class
+from headrace.observe.report.svg import Chart, figure
+from headrace.observe.report.tables import table
+from headrace.observe.text import number, short_time
 from headrace.simulate.plan import Answer
 from headrace.simulate.reasons import bottleneck, recommendation
 from headrace.simulate.sweep import Choice
 
 _STYLE = Path(report_package.__file__).parent / "style.css"
-_BOXES = ".box.c2 { fill: var(--c2); } .box.c5 { fill: var(--c5); }"
 
 
 def draw(found: Answer, name: str, price: float) -> str:
@@ -41,7 +43,8 @@ def draw(found: Answer, name: str, price: float) -> str:
     meta = "".join(f"<span>{escape(fact)}</span>" for fact in facts)
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(name)} · plan</title>'
-        f"<style>{_STYLE.read_text()}{_BOXES}</style></head><body><main><header><div class='top'><h1>{escape(name)}</h1></div>"
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<style>{_STYLE.read_text()}</style></head><body><main><header><div class='top'><h1>{escape(name)}</h1></div>"
         f'<p class="headline">{escape(said)}</p><p class="meta">{meta}</p></header>'
         f'<section><div class="figures">{"".join(figures)}</div>{listed}</section>'
         "<footer>Simulated by headrace plan: the real pipeline in virtual time.</footer></main></body></html>"
@@ -56,30 +59,20 @@ def _throughput(choices: Sequence[Choice], best: Choice) -> str:
 
 def _bars(choices: Sequence[Choice], best: Choice, value: Callable[[Choice], float]) -> str:
     values = [value(choice) for choice in choices]
-    chart = Chart((0.4, len(values) + 0.6), extent(values, zero=True), width=1140, y_text=number, x_label="setting")
+    chart = Chart((0.4, len(values) + 0.6), extent(values, zero=True), x_label="setting")
     for place, (choice, height) in enumerate(zip(choices, values, strict=True), 1):
         chart.box(place - 0.35, place + 0.35, 0.0, height, "c2" if choice is best else "c1")
         chart.hover(place - 0.5, place + 0.5, f"{choice.name}\n{number(height)}")
-    return chart.svg("Settings")
+    return chart.html("Settings")
 
 
 def _listed(choices: Sequence[Choice], best: Choice, price: float) -> str:
-    heads = [
-        "",
-        "setting",
-        "tokens/s",
-        "s a step",
-        "engine idle",
-        "trainer idle",
-        "mean lag",
-        *(["cost a step"] if price else []),
-    ]
-    rows = [_row(place, choice, choice is best, price) for place, choice in enumerate(choices, 1)]
-    head = "".join(f"<th>{escape(one)}</th>" for one in heads)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    heads = ["#setting", "", "#tokens/s", "#s a step", "#engine idle", "#trainer idle", "#mean lag"]
+    heads += ["#cost a step"] if price else []
+    return table(heads, [_row(place, choice, choice is best, price) for place, choice in enumerate(choices, 1)])
 
 
-def _row(place: int, choice: Choice, best: bool, price: float) -> str:
+def _row(place: int, choice: Choice, best: bool, price: float) -> list[str]:
     one = choice.prediction
     cells = [
         str(place),
@@ -91,17 +84,16 @@ def _row(place: int, choice: Choice, best: bool, price: float) -> str:
         f"{one.lag_mean:.2f}",
         *([f"{one.cost(price, 1):,.2f}"] if price else []),
     ]
-    inside = "".join(f"<td>{f'<b>{escape(cell)}</b>' if best else escape(cell)}</td>" for cell in cells)
-    return f"<tr>{inside}</tr>"
+    return [f"<b>{escape(cell)}</b>" if best else escape(cell) for cell in cells]
 
 
 def _idle(choices: Sequence[Choice], best: Choice) -> str:
-    chart = Chart((0.4, len(choices) + 0.6), (0.0, 1.0), width=1140, y_text=percent_tick, x_label="setting")
+    chart = Chart((0.4, len(choices) + 0.6), (0.0, 1.0), percent=True, x_label="setting")
     for place, choice in enumerate(choices, 1):
         chart.box(place - 0.35, place - 0.02, 0.0, choice.prediction.engine_idle, "c1")
         chart.box(place + 0.02, place + 0.35, 0.0, choice.prediction.trainer_idle, "c5")
     chart.mark(choices.index(best) + 1, "recommended")
-    return figure("Idle share of both pools", chart.svg("Idle"), [("c1", "engine"), ("c5", "trainer")], wide=True)
+    return figure("Idle share of both pools", chart.html("Idle"), [("c1", "engine"), ("c5", "trainer")], wide=True)
 
 
 def _splits(choices: Sequence[Choice], best: Choice) -> list[str]:
@@ -119,24 +111,24 @@ def _splits(choices: Sequence[Choice], best: Choice) -> list[str]:
         return []
     points = [point for line in lines.values() for point in line]
     xs, ys = extent(x for x, _ in points), extent((y for _, y in points), zero=True)
-    chart = Chart(xs, ys, y_text=number, x_label="GPUs of the trainer")
+    chart = Chart(xs, ys, x_label="GPUs of the trainer")
     legend = [(f"c{place}", name) for place, name in enumerate(lines, 1)]
     for (colour, _), line in zip(legend, lines.values(), strict=True):
         chart.line(line, colour).dots(line, colour)
     note = f"{best.scenario.gpus} GPUs; the others generate"
-    return [figure("How the pools are split", chart.svg("Splits"), legend, note)]
+    return [figure("How the pools are split", chart.html("Splits"), legend, note)]
 
 
 def _lags(choice: Choice) -> str:
     lags = choice.prediction.lags
-    chart = Chart((-0.6, max(lags) + 0.6), (0.0, 1.0), y_text=percent_tick, x_label="lag, optimizer steps")
+    chart = Chart((-0.6, max(lags) + 0.6), (0.0, 1.0), percent=True, x_label="lag, optimizer steps")
     for lag, share in lags.items():
-        chart.box(lag - 0.35, lag + 0.35, 0.0, share, "c1")
+        chart.box(lag - 0.35, lag + 0.35, 0.0, share, lag_class(lag))
         chart.hover(lag - 0.5, lag + 0.5, f"lag {lag}: {share:.0%}")
-    return figure("Lag of the trained tokens", chart.svg("Lag"), note=f"mean {choice.prediction.lag_mean:.2f}")
+    return figure("Lag of the trained tokens", chart.html("Lag"), note=f"mean {choice.prediction.lag_mean:.2f}")
 
 
 def _pace(choice: Choice) -> str:
     points = [(float(step), seconds) for step, seconds in enumerate(choice.prediction.step_seconds, 1)]
     chart = Chart((0.5, len(points) + 0.5), extent((y for _, y in points), zero=True)).line(points, "c1")
-    return figure("Seconds a step", chart.svg("Pace"), note="the first steps fill the pipeline")
+    return figure("Seconds a step", chart.html("Pace"), note="the first steps fill the pipeline")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from headrace.observe.facts import GroupEnded
 from headrace.observe.journal import JournalStep, count_steps, read_steps
 from headrace.observe.looks import Look, Pieces, look, settings_of, trimmed_below
 from headrace.observe.records import StepRow, read_metrics
@@ -24,6 +26,51 @@ class ReportData:
     samples: tuple[Look, ...]
     config: str
     bins: tuple[Bin, ...]
+    rewards: tuple[float, ...] = ()
+    """The smallest and the largest that a rollout was given."""
+
+    @property
+    def range_of_rewards(self) -> tuple[float, float]:
+        """What was seen, of rollouts and of held-out prompts: no band and no axis reaches beyond it."""
+        means = [one.reward_mean for one in self.state.evals if math.isfinite(one.reward_mean)]
+        seen = [*self.rewards, *means]
+        return (min(seen), max(seen)) if seen else (-math.inf, math.inf)
+
+
+@dataclass
+class Ended:
+    """The groups whose generation and scoring ended between one step and the next, trained or not."""
+
+    groups: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Groups, by reason."""
+    failed: int = 0
+    completions: int = 0
+    truncated: int = 0
+    """Completions that ended at max_tokens."""
+    tokens: int = 0
+
+    def add(self, fact: GroupEnded, first: bool) -> None:
+        """`first`: this is the first word on the group; one that was ready may still be dropped."""
+        if first:
+            self.groups += 1
+            self.completions += len(fact.lengths)
+            self.truncated += fact.truncated
+            self.tokens += sum(fact.lengths)
+        if fact.outcome == "dropped":
+            self.dropped[fact.reason] += 1
+        self.failed += fact.outcome == "failed"
+
+    @staticmethod
+    def join(parts: Sequence[Ended]) -> Ended:
+        return Ended(
+            sum(one.groups for one in parts),
+            sum((one.dropped for one in parts), Counter()),
+            sum(one.failed for one in parts),
+            sum(one.completions for one in parts),
+            sum(one.truncated for one in parts),
+            sum(one.tokens for one in parts),
+        )
 
 
 @dataclass(frozen=True)
@@ -31,6 +78,10 @@ class Bin:
     """One or several neighbouring steps."""
 
     rows: tuple[StepRow, ...]
+    ended: Ended = field(default_factory=Ended)
+    """Since the step before the first one."""
+    began: tuple[float, ...] = ()
+    """For each row when the one before ended, or when training went on after a resume; seconds, as `row.t`."""
 
     @property
     def x(self) -> float:
@@ -48,6 +99,11 @@ class Bin:
     @property
     def name(self) -> str:
         return f"step {self.first}" if self.first == self.last else f"steps {self.first} to {self.last}"
+
+    @property
+    def spans(self) -> list[tuple[float, float]]:
+        """When training went on for these steps, in seconds."""
+        return [(start, row.t) for start, row in zip(self.began, self.rows, strict=True)]
 
     def mean(self, value: Callable[[StepRow], float]) -> float:
         """Over the steps whose value is finite."""
@@ -67,8 +123,15 @@ class Bin:
 
 def load(run_dir: Path, pieces: Pieces | None = None) -> ReportData:
     """`pieces`: tokens as text. Raises `HeadraceError` when a whole line of the run's files cannot be read."""
-    state = RunState()
+    state, ended = RunState(), [Ended()]
+    seen: list[float] = []
     for fact in read_metrics(run_dir):
+        if isinstance(fact, GroupEnded):
+            ended[-1].add(fact, fact.ticket not in state.tickets.ready)
+            seen += [reward for reward in fact.rewards if math.isfinite(reward)]
+            seen = [min(seen), max(seen)] if seen else []
+        elif isinstance(fact, StepRow):
+            ended.append(Ended())
         state.fold(fact)
     config = run_dir / "config.toml"
     return ReportData(
@@ -76,13 +139,26 @@ def load(run_dir: Path, pieces: Pieces | None = None) -> ReportData:
         state,
         tuple(_samples(run_dir, pieces)),
         config.read_text() if config.exists() else "",
-        tuple(bins(state.rows)),
+        tuple(bins(state, ended)),
+        tuple(seen),
     )
 
 
-def bins(rows: Sequence[StepRow], most: int = MAX_BINS) -> list[Bin]:
+def bins(state: RunState, ended: Sequence[Ended] = (), most: int = MAX_BINS) -> list[Bin]:
+    """`ended`: what ended before each row of the state."""
+    rows = state.rows
     per = max(1, math.ceil(len(rows) / most))
-    return [Bin(tuple(rows[i : i + per])) for i in range(0, len(rows), per)]
+    began = [_began(state, place) for place in range(len(rows))]
+    return [
+        Bin(tuple(rows[i : i + per]), Ended.join(ended[i : i + per]), tuple(began[i : i + per]))
+        for i in range(0, len(rows), per)
+    ]
+
+
+def _began(state: RunState, place: int) -> float:
+    row = state.rows[place]
+    opened = max((start for start, _ in state.windows if start <= row.t), default=0.0)
+    return max(opened, state.rows[place - 1].t) if place else opened
 
 
 def _samples(run_dir: Path, pieces: Pieces | None) -> list[Look]:

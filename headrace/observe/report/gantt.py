@@ -10,7 +10,7 @@ from html import escape
 
 from headrace.observe.measures import train_seconds
 from headrace.observe.pools import EngineSpan
-from headrace.observe.report.svg import ticks
+from headrace.observe.report.axes import clock_ticks
 from headrace.observe.state import RunState
 from headrace.observe.text import duration, number, percent, short_time
 
@@ -131,14 +131,16 @@ def _axis(left: float, right: float) -> str:
     """The same marks as the script makes, for readers without one."""
     return "".join(
         f'<span style="left:{100 * (t - left) / (right - left):.3f}%">{duration(t)}</span>'
-        for t in ticks(left, right, 8)
+        for t in clock_ticks(left, right)
     )
 
 
 def _controls() -> str:
     buttons = (("all", "whole run"), ("in", "+"), ("out", "−"), ("left", "◀"), ("right", "▶"))
     made = "".join(f'<button type="button" data-do="{do}">{text}</button>' for do, text in buttons)
-    return f'<div class="gantt-controls">{made}<span class="faint">drag to move, Ctrl + wheel to zoom</span></div>'
+    return (
+        f'<div class="gantt-controls">{made}<span class="faint">drag to move<i>, Ctrl + wheel to zoom</i></span></div>'
+    )
 
 
 def _legend(state: RunState) -> str:

@@ -6,13 +6,40 @@ import math
 from html import escape
 
 from headrace.observe.lags import over_steps
+from headrace.observe.report.axes import extent
 from headrace.observe.report.data import Bin, ReportData
-from headrace.observe.report.svg import Chart, extent, figure
+from headrace.observe.report.frame import hovers, of_steps, resumes, told
+from headrace.observe.report.svg import Chart, figure
+from headrace.observe.report.tables import table
 from headrace.observe.text import number, percent
 from headrace.reports import LagStats
 
-COLOURS = {"0": "c1", "1": "c2", "2": "c3", "3+": "c4", "swapped": "c5"}
-HEAD = ("lag", "tokens", "mean ratio", "KL (k3)", "ESS", "χ²", "clipped", "|Δ log-prob| p50", "p90", "p99", "max")
+LAST = 5
+"""Lags with a colour of their own, in every chart and in the text of rollouts; the last one stands for all above it too."""
+COLOURS = {"0": "lag0", "1": "lag1", "2": "lag2", "3+": "lag3", "swapped": "c5"}
+HEAD = (
+    "lag",
+    "#tokens",
+    "#mean ratio",
+    "#KL (k3)",
+    "#ESS",
+    "#χ²",
+    "#clipped",
+    "#|Δ log-prob| p50",
+    "#p90",
+    "#p99",
+    "#max",
+)
+
+
+def lag_class(lag: int, bound: float = math.inf) -> str:
+    return "over" if lag > bound else f"lag{min(max(lag, 0), LAST)}"
+
+
+def lag_name(name: str, lag: int) -> str:
+    if name == "over":
+        return "above the bound"
+    return f"lag {lag} and more" if lag >= LAST else f"lag {lag}"
 
 
 def lag_table(data: ReportData) -> str:
@@ -21,20 +48,19 @@ def lag_table(data: ReportData) -> str:
     if not stats:
         return ""
     rules = list(dict.fromkeys(rule for one in stats for rule in one.masked))
-    head = "".join(f"<th>{escape(name)}</th>" for name in (*HEAD, *(f"masked: {rule}" for rule in rules)))
-    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in _cells(one, rules))}</tr>" for one in stats)
+    head = [*HEAD, *(f"#masked: {rule}" for rule in rules)]
     note = (
         '<p class="note">Ratio = exp(trainer − sampler), of every token in the loss. "swapped": tokens of completions that more than '
         "one version sampled; the other rows leave them out.</p>"
     )
-    return f'<div class="scroll"><table class="lags"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{note}'
+    return f"{table(head, [_cells(one, rules) for one in stats], 'lags')}{note}"
 
 
 def _cells(one: LagStats, rules: list[str]) -> list[str]:
     gaps = [number(one.gaps.get(key, math.nan)) for key in ("p50", "p90", "p99", "max")]
     masked = [percent(one.masked.get(rule, 0.0)) for rule in rules]
     return [
-        escape(one.name),
+        escape(_named(one.name)),
         f"{one.tokens:,}",
         number(one.ratio, 4),
         number(one.kl, 4),
@@ -52,15 +78,18 @@ def kl_by_lag(data: ReportData) -> str:
     if not names:
         return ""
     lines = {name: [(one.x, value) for one in data.bins if math.isfinite(value := _kl(one, name))] for name in names}
-    low, high = data.bins[0].first - 0.5, data.bins[-1].last + 0.5
-    chart = Chart((low, high), extent((y for points in lines.values() for _, y in points), zero=True))
+    within = (0.0, math.inf)
+    chart = Chart(of_steps(data), extent((y for points in lines.values() for _, y in points), zero=True, within=within))
     for name, points in lines.items():
-        chart.line(points, COLOURS.get(name, "c6"))
-    for one in data.bins:
-        tip = "\n".join(f"lag {name}: {number(_kl(one, name))}" for name in names)
-        chart.hover(one.first - 0.5, one.last + 0.5, f"{one.name}\n{tip}")
-    legend = [(COLOURS.get(name, "c6"), name) for name in names]
-    return figure("KL(sampler ‖ trainer) by lag", chart.svg("KL by lag"), legend, "k3 estimate, nats")
+        chart.line(points, COLOURS[name])
+    tips = {one.name: "\n".join(f"{_named(name)}: {number(_kl(one, name))}" for name in names) for one in data.bins}
+    hovers(resumes(chart, data), data, lambda one: tips[one.name])
+    legend = [(COLOURS[name], _named(name)) for name in names]
+    return figure("KL(sampler ‖ trainer) by lag", chart.html("KL by lag"), legend, told(data, "k3 estimate, nats"))
+
+
+def _named(name: str) -> str:
+    return name if name == "swapped" else f"lag {name}"
 
 
 def _kl(one: Bin, name: str) -> float:

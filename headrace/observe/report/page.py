@@ -6,6 +6,7 @@ from html import escape
 from pathlib import Path
 
 from headrace.observe import measures
+from headrace.observe.advice import advices
 from headrace.observe.report.data import ReportData
 from headrace.observe.report.gantt import gantt
 from headrace.observe.report.lags import lag_table
@@ -14,6 +15,7 @@ from headrace.observe.report.rollouts import rollouts
 from headrace.observe.report.tables import table
 from headrace.observe.state import RunState
 from headrace.observe.text import clip, counted, duration, percent, plural, short_time
+from headrace.observe.troubles import failings
 from headrace.observe.verdicts import all_verdicts, equation, reasons
 
 HERE = Path(__file__).parent
@@ -34,7 +36,7 @@ def page(data: ReportData) -> str:
             _section("pools", "Both pools over time", gantt(state) + _waits(state)),
             _section("accounting", "Where every prompt went", _accounting(state)),
             _section("rollouts", "Rollouts", rollouts(data.samples)),
-            _section("warnings", "Warnings", _warnings(state)),
+            _section("warnings", "Warnings", _troubles(state) + _warnings(state)),
             _section("setup", "What ran where", _where(state) + _config(data.config)),
         ]
     )
@@ -66,8 +68,8 @@ def _header(state: RunState, name: str) -> str:
     meta = "".join(f"<span>{escape(fact)}</span>" for fact in facts)
     links = "".join(f'<a href="#{anchor}">{anchor}</a>' for anchor in SECTIONS)
     return (
-        f'<header><div class="top"><h1>{escape(name)}</h1>{_badge(state)}<nav>{links}'
-        f'<button type="button" id="theme" title="light or dark">◐</button></nav></div><p class="headline">{line}</p>'
+        f'<header><div class="top"><h1>{escape(name)}</h1>{_badge(state)}<nav>{links}</nav>'
+        f'<button type="button" id="theme" title="light or dark">◐</button></div><p class="headline">{line}</p>'
         f'<p class="meta">{meta}</p></header>{_banner(state)}'
     )
 
@@ -103,6 +105,7 @@ def _cards(state: RunState) -> str:
 
 def _tiles(state: RunState) -> list[tuple[str, str]]:
     engine, trainer = measures.idle_shares(state)
+    total = state.shares.total
     gap, rates = measures.mean_swap(state), (state.engine.rate(state.windows), measures.trainer_rate(state))
     return [
         ("tokens a second sampled", _rate(rates[0])),
@@ -111,6 +114,10 @@ def _tiles(state: RunState) -> list[tuple[str, str]]:
         ("trainer idle", percent(trainer)),
         ("gap of a swap, mean", short_time(gap) if gap is not None else "no swap"),
         ("worker deaths", str(len(state.deaths))),
+        ("of the rollouts cut off", percent(total.truncated_share)),
+        ("of the rollouts failed", percent(total.failed_share)),
+        ("of the groups without contrast", percent(total.no_contrast_share)),
+        ("of the groups dropped otherwise", percent(total.dropped_share)),
     ]
 
 
@@ -174,11 +181,23 @@ def _accounting(state: RunState) -> str:
     )
 
 
+def _troubles(state: RunState) -> str:
+    """What fails, with its traceback, and what to change."""
+    advice = "".join(f"<li><b>{escape(one.name)}</b>: {escape(one.sentence)}</li>" for one in advices(state))
+    failed = "".join(
+        f"<h3>{escape(one.kind)}: {plural(one.rollouts, 'rollout')} failed</h3>"
+        + (f"<pre>{escape(one.first.traceback or one.first.detail)}</pre>" if one.first else "")
+        for one in failings(state)[:8]
+    )
+    return f"<ul>{advice}</ul>{failed}" if advice else failed
+
+
 def _warnings(state: RunState) -> str:
     found = [
         (one.t, f"the {one.who} process {one.how}; {one.requests_reissued} requests re-issued") for one in state.deaths
     ]
     found += [(one.t, one.message) for one in state.warnings]
+    found += [(one.t, f"the first {one.reason}: {one.detail}") for one in state.failures.values()]
     found += [(one.t, f"checkpoint of step {one.step} failed: {one.error}") for one in state.checkpoints if one.error]
     found += [(one.t, f"identity probe FAILED at version {one.version}") for one in state.checks if not one.ok]
     if not found:

@@ -3,69 +3,74 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from headrace.observe.measures import trimmed, trimmed_tokens
 from headrace.observe.records import StepRow
+from headrace.observe.report.axes import extent
+from headrace.observe.report.courses import failures, held_out, lengths_over_steps, throughput
 from headrace.observe.report.data import Bin, ReportData
-from headrace.observe.report.lags import kl_by_lag
+from headrace.observe.report.frame import hovers, of_steps, resumes, told
+from headrace.observe.report.lags import kl_by_lag, lag_class, lag_name
 from headrace.observe.report.sieves import lengths, solve_rates
-from headrace.observe.report.svg import Chart, extent, figure
-from headrace.observe.text import number, percent, percent_tick, plural, short_time, tick
+from headrace.observe.report.svg import Chart, figure
+from headrace.observe.text import number, percent, plural, short_time
 
-MAX_LAGS = 6
-"""Lags with a colour of their own; the last one stands for all above it too."""
+POSITIVE = (0.0, math.inf)
+SHARE = (0.0, 1.0)
 
 
 def all_plots(data: ReportData) -> str:
     if not data.bins:
         return '<p class="empty">No optimizer step was trained: there is nothing to plot.</p>' + lengths(data.state)
-    figures = [
+    return "".join([*_learning(data), *_staleness(data), *_trainer(data)])
+
+
+def _learning(data: ReportData) -> Sequence[str]:
+    return (
         reward(data),
-        lag(data),
-        thrown(data),
-        met_a_swap(data),
-        pauses(data),
+        held_out(data),
+        failures(data),
+        lengths_over_steps(data),
         lengths(data.state),
         solve_rates(data.state),
-        curve(data, "Entropy", "c1", lambda row: row.report.entropy, "nats, mean over trained tokens"),
-        ratio(data),
+    )
+
+
+def _staleness(data: ReportData) -> Sequence[str]:
+    kl = curve(data, "KL(sampler ‖ trainer)", "c4", lambda row: row.report.kl, "k3 estimate, nats", within=POSITIVE)
+    return lag(data), kl_by_lag(data) or kl, ratio(data), met_a_swap(data), thrown(data), pauses(data), throughput(data)
+
+
+def _trainer(data: ReportData) -> Sequence[str]:
+    return (
+        curve(
+            data,
+            "Loss",
+            "c1",
+            lambda row: row.report.loss,
+            "of the optimizer step; it need not fall where rewards rise",
+        ),
+        curve(
+            data,
+            "Entropy",
+            "c1",
+            lambda row: row.report.entropy,
+            "nats, mean over trained tokens",
+            within=POSITIVE,
+        ),
         curve(
             data,
             "Clip fraction",
             "c2",
             lambda row: row.report.clip_fraction,
             "share of tokens clipped",
-            percent_tick,
-            True,
+            zero=True,
+            within=SHARE,
         ),
-        kl_by_lag(data) or curve(data, "KL(sampler ‖ trainer)", "c4", lambda row: row.report.kl, "k3 estimate, nats"),
         curve(data, "Gradient norm", "c1", lambda row: row.report.grad_norm, "before clipping", zero=True),
         curve(data, "Learning rate", "c3", lambda row: row.report.lr, "", zero=True),
-    ]
-    return "".join(figures)
-
-
-def _width(data: ReportData) -> tuple[float, float]:
-    return data.bins[0].first - 0.5, data.bins[-1].last + 0.5
-
-
-def _binned(data: ReportData) -> str:
-    per = len(data.bins[0].rows)
-    return f"Each point is the mean of {per} steps" if per > 1 else ""
-
-
-def _hovers(chart: Chart, data: ReportData, tip: Callable[[Bin], str]) -> Chart:
-    for one in data.bins:
-        chart.hover(one.first - 0.5, one.last + 0.5, f"{one.name}\n{tip(one)}")
-    return chart
-
-
-def _resumes(chart: Chart, data: ReportData) -> Chart:
-    for start in data.state.sessions[1:]:
-        done = [row.report.step + 1 for row in data.state.rows if row.t <= start]
-        chart.mark(done[-1] + 0.5 if done else data.bins[0].first - 0.5, "resumed")
-    return chart
+    )
 
 
 def curve(
@@ -74,14 +79,17 @@ def curve(
     colour: str,
     value: Callable[[StepRow], float],
     note: str,
-    text: Callable[[float], str] = tick,
+    *,
     zero: bool = False,
+    within: tuple[float, float] = (-math.inf, math.inf),
 ) -> str:
-    """One number a step."""
+    """One number a step. `within`: what it can be; a share is written in per cent."""
     points = [(one.x, one.mean(value)) for one in data.bins]
-    chart = Chart(_width(data), extent((y for _, y in points), zero=zero), y_text=text).line(points, colour)
-    _hovers(_resumes(chart, data), data, lambda one: f"{title.lower()} {text(one.mean(value))}")
-    return figure(title, chart.svg(title), note="; ".join(part for part in (note, _binned(data)) if part))
+    share = within == SHARE
+    chart = Chart(of_steps(data), extent((y for _, y in points), zero=zero, within=within), percent=share)
+    resumes(chart.line(points, colour), data)
+    hovers(chart, data, lambda one: f"{title.lower()} {(percent if share else number)(one.mean(value))}")
+    return figure(title, chart.html(title), note=told(data, note))
 
 
 def reward(data: ReportData) -> str:
@@ -89,22 +97,24 @@ def reward(data: ReportData) -> str:
     drawn = [(one.x, one.mean(lambda row: row.reward_drawn)) for one in data.bins]
     middle = [(one.x, one.mean(lambda row: row.reward_mean)) for one in data.bins]
     spread = [one.mean(lambda row: row.reward_std) for one in data.bins]
-    lower = [(x, y - s) for (x, y), s in zip(middle, spread, strict=True)]
-    upper = [(x, y + s) for (x, y), s in zip(middle, spread, strict=True)]
     evals = [one for one in data.state.evals if math.isfinite(one.reward_mean)]
+    least, most = data.range_of_rewards
+    # One standard deviation reaches beyond what any rollout was given, where most were given the same.
+    lower = [(x, max(y - s, least)) for (x, y), s in zip(middle, spread, strict=True)]
+    upper = [(x, min(y + s, most)) for (x, y), s in zip(middle, spread, strict=True)]
     seen = [y for _, y in [*lower, *upper, *drawn]] + [one.reward_mean for one in evals]
-    low, high = _width(data)
+    low, high = of_steps(data)
     ends = min([low, *(one.step for one in evals)]), max([high, *(one.step + 0.5 for one in evals)])
-    chart = Chart(ends, extent(seen), width=1140, height=300)
+    chart = Chart(ends, extent(seen, within=(least, most)))
     chart.band(lower, upper, "c5").line(middle, "c5").line(drawn, "c1")
-    _resumes(chart, data)
+    resumes(chart, data)
     chart.dots([(one.step, one.reward_mean) for one in evals], "c2", [one.reward_sem for one in evals])
-    _hovers(chart, data, _reward_tip)
+    hovers(chart, data, _reward_tip)
     legend = [("c1", "all groups drawn: the policy's mean"), ("c5", "trained groups: mean, ± std of rollouts")]
     if evals:
         legend.append(("c2", "held-out prompts: mean ± standard error"))
     note = "Groups without contrast are not trained: as the policy gets better, easy prompts leave the mean of the trained ones."
-    return figure("Reward", chart.svg("Reward"), legend, " ".join([note, _binned(data)]), wide=True)
+    return figure("Reward", chart.html("Reward"), legend, told(data, note), wide=True)
 
 
 def _reward_tip(one: Bin) -> str:
@@ -121,28 +131,18 @@ def _reward_tip(one: Bin) -> str:
 def lag(data: ReportData) -> str:
     """Shares of trained tokens by lag, stacked; lags above the bound stand out."""
     bound = data.state.started.max_lag if data.state.started else math.inf
-    chart = Chart(_width(data), (0.0, 1.0), y_text=percent_tick)
+    chart = Chart(of_steps(data), (0.0, 1.0), percent=True)
     for one in data.bins:
         counts, base = one.lags(), 0.0
         total = sum(counts.values())
         for step in sorted(counts):
             share = counts[step] / total
-            chart.box(one.first - 0.5, one.last + 0.5, base, base + share, _lag_class(step, bound))
+            chart.box(one.first - 0.5, one.last + 0.5, base, base + share, lag_class(step, bound))
             base += share
-    _hovers(_resumes(chart, data), data, _lag_tip)
-    present = sorted({_lag_class(step, bound): step for step in sorted(data.state.lags, reverse=True)}.items())
-    legend = [(name, _lag_name(name, step)) for name, step in present]
-    return figure("Lag of the trained tokens", chart.svg("Lag"), legend, f"the bound is {bound}")
-
-
-def _lag_class(step: int, bound: float) -> str:
-    return "over" if step > bound else f"lag{min(step, MAX_LAGS - 1)}"
-
-
-def _lag_name(name: str, step: int) -> str:
-    if name == "over":
-        return "above the bound"
-    return f"{step} and more" if step >= MAX_LAGS - 1 else str(step)
+    hovers(resumes(chart, data), data, _lag_tip)
+    present = sorted({lag_class(step, bound): step for step in sorted(data.state.lags, reverse=True)}.items())
+    legend = [(name, lag_name(name, step)) for name, step in present]
+    return figure("Lag of the trained tokens", chart.html("Lag"), legend, told(data, f"the bound is {bound}"))
 
 
 def _lag_tip(one: Bin) -> str:
@@ -169,7 +169,8 @@ def met_a_swap(data: ReportData) -> str:
     def share(row: StepRow) -> float:
         return row.swapped / len(row.lengths) if row.lengths else math.nan
 
-    return curve(data, "Completions that met a swap", "c4", share, "share of the trained ones", percent_tick, True)
+    note = "share of the trained ones"
+    return curve(data, "Completions that met a swap", "c4", share, note, zero=True, within=SHARE)
 
 
 def pauses(data: ReportData) -> str:
@@ -178,24 +179,27 @@ def pauses(data: ReportData) -> str:
     if not swaps:
         return ""
     points = [(float(swap.update.version), swap.pause) for swap in swaps]
-    chart = Chart(_width(data), extent((y for _, y in points), zero=True), x_label="version").dots(points, "c2")
+    low, high = of_steps(data)
+    ends = min([low, *(x - 0.5 for x, _ in points)]), max([high, *(x + 0.5 for x, _ in points)])
+    chart = Chart(ends, extent((y for _, y in points), zero=True), x_label="version").dots(points, "c2")
     for swap in swaps:
         tip = f"version {swap.update.version}\n{short_time(swap.pause)}, {plural(swap.interrupted, 'rollout')} interrupted"
         chart.hover(swap.update.version - 0.5, swap.update.version + 0.5, tip)
-    return figure("Generation held back by swaps", chart.svg("Pauses"), (), "seconds")
+    return figure("Generation held back by swaps", chart.html("Pauses"), (), "seconds")
 
 
 def ratio(data: ReportData) -> str:
     means = [(one.x, one.mean(lambda row: row.report.ratio_mean)) for one in data.bins]
     tops = [(one.x, one.most(lambda row: row.report.ratio_max)) for one in data.bins]
-    chart = Chart(_width(data), extent(y for _, y in means + tops)).rule(1.0, "on policy")
+    chart = Chart(of_steps(data), extent([1.0, *(y for _, y in means + tops)], within=POSITIVE)).rule(1.0)
     chart.line(tops, "c5").line(means, "c1")
-    _hovers(
-        _resumes(chart, data),
+    hovers(
+        resumes(chart, data),
         data,
         lambda one: (
             f"mean {number(one.mean(lambda row: row.report.ratio_mean), 4)}\n"
             f"max {number(one.most(lambda row: row.report.ratio_max))}"
         ),
     )
-    return figure("Ratio trainer / sampler", chart.svg("Ratio"), [("c1", "mean"), ("c5", "max")], _binned(data))
+    legend = [("c1", "mean"), ("c5", "max")]
+    return figure("Ratio trainer / sampler", chart.html("Ratio"), legend, told(data, "dashed: on policy"))

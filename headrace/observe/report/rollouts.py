@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from html import escape
 
 from headrace.observe.looks import Look, spans_told, told_of
+from headrace.observe.report.lags import LAST, lag_class
 from headrace.observe.report.tables import table
-from headrace.observe.text import counted, number
+from headrace.observe.text import clip, counted, number
+from headrace.observe.troubles import judged
 
 MAX_TEXT, MAX_TOKENS = 4000, 400
 """Characters of a prompt, and tokens of a completion, that the table shows."""
-OLDEST = 5
-"""Lags from here on share a colour."""
 
 
 def rollouts(looks: Sequence[Look]) -> str:
@@ -29,8 +29,10 @@ def rollouts(looks: Sequence[Look]) -> str:
 def _legend(looks: Sequence[Look]) -> str:
     if not any(one.decoded for one in looks):
         return '<p class="note">The model\'s tokenizer was not at hand, so tokens are not told apart.</p>'
-    lags = sorted({_class(lag) for one in looks for lag in one.lags})
-    keys = "".join(f'<span class="key"><i class="lag{lag}"></i>lag {lag}{"+" * (lag == OLDEST)}</span>' for lag in lags)
+    lags = sorted({min(lag, LAST) for one in looks for lag in one.lags})
+    keys = "".join(
+        f'<span class="key"><i class="{lag_class(lag)}"></i>lag {lag}{"+" * (lag == LAST)}</span>' for lag in lags
+    )
     strange = [
         f'<span class="tokens"><i class="{name}">{word}</i></span>'
         for name, word, there in (
@@ -42,20 +44,17 @@ def _legend(looks: Sequence[Look]) -> str:
     return f'<p class="keys">{keys}{"".join(strange)}<span class="faint">point at a token for its numbers</span></p>'
 
 
-def _class(lag: int) -> int:
-    return min(max(lag, 0), OLDEST)
-
-
 def _row(one: Look) -> tuple[str, ...]:
     listed = ", ".join(f"{name} {number(value)}" for name, value in one.rewards.items())
     parts = f"<small>{escape(listed)}</small>" if len(one.rewards) > 1 else ""
     versions = sorted({span.version for span in one.spans}) or [0]
     shown = str(versions[0]) if len(versions) == 1 else f"{versions[0]} to {versions[-1]}"
+    seen = judged(clip(one.answer, 200), {name: clip(text, 200) for name, text in one.extracted.items()})
     left_out = f"<small>{escape(counted(one.reasons))}</small>" if one.reasons else ""
     return (
         f"{one.step}<small>ticket {one.ticket}</small>",
         _text(one.prompt),
-        _tokens(one) if one.decoded else _text(one.text),
+        (_tokens(one) if one.decoded else _text(one.text)) + (f"<small>{escape(seen)}</small>" if seen else ""),
         f"{number(one.reward)}{parts}",
         "not trained" if math.isnan(one.advantage) else f"{one.advantage:+.3f}",
         f"{len(one.tokens)}<small>{escape(one.stop)}</small>{left_out}",
@@ -77,7 +76,7 @@ def _tokens(one: Look) -> str:
 
 def _classes(one: Look, place: int) -> str:
     marks = " out" * bool(one.left_out[place]) + " mixed" * one.mixed[place]
-    return f"lag{_class(one.lags[place])}{marks}"
+    return f"{lag_class(one.lags[place])}{marks}"
 
 
 def _text(text: str) -> str:

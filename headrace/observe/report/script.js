@@ -15,7 +15,7 @@ document.addEventListener("mousemove", (event) => {
   tip.style.opacity = text ? 1 : 0;
   if (!text) return;
   tip.textContent = text;
-  const left = Math.min(event.clientX + 14, window.innerWidth - tip.offsetWidth - 8);
+  const left = Math.max(8, Math.min(event.clientX + 14, window.innerWidth - tip.offsetWidth - 8));
   const above = event.clientY + 16 + tip.offsetHeight > window.innerHeight;
   tip.style.left = left + "px";
   tip.style.top = (above ? event.clientY - tip.offsetHeight - 10 : event.clientY + 16) + "px";
@@ -36,7 +36,8 @@ for (const gantt of document.querySelectorAll(".gantt")) {
     left = Math.min(Math.max(newLeft, first), last - width);
     svg.setAttribute("viewBox", `${left} 0 ${width} ${height}`);
     const steps = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400];
-    const step = steps.find((s) => width / s <= 10) || 604800;
+    const most = Math.min(10, Math.max(2, axis.clientWidth / 64));
+    const step = steps.find((s) => width / s <= most) || 604800;
     axis.replaceChildren();
     for (let t = Math.ceil(left / step) * step; t <= left + width; t += step) {
       const mark = document.createElement("span");
@@ -66,5 +67,6 @@ for (const gantt of document.querySelectorAll(".gantt")) {
     if (held) show(held.left - ((event.clientX - held.x) / svg.clientWidth) * width, width);
   });
   for (const end of ["pointerup", "pointercancel"]) svg.addEventListener(end, () => { held = null; svg.classList.remove("held"); });
+  window.addEventListener("resize", () => show(left, width));
   show(left, width);
 }

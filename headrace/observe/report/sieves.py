@@ -8,10 +8,11 @@ from collections import Counter
 from headrace.observe.fates import Histogram, Sieve, discarded
 from headrace.observe.report.svg import Chart, figure
 from headrace.observe.state import RunState
-from headrace.observe.text import number, percent, percent_tick, plural
+from headrace.observe.text import number, percent, plural
 
 SLOTS = 40
-COLOURS = ("c6", "c5", "c1")
+COLOURS = ("c1", "c6", "c5")
+"""Blue is what was drawn and dark grey what was trained, as in the curves."""
 
 
 def lengths(state: RunState) -> str:
@@ -46,7 +47,8 @@ def _histograms(title: str, sieve: Sieve, low: float, width: float, unit: str, n
         return ""
     last = max(slot for one in shares for slot in one)
     highest = max(share for one in shares for share in one.values())
-    chart = Chart((low, low + (last + 1) * width), (0.0, highest * 1.08), y_text=percent_tick, x_label=unit)
+    ends = (low, low + (last + 1) * width)
+    chart = Chart(ends, (0.0, min(1.0, highest * 1.08)), percent=True, x_label=unit, whole=width == int(width))
     for index, one in enumerate(shares):
         for slot, share in one.items():
             left = low + (slot + 0.08 + 0.28 * index) * width
@@ -56,7 +58,7 @@ def _histograms(title: str, sieve: Sieve, low: float, width: float, unit: str, n
         told = [f"{name} {percent(one.get(slot, 0.0))}" for (name, _), one in zip(named, shares, strict=True)]
         chart.hover(left, left + width, "\n".join([f"{number(left)} to {number(left + width)} {unit}", *told]))
     legend = [(colour, _legend(*one)) for colour, one in zip(COLOURS, named, strict=True)]
-    return figure(title, chart.svg(title), legend, note)
+    return figure(title, chart.html(title), legend, note)
 
 
 def _shares(one: Histogram, low: float, width: float) -> dict[int, float]:

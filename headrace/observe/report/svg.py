@@ -1,41 +1,25 @@
-"""A small chart: axes, lines, bands, bars, dots. Colours come from the page's style sheet, so both themes share it."""
+"""A small chart: axes, lines, bands, bars, dots. Colours come from the page's style sheet, so both themes share it.
+
+Only what is drawn is SVG, and it is stretched to the width that there is. Text is HTML beside and above it, placed in per cent, so
+that it keeps its size on a phone.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 
-from headrace.observe.text import tick
+from headrace.observe.report.axes import labels, ticks
 
-LEFT, RIGHT, TOP, BOTTOM = 52, 14, 12, 30
+WIDTH, HEIGHT = 1000, 200
+"""Of the coordinate system; the page says how large it becomes."""
+APART = 14.0
+"""Per cent of the width from one word to the next one, at least: words that stood closer would overlap."""
+NARROW = 30
+"""Digits that fit beside each other beneath a chart on a phone of 360 pixels."""
 
 Point = tuple[float, float]
-
-
-def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """About `count` round values inside [low, high]."""
-    raw = (high - low) / max(1, count)
-    if raw <= 0 or not math.isfinite(raw):
-        return [low]
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(power * m for m in (1, 2, 2.5, 5, 10) if power * m >= raw * 0.999)
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [round(i * step, 12) for i in range(first, last + 1)]
-
-
-def extent(values: Iterable[float], *, zero: bool = False, pad: float = 0.06) -> tuple[float, float]:
-    """The range to draw finite values in, never empty."""
-    finite = [value for value in values if math.isfinite(value)]
-    if zero:
-        finite.append(0.0)
-    if not finite:
-        return 0.0, 1.0
-    low, high = min(finite), max(finite)
-    if low == high:
-        return (low - 0.5, high + 0.5) if low else (0.0, 1.0)
-    room = pad * (high - low)
-    return (low if zero and low == 0 else low - room), high + room
 
 
 class Chart:
@@ -46,38 +30,23 @@ class Chart:
         xs: tuple[float, float],
         ys: tuple[float, float],
         *,
-        width: int = 560,
-        height: int = 210,
-        y_text: Callable[[float], str] = tick,
+        percent: bool = False,
         x_label: str = "optimizer step",
+        whole: bool = True,
     ) -> None:
-        self.width, self.height = width, height
+        """`percent`: values of y are shares. `whole`: values of x are counts."""
         self._x0, self._x1 = xs if xs[0] < xs[1] else (xs[0] - 0.5, xs[0] + 0.5)
         self._y0, self._y1 = ys
+        self._percent, self._x_label, self._whole = percent, x_label, whole
         self._parts: list[str] = []
-        self._axes(y_text, x_label)
+        self._words: list[tuple[float, str]] = []
 
     def x(self, value: float) -> float:
-        return LEFT + (value - self._x0) / (self._x1 - self._x0) * (self.width - LEFT - RIGHT)
+        return (value - self._x0) / (self._x1 - self._x0) * WIDTH
 
     def y(self, value: float) -> float:
         inside = min(max(value, self._y0), self._y1)
-        return self.height - BOTTOM - (inside - self._y0) / (self._y1 - self._y0) * (self.height - TOP - BOTTOM)
-
-    def _axes(self, y_text: Callable[[float], str], x_label: str) -> None:
-        right, bottom = self.width - RIGHT, self.height - BOTTOM
-        for value in ticks(self._y0, self._y1):
-            y = self.y(value)
-            self._parts.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
-            self._parts.append(
-                f'<text class="tick" x="{LEFT - 7}" y="{y + 4:.1f}" text-anchor="end">{y_text(value)}</text>'
-            )
-        for value in ticks(self._x0, self._x1, 7):
-            self._parts.append(
-                f'<text class="tick" x="{self.x(value):.1f}" y="{bottom + 15}" text-anchor="middle">{tick(value)}</text>'
-            )
-        self._parts.append(f'<line class="axis" x1="{LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
-        self._parts.append(f'<text class="label" x="{right}" y="{self.height - 3}" text-anchor="end">{x_label}</text>')
+        return HEIGHT - (inside - self._y0) / (self._y1 - self._y0) * HEIGHT
 
     def line(self, points: Sequence[Point], name: str) -> Chart:
         """A path in the colour of the class `name`; a gap where a value is not finite."""
@@ -101,15 +70,15 @@ class Chart:
         return self
 
     def dots(self, points: Sequence[Point], name: str, errors: Sequence[float] = ()) -> Chart:
+        """A dot is a stroke without length: unlike a circle it stays round where the drawing is stretched."""
         for (x, y), error in zip(points, errors or [math.nan] * len(points), strict=True):
             if not math.isfinite(y):
                 continue
+            at = f"M{self.x(x):.1f} "
             if math.isfinite(error):
-                self._parts.append(
-                    f'<line class="whisker {name}" x1="{self.x(x):.1f}" x2="{self.x(x):.1f}"'
-                    f' y1="{self.y(y - error):.1f}" y2="{self.y(y + error):.1f}"/>'
-                )
-            self._parts.append(f'<circle class="dot {name}" cx="{self.x(x):.1f}" cy="{self.y(y):.1f}" r="3.5"/>')
+                whisker = f"{at}{self.y(y - error):.1f}V{self.y(y + error):.1f}"
+                self._parts.append(f'<path class="whisker {name}" d="{whisker}"/>')
+            self._parts.append(f'<path class="dot {name}" d="{at}{self.y(y):.1f}h0"/>')
         return self
 
     def box(self, x0: float, x1: float, y0: float, y1: float, name: str) -> Chart:
@@ -121,34 +90,69 @@ class Chart:
             )
         return self
 
-    def rule(self, y: float, text: str) -> Chart:
-        """A dashed horizontal line with a word."""
+    def rule(self, y: float) -> Chart:
+        """A dashed horizontal line."""
         at = self.y(y)
-        self._parts.append(f'<line class="rule" x1="{LEFT}" x2="{self.width - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        self._parts.append(f'<text class="label" x="{LEFT + 4}" y="{at - 4:.1f}">{escape(text)}</text>')
+        self._parts.append(f'<path class="rule" d="M0 {at:.1f}H{WIDTH}"/>')
         return self
 
     def mark(self, x: float, text: str) -> Chart:
-        """A dashed vertical line with a word."""
-        at = self.x(x)
-        self._parts.append(f'<line class="rule" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{self.height - BOTTOM}"/>')
-        self._parts.append(f'<text class="label" x="{at + 4:.1f}" y="{TOP + 9}">{escape(text)}</text>')
+        """A dashed vertical line with a word, where there is room for one."""
+        self._parts.append(f'<path class="rule" d="M{self.x(x):.1f} 0V{HEIGHT}"/>')
+        at = _share(self.x(x), WIDTH)
+        if all(abs(at - other) >= APART for other, _ in self._words):
+            self._words.append((at, text))
         return self
 
     def hover(self, x0: float, x1: float, tip: str) -> Chart:
         """An invisible column that shows `tip` (lines separated by newlines)."""
         left, right = self.x(x0), self.x(x1)
         self._parts.append(
-            f'<rect class="hover" x="{left:.2f}" y="{TOP}" width="{max(1.0, right - left):.2f}"'
-            f' height="{self.height - TOP - BOTTOM}" data-tip="{escape(tip)}"/>'
+            f'<rect class="hover" x="{left:.2f}" y="0" width="{max(1.0, right - left):.2f}" height="{HEIGHT}"'
+            f' data-tip="{escape(tip)}"/>'
         )
         return self
 
-    def svg(self, title: str) -> str:
-        return (
-            f'<svg class="chart" viewBox="0 0 {self.width} {self.height}" role="img" aria-label="{escape(title)}">'
-            f"{''.join(self._parts)}</svg>"
+    def html(self, title: str) -> str:
+        """The drawing with the text around it."""
+        ys, xs = ticks(self._y0, self._y1), ticks(self._x0, self._x1, 7, whole=self._whole)
+        left, below = labels(ys, percent=self._percent), labels(xs)
+        grid = "".join(f'<path class="grid" d="M0 {self.y(y):.1f}H{WIDTH}"/>' for y in ys)
+        words = "".join(
+            f'<span class="word{" before" if at > 100 - APART else ""}" style="left:{at:.2f}%">{escape(text)}</span>'
+            for at, text in self._words
         )
+        return (
+            f'<div class="chart" role="img" aria-label="{escape(title)}" style="{_room(left, below)}">'
+            f'<div class="ys">{"".join(_at("top", self.y(y), HEIGHT, text) for y, text in zip(ys, left, strict=True))}</div>'
+            f'<div class="plot"><svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none">{grid}{"".join(self._parts)}'
+            f'<path class="axis" d="M0 {HEIGHT}H{WIDTH}"/></svg>{words}</div>'
+            f'<div class="xs">{"".join(self._below(xs, below))}</div><div class="unit">{escape(self._x_label)}</div></div>'
+        )
+
+    def _below(self, values: Sequence[float], texts: Sequence[str]) -> list[str]:
+        """Where a phone has no room for all, it leaves out every second one; of the two halves the rounder one stays."""
+        step = values[1] - values[0] if len(values) > 1 else 1.0
+        many = len(texts) * (max(map(len, texts), default=0) + 2) > NARROW
+        return [
+            _at("left", self.x(value), WIDTH, text, "more" if many and round(value / step) % 2 else "")
+            for value, text in zip(values, texts, strict=True)
+        ]
+
+
+def _share(at: float, whole: float) -> float:
+    return 100 * at / whole
+
+
+def _at(side: str, at: float, whole: float, text: str, name: str = "") -> str:
+    kind = f' class="{name}"' if name else ""
+    return f'<span{kind} style="{side}:{_share(at, whole):.2f}%">{text}</span>'
+
+
+def _room(left: Sequence[str], below: Sequence[str]) -> str:
+    """As much beside the drawing as the longest label needs, in widths of a digit; half a label behind the last tick."""
+    longest = max((len(text) + text.count("%") for text in left), default=1)
+    return f"--left:{longest + 1}ch;--right:{max(map(len, below), default=1) / 2:g}ch"
 
 
 def figure(title: str, drawing: str, legend: Sequence[tuple[str, str]] = (), note: str = "", wide: bool = False) -> str:

@@ -7,11 +7,20 @@ from html import escape
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], name: str = "") -> str:
-    """Cells are HTML already; columns whose heading starts with # are numbers."""
+    """Cells are HTML already; columns whose heading starts with # are numbers.
+
+    A phone shows a row as a block: texts in lines of their own, then the numbers with the name of their column.
+    """
     classes = ["num" if one.startswith("#") else "" for one in head]
-    top = "".join(f'<th class="{kind}">{escape(one.lstrip("#"))}</th>' for one, kind in zip(head, classes, strict=True))
+    names = [escape(one.lstrip("#")) for one in head]
+    top = "".join(f'<th class="{kind}">{one}</th>' for one, kind in zip(names, classes, strict=True))
     body = "".join(
-        "<tr>" + "".join(f'<td class="{kind}">{cell}</td>' for cell, kind in zip(row, classes, strict=True)) + "</tr>"
+        "<tr>"
+        + "".join(
+            f'<td class="{kind}" data-head="{one}">{cell}</td>'
+            for cell, kind, one in zip(row, classes, names, strict=True)
+        )
+        + "</tr>"
         for row in rows
     )
     return f'<div class="scroll"><table class="{name}"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'

@@ -1,0 +1,85 @@
+"""How the views use the width and the height that a terminal has: nothing is cut off but the middle of a long text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+LABEL, FAINT = "bold cyan", "dim"
+GAP = 3
+"""Spaces between two parts of a line."""
+
+Line = tuple[str, Sequence[Text]]
+"""Label and parts; a line without a label goes on with the one above it."""
+
+
+def flow(parts: Sequence[Text], width: int) -> Text:
+    """The parts beside each other, each in the next line where it has no room in this one. Empty ones are left out."""
+    text, used = Text(), 0
+    for part in parts:
+        if not part.plain:
+            continue
+        if used and used + GAP + part.cell_len > width:
+            text.append("\n")
+            used = 0
+        elif used:
+            text.append(" " * GAP)
+            used += GAP
+        text.append_text(part)
+        used += part.cell_len
+    return text
+
+
+class Lines:
+    """Labels with their parts beside them, wrapped to the width that there is."""
+
+    def __init__(self, lines: Sequence[Line], label_width: int = 9) -> None:
+        self._lines, self._label_width = lines, label_width
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        label = max([self._label_width, *(len(label) for label, _ in self._lines)])
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style=LABEL, width=label, no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, parts in self._lines:
+            table.add_row(name, flow(parts, options.max_width - label - 2))
+        yield table
+
+
+class Stack:
+    """A header, and beneath it what takes the height that is left, as `options.height` says."""
+
+    def __init__(self, header: RenderableType, rest: RenderableType) -> None:
+        self._header, self._rest = header, rest
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        top = console.render_lines(self._header, options, pad=False)
+        yield self._header
+        yield Text("")
+        yield from console.render(self._rest, options.update(height=max(1, console.height - len(top) - 2)))
+
+
+def middle_out(text: str | Text, width: int, most: int, console: Console) -> Text:
+    """At most so many lines; of a longer text its beginning and its end, where the answer stands."""
+    text = text if isinstance(text, Text) else Text(text)
+    lines = Text(one_line(text.plain), text.style).wrap(console, width, overflow="fold")
+    if len(lines) <= most:
+        return Text("\n").join(lines)
+    tail = most // 3
+    head = list(lines)[: most - tail]
+    head[-1].rstrip()
+    head[-1].truncate(width - 2)
+    head[-1].append(" …", FAINT)
+    return Text("\n").join([*head, *list(lines)[len(lines) - tail :]])
+
+
+def one_line(text: str) -> str:
+    return printable(" ".join(text.split()))
+
+
+def printable(text: str) -> str:
+    """Without what would move the cursor or change colours: a model may write anything."""
+    return "".join(c if c.isprintable() else "�" for c in text)

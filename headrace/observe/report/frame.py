@@ -1,0 +1,32 @@
+"""What all charts over optimizer steps share: their ends, the tooltips, the marks of resumes, and how many steps a point is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from headrace.observe.report.data import Bin, ReportData
+from headrace.observe.report.svg import Chart
+
+
+def of_steps(data: ReportData) -> tuple[float, float]:
+    return data.bins[0].first - 0.5, data.bins[-1].last + 0.5
+
+
+def told(data: ReportData, note: str) -> str:
+    """The note, and what a point is where it is more than one step."""
+    per = len(data.bins[0].rows)
+    parts = (note.rstrip("."), f"each point is the mean of {per} steps" if per > 1 else "")
+    return "; ".join(part for part in parts if part)
+
+
+def hovers(chart: Chart, data: ReportData, tip: Callable[[Bin], str]) -> Chart:
+    for one in data.bins:
+        chart.hover(one.first - 0.5, one.last + 0.5, f"{one.name}\n{tip(one)}")
+    return chart
+
+
+def resumes(chart: Chart, data: ReportData) -> Chart:
+    for start in data.state.sessions[1:]:
+        done = [row.report.step + 1 for row in data.state.rows if row.t <= start]
+        chart.mark(done[-1] + 0.5 if done else data.bins[0].first - 0.5, "resumed")
+    return chart
