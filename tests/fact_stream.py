@@ -26,6 +26,8 @@ from headrace.observe.facts import (
     WorkerLost,
 )
 from headrace.observe.journal import AnyRecord, Journal, Live, Ready, Stepped
+from headrace.observe.resume import Resume
+from headrace.observe.tickets import Tickets
 from headrace.reports import EngineStats, LagStats, LoadReport, TrainReport
 from headrace.types import Completion, Episode, Failure, Group, Prompt, Row, Scored, Turn, VersionSpan
 from headrace.weights import WeightUpdate
@@ -246,6 +248,19 @@ def records_of(facts: Iterable[Fact]) -> Iterator[AnyRecord]:
             yield Stepped(fact.t, fact.report, tuple(group.ticket for group in fact.groups))
         elif isinstance(fact, WeightsLive):
             yield Live(fact.t, fact.update.version, fact.update.fingerprint)
+
+
+def standing(facts: Iterable[Fact], step: int) -> Resume:
+    """Where a run stands whose journal ends with these facts, and whose checkpoint is that of `step`."""
+    tickets = Tickets()
+    for fact in facts:
+        if isinstance(fact, TicketDrawn):
+            tickets.draw(fact)
+        elif isinstance(fact, GroupEnded):
+            tickets.end(fact)
+        elif isinstance(fact, StepTrained):
+            tickets.train(group.ticket for group in fact.groups)
+    return Resume(step, step, tickets.drawn, frozenset(tickets.flying), frozenset(tickets.ready))
 
 
 def write_journal(run_dir: Path, records: Iterable[AnyRecord]) -> None:

@@ -262,16 +262,20 @@ OF_RECOVERY = (
     ),
     _one(
         "passes_from_before", RECOVERY, "C5", "passes that are in the checkpoint are attached to it",
-        "read_passes(run_dir, step, passes)", "read_passes(run_dir, step)",
+        "read_passes(past.run_dir, past.saved_step, past.state.passes if past.state else 0)",
+        "read_passes(past.run_dir, past.saved_step)",
     ),
     _one(
         "tokens_of_old_tickets_only", RECOVERY, "C7", "tokens are kept of tickets in the checkpoint, not of those drawn since",
         "    steps = list(_apply(past.records, task, buffer))\n    asked =", "    asked =",
         (
-            "    interrupts.restore(_begun(past, {request.id: request for requests in asked for request in requests}))\n",
-            "    interrupts.restore(_begun(past, {request.id: request for requests in asked for request in requests}))\n"
-            "    steps = list(_apply(past.records, task, buffer))\n",
+            "    return steps, begun is None\n",
+            "    return list(_apply(past.records, task, buffer)), begun is None\n",
         ),
+    ),
+    _one(
+        "passes_outlive", RECOVERY, "C5", "passes are used of tickets that a loss of power took out of the journal",
+        "return None if tickets and max(tickets) >= past.resume.next_ticket else found", "return found",
     ),
     _one(
         "failures_forgotten", RECOVERY, "C2", "a recovered group is dropped without its failures",
@@ -337,7 +341,7 @@ OF_JOURNAL = (
     ),
     _one(
         "numbers_begin_anew", JOURNAL, "C7", "a resumed run numbers its records from 0 on",
-        "self.position = sum(1 for _ in read_lines(self._file.path))", "self.position = 0",
+        "self.position = max(position, end_of_journal(run_dir))", "self.position = position",
     ),
     _one(
         "checksum_ignored", JOURNAL, "C7", "a record that does not match its checksum is taken for good",
@@ -345,19 +349,19 @@ OF_JOURNAL = (
     ),
     _one(
         "first_record_skipped", JOURNAL, "C7", "reading begins one record too late",
-        "islice(read_lines(path), start, None), start)", "islice(read_lines(path), start + 1, None), start + 1)",
+        "    path, following = run_dir / JOURNAL, 0\n", "    path, following, start = run_dir / JOURNAL, 0, start + (start > 0)\n",
     ),
     _one(
         "cut_one_too_far", JOURNAL, "C7", "the journal is cut one record before the checkpoint",
-        "repeat(True, position)", "repeat(True, position - 1)",
+        "repeat(True, kept)", "repeat(True, kept - 1)",
     ),
     _one(
         "cut_one_short", JOURNAL, "C7", "the journal is cut one record behind the checkpoint",
-        "repeat(True, position)", "repeat(True, position + 1)",
+        "repeat(True, kept)", "repeat(True, kept + 1)",
     ),
     _one(
         "skipped_is_replayed", JOURNAL, "C8", "a skipped step is given as one that was trained",
-        "            if record.report.skipped:\n                continue\n", "",
+        "                if record.report.skipped:\n                    continue\n", "",
     ),
     _one(
         "torn_end_stays", FILES, "C7", "a torn last line is not cut: the next record is glued to it",

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from headrace import cli
 from headrace.errors import ConfigError
-from headrace.observe.journal import JOURNAL, AnyRecord, Drawn, Gone, JournalDamaged, Ready, Stepped
+from headrace.observe.journal import JOURNAL, AnyRecord, Drawn, Gone, Ready, Stepped
 from headrace.observe.parting import Parting, part
 from headrace.observe.parting_view import report
 from headrace.types import Group, Prompt
@@ -155,12 +155,21 @@ def test_what_is_printed_and_the_exit_code(tmp_path: Path, capsys: pytest.Captur
     assert "are the same" in " ".join(capsys.readouterr().out.split())
 
 
-def test_what_is_no_run_and_what_is_damaged_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     a = make(tmp_path / "a", RECORDS)
     (tmp_path / "none").mkdir()
     with pytest.raises(ConfigError, match="not the directory of a run"):
         part(a, tmp_path / "none")
-    b = make(tmp_path / "b", RECORDS)
+
+
+def test_what_cannot_be_read_is_not_compared_and_said(tmp_path: Path) -> None:
+    a, b = make(tmp_path / "a", RECORDS), make(tmp_path / "b", RECORDS)
     (b / JOURNAL).write_bytes((b / JOURNAL).read_bytes().replace(b"chain_sum", b"chain_som", 1))
-    with pytest.raises(JournalDamaged):
-        part(a, b)
+    found = part(a, b)
+    assert not found.damage[a] and "does not match its checksum" in str(found.damage[b])
+    assert "(step 1) trains ticket" in str(found.damage[b])
+    assert found.steps == len(STEPS) - 1 and not found.first, "the other steps are compared, each with its own"
+    console = Console(file=io.StringIO(), width=300)
+    assert report(a, b, console) == 1
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "Not compared" in said and "What can be read of both is the same" in said and "checksum" in said

@@ -84,6 +84,16 @@ PINNED = {
     "unheard": Case(
         173, mode="cancel_group", overdue="cancel", groups=2, group_size=2, checkpoint_every=0, stored=4, stragglers=3
     ),
+    # passes that a loss of power left, of tickets that it did not
+    "outlived": Case(
+        178,
+        groups=1,
+        max_lag=2,
+        steps=3,
+        checkpoint_every=0,
+        faults=(Fault("power", 0, 42, 0.27569427699674676), Fault("kill", 1, 24, 0.46697456474209986)),
+        stragglers=2,
+    ),
     # a full disk when a run goes on
     "start": Case(
         1,

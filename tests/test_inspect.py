@@ -172,6 +172,20 @@ def test_what_is_not_there_is_refused_with_the_reason(run: Path, tmp_path: Path)
         find_step(tmp_path / "none", None, None)
 
 
+def test_a_damaged_journal_shows_what_can_be_read_and_names_the_rest(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = (run / "journal.jsonl").read_bytes().splitlines(keepends=True)
+    lines[2] = lines[2].replace(b"tokens", b"tokons", 1)
+    (run / "journal.jsonl").write_bytes(b"".join(lines))
+    said = " ".join(printed(run, step=3).split())
+    assert said.startswith("Step 3") and "of journal.jsonl cannot be read: line 3 does not match its checksum" in said
+    assert cli.main(["inspect", str(run), "--step", "3", "--json"]) == 0
+    assert "line 3 does not match its checksum" in json.loads(capsys.readouterr().out)["unreadable"]
+    with pytest.raises(ConfigError, match=r"step 1 of .* cannot be read: .*line 3 does not match its checksum"):
+        find_step(run, 1, None)
+
+
 def test_json_has_everything(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["inspect", str(run), "--step", "2", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)

@@ -23,6 +23,7 @@ from headrace.observe.files import AppendFile
 from headrace.observe.journal import (
     JOURNAL,
     AnyRecord,
+    Damage,
     Drawn,
     Gone,
     Journal,
@@ -32,6 +33,7 @@ from headrace.observe.journal import (
     Stepped,
     count_steps,
     cut_journal,
+    end_of_journal,
     read_journal,
     read_steps,
 )
@@ -105,10 +107,13 @@ def test_a_skipped_step_is_none_but_its_groups_are_gone(tmp_path: Path) -> None:
     assert count_steps(tmp_path) == 1
 
 
-def test_a_step_whose_group_is_missing_is_damage(tmp_path: Path) -> None:
-    write_journal(tmp_path, [Live(1.0, 0, "f"), Stepped(3.0, TrainReport(0, 1), (9,))])
-    with pytest.raises(JournalDamaged, match=r"line 2: trains ticket 9, whose group is not in the journal"):
-        list(read_steps(tmp_path))
+def test_a_step_whose_group_is_missing_is_left_out_and_said(tmp_path: Path) -> None:
+    group = FactStream(seed=1).group(8, 0)
+    steps = Stepped(3.0, TrainReport(0, 1), (9,)), Stepped(4.0, TrainReport(1, 2), (8,))
+    write_journal(tmp_path, [Live(1.0, 0, "f"), Ready(2.0, group), *steps])
+    damage = Damage()
+    assert [one.step for one in read_steps(tmp_path, damage=damage)] == [1] and count_steps(tmp_path) == 2
+    assert str(damage) == "line 3 (step 1) trains ticket 9, whose group cannot be read"
 
 
 numbers = st.floats() | st.sampled_from([math.inf, -math.inf, math.nan, -0.0, 5e-324])
@@ -215,6 +220,46 @@ def test_a_record_of_another_version_says_so(tmp_path: Path) -> None:
     journal.close()
     with pytest.raises(JournalDamaged, match="line 1: was not written by this version of headrace"):
         list(read_journal(tmp_path))
+
+
+def test_damage_before_a_checkpoint_does_not_hide_what_follows(tmp_path: Path, written: bytes) -> None:
+    """Whatever it does to the lines: records are known by their numbers."""
+    lines = written.splitlines(keepends=True)
+    split = [lines[1][:50] + b"\n", lines[1][50:]]
+    for spoilt, damaged in (
+        ([lines[0], b"nonsense\n", *lines[2:]], "line 2 is no record"),
+        ([lines[0], *lines[2:]], "record 1 cannot be found"),
+        (
+            [*lines[:2], lines[2][:-1] + lines[3], *lines[4:]],
+            "line 3 does not match its checksum; record 3 cannot be found",
+        ),
+        ([lines[0], *split, *lines[2:]], "line 2 is no record; line 3 is no record"),
+        ([*lines[:3], lines[1], *lines[3:]], "line 4 holds record 1, after 2: lines were added"),
+    ):
+        put(tmp_path, b"".join(spoilt))
+        assert tuple(read_journal(tmp_path, 5)) == RECORDS[5:]
+        damage = Damage()
+        assert end_of_journal(tmp_path, damage) == len(RECORDS) and str(damage) == damaged
+        cut_journal(tmp_path, 5)
+        assert tuple(read_journal(tmp_path, 5)) == () and end_of_journal(tmp_path) == 5
+        journal = Journal(tmp_path)
+        journal.write(RECORDS[5])
+        journal.close()
+        assert tuple(read_journal(tmp_path, 5)) == RECORDS[5:6]
+
+
+def test_numbers_that_were_lost_are_not_given_again(tmp_path: Path, written: bytes) -> None:
+    """A loss of power took the end, and a checkpoint knows of 9 records."""
+    put(tmp_path, b"".join(written.splitlines(keepends=True)[:4]))
+    journal = Journal(tmp_path, position=9)
+    journal.write(RECORDS[9])
+    journal.close()
+    assert tuple(read_journal(tmp_path, 9)) == RECORDS[9:10]
+    with pytest.raises(JournalDamaged, match="line 5: holds record 9 instead of 4"):
+        list(read_journal(tmp_path, 4))
+    damage = Damage()
+    list(read_steps(tmp_path, damage=damage))
+    assert str(damage).startswith("records 4 to 8 cannot be found")
 
 
 def test_cutting_sets_the_rest_aside_and_numbers_go_on(tmp_path: Path, written: bytes) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from fact_stream import FactStream
+from fact_stream import FactStream, standing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -41,9 +41,11 @@ from headrace.observe.files import AppendFile, read_lines, whole_lines
 from headrace.observe.pools import EngineUse
 from headrace.observe.recorder import Recorder
 from headrace.observe.records import StepRow, read_metrics, summarise
-from headrace.observe.resume import Resume
+from headrace.observe.report import write_report
+from headrace.observe.resume import Resume, kept_of
 from headrace.observe.spelling import encode
 from headrace.observe.state import RunState
+from headrace.observe.status import Follower
 from headrace.observe.summary import print_summary, summary
 from headrace.observe.terminal import Header, LiveTerminal, PlainTerminal
 from headrace.observe.text import bar, duration, number, sparkline
@@ -127,12 +129,36 @@ def test_an_append_file_cuts_to_whole_lines(
     assert path.read_bytes() == whole
 
 
-def test_damage_before_the_last_line_is_an_error_that_names_it(tmp_path: Path) -> None:
-    record(tmp_path, [Warned(1.0, "one"), Warned(2.0, "two")])
+def test_lines_that_cannot_be_read_are_left_out_and_counted(tmp_path: Path) -> None:
+    record(tmp_path, [Warned(float(i), "abcdefg"[i]) for i in range(7)])
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(path.read_bytes().replace(b'"one"', b'"one'))
-    with pytest.raises(HeadraceError, match=r"metrics\.jsonl, line 1"):
-        read_metrics(tmp_path)
+    path.write_bytes(path.read_bytes().replace(b'"b"', b'"b').replace(b'"d"', b'"\xff"'))
+    *facts, said = read_metrics(tmp_path)
+    assert "".join(fact.message for fact in facts) == "acefg"  # type: ignore[union-attr]
+    assert isinstance(said, Warned) and said.t == 6.0
+    assert said.message.startswith("2 lines of metrics.jsonl cannot be read and are left out (line 2, 4)")
+
+
+def test_a_run_with_a_bad_line_goes_on_and_sets_it_aside(tmp_path: Path) -> None:
+    """Reading says it each time; a run that goes on writes behind lines that can be read."""
+    facts = list(FactStream(steps=4, troubles=False).facts())[:-1]
+    record(tmp_path, facts)
+    path = tmp_path / "metrics.jsonl"
+    lines = path.read_bytes().splitlines()
+    lines[20] = lines[20][:5] + b"\x00" + lines[20][6:]
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    assert "1 line of metrics.jsonl" in write_report(tmp_path).read_text()
+    follower = Follower(tmp_path)
+    for _ in range(2):
+        follower.look(False, 0.0)
+        (said,) = follower.state.warnings
+        assert "1 line of metrics.jsonl cannot be read and is left out (line 21)" in said.message
+    recorder = Recorder(tmp_path, resume=standing(facts, 4), waits=True)
+    assert recorder.unreadable == [21] and recorder.state.step == 4
+    recorder.begin()
+    recorder.close()
+    assert path.read_bytes().splitlines() == lines[:20] + lines[21:]
+    assert (tmp_path / "metrics.jsonl.discarded").read_bytes().splitlines() == [lines[20]]
 
 
 def test_full_disk_is_one_clear_error(tmp_path: Path) -> None:
@@ -168,7 +194,7 @@ except HeadraceError as error:
 
 
 def test_a_used_directory_is_refused_without_resume(tmp_path: Path) -> None:
-    record(tmp_path, [Warned(1.0, "one")])
+    record(tmp_path, [FactStream().start()])
     with pytest.raises(ConfigError, match="already holds a run"):
         Recorder(tmp_path)
 
@@ -182,7 +208,8 @@ def test_resume_goes_on_from_the_checkpoint_and_sets_the_rest_aside(tmp_path: Pa
     last = next(i for i, fact in enumerate(facts) if isinstance(fact, StepTrained) and fact.report.step == 11)
     written = facts[:last]
     record(tmp_path, written)
-    state = record(tmp_path, [stream.start(resumed_at=10)], Resume(10, rewinds=True))
+    saved = next(i for i, fact in enumerate(facts) if isinstance(fact, CheckpointSaved) and fact.step == 10)
+    state = record(tmp_path, [stream.start(resumed_at=10)], standing(facts[:saved], 10))
     assert steps_of(read_metrics(tmp_path)) == list(range(10))
     assert state.step == 10 and len(state.sessions) == 2
     aside = list(read_lines(tmp_path / "metrics.jsonl.discarded"))
@@ -194,27 +221,51 @@ def test_what_happened_while_the_checkpoint_was_written_is_not_in_it(tmp_path: P
     before, during, after = (TicketDrawn(t, ticket, f"p{ticket}") for t, ticket in ((1.0, 0), (5.5, 1), (7.0, 2)))
     saved = CheckpointSaved(6.0, 3, "step-000003", 1.0)
     record(tmp_path, [before, during, saved, after])
-    record(tmp_path, [], Resume(3, rewinds=True))
+    record(tmp_path, [], standing([before], 3))
     assert read_metrics(tmp_path) == [before, saved]
 
 
 def test_a_checkpoint_whose_fact_was_lost_still_bounds_the_history(tmp_path: Path) -> None:
     facts = [fact for fact in FactStream(steps=6).facts() if not isinstance(fact, CheckpointSaved)]
     record(tmp_path, facts)
-    record(tmp_path, [], Resume(4, rewinds=True))
+    record(tmp_path, [], standing(facts, 4))
     assert steps_of(read_metrics(tmp_path)) == [0, 1, 2, 3]
 
 
 def test_a_failed_checkpoint_is_not_one_to_resume_from(tmp_path: Path) -> None:
     good, failed = CheckpointSaved(2.0, 3, "p", 0.0), CheckpointSaved(4.0, 3, "", 0.0, "No space left on device")
-    record(tmp_path, [good, Warned(3.0, "later"), failed])
-    record(tmp_path, [], Resume(3, rewinds=True))
+    record(tmp_path, [good, TicketDrawn(3.0, 0, "later"), failed])
+    record(tmp_path, [], standing([], 3))
     assert read_metrics(tmp_path) == [good]
+
+
+def test_facts_that_the_journal_does_not_know_are_set_aside() -> None:
+    """Whichever process cut the journal, and whether or not it could cut the metrics: it was written before them."""
+    resume = Resume(3, 2, next_ticket=9, flying=frozenset({7}), ready=frozenset({6}))
+    known = [
+        TicketDrawn(0.0, 8, "p"),
+        GroupEnded(0.0, 6, "p", "ready"),
+        GroupEnded(0.0, 5, "p", "dropped", "no_contrast"),
+        CheckpointSaved(0.0, 2, "p", 0.0),
+        Evaluated(0.0, "during", 3, 1, 0.0, 0.0, 1.0),
+        RunEnded(0.0, "interrupted", 3, Accounting(), 0.0, 0.0),
+    ]
+    unknown = [
+        TicketDrawn(0.0, 9, "p"),
+        GroupEnded(0.0, 7, "p", "ready"),
+        GroupEnded(0.0, 6, "p", "dropped", "nonfinite_gradient"),
+        CheckpointSaved(0.0, 4, "p", 0.0),
+        Evaluated(0.0, "during", 4, 1, 0.0, 0.0, 1.0),
+    ]
+    assert all(kept_of(known, resume))
+    for fact in unknown:
+        assert kept_of([*known, fact, *known[:2]], resume) == [True] * len(known) + [False] * 3, fact
+    assert kept_of(known, Resume(3, None, 9, anew=True)) == [False] * len(known)
 
 
 def test_resume_without_any_checkpoint_starts_over(tmp_path: Path) -> None:
     record(tmp_path, list(FactStream(steps=2).facts()))
-    state = record(tmp_path, [], Resume(0, rewinds=True))
+    state = record(tmp_path, [], Resume(0, anew=True))
     assert read_metrics(tmp_path) == []
     assert state.started is None
 
@@ -223,7 +274,7 @@ def test_a_run_that_goes_on_with_its_journal_keeps_every_fact(tmp_path: Path) ->
     stream = FactStream(steps=6, troubles=False)
     facts = list(stream.facts())[:-1]
     record(tmp_path, facts)
-    state = record(tmp_path, [stream.start(resumed_at=6)], Resume(6))
+    state = record(tmp_path, [stream.start(resumed_at=6)], standing(facts, 6))
     assert len(read_metrics(tmp_path)) == len(facts) + 1
     assert not (tmp_path / "metrics.jsonl.discarded").exists()
     assert steps_of(read_metrics(tmp_path)) == list(range(6)) and len(state.sessions) == 2
@@ -476,10 +527,12 @@ def test_tensorboard_gets_the_scalars_and_forgets_what_was_discarded(tmp_path: P
     facts = list(FactStream(steps=6).facts())
     settings_ = ObserveConfig(terminal="off", tensorboard=True)
     first = open_recorder(settings_, tmp_path)
+    first.begin()
     for fact in facts:
         first.record(fact)
     first.close()
-    second = open_recorder(settings_, tmp_path, Resume(4, rewinds=True))
+    second = open_recorder(settings_, tmp_path, standing(facts, 4))
+    second.begin()
     again = [fact for fact in facts if isinstance(fact, StepTrained) and fact.report.step == 4]
     second.record(again[0])
     second.close()
@@ -496,7 +549,7 @@ import sys
 from pathlib import Path
 from headrace.observe.build import open_recorder
 from headrace.observe.config import ObserveConfig
-from fact_stream import FactStream
+from fact_stream import FactStream, standing
 recorder = open_recorder(ObserveConfig(terminal="off", trackio=True), Path(sys.argv[1]))
 for fact in FactStream(steps=3).facts():
     recorder.record(fact)

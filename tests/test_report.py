@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from fact_stream import FactStream, records_of, write_journal
+from fact_stream import FactStream, records_of, standing, write_journal
 
 from headrace.errors import ConfigError, HeadraceError
 from headrace.observe.facts import CheckpointSaved, Fact, StepTrained, Warned
@@ -124,9 +124,20 @@ def test_a_resumed_run_has_one_history_and_says_where_it_was_resumed(tmp_path: P
     saved = next(i for i, fact in enumerate(facts) if isinstance(fact, CheckpointSaved))
     report(tmp_path, facts[: saved + 4])
     again = msgspec.structs.replace(stream.start(resumed_at=10), t=facts[saved].t)
-    html = report(tmp_path, [again, *facts[saved + 1 :]], Resume(10, rewinds=True))
+    html = report(tmp_path, [again, *facts[saved + 1 :]], standing(facts[:saved], 10))
     assert "1 resume" not in html and "Resumed 1 time (" in html and ">resumed</span>" in html
     assert [row.report.step for row in load(tmp_path).state.rows] == list(range(12))
+
+
+def test_what_cannot_be_read_is_left_out_and_said(tmp_path: Path) -> None:
+    report(tmp_path, list(FactStream(steps=6, troubles=False).facts()))
+    for name, place in (("metrics.jsonl", 30), ("journal.jsonl", 1)):
+        lines = (tmp_path / name).read_bytes().splitlines(keepends=True)
+        lines[place] = b"\xff\n"
+        (tmp_path / name).write_bytes(b"".join(lines))
+    said = write_report(tmp_path).read_text()
+    assert "1 line of metrics.jsonl cannot be read and is left out (line 31)" in said
+    assert "of journal.jsonl cannot be read: line 2 is no record; line 6 (step 1) trains ticket 0" in said
 
 
 def test_a_run_that_failed_shows_its_sentence(tmp_path: Path) -> None:

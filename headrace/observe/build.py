@@ -12,15 +12,16 @@ from headrace.observe.resume import Resume
 
 
 def open_recorder(config: ObserveConfig, run_dir: Path, resume: Resume | None = None) -> Recorder:
-    """A recorder with everything that `config` asks for; the terminal view begins to move at once.
+    """A recorder with everything that `config` asks for; the terminal view begins to move at once, all else with `Recorder.begin`.
 
     `resume`: None for a fresh run.
     Raises `ConfigError` when a sink's package is missing, or when the directory already holds a run.
     """
     check_installed(config)
-    recorder = Recorder(run_dir, resume=resume)
+    step = resume.step if resume else None
+    recorder = Recorder(run_dir, (), resume, waits=True, sinks_on_disk=lambda: _sinks_on_disk(config, run_dir, step))
     try:
-        for sink in _sinks(config, run_dir, resume.step if resume else None):
+        for sink in _sinks(config):
             recorder.add(sink)
     except BaseException:
         recorder.close()
@@ -28,17 +29,19 @@ def open_recorder(config: ObserveConfig, run_dir: Path, resume: Resume | None = 
     return recorder
 
 
-def _sinks(config: ObserveConfig, run_dir: Path, resume_at_step: int | None) -> list[Sink]:
-    from headrace.observe.sinks import TensorBoardSink, TrackioSink
+def _sinks(config: ObserveConfig) -> list[Sink]:
+    from headrace.observe.sinks import TrackioSink
 
-    sinks: list[Sink] = []
-    if config.tensorboard:
-        sinks.append(TensorBoardSink(run_dir / "tensorboard", resume_at_step))
-    if config.trackio:
-        sinks.append(TrackioSink())
+    sinks: list[Sink] = [TrackioSink()] if config.trackio else []
     if terminal := _terminal(config):  # last: nothing may fail once the live view owns the screen
         sinks.append(terminal)
     return sinks
+
+
+def _sinks_on_disk(config: ObserveConfig, run_dir: Path, resume_at_step: int | None) -> list[Sink]:
+    from headrace.observe.sinks import TensorBoardSink
+
+    return [TensorBoardSink(run_dir / "tensorboard", resume_at_step)] if config.tensorboard else []
 
 
 def _terminal(config: ObserveConfig) -> Sink | None:

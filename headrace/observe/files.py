@@ -1,11 +1,12 @@
-"""Append-only files of lines that survive a kill at any byte and a full disk."""
+"""Files that survive a kill at any byte and a full disk: those of lines that are only appended to, and those that are replaced."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from headrace.errors import HeadraceError
 
@@ -22,7 +23,7 @@ class AppendFile:
             self._file = path.open("ab", buffering=0)
             self._size = os.fstat(self._file.fileno()).st_size
         except OSError as error:
-            raise self._problem(error) from error
+            raise not_written(self.path, error) from error
 
     def write(self, line: bytes) -> None:
         """Appends `line` and a newline. Raises `HeadraceError` naming the file when the disk does not take it."""
@@ -30,14 +31,12 @@ class AppendFile:
 
     def append(self, data: bytes) -> None:
         """All of it or nothing. Raises `HeadraceError` naming the file when the disk does not take it."""
-        rest = memoryview(data)
         try:
-            while rest:
-                rest = rest[self._file.write(rest) :]
+            _write(self._file, data)
         except OSError as error:
             with suppress(OSError):  # half a line must not glue itself to the next one
                 self._file.truncate(self._size)
-            raise self._problem(error) from error
+            raise not_written(self.path, error) from error
         self._size += len(data)
 
     def flush(self) -> None:
@@ -45,15 +44,65 @@ class AppendFile:
         try:
             os.fsync(self._file.fileno())
         except OSError as error:
-            raise self._problem(error) from error
-
-    def _problem(self, error: OSError) -> HeadraceError:
-        return HeadraceError(
-            f"could not write {self.path}: {error.strerror}. Make room on that disk and go on with --resume"
-        )
+            raise not_written(self.path, error) from error
 
     def close(self) -> None:
         self._file.close()
+
+
+@contextmanager
+def replacing(path: Path, flush: bool = True) -> Iterator[Callable[[bytes], None]]:
+    """Gives a function that writes; what it wrote takes the place of `path` at once, when the block ends.
+
+    Killed anywhere, and whatever is raised, the old file or the new one is there, and whole. `flush`: so it is after a loss of
+    power. Raises `HeadraceError` naming the file when the disk does not take it."""
+    part = path.with_name(f".{path.name}{PART}")
+    try:
+        with part.open("wb", buffering=0) as file:
+            yield lambda data: _write(file, data)
+            if flush:
+                os.fsync(file.fileno())
+        os.replace(part, path)
+        if flush:
+            flush_names(path.parent)
+    except BaseException as error:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise not_written(path, error) from error
+        raise
+
+
+PART = ".part"
+"""End of the name of a file that is to replace another one. One that is found was left by a kill."""
+
+
+def replace_file(path: Path, data: bytes, flush: bool = True) -> None:
+    """As `replacing`, all at once."""
+    with replacing(path, flush) as write:
+        write(data)
+
+
+def flush_names(directory: Path) -> None:
+    """Which names there are in it is on the disk."""
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def not_written(path: Path, error: OSError) -> HeadraceError:
+    return HeadraceError(
+        f"could not write {path}: {error.strerror}. Make room on that disk; a run goes on with --resume"
+    )
+
+
+def _write(file: Any, data: bytes) -> None:
+    """`file`: a raw one, which may take less than it is given."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
@@ -86,11 +135,14 @@ def keep_lines(path: Path, kept: Iterable[bool]) -> None:
     if not path.is_file():
         return
     marks = iter(kept)
-    part = path.with_name(path.name + ".part")
-    with part.open("wb") as keep, path.with_name(path.name + ".discarded").open("ab") as discard:
-        for line in read_lines(path):
-            (keep if next(marks, False) else discard).write(line + b"\n")
-        for file in (discard, keep):
-            file.flush()
-            os.fsync(file.fileno())
-    os.replace(part, path)
+    discarded = AppendFile(path.with_name(path.name + ".discarded"))
+    try:
+        with replacing(path) as keep:
+            for line in read_lines(path):
+                if next(marks, False):
+                    keep(line + b"\n")
+                else:
+                    discarded.write(line)
+            discarded.flush()
+    finally:
+        discarded.close()

@@ -11,12 +11,11 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError
-from headrace.observe.journal import JOURNAL, Drawn, Gone, JournalStep, read_only, read_steps
+from headrace.observe.journal import JOURNAL, Damage, Drawn, Gone, JournalStep, count_steps, read_only, read_steps
 from headrace.reports import TrainReport
 from headrace.types import Completion, Group, Row, Scored
 
@@ -73,6 +72,8 @@ class Parting:
     """By kind: in how many steps, groups or rollouts there is such a difference."""
     steps: int = 0
     """That both have."""
+    damage: dict[Path, Damage] = field(default_factory=dict)
+    """What of their journals cannot be read, and is not compared."""
 
     @property
     def earliest(self) -> Difference | None:
@@ -89,26 +90,38 @@ class Parting:
 
 
 def part(a: Path, b: Path) -> Parting:
-    """Raises ConfigError where one is no run, HeadraceError where a journal is damaged."""
+    """What of a journal cannot be read is not compared, and said. Raises ConfigError where one is no run."""
     for run in (a, b):
         if not (run / JOURNAL).is_file():
             raise ConfigError(f"{run} is not the directory of a run: it has no {JOURNAL}")
-    found = Parting(_settings(a, b))
+    found = Parting(_settings(a, b), damage={a: Damage(), b: Damage()})
     for difference in _prompts(a, b):
         found.add(difference)
     rounding = max(_rounding(a), _rounding(b))
-    for one, other in zip_longest(read_steps(a), read_steps(b)):
-        if one is None or other is None:
-            step = (one or other).step + 1
-            done = [f"{'' if here else 'not '}done" for here in (one, other)]
-            found.add(Difference("length", step, done[0], done[1]))
-            break  # what follows is in one of them only
+    for one, other in _pairs(read_steps(a, damage=found.damage[a]), read_steps(b, damage=found.damage[b])):
         found.steps += 1
         for difference in _of_steps(one, other, rounding):
             found.add(difference)
+    done = {run: count_steps(run) for run in (a, b)}
+    if done[a] != done[b]:
+        told = ["done" if done[run] == max(done.values()) else "not done" for run in (a, b)]
+        found.add(Difference("length", min(done.values()) + 1, told[0], told[1]))
     for difference in _outcomes(a, b):
         found.add(difference)
     return found
+
+
+def _pairs(a: Iterator[JournalStep], b: Iterator[JournalStep]) -> Iterator[tuple[JournalStep, JournalStep]]:
+    """The steps that both have; each is read to its end."""
+    one, other = next(a, None), next(b, None)
+    while one or other:
+        if one and other and one.step == other.step:
+            yield one, other
+            one, other = next(a, None), next(b, None)
+        elif other is None or (one and one.step < other.step):
+            one = next(a, None)
+        else:
+            other = next(b, None)
 
 
 # -- before the first step --------------------------------------------------------------------------------------------------

@@ -13,17 +13,23 @@ from headrace.observe.text import clip, plural
 
 
 def report(a: Path, b: Path, console: Console | None = None) -> int:
-    """0 where the journals say the same, 1 where they do not."""
+    """0 where the journals say the same, 1 where they do not, or cannot be read to the end."""
     console = console or Console(highlight=False)
     found = part(a, b)
     console.print(f"A = {escape(str(a))}, B = {escape(str(b))}: {plural(found.steps, 'step')} in both")
     if found.settings:
         console.print(_settings(found))
+    for run, damage in found.damage.items():
+        if damage:
+            console.print(f"[yellow]Not compared, as it cannot be read of {escape(str(run))}: {escape(str(damage))}[/]")
     if earliest := found.earliest:
         kind = KINDS[earliest.kind]
         console.print(f"[bold]They part at {escape(earliest.place) or 'the start'}[/]: {kind}, "
                       f"{escape(_clipped(earliest.a))} | {escape(_clipped(earliest.b))}")  # fmt: skip
         console.print(_kinds(found))
+        return 1
+    if any(found.damage.values()):
+        console.print("What can be read of both is the same")
         return 1
     console.print("[green]Prompts, tokens, log-probs, versions, rewards, advantages, masks and reports are the same[/]")
     return 0

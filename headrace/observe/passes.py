@@ -8,6 +8,7 @@ passes, whether they could be written or not: what lies behind a hole is not use
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -102,19 +103,24 @@ def whole_frames(path: Path) -> int:
     return max((end for _, _, end in _frames(path)), default=0)
 
 
-def _frames(path: Path) -> Iterator[tuple[int, memoryview, int]]:
-    """Number, content, and where it ends in the file."""
-    data, at = memoryview(path.read_bytes() if path.is_file() else b""), 0
-    while at + _HEAD.size <= len(data):
-        length, number, found = _HEAD.unpack_from(data, at)
-        content = data[at + _HEAD.size : at + _HEAD.size + length]
-        if len(content) < length or _sum(number, content) != found:
-            return
-        at += _HEAD.size + length
-        yield number, content, at
+def _frames(path: Path) -> Iterator[tuple[int, bytes, int]]:
+    """Number, content, and where it ends in the file. One at a time: a file may be larger than the memory."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        size, at = os.fstat(file.fileno()).st_size, 0
+        while at + _HEAD.size <= size:
+            length, number, found = _HEAD.unpack(file.read(_HEAD.size))
+            if length > size - at - _HEAD.size:
+                return
+            content = file.read(length)
+            if _sum(number, content) != found:
+                return
+            at += _HEAD.size + length
+            yield number, content, at
 
 
-def _sum(number: int, output: bytes | memoryview) -> int:
+def _sum(number: int, output: bytes) -> int:
     return xxhash.xxh3_64_intdigest(output, seed=number)
 
 

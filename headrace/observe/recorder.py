@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from headrace.errors import ConfigError
 from headrace.observe.facts import StepTrained
-from headrace.observe.files import AppendFile
-from headrace.observe.records import METRICS, MetricsFact, pick_samples, read_metrics, summarise
-from headrace.observe.resume import Resume, rewind
+from headrace.observe.files import AppendFile, keep_lines, read_lines
+from headrace.observe.records import METRICS, MetricsFact, pick_samples, read_metrics_lines, summarise
+from headrace.observe.resume import Resume, kept_of
 from headrace.observe.spelling import encode
 from headrace.observe.state import RunState
 
@@ -25,19 +25,48 @@ class Sink(Protocol):
 class Recorder:
     """Implements `protocols.Observer`: metrics on disk, `state` in memory, and every sink."""
 
-    def __init__(self, run_dir: Path, sinks: Sequence[Sink] = (), resume: Resume | None = None) -> None:
-        """Raises `ConfigError` when the directory holds a run already and `resume` is None."""
-        metrics = run_dir / METRICS
-        if resume is None and metrics.is_file() and metrics.stat().st_size:
+    def __init__(
+        self,
+        run_dir: Path,
+        sinks: Sequence[Sink] = (),
+        resume: Resume | None = None,
+        waits: bool = False,
+        sinks_on_disk: Callable[[], Sequence[Sink]] = tuple,
+    ) -> None:
+        """`waits`: nothing on the disk is changed until `begin`; what is recorded meanwhile is written then. `sinks_on_disk`: made
+        when it begins.
+
+        Raises `ConfigError` when the directory holds a run already and `resume` is None."""
+        self.run_dir, self._resume = run_dir, resume
+        if resume is None and _started(run_dir):
             raise ConfigError(f"{run_dir} already holds a run: resume it, or choose another name")
-        self.run_dir = run_dir
         self.state = RunState()
-        if resume and resume.rewinds:
-            rewind(run_dir, resume.step)
-        for fact in read_metrics(run_dir) if resume else ():
-            self.state.fold(fact)
-        self._sinks = list(sinks)
+        lines = read_metrics_lines(run_dir) if resume else []
+        self._kept = kept_of(lines, resume) if resume else []
+        for fact, kept in zip(lines, self._kept, strict=True):
+            if fact and kept:
+                self.state.fold(fact)
+        self.unreadable = [number for number, fact in enumerate(lines, 1) if fact is None]
+        """Lines, counted from 1, of the metrics of a run that goes on; `begin` sets them aside."""
+        self._sinks, self._sinks_on_disk = list(sinks), sinks_on_disk
+        self._held: list[bytes] = []
+        self._metrics: AppendFile | None = None
+        if not waits:
+            self.begin()
+
+    def begin(self) -> None:
+        """Raises `HeadraceError` when the disk does not take it."""
+        metrics = self.run_dir / METRICS
+        if self._resume is None:
+            if metrics.is_file():
+                metrics.unlink()  # of one that was refused at its start
+        elif not all(self._kept):
+            keep_lines(metrics, self._kept)
         self._metrics = AppendFile(metrics)
+        held, self._held = self._held, []
+        for line in held:
+            self._metrics.write(line)
+        self._sinks[:0] = self._sinks_on_disk()
 
     def add(self, sink: Sink) -> None:
         self._sinks.append(sink)
@@ -47,7 +76,11 @@ class Recorder:
         if isinstance(fact, StepTrained):
             self.state.samples = pick_samples(fact) or self.state.samples
             fact = summarise(fact)
-        self._metrics.write(encode(fact))
+        line = encode(fact)
+        if self._metrics:
+            self._metrics.write(line)
+        else:
+            self._held.append(line)
         self.state.fold(fact)
         for sink in self._sinks:
             sink.record(fact, self.state)
@@ -57,4 +90,9 @@ class Recorder:
         sinks, self._sinks = self._sinks, []
         for sink in sinks:
             sink.close()
-        self._metrics.close()
+        if self._metrics:
+            self._metrics.close()
+
+
+def _started(run_dir: Path) -> bool:
+    return any(b'"RunStarted"' in line for line in read_lines(run_dir / METRICS))

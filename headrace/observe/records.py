@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 
 import msgspec
 
-from headrace.errors import HeadraceError
 from headrace.observe.facts import (
     CheckpointSaved,
     EngineSample,
@@ -183,14 +182,33 @@ def pick_samples(fact: StepTrained, most: int = 8) -> list[Sample]:
 
 
 def read_metrics(run_dir: Path) -> list[MetricsFact]:
-    """All facts of a run in order. A torn last line is left out; no file is an empty run."""
-    path = run_dir / METRICS
-    return [decode_metrics(line, path, number) for number, line in enumerate(read_lines(path), 1)]
+    """All facts of a run in order. A torn last line is left out; no file is an empty run. Lines that cannot be read are left out
+    too, and a `Warned` at the end says which."""
+    lines = read_metrics_lines(run_dir)
+    facts = [fact for fact in lines if fact is not None]
+    unreadable = [number for number, fact in enumerate(lines, 1) if fact is None]
+    return [*facts, left_out(unreadable, max((fact.t for fact in facts), default=0.0))] if unreadable else facts
 
 
-def decode_metrics(line: bytes, path: Path, number: int) -> MetricsFact:
-    """Raises `HeadraceError` naming file and line when it was not written by this version of headrace, or was damaged."""
+def read_metrics_lines(run_dir: Path) -> list[MetricsFact | None]:
+    """The fact of every complete line; None for a line that cannot be read."""
+    return [decode_metrics(line) for line in read_lines(run_dir / METRICS)]
+
+
+def decode_metrics(line: bytes) -> MetricsFact | None:
+    """None for a line that was not written by this version of headrace, or was damaged."""
     try:
         return _metrics_decoder.decode(line)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise HeadraceError(f"{path}, line {number} cannot be read: {error}") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
+def left_out(lines: Sequence[int], t: float) -> Warned:
+    """`lines`: numbers, counted from 1, of those that cannot be read."""
+    shown = ", ".join(map(str, lines[:5])) + (", ..." if len(lines) > 5 else "")
+    one = len(lines) == 1
+    return Warned(
+        t,
+        f"{len(lines)} line{'' if one else 's'} of {METRICS} cannot be read and {'is' if one else 'are'} left out (line {shown}): "
+        "numbers and curves lack what was in them; checkpoints and journal are not touched by this",
+    )

@@ -11,8 +11,9 @@ import msgspec
 
 from headrace.observe import measures
 from headrace.observe.advice import advices
-from headrace.observe.facts import FirstFailure
-from headrace.observe.records import METRICS, decode_metrics
+from headrace.observe.facts import FirstFailure, Warned
+from headrace.observe.files import replace_file
+from headrace.observe.records import METRICS, decode_metrics, left_out
 from headrace.observe.shares import Tally
 from headrace.observe.stacks import process_state
 from headrace.observe.state import RunState
@@ -44,9 +45,7 @@ class Live(Struct, frozen=True):
 
 def write_live(run_dir: Path, live: Live) -> None:
     """At once: a reader never sees half of it."""
-    part = run_dir / f".{STATUS}.part"
-    part.write_bytes(msgspec.json.encode(live))
-    os.replace(part, run_dir / STATUS)
+    replace_file(run_dir / STATUS, msgspec.json.encode(live), flush=False)
 
 
 def add_verdict(run_dir: Path, verdict: str) -> None:
@@ -86,6 +85,8 @@ class Follower:
     def __init__(self, run_dir: Path) -> None:
         self.run_dir, self.state = run_dir, RunState()
         self._offset, self._lines, self._inode = 0, 0, 0
+        self._unreadable: list[int] = []
+        self._said: Warned | None = None
 
     def look(self, alive: bool, now: float) -> Status:
         """`alive`: somebody holds the run's lock. `now`: seconds since 1970."""
@@ -103,12 +104,26 @@ class Follower:
             found = os.fstat(file.fileno())
             if found.st_size < self._offset or found.st_ino != self._inode:  # a resume has cut it
                 self._inode, self._offset, self._lines, self.state = found.st_ino, 0, 0, RunState()
+                self._unreadable, self._said = [], None
             file.seek(self._offset)
             for line in file:
                 if not line.endswith(b"\n"):  # still being written, or torn by a kill
-                    return
+                    break
                 self._offset, self._lines = self._offset + len(line), self._lines + 1
-                self.state.fold(decode_metrics(line[:-1], path, self._lines))
+                if fact := decode_metrics(line[:-1]):
+                    self.state.fold(fact)
+                else:
+                    self._unreadable.append(self._lines)
+        self._say_what_is_left_out()
+
+    def _say_what_is_left_out(self) -> None:
+        if not self._unreadable:
+            return
+        warnings = self.state.warnings
+        if self._said in warnings:
+            warnings.remove(self._said)
+        self._said = left_out(self._unreadable, self.state.now)
+        warnings.append(self._said)
 
 
 def judge(state: RunState, live: Live | None, alive: bool, now: float) -> Status:

@@ -25,6 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from headrace.errors import HeadraceError
 from headrace.observe import stacks
 from headrace.observe.facts import RunEnded, RunStarted, Warned, WorkerLost
 from headrace.observe.health import frames
@@ -59,8 +60,11 @@ class Watchdog:
         pulse: float = PULSE,
         freeze: float = FREEZE,
         leave: Callable[[int], Any] = os._exit,
+        tells: bool = True,
     ) -> None:
-        """`leave` ends the process at once, whatever blocks it."""
+        """`leave` ends the process at once, whatever blocks it. `tells`: writes `status.json` from the beginning, and not only once
+        the run has started: what an earlier process left there is not changed before."""
+        self._tells = tells
         self._warn_after, self._stop_after, self._every = warn_after, stop_after, pulse
         self._freeze, self._leave = freeze, leave
         self._places: dict[Path, list[Waits]] = {}
@@ -113,6 +117,7 @@ class Watchdog:
 
     def record(self, fact: Any, state: Any) -> None:
         if isinstance(fact, (Warned, WorkerLost, RunStarted, RunEnded)):
+            self._tells = self._tells or isinstance(fact, RunStarted)
             self._wake.set()
 
     def close(self) -> None:
@@ -228,9 +233,9 @@ class Watchdog:
         self._written = time.monotonic()
         workers = {child.who: child.pid for child in self.family.children()}
         last = str(self._camera.last.path) if self._camera.last else ""
-        for path, waits in list(self._places.items()):
+        for path, waits in list(self._places.items()) if self._tells else ():
             every = tuple(_longest_first(list(waits)))
-            with suppress(OSError):  # a full disk is the recorder's to tell
+            with suppress(OSError, HeadraceError):  # a full disk is the recorder's to tell
                 write_live(path, Live(os.getpid(), time.time(), every, self._silent, workers, self._verdict, last))
 
 

@@ -165,7 +165,8 @@ async def build(
         restore = {adapter: storage.checkpoint} if storage.checkpoint else {}
         pools = await open_pools(config, prepared.model_dir, logs, observer, waits, clock, restore)
         undo.push_async_callback(pools.close)
-        built = await join(config, prepared, pools, adapter, logs, storage, waits, clock)
+        begin = await join(config, prepared, pools, adapter, logs, storage, waits, clock)
+        built = begin()
         undo.pop_all()
     return built
 
@@ -179,26 +180,35 @@ async def join(
     storage: Storage,
     waits: Waits,
     clock: Clock,
-) -> Built:
-    """A pipeline over pools that are up. `adapter`: which one it trains; empty where the engine serves full weights."""
+) -> Callable[[], Built]:
+    """A pipeline over pools that are up. `adapter`: which one it trains; empty where the engine serves full weights.
+
+    Here ends what may be refused: only what is returned, and begins the run, changes its directory."""
     if config.rollout.stop and not pools.engine.capabilities.stop_strings:
         raise ConfigError(
             "this engine cannot end completions at strings (the model has no tokenizer it can use); remove rollout.stop"
         )
     student = Student(prepared.model_dir, pools.trainer, pools.engine, bool(adapter), pools.shadow, pools.weights_fd)
     pools.teaching = await open_teaching(config, prepared.lessons, student, logs, storage.recorder, waits, clock)
-    pools.engine.listen(storage.passes.write)
-    return _assemble(config, prepared, pools, adapter, storage, waits, clock)
+    buffer = Buffer(config.staleness, config.train.steps * config.staleness.groups_per_step)
+    interrupts = Interrupts(pools.engine, config.partial, waits, clock)
+    past = storage.past
+    redo, outlived = recover(past, prepared.task, buffer, interrupts, plan_of(config, adapter)) if past else ([], False)
+
+    def begin() -> Built:
+        storage.begin(outlived)
+        pools.engine.listen(storage.passes.write)
+        return _assemble(config, prepared, pools, adapter, storage, waits, clock, buffer, interrupts, redo)
+
+    return begin
 
 
 def _assemble(
-    config: RunConfig, prepared: Prepared, pools: Pools, adapter: str, storage: Storage, waits: Waits, clock: Clock
-) -> Built:
+    config: RunConfig, prepared: Prepared, pools: Pools, adapter: str, storage: Storage, waits: Waits, clock: Clock,
+    buffer: Buffer, interrupts: Interrupts, redo: Sequence[JournalStep],
+) -> Built:  # fmt: skip
     task, encoder, observer = prepared.task, prepared.encoder, storage.recorder
-    buffer = Buffer(config.staleness, config.train.steps * config.staleness.groups_per_step)
-    interrupts = Interrupts(pools.engine, config.partial, waits, clock)
     plan, past, mark = plan_of(config, adapter), storage.past, scoring_mark(config)
-    redo = recover(past, task, buffer, interrupts, plan) if past else []
     assert pools.teaching is not None
     rewarding = pools.teaching.rewarding(prepared.scorer)
     parts = Parts(

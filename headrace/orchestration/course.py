@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from pathlib import Path
 from typing import Any
 
 from headrace.config import RunConfig
@@ -25,6 +26,15 @@ def check_resumable(old: RunConfig, new: RunConfig) -> None:
     if changed:
         raise ConfigError(
             f"a run cannot be resumed with other values here: {'; '.join(changed)}. Start a new run for that"
+        )
+
+
+def check_steps(run_dir: Path, done: int, wanted: int) -> None:
+    """Raises ConfigError where a run has done more steps than it is to have."""
+    if wanted < done:
+        raise ConfigError(
+            f"{run_dir} has done {done} steps, and train.steps = {wanted} asks for fewer: set train.steps to {done} (it ends where it "
+            "stands) or more, or start a new run"
         )
 
 

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 
 from headrace.errors import ConfigError
-from headrace.observe.journal import JOURNAL, Gone, JournalStep, count_steps, read_only, read_steps
+from headrace.observe.journal import JOURNAL, Damage, Gone, JournalStep, count_steps, read_only, read_steps
 from headrace.observe.looks import Look, Place, looks_at, row_of, settings_of, trimmed_below
 from headrace.observe.looks_view import show
 from headrace.observe.spelling import encode
@@ -29,6 +30,8 @@ class Inspected(Struct, frozen=True):
     report: TrainReport
     rollouts: tuple[Look, ...]
     source: str
+    unreadable: str = ""
+    """What of the journal cannot be read."""
 
 
 def inspect(
@@ -43,15 +46,17 @@ def inspect(
 ) -> int:
     """`step`: counted from 1, the last one if not given. `worst`: how many rollouts are shown token by token, with `tokens` also one
     token a line."""
-    console = console or Console(highlight=False)
-    journaled = find_step(run_dir, step, ticket)
+    console, damage = console or Console(highlight=False), Damage()
+    journaled = find_step(run_dir, step, ticket, damage)
     trainer, source = _trainer_side(run_dir, journaled, ticket, rescore)
     oldest = trimmed_below(settings_of(run_dir), journaled.step)
     looks = [one for one in looks_at(journaled, pieces_of(run_dir), oldest, trainer) if ticket in (None, one.ticket)]
     if as_json:
-        print(encode(Inspected(journaled.report, tuple(looks), source)).decode())
+        print(encode(Inspected(journaled.report, tuple(looks), source, str(damage))).decode())
         return 0
     show(console, looks, sorted(looks, key=_worst_first)[:worst], journaled.report, source, tokens)
+    if damage:
+        console.print(f"[yellow]of {JOURNAL} cannot be read: {escape(str(damage))}[/]")
     return 0
 
 
@@ -60,31 +65,43 @@ def _worst_first(one: Look) -> tuple[float, float, int]:
     return (-one.gap if math.isfinite(one.gap) else 0.0), one.reward, -len(one.tokens)
 
 
-def find_step(run_dir: Path, step: int | None, ticket: int | None) -> JournalStep:
-    """Raises ConfigError where there is no such step, or where the group was not trained."""
+def find_step(run_dir: Path, step: int | None, ticket: int | None, damage: Damage | None = None) -> JournalStep:
+    """Raises ConfigError where there is no such step, where it cannot be read, or where the group was not trained. `damage` is told
+    what of the journal cannot be read."""
     if not (run_dir / JOURNAL).is_file():
         raise ConfigError(f"{run_dir} is not the directory of a run: it has no {JOURNAL}")
+    damage = Damage() if damage is None else damage
     count = count_steps(run_dir)
     if step is None and ticket is not None:
-        return _step_of(run_dir, ticket)
+        return _step_of(run_dir, ticket, damage)
     wanted = step or count
     if not 1 <= wanted <= count:
         raise ConfigError(
             f"the journal of {run_dir} has {count} steps" + (f", there is no step {wanted}" if count else "")
         )
-    (found,) = read_steps(run_dir, {wanted - 1})
+    found = next(iter(list(read_steps(run_dir, {wanted - 1}, damage))), None)
+    if found is None:
+        raise ConfigError(
+            f"step {wanted} of {run_dir} cannot be read: of {JOURNAL}, {damage}; other steps can (--step)"
+        )
     if ticket is not None and all(group.ticket != ticket for group in found.groups):
         tickets = " ".join(str(group.ticket) for group in found.groups)
         raise ConfigError(f"step {wanted} did not train ticket {ticket}; it trained {tickets}")
     return found
 
 
-def _step_of(run_dir: Path, ticket: int) -> JournalStep:
-    for step in read_steps(run_dir):
+def _step_of(run_dir: Path, ticket: int, damage: Damage) -> JournalStep:
+    for step in read_steps(run_dir, damage=damage):
         if any(group.ticket == ticket for group in step.groups):
             return step
     gone = {one.ticket: one for one in read_only(run_dir, Gone)}.get(ticket)
-    why = f": it was {gone.outcome} ({gone.reason})" if gone else ""
+    why = (
+        f": it was {gone.outcome} ({gone.reason})"
+        if gone
+        else f"; of {JOURNAL} cannot be read: {damage}"
+        if damage
+        else ""
+    )
     raise ConfigError(f"no step of {run_dir} trained ticket {ticket}{why}")
 
 

@@ -104,7 +104,7 @@ def _where_from(course: Course) -> str:
 
 
 def what_it_says(run_dir: Path) -> Expected:
-    """Raises HeadraceError where journal or metrics are damaged."""
+    """What of journal and metrics cannot be read is not compared."""
     kind = "adapter" if read_config(config_of_run(run_dir)).lora.served_name else "full"
     machine: Mapping[str, str] = {}
     fingerprints: dict[int, str] = {}

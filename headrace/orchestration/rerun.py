@@ -17,7 +17,7 @@ from headrace.algo.groups import algorithm_of
 from headrace.config import RunConfig, available_cores, config_of_run, read_config
 from headrace.errors import ConfigError, HeadraceError
 from headrace.models import resolve_model
-from headrace.observe.journal import JournalStep, count_steps, read_steps
+from headrace.observe.journal import JOURNAL, Damage, JournalStep, count_steps, read_steps
 from headrace.orchestration.build import plan_of
 from headrace.orchestration.checkpoint import Checkpoints, damage
 from headrace.orchestration.clients import ProcessTrainer
@@ -102,7 +102,7 @@ async def rerun(course: Course) -> AsyncIterator[AsyncIterator[Stage]]:
 
 
 async def _stages(course: Course) -> AsyncGenerator[Stage, None]:
-    steps = read_steps(course.run_dir, set(range(course.begins, course.last)))
+    steps = _without_a_gap(course)
     restore, at = course.checkpoint, course.begins
     with tempfile.TemporaryDirectory() as scratch:
         for config, end in _by_settings(course):
@@ -115,6 +115,23 @@ async def _stages(course: Course) -> AsyncGenerator[Stage, None]:
                 at, restore = end, Path(scratch) / f"after-{end}"
                 if end < course.last:  # the next settings go on from here
                     await trainer.save(restore, config.lora.served_name)
+
+
+def _without_a_gap(course: Course) -> Iterator[JournalStep]:
+    """Raises HeadraceError at the first that cannot be read: what follows it cannot be done without it."""
+    following = course.begins
+    for step in read_steps(course.run_dir, range(course.begins, course.last)):
+        if step.step != following:
+            break
+        following += 1
+        yield step
+    if following < course.last:
+        damage = Damage()
+        list(read_steps(course.run_dir, (), damage))
+        raise HeadraceError(
+            f"step {following + 1} cannot be done again, for its record cannot be read. Of {JOURNAL}: {damage}. Steps behind a later "
+            "checkpoint can (--step)"
+        )
 
 
 def _by_settings(course: Course) -> Iterator[tuple[RunConfig, int]]:

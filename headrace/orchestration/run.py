@@ -13,7 +13,7 @@ from headrace.errors import HeadraceError
 from headrace.observe.facts import Evaluated, Warned
 from headrace.observe.watchdog import Watchdog
 from headrace.orchestration.build import build, open_waits
-from headrace.orchestration.lane import Lane, open_lane
+from headrace.orchestration.lane import Lane, open_lane, say_finished
 from headrace.orchestration.rundir import RunDirectory
 from headrace.orchestration.session import on_interrupt, on_unheard, run_clock
 from headrace.orchestration.several import train_together
@@ -48,9 +48,12 @@ def train(config: RunConfig, reward: Reward | None = None, resume: Path | None =
         first = next(iter(results.values()))
         path = resume or config.run_dir
         return RunResult(path, first.reason, first.step, first.before, first.after, first.report, results)
-    with RunDirectory.of(resume or config.run_dir, config, bool(resume)) as directory:
+    with RunDirectory.of(resume or config.run_dir, bool(resume)) as directory:
         lane = open_lane(config, directory, bool(resume))
-        watchdog = Watchdog(directory.logs, config.watch.warn_after, config.watch.stop_after)
+        if lane.finished:
+            say_finished(directory.path, [lane])
+            return _result(lane)
+        watchdog = Watchdog(directory.logs, config.watch.warn_after, config.watch.stop_after, tells=not resume)
         lane.storage.recorder.add(watchdog)
 
         async def go() -> None:

@@ -52,6 +52,11 @@ class Session:
         self._interrupts = 0
         self._main: asyncio.Task[Any] | None = None
 
+    def recall(self) -> None:
+        """What an earlier process measured, of a run that is over."""
+        known = {one.phase: one for one in self._recorder.state.evals}
+        self.before, self.after = known.get("before"), known.get("after")
+
     async def run(self, building: Awaitable[Built]) -> None:
         self._main = asyncio.current_task()
         try:

@@ -13,6 +13,7 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ from headrace.observe.waits import Waits
 from headrace.observe.watchdog import Watchdog
 from headrace.orchestration.build import Built, Clock, Pools, Prepared, join, open_model, open_waits, prepare
 from headrace.orchestration.course import check_resumable
-from headrace.orchestration.lane import Lane, open_lane
+from headrace.orchestration.lane import Lane, open_lane, say_finished
 from headrace.orchestration.pools import open_pools
-from headrace.orchestration.rundir import RunDirectory
+from headrace.orchestration.rundir import CONFIG, RunDirectory
 from headrace.orchestration.session import on_interrupt, on_unheard, run_clock
 
 Reward = Callable[..., Any]
@@ -35,26 +36,29 @@ Reward = Callable[..., Any]
 def train_together(config: RunConfig, reward: Reward | None, resume: Path | None) -> dict[str, Lane]:
     """All adapters to their ends. Where one fails the others leave with a checkpoint, and its error is raised."""
     with ExitStack() as undo:
-        directory = undo.enter_context(RunDirectory.of(resume or config.run_dir, config, bool(resume)))
+        directory = undo.enter_context(RunDirectory.of(resume or config.run_dir, bool(resume)))
         if resume:
             check_resumable(read_config(config_of_run(resume)), config)
-            directory.keep_config(dump_config(config), 0)
         board = undo.enter_context(open_board(config.observe, [one.name for one in config.adapters]))
         lanes = {}
         for run in adapter_runs(config):
-            own = undo.enter_context(_directory(directory.path / run.name, run, bool(resume)))
-            lanes[run.name] = _open(run, own, bool(resume), board)
+            own = undo.enter_context(_directory(directory.path / run.name, bool(resume)))
+            lanes[run.name] = _open(run, own, bool(resume) and own.begun, board)
             undo.callback(lanes[run.name].close)
         undo.callback(board.close)  # before the summaries
-        watchdog = Watchdog(directory.logs, config.watch.warn_after, config.watch.stop_after)
+        if all(lane.finished for lane in lanes.values()):
+            say_finished(directory.path, list(lanes.values()))
+            return lanes
+        watchdog = Watchdog(directory.logs, config.watch.warn_after, config.watch.stop_after, tells=not resume)
         with watchdog:
-            asyncio.run(_Together(config, directory, lanes, reward, watchdog).run())
+            keep = partial(directory.keep_config, step=0) if resume else directory.begin
+            asyncio.run(_Together(config, directory, lanes, reward, watchdog, keep).run())
         return lanes
 
 
-def _directory(path: Path, config: RunConfig, resume: bool) -> RunDirectory:
+def _directory(path: Path, resume: bool) -> RunDirectory:
     """A run that was killed at its start has not made all of them."""
-    return RunDirectory.of(path, config, resume and (path / "config.toml").exists())
+    return RunDirectory.of(path, resume and (path / CONFIG).exists())
 
 
 def _open(config: RunConfig, directory: RunDirectory, resume: bool, board: Board) -> Lane:
@@ -89,11 +93,22 @@ class _Together:
         lanes: Mapping[str, Lane],
         reward: Reward | None,
         watchdog: Watchdog,
+        keep_settings: Callable[[str], None],
     ) -> None:
         self._config, self._directory, self._lanes, self._reward = config, directory, lanes, reward
-        self._watchdog = watchdog
+        self._watchdog, self._keep_settings = watchdog, keep_settings
+        self._loading: asyncio.Task[Any] | None = None
+        """Until the pipelines run, each of which knows how to leave."""
 
     async def run(self) -> None:
+        self._loading = asyncio.current_task()
+        try:
+            await self._run()
+        except asyncio.CancelledError:
+            for lane in self._lanes.values():
+                lane.session.reason = "interrupted"
+
+    async def _run(self) -> None:
         clock = run_clock(max(lane.storage.seconds for lane in self._lanes.values()))
         on_interrupt(self._interrupt)
         everyone = _Everyone(self._lanes)
@@ -113,12 +128,31 @@ class _Together:
             restore = {name: at for name, lane in self._lanes.items() if (at := lane.storage.checkpoint)}
             pools = await open_pools(self._config, model_dir, self._directory.logs, everyone, waits, clock, restore)
             undo.push_async_callback(_close, pools, waits)
-            await self._train(prepared, pools, clock)
+            async with waits.named("start", "the base weights to be live"):
+                await pools.serve_base(next(iter(self._lanes.values())).storage.recorder, clock)
+            built = await self._begin(prepared, pools, clock)
+            self._loading = None
+            await self._train(built)
 
-    async def _train(self, prepared: Mapping[str, Prepared], pools: Pools, clock: Clock) -> None:
+    async def _begin(self, prepared: Mapping[str, Prepared], pools: Pools, clock: Clock) -> dict[str, Built]:
+        """No directory is changed before all adapters can go on."""
+        async with AsyncExitStack() as undo:
+            joined = {}
+            for name, lane in self._lanes.items():
+                waits = open_waits(lane.config, lane.storage.recorder, clock)
+                self._watchdog.add(lane.directory.path, waits)
+                lent = pools.lend()
+                undo.push_async_callback(lent.close)
+                logs, storage = lane.directory.logs, lane.storage
+                joined[name] = await join(lane.config, prepared[name], lent, name, logs, storage, waits, clock)
+            built = {name: begin() for name, begin in joined.items()}
+            self._keep_settings(dump_config(self._config))
+            undo.pop_all()
+        return built
+
+    async def _train(self, built: Mapping[str, Built]) -> None:
         running = {
-            asyncio.ensure_future(self._one(name, lane, prepared[name], pools, clock)): name
-            for name, lane in self._lanes.items()
+            asyncio.ensure_future(lane.session.run(_ready(built[name]))): name for name, lane in self._lanes.items()
         }
         done, others = await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
         failed = [task for task in done if not task.cancelled() and task.exception()]
@@ -133,20 +167,12 @@ class _Together:
             error.add_note(f"it was the adapter {name}; go on with: headrace train --resume {self._directory.path}")
         raise error
 
-    async def _one(self, name: str, lane: Lane, prepared: Prepared, pools: Pools, clock: Clock) -> None:
-        recorder = lane.storage.recorder
-
-        async def building() -> Built:
-            waits = open_waits(lane.config, recorder, clock)
-            self._watchdog.add(lane.directory.path, waits)
-            async with waits.named("start", "the base weights to be live"):
-                await pools.serve_base(recorder, clock)  # once, whoever comes first
-            return await join(
-                lane.config, prepared, pools.lend(), name, lane.directory.logs, lane.storage, waits, clock
-            )
-
-        await lane.session.run(building())
-
     def _interrupt(self) -> None:
+        if self._loading:
+            self._loading.cancel()
         for lane in self._lanes.values():
             lane.session.interrupt()
+
+
+async def _ready(built: Built) -> Built:
+    return built

@@ -23,7 +23,6 @@ from headrace.errors import HeadraceError, StalledError, WorkerDied
 from headrace.observe.facts import Books, RunEnded, RunStarted, WeightsLive
 from headrace.observe.journal import Journal
 from headrace.observe.recorder import Recorder
-from headrace.observe.resume import Resume
 from headrace.observe.waits import Waits
 from headrace.orchestration.checkpoint import Checkpoints
 from headrace.orchestration.clients import ProcessEngine, ProcessTrainer
@@ -35,7 +34,7 @@ from headrace.orchestration.pipeline import Pipeline
 from headrace.orchestration.recovery import Past, read_past, recover
 from headrace.orchestration.session import run_clock
 from headrace.orchestration.snapshots import Snapshots, load_controller
-from headrace.orchestration.storage import Storage, open_storage
+from headrace.orchestration.storage import Storage
 from headrace.partial import Interrupts, PartialConfig
 from headrace.process_config import EvalConfig, WatchConfig
 from headrace.protocols import Task
@@ -122,11 +121,10 @@ class Life:
         self._checkpoints = Checkpoints(directory / "checkpoints", keep=2)
         checkpoint, past = self._behind() if self._number else (None, None)
         self._clock = run_clock(past.seconds if past else 0.0)
-        self._recorder = Recorder(directory, (), Resume(past.step, past.rewinds) if past else None)
-        self._storage: Storage = open_storage(directory, self._recorder, self._checkpoints, True, checkpoint, past)
+        self._recorder = Recorder(directory, (), past.resume if past else None, waits=True)
+        self._storage = Storage(directory, self._recorder, self._checkpoints, True, checkpoint, past)
         self._buffer = WatchedBuffer(case.staleness, case.steps * case.groups)
         self._referee = Referee(case, self._storage, self._buffer, self._ledger, self._disk)
-        self._referee.chance = self.chance
         self._waits = Waits(self._referee.record, self._clock, PATIENCE / 2, PATIENCE)
 
     def _behind(self) -> tuple[Path | None, Past]:
@@ -138,6 +136,7 @@ class Life:
         assert bool(complaints) == any(map(ledger.is_spoiled, newest)), f"C7: {complaints}"
         past = read_past(self._directory, load_controller(checkpoint) if checkpoint else None, not ledger.changes)
         rewinds = ledger.damaged or ledger.changes or (ledger.rotten and past.rewinds)
+        assert past.complaints or not ledger.damaged, "C7: damage of the journal is not told"
         assert past.rewinds == rewinds, (
             f"C7: is what came after the checkpoint set aside? {past.rewinds}: {past.complaints}"
         )
@@ -177,7 +176,9 @@ class Life:
         waits = self._waits
         interrupts = Interrupts(engine, PartialConfig(mode=case.mode), waits, clock)
         past = storage.past
-        self._redo = recover(past, task, self._buffer, interrupts, plan) if past else []
+        self._redo, outlived = recover(past, task, self._buffer, interrupts, plan) if past else ([], False)
+        storage.begin(outlived)
+        referee.begins(self.chance)
         engine.listen(storage.passes.write)
         engine.listen(self._told)
         scorer = SeededScorer(case.seed, self.chance, case.stragglers)

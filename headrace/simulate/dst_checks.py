@@ -211,18 +211,23 @@ class Referee:
 
     def __init__(self, case: Case, storage: Storage, buffer: WatchedBuffer, ledger: Ledger, disk: Disk) -> None:
         self._case, self._storage, self._buffer, self._ledger, self._disk = case, storage, buffer, ledger, disk
-        counts = Counts(records_in(Path(disk.root)))
-        ledger.opens(storage, counts)
-        self.journal = WatchedJournal(storage.journal, buffer, counts, lambda: disk.dead)
-        ledger.journal = self.journal
-        self._admission = Admission(case.staleness, counts)
-        buffer.on_take, self.journal.on_ready, self.journal.on_flush = self._take, self._ready, self._flush
         self._reached: Counter[str] = Counter()
         """What the engine had told when the journal was flushed last."""
         self._live, self._delivered = -1, -1
         """The version that is live; the same, if it went live after the start of this life."""
         self._step = 0
-        self.chance: Chance
+        self.journal: WatchedJournal
+        self._admission: Admission
+        self._chance: Chance
+
+    def begins(self, chance: Chance) -> None:
+        """When the files are open."""
+        disk, ledger, buffer, self._chance = self._disk, self._ledger, self._buffer, chance
+        counts = Counts(records_in(Path(disk.root)))
+        ledger.opens(self._storage, counts)
+        self.journal = ledger.journal = WatchedJournal(self._storage.journal, buffer, counts, lambda: disk.dead)
+        self._admission = Admission(self._case.staleness, counts)
+        buffer.on_take, self.journal.on_ready, self.journal.on_flush = self._take, self._ready, self._flush
 
     def record(self, fact: Any) -> None:
         if self._disk.dead:
@@ -263,7 +268,7 @@ class Referee:
 
     def _ready(self, group: Group) -> None:
         here = group.ticket in self._admission.here
-        one_age(group, self._case.mode, self._delivered, here, not self.chance.befell)
+        one_age(group, self._case.mode, self._delivered, here, not self._chance.befell)
         if self._case.overdue == "cancel":
             first = min(version for one in group.scored for version in one.episode.last.versions())
             assert first >= self._delivered - self._case.max_lag, f"cancel: ticket {group.ticket} is overdue, and ready"

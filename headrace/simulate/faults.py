@@ -58,8 +58,7 @@ def some_faults(rng: random.Random, size: int) -> tuple[Fault, ...]:
             found.append(Fault(rng.choice(["rot", "rot", "change"]), life, 0, rng.random()))
     if rng.random() < 0.3:
         found.append(Fault("engine_lost", rng.randint(0, lives), _early(rng, 3000)))
-    rewinds = any(fault.kind in ("rot", "change") for fault in found)
-    return tuple(fault for fault in found if fault.kind != "full" or not rewinds)
+    return tuple(found)
 
 
 def _early(rng: random.Random, size: int) -> int:

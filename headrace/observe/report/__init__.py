@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-from headrace.errors import ConfigError, HeadraceError
+from headrace.errors import ConfigError
+from headrace.observe.files import replace_file
 from headrace.observe.looks import Pieces
 from headrace.observe.records import METRICS, REPORT
 
@@ -21,11 +21,6 @@ def write_report(run_dir: Path, pieces: Pieces | None = None) -> Path:
     if not (run_dir / METRICS).is_file():
         raise ConfigError(f"{run_dir} is not a run directory: it has no {METRICS}")
     html = page(load(run_dir, pieces))
-    path, part = run_dir / REPORT, run_dir / f"{REPORT}.part"
-    try:
-        part.write_text(html, encoding="utf-8")
-        os.replace(part, path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise HeadraceError(f"could not write {path}: {error.strerror}") from error
+    path = run_dir / REPORT
+    replace_file(path, html.encode(), flush=False)
     return path

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headrace.observe.facts import GroupEnded
-from headrace.observe.journal import JournalStep, count_steps, read_steps
+from headrace.observe.facts import GroupEnded, Warned
+from headrace.observe.journal import JOURNAL, Damage, JournalStep, count_steps, read_steps
 from headrace.observe.looks import Look, Pieces, look, settings_of, trimmed_below
 from headrace.observe.records import StepRow, read_metrics
 from headrace.observe.state import RunState
@@ -122,7 +122,7 @@ class Bin:
 
 
 def load(run_dir: Path, pieces: Pieces | None = None) -> ReportData:
-    """`pieces`: tokens as text. Raises `HeadraceError` when a whole line of the run's files cannot be read."""
+    """`pieces`: tokens as text. What cannot be read of the run's files is left out, with a warning that says so."""
     state, ended = RunState(), [Ended()]
     seen: list[float] = []
     for fact in read_metrics(run_dir):
@@ -133,11 +133,14 @@ def load(run_dir: Path, pieces: Pieces | None = None) -> ReportData:
         elif isinstance(fact, StepRow):
             ended.append(Ended())
         state.fold(fact)
-    config = run_dir / "config.toml"
+    config, damage = run_dir / "config.toml", Damage()
+    samples = tuple(_samples(run_dir, pieces, damage))
+    if damage:
+        state.fold(Warned(state.now, f"of {JOURNAL} cannot be read: {damage}"))
     return ReportData(
         run_dir,
         state,
-        tuple(_samples(run_dir, pieces)),
+        samples,
         config.read_text() if config.exists() else "",
         tuple(bins(state, ended)),
         tuple(seen),
@@ -161,7 +164,7 @@ def _began(state: RunState, place: int) -> float:
     return max(opened, state.rows[place - 1].t) if place else opened
 
 
-def _samples(run_dir: Path, pieces: Pieces | None) -> list[Look]:
+def _samples(run_dir: Path, pieces: Pieces | None, damage: Damage) -> list[Look]:
     """From steps spread evenly over the journal: the best and the worst rollout of one group of each."""
     count = count_steps(run_dir)
     if not count:
@@ -170,7 +173,9 @@ def _samples(run_dir: Path, pieces: Pieces | None) -> list[Look]:
     wanted = min(count, SAMPLED_STEPS)
     picked = {round(i * (count - 1) / max(1, wanted - 1)) for i in range(wanted)}
     return [
-        one for step in read_steps(run_dir, picked) for one in _two_of(step, pieces, trimmed_below(settings, step.step))
+        one
+        for step in read_steps(run_dir, picked, damage)
+        for one in _two_of(step, pieces, trimmed_below(settings, step.step))
     ]
 
 
