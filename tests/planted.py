@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -46,7 +47,10 @@ class Hunt:
     def check(self) -> str:
         """Who said it."""
         kind, _, said = self.problem.partition(": ")
-        return said.split(":")[0] if said.startswith("C") and ":" in said[:4] else kind
+        if kind != "AssertionError":
+            return kind
+        named = re.match(r"(\w+): ", said)  # by the simulation; else by the code itself
+        return named[1] if named else "assert"
 
     @property
     def line(self) -> str:

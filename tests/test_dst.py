@@ -170,7 +170,7 @@ def test_a_ticket_that_is_not_counted_is_found(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_groups_that_a_resume_forgets_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forgetful(past: Any, requests: Any) -> dict[str, Any]:
+    def forgetful(past: Any, requests: Any, adapter: str) -> dict[str, Any]:
         return {}
 
     monkeypatch.setattr(recovery, "_begun", forgetful)

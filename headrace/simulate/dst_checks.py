@@ -345,8 +345,8 @@ class Referee:
         assert state.journal <= self.journal.flushed, f"C7: {state.journal} records, {self.journal.flushed} on the disk"
         counts = self.journal.counts.until(state.journal)
         counts.agree(state.buffer.accounting, f"at the checkpoint of step {fact.step}")
-        assert list(state.buffer.in_flight) == counts.flying
-        assert {group.ticket for group in state.buffer.ready} == set(counts.waiting)
+        held = list(state.buffer.in_flight), sorted(group.ticket for group in state.buffer.ready)
+        assert held == (counts.flying, sorted(counts.waiting)), f"C7: the checkpoint of step {fact.step} holds {held}"
         for ticket in counts.flying if self._ledger.truth.remembers else ():
             for name in (name_of("", ticket, place) for place in range(self._case.group_size)):
                 have, told = len(state.begun[name].tokens) if name in state.begun else 0, self._reached[name]
