@@ -138,10 +138,6 @@ OF_PIPELINE = (
         "            if delivery:  # a publish", "            if delivery and self.step < 0:  # a publish",
     ),
     _one(
-        "last_step_not_awaited", PIPELINE, "C7", "the last checkpoint does not wait for the step that is under way",
-        "if self._under_way and not self._under_way.done():", "if False:",
-    ),
-    _one(
         "no_last_checkpoint", PIPELINE, "C7", "a run that has finished writes no checkpoint",
         "        if self.step >= plan.steps:\n            await", "        if self.step > plan.steps:\n            await",
     ),

@@ -78,7 +78,7 @@ def case_of(seed: int) -> Case:
         rng.choice([0, 1, 2, 2, 3]),
         rng.choice([0, 0, 1, 2]),
         0 if overdue == "wait" else groups * rng.choice([1, 2, 4]),
-        rng.random() < 0.1,
+        rng.random() < 0.25,
         some_faults(rng, operations),
         rng.choice([0, 0, 2, 3, 5]),
     )
