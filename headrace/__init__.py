@@ -57,25 +57,36 @@ def evaluate(
     prompts: int | None = None,
     *,
     sets: Sequence[str] = (),
+    step: int | None = None,
 ) -> Evaluated:
-    """Mean reward on `prompts` held-out prompts: of the config's model, or of the newest checkpoint of the directory `run`."""
+    """Mean reward on `prompts` held-out prompts: of the config's model, or of the last checkpoint of the directory `run`.
+
+    The result's `step` says which. Where the newest checkpoint is older than the steps that the run has done, it is refused
+    unless `step` names it.
+    """
     from headrace.config import load_config
     from headrace.orchestration import one_shot
 
-    return one_shot.evaluate(load_config(config, sets), Path(run) if run is not None else None, prompts)
+    return one_shot.evaluate(load_config(config, sets), Path(run) if run is not None else None, prompts, step)
 
 
 def export(
-    run: str | Path, to: str | Path, dtype: Literal["bfloat16", "float32"] = "bfloat16", *, merge: bool = False
+    run: str | Path,
+    to: str | Path,
+    dtype: Literal["bfloat16", "float32"] = "bfloat16",
+    *,
+    merge: bool = False,
+    step: int | None = None,
 ) -> Path:
-    """Writes the model of a run's newest checkpoint to `to`, for `transformers` to load. Returns the checkpoint.
+    """Writes the model of a run's last checkpoint to `to`, for `transformers` to load. Returns the checkpoint.
 
-    Of LoRA it is the adapter, for peft to load; with `merge` a whole model with the adapter in its weights.
+    Of LoRA it is the adapter, for peft to load; with `merge` a whole model with the adapter in its weights. Where the newest
+    checkpoint is older than the steps that the run has done, it is refused unless `step` names it.
     """
     from headrace.config import config_of_run, read_config
     from headrace.orchestration import one_shot
 
-    return one_shot.export(read_config(config_of_run(Path(run))), Path(run), Path(to), dtype, merge)
+    return one_shot.export(read_config(config_of_run(Path(run))), Path(run), Path(to), dtype, merge, step)
 
 
 def __getattr__(name: str) -> Any:

@@ -68,6 +68,10 @@ class ChatEncoder:
         """Text for rewards and reports, without special tokens and otherwise as it is."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
+    def written(self, tokens: Sequence[int]) -> str:
+        """Text with the special tokens in it: what the model is really given."""
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
     def _tokens(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
         return tuple(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,8 +49,19 @@ def exit_code(work: Callable[[], int]) -> int:
 
 def _complain(error: Exception, code: int) -> int:
     text = "\n".join([str(error) or type(error).__name__, *getattr(error, "__notes__", [])])
-    print("\n".join(f"headrace: {line}" for line in text.splitlines()), file=sys.stderr)
+    print("\n".join(line for one in text.splitlines() for line in _fitted(f"headrace: {one}")), file=sys.stderr)
     return code
+
+
+def _fitted(line: str) -> list[str]:
+    """Broken between words for a terminal; whole for a file or a pipe, where somebody searches in it."""
+    if not sys.stderr.isatty():
+        return [line]
+    width = shutil.get_terminal_size().columns
+    indent = " " * len("headrace: ")
+    return textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) or [
+        line
+    ]
 
 
 # --- commands --------------------------------------------------------------------------------------------------------
@@ -58,27 +71,36 @@ def train(arguments: argparse.Namespace) -> int:
     run_dir = run_directory(arguments.resume) if arguments.resume else None
     config = _config(arguments.config, run_dir, _sets(arguments))
     if arguments.dry_run:
-        from headrace.config import dump_config
-        from headrace.orchestration.one_shot import describe
-
-        print(f"{dump_config(config)}\n{describe(config)}")
-        return 0
+        return _rehearse(config, run_dir)
     from headrace.orchestration import run
 
     result = run.train(config, resume=run_dir)
     return INTERRUPTED if result.reason == "interrupted" else 0
 
 
+def _rehearse(config: RunConfig, run_dir: Path | None) -> int:
+    """Every setting as TOML, then what came of trying all that needs no model."""
+    import asyncio
+
+    from headrace.config import dump_config
+    from headrace.orchestration.rehearse import rehearse
+
+    done = asyncio.run(rehearse(config, resume=run_dir, thorough=True))
+    print(f"{dump_config(config)}\n{done.page()}")
+    return 0
+
+
 def evaluate(arguments: argparse.Namespace) -> int:
     from headrace.observe.troubles import measured_on
     from headrace.orchestration import one_shot
 
-    is_config = arguments.source.endswith(".toml")
-    run_dir = None if is_config else run_directory(arguments.source)
-    config = _config(arguments.source if is_config else None, run_dir, arguments.set)
-    measured = one_shot.evaluate(config, run_dir, arguments.prompts)
+    named = is_config(arguments.source)
+    run_dir = None if named else run_directory(arguments.source)
+    config = _config(arguments.source if named else None, run_dir, arguments.set)
+    measured = one_shot.evaluate(config, run_dir, arguments.prompts, arguments.step)
+    which = f"step {measured.step} of {run_dir}" if run_dir else "the untrained model"
     print(
-        f"reward {measured.reward_mean:.4f} ± {measured.reward_sem:.4f} over {measured_on(measured)}, all held out; "
+        f"{which}: reward {measured.reward_mean:.4f} ± {measured.reward_sem:.4f} over {measured_on(measured)}, all held out; "
         f"mean length {measured.length_mean:.1f} tokens, {measured.seconds:.1f} s"
     )
     return 0
@@ -125,7 +147,9 @@ def diff(arguments: argparse.Namespace) -> int:
 
 
 def export(arguments: argparse.Namespace) -> int:
-    checkpoint = headrace.export(run_directory(arguments.run), arguments.to, arguments.dtype, merge=arguments.merge)
+    checkpoint = headrace.export(
+        run_directory(arguments.run), arguments.to, arguments.dtype, merge=arguments.merge, step=arguments.step
+    )
     adapter = (Path(arguments.to) / "adapter_config.json").exists()
     reader = "peft.AutoPeftModelForCausalLM" if adapter else "transformers.AutoModelForCausalLM"
     print(f"{arguments.to}: {checkpoint.name}, for {reader}.from_pretrained")
@@ -136,7 +160,7 @@ def plan(arguments: argparse.Namespace) -> int:
     from headrace.simulate.command import tell
     from headrace.simulate.plan import Question, config_for
 
-    run_dir = None if arguments.source.endswith(".toml") else run_directory(arguments.source)
+    run_dir = None if is_config(arguments.source) else run_directory(arguments.source)
     chip, _, file = arguments.hardware.partition(":")
     if chip == "cpu" and not file:
         raise ConfigError("--hardware cpu:FILE names a file of measured rates; --calibrate writes one")
@@ -180,6 +204,10 @@ def _config(file: str | None, run_dir: Path | None, sets: Sequence[str]) -> RunC
     source = file or (run_dir and config_of_run(run_dir))
     if not source:
         raise ConfigError("name a config: headrace train CONFIG.toml (or --resume RUN to go on with a run)")
+    if file and (Path(file) / "config.toml").is_file():
+        raise ConfigError(
+            f"{file} is the directory of a run, not a config; go on with it: headrace train --resume {file}"
+        )
     config = load_config(source, sets)
     for run in adapter_runs(config) or (config,):
         if not run.reward.specs and not run.teachers:  # unlike `headrace.train`, we cannot be handed a function
@@ -199,10 +227,23 @@ def run_directory(run: str) -> Path:
     for candidate in (Path(run), Path("runs") / run):
         if candidate.is_dir():
             return candidate
+    if is_config(run):
+        own = Path("runs") / Path(run).stem
+        place = str(own) if own.is_dir() else "runs/NAME"
+        raise ConfigError(
+            f"{run} is a config, and the directory of a run is needed here: {place}, say (headrace train {run} starts a new run)"
+        )
+    if Path(run).is_file():
+        raise ConfigError(f"{run} is a file, and a run is a directory: name that, or its name under runs/")
     known = [path.name for path in Path("runs").glob("*") if path.is_dir()]
     near = difflib.get_close_matches(Path(run).name, known, n=1)
     hint = f"; did you mean runs/{near[0]}?" if near else ""
     raise ConfigError(f"there is no run {run}: neither a directory of that name nor runs/{run}{hint}")
+
+
+def is_config(source: str) -> bool:
+    """Whether it looks like a config and not like a run; one in another language is refused when it is read."""
+    return source.endswith((".toml", ".json", ".yaml", ".yml"))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -225,6 +266,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("run", metavar="RUN", help="directory of the run, or its name under runs/")
     one.add_argument("--to", required=True, metavar="DIR", help="where to save it; must not exist or be empty")
     one.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: %(default)s")
+    _add_step(one)
     one.add_argument(
         "--merge", action="store_true", help="of LoRA: a whole model with the adapter in its weights, added in float32"
     )
@@ -246,13 +288,18 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     _add_set(one)
     one.add_argument("--name", help="the run's directory under out/ (default: the config's, or its file's name)")
     one.add_argument("--resume", metavar="RUN", help="go on from the last checkpoint of this run")
-    one.add_argument("--dry-run", action="store_true", help="print the resolved config and what would run where")
+    one.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="a rehearsal: check files, columns, lengths, devices and memory, call the reward once, print all settings; load no model",
+    )
 
 
 def _add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     one = _command(commands, "eval", evaluate, "measure the reward on held-out prompts")
     one.add_argument("source", metavar="CONFIG.toml|RUN", help="a config (its untrained model) or a run (its last one)")
     one.add_argument("--prompts", type=_positive, metavar="N", help="how many held-out prompts (default: eval.prompts)")
+    _add_step(one)
     _add_set(one)
 
 
@@ -313,6 +360,12 @@ def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     one.add_argument("--tokens", action="store_true", help="of those also a line for each token, with all its numbers")
     one.add_argument("--json", action="store_true", help="for programs: all of it")
+
+
+def _add_step(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--step", type=_positive, metavar="N", help="take the checkpoint of this step (default: of the last step done)"
+    )
 
 
 def _add_set(parser: argparse.ArgumentParser) -> None:

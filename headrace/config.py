@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, field_validator
 from pydantic.dataclasses import dataclass
 
 from headrace.algo.config import AlgoConfig
+from headrace.algo.earlier import as_it_was
 from headrace.engine.config import EngineConfig
 from headrace.errors import ConfigError
 from headrace.lora import AdapterConfig, LoraConfig, lora_problems
 from headrace.models import ModelConfig
 from headrace.observe.config import ObserveConfig, check_installed
+from headrace.other_names import meaning
 from headrace.partial import PartialConfig, partial_problems
 from headrace.process_config import CheckpointConfig, EvalConfig, WatchConfig
 from headrace.rollout import RolloutConfig
@@ -37,7 +40,7 @@ class RunConfig:
 
     model: ModelConfig
     task: TaskConfig
-    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = "run"
     """The run's directory is `out/name`. A config file without a name lends its own."""
     seed: int = Field(default=0, ge=0)
     """Everything random is drawn from this and from names."""
@@ -61,6 +64,16 @@ class RunConfig:
     watch: WatchConfig = Field(default_factory=WatchConfig)
     observe: ObserveConfig = Field(default_factory=ObserveConfig)
 
+    @field_validator("name")
+    @classmethod
+    def _names_a_directory(cls, name: str) -> str:
+        if name != (near := _directory_name(name)):
+            raise ValueError(
+                f'name = "{name}" names a directory, and stands in commands: letters, digits, ".", "_" and "-" only, with a letter or '
+                f'a digit first; "{near}" would do'
+            )
+        return name
+
     @property
     def run_dir(self) -> Path:
         return Path(self.out) / self.name
@@ -81,7 +94,7 @@ def load_config(source: RunConfig | Mapping[str, Any] | str | Path, sets: Sequen
 def read_config(source: RunConfig | Mapping[str, Any] | str | Path, sets: Sequence[str] = ()) -> RunConfig:
     """As `load_config` without `check`: for a run of another machine, whose cores this one need not have."""
     tree, base = _tree_of(source)
-    return build(RunConfig, merge(resolve_paths(tree, base), resolve_paths(parse_sets(sets), Path.cwd())))
+    return build(RunConfig, merge(resolve_paths(tree, base), resolve_paths(parse_sets(sets), Path.cwd())), meaning)
 
 
 def config_of_run(run_dir: Path) -> Path:
@@ -154,6 +167,17 @@ def _length_problems(config: RunConfig) -> list[str]:
         problems.append(
             f"rollout.max_tokens = {config.rollout.max_tokens} leaves no room for a prompt in engine.context_length = "
             f"{config.engine.context_length}; lower the first or raise the second"
+        )
+    cache = config.reward.soft_overlong_punishment.cache
+    if cache > config.rollout.max_tokens:
+        problems.append(
+            f"reward.soft_overlong_punishment.cache = {cache} begins before the first of rollout.max_tokens = {config.rollout.max_tokens}; "
+            "lower it (a fifth of max_tokens is usual), or raise max_tokens"
+        )
+    if cache and config.algo.recipe.advantage == "zero":
+        problems.append(
+            "reward.soft_overlong_punishment changes the reward, which algo.advantage = zero does not look at; remove it, or use another "
+            "advantage"
         )
     if config.eval.prompts > config.task.held_out:
         problems.append(
@@ -237,7 +261,7 @@ def adapter_runs(config: RunConfig) -> tuple[RunConfig, ...]:
         base = {**dataclasses.asdict(config), **replaced}
         place = {"name": adapter.name, "out": str(config.run_dir), "adapters": ()}
         try:
-            runs.append(build(RunConfig, {**merge(base, own), **place}))
+            runs.append(build(RunConfig, {**merge(base, own), **place}, meaning))
         except ConfigError as error:
             lines = [f"the adapter {adapter.name}: {line}" for line in str(error).splitlines()]
             raise ConfigError("\n".join(lines)) from None
@@ -285,7 +309,12 @@ def _tree_of(source: RunConfig | Mapping[str, Any] | str | Path) -> tuple[Tree, 
     if isinstance(source, Mapping):
         return dict(source), Path.cwd()
     path = Path(source).expanduser()
-    return {"name": path.stem, **read_toml(path)}, path.absolute().parent
+    return {"name": _directory_name(path.stem), **as_it_was(read_toml(path))}, path.absolute().parent
+
+
+def _directory_name(text: str) -> str:
+    """`my run` -> `my-run`: what is like it and can name a run."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).lstrip("._-") or "run"
 
 
 def resolve_paths(tree: Tree, base: Path) -> Tree:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import json
-import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+
+from headrace.extras import EXTRAS, install
+from headrace.rehearsal.machine import ask_torch, cores, memory, torch_facts
 
 State = Literal["ok", "note", "bad"]
 
@@ -19,37 +19,6 @@ GIB = 1024**3
 NEEDED_MEMORY = 6 * GIB
 """fp32 weights, gradients, two AdamW moments, two published copies and the KV budget of the demo's 135 M parameters."""
 NEEDED_DISK = 4 * GIB
-
-EXTRAS = {
-    "tasks": "reasoning_gym",
-    "parquet": "pyarrow",
-    "datasets": "datasets",
-    "tensorboard": "tensorboard",
-    "trackio": "trackio",
-    "lora": "peft",
-}
-"""Extra of `pip install headrace[...]` -> the module that it brings."""
-
-_ADVICE = {
-    "tasks": "procedural tasks, the demo's among them",
-    "parquet": "prompts from Parquet files",
-    "datasets": "prompts from a saved datasets directory",
-    "tensorboard": "curves in TensorBoard",
-    "trackio": "curves in trackio",
-    "lora": "training of LoRA adapters",
-}
-
-# Run in a process of its own: importing torch takes seconds, and a broken build must not take the doctor with it.
-_TORCH_PROBE = """
-import json, torch
-cuda = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-has = lambda name: bool(getattr(torch.cpu, name, bool)())
-print(json.dumps({
-    "version": torch.__version__, "threads": torch.get_num_threads(),
-    "avx512_bf16": has("_is_avx512_bf16_supported"), "amx": has("_is_amx_tile_supported"),
-    "built_for": torch.version.cuda or "CPU", "cuda": [[d.name, d.total_memory] for d in cuda],
-}))
-"""
 
 
 class Finding(NamedTuple):
@@ -61,9 +30,7 @@ class Finding(NamedTuple):
 
 def examine(full: bool = False) -> int:
     """Prints the table. 0 when a run can start, 1 when something is missing. `full` also reads cached models."""
-    probe = subprocess.Popen(
-        [sys.executable, "-c", _TORCH_PROBE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    probe = ask_torch()
     rest = [*_machine(), *_disks()]  # while torch is being imported
     packages = [*_packages(), *_extras()]
     models = list(_models(full))
@@ -82,18 +49,6 @@ def examine(full: bool = False) -> int:
 
 def _python() -> Finding:
     return Finding("Python", "ok", ".".join(map(str, sys.version_info[:3])))
-
-
-def torch_facts(probe: subprocess.Popen[str]) -> dict[str, Any] | str:
-    """What torch says of itself, or why it could not."""
-    try:
-        out, err = probe.communicate(timeout=120)
-    except subprocess.TimeoutExpired:
-        probe.kill()
-        return "importing it took more than two minutes"
-    if probe.returncode:
-        return (err.strip().splitlines() or [f"exit code {probe.returncode}"])[-1]
-    return json.loads(out.splitlines()[-1])
 
 
 def torch_findings(torch: dict[str, Any] | str) -> Iterator[Finding]:
@@ -136,11 +91,11 @@ def _packages() -> list[Finding]:
 
 
 def _extras() -> Iterator[Finding]:
-    for extra, module in EXTRAS.items():
-        if importlib.util.find_spec(module):
-            yield Finding(f"[{extra}]", "ok", f"{module.replace('_', '-')} {_version(module) or ''}".strip())
+    for name, extra in EXTRAS.items():
+        if importlib.util.find_spec(extra.module):
+            yield Finding(f"[{name}]", "ok", f"{extra.module.replace('_', '-')} {_version(extra.module) or ''}".strip())
         else:
-            yield Finding(f"[{extra}]", "note", "not installed", f"{_ADVICE[extra]}: pip install 'headrace[{extra}]'")
+            yield Finding(f"[{name}]", "note", "not installed", f"{extra.brings}: {install(name)}")
 
 
 def _version(distribution: str) -> str | None:
@@ -190,30 +145,14 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _machine() -> Iterator[Finding]:
-    cores = _cores()
-    advice = "engine and trainer will take turns" if cores < 2 else ""
-    yield Finding("CPU cores", "note" if cores < 2 else "ok", str(cores), advice)
-    memory = _memory()
-    low = memory < NEEDED_MEMORY
+    count = cores()
+    advice = "engine and trainer will take turns" if count < 2 else ""
+    yield Finding("CPU cores", "note" if count < 2 else "ok", str(count), advice)
+    present = memory()
+    low = present < NEEDED_MEMORY
     yield Finding(
-        "Memory", "note" if low else "ok", _gib(memory), f"the demo wants about {_gib(NEEDED_MEMORY)}" if low else ""
+        "Memory", "note" if low else "ok", _gib(present), f"the demo wants about {_gib(NEEDED_MEMORY)}" if low else ""
     )
-
-
-def _cores() -> int:
-    """Cores this process may use, counting a container's limit."""
-    present = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota, _, period = _read("/sys/fs/cgroup/cpu.max").partition(" ")
-    if quota.isdigit() and period.isdigit():
-        return max(1, min(present, int(quota) // int(period)))
-    return present
-
-
-def _memory() -> int:
-    """Bytes, counting a container's limit."""
-    present = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = _read("/sys/fs/cgroup/memory.max")
-    return min(present, int(limit)) if limit.isdigit() else present
 
 
 def _disks() -> Iterator[Finding]:
@@ -233,13 +172,6 @@ def _cache_dir() -> Path:
     from headrace.models import cache_dir
 
     return cache_dir()
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return ""
 
 
 def _gib(count: float) -> str:
@@ -273,7 +205,7 @@ def _placement(torch: dict[str, Any] | str) -> Iterator[Finding]:
         return
     cuda = torch["cuda"]
     where = f"GPU 0 ({cuda[0][0]})" if cuda else f"CPU, {torch['threads']} threads"
-    compute = "bfloat16" if cuda or torch["amx"] or torch["avx512_bf16"] else "float32"
+    compute = "bfloat16" if torch["bfloat16"] else "float32"
     yield Finding("engine", "ok", f"a process of its own: {where}, bfloat16")
     yield Finding("trainer", "ok", f"a process of its own: {where}, float32 weights, {compute} compute")
     yield Finding("rewards", "ok", "worker processes on the CPU")

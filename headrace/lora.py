@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 
+from headrace.extras import install
 from headrace.weights import AdapterSpec
 
 POLICY = "policy"
@@ -117,7 +118,7 @@ def lora_problems(config: LoraConfig, weights: str, engine_path: str, self_taugh
             yield f"lora.{given[0]} is set, but lora.rank = 0 trains all weights; set lora.rank, 16 say, or remove lora.{given[0]}"
         return
     if importlib.util.find_spec("peft") is None:
-        yield "lora.rank needs peft, which is not installed: pip install 'headrace[lora]', or set lora.rank = 0"
+        yield f"lora.rank needs peft, which is not installed: {install('lora')}, or set lora.rank = 0"
     if weights != "float32":
         yield (
             f"train.weights = {weights} is about weights that are trained; with lora.rank they are frozen, and lie in the dtype "

@@ -16,7 +16,7 @@ import sysconfig
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass as plain_dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,13 +26,13 @@ from pydantic.dataclasses import dataclass
 
 from headrace.errors import ConfigError
 from headrace.known_models import KNOWN_MODELS, KnownModel
+from headrace.model_files import check_model_dir
 
 Say = Callable[[str], None]
 
 RECORD = "headrace.json"
 """Lies beside fetched weights: where they came from, and the checksum of every file."""
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _DAY = 86_400.0
 
@@ -114,70 +114,6 @@ def _from_hub(repo: str, setting: str) -> Path:
 def _first_line(error: BaseException) -> str:
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
-
-
-# --- what a directory must hold ----------------------------------------------------------------------------------------
-
-
-def check_model_dir(path: str | Path, need_chat_template: bool) -> None:
-    """Raises ConfigError for whatever is missing, all at once, each with its remedy. Reads no weights."""
-    directory = Path(path)
-    if not directory.is_dir():
-        raise ConfigError(f"there is no directory {directory}; model.path must name one that holds a model")
-    if (directory / "adapter_config.json").exists() and not (directory / "config.json").exists():
-        raise ConfigError(
-            f"{directory} holds an adapter alone; merge it into its base model (merge_and_unload) and save that"
-        )
-    missing = [*_config_problems(directory), *_weight_problems(directory), *_tokenizer_problems(directory)]
-    if need_chat_template and not missing and not has_chat_template(directory):
-        missing.append(
-            "no chat template; use an instruct model, add its chat_template.jinja, or set task.chat = false and write "
-            "prompts as plain text"
-        )
-    if missing:
-        raise ConfigError(f"{directory} is not a usable model: " + "\n  also: ".join(missing))
-
-
-def _config_problems(directory: Path) -> Iterator[str]:
-    try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        yield "no config.json; save the model with save_pretrained(directory)"
-    except ValueError as error:
-        yield f"config.json is not valid JSON ({error}); copy it again"
-    else:
-        if not isinstance(config, dict) or "model_type" not in config:
-            yield "config.json names no model_type; it must be a transformers config"
-
-
-def _weight_problems(directory: Path) -> Iterator[str]:
-    weights = [*directory.glob("*.safetensors"), *directory.glob("pytorch_model*.bin")]
-    if not weights:
-        gguf = " (its GGUF file must be converted: from_pretrained(..., gguf_file=...), then save_pretrained)"
-        yield f"no weights (*.safetensors or pytorch_model*.bin){gguf if any(directory.glob('*.gguf')) else ''}; download them"
-    for index in directory.glob("*.index.json"):
-        try:
-            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, AttributeError):
-            yield f"{index.name} cannot be read; copy it again"
-            continue
-        if absent := sorted(shard for shard in shards if not (directory / shard).exists()):
-            yield f"{len(absent)} of {len(shards)} weight files that {index.name} names are missing ({absent[0]}, ...); download them"
-
-
-def _tokenizer_problems(directory: Path) -> Iterator[str]:
-    if not any((directory / name).exists() for name in TOKENIZER_FILES):
-        yield "no tokenizer (tokenizer.json or the like); save it beside the model with tokenizer.save_pretrained(directory)"
-
-
-def has_chat_template(directory: Path) -> bool:
-    if (directory / "chat_template.jinja").exists() or (directory / "chat_template.json").exists():
-        return True
-    try:
-        config = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return bool(config.get("chat_template"))
 
 
 # --- known models: fetched once, checked at every use ------------------------------------------------------------------

@@ -231,8 +231,10 @@ class Interrupts:
         try:
             await self._engine.drain()
             load = await self._engine.load(update)
-        finally:
+        except Exception:  # not where this is cancelled: the run ends, and an engine that hangs would keep it from that
             await self._engine.resume()
+            raise
+        await self._engine.resume()
         return Delivery(load, 0, self._clock() - since)
 
     async def _alone(self, update: WeightUpdate) -> Delivery:

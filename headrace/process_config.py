@@ -14,6 +14,9 @@ class CheckpointConfig:
     """Optimizer steps between checkpoints; 0 writes one at the end only."""
     keep: int = Field(default=2, gt=0)
     """How many of the newest are kept."""
+    patience: float = Field(default=300.0, ge=0)
+    """Seconds for which a run that has done its steps tries its last checkpoint again where the disk does not take it. After that
+    it ends with an error: without its weights on the disk it is not finished. 0 tries once."""
     flush_journal: bool = True
     """Put the journal on the disk after every step: a loss of power then costs at most one. A killed process loses nothing
     either way."""

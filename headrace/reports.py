@@ -27,6 +27,18 @@ class LagStats(Struct, frozen=True):
     """Quantiles of |logprob - sampled| by name: p50, p90, p99, max."""
 
 
+class Noise(Struct, frozen=True):
+    """What rounding alone makes of log-probs: trainer - sampler of tokens that the very weights being trained have sampled."""
+
+    tokens: int
+    token_rms: float
+    """Root of the mean square over tokens, nats."""
+    sequences: int
+    """Those of which every loss token has lag 0."""
+    sequence_rms: float
+    """The same of the mean over each of them."""
+
+
 class TrainReport(Struct, frozen=True):
     """What one `Trainer.step` did. Means are over the tokens in the loss, with the denominator of the whole step (C9)."""
 
@@ -35,7 +47,8 @@ class TrainReport(Struct, frozen=True):
     version: int
     """The version the weights have now: step + 1, or step when the update was skipped."""
     skipped: str = ""
-    """Empty, or the reason why the weights did not change: `nonfinite_gradient`, `no_tokens`."""
+    """Empty, or the reason why the weights did not change: `nonfinite_gradient`, `no_tokens`, `all_rejected` (rules and bounds of the
+    algorithm left nothing of the policy loss)."""
     loss: float = 0.0
     grad_norm: float = 0.0
     """Before clipping."""
@@ -66,6 +79,19 @@ class TrainReport(Struct, frozen=True):
     """Mean k3 estimate of KL(trainer || reference), at most 10 a token, whatever `algo.kl.estimator` the loss has."""
     teacher_kl: float = 0.0
     """Mean of logprob - teacher over the tokens that a teacher scored: the sampled-token estimate of the reverse KL."""
+    noise: Noise | None = None
+    """None of a step without tokens of lag 0, and in journals from before 2026-11-22."""
+
+
+def differing(report: TrainReport, before: TrainReport) -> list[str]:
+    """Fields that are not equal bit for bit, but for the time, and for what an earlier version did not report."""
+    return [
+        name
+        for name in before.__struct_fields__
+        if name != "seconds"
+        and getattr(before, name) is not None
+        and repr(getattr(report, name)) != repr(getattr(before, name))  # NaN differs from itself
+    ]
 
 
 class EngineStats(Struct, frozen=True):

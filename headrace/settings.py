@@ -12,7 +12,7 @@ import math
 import re
 import tomllib
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,19 +23,37 @@ from headrace.errors import ConfigError
 T = TypeVar("T")
 Tree = dict[str, Any]
 
+_KINDS = ("str", "int", "float", "bool")
 _PART = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def read_toml(path: Path) -> Tree:
     """Raises ConfigError where the file is missing, a directory or not TOML."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8-sig")
+        return tomllib.loads(text)
     except FileNotFoundError:
         raise ConfigError(f"there is no file {path}{_similar_file(path)}") from None
     except IsADirectoryError:
         raise ConfigError(f"{path} is a directory; name a TOML file in it") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    except PermissionError:
+        raise ConfigError(f"{path} may not be read; change its permissions") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}; save it as UTF-8 text") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(_other_language(path, text) or f"{path} is not valid TOML: {error}") from None
+
+
+def _other_language(path: Path, text: str) -> str:
+    """A sentence for JSON and YAML, or nothing."""
+    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    first = lines[0].strip() if lines else ""
+    json_like, yaml_like = first == "{" or first.startswith('{"'), re.match(r"---|[\w.-]+:(\s|$)|- ", first)
+    language = "JSON" if json_like else "YAML" if yaml_like else ""
+    return language and (
+        f"{path} is {language}, and a config is TOML: write a section as [train] and a setting below it as steps = 200 (README.md "
+        "has a whole one). From Python a dict of the same shape will do: headrace.train({...})"
+    )
 
 
 def parse_sets(sets: Sequence[str]) -> Tree:
@@ -46,7 +64,7 @@ def parse_sets(sets: Sequence[str]) -> Tree:
         parts = key.strip().split(".")
         if not sign or not all(_PART.fullmatch(part) for part in parts):
             raise ConfigError(f"--set {text}: write it as section.setting=value, for example --set train.steps=100")
-        tree = merge(tree, _nest(parts, _toml_value(value.strip())))
+        tree = merge(tree, _nest(parts, _toml_value(value.strip(), f"--set {text}")))
     return tree
 
 
@@ -59,13 +77,15 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tree:
     return merged
 
 
-def build(kind: type[T], tree: Mapping[str, Any]) -> T:
-    """Validates strictly: a number in quotes is not a number. All complaints are raised at once, one a line."""
+def build(kind: type[T], tree: Mapping[str, Any], elsewhere: Callable[[str], str] = lambda name: "") -> T:
+    """Validates strictly: a number in quotes is not a number. All complaints are raised at once, one a line.
+
+    `elsewhere`: a sentence for a name that is not a setting but is known all the same, or nothing."""
     try:
         # The JSON mode of pydantic is the strict mode that knows TOML's types: arrays may become tuples, 1 may become 1.0.
         return TypeAdapter(kind).validate_json(json.dumps(tree, default=str), strict=True)
     except ValidationError as error:
-        complaints = [_sentence(kind, detail) for detail in error.errors(include_url=False)]
+        complaints = _complaints(error.errors(include_url=False), kind, elsewhere)
         raise ConfigError("\n".join(dict.fromkeys(complaints))) from None
 
 
@@ -89,10 +109,23 @@ def setting_names(kind: type, prefix: str = "") -> Iterator[str]:
 # --- sentences -------------------------------------------------------------------------------------------------------
 
 
-def _sentence(kind: type, detail: Any) -> str:
+def _complaints(details: Sequence[Any], kind: type, elsewhere: Callable[[str], str]) -> Iterator[str]:
+    """One a setting: of a union every member complains."""
+    by_value: dict[tuple[str, str], list[Any]] = {}
+    for detail in details:
+        by_value.setdefault((_dotted(detail["loc"]), repr(detail["input"])), []).append(detail)
+    for of_one in by_value.values():
+        first = _sentence(kind, of_one[0], elsewhere)
+        others = dict.fromkeys(map(_expected, of_one[1:])) if "does not fit: " in first else {}
+        yield " or ".join([first, *(other.removeprefix("expected ") for other in others if not first.endswith(other))])
+
+
+def _sentence(kind: type, detail: Any, elsewhere: Callable[[str], str]) -> str:
     name = _dotted(detail["loc"])
     given, problem = detail["input"], detail["type"]
     if problem == "unexpected_keyword_argument":
+        if known := [told for leaf in _leaves(name, given) if (told := elsewhere(leaf))]:
+            return "\n".join(known)
         near = _nearest(name, list(setting_names(kind)))
         return f"{name} is not a setting" + (f"; did you mean {near}?" if near else "")
     if problem == "missing":
@@ -105,10 +138,23 @@ def _sentence(kind: type, detail: Any) -> str:
     return f"{name} = {_short(given)} does not fit: {_expected(detail)}"
 
 
+def _leaves(name: str, value: Any) -> list[str]:
+    """Dotted names of what a table holds; of anything else, its own."""
+    if not isinstance(value, dict):
+        return [name]
+    return [leaf for key, inner in value.items() for leaf in _leaves(f"{name}.{key}", inner)]
+
+
 def _expected(detail: Any) -> str:
-    message = str(detail["msg"])
-    if detail["type"] in ("dataclass_type", "dict_type"):
+    message, problem, given = str(detail["msg"]), detail["type"], detail["input"]
+    if problem in ("dataclass_type", "dict_type"):
         return "expected a table"
+    if problem == "bool_type":
+        return "expected a boolean: true or false, in small letters and without quotes"
+    if problem in ("tuple_type", "list_type"):
+        item = given if isinstance(given, str) else _toml(given)
+        example = item if item.replace(",", "").replace(" ", "").isdigit() else ", ".join(map(_string, item.split(",")))
+        return f"expected a list: write it as [{example}]"
     message = message.replace("Input should be a valid ", "expected a ").replace("Input should be ", "expected ")
     return message.replace("expected a integer", "expected an integer")
 
@@ -116,6 +162,8 @@ def _expected(detail: Any) -> str:
 def _dotted(loc: Sequence[Any]) -> str:
     text = ""
     for part in loc:
+        if isinstance(part, str) and ("[" in part or part in _KINDS):  # which member of a union pydantic tried
+            break
         text += f"[{part}]" if isinstance(part, int) else f".{part}"
     return text.lstrip(".")
 
@@ -153,11 +201,16 @@ def _dataclasses_in(hint: Any) -> list[type]:
 # --- TOML ------------------------------------------------------------------------------------------------------------
 
 
-def _toml_value(text: str) -> Any:
+def _toml_value(text: str, where: str) -> Any:
     try:
         parsed = tomllib.loads(f"value = {text}")
         return parsed["value"] if list(parsed) == ["value"] else text
     except tomllib.TOMLDecodeError:
+        if text[:1] in ("[", "{", '"', "'"):  # was meant to be TOML
+            raise ConfigError(
+                f"{where}: {text} cannot be read. A list is written as [0, 1] or ['a', 'b'], a table as {{ a = 1 }}, a text as "
+                "'a', with the whole --set in quotes of the other kind, so that the shell leaves them"
+            ) from None
         return text  # a bare word: `--set algo.name=rloo` needs no quotes
 
 

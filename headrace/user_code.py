@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib.util
 import sys
@@ -29,6 +30,36 @@ def load_function(spec: str, what: str, modules: dict[Path, ModuleType] | None =
         raise ConfigError(f"{what}: {path.name} defines no {name}{hint}")
     function: Callable[..., Any] = getattr(modules[path], name)
     return function
+
+
+def defines(spec: str) -> str:
+    """Empty, or why `file.py:name` cannot be a function of that file. The file is read, not run."""
+    file, _, name = spec.rpartition(":")
+    path = Path(file).expanduser()
+    try:
+        tree = ast.parse(path.read_bytes(), str(path))
+    except OSError as error:
+        return f"{path} cannot be read ({error.strerror})" if path.exists() else f"there is no file {path}"
+    except (SyntaxError, ValueError) as error:
+        return f"{path} is not valid Python: {error}"
+    imported = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.names[0].name == "*"]
+    names = {found for node in ast.walk(tree) for found in _bound(node)}
+    if name in names or imported:
+        return ""
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"{path.name} defines no {name}{f'; did you mean {near[0]}?' if near else ''}"
+
+
+def _bound(node: ast.AST) -> list[str]:
+    """Names that a statement gives a meaning to."""
+    match node:
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return [name]
+        case ast.Import(names=names) | ast.ImportFrom(names=names):
+            return [alias.asname or alias.name for alias in names]
+        case ast.Name(id=name, ctx=ast.Store()):
+            return [name]
+    return []
 
 
 def _run(path: Path, what: str) -> ModuleType:

@@ -112,8 +112,7 @@ OF_PIPELINE = (
     _one(
         "step_counted_first", PIPELINE, "C7", "a step is counted, and then written into the journal",
         "        parts.journal.write(Stepped(self._clock(), report, tuple(group.ticket for group in groups)))\n"
-        "        parts.journal.flush()\n        if report.skipped:",
-        "        if report.skipped:",
+        "        parts.journal.flush()\n        for sentence in", "        for sentence in",
         (
             "        parts.buffer.trained(groups)\n        self._record(step_fact(",
             "        parts.buffer.trained(groups)\n"
@@ -123,7 +122,7 @@ OF_PIPELINE = (
     ),
     _one(
         "step_not_flushed", PIPELINE, "C7", "a step is in the journal, and the journal not on the disk",
-        "        parts.journal.flush()\n        if report.skipped:", "        if report.skipped:",
+        "        parts.journal.flush()\n        for sentence in", "        for sentence in",
     ),
     _one(
         "skipped_is_trained", PIPELINE, "C2", "groups of a skipped step are counted as trained",
@@ -135,7 +134,7 @@ OF_PIPELINE = (
     ),
     _one(
         "deliveries_overtake", PIPELINE, "C4", "a version is published before the one before it is live",
-        "            if delivery:  # a publish", "            if delivery and self.step < 0:  # a publish",
+        "            if delivery and not await", "            if delivery and self.step < 0 and not await",
     ),
     _one(
         "no_last_checkpoint", PIPELINE, "C7", "a run that has finished writes no checkpoint",
@@ -384,9 +383,9 @@ ELSEWHERE = (
     ),
     _one(
         "seal_last", CHECKPOINT, "C7", "a checkpoint that is removed loses its seal last",
-        "    (checkpoint / FILES).unlink(missing_ok=True)\n    shutil.rmtree(checkpoint, ignore_errors=True)",
+        "    if (checkpoint / FILES).exists():\n        (checkpoint / FILES).unlink()\n        _flush(checkpoint)\n",
         "    for path in sorted(checkpoint.iterdir(), key=lambda path: path.name == FILES) if checkpoint.exists() else ():\n"
-        "        path.unlink()\n    shutil.rmtree(checkpoint, ignore_errors=True)",
+        "        path.unlink()\n",
     ),
     _one(
         "sealed_unflushed", CHECKPOINT, "C7", "a checkpoint is sealed before its files are on the disk",

@@ -45,15 +45,17 @@ def test_constants_are_those_of_the_papers():
     clips = {name: (recipe.clip_low, recipe.clip_high) for name, recipe in of.items()}
     assert {name: clip for name, clip in clips.items() if clip != (0.2, 0.2)} == {
         "dapo": (0.2, 0.28),
-        "gspo": (3e-4, 4e-4),
-        "gspo_token": (3e-4, 4e-4),
+        "gspo": (0.05, 0.05),
+        "gspo_token": (0.05, 0.05),
         "cispo": (1.0, 4.0),
         "gmpo": (0.4, 0.4),
     }
     assert all(recipe.dual_clip == 0 for recipe in of.values())
     assert (of["sapo"].tau, of["sapo"].tau_negative, of["kimi"].tau) == (1.0, 1.05, 0.1)
     assert (of["dppo_tv"].delta, of["dppo_tv"].cap) == (0.2, 20.0)
-    assert (of["dppo_kl"].delta, of["dppo_kl"].penalty, of["ipo"].delta, of["ipo"].penalty) == (0.2, 1e-3, 0.1, 1e-3)
+    assert (of["dppo_kl"].delta, of["dppo_kl"].cap) == (0.05, 20.0)
+    assert (of["dppo_tv_quadratic"].delta, of["dppo_tv_quadratic"].penalty) == (0.2, 1e-3)
+    assert (of["ipo"].delta, of["ipo"].penalty) == (0.3, 0.0)
     assert (of["m2po"].select.kind, of["m2po"].select.tau) == ("m2po", 0.04)
     assert [(of[name].select.kind, of[name].select.fraction) for name in ("clip_cov", "kl_cov")] == [
         ("clip_cov", 2e-4),
@@ -66,9 +68,9 @@ def test_constants_are_those_of_the_papers():
         "tis": Correction(mode="truncate", level="token", low=0.0, high=2.0),
         "icepop": Correction(mode="mask", level="token", low=0.5, high=5.0),
         "mis": Correction(mode="mask", level="sequence", low=0.5, high=2.0),
-        "mis_geometric": Correction(mode="mask", level="geometric", low=0.99, high=1.001, veto=1e-4),
+        "mis_geometric": Correction(mode="mask", level="geometric", low=0.95, high=1.05, veto=1e-4),
         "kpop": Correction(kpop=2.0),
-        "opsm": Correction(opsm=1e-4),
+        "opsm": Correction(opsm=0.05),
     }
     assert {name for name, recipe in of.items() if recipe.old == "trainer"} == {"tis", "icepop", "mis", "mis_geometric"}
     assert {name for name, recipe in of.items() if recipe.old == "loglinear"} == {"decoupled_ppo"}
@@ -206,6 +208,7 @@ def test_bad_settings_are_refused(wrong):
         ({"old": "trainer", "clip_high": 0.1}, "no effect with algo.old = trainer"),
         ({"dual_clip": 0.5}, "use more than 1"),
         ({"name": "kimi", "old": "trainer"}, "use algo.old = sampler"),
+        ({"denominator": "kept"}, "no rule takes anything out"),
         ({"correction": {"mode": "truncate"}}, "twice"),
         ({"correction": {"high": 3.0}}, "need algo.correction.mode"),
         ({"name": "icepop", "correction": {"low": 6.0}}, "is not below"),

@@ -82,7 +82,22 @@ def ref_dppo_tv(lp, sg, old, adv, seq, c):
     ]
 
 
+def binary_divergence(old: float, now: float) -> float:
+    q, p = math.exp(old), math.exp(now)
+    return q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+
+
 def ref_dppo_kl(lp, sg, old, adv, seq, c):
+    def left(s: float, o: float, a: float) -> bool:
+        return (s > o if a > 0 else s < o) and binary_divergence(o, s) > c["delta"]
+
+    return [
+        0.0 if left(s, o, a) else -a * min(math.exp(s - o), c["cap"]) * x
+        for x, s, o, a in zip(lp, sg, old, adv, strict=True)
+    ]
+
+
+def ref_dppo_tv_quadratic(lp, sg, old, adv, seq, c):
     return [
         (0.0 if too_far(s, o, a, c["delta"]) else -a * math.exp(x - o)) + c["penalty"] * (x - o) ** 2
         for x, s, o, a in zip(lp, sg, old, adv, strict=True)
@@ -139,7 +154,8 @@ CONSTANTS: dict[str, dict[str, float]] = {  # such that both sides of every boun
     "cispo": {"clip_low": 0.2, "clip_high": 0.3},
     "sapo": {"tau": 1.0, "tau_negative": 1.05},
     "dppo_tv": {"delta": 0.05, "cap": 1.2},
-    "dppo_kl": {"delta": 0.05, "penalty": 0.1},
+    "dppo_kl": {"delta": 0.03, "cap": 1.2},
+    "dppo_tv_quadratic": {"delta": 0.05, "penalty": 0.1},
     "ipo": {"delta": 0.05, "penalty": 0.1},
     "kimi": {"tau": 0.3},
     "gmpo": {"clip_low": 0.2, "clip_high": 0.3},
@@ -155,6 +171,7 @@ REFERENCES: dict[str, Callable[..., list[float]]] = {
     "sapo": ref_sapo,
     "dppo_tv": ref_dppo_tv,
     "dppo_kl": ref_dppo_kl,
+    "dppo_tv_quadratic": ref_dppo_tv_quadratic,
     "ipo": ref_ipo,
     "kimi": ref_kimi,
     "topr": ref_topr,
@@ -211,7 +228,7 @@ def clips(name: str, lp: Array, old: Array, adv: Array) -> Array:
 
 def test_clipped_is_what_lost_its_gradient():
     """For the losses that cut the gradient off; the others report where a weight hit its bound."""
-    for name in ("ppo_clip", "gspo_token", "dppo_tv"):
+    for name in ("ppo_clip", "gspo_token", "dppo_tv", "dppo_kl"):
         lp, old, adv = numbers(1)
         moving = torch.tensor(lp, requires_grad=True)
         out = LOSSES[name](tokens_of(moving, old, adv), torch.tensor(old), **CONSTANTS[name])

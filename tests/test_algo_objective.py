@@ -15,8 +15,10 @@ from torch import Tensor
 
 from headrace.algo.aggregate import AGGREGATIONS, seq_mean_token_mean, seq_mean_token_sum, token_mean, token_sum
 from headrace.algo.config import AlgoConfig
-from headrace.algo.corrections import binary_kl, importance_weight
-from headrace.algo.distill import top_divergence
+from headrace.algo.corrections import importance_weight, larger_binary_kl
+from headrace.algo.credit import kl_penalty
+from headrace.algo.denominator import Kept
+from headrace.algo.distill import _with_tail, top_divergence
 from headrace.algo.kl import kl_estimate, kl_loss
 from headrace.algo.objective import objective_of, old_of, selection_of
 from headrace.algo.recipes import RECIPES, Distill
@@ -160,11 +162,11 @@ def test_kpop_is_the_larger_of_both_binary_divergences():
     p, q = np.exp(lp), np.exp(sampled)
     forward = p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q))
     backward = q * np.log(q / p) + (1 - q) * np.log((1 - q) / (1 - p))
-    np.testing.assert_allclose(binary_kl(torch.tensor(lp), torch.tensor(sampled)), np.maximum(forward, backward))
+    np.testing.assert_allclose(larger_binary_kl(torch.tensor(lp), torch.tensor(sampled)), np.maximum(forward, backward))
     result = objective_of(grpo(correction={"kpop": 0.02}))(tokens_of(1))
     np.testing.assert_array_equal(result.masked["kpop"], np.maximum(forward, backward) > 0.02)
     sure = torch.tensor([0.0, -20.0])  # a probability of one
-    assert binary_kl(sure, sure.flip(0)).isfinite().all() and binary_kl(sure, sure).tolist() == [0.0, 0.0]
+    assert larger_binary_kl(sure, sure.flip(0)).isfinite().all() and larger_binary_kl(sure, sure).tolist() == [0.0, 0.0]
 
 
 def test_opsm_drops_bad_tokens_of_sequences_the_policy_has_left():
@@ -223,8 +225,69 @@ def test_estimators_of_the_divergence():
     for name in ("k1", "k3"):
         torch.testing.assert_close((lp.exp() * kl_estimate(lp, OTHER, name)).sum(), exact)  # type: ignore[arg-type]
     torch.testing.assert_close(kl_estimate(lp, OTHER, "k2"), (lp - OTHER) ** 2 / 2)
-    far = kl_estimate(torch.tensor([-100.0, 0.0]), torch.tensor([0.0, -100.0]), "k3")
-    assert far.tolist() == [10.0, 10.0]  # the value is clamped; without it exp(20)
+    far = kl_estimate(torch.tensor([-100.0, 0.0]).double(), torch.tensor([0.0, -100.0]).double(), "k3")
+    assert far.tolist() == pytest.approx(
+        [math.exp(20) - 21, math.exp(-20) + 19]
+    )  # the log ratio is clamped, the value is not
+
+
+IN_THE_LOSS = [("k2", False), ("k3", False), ("k3", True)]
+"""Every estimator that `AlgoConfig` lets into the loss."""
+
+
+@pytest.mark.parametrize(("estimator", "unbiased"), IN_THE_LOSS)
+def test_descent_on_a_tokens_divergence_ends_at_the_reference_from_any_distance(estimator, unbiased):
+    lp = torch.tensor([-60.0, -25, -12, -3, -0.5, 0.5, 3, 12, 25, 60]).double()
+    for _ in range(700):  # 0.1 a step at most, as the clipped norm of a step has it
+        moving = lp.clone().requires_grad_()
+        loss = kl_loss(moving, lp, torch.zeros_like(lp), estimator, unbiased)
+        (grad,) = torch.autograd.grad(loss.sum(), moving)
+        assert (grad * lp > 0)[lp.abs() > 1e-3].all()  # never away from the reference, and never nothing
+        lp = lp - 0.1 * grad.clamp(-1, 1)
+    assert lp.abs().max() < 1e-3
+
+
+def descended(loss_of: Any, start: Sequence[float]) -> float:
+    """KL(policy || OTHER) after descent on the expectation of `loss_of`, sampled anew by every step's policy."""
+    logits = torch.tensor(start).double().requires_grad_()
+    optimizer = torch.optim.Adam([logits], lr=0.05)
+    for _ in range(800):
+        lp = torch.log_softmax(logits, 0)
+        optimizer.zero_grad()
+        (lp.detach().exp() * loss_of(lp)).sum().backward()
+        optimizer.step()
+    lp = torch.log_softmax(logits.detach(), 0)
+    return float((lp.exp() * (lp - OTHER)).sum())
+
+
+FAR = ([3.0, -4.0, 1.0, 0.0], [14.0, 0.0, 0.0, -3.0])
+
+
+@pytest.mark.parametrize("start", FAR)
+@pytest.mark.parametrize(("estimator", "unbiased"), IN_THE_LOSS)
+def test_descent_on_the_divergence_alone_ends_at_the_reference_from_far_away(estimator, unbiased, start):
+    assert descended(lambda lp: kl_loss(lp, lp.detach(), OTHER, estimator, unbiased), start) < 1e-4
+
+
+@pytest.mark.parametrize("start", FAR)
+def test_in_the_reward_only_the_log_ratio_leads_to_the_reference(start):
+    """-A·lp with the penalty as a negative reward: k1 is the gradient of the KL; k2 and k3 lead away, so they are refused."""
+    penalties = lambda lp: torch.tensor([kl_penalty(*one) for one in zip(lp.tolist(), OTHER.tolist(), strict=True)])  # noqa: E731
+    assert descended(lambda lp: lp * penalties(lp), start) < 1e-4
+    for estimator in ("k2", "k3"):
+        assert descended(lambda lp, e=estimator: lp * kl_estimate(lp.detach(), OTHER, e), start) > 0.1  # type: ignore[misc]
+        with pytest.raises(ValueError, match="away from the reference"):
+            AlgoConfig(kl={"coef": 0.1, "place": "reward", "estimator": estimator})
+
+
+@pytest.mark.parametrize("loss", ["kimi", "dppo_tv_quadratic", "kl_cov"])
+def test_the_pull_of_a_penalty_does_not_end_beyond_the_bound_of_the_log_ratio(loss):
+    lp = torch.tensor([-40.0, 40.0]).double().requires_grad_()
+    tokens = Tokens(lp, torch.zeros(2).double(), torch.zeros(2).double(), torch.arange(2), torch.zeros(2))
+    tokens = tokens._replace(keep=torch.zeros(2, dtype=torch.bool))
+    select = {"kind": "kl_cov"} if loss == "kl_cov" else {}
+    grad = gradient(objective_of(AlgoConfig(loss=loss, select=select))(tokens).loss, lp)
+    assert grad[0] < 0 < grad[1]
 
 
 def test_expected_gradients_of_the_estimators_are_what_their_docstring_says():
@@ -327,6 +390,14 @@ def test_the_whole_vocabulary_leaves_an_empty_tail(kind):
     assert same.item() == pytest.approx(0, abs=1e-9)
 
 
+@pytest.mark.parametrize("rest", [1e-3, 1e-6, 1e-8, 1e-10])
+def test_the_bucket_for_the_rest_keeps_its_digits_in_float32(rest):
+    """1 - Σp in float32 has none left below 1e-6; the log-probs themselves do."""
+    logprob = torch.tensor([[math.log1p(-3 * rest), math.log(2 * rest)]], dtype=torch.float32)
+    found = _with_tail(logprob, torch.isfinite(logprob))
+    assert found.dtype == torch.float32 and found[0, -1].item() == pytest.approx(math.log(rest), abs=1e-4)
+
+
 def test_top_k_distillation_is_added_to_the_objective():
     top = TopTokens(torch.full((len(SEQUENCE), 2), -2.0).double(), torch.full((len(SEQUENCE), 2), -1.5).double())
     tokens = tokens_of(top=top)
@@ -340,6 +411,52 @@ def test_a_microbatch_that_no_teacher_has_seen_learns_from_its_rewards(kind):
     untaught = torch.full((len(SEQUENCE),), math.nan).double()
     found = objective_of(AlgoConfig(distill={"kind": kind}))(tokens_of(teacher=untaught))
     torch.testing.assert_close(found.loss, objective_of(AlgoConfig())(tokens_of()).loss)
+
+
+# -- what is rejected, and the denominator ------------------------------------------------------------------------------------
+
+REJECTING = {"correction": {"veto": 0.5, "kpop": 0.05}}
+
+
+def kept_by_hand(losses: np.ndarray, rejected: np.ndarray, aggregation: str) -> float:
+    """As if the rejected tokens had not been sampled."""
+    rows = [losses[(s == SEQUENCE) & ~rejected] for s in range(3)]
+    rows = [row for row in rows if len(row)]
+    return {
+        "token_mean": sum(row.sum() for row in rows) / sum(map(len, rows)),
+        "seq_mean_token_mean": np.mean([row.mean() for row in rows]),
+        "seq_mean_token_sum": np.mean([row.sum() for row in rows]),
+        "token_sum": sum(row.sum() for row in rows) / (9 * len(rows)),
+    }[aggregation]
+
+
+@pytest.mark.parametrize("aggregation", sorted(AGGREGATIONS))
+def test_kept_is_the_loss_of_what_is_left(aggregation):
+    algo = grpo(**REJECTING, denominator="kept", aggregation=aggregation, kl={"coef": 0.3}).with_length(9)
+    tokens = tokens_of(1, reference=torch.tensor(data(9)[0]))
+    result = objective_of(algo)(tokens)
+    rejected = result.rejected.numpy()
+    assert rejected.any() and not rejected.all() and (result.loss[result.rejected] == 0).all()
+    weights = AGGREGATIONS[aggregation]([3, 1, 4], algo.length_constant)
+    weight = torch.tensor(weights).double()[tokens.sequence]
+    kept = Kept(algo.recipe.aggregation)
+    found = (result.loss * weight * kept.within_rows(tokens.sequence, result.rejected)).sum() * kept.factor
+    losses = objective_of(grpo(kl={"coef": 0.3}))(tokens).loss.detach().numpy()
+    assert found.item() == pytest.approx(kept_by_hand(losses, rejected, aggregation), rel=1e-6)
+
+
+def test_all_keeps_the_divergence_of_what_is_rejected_and_its_place_in_the_denominator():
+    tokens = tokens_of(1, reference=torch.tensor(data(9)[0]))
+    result = objective_of(grpo(**REJECTING, kl={"coef": 0.3}))(tokens)
+    kl = 0.3 * kl_estimate(tokens.logprob, tokens.reference, "k3")
+    torch.testing.assert_close(result.loss[result.rejected], kl[result.rejected])
+
+
+def test_a_step_of_which_nothing_is_kept_divides_by_nothing():
+    for aggregation in AGGREGATIONS:
+        kept = Kept(aggregation)  # type: ignore[arg-type]
+        assert kept.within_rows(torch.tensor(SEQUENCE), torch.ones(8, dtype=torch.bool)).isfinite().all()
+        assert math.isfinite(kept.factor)
 
 
 # -- selections over the whole step ------------------------------------------------------------------------------------------

@@ -18,9 +18,9 @@ from test_report import report
 from headrace.observe.facts import EngineSample, Evaluated, Fact, GroupEnded, StepTrained
 from headrace.observe.report import write_report
 from headrace.observe.report.axes import clock_ticks, extent, labels, ticks
-from headrace.observe.report.courses import NO_CONTRAST
 from headrace.observe.report.data import load
 from headrace.observe.report.svg import Chart
+from headrace.observe.shares import NO_CONTRAST
 from headrace.reports import EngineStats
 
 STYLE = Path(write_report.__code__.co_filename).with_name("style.css").read_text()
@@ -221,7 +221,7 @@ def test_loss_lengths_shares_throughput_and_held_out_have_their_charts(page: str
     for title in ("Loss", "Completion length", "Tokens a second", "Held-out reward"):
         assert 'class="line' in found[title]
     shares = found["Cut off, without contrast, dropped, failed"]
-    assert "groups without contrast</span>" in shares and "groups failed</span>" in shares
+    assert "groups without contrast</span>" in shares and "rollouts failed</span>" in shares
 
 
 def test_what_ended_between_two_steps_is_counted_once(tmp_path: Path) -> None:
@@ -230,8 +230,8 @@ def test_what_ended_between_two_steps_is_counted_once(tmp_path: Path) -> None:
     ended = [one.ended for one in load(tmp_path).bins]
     groups = [fact for fact in facts[: _last_step(facts)] if isinstance(fact, GroupEnded)]
     assert sum(one.groups for one in ended) == len(groups)
-    assert sum(one.dropped[NO_CONTRAST] for one in ended) == sum(one.reason == NO_CONTRAST for one in groups) > 0
-    assert sum(one.failed for one in ended) == sum(one.outcome == "failed" for one in groups) > 0
+    assert sum(one.no_contrast for one in ended) == sum(one.reason == NO_CONTRAST for one in groups) > 0
+    assert sum(one.failed for one in ended) == sum(sum(one.failures.values()) for one in groups) > 0
     assert sum(one.truncated for one in ended) == sum(one.truncated for one in groups)
     assert sum(one.tokens for one in ended) == sum(sum(one.lengths) for one in groups)
 
@@ -259,11 +259,14 @@ def test_tokens_a_second_are_those_of_the_step_also_where_it_is_shorter_than_a_s
 
 def test_held_out_prompts_that_failed_stand_beside_the_measurement(tmp_path: Path) -> None:
     facts = [
-        msgspec.structs.replace(fact, failures={"reward_raised": 5}) if isinstance(fact, Evaluated) else fact
+        msgspec.structs.replace(fact, failures={"reward_raised": 5}, kinds={"KeyError": 5}, asked=66)
+        if isinstance(fact, Evaluated)
+        else fact
         for fact in FactStream(steps=4).facts()
     ]
     chart = charts(report(tmp_path, facts))["Held-out reward"]
-    assert "5 at step 0, 5 at step 4" in chart and "failed: reward_raised 5" in chart and 'class="whisker c2"' in chart
+    assert "step 4 on 64 of 66 prompts, 2 failed: KeyError" in chart and 'class="whisker c2"' in chart
+    assert re.search(r'data-tip="step 0, before\n0\.\d+ ± 0\.027\non 64 of 66 prompts', chart)
 
 
 # -- the page on a phone ----------------------------------------------------------------------------------------------

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 
 import pytest
 
 from headrace.errors import CheckpointError
 from headrace.orchestration.checkpoint import FILES, Checkpoints, damage
+from headrace.simulate.faults import Disk, Fault, Killed
 
 
 def _save(checkpoints: Checkpoints, step: int, content: bytes = b"x" * 1000) -> Path:
@@ -60,6 +62,62 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(tmp_path: Path, spoil
     good, complaints = checkpoints.newest_good()
     assert good == tmp_path / "step-000001"
     assert len(complaints) == 1 and "step-000002" in complaints[0] and complaint in complaints[0]
+
+
+@pytest.mark.parametrize("operation", range(12))
+def test_one_that_is_killed_while_it_removes_another_leaves_no_damaged_one(tmp_path: Path, operation: int) -> None:
+    """At every operation of the disk: whatever still has a seal is whole."""
+    before = Checkpoints(tmp_path, keep=1)
+    for step in (1, 2):
+        _save(Checkpoints(tmp_path, keep=2), step)
+    disk = Disk(tmp_path, [Fault("kill", 0, operation)])
+    with disk.mounted(), contextlib.suppress(Killed):
+        before._prune()
+    assert [damage(path) for path in before.all()] == [""] * len(before.all())
+    assert before.newest_good() == (tmp_path / "step-000002", [])
+    assert disk.dead == (operation < 3), "seal, weights, directory: choose other operations"
+    if disk.dead:
+        assert (tmp_path / "step-000001").exists()
+    _save(before, 3)
+    before.clear()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000003"], "checkpoint.keep does not hold"
+
+
+def test_what_interrupted_saves_and_removals_left_is_removed(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    _save(checkpoints, 1)
+    for name in (".writing-step-000002", "step-000003"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights.bin").write_bytes(b"half")
+    (tmp_path / "step-000001.mine").mkdir()  # is nobody's of ours
+    _save_sealed(tmp_path / ".writing-step-000004")
+    assert checkpoints.clear() == ""
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000001.mine"]
+    (tmp_path / "step-000005").mkdir()
+    with (tmp_path / "step-000005" / "weights.bin").open("wb") as file:
+        file.truncate(84_000_000_000)  # of holes
+    assert checkpoints.clear() == "removed 84.0 GB that an interrupted checkpoint had left (step-000005)"
+    assert checkpoints.clear() == ""
+
+
+def _save_sealed(directory: Path) -> None:
+    """Killed before it was renamed."""
+    directory.mkdir()
+    (directory / FILES).write_text("{}")
+
+
+def test_they_come_in_the_order_of_their_steps(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for step in (999_999, 1_000_000, 1_000_001):
+        _save(checkpoints, step)
+    assert [path.name for path in checkpoints.all()] == ["step-1000000", "step-1000001"]
+    assert checkpoints.oldest_step == 1_000_000
+
+
+def test_a_run_that_was_deleted_does_not_come_back(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="No such file"):
+        _save(Checkpoints(tmp_path / "gone" / "checkpoints", keep=2), 1)
+    assert not (tmp_path / "gone").exists()
 
 
 def test_a_full_disk_leaves_the_last_good_one(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
+import hypothesis
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -154,6 +155,7 @@ def without_none(value: Any) -> Any:
     return [without_none(v) for v in value if v is not None] if isinstance(value, list) else value
 
 
+@hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.too_slow], deadline=None)
 @given(options=options, rate=st.floats(allow_nan=False), path=st.text(), cores=st.lists(st.integers(0, 9)))
 def test_what_is_dumped_is_read_back(options, rate, path, cores):
     tree = Tree(Leaf(path, rate), cores=tuple(cores), leaves=(Leaf("a"), Leaf("b")), options=without_none(options))
@@ -274,6 +276,7 @@ def test_a_dump_spells_out_every_setting():
         (["rollout.group_size=1", "algo.name=rloo"], "gives rloo nothing to compare"),
         (["train.steps=10", "train.warmup_steps=10"], "lower train.warmup_steps"),
         (["rollout.max_tokens=512", "engine.context_length=512"], "leaves no room for a prompt"),
+        (["reward.soft_overlong_punishment.cache=99"], "begins before the first of rollout.max_tokens"),
         (["eval.prompts=100", "task.held_out=32"], "raise task.held_out or lower eval.prompts"),
         (["engine.cores=[0]", "train.cores=[0]"], "leave both empty"),
         (["engine.cores=[4096]"], "engine.cores names [4096]"),
@@ -358,6 +361,12 @@ def test_rows_are_marked_by_what_they_are_made_of():
     assert mark == scoring_mark(load_config(MINIMAL, same))
     assert mark != scoring_mark(load_config(MINIMAL, ["algo.name=rloo"]))
     assert mark != scoring_mark(load_config(MINIMAL, ["reward.function=mine.py:f"]))
+    assert mark == "9bebda6f73a1190c"  # of every run before that has these settings: its finished groups stay good
+    punishment = "reward.soft_overlong_punishment.cache=4"
+    assert scoring_mark(load_config(MINIMAL, [punishment])) not in (
+        mark,
+        scoring_mark(load_config(MINIMAL, [punishment, "rollout.max_tokens=32"])),
+    )
     penalty = "algo.length_penalty=0.1"
     assert scoring_mark(load_config(MINIMAL, [penalty])) not in (
         mark,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -288,6 +289,24 @@ def test_a_full_disk_is_one_clear_error(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     with pytest.raises(HeadraceError, match=r"could not write .*journal\.jsonl: No space left"):
         journal.write(Live(0.0, 0, "f"))
+    journal.close()
+
+
+@pytest.mark.parametrize("fate", ["deleted", "moved", "replaced"])
+def test_a_journal_that_is_there_no_more_is_not_written_to_in_silence(tmp_path: Path, fate: str) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    journal = Journal(run_dir)
+    journal.write(Live(0.0, 0, "f"))
+    if fate == "deleted":
+        shutil.rmtree(run_dir)
+    else:
+        run_dir.rename(tmp_path / "elsewhere")
+    if fate == "replaced":
+        shutil.copytree(tmp_path / "elsewhere", run_dir)
+    for ask in (lambda: journal.write(Live(1.0, 1, "f")), journal.flush):
+        with pytest.raises(HeadraceError, match=r"journal.jsonl was deleted, moved or replaced.*go on with --resume"):
+            ask()
     journal.close()
 
 

@@ -10,9 +10,10 @@ import msgspec
 import pytest
 from fact_stream import FactStream, records_of, write_journal
 from rich.console import Console, RenderableType
+from test_troubles import half_failed
 
 from headrace.observe.facts import Fact, StepTrained, Warned
-from headrace.observe.layout import flow, middle_out, one_line
+from headrace.observe.layout import distinct, flow, middle_out, one_line, without_marks
 from headrace.observe.recorder import Recorder
 from headrace.observe.records import summarise
 from headrace.observe.state import RunState
@@ -98,6 +99,35 @@ def test_the_rest_of_the_screen_has_samples(state: RunState, width: int, height:
 def test_samples_are_of_several_prompts_and_of_the_last_step(state: RunState) -> None:
     assert len(state.samples) == len({one.prompt for one in state.samples}) == 6
     assert {one.step for one in state.samples} == {state.rows[-1].report.step}
+
+
+def test_a_sample_shows_the_right_answer_and_what_the_extractor_saw(state: RunState) -> None:
+    more = {"answer": "42", "extracted": {"exact": "41"}}
+    state.samples = [msgspec.structs.replace(one, **more) for one in state.samples]
+    for width, height in SIZES:
+        assert "extracted '41', right answer 42" in live(state, width, height)
+
+
+def test_warnings_that_have_no_room_are_left_out_whole(state: RunState) -> None:
+    state.warnings[:] = [Warned(1.0, f"{name} waits because {'of this and that, ' * 10}and ends") for name in "abc"]
+    text = live(state, 80, 24)
+    assert len(text.splitlines()) < 24 and flat(text).count("and ends") == text.count("waits because") >= 1
+
+
+def test_advice_and_the_traceback_have_room_before_the_samples_and_nothing_overflows() -> None:
+    state = half_failed()
+    for width, height in SIZES:
+        text = live(state, width, height)
+        assert len(text.splitlines()) < height and "mend the reward, or the rows that it cannot read" in flat(text)
+        assert "KeyError: '7'" in text
+
+
+def test_what_is_said_again_and_again_is_shown_once() -> None:
+    assert distinct(["a", "b", "a", "a", "c"], 2) == ["a (× 3)", "c"] and distinct([], 3) == []
+
+
+def test_marks_beneath_a_line_are_left_out_where_it_may_be_wrapped() -> None:
+    assert without_marks("  x = f(1)\n      ~^^^\nKeyError: 1") == "  x = f(1)\nKeyError: 1"
 
 
 def test_a_warning_is_wrapped_and_not_cut_off(state: RunState) -> None:

@@ -16,6 +16,7 @@ from headrace import models
 from headrace.chat import ChatEncoder
 from headrace.errors import ConfigError
 from headrace.known_models import KNOWN_MODELS, KnownModel
+from headrace.model_files import read_header
 from headrace.models import (
     cache_dir,
     check_model_dir,
@@ -26,6 +27,9 @@ from headrace.models import (
 )
 
 SMOL, GEMMA = (KNOWN_MODELS[name] for name in ("smollm2-135m-instruct", "gemma-3-270m"))
+
+WEIGHTS = b"\x02" + bytes(7) + b"{}"
+"""A whole safetensors file without tensors."""
 
 TEMPLATE = """
 {% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}
@@ -56,7 +60,7 @@ def save_model(directory: Path) -> Path:
     """Everything a directory must hold; nothing here reads the weights."""
     save_tokenizer(directory)
     (directory / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    (directory / "model.safetensors").write_bytes(b"weights")
+    (directory / "model.safetensors").write_bytes(WEIGHTS)
     return directory
 
 
@@ -195,18 +199,18 @@ def test_a_cached_model_is_used_without_network(cache: Path) -> None:
     assert (state.state, state.path) == ("ready", directory) and "Apache-2.0" in state.detail
     assert (other.state, other.model) == ("absent", GEMMA) and "238 MB, Gemma Terms of Use" in other.detail
     record = json.loads((directory / "headrace.json").read_text())
-    assert record["files"]["model.safetensors"]["sha256"] == hashlib.sha256(b"weights").hexdigest()
+    assert record["files"]["model.safetensors"]["sha256"] == hashlib.sha256(WEIGHTS).hexdigest()
     assert "third party" in record["licence"]
 
 
 def test_a_damaged_cached_model_is_refused_with_the_remedy(cache: Path) -> None:
     directory = cached(cache)
     weights = directory / "model.safetensors"
-    weights.write_bytes(b"weighty")
+    weights.write_bytes(b"weighty 10")
     with pytest.raises(ConfigError, match=r"model.safetensors does not have the checksum .*rm -r .*fetched again"):
         resolve_model(SMOL.name)
     weights.write_bytes(b"short")
-    assert damage(directory) == "model.safetensors has 5 bytes instead of 7"
+    assert damage(directory) == "model.safetensors has 5 bytes instead of 10"
     weights.unlink()
     assert damage(directory) == "model.safetensors is missing"
     (directory / "headrace.json").write_text("{")
@@ -220,7 +224,7 @@ def test_a_touched_file_is_read_and_one_of_the_same_time_only_when_asked(cache: 
     os.utime(weights, ns=(1, 1))
     assert damage(directory) == ""
     write_record(directory, SMOL)
-    weights.write_bytes(b"weighty")
+    weights.write_bytes(b"weighty 10")
     os.utime(weights, ns=(1, 1))
     assert damage(directory) == "" and "checksum" in damage(directory, full=True)
 
@@ -420,3 +424,46 @@ def test_encoding_does_not_load_torch(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+# --- weights on disk ---------------------------------------------------------------------------------------------------
+
+
+def test_a_weight_file_that_is_cut_off_or_foreign_is_refused(tmp_path: Path, tiny_llama: Path) -> None:
+    whole = (tiny_llama / "model.safetensors").read_bytes()
+    assert read_header(tiny_llama / "model.safetensors")["model.norm.weight"].shape == (32,)
+    path = save_model(tmp_path / "model") / "model.safetensors"
+    for wrong, words in (
+        (
+            whole[:-1],
+            f"is cut off: {len(whole):,} bytes are announced in its header, and the file has {len(whole) - 1:,}",
+        ),
+        (whole[:100], "is cut off: its header alone needs"),
+        (b"abc", "is cut off: it has 3 bytes"),
+        (b"<html> not found </html>", "is no safetensors file"),
+        (b"\x03" + bytes(7) + b"[1]", "has a header that cannot be read"),
+    ):
+        path.write_bytes(wrong)
+        assert f"model.safetensors {words}" in refusal(path.parent) and "again" in refusal(path.parent)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "t5", "is_encoder_decoder": True}, "it is an encoder-decoder (t5)"),
+        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "it is an encoder (BertForMaskedLM)"),
+        ({"model_type": "roberta"}, "it is an encoder (roberta)"),
+        ({"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}, "it is an encoder (LlamaFor"),
+        ({"model_type": "bert", "architectures": ["BertLMHeadModel"]}, ""),
+        ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, ""),
+        ({"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]}, ""),
+        ({"model_type": "llama", "architectures": None}, ""),
+    ],
+)
+def test_what_is_no_causal_language_model_is_refused_by_what_it_is(tmp_path: Path, config: dict, words: str) -> None:
+    directory = save_model(tmp_path / "model")
+    (directory / "config.json").write_text(json.dumps(config))
+    if words:
+        assert words in refusal(directory) and "use a causal language model" in refusal(directory)
+    else:
+        check_model_dir(directory, need_chat_template=False)

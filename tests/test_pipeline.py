@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 import shutil
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,23 +20,27 @@ from hypothesis import strategies as st
 from headrace import virtual_time
 from headrace.algo.config import AlgoConfig
 from headrace.algo.groups import algorithm_of
+from headrace.algo.noise import NoiseWatch
 from headrace.buffer import Buffer
 from headrace.engine.fake import FakeEngine
 from headrace.errors import CheckpointError, HeadraceError, IdentityError, StalledError, TrainingError, WorkerDied
-from headrace.observe.facts import CheckpointSaved, Fact, GroupEnded, StepTrained, Warned
+from headrace.observe.facts import CheckpointSaved, Evaluated, Fact, GroupEnded, StepTrained, Warned, WeightsLive
 from headrace.observe.journal import Journal
 from headrace.observe.passes import PassLog
+from headrace.observe.records import summarise
+from headrace.observe.state import RunState
 from headrace.observe.waits import Waits
 from headrace.orchestration.checkpoint import Checkpoints
 from headrace.orchestration.evaluation import Evaluator
 from headrace.orchestration.identity import IdentityProbe
-from headrace.orchestration.parts import Parts, Plan
+from headrace.orchestration.parts import Parts, Plan, Told, told_of
 from headrace.orchestration.pipeline import Pipeline
 from headrace.orchestration.recovery import read_past, recover
 from headrace.orchestration.snapshots import Snapshots, load_controller
 from headrace.orchestration.turns import Turns
 from headrace.partial import Interrupts, PartialConfig
 from headrace.process_config import EvalConfig, WatchConfig
+from headrace.reports import LagStats, Noise
 from headrace.rollout import RolloutConfig
 from headrace.scoring.fake import FakeScorer
 from headrace.staleness import StalenessConfig
@@ -83,6 +88,10 @@ class World:
     watch: WatchConfig = WatchConfig()
     mark: str = ""
     """Of the settings that rows are made by."""
+    evaluate_every: int = 0
+    told: Told = Told()
+    """What the metrics have of the worlds before."""
+    noise: NoiseWatch = field(default_factory=NoiseWatch)
     sentinels: Sequence[Callable[[], Awaitable[None]]] = ()
 
     def build(self, resume: bool = False) -> Pipeline:
@@ -95,7 +104,8 @@ class World:
         self.checkpoints = Checkpoints(self.directory / "checkpoints", keep=2)
         rollout = RolloutConfig(group_size=self.group_size, max_tokens=8, patience=self.patience)
         waits = Waits(self.ledger.record, clock, self.stop_after / 2, self.stop_after)
-        plan = Plan(self.steps, self.staleness, rollout, 0, 3, self.checkpoint_every, 0, watch=self.watch)
+        every = self.checkpoint_every, self.evaluate_every
+        plan = Plan(self.steps, self.staleness, rollout, 0, 3, *every, watch=self.watch)
         interrupts = Interrupts(self.engine, self.partial, waits, clock)
         checkpoint, _ = self.checkpoints.newest_good() if resume else (None, [])
         self.redo, self.outdated, step = [], frozenset(), 0
@@ -124,24 +134,42 @@ class World:
             ),
             probe=IdentityProbe([1, 2, 3], 2, 1e-3, self.ledger, clock),
             evaluator=Evaluator(
-                interrupts.once, self.scorer, self.ledger, [], EvalConfig(), rollout, lambda tokens: "", waits, clock
+                interrupts.once,
+                self.scorer,
+                self.ledger,
+                self.task.held_out(2) if self.evaluate_every else [],
+                EvalConfig(samples=2),
+                rollout,
+                lambda tokens: "",
+                waits,
+                clock,
             ),
+            noise=self.noise,
             sentinels=self.sentinels,
         )
         self.parts = parts
-        return Pipeline(parts, plan, clock, step)
+        self.pipeline = Pipeline(parts, plan, clock, step, self.told)
+        return self.pipeline
+
+    def tell(self, until: int | None = None) -> Told:
+        """What the metrics would have after the first `until` facts."""
+        state = RunState()
+        for fact in self.ledger.facts[:until]:
+            state.fold(summarise(fact) if isinstance(fact, StepTrained) else fact)
+        return told_of(state)
 
     def fail(self, message: str) -> None:
         raise AssertionError(message)
 
     async def go_live(self) -> None:
         self.engine.version = -1
-        await self.engine.load(await self.trainer.publish())
+        update = await self.trainer.publish()
+        self.ledger.record(WeightsLive(0.0, update, await self.engine.load(update)))
 
     async def run(self, resume: bool = False, interrupt_after: float | None = None) -> None:
         pipeline = self.build(resume)
         pipeline.discard(self.outdated)
-        await pipeline.redo(self.redo, told=0)
+        await pipeline.redo(self.redo)
         await self.go_live()
         if interrupt_after is not None:
             asyncio.get_running_loop().call_later(interrupt_after, pipeline.interrupt)
@@ -438,6 +466,19 @@ def test_groups_that_other_settings_have_scored_are_dropped_by_name(tmp_path: Pa
     assert counted.dropped.get("settings_changed", 0) == (len(ready) if mark == "b" else 0)
 
 
+def test_steps_of_which_everything_was_rejected_end_the_run_with_their_remedy(tmp_path: Path) -> None:
+    rejected = LagStats("0", 500, 1.0, 0.0, 1.0, 0.0, 0.0, {"opsm": 1.0})
+    trainer = FakeTrainer(skip=lambda attempt: "all_rejected", lags=(rejected,), noise=Noise(500, 0.04, 25, 0.01))
+    world = World(tmp_path, trainer=trainer, noise=NoiseWatch(AlgoConfig("opsm", correction={"opsm": 1e-4})))
+    with pytest.raises(
+        TrainingError, match=r"3 steps in a row were skipped \(all_rejected\).*algo.correction.*widen them"
+    ):
+        virtual_time.run(world.run())
+    said = [fact.message for fact in world.ledger.of(Warned)]
+    assert "algo.correction.opsm = 0.0001 lies inside rounding: it stopped 100 % of 500 tokens" in said[0]
+    assert "step 0 was skipped: all_rejected; the weights are unchanged" in said[1] and len(said) == 4
+
+
 def test_a_step_that_is_skipped_when_it_is_done_again_ends_the_run(tmp_path: Path) -> None:
     first = World(tmp_path, steps=30)
     virtual_time.run(first.run(interrupt_after=5.0))
@@ -448,16 +489,181 @@ def test_a_step_that_is_skipped_when_it_is_done_again_ends_the_run(tmp_path: Pat
 
 
 def test_a_full_disk_at_a_checkpoint_warns_and_goes_on(tmp_path: Path) -> None:
-    class Full(FakeTrainer):
-        async def save(self, directory: Path, adapter: str = "") -> None:
-            raise OSError(28, "No space left on device")
-
-    world = World(tmp_path, trainer=Full(), checkpoint_every=2)
+    world = World(tmp_path, trainer=FakeTrainer(full=lambda attempt: attempt < 2), checkpoint_every=2)
     virtual_time.run(world.run())
     assert world.trainer.version == world.steps
-    assert all(fact.error for fact in world.ledger.of(CheckpointSaved))
+    assert [(fact.step, bool(fact.error)) for fact in world.ledger.of(CheckpointSaved)] == [
+        (2, True),
+        (4, True),
+        (6, False),
+    ]
     assert any("No space left" in warning.message for warning in world.ledger.of(Warned))
-    assert not list((tmp_path / "checkpoints").iterdir()), "no half-written checkpoint is left"
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000006"], "a half-written one is left"
+
+
+def test_the_last_checkpoint_is_tried_again_until_it_is_on_the_disk(tmp_path: Path) -> None:
+    world = World(tmp_path, trainer=FakeTrainer(full=lambda attempt: attempt < 3))
+    virtual_time.run(world.run())
+    assert [path.name for path in world.checkpoints.all()] == ["step-000006"]
+    said = [one.message for one in world.ledger.of(Warned) if "not finished before" in one.message]
+    assert len(said) == 3 and "free disk space; it is tried again in 4 s" in said[2]
+
+
+def test_a_run_whose_last_checkpoint_is_never_written_has_not_finished(tmp_path: Path) -> None:
+    world = World(tmp_path, trainer=FakeTrainer(full=lambda attempt: attempt > 0), checkpoint_every=4)
+    with pytest.raises(CheckpointError, match=r"all 6 steps.*not finished.*last good one is step-000004.*--resume"):
+        virtual_time.run(world.run())
+    assert 5 < world.trainer.saves < 20, "tried again, a bounded number of times"
+    assert world.buffer.accounting().balance() == 0
+    again = World(tmp_path)
+    virtual_time.run(again.run(resume=True))
+    assert load_controller(again.checkpoints.all()[-1]).step == again.trainer.version == 6
+
+
+def test_whoever_interrupts_does_not_wait_for_the_last_checkpoint(tmp_path: Path) -> None:
+    world = World(tmp_path, trainer=FakeTrainer(full=lambda attempt: True))
+
+    async def scenario() -> None:
+        running = asyncio.ensure_future(world.run())
+        while not world.trainer.saves:
+            await asyncio.sleep(0.1)
+        world.pipeline.interrupt()
+        began = asyncio.get_running_loop().time()
+        await running
+        assert asyncio.get_running_loop().time() - began < 0.5 and world.trainer.saves == 2
+
+    virtual_time.run(scenario())
+
+
+MODES = ("inflight", "stream", "abort_resume", "save_resume", "drain", "barrier", "cancel_group")
+
+
+@pytest.mark.parametrize("when", ["generating", "swapping"])
+@pytest.mark.parametrize("mode", MODES)
+def test_one_interrupt_is_enough_whatever_the_engine_does(tmp_path: Path, mode: Any, when: str) -> None:
+    """It is stopped, and answers nobody: a checkpoint needs the trainer only."""
+    partial = PartialConfig(mode=mode)
+    world = World(tmp_path, steps=1000, engine=FakeEngine(0.3, load_seconds=1.0), partial=partial)
+
+    async def scenario() -> None:
+        running = asyncio.ensure_future(world.run())
+        await asyncio.sleep(0.05)
+        while world.trainer.version < 3 + (when == "swapping"):
+            await asyncio.sleep(0.01)
+        if when == "generating":
+            await asyncio.sleep(3.0)
+        world.engine.stopped = True
+        await asyncio.sleep(20.0)
+        world.pipeline.interrupt()
+        async with asyncio.timeout(5.0):
+            await running
+
+    virtual_time.run(scenario())
+    assert load_controller(world.checkpoints.all()[-1]).step == world.trainer.version >= 3
+    assert world.buffer.accounting().balance() == 0
+
+
+@pytest.mark.parametrize("who", ["engine", "trainer"])
+@pytest.mark.parametrize("mode", MODES)
+def test_whoever_leaves_at_once_waits_for_nobody(tmp_path: Path, mode: Any, who: str) -> None:
+    """A second interrupt cancels the run."""
+    world = World(tmp_path, steps=1000, engine=FakeEngine(0.3, load_seconds=1.0), partial=PartialConfig(mode=mode))
+
+    async def scenario() -> None:
+        running = asyncio.ensure_future(world.run())
+        await asyncio.sleep(0.05)
+        while world.trainer.version < 4:
+            await asyncio.sleep(0.01)
+        if who == "engine":
+            world.engine.stopped = True
+        else:
+            world.trainer.seconds_per_step = world.trainer.save_seconds = 1e9
+        await asyncio.sleep(20.0)
+        world.pipeline.interrupt()
+        running.cancel()
+        done, _ = await asyncio.wait((running,), timeout=5.0)
+        assert done and running.cancelled()
+
+    virtual_time.run(scenario())
+
+
+# --- what was due when a run was killed ----------------------------------------------------------------------------------
+
+
+def _killed(world: World, when: Callable[[], bool], resume: bool = False) -> World:
+    """Ends it in the middle, as soon as it is so far: without a checkpoint, whatever is under way."""
+
+    async def scenario() -> None:
+        running = asyncio.ensure_future(world.run(resume))
+        await asyncio.sleep(0.05)
+        while not when():
+            await asyncio.sleep(0.05)
+        running.cancel()
+        await asyncio.wait((running,))
+
+    virtual_time.run(scenario())
+    return world
+
+
+def test_a_checkpoint_that_was_due_at_the_killed_step_is_written_after_the_resume(tmp_path: Path) -> None:
+    first = World(tmp_path, steps=9, trainer=FakeTrainer(save_seconds=100.0), checkpoint_every=4)
+    _killed(first, lambda: first.trainer.version == 4)
+    assert not first.checkpoints.all()
+    second = World(tmp_path, steps=9, checkpoint_every=4, told=first.tell())
+    virtual_time.run(second.run(resume=True))
+    assert [fact.step for fact in second.ledger.of(CheckpointSaved)] == [4, 8, 9]
+
+
+def test_an_evaluation_that_was_due_at_the_killed_step_is_done_after_the_resume(tmp_path: Path) -> None:
+    def world(told: Told = Told(), name: str = "run") -> World:  # noqa: B008 frozen
+        engine, trainer = FakeEngine(0.3), FakeTrainer(2.0)
+        return World(tmp_path / name, steps=9, evaluate_every=4, told=told, engine=engine, trainer=trainer)
+
+    first = world()
+    _killed(first, lambda: any(live.update.version == 4 for live in first.ledger.of(WeightsLive)))
+    assert first.trainer.version == 4 and not first.ledger.of(Evaluated)
+    second = world(first.tell())
+    _killed(second, lambda: second.trainer.version == 5 and bool(second.ledger.of(Evaluated)), resume=True)
+    assert [one.step for one in second.ledger.of(Evaluated)] == [4]
+    assert not any("evaluation was due" in one.message for one in second.ledger.of(Warned))
+    shutil.copytree(tmp_path / "run", tmp_path / "other")
+    third = world(first.tell(), "other")  # as if that had been killed before it was over
+    virtual_time.run(third.run(resume=True))
+    assert [one.step for one in third.ledger.of(Evaluated)] == [5, 8]
+    assert any("evaluation was due at step 4" in one.message for one in third.ledger.of(Warned))
+    last = world(second.tell())
+    virtual_time.run(last.run(resume=True))
+    assert [one.step for one in last.ledger.of(Evaluated)] == [8], "what was done is not done twice"
+
+
+def test_two_evaluations_at_one_instant_do_not_collide(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        world = World(tmp_path, evaluate_every=1)
+        world.build()
+        await world.go_live()
+        measure = world.parts.evaluator.measure
+        one, other = await asyncio.gather(measure("during", 1), measure("during", 2))
+        assert one is not None and other is not None and not one.failures and not other.failures
+        names = [request.id for request in world.engine.requests]
+        assert len(set(names)) == len(names) == 8
+
+    virtual_time.run(scenario())
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_step_that_is_done_again_shows_its_reward(tmp_path: Path, known: bool) -> None:
+    """`known`: what the metrics had of the groups that it took. A loss of power takes the ends of files."""
+    first = World(tmp_path, steps=9)
+    _killed(first, lambda: first.trainer.version == 3)
+    shown = {fact.report.version: fact.reward_drawn for fact in first.ledger.of(StepTrained)}
+    before = first.ledger.facts.index(first.ledger.of(StepTrained)[1]) if known else 0
+    until = first.ledger.facts.index(first.ledger.of(StepTrained)[2]) if known else 0
+    second = World(tmp_path, steps=9, told=first.tell(until))
+    assert bool(before) == known
+    virtual_time.run(second.run(resume=True))
+    again = {fact.report.version: fact.reward_drawn for fact in second.ledger.of(StepTrained)}
+    assert sorted(again) == list(range(3 if known else 1, 10)) and not any(map(math.isnan, again.values()))
+    assert not known or again[3] == pytest.approx(shown[3])
 
 
 def test_who_shares_a_trainer_takes_turns_and_waiting_is_not_work() -> None:

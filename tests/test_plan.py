@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import xml.dom.minidom
@@ -199,6 +200,21 @@ def test_pools_are_split_where_neither_waits(tmp_path: Path):
     best = max(one.prediction.tokens_per_second for one in found.choices)
     worst = min(one.prediction.tokens_per_second for one in found.choices)
     assert found.recommended.prediction.tokens_per_second >= 0.98 * best > 1.5 * worst
+
+
+def test_one_gpu_holds_both_pools_of_a_small_model_and_is_counted_once():
+    asked = Question(
+        config_of(), hardware="h100", model="1.5b", gpus=1, steps=4, lengths="200", prompts="100", sweep=True
+    )
+    found = answer(asked, silent)
+    apart = answer(dataclasses.replace(asked, gpus=2, sweep=False), silent).asked
+    shared, rates = found.asked, found.asked.scenario.rates
+    assert shared.scenario.gpus == shared.prediction.gpus == 1 and shared.scenario.replicas == 1
+    assert rates.engine.kv_tokens < apart.scenario.rates.engine.kv_tokens, "training takes room from the cache"
+    assert shared.prediction.tokens_per_second < apart.prediction.tokens_per_second
+    assert shared.prediction.cost(2.0, 1) == pytest.approx(shared.prediction.seconds_per_step / 3600 * 2.0)
+    with pytest.raises(ConfigError, match="at least 3 GPUs of h100"):
+        answer(Question(config_of(), hardware="h100", model="7b", gpus=1), silent)
 
 
 def test_a_pool_too_small_for_the_model_is_refused():

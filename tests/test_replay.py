@@ -28,7 +28,7 @@ from headrace.orchestration import replaying
 from headrace.orchestration.replaying import beyond, differing, outcome_of
 from headrace.orchestration.rerun import Stage, plot_course, rerun
 from headrace.orchestration.rundir import RunDirectory, configs_until
-from headrace.reports import LagStats, TrainReport
+from headrace.reports import LagStats, Noise, TrainReport
 
 STEPS = 5
 
@@ -243,6 +243,8 @@ def test_what_is_not_there_is_refused(finished: Path, tmp_path: Path) -> None:
 def test_reports_are_compared_field_by_field() -> None:
     nan = float("nan")
     before = TrainReport(0, 1, loss=nan, grad_norm=1.0, loss_tokens=100, seconds=1.0)
+    later = msgspec.structs.replace(before, noise=Noise(10, 0.04, 2, 0.01))  # which an earlier version did not report
+    assert differing(later, before) == [] and differing(before, later) == ["noise"]
     assert differing(msgspec.structs.replace(before, seconds=9.0), before) == []
     lags = (LagStats("0", 3, 1.0, 0.0, 1.0, 0.0, 0.0),)
     other = msgspec.structs.replace(before, grad_norm=1.0000000000000002, lags=lags)

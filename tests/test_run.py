@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -96,6 +97,38 @@ def test_eval_and_export_use_the_trained_weights(config: Config, tmp_path: Path)
     assert tokenizer.decode([int(logits.argmax())]) == "e"
     with pytest.raises(ConfigError, match="new or empty"):
         headrace.export(result.directory, tmp_path / "exported")
+
+
+def test_a_run_whose_last_weights_are_not_on_the_disk_is_nowhere_called_finished(
+    config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The directory that the last checkpoint is written into cannot be made: a file has its name."""
+    directory, toml = Path(config["out"]) / "tiny", tmp_path / "config.toml"
+    config["checkpoint"] = {"every": 4, "patience": 1.0}
+    obstacle = directory / "checkpoints" / ".writing-step-000006"
+    obstacle.parent.mkdir(parents=True)
+    obstacle.write_text("")
+    toml.write_text(headrace_toml(config))
+    assert cli.main(["train", str(toml)]) == 1
+    said = capsys.readouterr()
+    assert "all 6 steps are done, but the run is not finished" in said.err and "--resume" in said.err
+    assert "finished at step" not in said.out and "stopped at step 6 of 6" in said.out
+    assert "Go on with" in said.out and "--step 4" in said.out
+    assert any("free disk space" in one.message for one in of(directory, Warned))
+    assert cli.main(["status", str(directory)]) == 1 and "✗ all 6 steps are done" in capsys.readouterr().out
+    assert "not finished" in (directory / "report.html").read_text()
+    for refused in (["export", str(directory), "--to", str(tmp_path / "out")], ["eval", str(directory)]):
+        assert cli.main(refused) == 2
+        said = capsys.readouterr()
+        assert "of step 4, and the run has done 6 steps" in said.err and "--step 4" in said.err
+    assert not (tmp_path / "out").exists()
+    assert headrace.export(directory, tmp_path / "older", step=4).name == "step-000004"
+    assert cli.main(["eval", str(directory), "--step", "4"]) == 0
+    assert f"step 4 of {directory}: reward" in capsys.readouterr().out
+    obstacle.unlink()
+    assert cli.main(["train", "--resume", str(directory)]) == 0
+    assert headrace.export(directory, tmp_path / "out").name == "step-000006"
+    assert_complete(directory, 6)
 
 
 def test_a_killed_engine_is_replaced_and_nothing_is_lost(config: Config) -> None:
@@ -211,6 +244,7 @@ def test_kill_9_of_the_controller_leaves_no_orphan_and_resume_loses_nothing(
     def kill() -> None:
         time.sleep(rng.random())
         pids.extend(workers_of(process.pid).values())
+        os.kill(rng.choice(pids), signal.SIGSTOP)  # a stopped one does not read that its controller is gone
         process.kill()
 
     when_step(directory, 4, kill).join()
@@ -272,6 +306,49 @@ def test_an_exact_engine_beside_a_trainer_in_bfloat16_agrees_to_bfloat16(config:
     config["train"] |= {"steps": 2, "dtype": "bfloat16"}
     checks = of(headrace.train(config).directory, IdentityChecked)
     assert len(checks) == 3 and {check.tolerance for check in checks} == {0.15}
+
+
+def test_ctrl_c_once_is_enough_though_the_engine_is_stopped(
+    config: Config, controller: Callable[..., subprocess.Popen[str]]
+) -> None:
+    """It holds up the drain, and answers nobody."""
+    directory = Path(config["out"]) / "tiny"
+    config["train"]["steps"] = 5000
+    config["checkpoint"]["every"] = 0
+    config["partial"] = {"mode": "drain"}
+    process = controller()
+
+    def stop_and_interrupt() -> None:
+        os.kill(workers_of(process.pid)["engine"], signal.SIGSTOP)
+        time.sleep(1.0)
+        process.send_signal(signal.SIGINT)
+
+    when_step(directory, 3, stop_and_interrupt).join()
+    pids = list(workers_of(process.pid).values())
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 130, output
+    ended = of(directory, RunEnded)[-1]
+    assert ended.reason == "interrupted" and newest_step(directory) == ended.step
+    assert ended.accounting.balance() == 0 and ended.accounting.in_pipeline == 0
+    assert until_gone(pids)
+
+
+def test_a_run_whose_directory_is_deleted_stops_with_a_sentence(
+    config: Config, controller: Callable[..., subprocess.Popen[str]]
+) -> None:
+    directory = Path(config["out"]) / "tiny"
+    config["train"]["steps"] = 5000
+
+    def delete() -> None:
+        while directory.exists():
+            shutil.rmtree(directory, ignore_errors=True)
+
+    process = controller()
+    when_step(directory, 2, delete).join()
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 1 and "Traceback" not in output, output
+    assert "journal.jsonl was deleted, moved or replaced while it was written to" in output
+    assert "--to DIR" not in output and not directory.exists()
 
 
 def test_ctrl_c_twice_leaves_now(config: Config, controller: Callable[..., subprocess.Popen[str]]) -> None:
@@ -401,8 +478,6 @@ def test_bad_input_is_refused_before_a_process_is_started(config: Config, tmp_pa
 def test_a_model_that_cannot_be_loaded_is_a_sentence_and_not_a_traceback(
     config: Config, tiny_llama: Path, tmp_path: Path
 ) -> None:
-    import shutil
-
     broken = tmp_path / "broken"
     shutil.copytree(tiny_llama, broken)
     (broken / "model.safetensors").write_bytes(b"not safetensors")

@@ -23,11 +23,12 @@ from pydantic import ValidationError
 from headrace import virtual_time
 from headrace.errors import ConfigError
 from headrace.scoring.builtin import reasoning_gym_reward
-from headrace.scoring.config import RewardConfig, RewardSpec
+from headrace.scoring.config import OverlongConfig, RewardConfig, RewardSpec
 from headrace.scoring.extract import answer_tag, last_number
 from headrace.scoring.fake import FakeScorer
 from headrace.scoring.functions import FunctionScorer
 from headrace.scoring.job import read_values
+from headrace.scoring.overlong import punished, soft_overlong_punishment
 from headrace.tasks.reasoning_gym import columns_of
 from headrace.types import Completion, Episode, Failure, Prompt, Scored, Turn, VersionSpan
 
@@ -610,33 +611,45 @@ def test_a_cancelled_call_frees_its_worker(file: Path) -> None:
     asyncio.run(main())
 
 
-def test_workers_end_with_their_parent_whatever_they_are_doing(file: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stopped", [False, True])
+def test_workers_end_with_their_parent_whatever_they_are_doing(tmp_path: Path, stopped: bool) -> None:
+    """And with them what a function started. One that is stopped does not read that its parent is gone."""
     import subprocess
     import sys
 
+    noted, file = tmp_path / "child", tmp_path / "starting.py"
+    file.write_text(f"""
+import pathlib, subprocess, time
+def starts(completions):
+    child = subprocess.Popen(["sleep", "600"])
+    part = pathlib.Path("{noted}.part")
+    part.write_text(str(child.pid))
+    part.rename("{noted}")
+    time.sleep(600)
+""")
     code = f"""
 import asyncio, pathlib
 from headrace.scoring.processes import WorkerProcess
 from headrace.scoring.job import Job
 async def main():
-    worker = WorkerProcess(["{file}:never"], None)
+    worker = WorkerProcess(["{file}:starts"], None)
     await worker.start()
     print(worker.pid, flush=True)
-    await worker.ask(0, Job("p", ("c",), ((1,),), {{}}), 60)
+    await worker.ask(0, Job("p", ("c",), ((1,),), {{}}), 600)
 asyncio.run(main())
 """
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
-    pid = int(parent.stdout.readline())
-    assert _runs(pid)
+    pids = [int(parent.stdout.readline())]
+    asyncio.run(_until(noted.exists))
+    pids.append(int(noted.read_text()))
+    assert all(map(_runs, pids))
+    if stopped:
+        os.kill(pids[0], signal.SIGSTOP)
     parent.kill()
     parent.wait()
     parent.stdout.close()
-
-    async def gone() -> None:
-        await _until(lambda: not _runs(pid) or _is_zombie(pid))
-
-    asyncio.run(gone())
+    asyncio.run(_until(lambda: not any(_runs(pid) and not _is_zombie(pid) for pid in pids)))
 
 
 def _is_zombie(pid: int) -> bool:
@@ -770,3 +783,45 @@ def test_the_fake_scorer_has_settable_delay_rewards_and_failures() -> None:
     assert rewards(go(FakeScorer(reward=lambda prompt, episode: float(len(episode.last.text))))[0]) == [1.0] * 8
     assert set(reasons(go(FakeScorer(failure_rate=1.0))[0])) == {"reward_raised"}
     assert set(reasons(go(FakeScorer(failure_rate=0.5))[0])) == {"reward_raised", "scored"}
+
+
+# -- soft overlong punishment ------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 300), st.integers(0, 300), st.integers(0, 300))
+def test_soft_overlong_punishment_is_the_papers(cache: int, more: int, length: int) -> None:
+    """By the three cases of DAPO's equation 13."""
+    longest = cache + more
+    if length <= longest - cache:
+        expected = 0.0
+    elif length <= longest:
+        expected = ((longest - cache) - length) / cache
+    else:
+        expected = -1.0
+    assert soft_overlong_punishment(length, longest, cache) == expected
+
+
+def test_the_punishment_is_weighed_and_named_and_a_failure_stays_one() -> None:
+    done = [episode(16), episode(12), episode(3)]
+    scorer = punished(OverlongConfig(cache=8, weight=2.0), 16, FakeScorer(reward=lambda prompt, one: 1.0))
+    found = virtual_time.run(scorer.score(PROMPT, done))
+    assert [one.reward for one in found] == [-1.0, 0.0, 1.0]
+    assert [one.rewards for one in found] == [
+        {"fake": 1.0, "soft_overlong_punishment": value} for value in (-1.0, -0.5, 0.0)
+    ]
+    failing = punished(OverlongConfig(cache=8), 16, FakeScorer(failure_rate=1.0))
+    assert all(isinstance(one, Failure) for one in virtual_time.run(failing.score(PROMPT, done)))
+    plain = FakeScorer()
+    assert punished(OverlongConfig(), 16, plain) is plain
+
+
+def episode(count: int) -> Episode:
+    tokens = tuple(range(count))
+    return Episode((Turn((), Completion(tokens, (-1.0,) * count, (VersionSpan(0, 0, 0),), "stop")),))
+
+
+def test_the_punishment_has_a_weight_of_its_own_among_the_rewards() -> None:
+    config = RewardConfig("reasoning_gym", soft_overlong_punishment=OverlongConfig(cache=4, weight=0.5))
+    assert config.weights == {"reasoning_gym": 1.0, "soft_overlong_punishment": 0.5}
+    with pytest.raises(ValidationError, match="rename it"):
+        RewardConfig("my.py:soft_overlong_punishment", soft_overlong_punishment={"cache": 4})  # type: ignore[arg-type]

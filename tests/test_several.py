@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,7 @@ from test_lora_run import config, loud_llama  # noqa: F401  (fixtures)
 from tiny_run import Config, of
 
 import headrace
+from headrace.config import dump_config, load_config
 from headrace.errors import ConfigError, TrainingError
 from headrace.observe.facts import CheckpointSaved, IdentityChecked, RunEnded, RunStarted, WeightsLive
 from headrace.observe.journal import read_steps
@@ -32,6 +37,22 @@ def two(config: Config, tmp_path: Path) -> Config:  # noqa: F811
             },
         ],
     }
+
+
+def test_ctrl_c_while_the_model_is_loaded_leaves(two: Config, tmp_path: Path) -> None:
+    toml, logs = tmp_path / "two.toml", Path(two["out"]) / two["name"] / "logs"
+    toml.write_text(dump_config(load_config(two)))
+    command = [sys.executable, "-m", "headrace", "train", str(toml)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        deadline = time.monotonic() + 120
+        while not (logs / "trainer.log").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        output = process.communicate(timeout=120)[0]
+    finally:
+        process.kill()
+    assert process.returncode == 130 and "Traceback" not in output, output
 
 
 def test_each_learns_its_own_task_and_keeps_its_own_books(two: Config) -> None:

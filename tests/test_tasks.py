@@ -394,7 +394,7 @@ def test_nothing_left_to_train_on(tmp_path: Path) -> None:
     said = refusal(rows, write(tmp_path / "r.jsonl", table(5)), held_out=64)
     assert "has 5 rows, of which none is left to train on after task.held_out = 64" in said
     same = write(tmp_path / "same.jsonl", [{"prompt": "a"}] * 5)
-    assert "rows that ask the same are left out too" in refusal(rows, same, held_out=1)
+    assert "they ask only 1 different question(s) in the column prompt" in refusal(rows, same, held_out=1)
 
 
 @pytest.mark.parametrize(

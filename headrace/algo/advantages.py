@@ -7,6 +7,7 @@ pipeline names it `no_contrast`. (verl and SkyRL give such a group its raw rewar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple
@@ -15,6 +16,8 @@ from headrace.algo.load import load_function
 from headrace.errors import ConfigError
 
 EPSILON = 1e-6
+ROUNDING = 1e-9
+"""Relative difference of two rewards that sums of floats in another order explain."""
 
 
 class GroupRewards(NamedTuple):
@@ -34,8 +37,12 @@ AdvantageFunction = Callable[[GroupRewards], list[float]]
 
 
 def has_contrast(rewards: Sequence[float]) -> bool:
-    """Whether the rollouts of a group can be told apart by reward."""
-    return len(rewards) > 1 and max(rewards) > min(rewards)
+    """Whether the rollouts of a group can be told apart by reward, by more than rounding: 0.1 + 0.2 and 0.3 are one reward."""
+    return len(rewards) > 1 and not _alike(min(rewards), max(rewards))
+
+
+def _alike(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=ROUNDING, abs_tol=ROUNDING * 1e-3)
 
 
 def z_scores(rewards: Sequence[float]) -> list[float]:
@@ -74,11 +81,16 @@ def leave_one_out(group: GroupRewards) -> list[float]:
 
 
 def maxrl(group: GroupRewards) -> list[float]:
-    """MaxRL (arXiv 2602.02710): (R - mean) / mean, zeros where the mean is not positive: rare successes weigh most."""
+    """MaxRL (arXiv 2602.02710): (R - mean) / mean, zeros where the mean is not positive: rare successes weigh most.
+
+    Choice: no advantage is larger than G - 1, that of one success among G, which rewards without a sign cannot exceed. With rewards
+    of both signs the mean comes near zero while the rewards do not, and would divide by nothing.
+    """
     rewards = group.rewards
-    if not has_contrast(rewards) or (mean := fmean(rewards)) <= 0:
+    if not has_contrast(rewards) or (mean := fmean(rewards)) <= ROUNDING * max(map(abs, rewards)):
         return [0.0] * len(rewards)
-    return [(reward - mean) / mean for reward in rewards]
+    largest = max(abs(reward - mean) for reward in rewards)
+    return [(reward - mean) / max(mean, largest / (len(rewards) - 1)) for reward in rewards]
 
 
 def opo(group: GroupRewards) -> list[float]:
@@ -106,7 +118,8 @@ def pass_at_k(group: GroupRewards) -> list[float]:
         return [0.0] * len(rewards)
     second, best = sorted(rewards)[-2:]
     first = rewards.index(best)
-    return [best - second if i == first else 0.0 for i in range(len(rewards))]
+    gain = 0.0 if _alike(best, second) else best - second
+    return [gain if i == first else 0.0 for i in range(len(rewards))]
 
 
 def raw(group: GroupRewards) -> list[float]:

@@ -18,6 +18,7 @@ from headrace.algo.recipes import (
     RECIPES,
     Aggregation,
     Correction,
+    Denominator,
     Estimator,
     Level,
     Mode,
@@ -81,7 +82,7 @@ class KLConfig:
     coef: float | None = Field(default=None, ge=0)
     """0 is off."""
     estimator: Estimator | None = None
-    """k1 = lp - ref, k2 = its square / 2, k3 = exp(ref - lp) - (ref - lp) - 1 (Schulman 2020)."""
+    """k1 = lp - ref, k2 = its square / 2, k3 = exp(ref - lp) - (ref - lp) - 1 (Schulman 2020). In the loss k3 or k2, in the reward k1."""
     place: Literal["loss", "reward"] | None = None
     """loss: the trainer holds the reference too. reward: an engine serves it, and the divergence is taken off the reward."""
     unbiased: bool | None = None
@@ -113,6 +114,9 @@ class AlgoConfig:
     it belongs to, whatever `name` says."""
     aggregation: Aggregation | None = None
     """How per-token losses become one number, over the whole optimizer step."""
+    denominator: Denominator = "all"
+    """Of tokens that a rule takes out (correction, `veto`, `kpop`, `opsm`, `lag`, `select`): `all` counts them in the denominator, so that
+    a step of which half was rejected is half as long; `kept` leaves them out of the whole loss, as if they had not been sampled."""
     old: Old | None = None
     """What ratios are anchored at: the sampler's log-probs; the trainer's own before the update (every batch gets exactly one
     update, so that they are the current ones, exactly and for free); or between both, log-linear in the lag."""
@@ -127,11 +131,11 @@ class AlgoConfig:
     tau_negative: float | None = Field(default=None, gt=0)
     """sapo: temperature of the gate for bad tokens."""
     delta: float | None = Field(default=None, gt=0, le=1)
-    """dppo, ipo: how far a token's probability may move."""
+    """dppo, ipo: how far a token's probability may move; dppo_kl: by how many nats of binary KL."""
     cap: float | None = Field(default=None, gt=0)
-    """reinforce, dppo_tv: largest importance weight."""
+    """reinforce, dppo: largest importance weight."""
     penalty: float | None = Field(default=None, ge=0)
-    """dppo_kl, ipo: of the squared log ratio; kl_cov: of its absolute value on the chosen tokens."""
+    """dppo_tv_quadratic, ipo: of the squared log ratio; kl_cov: of its absolute value on the chosen tokens."""
     correction: CorrectionConfig = Field(default_factory=CorrectionConfig)
     lag: LagWeightConfig = Field(default_factory=LagWeightConfig)
     select: SelectConfig = Field(default_factory=SelectConfig)
@@ -169,6 +173,8 @@ class AlgoConfig:
         row = _with_loss(RECIPES[self.name], self.loss)
         given = {name: getattr(self, name) for name in ("advantage", "loss", "aggregation", "old", *CONSTANTS)}
         nested = {name: _with(getattr(row, name), getattr(self, name)) for name in _NESTED}
+        if nested["kl"].place == "reward" and self.kl.estimator is None:
+            nested["kl"] = nested["kl"]._replace(estimator="k1")
         return row._replace(**nested, **{name: value for name, value in given.items() if value is not None})
 
     @property
@@ -298,7 +304,7 @@ def _constants(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
         )
     if 0 < recipe.dual_clip <= 1:
         yield f"algo.dual_clip = {recipe.dual_clip} would clip ratios of 1; use more than 1 (3 is usual), or 0 for none"
-    if recipe.old == "trainer" and recipe.loss in ("kimi", "dppo_tv", "dppo_kl", "ipo", "kl_cov"):
+    if recipe.old == "trainer" and recipe.loss in ("kimi", "dppo_tv", "dppo_kl", "dppo_tv_quadratic", "ipo", "kl_cov"):
         yield (
             f"algo.loss = {recipe.loss} holds the policy near the sampler's by the ratio between them, which is 1 with "
             "algo.old = trainer; use algo.old = sampler"
@@ -308,10 +314,19 @@ def _constants(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
 
 
 def _lengths(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
-    if config.length_constant and recipe.aggregation != "token_sum":
+    if config.denominator == "kept" and not _rejects(recipe):
         yield (
-            f"algo.length_constant has no meaning with algo.aggregation = {recipe.aggregation}; use token_sum, or remove it"
+            f"algo.denominator = kept has no meaning with algo.name = {config.name}, in which no rule takes anything out; remove it, or set "
+            "algo.correction.mode = mask, veto, kpop or opsm, algo.lag.kind = trim, or algo.select"
         )
+    if config.length_constant and recipe.aggregation != "token_sum":
+        yield f"algo.length_constant has no meaning with algo.aggregation = {recipe.aggregation}; use token_sum, or remove it"
+
+
+def _rejects(recipe: Recipe) -> bool:
+    mode, *_, veto, kpop, opsm = recipe.correction
+    chosen = recipe.lag.kind == "trim" or recipe.select.kind in ("m2po", "clip_cov") or is_user_function(recipe.loss)
+    return chosen or mode == "mask" or any((veto, kpop, opsm))
 
 
 def _corrections(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
@@ -353,6 +368,11 @@ def _divergences(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
         yield (
             "algo.kl.estimator = k1 in the loss has an expected gradient of zero on policy, so it would hold nothing; use "
             "k2 or k3, or algo.kl.place = reward"
+        )
+    if kl.place == "reward" and kl.estimator != "k1":
+        yield (
+            f"algo.kl.estimator = {kl.estimator} in the reward would push the policy away from the reference, because a reward passes on "
+            "its value and not its gradient; use k1, or algo.kl.place = loss"
         )
     if kl.place == "reward" and kl.unbiased:
         yield "algo.kl.unbiased is for algo.kl.place = loss: a reward has no gradient to correct; remove it"

@@ -1,8 +1,8 @@
 """Weights on the policy loss: against the gap between sampler and trainer, and by lag. Shapes: M loss tokens.
 
 x is the log-prob whose gap to the sampler's is weighed, without gradient: `old`, or the current one where `old` is the
-sampler's itself. w = exp(clamp(x - sampled, ±20)). A token that a rule takes out counts zero in the numerator and stays in
-the denominator: the weights of a step are fixed before its first microbatch (C9), and what a rule takes out is known after.
+sampler's itself. w = exp(clamp(x - sampled, ±20)). A token that a rule takes out counts zero in the numerator;
+`denominator.py` says what becomes of the denominator.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headrace.algo.recipes import Correction, LagWeight, Level
-from headrace.algo.tokens import Tokens, ratio_of, sequence_mean, sequence_sum
+from headrace.algo.tokens import Tokens, binary_kl, ratio_of, sequence_mean, sequence_sum
 
 
 def importance_weight(x: Tensor, tokens: Tokens, level: Level) -> Tensor:
@@ -47,7 +47,7 @@ def corrected(x: Tensor, tokens: Tokens, correction: Correction) -> tuple[Tensor
     if correction.veto:
         taken["veto"] = vetoed(x, tokens, correction.veto)
     if correction.kpop:
-        taken["kpop"] = binary_kl(x, tokens.sampled) > correction.kpop
+        taken["kpop"] = larger_binary_kl(x, tokens.sampled) > correction.kpop
     if correction.opsm:
         taken["opsm"] = off_policy_sequences(x, tokens, correction.opsm)
     return weight, taken
@@ -59,20 +59,12 @@ def vetoed(x: Tensor, tokens: Tokens, threshold: float) -> Tensor:
     return sequence_sum(unlikely.to(x.dtype), tokens.sequence) > 0
 
 
-def binary_kl(x: Tensor, sampled: Tensor) -> Tensor:
+def larger_binary_kl(x: Tensor, sampled: Tensor) -> Tensor:
     """[M] KPop: the larger of both divergences between "this token" and "any other" under either policy.
 
-    AReaL takes tokens above 2 out, prime-rl above 0.1. Choice: 2. Probabilities of 1 are kept a hair below it.
+    AReaL takes tokens above 2 out, prime-rl above 0.1. Choice: 2.
     """
-    p, q = _inside(x), _inside(sampled)
-    rest_p, rest_q = torch.log(-torch.expm1(p)), torch.log(-torch.expm1(q))
-    forward = p.exp() * (p - q) + rest_p.exp() * (rest_p - rest_q)
-    backward = q.exp() * (q - p) + rest_q.exp() * (rest_q - rest_p)
-    return torch.maximum(forward, backward)
-
-
-def _inside(logprob: Tensor) -> Tensor:
-    return torch.clamp(logprob, max=-1e-6)
+    return torch.maximum(binary_kl(x, sampled), binary_kl(sampled, x))
 
 
 def off_policy_sequences(x: Tensor, tokens: Tokens, delta: float) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from headrace.algo.advantages import GroupRewards, leave_one_out, z_scores
-from headrace.algo.recipes import MAX_KL, MAX_LOG_RATIO, Estimator
+from headrace.algo.recipes import MAX_LOG_RATIO
 
 EPSILON = 1e-8
 
@@ -93,10 +93,12 @@ def whiten(rows: Sequence[Sequence[float]], valid: Sequence[Sequence[bool]]) -> 
     ]
 
 
-def kl_penalty(sampled: float, reference: float, estimator: Estimator) -> float:
-    """KL(sampler || reference) on one sampled token, for the reward (`kl.py` has the formulas). 0 where not finite."""
+def kl_penalty(sampled: float, reference: float) -> float:
+    """KL(sampler || reference) on one sampled token, for the reward: k1, the log ratio, within ±20. 0 where not finite.
+
+    No other estimator: a reward passes on its value, not its gradient, and of k2 and k3 the value alone pushes the policy away from
+    the reference (descent on it ends with one token of probability 1, from wherever it starts).
+    """
     if not (math.isfinite(sampled) and math.isfinite(reference)):
         return 0.0
-    gap = min(max(reference - sampled, -MAX_LOG_RATIO), MAX_LOG_RATIO)
-    value = {"k1": -gap, "k2": gap**2 / 2, "k3": math.expm1(gap) - gap}[estimator]
-    return min(max(value, -MAX_KL), MAX_KL)
+    return min(max(sampled - reference, -MAX_LOG_RATIO), MAX_LOG_RATIO)

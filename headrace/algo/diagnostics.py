@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from headrace.algo.recipes import RULES
-from headrace.algo.tokens import TokenLoss, Tokens, k3, ratio_of
-from headrace.reports import LagStats
+from headrace.algo.tokens import TokenLoss, Tokens, k3, ratio_of, sequence_mean, sequence_sum
+from headrace.reports import LagStats, Noise
 
 LAGS = (1.0, 2.0, 3.0)
 """Edges between the buckets 0, 1, 2, 3+."""
@@ -31,6 +31,8 @@ class Diagnostics:
         self.histogram = torch.zeros(len(NAMES), BINS, dtype=torch.float64)
         self.peak = torch.zeros(len(NAMES), dtype=torch.float64)
         """`sums` and `histogram` of all ranks add up, `peak` is the maximum over them."""
+        self.rounding = torch.zeros(4, dtype=torch.float64)
+        """At lag 0: tokens, Σ gap²; sequences, Σ (mean gap)²."""
 
     def add(self, tokens: Tokens, result: TokenLoss, swapped: Tensor) -> None:
         """`swapped` [M] bool: the token's sequence was sampled by more than one version. It is then in that bucket alone."""
@@ -47,16 +49,25 @@ class Diagnostics:
         gap = (logprob - sampled).abs()
         self.histogram.index_put_((bucket, _bin_of(gap)), torch.ones_like(gap), accumulate=True)
         self.peak.scatter_reduce_(0, bucket, gap, "amax")
+        self.rounding += _rounding(logprob - sampled, tokens.sequence.cpu(), tokens.lag.cpu() == 0)
 
     def merge(self, other: Diagnostics) -> None:
         """Adds what another rank or microbatch saw."""
         self.sums += other.sums
         self.histogram += other.histogram
         self.peak = torch.maximum(self.peak, other.peak)
+        self.rounding += other.rounding
 
     def report(self) -> tuple[LagStats, ...]:
         """The buckets that have tokens, by lag, the swapped ones last."""
         return tuple(self._of(i) for i in range(len(NAMES)) if self.sums[i, 0] > 0)
+
+    def noise(self) -> Noise | None:
+        """None without tokens of lag 0."""
+        tokens, squares, sequences, of_means = self.rounding.tolist()
+        if not tokens:
+            return None
+        return Noise(int(tokens), (squares / tokens) ** 0.5, int(sequences), (of_means / max(sequences, 1)) ** 0.5)
 
     def _of(self, i: int) -> LagStats:
         total = dict(zip(_SUMS, self.sums[i].tolist(), strict=True))
@@ -79,6 +90,14 @@ class Diagnostics:
         cumulative = torch.cumsum(self.histogram[i], 0)
         place = int(torch.searchsorted(cumulative, cumulative[-1] * share))
         return LEAST * (MOST / LEAST) ** ((place - 0.5) / (BINS - 1)) if place else 0.0
+
+
+def _rounding(gap: Tensor, sequence: Tensor, fresh: Tensor) -> Tensor:
+    """[4] see `Diagnostics.rounding`. Each of n tokens of a sequence counts as 1/n of it."""
+    whole = sequence_sum((~fresh).double(), sequence) == 0
+    share = 1 / sequence_sum(torch.ones_like(gap), sequence)[whole]
+    means = sequence_mean(gap, sequence)[whole]
+    return torch.stack([fresh.sum(), (gap[fresh] ** 2).sum(), share.sum().round(), (means**2 * share).sum()])
 
 
 def _bin_of(gap: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from headrace.algo.recipes import Distill
 from headrace.algo.tokens import Tokens, TopTokens
 
 TINY = 1e-12
-"""Least probability of the tail: k tokens may hold all of it to rounding."""
+"""Least probability of the tail, -27.6 as a logarithm: k tokens may hold all of it to rounding."""
 
 
 def teacher_advantage(tokens: Tokens) -> Tensor:
@@ -43,9 +43,9 @@ def top_divergence(top: TopTokens, distill: Distill) -> Tensor:
 
 def _with_tail(logprob: Tensor, there: Tensor) -> Tensor:
     """[M, k + 1]: padding at 0, which the sums leave out, so that no -inf meets a zero."""
-    total = torch.where(there, logprob, -torch.inf).exp().sum(dim=1, keepdim=True)
-    tail = torch.log(torch.clamp(1 - total, min=TINY))
-    return torch.cat([torch.where(there, logprob, 0.0), tail], dim=1)
+    total = torch.where(there, logprob.double(), -torch.inf).exp().sum(dim=1, keepdim=True)
+    tail = torch.log1p(-torch.clamp(total, max=1 - TINY))  # in float32, 1 - total has no digits left below 1e-6
+    return torch.cat([torch.where(there, logprob, 0.0), tail.to(logprob.dtype)], dim=1)
 
 
 def _kl(of: Tensor, to: Tensor, counted: Tensor) -> Tensor:

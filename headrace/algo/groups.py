@@ -92,8 +92,8 @@ class Algorithm:
         return sum(sum(self._penalties(turn.completion.logprobs, reference)) for turn, reference in turns)
 
     def _penalties(self, sampled: Sequence[float], reference: Sequence[float]) -> list[float]:
-        kl = self._recipe.kl
-        return [kl.coef * kl_penalty(s, r, kl.estimator) for s, r in zip(sampled, reference, strict=True)]
+        coef = self._recipe.kl.coef
+        return [coef * kl_penalty(s, r) for s, r in zip(sampled, reference, strict=True)]
 
     def _spread(self, row: Row, one: Scored, path: Sequence[int], reward: float) -> Row:
         """Every token's return: the reward comes with the row's last token in the loss, the divergence with each."""

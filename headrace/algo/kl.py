@@ -1,6 +1,10 @@
 """Divergence from a reference model, estimated on the sampled tokens (Schulman 2020, "Approximating KL divergence").
 
 k1 = lp - ref (unbiased, of any sign), k2 = ½(lp - ref)², k3 = exp(ref - lp) - (ref - lp) - 1 (unbiased, never negative).
+
+Only the log ratio has a bound, ±20, and beyond it the gradient goes on as it is there: descent on any of them ends at 0, from
+wherever it starts. A bound on the *value*, which verl has, takes the gradient of k3 away from ref - lp = 2.6 on, and multiplied by
+a ratio with a gradient it turns it round: what is too improbable is pushed further down.
 """
 
 from __future__ import annotations
@@ -8,21 +12,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headrace.algo.recipes import MAX_KL, MAX_LOG_RATIO, Estimator
-from headrace.algo.tokens import ratio_of
+from headrace.algo.recipes import Estimator
+from headrace.algo.tokens import log_ratio, ratio_of
 
 
 def kl_estimate(logprob: Tensor, reference: Tensor, estimator: Estimator) -> Tensor:
-    """[M] of KL(policy || reference); the log ratio clamped to ±20, the value to ±10."""
-    gap = torch.clamp(reference - logprob, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    """[M] of KL(policy || reference)."""
+    gap = log_ratio(reference, logprob)
     match estimator:
         case "k1":
-            value = -gap
+            return -gap
         case "k2":
-            value = gap**2 / 2
+            return gap**2 / 2
         case "k3":
-            value = torch.expm1(gap) - gap
-    return torch.clamp(value, -MAX_KL, MAX_KL)
+            return torch.expm1(gap) - gap
 
 
 def kl_loss(logprob: Tensor, sampled: Tensor, reference: Tensor, estimator: Estimator, unbiased: bool) -> Tensor:

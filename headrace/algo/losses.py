@@ -11,8 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from headrace.algo.recipes import MAX_LOG_RATIO, READS, Recipe
-from headrace.algo.tokens import TokenLoss, Tokens, ratio_of, sequence_mean, sequence_sum
+from headrace.algo.recipes import READS, Recipe
+from headrace.algo.tokens import TokenLoss, Tokens, binary_kl, log_ratio, ratio_of, sequence_mean, sequence_sum
 
 LossFunction = Callable[[Tokens, Tensor], TokenLoss]
 """(tokens, old [M]) -> TokenLoss"""
@@ -90,7 +90,10 @@ def sapo(tokens: Tokens, old: Tensor, tau: float, tau_negative: float) -> TokenL
 def dppo_tv(tokens: Tokens, old: Tensor, delta: float, cap: float) -> TokenLoss:
     """-keep·A·sg(min(r, cap))·logprob (DPPO, arXiv 2602.04879): a token goes when its *probability* moved by more than δ
     in the direction in which its advantage pushes. A ratio would punish rare tokens for moves that change nothing."""
-    left = _moved_too_far(tokens, old, delta)
+    return _inside_region(tokens, old, _moved_too_far(tokens, old, delta), cap)
+
+
+def _inside_region(tokens: Tokens, old: Tensor, left: Tensor, cap: float) -> TokenLoss:
     weight = torch.clamp(ratio_of(tokens.logprob, old).detach(), max=cap)
     return TokenLoss(-weight * tokens.advantage * tokens.logprob * ~left, left)
 
@@ -100,24 +103,34 @@ def _moved_too_far(tokens: Tokens, old: Tensor, delta: float) -> Tensor:
     return torch.where(tokens.advantage > 0, moved > delta, moved < -delta)
 
 
-def dppo_kl(tokens: Tokens, old: Tensor, delta: float, penalty: float) -> TokenLoss:
-    """-keep·A·r + penalty·(log r)^2, the default of prime-rl: `keep` as in `dppo_tv`; r has its gradient and no cap."""
+def dppo_kl(tokens: Tokens, old: Tensor, delta: float, cap: float) -> TokenLoss:
+    """As `dppo_tv`, but a token goes when the binary KL(old || current) is above δ and its probability moved in the direction in
+    which its advantage pushes (DPPO-Binary-KL, arXiv 2602.04879; verl's loss of this name)."""
+    now = tokens.logprob.detach()
+    pushed = torch.where(tokens.advantage > 0, now > old, now < old)
+    return _inside_region(tokens, old, pushed & (binary_kl(old, now) > delta), cap)
+
+
+def dppo_tv_quadratic(tokens: Tokens, old: Tensor, delta: float, penalty: float) -> TokenLoss:
+    """-keep·A·r + penalty·(log r)^2, an earlier default of prime-rl: `keep` as in `dppo_tv`; r has its gradient and no cap.
+
+    Runs of headrace before 2026-11-22 call it dppo_kl (`earlier.py`), which is another algorithm in the paper.
+    """
     return _masked_importance(tokens, old, _moved_too_far(tokens, old, delta), penalty)
 
 
 def ipo(tokens: Tokens, old: Tensor, delta: float, penalty: float) -> TokenLoss:
-    """As `dppo_kl`, but a token goes when its probability moved by more than δ in *either* direction (prime-rl)."""
+    """As `dppo_tv_quadratic`, but a token goes when its probability moved by more than δ in *either* direction (prime-rl).
+
+    Choice: δ = 0.3 and no penalty, as prime-rl has it now; it was 0.1 and 1e-3 at first. Its cap of 1e4 on r is our e^20.
+    """
     left = (torch.exp(tokens.logprob.detach()) - torch.exp(old)).abs() > delta
     return _masked_importance(tokens, old, left, penalty)
 
 
 def _masked_importance(tokens: Tokens, old: Tensor, left: Tensor, penalty: float) -> TokenLoss:
     policy = torch.where(left, 0.0, ratio_of(tokens.logprob, old) * tokens.advantage)
-    return TokenLoss(penalty * _log_ratio(tokens.logprob, old) ** 2 - policy, left)
-
-
-def _log_ratio(logprob: Tensor, old: Tensor) -> Tensor:
-    return torch.clamp(logprob - old, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return TokenLoss(penalty * log_ratio(tokens.logprob, old) ** 2 - policy, left)
 
 
 def kimi(tokens: Tokens, old: Tensor, tau: float) -> TokenLoss:
@@ -125,7 +138,7 @@ def kimi(tokens: Tokens, old: Tensor, tau: float) -> TokenLoss:
 
     Choice: the square is per token, as ROLL and prime-rl have it; the paper's is per sequence.
     """
-    return _unclipped(tau / 2 * _log_ratio(tokens.logprob, old) ** 2 - tokens.advantage * tokens.logprob)
+    return _unclipped(tau / 2 * log_ratio(tokens.logprob, old) ** 2 - tokens.advantage * tokens.logprob)
 
 
 def topr(tokens: Tokens, old: Tensor) -> TokenLoss:
@@ -142,8 +155,8 @@ def topr_token(tokens: Tokens, old: Tensor) -> TokenLoss:
     return _tapered(tokens, tokens.logprob.detach() - old)
 
 
-def _tapered(tokens: Tokens, log_ratio: Tensor) -> TokenLoss:
-    ratio = ratio_of(log_ratio, torch.zeros_like(log_ratio))
+def _tapered(tokens: Tokens, gap: Tensor) -> TokenLoss:
+    ratio = ratio_of(gap, torch.zeros_like(gap))
     good = tokens.advantage > 0
     weight = torch.where(good, 1.0, torch.clamp(ratio, max=1.0))
     return TokenLoss(-weight * tokens.advantage * tokens.logprob, ~good & (ratio > 1))
@@ -154,17 +167,17 @@ def gmpo(tokens: Tokens, old: Tensor, clip_low: float, clip_high: float) -> Toke
 
     Bounds are in log space, exp(-low) to exp(high), and clip in the direction of the token's advantage, as PPO's do.
     """
-    log_ratio = _log_ratio(tokens.logprob, old)
+    gap = log_ratio(tokens.logprob, old)
     good = tokens.advantage > 0
-    bounded = torch.where(good, torch.clamp(log_ratio, max=clip_high), torch.clamp(log_ratio, min=-clip_low))
-    clipped = torch.where(good, log_ratio > clip_high, log_ratio < -clip_low)
+    bounded = torch.where(good, torch.clamp(gap, max=clip_high), torch.clamp(gap, min=-clip_low))
+    clipped = torch.where(good, gap > clip_high, gap < -clip_low)
     return TokenLoss(-torch.exp(sequence_mean(bounded, tokens.sequence)) * tokens.advantage, clipped)
 
 
 def kl_cov(tokens: Tokens, old: Tensor, penalty: float) -> TokenLoss:
     """-r·A, and penalty·|logprob - old| on the tokens that the step's selection marked (KL-Cov, arXiv 2505.22617)."""
     assert tokens.keep is not None, "filled in from selection_of"
-    drift = _log_ratio(tokens.logprob, old).abs()
+    drift = log_ratio(tokens.logprob, old).abs()
     return _unclipped(-ratio_of(tokens.logprob, old) * tokens.advantage + penalty * drift * ~tokens.keep)
 
 
@@ -186,6 +199,7 @@ LOSSES: dict[str, Callable[..., TokenLoss]] = {
     "sapo": sapo,
     "dppo_tv": dppo_tv,
     "dppo_kl": dppo_kl,
+    "dppo_tv_quadratic": dppo_tv_quadratic,
     "ipo": ipo,
     "kimi": kimi,
     "topr": topr,

@@ -6,12 +6,14 @@ loss       of the policy, one function of `losses.py` (or the user's)
 × weight   of the correction and of the lag; zero where a rule took the token out
 + KL       to the reference
 + teacher  divergence over its top tokens
+
+What a rule took out keeps the last two, unless `algo.denominator = kept` takes it out of them too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial, reduce
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -37,7 +39,7 @@ def objective_of(algo: AlgoConfig) -> Objective:
     """The algorithm's loss. Raises ConfigError where the user's loss function cannot be loaded."""
     recipe = algo.recipe
     loss: LossFunction = load_loss(recipe.loss) if is_user_function(recipe.loss) else bound_loss(recipe)
-    return partial(_objective, recipe, loss)
+    return partial(_objective, recipe, loss, algo.denominator == "kept")
 
 
 def selection_of(algo: AlgoConfig) -> Selection | None:
@@ -52,13 +54,13 @@ def selection_of(algo: AlgoConfig) -> Selection | None:
             return partial(covariance, fraction=select.fraction)
 
 
-def _objective(recipe: Recipe, loss: LossFunction, tokens: Tokens) -> TokenLoss:
+def _objective(recipe: Recipe, loss: LossFunction, only_kept: bool, tokens: Tokens) -> TokenLoss:
     tokens = _taught(tokens, recipe.distill)
     old = old_of(tokens, recipe.old)
     policy = loss(tokens, old)
     weight, masked = _weighed(tokens, old, recipe)
     masked |= policy.masked
-    out = reduce(torch.logical_or, masked.values(), torch.zeros_like(policy.clipped))
+    out = TokenLoss(policy.loss, policy.clipped, masked).rejected
     total = torch.where(out, 0.0, policy.loss * weight)
     if recipe.kl.coef and recipe.kl.place == "loss":
         assert tokens.reference is not None, "the trainer scores the reference where AlgoConfig.reference_in_loss"
@@ -66,6 +68,8 @@ def _objective(recipe: Recipe, loss: LossFunction, tokens: Tokens) -> TokenLoss:
         total = total + recipe.kl.coef * kl
     if recipe.distill.kind in ("forward", "reverse", "jsd") and tokens.top:
         total = total + recipe.distill.coef * top_divergence(tokens.top, recipe.distill)
+    if only_kept:  # no other part of the loss may count what the denominator does not
+        total = torch.where(out, 0.0, total)
     return TokenLoss(total, policy.clipped & ~out, masked)
 
 

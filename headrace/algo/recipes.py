@@ -9,10 +9,11 @@ from typing import Literal, NamedTuple
 
 MAX_LOG_RATIO = 20.0
 """A ratio beyond exp(±20) only says that something is broken; the clamp keeps it finite."""
-MAX_KL = 10.0
-"""Of one token: one absurd token must not be the whole gradient."""
+MIN_REST = 1e-6
+"""A log-prob nearer to 0 leaves "any other token" no probability that a binary divergence could divide by."""
 
 Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_sum"]
+Denominator = Literal["all", "kept"]
 Old = Literal["sampler", "trainer", "loglinear"]
 Level = Literal["token", "sequence", "geometric"]
 Mode = Literal["none", "truncate", "mask"]
@@ -96,7 +97,8 @@ READS: dict[str, tuple[str, ...]] = {
     "cispo": ("clip_low", "clip_high"),
     "sapo": ("tau", "tau_negative"),
     "dppo_tv": ("delta", "cap"),
-    "dppo_kl": ("delta", "penalty"),
+    "dppo_kl": ("delta", "cap"),
+    "dppo_tv_quadratic": ("delta", "penalty"),
     "ipo": ("delta", "penalty"),
     "kimi": ("tau",),
     "topr": (),
@@ -106,6 +108,9 @@ READS: dict[str, tuple[str, ...]] = {
     "ce": (),
 }
 """Loss -> the constants of the recipe that it is called with; one that it does not read is refused when it is given."""
+
+CUTS = ("ppo_clip", "gspo", "gspo_token", "gmpo", "dppo_tv", "dppo_kl", "dppo_tv_quadratic", "ipo")
+"""Losses whose bound takes a token's gradient away; that of the others, where they have one, holds a weight."""
 
 RULES = ("mask", "veto", "kpop", "opsm", "lag", "m2po", "clip_cov", "mine")
 """What may take a token's policy loss out; `mine` is a user's own loss."""
@@ -120,6 +125,8 @@ WHITENED = ("return_to_go", "group_baseline", "gdpo")
 
 # The default clip is around the *sampler's* log-probs, so that its ratio holds staleness and engine/trainer mismatch
 # together: a second importance weight would count them twice. Recipes with a correction anchor at the trainer's.
+# gspo, mis_geometric, opsm: 0.05 is five times what rounding makes of the mean of a sequence (docs/algorithms.md); the papers' bounds
+# are inside it, because theirs is a ratio to the trainer's own log-probs.
 # grpo: token_mean is DAPO's denominator (arXiv 2503.14476); the paper's own seq_mean_token_mean favours long wrong answers.
 # decoupled_ppo: what is above its cap of 5 is taken out, as AReaL does it, rather than clamped.
 # rloo, reinforce: the sum over a sequence's tokens is the unbiased policy gradient (arXiv 2402.14740).
@@ -127,8 +134,8 @@ RECIPES: dict[str, Recipe] = {
     "grpo": Recipe("group_norm", "ppo_clip", "token_mean"),
     "dapo": Recipe("group_norm", "ppo_clip", "token_mean", clip_high=0.28),
     "dr_grpo": Recipe("centred", "ppo_clip", "token_sum"),
-    "gspo": Recipe("group_norm", "gspo", "seq_mean_token_mean", clip_low=3e-4, clip_high=4e-4),
-    "gspo_token": Recipe("group_norm", "gspo_token", "seq_mean_token_mean", clip_low=3e-4, clip_high=4e-4),
+    "gspo": Recipe("group_norm", "gspo", "seq_mean_token_mean", clip_low=0.05, clip_high=0.05),
+    "gspo_token": Recipe("group_norm", "gspo_token", "seq_mean_token_mean", clip_low=0.05, clip_high=0.05),
     "cispo": Recipe("group_norm", "cispo", "token_mean", clip_low=1.0, clip_high=4.0),
     "sapo": Recipe("group_norm", "sapo", "seq_mean_token_mean", tau=1.0, tau_negative=1.05),
     "rloo": Recipe("leave_one_out", "ppo_clip", "seq_mean_token_sum"),
@@ -156,13 +163,14 @@ RECIPES: dict[str, Recipe] = {
         "ppo_clip",
         "token_mean",
         old="trainer",
-        correction=Correction("mask", "geometric", 0.99, 1.001, veto=1e-4),
+        correction=Correction("mask", "geometric", 0.95, 1.05, veto=1e-4),
     ),
     "kpop": Recipe("group_norm", "ppo_clip", "token_mean", correction=Correction(kpop=2.0)),
-    "opsm": Recipe("group_norm", "ppo_clip", "token_mean", correction=Correction(opsm=1e-4)),
+    "opsm": Recipe("group_norm", "ppo_clip", "token_mean", correction=Correction(opsm=0.05)),
     "dppo_tv": Recipe("group_norm", "dppo_tv", "token_mean", cap=20.0),
-    "dppo_kl": Recipe("centred", "dppo_kl", "token_mean"),
-    "ipo": Recipe("centred", "ipo", "token_mean", delta=0.1),
+    "dppo_kl": Recipe("group_norm", "dppo_kl", "token_mean", delta=0.05, cap=20.0),
+    "dppo_tv_quadratic": Recipe("centred", "dppo_tv_quadratic", "token_mean"),
+    "ipo": Recipe("centred", "ipo", "token_mean", delta=0.3, penalty=0.0),
     "clip_cov": Recipe("group_norm", "ppo_clip", "token_mean", select=Select("clip_cov")),
     "kl_cov": Recipe("group_norm", "kl_cov", "token_mean", penalty=1.0, select=Select("kl_cov")),
     "gdpo": Recipe("gdpo", "ppo_clip", "token_mean"),

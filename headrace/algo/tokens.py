@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import reduce
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from headrace.algo.recipes import MAX_LOG_RATIO
+from headrace.algo.recipes import MAX_LOG_RATIO, MIN_REST
 
 
 class TopTokens(NamedTuple):
@@ -50,10 +51,44 @@ class TokenLoss(NamedTuple):
     masked: dict[str, Tensor] = {}
     """Name of a rule -> [M] bool: tokens whose policy loss it took out."""
 
+    @property
+    def rejected(self) -> Tensor:
+        """[M] bool: taken out by any rule."""
+        return reduce(torch.logical_or, self.masked.values(), torch.zeros_like(self.clipped))
+
 
 def ratio_of(logprob: Tensor, old: Tensor) -> Tensor:
     """[M] r = exp(clamp(logprob - old, ±20))."""
     return torch.exp(torch.clamp(logprob - old, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+
+def log_ratio(logprob: Tensor, old: Tensor) -> Tensor:
+    """[M] logprob - old, its value within ±20, its gradient that of the difference everywhere.
+
+    For what pulls two policies together: a token beyond the bound needs the pull most. (`ratio_of` has no gradient there.)
+    """
+    return _Bounded.apply(logprob - old)
+
+
+class _Bounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gap: Tensor) -> Tensor:
+        return torch.clamp(gap, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def binary_kl(of: Tensor, to: Tensor) -> Tensor:
+    """[M] KL of "this token" against "any other", from two log-probs of it. Probabilities of 1 are kept a hair below it."""
+    of, to = _inside(of), _inside(to)
+    rest_of, rest_to = torch.log(-torch.expm1(of)), torch.log(-torch.expm1(to))
+    return of.exp() * (of - to) + rest_of.exp() * (rest_of - rest_to)
+
+
+def _inside(logprob: Tensor) -> Tensor:
+    return torch.clamp(logprob, max=-MIN_REST)
 
 
 def k3(logprob: Tensor, old: Tensor) -> Tensor:

@@ -68,6 +68,8 @@ class FakeEngine:
         self._sampled = self._active = 0
         self._admits = self._steps = True
         self._mixed = False
+        self.stopped = False
+        """As a process is by SIGSTOP: nobody gets an answer any more."""
         self._died: asyncio.Future[None] | None = None
         self._changed, self._idle = asyncio.Event(), asyncio.Event()
         self._idle.set()
@@ -169,6 +171,7 @@ class FakeEngine:
             await pending.nap
         finally:
             timer.cancel()
+        await self._answering()
         await self._until(pending, lambda: self._steps)
 
     async def _until(self, pending: _Pending, allowed: Callable[[], bool]) -> None:
@@ -176,6 +179,10 @@ class FakeEngine:
             await self._changed.wait()
         if pending.aborted:
             raise _Interrupted
+
+    async def _answering(self) -> None:
+        if self.stopped:
+            await asyncio.get_running_loop().create_future()
 
     def _notify(self) -> None:
         """Whoever waits looks again."""
@@ -189,6 +196,7 @@ class FakeEngine:
         if parts < 1 or (parts > 1 and update.adapter):
             raise ValueError("parts must be 1 for an adapter, and at least 1 for a model")
         await asyncio.sleep(self.load_seconds / parts)
+        await self._answering()
         if update.fingerprint != f"fake-{update.version}":
             raise IdentityError(f"version {update.version} was published as {update.fingerprint}")
         before = self.adapters.get(update.adapter.name, -1) if update.adapter else self.version
@@ -215,6 +223,7 @@ class FakeEngine:
             raise ValueError(f"no adapter {adapter} is loaded")
 
     async def score(self, tokens: Sequence[int], adapter: str = "") -> Completion:
+        await self._answering()
         version = self.adapters[adapter] if adapter else self.version
         spans = (VersionSpan(0, version, version, self._mixed),)
         return Completion((), (), spans, "length", prompt_logprobs=(-1.0,) * (len(tokens) - 1))
@@ -222,18 +231,22 @@ class FakeEngine:
     # -- control ------------------------------------------------------------------------------------------------------------
 
     async def pause(self) -> None:
+        await self._answering()
         self._steps = False
 
     async def drain(self) -> None:
+        await self._answering()
         self._admits, self._steps = False, True
         self._notify()
         await self._idle.wait()
 
     async def resume(self) -> None:
+        await self._answering()
         self._admits = self._steps = True
         self._notify()
 
     async def abort(self) -> None:
+        await self._answering()
         for pending in self._pending.values():
             pending.aborted = True
             pending.wake()
@@ -250,6 +263,7 @@ class FakeEngine:
         self._listeners.remove(listener)
 
     async def stats(self) -> EngineStats:
+        await self._answering()
         return EngineStats(sampled_tokens=self._sampled, version=self.version)
 
     async def watch(self) -> None:

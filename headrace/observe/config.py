@@ -10,6 +10,7 @@ from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
 from headrace.errors import ConfigError
+from headrace.extras import install
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -28,5 +29,5 @@ def check_installed(config: ObserveConfig, find: Callable[[str], object] = impor
         if getattr(config, name) and find(name) is None:
             raise ConfigError(
                 f"observe.{name} = true needs the package {name}, which is not installed: "
-                f"pip install 'headrace[{name}]', or set observe.{name} = false"
+                f"{install(name)}, or set observe.{name} = false"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -9,6 +10,23 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import HeadraceError
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextmanager
+def full_disk_is_said(place: Path) -> Iterator[None]:
+    """Whatever a full disk ends ends with a sentence: `HeadraceError` instead of `OSError`. `place`: where it wrote to, in case the
+    error does not know."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise HeadraceError(
+            f"could not write {error.filename or place}: {error.strerror}. Make room on that disk, or choose another one (--set "
+            "out=DIR), and start again; a run that had begun goes on with --resume"
+        ) from error
 
 
 class AppendFile:
@@ -38,6 +56,18 @@ class AppendFile:
                 self._file.truncate(self._size)
             raise not_written(self.path, error) from error
         self._size += len(data)
+
+    def check(self) -> None:
+        """Raises `HeadraceError` where the file is no more what goes by its name: what is written to it is lost with it."""
+        try:
+            there = os.stat(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            there = None
+        if there is None or not os.path.samestat(there, os.fstat(self._file.fileno())):
+            raise HeadraceError(
+                f"{self.path} was deleted, moved or replaced while it was written to. Put its directory back (what was written "
+                "until then is lost where it was deleted), and go on with --resume, or start the run again"
+            )
 
     def flush(self) -> None:
         """What was appended is on the disk: a loss of power does not lose it. Raises `HeadraceError` where it is not."""

@@ -121,12 +121,15 @@ class Journal:
         """Number of the record to come."""
 
     def write(self, record: AnyRecord) -> None:
-        """Raises `HeadraceError` when the disk does not take it; the file is then as it was."""
+        """Raises `HeadraceError` when the disk does not take it, and the file is then as it was; or when somebody deleted it."""
+        self._file.check()
         body = encode(record)
         self._file.write(b'{"n":%d,"sum":"%s","record":%s}' % (self.position, _sum(self.position, body), body))
         self.position += 1
 
     def flush(self) -> None:
+        """Raises as `write` does."""
+        self._file.check()
         if self._flushes:
             self._file.flush()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -83,3 +84,15 @@ def one_line(text: str) -> str:
 def printable(text: str) -> str:
     """Without what would move the cursor or change colours: a model may write anything."""
     return "".join(c if c.isprintable() else "�" for c in text)
+
+
+def without_marks(traceback: str) -> str:
+    """A traceback without the lines of ^ that point into the line above them: where that is wrapped they point elsewhere."""
+    return "\n".join(line for line in traceback.splitlines() if line.strip(" ^~") or not line.strip())
+
+
+def distinct(messages: Sequence[str], most: int) -> list[str]:
+    """The last ones; the same sentence once, with how often it was said."""
+    counts = Counter(messages)
+    last = list(dict.fromkeys(reversed(messages)))[:most]
+    return [f"{one} (× {counts[one]:,})" if counts[one] > 1 else one for one in reversed(last)]

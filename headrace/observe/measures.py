@@ -16,10 +16,17 @@ def phase(state: RunState) -> str:
     if state.training:
         return "training"
     if state.rows and state.step >= state.started.steps:
+        if state.checkpoints and state.checkpoints[-1].error:
+            return "waiting for room on the disk, for the last checkpoint"
         measured_before = any(one.phase == "before" for one in state.evals)
         return "measuring held-out reward (after)" if measured_before else "finishing"
     running = state.engine.last.running if state.engine.last else 0
     return "measuring held-out reward (before)" if running else "starting"
+
+
+def saved_step(state: RunState) -> int | None:
+    """Of the newest checkpoint that is on the disk."""
+    return next((one.step for one in reversed(state.checkpoints) if not one.error), None)
 
 
 def step_seconds(state: RunState, recent: int = 20) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from headrace.observe.facts import (
     WorkerLost,
 )
 from headrace.observe.files import read_lines
+from headrace.observe.journal import count_steps
 from headrace.reports import TrainReport
 from headrace.types import Completion, Group, Prompt, Scored, Struct, VersionSpan
 
@@ -188,6 +190,27 @@ def read_metrics(run_dir: Path) -> list[MetricsFact]:
     facts = [fact for fact in lines if fact is not None]
     unreadable = [number for number, fact in enumerate(lines, 1) if fact is None]
     return [*facts, left_out(unreadable, max((fact.t for fact in facts), default=0.0))] if unreadable else facts
+
+
+class _Version(msgspec.Struct):
+    version: int
+
+
+class _Done(msgspec.Struct):
+    """Of a step no more than which version it made."""
+
+    report: _Version
+
+
+def steps_done(run_dir: Path) -> int:
+    """Optimizer steps that the run has done, as its journal and its metrics tell, whichever tells of more: a kill, a loss of power
+    or a hand may have taken the end of one. Damaged lines are passed over."""
+    told = [count_steps(run_dir)]
+    for line in read_lines(run_dir / METRICS):
+        if b'"fact":"StepTrained"' in line[:80]:
+            with suppress(msgspec.MsgspecError):
+                told.append(msgspec.json.decode(line, type=_Done).report.version)
+    return max(told)
 
 
 def read_metrics_lines(run_dir: Path) -> list[MetricsFact | None]:

@@ -52,6 +52,8 @@ class RunState:
         self.windows: list[Window] = []
         """When training went on: from a session's first ticket to its last step."""
         self.rows: list[StepRow] = []
+        self.drawn_rewards: list[float] = []
+        """Of the rollouts whose groups ended since the last step."""
         self.lags: Counter[int] = Counter()
         self.lengths, self.solve_rates = Sieve(), Sieve()
         """Tokens of completions; mean rewards of groups."""
@@ -126,11 +128,13 @@ class RunState:
         if self.tickets.end(fact):
             self.lengths.draw(fact.lengths, fact.outcome == "ready")
             self.solve_rates.draw(solve_rate(fact), fact.outcome == "ready")
+            self.drawn_rewards += fact.rewards
         self.fates.end(fact, self._group_size)
         self.shares.end(fact)
 
     def _step(self, row: StepRow) -> None:
         self.rows.append(row)
+        self.drawn_rewards.clear()
         self.lags.update(row.lags)
         for group in self.fates.train(row.tickets, self._group_size):
             self.lengths.trained.add(group.lengths)

@@ -132,7 +132,10 @@ def _checkpoint(state: RunState) -> list[Text]:
     good = [one for one in state.checkpoints if not one.error]
     if not good:
         return [Text("none yet", FAINT)]
-    return [Text(f"step {good[-1].step}"), Text(f"at {duration(good[-1].t)}", FAINT)]
+    parts = [Text(f"step {good[-1].step}"), Text(f"at {duration(good[-1].t)}", FAINT)]
+    if state.checkpoints[-1].error:
+        parts.append(Text(f"that of step {state.checkpoints[-1].step} could not be written", WARN))
+    return parts
 
 
 def _waits(status: Status) -> list[Line]:

@@ -14,7 +14,7 @@ from headrace.observe import measures
 from headrace.observe.advice import advices
 from headrace.observe.fates import DISCARDED
 from headrace.observe.lags import over_steps
-from headrace.observe.layout import FAINT, LABEL
+from headrace.observe.layout import FAINT, LABEL, distinct, without_marks
 from headrace.observe.state import RunState
 from headrace.observe.text import bar, clip, counted, duration, number, percent, plural, short_time, sparkline
 from headrace.observe.troubles import failings, shares
@@ -46,9 +46,9 @@ def summary(state: RunState, run_dir: Path | None = None, report: Path | None = 
     )
 
 
-def print_summary(state: RunState, report: Path, console: Console | None = None) -> None:
-    """`report`: where `write_report` put it, in the run's directory."""
-    (console or Console(highlight=False)).print(summary(state, report.parent, report))
+def print_summary(state: RunState, report: Path | None, console: Console | None = None) -> None:
+    """`report`: where `write_report` put it, in the run's directory; None of a run whose directory is there no more."""
+    (console or Console(highlight=False)).print(summary(state, report.parent if report else None, report))
 
 
 def _is_bad(state: RunState) -> bool:
@@ -174,12 +174,12 @@ def _troubles(table: Table, state: RunState) -> None:
         words += f"; the first: {clip(one.first.detail, 200)}" if one.first else ""
         table.add_row(Text("!", WARN), "Failed", Text(words, WARN))
         if place == 0 and one.first and one.first.traceback:
-            _more(table, "", Text(one.first.traceback, FAINT))
+            _more(table, "", Text(without_marks(one.first.traceback), FAINT))
     for advice in advices(state):
         table.add_row(Text("→", WARN), advice.name.capitalize(), Text(advice.sentence, WARN))
-    for index, warning in enumerate(state.warnings[-3:]):
+    for index, warning in enumerate(distinct([one.message for one in state.warnings], 3)):
         label = plural(len(state.warnings), "warning") if index == 0 else ""
-        table.add_row(Text("!" if index == 0 else "", WARN), label, Text(clip(warning.message, 600), WARN))
+        table.add_row(Text("!" if index == 0 else "", WARN), label, Text(clip(warning, 600), WARN))
 
 
 def _next(table: Table, state: RunState, run_dir: Path | None, report: Path | None) -> None:
@@ -187,7 +187,10 @@ def _next(table: Table, state: RunState, run_dir: Path | None, report: Path | No
     if report:
         _more(table, "Report", str(report))
     if run_dir and state.started:
-        if state.step < state.started.steps:
+        saved = measures.saved_step(state)
+        whole = saved == state.step or (state.ended is not None and state.ended.reason == "finished")
+        if state.step < state.started.steps or not whole:
             _more(table, "Go on with", f"headrace train --resume {run_dir}")
-        if any(not one.error for one in state.checkpoints):
-            _more(table, "Export with", f"headrace export {run_dir} --to DIR")
+        if saved is not None:
+            older = "" if whole else f" --step {saved}"
+            _more(table, "Export with", f"headrace export {run_dir} --to DIR{older}")

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from headrace.observe import measures
 from headrace.observe.advice import advices
-from headrace.observe.layout import FAINT, Line, Lines, middle_out, printable
+from headrace.observe.layout import FAINT, Line, Lines, distinct, middle_out, printable, without_marks
 from headrace.observe.records import Sample
 from headrace.observe.state import RunState
 from headrace.observe.text import bar, counted, number, percent, plural, sparkline, with_error
@@ -36,7 +36,7 @@ def frame(state: RunState) -> RenderableType:
     """Everything below the header."""
     if not state.started:
         return Text("")
-    return Frame(_lines(state), tuple(state.samples), _notes(state, 3), _trace(state))
+    return Frame(_lines(state), tuple(state.samples), _notes(state), _trace(state))
 
 
 def brief(state: RunState) -> RenderableType:
@@ -44,7 +44,7 @@ def brief(state: RunState) -> RenderableType:
     if not state.started:
         return Text("")
     lines = [("reward", reward(state)), ("lag", _lag(state)), ("trainer", trainer(state)), ("checks", _checks(state))]
-    return Frame(lines, (), _notes(state, 1))
+    return Frame(lines, (), _notes(state)[:1])
 
 
 class Frame:
@@ -59,12 +59,14 @@ class Frame:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         options = options.update_width(min(options.max_width, WIDTH))
         height, inside = options.height or console.height, options.update(height=None)
-        above: list[RenderableType] = [
-            Lines(self._lines),
-            *(middle_out(note, inside.max_width, 3, console) for note in self._notes),
-        ]
+        above: list[RenderableType] = [Lines(self._lines)]
+        height -= len(console.render_lines(above[0], inside, pad=False))
+        for note in self._notes:
+            lines = middle_out(note, inside.max_width, 3, console)
+            if (count := len(lines.plain.splitlines())) <= height:
+                above.append(lines)
+                height -= count
         for one in above:
-            height -= len(console.render_lines(one, inside, pad=False))
             yield from console.render(one, inside)
         if self._trace and height > LEAST:
             panel = _trace_panel(*self._trace, console, options.max_width, max(LEAST, height // 2))
@@ -113,9 +115,10 @@ def reward(state: RunState) -> list[Text]:
     before, since = before_and_after(state)
     for name, one in (("before", before), ("now", since)):
         if one:
-            parts.append(Text(f"held-out {name} {with_error(one.reward_mean, one.reward_sem)}", "bold"))
-            if one.failures:
-                parts.append(Text(f"on {measured_on(one)}", WARN))
+            part = Text(f"held-out {name} {with_error(one.reward_mean, one.reward_sem)}", "bold")
+            if one.failures and one is (since or before):
+                part.append(f" on {measured_on(one)}", f"not bold {WARN}")
+            parts.append(part)
     return parts
 
 
@@ -182,10 +185,11 @@ def _shares(state: RunState) -> list[Text]:
     return [Text(one, WARN if one.startswith("failed") else "") for one in found] or [Text("nothing lost", FAINT)]
 
 
-def _notes(state: RunState, most: int) -> list[Text]:
-    """What to change, and the last warnings."""
-    told = [f"→ {one.name}: {one.sentence}" for one in advices(state)]
-    return [Text(one, WARN) for one in told + [f"! {one.message}" for one in state.warnings[-most:]]]
+def _notes(state: RunState) -> list[Text]:
+    """What to change, and the last warnings, or where there is advice only the last one."""
+    advice = [f"→ {one.name}: {one.sentence}" for one in advices(state)]
+    warnings = distinct([one.message for one in state.warnings], 1 if advice else 3)
+    return [Text(one, WARN) for one in (*advice, *(f"! {one}" for one in warnings))]
 
 
 def _trace(state: RunState) -> Trace | None:
@@ -193,7 +197,7 @@ def _trace(state: RunState) -> Trace | None:
     for one in failings(state)[:1]:
         if one.first:
             title = f"{one.first.reason}: {plural(one.rollouts, 'rollout')} so far; the first, {one.first.prompt_id}"
-            return title, one.first.traceback or one.first.detail
+            return title, without_marks(one.first.traceback) or one.first.detail
     return None
 
 
@@ -211,8 +215,8 @@ def _checks(state: RunState) -> list[Text]:
         parts.append(Text(f"{plural(len(state.swaps), 'swap')}, mean gap {1000 * gap:.2g} ms"))
     if state.deaths:
         parts.append(Text(plural(len(state.deaths), "death"), WARN))
-    if state.checkpoints:
-        parts.append(Text(f"checkpoint {state.checkpoints[-1].step}", FAINT))
+    if (saved := measures.saved_step(state)) is not None:
+        parts.append(Text(f"checkpoint {saved}", FAINT))
     return parts
 
 
@@ -231,7 +235,7 @@ def sample_panel(sample: Sample, console: Console, width: int, height: int) -> P
     room -= len(prompt.plain.splitlines())
     output = middle_out(sample.text or "(empty)", inside, max(1, room), console)
     lines: list[Line] = [("prompt", [prompt]), ("output", [output])]
-    lines += [("answer", [answer])] if words else []
+    lines += [("scored", [answer])] if words else []
     return Panel(Lines(lines, label_width=6), title=Text(title), title_align="left", border_style=FAINT, width=width)
 
 

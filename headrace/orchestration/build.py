@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from headrace.algo.config import AlgoConfig
 from headrace.algo.groups import algorithm_of
+from headrace.algo.noise import NoiseWatch, inside_rounding
 from headrace.buffer import Buffer
 from headrace.chat import ChatEncoder
 from headrace.config import RunConfig
@@ -23,7 +24,7 @@ from headrace.engine.config import EngineConfig
 from headrace.errors import ConfigError
 from headrace.lora import LoraConfig
 from headrace.models import resolve_model
-from headrace.observe.facts import Books, RunStarted, WeightsLive
+from headrace.observe.facts import Books, RunStarted, Warned, WeightsLive
 from headrace.observe.journal import JournalStep
 from headrace.observe.machine import machine_mark
 from headrace.observe.waits import Waits
@@ -31,7 +32,7 @@ from headrace.orchestration.course import scoring_mark
 from headrace.orchestration.evaluation import Evaluator
 from headrace.orchestration.identity import TOLERANCE, IdentityProbe
 from headrace.orchestration.messages import EngineStart, TrainerStart
-from headrace.orchestration.parts import Parts, Plan
+from headrace.orchestration.parts import Parts, Plan, told_of
 from headrace.orchestration.pipeline import Pipeline
 from headrace.orchestration.pools import Pools, open_pools
 from headrace.orchestration.recovery import recover
@@ -42,6 +43,8 @@ from headrace.orchestration.utilisation import Utilisation
 from headrace.orchestration.wording import headline, where
 from headrace.partial import Interrupts
 from headrace.protocols import EngineCore, Observer, Scorer, Task, TrainerCore, WeightReceiver, WeightSender
+from headrace.rehearsal.reward import try_in_loop
+from headrace.scoring.overlong import punished
 from headrace.tasks.config import TaskConfig
 from headrace.trainer.config import TrainConfig
 from headrace.types import Prompt
@@ -116,7 +119,10 @@ class Built:
             expected = await parts.probe.trainer_side(parts.trainer, update.version, always=True)
             load = await parts.engine.load(update)
             parts.observer.record(WeightsLive(self.clock(), update, load))
-            await parts.probe.engine_side(parts.engine, update.version, expected)
+            rounding = await parts.probe.engine_side(parts.engine, update.version, expected)
+        if rounding is not None:
+            for sentence in inside_rounding(self.config.algo, rounding, self.config.rollout.max_tokens):
+                parts.observer.record(Warned(self.clock(), sentence))
 
     async def close(self) -> None:
         await self.parts.scorer.close()
@@ -141,6 +147,7 @@ async def prepare(
     """What can be wrong in the user's input is found out here, before processes are started, which takes seconds."""
     task = await asyncio.to_thread(build_task, config.task, encoder, config.seed)
     scorer = await asyncio.to_thread(build_scorer, config, reward, logs / "scorer.log")
+    await try_in_loop(reward, scorer, task, config.task.answer, config.rollout.group_size, encoder.encode_completion)
     lessons = await plan_lessons(config, model_dir, encoder)
     prompts = await asyncio.to_thread(task.held_out, config.eval.prompts)
     return Prepared(model_dir, encoder, task, scorer, prompts, lessons)
@@ -216,7 +223,9 @@ def _assemble(
         engine=pools.engine,
         interrupts=interrupts,
         trainer=pools.trainer,
-        scorer=pools.teaching.tracing(rewarding),
+        scorer=pools.teaching.tracing(
+            punished(config.reward.soft_overlong_punishment, config.rollout.max_tokens, rewarding)
+        ),
         observer=observer,
         journal=storage.journal,
         buffer=buffer,
@@ -253,9 +262,10 @@ def _assemble(
             adapter,
         ),
         turns=pools.turns,
+        noise=NoiseWatch(config.algo),
         sentinels=(pools.teaching.watch,),
     )
-    pipeline = Pipeline(parts, plan, clock, past.saved_step if past else 0)
+    pipeline = Pipeline(parts, plan, clock, past.saved_step if past else 0, told_of(storage.recorder.state))
     utilisation = Utilisation(pools.engine, pools.turns, waits, clock)
     outdated = past.outdated(mark) if past else ()
     return Built(pools, parts, pipeline, redo, outdated, utilisation, clock, config, adapter)
@@ -272,6 +282,7 @@ def plan_of(config: RunConfig, adapter: str) -> Plan:
         config.eval.every,
         adapter,
         config.watch,
+        config.checkpoint.patience,
     )
 
 

@@ -2,16 +2,19 @@
 
     runs/<name>/checkpoints/step-000050/   the trainer's files, controller.msgpack, files.json (sizes and checksums)
 
-A checkpoint is written into a temporary directory, flushed, described by `files.json`, and renamed. Whatever has no
-`files.json`, or does not match it, is not a checkpoint.
+A checkpoint is written into a temporary directory, flushed, described by `files.json` (its seal), and renamed. One that goes
+loses its seal first. Whatever has no seal, or does not match it, is no checkpoint: saves and removals that were interrupted
+leave such directories, and the process that holds the run's lock removes them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -20,6 +23,12 @@ import xxhash
 from headrace.errors import CheckpointError
 
 FILES = "files.json"
+
+BIG = 100_000_000
+"""Bytes. What an interrupted save left is worth a word from here on."""
+
+_NAME = re.compile(r"step-(\d+)")
+_LEFT = re.compile(r"(?:\.writing-)?step-\d+")
 
 
 class FileEntry(msgspec.Struct, frozen=True):
@@ -39,7 +48,9 @@ class Checkpoints:
         temporary = self.root / f".writing-{final.name}"
         try:
             shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
+            if not self.root.exists():
+                self.root.mkdir()  # without its parents: a run that was deleted does not come back
+            temporary.mkdir()
             await write(temporary)
             await asyncio.to_thread(_seal, temporary)
             _remove(final)
@@ -55,14 +66,29 @@ class Checkpoints:
         self._prune()
         return final
 
+    def clear(self) -> str:
+        """Removes what interrupted saves and removals left. Only for the process that holds the run's lock: to another one a
+        save that is under way looks the same. A sentence where that was big, or is there still; else empty."""
+        found = [path for path in self.root.glob("*") if _LEFT.fullmatch(path.name) and not _is_checkpoint(path)]
+        sizes = {path: _size(path) for path in found}
+        for path in found:
+            with suppress(OSError):
+                _remove(path)
+        if stuck := [path for path in found if path.exists()]:
+            return f"{', '.join(map(str, stuck))}: left by an interrupted checkpoint, and cannot be removed; remove it by hand"
+        if (total := sum(sizes.values())) < BIG:
+            return ""
+        names = ", ".join(sorted(path.name for path in found))
+        return f"removed {total / 1e9:.1f} GB that an interrupted checkpoint had left ({names})"
+
     def all(self) -> list[Path]:
         """Oldest first; sealed ones only."""
-        return sorted(path for path in self.root.glob("step-*") if (path / FILES).exists())
+        return sorted(filter(_is_checkpoint, self.root.glob("step-*")), key=step_of)
 
     @property
     def oldest_step(self) -> int:
         """Of those that are kept; 0 where there is none."""
-        return min((int(path.name.removeprefix("step-")) for path in self.all()), default=0)
+        return min(map(step_of, self.all()), default=0)
 
     def newest_good(self) -> tuple[Path | None, list[str]]:
         """The newest checkpoint that matches its checksums, and what is wrong with newer ones."""
@@ -76,13 +102,35 @@ class Checkpoints:
 
     def _prune(self) -> None:
         for path in self.all()[: -self._keep]:
-            _remove(path)
+            with suppress(OSError):  # one too many, which is tried again with the next one
+                _remove(path)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return bool(_NAME.fullmatch(path.name)) and (path / FILES).exists()
+
+
+def step_of(checkpoint: Path) -> int:
+    """Optimizer steps that are in it."""
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def _remove(checkpoint: Path) -> None:
-    """The seal first: killed in the middle, what is left is no checkpoint, and not a damaged one."""
-    (checkpoint / FILES).unlink(missing_ok=True)
+    """The seal first, and on the disk: whatever interrupts this, what is left is no checkpoint, and not a damaged one. Raises
+    OSError while it is sealed; what is left behind that is `clear`'s."""
+    if (checkpoint / FILES).exists():
+        (checkpoint / FILES).unlink()
+        _flush(checkpoint)
     shutil.rmtree(checkpoint, ignore_errors=True)
+
+
+def _size(directory: Path) -> int:
+    """Bytes; of what is there no more, none."""
+    total = 0
+    for path in directory.rglob("*"):
+        with suppress(OSError):
+            total += path.stat().st_size
+    return total
 
 
 def damage(path: Path) -> str:

@@ -22,11 +22,22 @@ def check_resumable(old: RunConfig, new: RunConfig) -> None:
         "lora": (old.lora, new.lora),
         "the names of adapters": ([one.name for one in old.adapters], [one.name for one in new.adapters]),
     }
-    changed = [f"{name} was {was}, not {now}" for name, (was, now) in fixed.items() if was != now]
+    changed = [said for name, (was, now) in fixed.items() for said in _differences(name, was, now)]
     if changed:
         raise ConfigError(
             f"a run cannot be resumed with other values here: {'; '.join(changed)}. Start a new run for that"
         )
+
+
+def _differences(name: str, was: Any, now: Any) -> list[str]:
+    """Of a section, each setting that is another one by itself."""
+    if not dataclasses.is_dataclass(was):
+        return [f"{name} was {was}, not {now}"] if was != now else []
+    return [
+        said
+        for field in dataclasses.fields(was)
+        for said in _differences(f"{name}.{field.name}", getattr(was, field.name), getattr(now, field.name))
+    ]
 
 
 def check_steps(run_dir: Path, done: int, wanted: int) -> None:
@@ -78,4 +89,7 @@ def scoring_mark(config: RunConfig) -> str:
         "top": algo.teacher_top,
         "rewards": [dataclasses.asdict(one) for one in config.reward.specs],
     }
+    overlong = config.reward.soft_overlong_punishment
+    if overlong.cache:  # else the mark is that of a run before there was one
+        made["punished"] = (dataclasses.asdict(overlong), config.rollout.max_tokens)
     return hashlib.sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()[:16]

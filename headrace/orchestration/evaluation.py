@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -35,13 +36,15 @@ class Evaluator:
         self._prompts, self._config, self._rollout = prompts, config, rollout
         self._decode, self._waits, self._clock, self._adapter = decode, waits, clock, adapter
         self._firsts = Firsts(observer.record, clock, held_out=True)
+        self._numbers = itertools.count()
+        """Of the measurements: two may be under way at once."""
 
     async def measure(self, phase: Literal["before", "during", "after"], step: int) -> Evaluated | None:
         """None when the run has no held-out prompts. A rollout that failed is counted by reason, not scored as zero."""
         if not self._prompts:
             return None
-        started = self._clock()
-        results = await asyncio.gather(*(self._one(i, prompt) for i, prompt in enumerate(self._prompts)))
+        started, number = self._clock(), next(self._numbers)
+        results = await asyncio.gather(*(self._one(number, i, prompt) for i, prompt in enumerate(self._prompts)))
         scored = [one for group in results for one in group if isinstance(one, Scored)]
         failures = [one for group in results for one in group if isinstance(one, Failure)]
         # The prompt is the unit that was drawn at random: samples of one prompt are not independent.
@@ -64,9 +67,9 @@ class Evaluator:
         self._observer.record(fact)
         return fact
 
-    async def _one(self, index: int, prompt: Prompt) -> list[Scored | Failure]:
+    async def _one(self, number: int, index: int, prompt: Prompt) -> list[Scored | Failure]:
         # The seeds do not depend on the step: before and after differ by their weights alone.
-        name = f"eval-{id(self)}-{index}-{self._clock()}"
+        name = f"eval:{self._adapter}:{number}/{index}"  # adapters share an engine
         requests = [
             self._rollout.evaluation(
                 f"{name}/{i}", prompt, seed_of("held-out", index, i), self._config.temperature, self._adapter

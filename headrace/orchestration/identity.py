@@ -34,10 +34,13 @@ class IdentityProbe:
         due = bool(self._every) and (always or version % self._every == 0)
         return await trainer.score(self._tokens, self._adapter) if due else None
 
-    async def engine_side(self, engine: Engine, version: int, expected: list[float] | None) -> None:
-        """Raises `IdentityError` when the served policy is not the trained one."""
+    async def engine_side(self, engine: Engine, version: int, expected: list[float] | None) -> float | None:
+        """The root mean square of the differences, nats; None where this version is not probed.
+
+        Raises `IdentityError` when the served policy is not the trained one.
+        """
         if expected is None:
-            return
+            return None
         completion = await engine.score(self._tokens, self._adapter)
         found = completion.prompt_logprobs
         if found is None or completion.spans[0].version != version:
@@ -55,3 +58,4 @@ class IdentityProbe:
                 f"(tolerance {self._tolerance:g}): it does not compute the policy that is trained. Run with engine.path = "
                 '"hf"; if that agrees, the fused decoder is wrong for this model: please report it.'
             )
+        return (sum(gap * gap for gap in differences) / len(differences)) ** 0.5

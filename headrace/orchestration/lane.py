@@ -54,7 +54,7 @@ class Lane:
         with suppress(OSError, HeadraceError):  # nor may they hide it
             write_report(self.directory.path, pieces_of(self.directory.path))
         if self.storage.recorder.state.started:
-            print_summary(self.storage.recorder.state, self.report)
+            print_summary(self.storage.recorder.state, self.report if self.directory.path.exists() else None)
 
 
 def open_lane(config: RunConfig, directory: RunDirectory, resume: bool) -> Lane:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from headrace import orphans
 from headrace.errors import WorkerDied
 from headrace.observe.health.family import Child, current_family
 from headrace.observe.health.frames import VARIABLE
@@ -65,7 +66,7 @@ class Worker:
                 self._process = subprocess.Popen(
                     command,
                     pass_fds=[theirs.fileno(), *fds],
-                    env=environment(cores) | {VARIABLE: str(self._stacks)},
+                    env=environment(cores) | orphans.of_this_process() | {VARIABLE: str(self._stacks)},
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,

@@ -1,4 +1,4 @@
-"""What needs no training: `headrace eval`, `headrace export`, and what `--dry-run` says."""
+"""What needs no training: `headrace eval` and `headrace export`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from headrace.config import RunConfig
 from headrace.errors import CheckpointError, ConfigError
 from headrace.models import resolve_model
 from headrace.observe.facts import Evaluated, Fact, FirstFailure, Warned, WorkerLost
+from headrace.observe.records import steps_done
+from headrace.observe.text import plural
 from headrace.orchestration.build import (
     build_scorer,
     build_task,
@@ -20,11 +22,11 @@ from headrace.orchestration.build import (
     open_model,
     open_waits,
 )
-from headrace.orchestration.checkpoint import Checkpoints
+from headrace.orchestration.checkpoint import Checkpoints, damage, step_of
 from headrace.orchestration.evaluation import Evaluator
 from headrace.orchestration.pools import open_pools
+from headrace.orchestration.rundir import held
 from headrace.orchestration.teaching import Student, for_reading, open_teaching, plan_lessons
-from headrace.orchestration.wording import headline, where
 
 
 class _Stderr:
@@ -39,8 +41,11 @@ class _Stderr:
             print(f"the {fact.who} process {fact.how}; it is started again", file=sys.stderr)
 
 
-def evaluate(config: RunConfig, run: Path | None = None, prompts: int | None = None) -> Evaluated:
-    """Mean reward on `prompts` held-out prompts of the model in the config, or of the newest checkpoint of `run`."""
+def evaluate(
+    config: RunConfig, run: Path | None = None, prompts: int | None = None, step: int | None = None
+) -> Evaluated:
+    """Mean reward on `prompts` held-out prompts of the model in the config, or of the last checkpoint of `run` (or that of
+    `step`, see `checkpoint_of`)."""
     if config.adapters:
         names = ", ".join(one.name for one in config.adapters)
         raise ConfigError(
@@ -51,7 +56,9 @@ def evaluate(config: RunConfig, run: Path | None = None, prompts: int | None = N
     count = config.eval.prompts if prompts is None else prompts
     if not 0 < count <= config.task.held_out:
         raise ConfigError(f"{count} held-out prompts were asked for; there are {config.task.held_out} (task.held_out)")
-    return asyncio.run(_evaluate(config, newest_checkpoint(run) if run else None, count))
+    if step is not None and run is None:
+        raise ConfigError("a step is one of a run: name its directory, not a config")
+    return asyncio.run(_evaluate(config, checkpoint_of(run, step) if run else None, count))
 
 
 async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int) -> Evaluated:
@@ -86,7 +93,7 @@ async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int) ->
                 time.monotonic,
                 adapter,
             )
-            measured = await evaluator.measure("after", 0)
+            measured = await evaluator.measure("after", step_of(checkpoint) if checkpoint else 0)
             assert measured is not None
             return measured
         finally:
@@ -94,42 +101,53 @@ async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int) ->
             await pools.close()
 
 
-def newest_checkpoint(run: Path) -> Path:
-    checkpoint, complaints = Checkpoints(run / "checkpoints", keep=1).newest_good()
-    if checkpoint is None and (parts := sorted(path.parent for path in run.glob("*/checkpoints"))):
+def checkpoint_of(run: Path, step: int | None = None) -> Path:
+    """The checkpoint of `step`, or that of the last step that the run has done. Raises ConfigError where there is none, or where
+    the newest one is older: whoever wants it says so; CheckpointError where it is damaged."""
+    if not (run / "checkpoints").is_dir() and (parts := sorted(path.parent for path in run.glob("*/checkpoints"))):
         names = " or ".join(map(str, parts))
         raise ConfigError(f"{run} trains several adapters; name the directory of one: {names}")
-    if checkpoint is None:
-        raise CheckpointError(f"{run} has no whole checkpoint" + "".join(f"; {text}" for text in complaints))
-    return checkpoint
+    checkpoints = Checkpoints(run / "checkpoints", keep=1)
+    known = {step_of(path): path for path in checkpoints.all()}
+    if step is not None:
+        if step not in known:
+            have = " and ".join(map(str, known)) or "none"
+            raise ConfigError(f"{run} has no checkpoint of step {step}; it has those of {have}")
+        if problem := damage(known[step]):
+            raise CheckpointError(problem)
+        return known[step]
+    newest, complaints = checkpoints.newest_good()
+    because = "".join(f"; {text}" for text in complaints)
+    if newest is None:
+        raise CheckpointError(f"{run} has no whole checkpoint{because}")
+    taken = step_of(newest)
+    if (done := steps_done(run)) > taken:
+        later = "it is still training" if held(run) else f"headrace train --resume {run} goes on to its last step"
+        raise ConfigError(
+            f"the newest whole checkpoint of {run} is of step {taken}, and the run has done {plural(done, 'step')}{because}. --step "
+            f"{taken} (step={taken} in Python) takes it all the same; {later}"
+        )
+    return newest
 
 
 def export(
-    config: RunConfig, run: Path, to: Path, dtype: Literal["bfloat16", "float32"] = "bfloat16", merge: bool = False
+    config: RunConfig,
+    run: Path,
+    to: Path,
+    dtype: Literal["bfloat16", "float32"] = "bfloat16",
+    merge: bool = False,
+    step: int | None = None,
 ) -> Path:
-    """Writes the model of the run's newest checkpoint as a directory that `transformers` loads, or its adapter as one that peft
-    loads (`merge`: a whole model with the adapter in its weights). Returns the checkpoint."""
+    """Writes the model of the run's last checkpoint (or that of `step`, see `checkpoint_of`) as a directory that `transformers`
+    loads, or its adapter as one that peft loads (`merge`: a whole model with the adapter in its weights). Returns the
+    checkpoint."""
     if merge and not config.lora.rank:
         raise ConfigError(f"{run} trained all weights, there is no adapter to merge: leave --merge out")
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ConfigError(f"{to} exists already: name a directory that is new or empty")
-    checkpoint = newest_checkpoint(run)
+    checkpoint = checkpoint_of(run, step)
     if config.lora.quantise and not merge:
         said = f"the adapter was trained beside base weights in {config.lora.quantise}; beside the exact ones it is a slightly other policy"
         print(f"{said}: --merge writes the one that was trained", file=sys.stderr)
     export_weights(config, resolve_model(config.model.path), checkpoint, to, dtype, merge)
     return checkpoint
-
-
-def describe(config: RunConfig) -> str:
-    """For `--dry-run`: what will run where, and what that means."""
-    staleness, rollout = config.staleness, config.rollout
-    lines = [headline(config), ""]
-    lines += [f"  {part:<11}{place}" for part, place in where(config, "path chosen when the model is read").items()]
-    lines += [
-        "",
-        f"  {config.train.steps} steps of {staleness.groups_per_step} groups x {rollout.group_size} rollouts; "
-        f"{staleness.slots} tickets, so no token is older than {staleness.lag_bound} optimizer step(s) when it is trained",
-        f"  run directory: {config.run_dir}",
-    ]
-    return "\n".join(lines)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from headrace.algo.groups import Algorithm
+from headrace.algo.noise import NoiseWatch
 from headrace.buffer import Buffer
 from headrace.observe.journal import Journal
+from headrace.observe.state import RunState
 from headrace.observe.waits import Waits
 from headrace.orchestration.evaluation import Evaluator
 from headrace.orchestration.identity import IdentityProbe
@@ -42,8 +45,29 @@ class Parts:
     evaluator: Evaluator
     turns: Turns = field(default_factory=Turns)
     """At the trainer, where several pipelines share it."""
+    noise: NoiseWatch = field(default_factory=NoiseWatch)
     sentinels: Sequence[Callable[[], Awaitable[None]]] = ()
     """Each raises what ends something beside engine and trainer that the run cannot do without: a teacher, say."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the metrics have of the processes before this one, in a run that goes on."""
+
+    step: int = 0
+    """Optimizer steps."""
+    evaluated: int = 0
+    """The last step whose weights were measured while training went on."""
+    reward_drawn: float = math.nan
+    """Of the last step."""
+    rewards: tuple[float, ...] = ()
+    """Of the rollouts whose groups ended since that step."""
+
+
+def told_of(state: RunState) -> Told:
+    during = [one.step for one in state.evals if one.phase == "during"]
+    drawn = state.rows[-1].reward_drawn if state.rows else math.nan
+    return Told(state.step, max(during, default=0), drawn, tuple(state.drawn_rewards))
 
 
 @dataclass(frozen=True)
@@ -61,6 +85,8 @@ class Plan:
     """Which adapter is trained; empty where all weights are."""
     watch: WatchConfig = WatchConfig()
     """What may go wrong before the run pauses."""
+    save_patience: float = 300.0
+    """Seconds for which the last checkpoint is tried again."""
 
     def batch(self, step: int, groups: Sequence[Group], algorithm: Algorithm) -> Batch:
         """What the trainer is given of groups that were taken for `step`: the same ones whenever it is asked."""

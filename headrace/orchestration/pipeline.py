@@ -23,48 +23,60 @@ anywhere goes on from the newest checkpoint by doing the journaled steps again (
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
-import msgspec
-
 from headrace.errors import CheckpointError, HeadraceError, IdentityError, TrainingError, WorkerDied, first_error
 from headrace.observe.facts import Warned, WeightsLive
 from headrace.observe.journal import JournalStep, Live, Stepped
+from headrace.orchestration.leaving import Leaving, until_saved
 from headrace.orchestration.outcomes import Rolled, rolled_of, step_fact
-from headrace.orchestration.parts import Parts, Plan
+from headrace.orchestration.parts import Parts, Plan, Told
 from headrace.orchestration.rolling import Rolling
-from headrace.reports import TrainReport
+from headrace.reports import TrainReport, differing
 from headrace.staleness import judge
 from headrace.types import Batch, Group
 from headrace.weights import WeightUpdate
+
+_REMEDIES = {
+    "all_rejected": "The bounds of algo.correction, or the clip, let no token through: widen them, lower staleness.max_lag, or use "
+    "another algo.name"
+}
+_OTHERWISE = "Lower train.learning_rate or train.max_grad_norm, or look at the rewards of these groups in the report"
+"""Of the other reasons why a step is skipped."""
 
 T = TypeVar("T")
 P = ParamSpec("P")
 
 
 class Pipeline:
-    def __init__(self, parts: Parts, plan: Plan, clock: Callable[[], float], first_step: int = 0) -> None:
+    def __init__(
+        self, parts: Parts, plan: Plan, clock: Callable[[], float], first_step: int = 0, told: Told | None = None
+    ) -> None:
+        """`told`: what the metrics have of the processes before, in a run that goes on."""
         self._parts, self._plan, self._clock = parts, plan, clock
         self._record = parts.observer.record
-        self._rolling = Rolling(parts, plan, clock)
+        self._told = told or Told()
+        self._rolling = Rolling(parts, plan, clock, self._told)
         self.step = first_step
-        self.interrupted = False
-        self._evaluations: list[asyncio.Task[None]] = []
+        self._leaving = Leaving()
+        self._evaluations: list[asyncio.Task[Any]] = []
         self._under_way: asyncio.Future[Any] | None = None
         """A step or a checkpoint, see `_whole`."""
         self._skipped = 0
-        self._reward_drawn = math.nan
 
     def interrupt(self) -> None:
         """Leave at the next step's end, with a checkpoint, in which is what is in flight."""
-        self.interrupted = True
+        self._leaving.begin()
         self._parts.buffer.close()
 
-    async def redo(self, steps: Sequence[JournalStep], told: int) -> None:
-        """Steps that were done after the checkpoint, by a process that was killed. `told`: steps that the metrics have."""
+    @property
+    def interrupted(self) -> bool:
+        return self._leaving.begun
+
+    async def redo(self, steps: Sequence[JournalStep]) -> None:
+        """Steps that were done after the checkpoint, by a process that was killed."""
         for step in steps:
             batch = self._batch(step.groups)
             report = await self._busy("step, again", self._parts.trainer.step, batch)
@@ -79,12 +91,14 @@ class Pipeline:
                     f"step {step.step} was done again from the journal and came out otherwise ({difference}): rollouts that go "
                     "on were begun under slightly different weights"
                 )
-                self._record(Warned(self._clock(), message))
+                self._warn(message)
             if step.report.skipped:
                 continue
             self.step = step.version
-            if self.step > told:
-                self._record(step_fact(self._clock(), report, batch.groups, self._mean_drawn(), 0.0))
+            if self.step > self._told.step:
+                self._record(
+                    step_fact(self._clock(), report, batch.groups, self._rolling.mean_drawn(batch.groups), 0.0)
+                )
 
     def discard(self, tickets: Collection[int]) -> None:
         """Finished groups that cannot be trained any more, because the settings that their rows were made by are others now."""
@@ -95,9 +109,12 @@ class Pipeline:
             f"{len(groups)} finished groups of the checkpoint are dropped (settings_changed): algorithm, rewards or teachers are not "
             "those that their rows were made by"
         )
-        self._record(Warned(self._clock(), message))
+        self._warn(message)
         for group in groups:
             self._rolling.end(rolled_of(group), "dropped", "settings_changed")
+
+    def _warn(self, message: str) -> None:
+        self._record(Warned(self._clock(), message))
 
     async def run(self) -> None:
         """Train until the plan is fulfilled or `interrupt` was called. The current weights must be live already.
@@ -137,6 +154,7 @@ class Pipeline:
             loops.create_task(_sentinel(watch)) for watch in (parts.engine.watch, parts.trainer.watch, *parts.sentinels)
         ]
         background.append(loops.create_task(self._rolling.admit(loops)))
+        await self._catch_up(loops)
         await self._train(loops)
         parts.buffer.close()
         if self.interrupted:
@@ -147,6 +165,22 @@ class Pipeline:
             task.cancel()
 
     # -- train ----------------------------------------------------------------------------------------------------------
+
+    async def _catch_up(self, loops: asyncio.TaskGroup) -> None:
+        """What was due at a step of an earlier process, which ended before it was done."""
+        plan, saved = self._plan, self._parts.snapshots.saved_step
+        if self.step >= plan.steps:  # what is due at the end is done at the end
+            return
+        if _due(plan.checkpoint_every, saved, self.step):
+            await self._whole(self._checkpoint())
+        if due := _due(plan.evaluate_every, self._told.evaluated, self.step):
+            if due < self.step:
+                message = (
+                    f"an evaluation was due at step {due}, of which the metrics have none; those weights are gone, so step {self.step} "
+                    "is measured instead"
+                )
+                self._warn(message)
+            self._evaluations.append(loops.create_task(self._parts.evaluator.measure("during", self.step)))
 
     async def _train(self, loops: asyncio.TaskGroup) -> None:
         parts, plan = self._parts, self._plan
@@ -160,17 +194,29 @@ class Pipeline:
             report = await self._whole(self._step(groups, self._clock() - waited))
             if report.skipped:
                 continue
-            if delivery:  # a publish overwrites the slot before last: the last one must be live
-                async with parts.waits.named("trainer", "the swap in the engine (of the version before)"):
-                    await delivery
-            delivery = await self._publish(loops, groups)
+            # a publish overwrites the slot before last: the last one must be live
+            if delivery and not await self._leaving.unless(self._delivered(delivery, "the version before")):
+                break
+            delivery = await self._leaving.unless(self._publish(loops, groups))
             if plan.checkpoint_every and self.step % plan.checkpoint_every == 0:
                 await self._whole(self._checkpoint())
         if delivery:
-            async with parts.waits.named("trainer", "the swap in the engine (of the last version)"):
-                await delivery
+            await self._leaving.unless(self._delivered(delivery, "the last version"))
         if self.step >= plan.steps:
-            await self._whole(self._checkpoint())
+            await self._save_result()
+
+    async def _delivered(self, delivery: asyncio.Task[None], which: str) -> bool:
+        async with self._parts.waits.named("trainer", f"the swap in the engine (of {which})"):
+            await delivery
+        return True
+
+    async def _save_result(self) -> None:
+        """A run whose weights are not on the disk is not finished."""
+        plan, parts = self._plan, self._parts
+        save = lambda: self._whole(self._checkpoint())  # noqa: E731
+        await until_saved(
+            save, self.step, plan.save_patience, waits=parts.waits, leaving=self._leaving, warn=self._warn
+        )
 
     async def _step(self, groups: tuple[Group, ...], waited: float) -> TrainReport:
         """Nothing comes between what the trainer does and what is written of it."""
@@ -178,13 +224,15 @@ class Pipeline:
         report = await self._busy("step", parts.trainer.step, batch)
         parts.journal.write(Stepped(self._clock(), report, tuple(group.ticket for group in groups)))
         parts.journal.flush()
+        for sentence in parts.noise.told(report):
+            self._record(Warned(self._clock(), sentence))
         if report.skipped:
             self._skip(report, groups)
             return report
         self._skipped = 0
         self.step = report.version
         parts.buffer.trained(groups)
-        self._record(step_fact(self._clock(), report, batch.groups, self._mean_drawn(), waited))
+        self._record(step_fact(self._clock(), report, batch.groups, self._rolling.mean_drawn(batch.groups), waited))
         return report
 
     def _judge(self, group: Group) -> Group | None:
@@ -216,7 +264,7 @@ class Pipeline:
             await parts.probe.engine_side(parts.engine, version, expected)
         every = self._plan.evaluate_every
         if every and version % every == 0 and version < self._plan.steps:
-            self._evaluations.append(loops.create_task(self._evaluate(version)))
+            self._evaluations.append(loops.create_task(parts.evaluator.measure("during", version)))
 
     def _cancel_stale(self, version: int) -> int:
         """Steps to come are done at `version` or later. Returns how many rollouts this ends."""
@@ -227,16 +275,6 @@ class Pipeline:
             return self._rolling.cancel_older_than(version - staleness.max_lag, "overdue")
         return 0
 
-    async def _evaluate(self, version: int) -> None:
-        await self._parts.evaluator.measure("during", version)
-
-    def _mean_drawn(self) -> float:
-        """Of what ended since the last step; the value before when nothing did."""
-        if rewards := self._rolling.rewards:
-            self._reward_drawn = sum(rewards) / len(rewards)
-            rewards.clear()
-        return self._reward_drawn
-
     def _skip(self, report: TrainReport, groups: tuple[Group, ...]) -> None:
         for group in groups:
             self._parts.buffer.end(group.ticket, "dropped", report.skipped)
@@ -245,16 +283,16 @@ class Pipeline:
             )
         self._skipped += 1
         message = f"step {report.step} was skipped: {report.skipped}; the weights are unchanged, its groups are dropped"
-        self._record(Warned(self._clock(), message))
+        self._warn(message)
         if self._skipped >= self._plan.max_skipped_steps:
             raise TrainingError(
-                f"{self._skipped} steps in a row were skipped ({report.skipped}). Lower train.learning_rate or "
-                "train.max_grad_norm, or look at the rewards of these groups in the report; "
+                f"{self._skipped} steps in a row were skipped ({report.skipped}). {_REMEDIES.get(report.skipped, _OTHERWISE)}; "
                 "train.max_skipped_steps sets how many may pass."
             )
 
-    async def _checkpoint(self) -> None:
-        await self._busy("checkpoint", self._parts.snapshots.save, self.step, self._parts)
+    async def _checkpoint(self) -> str:
+        """Why it could not be written; empty where it is on the disk."""
+        return await self._busy("checkpoint", self._parts.snapshots.save, self.step, self._parts)
 
     async def _busy(self, what: str, work: Callable[P, Awaitable[T]], *given: P.args, **named: P.kwargs) -> T:
         """Awaits the trainer's work under a named wait, when it is our turn, and counts its time as busy."""
@@ -267,10 +305,13 @@ async def _sentinel(watch: Callable[[], Awaitable[None]]) -> None:
     await watch()
 
 
+def _due(every: int, done: int, step: int) -> int:
+    """The last multiple of `every` up to `step`, where nothing was done at it or since (`done`: at which step last); else 0."""
+    last = step // every * every if every else 0
+    return last if last > done else 0
+
+
 def differs(report: TrainReport, before: TrainReport) -> str:
     """In what a step that was done again differs, bit for bit but for its time; empty where it does not."""
-    again = msgspec.structs.replace(report, seconds=before.seconds)
-    if repr(again) == repr(before):  # NaN differs from itself, its name does not
-        return ""
-    names = [name for name in before.__struct_fields__ if repr(getattr(again, name)) != repr(getattr(before, name))]
-    return ", ".join(f"{name} {getattr(again, name)} instead of {getattr(before, name)}" for name in names[:3])
+    names = differing(report, before)[:3]
+    return ", ".join(f"{name} {getattr(report, name)} instead of {getattr(before, name)}" for name in names)

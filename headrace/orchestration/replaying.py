@@ -27,7 +27,7 @@ from headrace.observe.machine import machine_mark
 from headrace.observe.records import StepRow, read_metrics
 from headrace.observe.text import plural
 from headrace.orchestration.rerun import Course, Stage, cores_here, plot_course, rerun
-from headrace.reports import TrainReport
+from headrace.reports import TrainReport, differing
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
 """Relative difference of a step's means on another machine, by the dtype of training; below 0.1 it is absolute, to a tenth."""
@@ -181,15 +181,6 @@ def outcome_of(
     else:
         problem = _told(report, before, beyond(report, before, tolerance))
     return Outcome(before.step + 1, report, before, fingerprint, recorded, exact, problem)
-
-
-def differing(report: TrainReport, before: TrainReport) -> list[str]:
-    """Fields that are not equal bit for bit, but for the time."""
-    return [
-        name
-        for name in before.__struct_fields__
-        if name != "seconds" and repr(getattr(report, name)) != repr(getattr(before, name))  # NaN differs from itself
-    ]
 
 
 def beyond(report: TrainReport, before: TrainReport, tolerance: float) -> list[str]:

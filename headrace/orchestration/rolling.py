@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 from headrace.observe.facts import GroupEnded, TicketDrawn
 from headrace.observe.journal import Drawn, Gone, Ready
 from headrace.orchestration.budgets import Budgets
 from headrace.orchestration.outcomes import Outcome, Rolled
-from headrace.orchestration.parts import Parts, Plan
+from headrace.orchestration.parts import Parts, Plan, Told
 from headrace.rollout import roll_out
 from headrace.types import Episode, Failure, Group, Prompt, Scored
 
 
 class Rolling:
-    def __init__(self, parts: Parts, plan: Plan, clock: Callable[[], float]) -> None:
+    def __init__(self, parts: Parts, plan: Plan, clock: Callable[[], float], told: Told) -> None:
         self._parts, self._plan, self._clock = parts, plan, clock
         self._record = parts.observer.record
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -23,8 +24,9 @@ class Rolling:
         self._cancelled: dict[int, str] = {}
         """Why, by ticket."""
         self._budgets = Budgets(plan.watch, plan.rollout.patience, self._record, clock)
-        self.rewards: list[float] = []
-        """Of the groups that ended since somebody emptied it."""
+        self._rewards = list(told.rewards)
+        """Of the groups that ended since the last step."""
+        self._mean_drawn = told.reward_drawn
 
     async def admit(self, loops: asyncio.TaskGroup) -> None:
         """Until the buffer is closed. What was in flight when the run was killed goes first, under its old tickets."""
@@ -57,6 +59,16 @@ class Rolling:
                 task.cancel()
         return ended
 
+    def mean_drawn(self, groups: Sequence[Group]) -> float:
+        """Mean reward of what ended since the last step, which takes `groups`; the value before when nothing did. Where the metrics
+        of a killed process are lost, with all that was known of what it drew: of those groups."""
+        if not self._rewards and math.isnan(self._mean_drawn):
+            self._rewards = [one.reward for group in groups for one in group.scored]
+        if self._rewards:
+            self._mean_drawn = sum(self._rewards) / len(self._rewards)
+            self._rewards.clear()
+        return self._mean_drawn
+
     def stop(self) -> None:
         """What is in flight stays what it is: in the checkpoint, and in the journal."""
         for task in self._tasks.values():
@@ -74,7 +86,7 @@ class Rolling:
             async with self._parts.interrupts.group():
                 scored, failures = await self._rollouts_of(ticket, prompt)
             rolled = Rolled(ticket, prompt, scored, failures, self._clock() - started)
-            self.rewards += [one.reward for one in scored]
+            self._rewards += [one.reward for one in scored]
             self._judge(rolled)
         except asyncio.CancelledError:
             if ticket not in self._cancelled:

@@ -11,9 +11,11 @@ from typing import Any
 from headrace.config import RunConfig
 from headrace.errors import HeadraceError
 from headrace.observe.facts import Evaluated, Warned
+from headrace.observe.files import full_disk_is_said
 from headrace.observe.watchdog import Watchdog
 from headrace.orchestration.build import build, open_waits
 from headrace.orchestration.lane import Lane, open_lane, say_finished
+from headrace.orchestration.rehearse import rehearse
 from headrace.orchestration.rundir import RunDirectory
 from headrace.orchestration.session import on_interrupt, on_unheard, run_clock
 from headrace.orchestration.several import train_together
@@ -40,7 +42,8 @@ def train(config: RunConfig, reward: Reward | None = None, resume: Path | None =
 
     `reward`: a function of prompts, completions and the row's other columns, in place of `config.reward`.
     `resume`: the directory of the run to go on with; its newest good checkpoint is used.
-    Raises `HeadraceError` with one sentence when the run could not be finished.
+    Raises `HeadraceError` with one sentence when the run could not be finished. What can be known to be wrong before a model is
+    loaded is a `ConfigError`, and nothing has been written then.
     """
     if config.adapters:
         lanes = train_together(config, reward, resume)
@@ -48,7 +51,11 @@ def train(config: RunConfig, reward: Reward | None = None, resume: Path | None =
         first = next(iter(results.values()))
         path = resume or config.run_dir
         return RunResult(path, first.reason, first.step, first.before, first.after, first.report, results)
-    with RunDirectory.of(resume or config.run_dir, bool(resume)) as directory:
+    notes = [] if resume else asyncio.run(rehearse(config, reward)).notes
+    with (
+        full_disk_is_said(resume or config.run_dir),
+        RunDirectory.of(resume or config.run_dir, bool(resume)) as directory,
+    ):
         lane = open_lane(config, directory, bool(resume))
         if lane.finished:
             say_finished(directory.path, [lane])
@@ -66,6 +73,10 @@ def train(config: RunConfig, reward: Reward | None = None, resume: Path | None =
             await lane.session.run(build(config, directory.logs, lane.storage, reward, waits, clock))
 
         try:
+            if resume:  # whether it is finished had to be known first; nothing of it has been changed yet
+                notes = asyncio.run(rehearse(config, reward, resume)).notes
+            for note in notes:
+                lane.storage.recorder.record(Warned(lane.storage.seconds, note))
             with watchdog:
                 asyncio.run(go())
         except HeadraceError as error:

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from headrace.errors import ConfigError
-from headrace.observe.files import read_lines, replace_file
+from headrace.observe.files import full_disk_is_said, read_lines, replace_file
 from headrace.observe.journal import JOURNAL
 from headrace.observe.records import METRICS
 
@@ -48,22 +48,33 @@ class RunDirectory:
             raise ConfigError(f"another process is training in {path}: wait for it, or choose another name")
         self.begun = (path / CONFIG).exists()
         """Whether there is a run in it."""
-        self.logs.mkdir(exist_ok=True)
+        try:
+            self.logs.mkdir(exist_ok=True)
+        except BaseException:  # else whoever keeps the error, as a notebook does, would keep the lock
+            self.close()
+            raise
 
     @classmethod
     def of(cls, path: Path, resume: bool) -> RunDirectory:
-        """Changes nothing that a run has written. Raises ConfigError."""
-        return cls.reopen(path) if resume else cls.create(path)
+        """Changes nothing that a run has written. Raises ConfigError, also for a place that cannot be written to, and HeadraceError
+        for a full disk."""
+        try:
+            with full_disk_is_said(path):
+                return cls.reopen(path) if resume else cls.create(path)
+        except OSError as error:
+            raise ConfigError(
+                f"{error.filename or path} cannot be written ({error.strerror}): choose another place for runs (--set out=DIR), or "
+                "give yourself the right to write there"
+            ) from error
 
     @classmethod
     def create(cls, path: Path) -> RunDirectory:
         directory = cls(path)
-        if any(read_lines(path / JOURNAL)) or any(b'"RunStarted"' in line for line in read_lines(path / METRICS)):
+        try:
+            refuse_used(path)
+        except ConfigError:
             directory.close()
-            raise ConfigError(
-                f"{path} already holds a run: go on with it (headrace train --resume {path}), or choose another name "
-                "(--set name=...)"
-            )
+            raise
         return directory
 
     @classmethod
@@ -114,6 +125,16 @@ class RunDirectory:
             refused = not isinstance(error, Exception) or isinstance(error, ConfigError)
             self._vanish(logs=refused)
         self.close()
+
+
+def refuse_used(path: Path) -> None:
+    """Raises ConfigError where a run has begun there."""
+    started = (b'"RunStarted"' in line for line in read_lines(path / METRICS))
+    if any(read_lines(path / JOURNAL)) or any(started):
+        raise ConfigError(
+            f"{path} already holds a run: go on with it (headrace train --resume {path}), or choose another name "
+            "(--set name=...)"
+        )
 
 
 def configs_until(path: Path) -> list[tuple[int, Path]]:

@@ -13,6 +13,7 @@ from headrace.errors import HeadraceError, StalledError
 from headrace.observe.facts import Evaluated, RunEnded, Warned
 from headrace.orchestration.build import Built
 from headrace.orchestration.storage import Storage
+from headrace.orchestration.utilisation import LAST_WORD
 
 
 def run_clock(age: float) -> Callable[[], float]:
@@ -88,7 +89,7 @@ class Session:
             await built.pipeline.run()
         finally:
             self._training, self.step = False, built.pipeline.step
-            await built.utilisation.stop()
+            await built.utilisation.stop(LAST_WORD if self._interrupts < 2 else 0.0)
         if built.pipeline.interrupted:
             self.reason = "interrupted"
         else:
@@ -109,7 +110,7 @@ class Session:
         first, last = built.redo[0].step, built.redo[-1].step
         said = f"steps {first} to {last} are done again from the journal: they came after the checkpoint"
         self._recorder.record(Warned(built.clock(), said))
-        await built.pipeline.redo(built.redo, self._recorder.state.step)
+        await built.pipeline.redo(built.redo)
 
     def interrupt(self, why: str = "interrupted", again: str = " (Ctrl-C again: leave now)") -> None:
         """Once: a checkpoint at the next step's end, then leave. Twice: leave now."""

@@ -21,12 +21,14 @@ from headrace.config import RunConfig, adapter_runs, config_of_run, dump_config,
 from headrace.errors import HeadraceError
 from headrace.observe.board import Board, open_board
 from headrace.observe.facts import Warned
+from headrace.observe.files import full_disk_is_said
 from headrace.observe.waits import Waits
 from headrace.observe.watchdog import Watchdog
 from headrace.orchestration.build import Built, Clock, Pools, Prepared, join, open_model, open_waits, prepare
 from headrace.orchestration.course import check_resumable
 from headrace.orchestration.lane import Lane, open_lane, say_finished
 from headrace.orchestration.pools import open_pools
+from headrace.orchestration.rehearse import rehearse
 from headrace.orchestration.rundir import CONFIG, RunDirectory
 from headrace.orchestration.session import on_interrupt, on_unheard, run_clock
 
@@ -35,7 +37,8 @@ Reward = Callable[..., Any]
 
 def train_together(config: RunConfig, reward: Reward | None, resume: Path | None) -> dict[str, Lane]:
     """All adapters to their ends. Where one fails the others leave with a checkpoint, and its error is raised."""
-    with ExitStack() as undo:
+    notes = [] if resume else asyncio.run(rehearse(config, reward)).notes
+    with full_disk_is_said(resume or config.run_dir), ExitStack() as undo:
         directory = undo.enter_context(RunDirectory.of(resume or config.run_dir, bool(resume)))
         if resume:
             check_resumable(read_config(config_of_run(resume)), config)
@@ -49,6 +52,11 @@ def train_together(config: RunConfig, reward: Reward | None, resume: Path | None
         if all(lane.finished for lane in lanes.values()):
             say_finished(directory.path, list(lanes.values()))
             return lanes
+        if resume:
+            notes = asyncio.run(rehearse(config, reward, resume)).notes
+        for lane in lanes.values():
+            for note in notes:
+                lane.storage.recorder.record(Warned(lane.storage.seconds, note))
         watchdog = Watchdog(directory.logs, config.watch.warn_after, config.watch.stop_after, tells=not resume)
         with watchdog:
             keep = partial(directory.keep_config, step=0) if resume else directory.begin
@@ -170,6 +178,7 @@ class _Together:
     def _interrupt(self) -> None:
         if self._loading:
             self._loading.cancel()
+            self._loading = None
         for lane in self._lanes.values():
             lane.session.interrupt()
 

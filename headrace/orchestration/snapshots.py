@@ -75,10 +75,11 @@ class Snapshots:
         self.saved_step = saved_step
         """The step of the newest checkpoint."""
 
-    async def save(self, step: int, parts: _Parts) -> None:
-        """A failure is recorded and warned of, not raised: the compute done so far must not die with a full disk."""
+    async def save(self, step: int, parts: _Parts) -> str:
+        """A failure is recorded, warned of and returned, not raised: the compute done so far must not die with a full disk.
+        Empty where the checkpoint is on the disk."""
         if step == self.saved_step:
-            return
+            return ""
         started = self._clock()
         # All taken before the first await: generation goes on while the trainer writes.
         state = self._state(step, started, parts)
@@ -90,6 +91,8 @@ class Snapshots:
             await parts.trainer.save(directory, self._adapter)
 
         path, failure = "", ""
+        if said := self._checkpoints.clear():
+            self._observer.record(Warned(self._clock(), said))
         try:
             path = str(await self._checkpoints.save(step, write))
             self.saved_step = step
@@ -98,6 +101,7 @@ class Snapshots:
             failure = str(error)
             self._observer.record(Warned(self._clock(), failure))
         self._observer.record(CheckpointSaved(self._clock(), step, path, self._clock() - started, failure))
+        return failure
 
     def _state(self, step: int, seconds: float, parts: _Parts) -> ControllerState:
         buffer = parts.buffer.state()

@@ -51,6 +51,8 @@ class Storage:
             self.recorder.begin()
             if outlived:
                 self.recorder.record(Warned(seconds, _OUTLIVED))
+            if said := self.checkpoints.clear():
+                self.recorder.record(Warned(seconds, said))
             journal = open_journal(self._run_dir, self._flush, past)
             passes = PassLog(self._run_dir, step, lambda said: self.recorder.record(Warned(seconds, said)), number)
             self._open = journal, passes

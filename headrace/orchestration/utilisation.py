@@ -30,12 +30,12 @@ class Utilisation:
         self._began = self._ended = self._clock()
         self._worked_first = self._worked_last = self._turns.busy
 
-    async def stop(self) -> None:
+    async def stop(self, patience: float = LAST_WORD) -> None:
         """An engine that is gone for good, or hangs, has no last word: the figures then are those of its last report."""
         self._ended = self._clock()
         self._worked_last = self._turns.busy
         with contextlib.suppress(TimeoutError, HeadraceError):
-            async with asyncio.timeout(LAST_WORD):
+            async with asyncio.timeout(patience):
                 self._last = await self._engine.stats()
 
     async def _stats(self) -> EngineStats:

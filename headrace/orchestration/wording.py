@@ -32,5 +32,5 @@ def where(config: RunConfig, path: str) -> dict[str, str]:
 
 
 def _place(device: str, cores: Sequence[int]) -> str:
-    cpu = f"cores {', '.join(map(str, cores))}" if cores else f"all {os.cpu_count()} cores, shared"
+    cpu = f"CPU cores {', '.join(map(str, cores))}" if cores else f"all {os.cpu_count()} CPU cores, shared"
     return {"cpu": cpu, "cuda": "cuda", "auto": f"cuda if there is one, else {cpu}"}[device]

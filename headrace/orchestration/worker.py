@@ -1,7 +1,7 @@
 """What a worker process runs: `python -m headrace.orchestration.worker (engine|trainer) SOCKET_FD WEIGHTS_FD`.
 
 Reads frames in one thread, works in another, and leaves as soon as the controller's end of the socket is closed: a killed
-controller leaves no orphan behind.
+controller leaves no orphan behind, not even a stopped one (`orphans.py`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from headrace.orchestration.answers import answer
 from headrace.orchestration.engine_loop import EngineLoop
 from headrace.orchestration.messages import EngineStart, TrainerReady, TrainerStart
 from headrace.orchestration.wire import Frame, WorkerEnd, unpack
+from headrace.orphans import signal_me_when_orphaned
 from headrace.protocols import TrainerCore, WeightSender
 from headrace.types import Batch
 from headrace.weights import WeightUpdate
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
+    signal_me_when_orphaned(signal.SIGKILL)
     kind, socket_fd, weights_fd = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller decides when to leave
     answer_signals()

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 from headrace.errors import ConfigError
+from headrace.extras import install
 from headrace.scoring.job import fail_raised
 from headrace.types import Failure
 
@@ -24,7 +25,7 @@ def load_reasoning_gym() -> Callable[..., Any]:
         import reasoning_gym  # noqa: F401  at start, so that the first group does not wait for it
     except ImportError:
         raise ConfigError(
-            'the reward reasoning_gym needs the package reasoning-gym; pip install "headrace[tasks]"'
+            f"the reward reasoning_gym needs the package reasoning-gym, which is not installed: {install('tasks')}"
         ) from None
     return reasoning_gym_reward
 

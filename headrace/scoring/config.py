@@ -10,6 +10,8 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
 BUILTIN = ("reasoning_gym",)
+PUNISHMENT = "soft_overlong_punishment"
+"""Its name among the rewards."""
 Extract = Literal["", "last_number", "answer_tag"]
 _STRICT = ConfigDict(extra="forbid")
 
@@ -50,6 +52,17 @@ class RewardSpec:
 
 
 @dataclass(frozen=True, config=_STRICT)
+class OverlongConfig:
+    """Added to the reward of what is trained, not of evaluations: 0 up to rollout.max_tokens - cache tokens, from there down to -1 at
+    rollout.max_tokens (DAPO, arXiv 2503.14476)."""
+
+    cache: int = Field(default=0, ge=0)
+    """Tokens before the end from which on a completion is punished (the paper's L_cache: 4,096 of 20,480); 0 is off."""
+    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Times the punishment. The paper's rewards are -1 and 1; with 0 and 1 half of its weight is in proportion."""
+
+
+@dataclass(frozen=True, config=_STRICT)
 class RewardConfig:
     function: str = ""
     """Short for `functions` with one entry of weight 1."""
@@ -60,6 +73,7 @@ class RewardConfig:
     its answer, so that without this nothing is extracted from them."""
     functions: tuple[RewardSpec, ...] = ()
     """Several, whose weighted sum is the reward."""
+    soft_overlong_punishment: OverlongConfig = Field(default_factory=OverlongConfig)
     timeout: float = Field(default=30.0, gt=0)
     """Seconds that one call for one group may take; then its rollouts fail with the reason `reward_timeout`."""
     workers: int = Field(default=2, gt=0)
@@ -75,6 +89,10 @@ class RewardConfig:
             )
         if self.function:
             _checked_function(self.function)
+        if self.soft_overlong_punishment.cache and any(spec.name == PUNISHMENT for spec in self.specs):
+            raise ValueError(
+                f"a reward function has the name {PUNISHMENT} of reward.{PUNISHMENT}; rename it, or remove the setting"
+            )
         return self
 
     @property
@@ -85,4 +103,7 @@ class RewardConfig:
     def weights(self) -> dict[str, float]:
         """Of every reward, by the name that it has in `Scored.rewards`."""
         names = distinct([spec.name for spec in self.specs])
-        return {name: spec.weight for name, spec in zip(names, self.specs, strict=True)}
+        weights = {name: spec.weight for name, spec in zip(names, self.specs, strict=True)}
+        return weights | (
+            {PUNISHMENT: self.soft_overlong_punishment.weight} if self.soft_overlong_punishment.cache else {}
+        )

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from headrace import orphans
 from headrace.errors import ConfigError
 from headrace.observe.health.family import Child, current_family
 from headrace.observe.health.frames import VARIABLE
@@ -66,7 +67,7 @@ def _environment(file: Path | None = None) -> dict[str, str]:
     package = str(Path(__file__).resolve().parent.parent.parent)
     if package not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):  # run from a checkout
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
-    return environment | ({VARIABLE: str(file)} if file else {})
+    return environment | orphans.of_this_process() | ({VARIABLE: str(file)} if file else {})
 
 
 def ending(code: int | None) -> str:

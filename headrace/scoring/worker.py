@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 from headrace.errors import ConfigError
 from headrace.observe.health.frames import answer_signals
+from headrace.orphans import signal_me_when_orphaned
 from headrace.scoring.frames import Call, Ready, Reply, pack, read_call
 from headrace.scoring.job import Loaded, call, call_async, is_async
 from headrace.scoring.load import load_functions
@@ -27,6 +28,8 @@ Functions = list[Callable[..., Any]]
 
 
 def main(arguments: list[str]) -> None:
+    # Not SIGKILL: what the user's function started ends with this process, once it goes on and reads that nobody is there.
+    signal_me_when_orphaned(signal.SIGCONT)
     answer_signals()
     calls, answers = _take_pipes()
     check = arguments[:1] == ["--check"]

@@ -29,7 +29,7 @@ from headrace.orchestration.clients import ProcessEngine, ProcessTrainer
 from headrace.orchestration.evaluation import Evaluator
 from headrace.orchestration.identity import IdentityProbe
 from headrace.orchestration.messages import EngineStart, TrainerStart
-from headrace.orchestration.parts import Parts, Plan
+from headrace.orchestration.parts import Parts, Plan, told_of
 from headrace.orchestration.pipeline import Pipeline
 from headrace.orchestration.recovery import Past, read_past, recover
 from headrace.orchestration.session import run_clock
@@ -79,7 +79,7 @@ class Life:
                 await engine.launch()
                 await engine.open(EngineStart("", {}, {}))
             pipeline = self._join(trainer, engine)
-            await pipeline.redo(self._redo, recorder.state.step)
+            await pipeline.redo(self._redo)
             recorder.record(self._started(pipeline.step))
             self._referee.resumes(pipeline.step, self._parts.interrupts, self._plan)
             await self._go_live()
@@ -209,7 +209,7 @@ class Life:
                 interrupts.once, scorer, referee, held_out, EvalConfig(samples=1), rollout, no_text, waits, clock
             ),
         )
-        return Pipeline(self._parts, plan, clock, past.saved_step if past else 0)
+        return Pipeline(self._parts, plan, clock, past.saved_step if past else 0, told_of(storage.recorder.state))
 
     def _told(self, output: bytes) -> None:
         if not self._disk.dead:

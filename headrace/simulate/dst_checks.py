@@ -174,8 +174,8 @@ class Ledger:
         assert not twice, f"C7: {twice} were trained twice"
         newest, _ = Checkpoints(directory / "checkpoints", 2).newest_good()
         whole = newest is not None and newest.name == f"step-{steps:06d}"
-        assert whole or self.passes_lost, f"C7: the newest checkpoint is {newest}"
-        self.weights = (newest / WEIGHTS).read_text() if newest and whole else ""
+        assert newest and whole, f"C7: the run is finished, and its newest checkpoint is {newest}"
+        self.weights = (newest / WEIGHTS).read_text()
         assert trained_in(directory) == self.trained, "C8: the journal has other steps than were trained"
         for record in read_journal(directory):
             if isinstance(record, Live):

@@ -15,6 +15,8 @@ import math
 import re
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from headrace.errors import ConfigError
 from headrace.simulate.rates import EngineRates, Rates, TrainerRates
 
@@ -31,6 +33,8 @@ WEIGHTS_SHARE, USABLE = 0.65, 0.9
 TRAINING_BYTES, TRAINING_USABLE = 16, 0.8
 """Bytes a parameter of weights, gradients and AdamW's state in mixed precision, and the memory they may take."""
 BFLOAT16 = 2
+SHARED = 2.0
+"""How many times longer engine and trainer take on one GPU while both work: their kernels take turns."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,11 @@ def trainer_gpus(chip: Gpu, model: Shape) -> int:
     return _power_of_two(model.parameters * TRAINING_BYTES / (TRAINING_USABLE * chip.memory))
 
 
+def fits_one(chip: Gpu, model: Shape) -> bool:
+    """Whether one GPU holds both pools: training, two versions of the served weights, and a cache worth having."""
+    return (TRAINING_BYTES + 2 * BFLOAT16) * model.parameters <= TRAINING_USABLE * chip.memory
+
+
 def _power_of_two(least: float) -> int:
     return 1 << max(0, math.ceil(math.log2(least))) if least > 1 else 1
 
@@ -158,5 +167,20 @@ def rates(chip: Gpu, model: Shape, replica: int, trainer: int, max_running: int,
         engine_rates(chip, model, replica, max_running),
         trainer_rates(chip, model, trainer),
         source=f"roofline of {chip.name} ({READS:.0%} of bandwidth, {COMPUTES:.0%} of compute, training at {TRAINS:.0%})",
+        model=name,
+    )
+
+
+def shared_rates(chip: Gpu, model: Shape, max_running: int, name: str = "") -> Rates:
+    """Engine and trainer on one GPU, as headrace runs today. The trainer's GPU is the engine's, and is counted there."""
+    engine, trainer = engine_rates(chip, model, 1, max_running), trainer_rates(chip, model, 1)
+    room = (USABLE * chip.memory - (TRAINING_BYTES + 2 * BFLOAT16) * model.parameters) / model.cache_bytes
+    return Rates(
+        replace(engine, kv_tokens=float(max(0, int(room)))),
+        replace(trainer, gpus=0),
+        engine_slowed=SHARED,
+        trainer_slowed=SHARED,
+        source=f"roofline of one {chip.name} that both pools share ({READS:.0%} of bandwidth, {COMPUTES:.0%} of compute, training at "
+        f"{TRAINS:.0%}; each takes {SHARED:g} times as long while the other works)",
         model=name,
     )

@@ -65,8 +65,9 @@ def answer(question: Question, say: Say) -> Answer:
     notes: list[str] = []
     rates, contrast = _rates(question, say, notes)
     scenario = _scenario(question, rates, contrast, notes)
-    split = _split_of(question, scenario) if question.hardware else None
+    split = _split_of(question, scenario) if question.hardware and question.gpus > 1 else None
     if split:
+        notes.append("headrace itself runs on one GPU today (--gpus 1): this is what a run on so many would be like")
         first = split(question.trainer_gpus or question.gpus // 2)
         scenario = first if first else _nearest(split, question)
     if not question.sweep:
@@ -107,11 +108,14 @@ def _computed(question: Question) -> Rates:
             "--hardware computes rates from the size of the model; say it with --model, such as --model 7b"
         )
     chip, shape = hardware.gpu(question.hardware), hardware.shape(question.model)
+    if question.gpus == 1 and hardware.fits_one(chip, shape):
+        return hardware.shared_rates(chip, shape, question.config.engine.max_running, question.model)
     least = hardware.replica_gpus(chip, shape) + hardware.trainer_gpus(chip, shape)
     if question.gpus < least:
         raise ConfigError(
-            f"a {question.model} model needs at least {least} GPUs of {question.hardware} ({hardware.replica_gpus(chip, shape)} "
-            f"to generate, {hardware.trainer_gpus(chip, shape)} to train all weights); raise --gpus"
+            f"a {question.model} model whose weights are all trained needs at least {least} GPUs of {question.hardware} "
+            f"({hardware.replica_gpus(chip, shape)} to generate, {hardware.trainer_gpus(chip, shape)} to train); raise --gpus, or take a "
+            "model that one GPU holds"
         )
     replica = hardware.replica_gpus(chip, shape)
     running = question.config.engine.max_running

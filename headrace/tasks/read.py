@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError
+from headrace.extras import install
 from headrace.tasks.prompts import nearest
 
 Row = dict[str, Any]
@@ -64,7 +65,7 @@ def _parquet(path: Path) -> list[Row]:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise ConfigError('task.kind = parquet needs pyarrow; pip install "headrace[parquet]"') from None
+        raise ConfigError(f"task.kind = parquet needs pyarrow, which is not installed: {install('parquet')}") from None
     try:
         return pyarrow.parquet.read_table(path).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
@@ -76,7 +77,9 @@ def _saved_dataset(path: Path) -> list[Row]:
     try:
         import datasets
     except ImportError:
-        raise ConfigError('task.kind = datasets needs the package datasets; pip install "headrace[datasets]"') from None
+        raise ConfigError(
+            f"task.kind = datasets needs the package datasets, which is not installed: {install('datasets')}"
+        ) from None
     try:
         saved = [] if _is_empty(path) else datasets.load_from_disk(str(path))
     except Exception as error:  # errors of several libraries, depending on what the directory holds instead

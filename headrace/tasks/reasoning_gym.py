@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.errors import ConfigError
+from headrace.extras import install
 from headrace.tasks.config import TaskConfig
 from headrace.tasks.prompts import (
     Encoder,
@@ -155,7 +156,7 @@ def _families() -> dict[str, Any]:
         from reasoning_gym.factory import DATASETS
     except ImportError:
         raise ConfigError(
-            'task.kind = reasoning_gym needs the package reasoning-gym; pip install "headrace[tasks]"'
+            f"task.kind = reasoning_gym needs the package reasoning-gym, which is not installed: {install('tasks')}"
         ) from None
     return DATASETS
 

@@ -88,12 +88,23 @@ class RowsTask:
         told = {_key(self._rows[index][config.prompt]) for index in shown}
         train = sorted(index for index in order if _key(self._rows[index][config.prompt]) not in told)
         if not train:
-            raise ConfigError(
-                f"{config.path} has {count} rows, of which none is left to train on after task.held_out = {config.held_out} and "
-                f"task.examples = {config.examples} (rows that ask the same are left out too); lower them, or give "
-                "task.held_out_path a file of its own"
-            )
+            raise ConfigError(self._nothing_left())
         return train, held, shown
+
+    def _nothing_left(self) -> str:
+        config, count = self._config, len(self._rows)
+        different = len({_key(row[config.prompt]) for row in self._rows})
+        if count > 1 and different <= count // 2:
+            return (
+                f"{config.path} has {count} rows, of which none is left to train on: they ask only {different} different question(s) in "
+                f"the column {config.prompt} (task.prompt), and what is held out or shown as an example is not trained on; name the "
+                "column whose texts differ, add other rows, or set task.held_out, eval.prompts and task.examples = 0"
+            )
+        return (
+            f"{config.path} has {count} rows, of which none is left to train on after task.held_out = {config.held_out} and "
+            f"task.examples = {config.examples} (rows that ask the same are left out too); lower them, or give "
+            "task.held_out_path a file of its own"
+        )
 
     def _solved(self, index: int) -> tuple[str, str]:
         config, row = self._config, self._rows[index]

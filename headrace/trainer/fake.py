@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from headrace.errors import WorkerDied
-from headrace.reports import TrainReport
+from headrace.reports import LagStats, Noise, TrainReport
 from headrace.types import Batch
 from headrace.weights import AdapterSpec, WeightUpdate
 
@@ -18,14 +20,20 @@ from headrace.weights import AdapterSpec, WeightUpdate
 class FakeTrainer:
     seconds_per_step: float = 0.1
     publish_seconds: float = 0.0
-    skip: Callable[[int], bool] = lambda attempt: False
-    """Says of each attempted step (counted from 0) whether its gradient is non-finite."""
+    skip: Callable[[int], bool | str] = lambda attempt: False
+    """Says of each attempted step (counted from 0) whether its gradient is non-finite, or for which other reason it is skipped."""
+    full: Callable[[int], bool] = lambda attempt: False
+    """Says of each attempted save (counted from 0) whether the disk is full."""
+    save_seconds: float = 0.0
+    lags: tuple[LagStats, ...] = ()
+    noise: Noise | None = None
+    """What it reports of every step."""
     batches: list[Batch] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.versions: dict[str, int] = {}
         """By adapter; that of all weights goes by the empty name."""
-        self._attempts = 0
+        self._attempts = self.saves = 0
         self._died: asyncio.Future[None] | None = None
 
     @property
@@ -36,11 +44,13 @@ class FakeTrainer:
         await asyncio.sleep(self.seconds_per_step)
         self._attempts += 1
         tokens = sum(len(row.tokens) for row in batch.rows)
-        if self.skip(self._attempts - 1):
-            return TrainReport(batch.step, batch.step, skipped="nonfinite_gradient", loss_tokens=tokens)
+        told: dict[str, Any] = {"loss_tokens": tokens, "lags": self.lags, "noise": self.noise}
+        if reason := self.skip(self._attempts - 1):
+            name = reason if isinstance(reason, str) else "nonfinite_gradient"
+            return TrainReport(batch.step, batch.step, skipped=name, **told)
         self.batches.append(batch)
         version = self.versions[batch.adapter] = self.versions.get(batch.adapter, 0) + 1
-        return TrainReport(batch.step, version, loss_tokens=tokens, seconds=self.seconds_per_step)
+        return TrainReport(batch.step, version, seconds=self.seconds_per_step, **told)
 
     async def publish(self, adapter: str = "") -> WeightUpdate:
         await asyncio.sleep(self.publish_seconds)
@@ -52,6 +62,10 @@ class FakeTrainer:
         return [-1.0] * (len(tokens) - 1)
 
     async def save(self, directory: Path, adapter: str = "") -> None:
+        await asyncio.sleep(self.save_seconds)
+        self.saves += 1
+        if self.full(self.saves - 1):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         (directory / "fake_trainer.txt").write_text(str(self.versions.get(adapter, 0)))
 
     async def watch(self) -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from headrace.algo.denominator import Kept
 from headrace.algo.diagnostics import Diagnostics
 from headrace.algo.kl import kl_estimate
 from headrace.algo.tokens import TokenLoss, Tokens, TopTokens, k3, ratio_of
@@ -24,6 +25,10 @@ from headrace.trainer.torch_routing import Replayed, no_replay
 
 Replay = Callable[[Pack], AbstractContextManager[Replayed]]
 """Forces the recorded experts of a pack while it is forwarded (and backwarded)."""
+
+
+SHOWN_KL = 10.0
+"""The most that one token adds to the mean of the report, which one absurd token would else be all of. No loss knows it."""
 
 
 @dataclass
@@ -42,6 +47,10 @@ class Sums:
     teacher_kl: float = 0.0
     taught: int = 0
     """Tokens that a teacher scored."""
+    idle: int = 0
+    """Tokens that teach nothing: taken out by a rule, stopped by the loss's bound, or of no advantage."""
+    cut: int = 0
+    """Those of the first two kinds."""
     outside: int = 0
     missing_routes: int = 0
     diagnostics: Diagnostics = field(default_factory=Diagnostics)
@@ -57,15 +66,24 @@ class Sums:
         self.ratio += float(ratio.sum())
         self.ratio_max = max(self.ratio_max, float(ratio.max()))
         self.clipped += int(result.clipped.sum())
+        pushing = tokens.advantage != 0
+        cut = result.rejected | (result.clipped & pushing)
+        self.cut += int(cut.sum())
+        self.idle += int((cut | ~pushing).sum())
         self.kl += float(k3(logprob, tokens.sampled).sum())
         self.outside += scores.outside
         if tokens.reference is not None:
-            self.reference_kl += float(kl_estimate(logprob, tokens.reference, "k3").sum())
+            self.reference_kl += float(kl_estimate(logprob, tokens.reference, "k3").clamp(max=SHOWN_KL).sum())
         if tokens.teacher is not None:
             known = tokens.teacher.isfinite()
             self.teacher_kl += float((logprob - tokens.teacher)[known].sum())
             self.taught += int(known.sum())
         self.diagnostics.add(tokens, result, pack.swapped)
+
+    @property
+    def all_cut(self) -> bool:
+        """Whether bounds and rules left nothing of the policy loss."""
+        return self.cut > 0 and self.idle == self.tokens
 
 
 @dataclass
@@ -80,6 +98,12 @@ class Gradient:
     reference: Reference | None = None
     replay: Replay = no_replay
     sums: Sums = field(default_factory=Sums)
+    kept: Kept | None = field(init=False)
+    """Where what is rejected leaves the denominator."""
+
+    def __post_init__(self) -> None:
+        algo = self.learner.algo
+        self.kept = Kept(algo.recipe.aggregation) if algo.denominator == "kept" else None
 
     def of(self, packs: Sequence[Pack], device: torch.device) -> Sums:
         """Fills the parameters' gradients, summed over the step's microbatches."""
@@ -88,7 +112,16 @@ class Gradient:
             on_device = [pack.to(device) for pack in packs]
             for pack, keep in zip(on_device, self._selected(on_device), strict=True):
                 self._microbatch(pack, keep)
+        if self.kept:
+            self._make_up_for(self.kept.factor)
         return self.sums
+
+    def _make_up_for(self, factor: float) -> None:
+        """The denominator that was not known before."""
+        for parameter in self.learner.parameters.values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+        self.sums.loss *= factor
 
     def _selected(self, packs: Sequence[Pack]) -> Iterator[Tensor | None]:
         """Where the algorithm chooses among the tokens of the whole step, it sees all of them before any gradient is taken."""
@@ -110,6 +143,8 @@ class Gradient:
             scores = self.forward.logprobs(pack, self.temperature, self.dtype)
             tokens = _tokens(pack, scores, reference, keep)
             result = self.learner.objective(tokens)
+            if self.kept:
+                pack = replace(pack, weight=pack.weight * self.kept.within_rows(tokens.sequence, result.rejected))
             (result.loss * pack.weight).sum().backward()
         self.sums.missing_routes += replayed.missing
         self.sums.add(pack, tokens, scores, result)

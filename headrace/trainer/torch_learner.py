@@ -57,12 +57,15 @@ class Learner:
         """Of the next step."""
         return learning_rate(self.version, self.config)
 
-    def update(self, loss: float) -> float:
-        """Updates parameters and version unless loss or gradient is not finite. Returns the gradient's norm before clipping."""
+    def update(self, loss: float, unless_zero: bool = False) -> float:
+        """Updates parameters and version unless loss or gradient is not finite. Returns the gradient's norm before clipping.
+
+        `unless_zero`: a gradient of zero updates nothing either (momentum and decay alone would).
+        """
         if not torch.isfinite(torch.tensor(loss)):
             self.optimizer.zero_grad(set_to_none=True)
             return float("nan")
-        norm = apply(self.optimizer, self.lr, self.config.max_grad_norm)
-        if norm < float("inf"):
+        norm = apply(self.optimizer, self.lr, self.config.max_grad_norm, unless_zero)
+        if norm < float("inf") and not (unless_zero and norm == 0):
             self.version += 1
         return norm

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from headrace.errors import ConfigError, IdentityError
+from headrace.extras import install
 from headrace.lora import LoraConfig
 from headrace.trainer.torch_quantise import quantise
 
@@ -125,7 +126,7 @@ def _peft() -> Any:
         import peft
     except ImportError:
         raise ConfigError(
-            "lora.rank needs peft, which is not installed: pip install 'headrace[lora]', or set lora.rank = 0"
+            f"lora.rank needs peft, which is not installed: {install('lora')}, or set lora.rank = 0"
         ) from None
     return peft
 

@@ -35,14 +35,14 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     return config.learning_rate * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
 
 
-def apply(optimizer: torch.optim.Optimizer, lr: float, max_norm: float) -> float:
+def apply(optimizer: torch.optim.Optimizer, lr: float, max_norm: float, unless_zero: bool = False) -> float:
     """One update with the gradient scaled down to `max_norm`. Returns its norm before that.
 
-    A norm that is not finite updates nothing. The gradients are gone afterwards in either case.
+    A norm that is not finite updates nothing, and with `unless_zero` one of 0 neither. The gradients are gone afterwards in either case.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters], foreach=True)
-    if torch.isfinite(norm):
+    if torch.isfinite(norm) and not (unless_zero and norm == 0):
         if norm > max_norm:
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=True)
         for group in optimizer.param_groups:

@@ -106,8 +106,8 @@ class TorchTrainer:
             return TrainReport(batch.step, batch.step, "no_tokens", dropped_tokens=plan.dropped_tokens, seconds=seconds)
         sums = self._gradients(plan, batch.temperature, batch.adapter)
         lr = learner.lr
-        norm = learner.update(sums.loss)
-        skipped = "" if learner.version > batch.step else "nonfinite_gradient"
+        norm = learner.update(sums.loss, unless_zero=sums.all_cut)
+        skipped = "" if learner.version > batch.step else "all_rejected" if norm == 0 else "nonfinite_gradient"
         return TrainReport(
             step=batch.step,
             version=learner.version,
@@ -131,6 +131,7 @@ class TorchTrainer:
             routing_conflicts=plan.routing_conflicts,
             reference_kl=sums.reference_kl / sums.tokens,
             teacher_kl=sums.teacher_kl / max(sums.taught, 1),
+            noise=sums.diagnostics.noise(),
         )
 
     def _activate(self, adapter: str) -> Learner:

@@ -14,31 +14,30 @@ from headrace.observe.report.axes import extent
 from headrace.observe.report.data import Bin, ReportData
 from headrace.observe.report.frame import hovers, of_steps, resumes, told
 from headrace.observe.report.svg import Chart, figure
-from headrace.observe.text import clip, counted, number, percent, plural, with_error
+from headrace.observe.text import clip, number, percent, with_error
+from headrace.observe.troubles import measured_on
 
 Line = tuple[str, str, Callable[[Bin], float]]
 """Colour, name, value."""
 
 MAX_NOTE = 300
 
-NO_CONTRAST = "no_contrast"
-
 
 def failures(data: ReportData) -> str:
     """Shares of what was drawn that never came to be trained, or that was cut off."""
     lines: list[Line] = [
-        ("c2", "completions cut off at max_tokens", lambda one: _share(one.ended.truncated, one.ended.completions)),
-        ("c5", "groups without contrast", lambda one: _share(one.ended.dropped[NO_CONTRAST], one.ended.groups)),
-        ("c4", "groups dropped for other reasons", lambda one: _share(_otherwise(one), one.ended.groups)),
-        ("over", "groups failed", lambda one: _share(one.ended.failed, one.ended.groups)),
+        ("c2", "rollouts cut off at max_tokens", lambda one: _known(one.ended.truncated_share)),
+        ("c5", "groups without contrast", lambda one: _known(one.ended.no_contrast_share)),
+        ("c4", "groups dropped for other reasons", lambda one: _known(one.ended.dropped_share)),
+        ("over", "rollouts failed", lambda one: _known(one.ended.failed_share)),
     ]
     return _lines(
         data, "Cut off, without contrast, dropped, failed", lines, "of what ended since the step before", share=True
     )
 
 
-def _otherwise(one: Bin) -> int:
-    return one.ended.dropped.total() - one.ended.dropped[NO_CONTRAST]
+def _known(share: float | None) -> float:
+    return math.nan if share is None else share
 
 
 def lengths_over_steps(data: ReportData) -> str:
@@ -65,9 +64,9 @@ def _trained_rate(one: Bin) -> float:
 
 
 def held_out(data: ReportData) -> str:
-    """Every measurement on held-out prompts with its error, and how many prompts have no reward in it."""
+    """Every measurement on held-out prompts with its error, and how many prompts have no reward in it; one alone is no course."""
     evals = data.state.evals
-    if not evals:
+    if len(evals) < 2:
         return ""
     low, high = of_steps(data)
     ends = min([low, *(one.step - 0.5 for one in evals)]), max([high, *(one.step + 0.5 for one in evals)])
@@ -77,18 +76,13 @@ def held_out(data: ReportData) -> str:
     chart.line(points, "c2").dots(points, "c2", [one.reward_sem for one in evals])
     for one in evals:
         chart.hover(one.step - 0.5, one.step + 0.5, f"step {one.step}, {one.phase}\n{_measured(one)}")
-    failed = [f"{_unmeasured(one)} at step {one.step}" for one in evals if one.failures]
-    note = f"mean ± standard error; {'failed prompts: ' + ', '.join(failed) if failed else 'no prompt failed'}"
+    failed = [f"step {one.step} on {measured_on(one)}" for one in evals if one.failures]
+    note = f"mean ± standard error; {'; '.join(failed) if failed else 'no prompt failed'}"
     return figure("Held-out reward", chart.html("Held-out reward"), note=clip(note, MAX_NOTE))
 
 
 def _measured(one: Evaluated) -> str:
-    mean = f"{with_error(one.reward_mean, one.reward_sem)} on {plural(one.prompts, 'prompt')}"
-    return f"{mean}\nfailed: {counted(one.failures)}" if one.failures else mean
-
-
-def _unmeasured(one: Evaluated) -> str:
-    return f"{sum(one.failures.values()):,}"
+    return f"{with_error(one.reward_mean, one.reward_sem)}\non {measured_on(one)}"
 
 
 class _Sampled:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from headrace.observe.facts import GroupEnded, Warned
 from headrace.observe.journal import JOURNAL, Damage, JournalStep, count_steps, read_steps
 from headrace.observe.looks import Look, Pieces, look, settings_of, trimmed_below
 from headrace.observe.records import StepRow, read_metrics
+from headrace.observe.shares import NO_CONTRAST, Tally
 from headrace.observe.state import RunState
 
 MAX_BINS = 200
@@ -37,40 +37,30 @@ class ReportData:
         return (min(seen), max(seen)) if seen else (-math.inf, math.inf)
 
 
-@dataclass
-class Ended:
+class Ended(Tally):
     """The groups whose generation and scoring ended between one step and the next, trained or not."""
 
-    groups: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    """Groups, by reason."""
-    failed: int = 0
-    completions: int = 0
-    truncated: int = 0
-    """Completions that ended at max_tokens."""
-    tokens: int = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.completions = self.tokens = 0
 
-    def add(self, fact: GroupEnded, first: bool) -> None:
+    def end(self, fact: GroupEnded, first: bool) -> None:
         """`first`: this is the first word on the group; one that was ready may still be dropped."""
         if first:
-            self.groups += 1
+            self.add(fact)
             self.completions += len(fact.lengths)
-            self.truncated += fact.truncated
             self.tokens += sum(fact.lengths)
-        if fact.outcome == "dropped":
-            self.dropped[fact.reason] += 1
-        self.failed += fact.outcome == "failed"
+        else:
+            self.no_contrast += fact.reason == NO_CONTRAST
+            self.dropped += fact.outcome == "dropped" and fact.reason != NO_CONTRAST
 
     @staticmethod
     def join(parts: Sequence[Ended]) -> Ended:
-        return Ended(
-            sum(one.groups for one in parts),
-            sum((one.dropped for one in parts), Counter()),
-            sum(one.failed for one in parts),
-            sum(one.completions for one in parts),
-            sum(one.truncated for one in parts),
-            sum(one.tokens for one in parts),
-        )
+        total = Ended()
+        for one in parts:
+            for name, value in vars(one).items():
+                setattr(total, name, getattr(total, name) + value)
+        return total
 
 
 @dataclass(frozen=True)
@@ -127,7 +117,7 @@ def load(run_dir: Path, pieces: Pieces | None = None) -> ReportData:
     seen: list[float] = []
     for fact in read_metrics(run_dir):
         if isinstance(fact, GroupEnded):
-            ended[-1].add(fact, fact.ticket not in state.tickets.ready)
+            ended[-1].end(fact, fact.ticket not in state.tickets.ready)
             seen += [reward for reward in fact.rewards if math.isfinite(reward)]
             seen = [min(seen), max(seen)] if seen else []
         elif isinstance(fact, StepRow):

@@ -1,0 +1,138 @@
+"""What this machine has: memory with a container's limit counted, GPUs, and what torch says, asked in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from headrace.errors import ConfigError
+
+GIB = 2**30
+
+# Importing torch takes seconds, and a broken build must not take the caller with it.
+TORCH_PROBE = """
+import json, torch
+cuda = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+has = lambda name: bool(getattr(torch.cpu, name, bool)())
+print(json.dumps({
+    "version": torch.__version__, "threads": torch.get_num_threads(),
+    "avx512_bf16": has("_is_avx512_bf16_supported"), "amx": has("_is_amx_tile_supported"),
+    "bfloat16": bool(cuda) or torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+    "built_for": torch.version.cuda or "CPU", "cuda": [[d.name, d.total_memory] for d in cuda],
+}))
+"""
+
+
+def ask_torch() -> subprocess.Popen[str]:
+    """Started now, so that other things are looked at meanwhile; `torch_facts` has the answer."""
+    command = [sys.executable, "-c", TORCH_PROBE]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def torch_facts(probe: subprocess.Popen[str]) -> dict[str, Any] | str:
+    """What torch says of itself, or why it could not."""
+    try:
+        out, err = probe.communicate(timeout=120)
+    except subprocess.TimeoutExpired:
+        probe.kill()
+        return "importing it took more than two minutes"
+    if probe.returncode:
+        return (err.strip().splitlines() or [f"exit code {probe.returncode}"])[-1]
+    return json.loads(out.splitlines()[-1])
+
+
+class Machine(NamedTuple):
+    cores: int
+    memory: int
+    """Bytes, counting a container's limit."""
+    available: int
+    """Bytes that nobody uses now."""
+    gpu: tuple[str, int] | None
+    """Name and bytes of the one that is used."""
+    torch: dict[str, Any] | None
+    """None where it was not asked: a machine without a GPU has nothing that it could tell but how fast it is."""
+
+    def device(self, setting: str, wanted: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"]:
+        """Raises ConfigError where there is no GPU and one is wanted."""
+        if wanted == "cuda" and self.gpu is None:
+            built = self.torch["built_for"] if self.torch else ""
+            why = "this build of torch is for the CPU" if built == "CPU" else "torch finds no GPU here"
+            raise ConfigError(
+                f'{setting} = "cuda", but {why}; set it to "auto" or "cpu" (headrace doctor says what there is)'
+            )
+        return "cuda" if self.gpu and wanted != "cpu" else "cpu"
+
+    def dtype(self, wanted: str, device: str) -> str:
+        """That the trainer computes in, as far as it is known."""
+        if wanted != "auto":
+            return wanted
+        if self.torch is None:
+            return "bfloat16" if device == "cuda" or _has_avx512() else "float32"
+        return "bfloat16" if self.torch["bfloat16"] else "float32"
+
+
+def look(probe: subprocess.Popen[str] | None) -> Machine:
+    """Raises ConfigError where torch cannot be imported."""
+    facts = torch_facts(probe) if probe else None
+    if isinstance(facts, str):
+        raise ConfigError(f"torch cannot be used here: {facts} (headrace doctor says what is missing)")
+    cuda = facts["cuda"] if facts else []
+    gpu = (str(cuda[0][0]), int(cuda[0][1])) if cuda else None
+    return Machine(cores(), memory(), available(), gpu, facts)
+
+
+def may_have_gpu() -> bool:
+    """Whether the kernel knows of one (NVIDIA's, through WSL, AMD's): without, torch need not be asked."""
+    drivers = ("/proc/driver/nvidia/gpus", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+    return any(Path(driver).exists() for driver in drivers)
+
+
+def cores() -> int:
+    """That this process may use, counting a container's limit."""
+    present = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota, _, period = _read("/sys/fs/cgroup/cpu.max").partition(" ")
+    if quota.isdigit() and period.isdigit():
+        return max(1, min(present, int(quota) // int(period)))
+    return present
+
+
+def memory() -> int:
+    """Bytes, counting a container's limit."""
+    present = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = _read("/sys/fs/cgroup/memory.max")
+    return min(present, int(limit)) if limit.isdigit() else present
+
+
+def available() -> int:
+    """Bytes that could be had now: caches of files are given back when others need their room."""
+    found = [line.split() for line in _read("/proc/meminfo").splitlines() if line.startswith("MemAvailable:")]
+    free = int(found[0][1]) * 1024 if found else memory()
+    limit, used = _read("/sys/fs/cgroup/memory.max"), _read("/sys/fs/cgroup/memory.current")
+    if limit.isdigit() and used.isdigit():
+        caches = [line.split() for line in _read("/sys/fs/cgroup/memory.stat").splitlines()]
+        files = sum(int(value) for name, value in caches if name in ("inactive_file", "active_file"))
+        free = min(free, int(limit) - int(used) + files)
+    return free
+
+
+def _has_avx512() -> bool:
+    """What oneDNN asks for before torch computes in bfloat16."""
+    flags = next((line for line in _read("/proc/cpuinfo").splitlines() if line.startswith("flags")), "").split()
+    return {"avx512bw", "avx512vl", "avx512dq"} <= set(flags)
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
+
+
+def gib(count: float) -> str:
+    """`0.02 GiB`, `1.5 GiB`, `500 GiB`."""
+    size = count / GIB
+    return f"{size:.0f} GiB" if size >= 100 else f"{size:.1f} GiB" if size >= 0.1 else f"{size:.2f} GiB"

@@ -1,0 +1,86 @@
+"""The reward, called once on a real row, as the run will call it, before there is a model to write anything.
+
+In place of completions it is given the row's own answer, so that one can see what a right answer earns; a row without one gets a
+sentence. A function must be able to judge whatever a model writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from headrace.errors import ConfigError
+from headrace.protocols import Scorer, Task
+from headrace.rehearsal.prompts import first_prompts
+from headrace.scoring.job import is_async
+from headrace.types import Completion, Episode, Failure, Prompt, Scored, Turn, VersionSpan
+
+SENTENCE = "This sentence stands where a completion will be."
+Encode = Callable[[str, bool], tuple[int, ...]]
+
+
+class Tried(NamedTuple):
+    prompt: Prompt
+    text: str
+    """That was given as the completions."""
+    is_answer: bool
+    reward: float
+    rewards: dict[str, float]
+
+
+async def try_reward(scorer: Scorer, prompt: Prompt, answer: str, tags: bool, group_size: int, encode: Encode) -> Tried:
+    """`answer`: the name of its column; `tags`: write it as <answer>...</answer>, which is what the functions look for.
+
+    Raises ConfigError with the traceback where a function gives no number.
+    """
+    right = prompt.columns.get(answer)
+    is_answer = isinstance(right, str | int | float) and not isinstance(right, bool) and str(right) != ""
+    text = f"<answer>{right}</answer>" if is_answer and tags else str(right) if is_answer else SENTENCE
+    tokens = encode(text, True)
+    completion = Completion(tokens, (0.0,) * len(tokens), (VersionSpan(0, 0, 0),), "stop", text)
+    episode = Episode((Turn(prompt.tokens, completion),))
+    results = await scorer.score(prompt, [episode] * group_size)
+    failed = next((one for one in results if isinstance(one, Failure)), None)
+    if failed:
+        raise ConfigError(_refusal(failed, prompt, text, is_answer))
+    first = results[0]
+    assert isinstance(first, Scored)
+    return Tried(prompt, text, is_answer, first.reward, first.rewards)
+
+
+async def try_in_loop(
+    reward: Callable[..., Any] | None, scorer: Scorer, task: Task, answer: str, group_size: int, encode: Encode
+) -> None:
+    """Of an async function that Python passed: what it keeps open belongs to one event loop, so that it is called in that of the
+    run and not in the rehearsal's. Any other was called there."""
+    if reward is not None and is_async(reward):
+        await try_reward(scorer, first_prompts(task, 0)[0], answer, False, group_size, encode)
+
+
+def _refusal(failed: Failure, prompt: Prompt, text: str, is_answer: bool) -> str:
+    given = "its own answer" if is_answer else "a sentence"
+    return "\n".join(
+        [
+            f"the reward fails on the row {prompt.id}, with {given} in place of the completion ({_short(text)}): {failed.detail}",
+            *failed.traceback.splitlines(),
+            f"mend the function: it is called with prompts, completions and the row's columns ({_columns(prompt)}), and returns a "
+            "number for each completion, whatever the model wrote",
+        ]
+    )
+
+
+def _columns(prompt: Prompt) -> str:
+    return ", ".join(prompt.columns) or "it has none"
+
+
+def _short(text: str, most: int = 60) -> str:
+    shown = repr(text)
+    return shown if len(shown) <= most else f"{shown[: most - 3]}..."
+
+
+def reward_lines(tried: Tried, named: Sequence[str] = ()) -> list[str]:
+    """For people."""
+    parts = ", ".join(f"{name} = {value:g}" for name, value in tried.rewards.items())
+    total = f"; weighted sum {tried.reward:g}" if len(tried.rewards) > 1 else ""
+    given = "the row's own answer" if tried.is_answer else "a sentence"
+    return [f"{parts}{total}", f"for {given} as the completion, {_short(tried.text)} (row {tried.prompt.id})", *named]

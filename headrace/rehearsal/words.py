@@ -1,0 +1,139 @@
+"""The algorithm as it comes out of its recipe and the settings, and the page that `--dry-run` prints."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from headrace.algo.config import AlgoConfig
+from headrace.algo.recipes import READS, Recipe
+from headrace.rehearsal.machine import Machine, gib
+from headrace.rehearsal.memory import Need
+
+WIDTH, LABEL = 80, 13
+
+Lines = Sequence[tuple[str, str]]
+"""What it is called, what it is."""
+
+
+def algorithm(algo: AlgoConfig) -> Lines:
+    """`algo`: with its `length_constant` filled in."""
+    recipe = algo.recipe
+    return [
+        ("recipe", algo.name),
+        ("loss", _loss(recipe)),
+        ("anchor", _ANCHORS[recipe.old]),
+        ("advantage", recipe.advantage + _penalties(algo)),
+        ("correction", _correction(recipe)),
+        ("lag weight", _tuple(recipe.lag, {"constant": "none", "exponential": "decay", "trim": "maximum"})),
+        (
+            "selection",
+            _tuple(recipe.select, {"none": "none", "m2po": "tau", "clip_cov": "fraction", "kl_cov": "fraction"}),
+        ),
+        ("KL", _kl(recipe)),
+        ("distillation", _distill(recipe)),
+        ("denominator", _AGGREGATIONS[recipe.aggregation].format(constant=algo.length_constant)),
+        ("cut off", "completions cut off at max_tokens " + _OVERLONG[algo.overlong]),
+    ]
+
+
+_ANCHORS = {
+    "sampler": "ratios to the sampler's log-probs (algo.old = sampler)",
+    "trainer": "ratios to the trainer's own log-probs before the update: they are 1 (algo.old = trainer)",
+    "loglinear": "ratios to a policy between sampler and trainer, by lag (algo.old = loglinear)",
+}
+_AGGREGATIONS = {
+    "token_mean": "all tokens of the optimizer step (token_mean)",
+    "seq_mean_token_mean": "each sequence's tokens, then the step's sequences (seq_mean_token_mean)",
+    "seq_mean_token_sum": "the step's sequences; tokens are summed (seq_mean_token_sum)",
+    "token_sum": "the step's sequences times {constant} tokens (token_sum)",
+}
+_OVERLONG = {"train": "are trained on", "mask": "leave the loss and its denominator"}
+
+
+def _loss(recipe: Recipe) -> str:
+    values = {name: getattr(recipe, name) for name in READS.get(recipe.loss, ())}
+    low, high = values.pop("clip_low", None), values.pop("clip_high", None)
+    bounds = [f"ratio within [{_plain(1 - low)}, {_plain(1 + high)}]"] if low is not None and high is not None else []
+    others = [f"{name} = {_plain(value)}" for name, value in values.items() if value or name != "dual_clip"]
+    return f"{recipe.loss}: {', '.join([*bounds, *others])}" if bounds or others else recipe.loss
+
+
+def _penalties(algo: AlgoConfig) -> str:
+    return f", less length_penalty = {_plain(algo.length_penalty)}" if algo.length_penalty else ""
+
+
+def _correction(recipe: Recipe) -> str:
+    one = recipe.correction
+    weights = (
+        [] if one.mode == "none" else [f"{one.mode} {one.level} weights to [{_plain(one.low)}, {_plain(one.high)}]"]
+    )
+    others = [f"{name} = {_plain(value)}" for name in ("veto", "kpop", "opsm") if (value := getattr(one, name))]
+    return ", ".join([*weights, *others]) or "none"
+
+
+def _tuple(value: Any, reads: dict[str, str]) -> str:
+    name = reads[value.kind]
+    return name if name == "none" else f"{value.kind}, {name} = {_plain(getattr(value, name))}"
+
+
+def _kl(recipe: Recipe) -> str:
+    kl = recipe.kl
+    unbiased = ", unbiased" if kl.unbiased else ""
+    return f"{_plain(kl.coef)} x {kl.estimator} in the {kl.place}{unbiased}" if kl.coef else "none"
+
+
+def _distill(recipe: Recipe) -> str:
+    one = recipe.distill
+    top = f", top {one.k}" if one.kind in ("forward", "reverse", "jsd") else ""
+    return "none" if one.kind == "none" else f"{one.kind}{top}, coefficient {_plain(one.coef)}"
+
+
+def _plain(value: float) -> str:
+    return f"{value:.6g}"
+
+
+# --- the page ----------------------------------------------------------------------------------------------------------
+
+
+def memory_lines(needs: Sequence[Need], machine: Machine) -> Lines:
+    """A line for each part of each process, and what the machine has."""
+    lines = []
+    for who in dict.fromkeys(need.who for need in needs):
+        own = [need for need in needs if need.who == who]
+        lines += [(who if need is own[0] else "", _amount(need)) for need in own]
+    total = sum(need.bytes for need in needs if need.where == "cpu")
+    free = f"this machine has {gib(machine.memory)}, and {gib(machine.available)} are free"
+    lines.append(("together", f"{gib(total):>9}  {free}"))
+    if machine.gpu:
+        on_gpu = sum(need.bytes for need in needs if need.where == "cuda")
+        lines.append(("on the GPU", f"{gib(on_gpu):>9}  {machine.gpu[0]} has {gib(machine.gpu[1])}"))
+    return lines
+
+
+def _amount(need: Need) -> str:
+    return f"{gib(need.bytes):>9}  {need.what}{' (on the GPU)' if need.where == 'cuda' else ''}"
+
+
+def page(sections: dict[str, Lines], notes: Iterable[str]) -> str:
+    """Wrapped for 80 columns."""
+    blocks = [
+        "\n".join([title, *(line for one in lines for line in _entry(*one))]) for title, lines in sections.items()
+    ]
+    return "\n\n".join([*blocks, *(_note(note) for note in notes)])
+
+
+def _entry(label: str, text: str) -> Iterator[str]:
+    """Lines that the text has of its own (a prompt's) stay lines."""
+    for number, line in enumerate(text.splitlines() or [""]):
+        first = f"  {label if not number else '':<{LABEL}} "
+        line = line.replace("\t", "    ")
+        wrapped = textwrap.wrap(
+            line, WIDTH, initial_indent=first, subsequent_indent=" " * len(first), drop_whitespace=True
+        )
+        yield from wrapped or [first.rstrip()]
+
+
+def _note(text: str) -> str:
+    return textwrap.fill(f"note: {text}", WIDTH, subsequent_indent="      ", break_long_words=False)

@@ -1,0 +1,53 @@
+"""The directory of a run: what a disk that takes nothing does to a start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny_run import tiny_config
+
+from headrace.config import RunConfig, load_config
+from headrace.errors import ConfigError, HeadraceError
+from headrace.observe.files import full_disk_is_said
+from headrace.observe.watchdog import Watchdog
+from headrace.orchestration.lane import open_lane
+from headrace.orchestration.rundir import RunDirectory
+from headrace.simulate.faults import Disk, Fault
+
+
+def _start(config: RunConfig) -> None:
+    """All that is written before a process is started."""
+    path = config.run_dir
+    with full_disk_is_said(path), RunDirectory.of(path, False) as directory:
+        lane = open_lane(config, directory, False)
+        lane.storage.recorder.add(watchdog := Watchdog(directory.logs, 100.0, 200.0))
+        with watchdog:
+            lane.storage.begin()
+            lane.storage.close()
+
+
+def test_a_start_on_a_full_disk_is_a_sentence_and_can_be_made_again(tmp_path: Path) -> None:
+    config = load_config(tiny_config(tmp_path, tmp_path / "no-model"))
+    said, kept = [], []
+    for operation in range(14):
+        disk = Disk(Path(config.out), [Fault("full", 0, operation)])
+        with disk.mounted():
+            try:
+                _start(config)
+            except HeadraceError as error:
+                said.append(str(error))
+                kept.append(error)  # as a notebook keeps the last one: it must not keep the lock
+        _start(config)
+    assert len(said) >= 8, "the directories, the lock, config.toml, metrics, journal, ..."
+    assert all("No space left" in one and "ake room on that disk" in one for one in said), said
+    assert any("metrics.jsonl" in one for one in said) and any("journal.jsonl" in one for one in said)
+
+
+def test_a_place_that_cannot_be_written_to_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    config = load_config({**tiny_config(tmp_path, tmp_path / "no-model"), "out": str(tmp_path / "file" / "runs")})
+    with pytest.raises(
+        ConfigError, match=r"runs.* cannot be written \(Not a directory\): choose another place.*out=DIR"
+    ):
+        _start(config)
