@@ -367,10 +367,6 @@ OF_JOURNAL = (
         '            if line.endswith(b"\\n"):\n                yield line[:-1]', '            yield line.rstrip(b"\\n")',
     ),
     _one(
-        "half_a_line_stays", FILES, "C7", "half a line stays when the disk is full",
-        "self._file.truncate(self._size)", "pass",
-    ),
-    _one(
         "written_later", FILES, "C7", "what is appended waits in a buffer of the process",
         'path.open("ab", buffering=0)', 'path.open("ab")',
     ),

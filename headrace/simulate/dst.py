@@ -209,6 +209,7 @@ class Life:
                 interrupts.once, scorer, referee, held_out, EvalConfig(samples=1), rollout, no_text, waits, clock
             ),
         )
+        referee.saved_step = lambda: self._parts.snapshots.saved_step
         return Pipeline(self._parts, plan, clock, past.saved_step if past else 0, told_of(storage.recorder.state))
 
     def _told(self, output: bytes) -> None:

@@ -7,7 +7,7 @@ of one life: it looks at every fact before it is written. What they compare with
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +176,8 @@ class Ledger:
         whole = newest is not None and newest.name == f"step-{steps:06d}"
         assert newest and whole, f"C7: the run is finished, and its newest checkpoint is {newest}"
         self.weights = (newest / WEIGHTS).read_text()
+        replayed = [one.step for one in read_steps(directory)]
+        assert replayed == list(range(steps)), f"C8: the journal gives steps {replayed}"
         assert trained_in(directory) == self.trained, "C8: the journal has other steps than were trained"
         for record in read_journal(directory):
             if isinstance(record, Live):
@@ -218,6 +220,8 @@ class Referee:
         self._step = 0
         self.journal: WatchedJournal
         self._admission: Admission
+        self.saved_step: Callable[[], int]
+        """Of the checkpoint that the run counts on."""
         self._chance: Chance
 
     def begins(self, chance: Chance) -> None:
@@ -247,7 +251,9 @@ class Referee:
                 assert "came out otherwise" not in fact.message, f"C7: {fact.message}"
             case CheckpointSaved():
                 self._books()
-                if not fact.error:
+                if fact.error:
+                    assert self.saved_step() != fact.step, f"C7: the run counts on step {fact.step}: {fact.error}"
+                else:
                     self._checkpoint(fact)
         self._storage.recorder.record(fact)
 
@@ -338,6 +344,7 @@ class Referee:
         """C7: weights, tickets, journal and tokens of one instant."""
         assert fact.step != self._storage.saved_step, f"C7: the checkpoint of step {fact.step} is written anew"
         path = Path(fact.path)
+        self._passes_of()
         state, version = load_controller(path), int((path / WEIGHTS).read_text().split()[0])
         assert version == state.step == fact.step, (
             f"C7: step {fact.step}: weights of {version}, tickets of {state.step}"
@@ -351,6 +358,13 @@ class Referee:
             for name in (name_of("", ticket, place) for place in range(self._case.group_size)):
                 have, told = len(state.begun[name].tokens) if name in state.begun else 0, self._reached[name]
                 assert have >= told, f"C7: {name} had {told} tokens, and the checkpoint of step {fact.step} has {have}"
+
+    def _passes_of(self) -> None:
+        """C7: a checkpoint is of use with the passes behind it, older ones too."""
+        root, ledger = Path(self._disk.root), self._ledger
+        good = [path for path in self._storage.checkpoints.all() if not ledger.is_spoiled(path)]
+        missing = [path.name for path in good if not (root / "passes" / f"{path.name}.bin").exists()]
+        assert not missing or ledger.passes_lost or self._disk.was_full, f"C7: there are no passes behind {missing}"
 
 
 def _aged(row: Row) -> list[int]:
