@@ -17,6 +17,7 @@ from headrace.types import Struct
 
 Kind = Literal[
     "kill", "power", "full", "interrupt", "jump",  # controller, machine, disk, clock
+    "unsaved",  # a checkpoint, because of a quota, say
     "rot", "change",  # while nothing runs: on the disk, of the settings
     "engine_dies", "engine_lost", "engine_hangs", "engine_slow",
     "trainer_dies", "trainer_hangs", "trainer_slow",
@@ -32,7 +33,7 @@ class Fault(Struct, frozen=True):
     life: int
     at: int
     """kill, power, full: operations of the disk before it. engine, trainer: turns of the worker. repeat, lose: messages. scorer:
-    calls. interrupt, jump, engine_lost (for good): hundredths of a second. rot, change: none, they come before the life."""
+    calls. interrupt, jump, engine_lost (for good): hundredths of a second. unsaved: checkpoints. rot, change: none, they come before the life."""
     share: float = 0.0
     """In [0, 1): of a write that is torn, or of what was not flushed and is not lost; how long a disk is full; which message;
     where in its work a worker dies; which file rots."""
@@ -56,6 +57,8 @@ def some_faults(rng: random.Random, size: int) -> tuple[Fault, ...]:
     for life in range(1, lives + 1):
         if rng.random() < 0.2:
             found.append(Fault(rng.choice(["rot", "rot", "change"]), life, 0, rng.random()))
+    if rng.random() < 0.2:
+        found.append(Fault("unsaved", rng.randint(0, lives), rng.randint(0, 2)))
     if rng.random() < 0.3:
         found.append(Fault("engine_lost", rng.randint(0, lives), _early(rng, 3000)))
     return tuple(found)
@@ -87,6 +90,8 @@ class Disk:
         """Bytes of a file, by its number, that a loss of power leaves. What an earlier process wrote is on the disk by now."""
         self.lost_power = False
         self._full = [(one.at, one.at + 1 + int(one.share * 6)) for one in faults if one.kind == "full"]
+        self._unsaved = {one.at for one in faults if one.kind == "unsaved"}
+        self._checkpoints = 0
         self._kill = kill or self._die
 
     def operation(self, data: Any = b"", write: Callable[[Any], Any] | None = None) -> None:
@@ -103,6 +108,13 @@ class Disk:
             if write:
                 write(data[: len(data) // 2])
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def checkpoint(self) -> None:
+        """One is about to be begun."""
+        number, self._checkpoints = self._checkpoints, self._checkpoints + 1
+        if number in self._unsaved:
+            self.was_full = True
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
     def _die(self) -> None:
         self.dead = True
@@ -167,6 +179,8 @@ def _heard(event: str, args: tuple[Any, ...]) -> None:
         return
     if disk.owns(args[0]):
         disk.operation()
+        if event == "os.mkdir" and ".writing-" in os.fsdecode(args[0]):
+            disk.checkpoint()
 
 
 def _writes(mode: Any, flags: Any) -> bool:
