@@ -193,14 +193,14 @@ class _Root(type(Path())):  # type: ignore[misc]
     """A path whose files append through the disk that is mounted."""
 
     def open(self, mode: str = "r", buffering: int = -1, *args: Any, **kwargs: Any) -> Any:
-        if mode != "ab" or not _mounted:
+        if not _mounted or not (mode == "ab" or (mode == "wb" and buffering == 0)):
             return super().open(mode, buffering, *args, **kwargs)
         raw = _Appending(super().open(mode, 0), _mounted)
         return raw if buffering == 0 else io.BufferedWriter(raw)
 
 
 class _Appending(io.RawIOBase):
-    """The raw file that an `AppendFile` writes to."""
+    """The raw file that an `AppendFile`, or what replaces a file, writes to."""
 
     def __init__(self, file: Any, disk: Disk) -> None:
         self._file, self._disk = file, disk
