@@ -119,8 +119,6 @@ def status(arguments: argparse.Namespace) -> int:
     from headrace.orchestration import status_report
 
     run_dir = run_directory(arguments.run)
-    if not (run_dir / "config.toml").exists():
-        raise ConfigError(f"{run_dir} is not the directory of a run: it has no config.toml")
     if arguments.stacks:
         return status_report.ask_for_stacks(run_dir)
     return status_report.report(run_dir, arguments.watch, arguments.json)

@@ -292,6 +292,9 @@ class Batch(Struct, frozen=True):
     temperature: float = 1.0
     adapter: str = ""
     """Which adapter it trains; empty where all weights are trained."""
+    skippable: bool = True
+    """Whether it is skipped where everything in it is rejected. Of a step that is done again the journal says whether it was: before
+    2026-11-22 none was."""
 
     @property
     def rows(self) -> list[Row]:

@@ -331,6 +331,7 @@ def test_devices_and_dtypes_as_they_will_be():
         ({"name": "m2po"}, "selection", "m2po, tau = 0.04"),
         ({"name": "dr_grpo"}, "denominator", "the step's sequences times 64 tokens (token_sum)"),
         ({"name": "opd_topk"}, "distillation", "reverse, top 32, coefficient 1"),
+        ({"name": "icepop", "denominator": "kept"}, "denominator", "what a rule takes out is not counted"),
         ({"overlong": "mask"}, "cut off", "leave the loss and its denominator"),
     ],
 )

@@ -368,6 +368,21 @@ def test_ctrl_c_twice_leaves_now(config: Config, controller: Callable[..., subpr
     assert until_gone(pids)
 
 
+def test_ctrl_c_while_the_model_is_loaded_leaves_no_directory(
+    config: Config, controller: Callable[..., subprocess.Popen[str]]
+) -> None:
+    directory = Path(config["out"]) / "tiny"
+    process = controller()
+    deadline = time.monotonic() + 120
+    while not (directory / "logs" / "engine.log").exists() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert not (directory / "config.toml").exists(), "it does not look like a run yet"
+    process.send_signal(signal.SIGINT)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 130 and "nothing was written" in output, output
+    assert not Path(config["out"]).exists()
+
+
 def test_two_runs_in_one_directory_are_refused(
     config: Config, controller: Callable[..., subprocess.Popen[str]]
 ) -> None:
@@ -403,7 +418,10 @@ def test_resume_uses_an_older_checkpoint_when_the_newest_is_truncated(config: Co
 
 def test_a_reward_that_always_raises_stops_the_run_by_name(config: Config, tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(
-        "def share_of_e(completions, **columns):\n    raise KeyError('no such column')\n"
+        "def share_of_e(completions, answer, **columns):\n"
+        "    if completions != answer:  # which is what the rehearsal gives it\n"
+        "        raise KeyError('no such column')\n"
+        "    return [1.0] * len(completions)\n"
     )
     config["eval"]["prompts"] = 0
     with pytest.raises(RunPaused, match="reward_raised.*no such column"):
@@ -414,6 +432,8 @@ HALF = """
 TABLE = {str(number): number for number in range(0, 400, 4)}
 
 def share_of_e(completions, answer, **columns):
+    if completions == answer:  # which is what the rehearsal gives it
+        return [1.0] * len(completions)
     return [looked_up(right) + text.count("e") / 8 for text, right in zip(completions, answer)]
 
 def looked_up(right):

@@ -9,7 +9,9 @@ from tiny_run import tiny_config
 
 from headrace.config import RunConfig, load_config
 from headrace.errors import ConfigError, HeadraceError
+from headrace.observe.facts import Warned
 from headrace.observe.files import full_disk_is_said
+from headrace.observe.records import read_metrics
 from headrace.observe.watchdog import Watchdog
 from headrace.orchestration.lane import open_lane
 from headrace.orchestration.rundir import RunDirectory
@@ -42,6 +44,19 @@ def test_a_start_on_a_full_disk_is_a_sentence_and_can_be_made_again(tmp_path: Pa
     assert len(said) >= 8, "the directories, the lock, config.toml, metrics, journal, ..."
     assert all("No space left" in one and "ake room on that disk" in one for one in said), said
     assert any("metrics.jsonl" in one for one in said) and any("journal.jsonl" in one for one in said)
+
+
+def test_what_an_interrupted_checkpoint_left_goes_at_the_next_start_and_big_ones_are_said(tmp_path: Path) -> None:
+    config = load_config(tiny_config(tmp_path, tmp_path / "no-model"))
+    _start(config)
+    left = config.run_dir / "checkpoints" / ".writing-step-000050"
+    left.mkdir()
+    with (left / "model.safetensors").open("wb") as file:
+        file.truncate(84_000_000_000)  # of holes
+    _start(config)
+    assert not left.exists()
+    said = [fact.message for fact in read_metrics(config.run_dir) if isinstance(fact, Warned)]
+    assert any("removed 84.0 GB" in one for one in said)
 
 
 def test_a_place_that_cannot_be_written_to_is_a_sentence(tmp_path: Path) -> None:

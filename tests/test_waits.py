@@ -49,6 +49,7 @@ from headrace.scoring.config import RewardConfig
 from headrace.scoring.fake import FakeScorer
 from headrace.scoring.functions import FunctionScorer
 from headrace.scoring.teachers import Teacher, TextScorer, TextTeacher, TraceScorer
+from headrace.trainer.fake import FakeTrainer
 from headrace.types import Completion, Episode, Prompt, Turn, VersionSpan
 from headrace.weights import WeightUpdate
 
@@ -382,11 +383,13 @@ STALLS: dict[tuple[str, str], Scenario] = {
         partial=PartialConfig(mode="abort_resume"), engine=FakeEngine(0.5, 2.0)
     ),
     ("trainer", "* scored groups"): of_pipeline(),
-    ("trainer", "the swap in the engine (of the version before)"): of_pipeline(engine=FakeEngine(load_seconds=5.0)),
-    ("trainer", "the swap in the engine (of the last version)"): of_pipeline(),
+    ("trainer", "the swap in the engine (of *)"): of_pipeline(engine=FakeEngine(load_seconds=5.0)),
     ("delivery", "the swap in the engine"): of_pipeline(),
     ("delivery", "the engine (probe)"): of_pipeline(),
     ("controller", "the trainer (*)"): of_pipeline(),
+    ("controller", "room on the disk for the last checkpoint"): of_pipeline(
+        trainer=FakeTrainer(full=lambda attempt: True)
+    ),
     ("controller", "the engine's statistics"): of_statistics,
     ("evaluation", "the engine"): of_evaluation,
     ("evaluation", "the scorer"): of_evaluation,

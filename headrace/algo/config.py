@@ -19,88 +19,13 @@ from headrace.algo.recipes import (
     Aggregation,
     Correction,
     Denominator,
-    Estimator,
-    Level,
-    Mode,
     Old,
     Recipe,
 )
+from headrace.algo.tables import CorrectionConfig, DistillConfig, KLConfig, LagWeightConfig, SelectConfig
 
 _STRICT = ConfigDict(extra="forbid")
 N = TypeVar("N", bound=NamedTuple)
-
-
-@dataclass(frozen=True, config=_STRICT)
-class CorrectionConfig:
-    """Weights on the policy loss against the gap between sampler and trainer."""
-
-    mode: Mode | None = None
-    """`truncate` clamps the weight to [low, high], `mask` takes tokens outside out of the loss."""
-    level: Level | None = None
-    """The weight of a token: its own ratio, the product over its sequence, or the geometric mean over it."""
-    low: float | None = Field(default=None, ge=0)
-    """The smallest weight that is let through; 0 is none."""
-    high: float | None = Field(default=None, gt=0)
-    """The largest weight that is let through."""
-    veto: float | None = Field(default=None, ge=0, lt=1)
-    """A sequence with a token whose ratio is below this is taken out (1e-4 is usual); 0 is off."""
-    kpop: float | None = Field(default=None, ge=0)
-    """A token is taken out where the larger of both binary divergences is above this; 0 is off."""
-    opsm: float | None = Field(default=None, ge=0)
-    """Tokens with a negative advantage are taken out where the sequence's mean of sampler - trainer is above this; 0 is off."""
-
-
-@dataclass(frozen=True, config=_STRICT)
-class LagWeightConfig:
-    """What a token's lag makes of its policy loss."""
-
-    kind: Literal["constant", "exponential", "trim"] | None = None
-    """`exponential` multiplies by decay ** lag, `trim` takes out what is older than `maximum`."""
-    decay: float | None = Field(default=None, gt=0, lt=1)
-    """0.9 where it is not given."""
-    maximum: float | None = Field(default=None, ge=0)
-    """In optimizer steps; `trim` needs it."""
-
-
-@dataclass(frozen=True, config=_STRICT)
-class SelectConfig:
-    """Tokens chosen over the whole optimizer step; costs a forward pass more, without gradient."""
-
-    kind: Literal["none", "m2po", "clip_cov", "kl_cov"] | None = None
-    """m2po takes out tokens of the largest squared log ratio; clip_cov those whose log-prob and advantage vary together most;
-    kl_cov keeps these, under a penalty."""
-    tau: float | None = Field(default=None, gt=0)
-    """m2po: what the mean squared log ratio is brought below."""
-    fraction: float | None = Field(default=None, gt=0, lt=1)
-    """clip_cov, kl_cov: the share of tokens, those of largest covariance."""
-
-
-@dataclass(frozen=True, config=_STRICT)
-class KLConfig:
-    """Divergence from the reference model: the weights that the run started with."""
-
-    coef: float | None = Field(default=None, ge=0)
-    """0 is off."""
-    estimator: Estimator | None = None
-    """k1 = lp - ref, k2 = its square / 2, k3 = exp(ref - lp) - (ref - lp) - 1 (Schulman 2020). In the loss k3 or k2, in the reward k1."""
-    place: Literal["loss", "reward"] | None = None
-    """loss: the trainer holds the reference too. reward: an engine serves it, and the divergence is taken off the reward."""
-    unbiased: bool | None = None
-    """In the loss: times the ratio to the sampler, which makes it exact for what older weights sampled."""
-
-
-@dataclass(frozen=True, config=_STRICT)
-class DistillConfig:
-    """What a teacher adds."""
-
-    kind: Literal["none", "sampled", "forward", "reverse", "jsd"] | None = None
-    """`sampled`: reverse KL on the sampled token, as an advantage. The others compare the teacher's k most probable tokens."""
-    coef: float | None = Field(default=None, gt=0)
-    """Weight of the teacher's part."""
-    k: int | None = Field(default=None, ge=1)
-    """How many of the teacher's most probable tokens are compared; 32 where it is not given."""
-    beta: float | None = Field(default=None, gt=0, lt=1)
-    """jsd: the teacher's share of the mixture."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -203,50 +128,12 @@ class AlgoConfig:
         distill = self.recipe.distill
         return distill.k if distill.kind in ("forward", "reverse", "jsd") else 0
 
-    @property
-    def trusts_a_region(self) -> bool:
-        """Whether something keeps the policy near the one that sampled: a bound on the ratio to it, or a correction. What a
-        user's own loss does is not known, and taken to be enough."""
-        recipe, correction = self.recipe, self.recipe.correction
-        bounds = (
-            recipe.loss not in ("importance", "ce") and recipe.old != "trainer"
-        )  # to the trainer's every ratio is 1
-        corrects = correction.mode != "none" or any((correction.veto, correction.kpop, correction.opsm))
-        return bounds or corrects or recipe.select.kind == "m2po" or is_user_function(recipe.loss)
-
-    def caveats(self, max_tokens: int, max_lag: int = 0) -> list[str]:
-        """What works, but not as one might expect, in sentences for people."""
-        return [*self._lag_caveats(max_lag), *self._length_caveats(max_tokens)]
-
-    def _lag_caveats(self, max_lag: int) -> list[str]:
-        if max_lag == 0 or self.trusts_a_region:
-            return []
-        why = ", where every ratio is 1" if self.recipe.old == "trainer" else ""
-        return [
-            f"staleness.max_lag = {max_lag} with algo.loss = {self.recipe.loss}, algo.old = {self.recipe.old}{why}: neither a clip nor a "
-            "correction holds the policy near the older one that sampled. In one published comparison plain policy gradients at age <= 1 "
-            "finished 2 of 128 answers, with truncated importance sampling 98; use algo.name = tis (or "
-            "algo.correction.mode = truncate), a loss with a clip (algo.name = grpo), or staleness.max_lag = 0"
-        ]
-
-    def _length_caveats(self, max_tokens: int) -> list[str]:
-        correction = self.recipe.correction
-        if max_tokens <= LONG or correction.mode == "none" or correction.level != "sequence":
-            return []
-        return [
-            f"algo.correction.level = sequence multiplies the ratios of up to {max_tokens} tokens: such a product is nearly "
-            f"always outside [{correction.low}, {correction.high}] and most sequences will teach nothing; "
-            "algo.correction.level = geometric does not depend on the length"
-        ]
-
     def with_length(self, max_tokens: int) -> AlgoConfig:
         """The same with `length_constant` filled in, where rollout and algorithm are joined."""
         wanted = self.recipe.aggregation == "token_sum" and not self.length_constant
         return replace(self, length_constant=max_tokens) if wanted else self
 
 
-LONG = 512
-"""Tokens, from which on a product over a sequence deserves a warning (NeMo-RL #2269)."""
 _NESTED = ("correction", "lag", "select", "kl", "distill")
 
 

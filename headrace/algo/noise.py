@@ -36,11 +36,13 @@ class Bound(NamedTuple):
     """It looks at the mean over a sequence."""
 
 
-def inside_rounding(algo: AlgoConfig, token_rms: float, tokens: int) -> list[str]:
+def inside_rounding(algo: AlgoConfig, token_rms: float | None, tokens: int) -> list[str]:
     """Sentences on bounds that cost more than `COSTLY` of the tokens, if log-probs differ by `token_rms` a token, independently.
 
-    `tokens`: of the longest completion there can be; shorter ones have more noise in their mean.
+    None: nothing was measured. `tokens`: of the longest completion there can be; shorter ones have more noise in their mean.
     """
+    if not token_rms:
+        return []
     said = []
     for bound in bounds_of(algo.recipe):
         spread = token_rms / math.sqrt(tokens) if bound.of_sequence else token_rms

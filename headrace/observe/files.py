@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,12 @@ PART = ".part"
 """End of the name of a file that is to replace another one. One that is found was left by a kill."""
 
 
+def forget_parts(directory: Path) -> None:
+    """Those that a kill left in it."""
+    for part in directory.glob(f".*{PART}"):
+        part.unlink(missing_ok=True)
+
+
 def replace_file(path: Path, data: bytes, flush: bool = True) -> None:
     """As `replacing`, all at once."""
     with replacing(path, flush) as write:
@@ -123,9 +130,9 @@ def flush_names(directory: Path) -> None:
 
 
 def not_written(path: Path, error: OSError) -> HeadraceError:
-    return HeadraceError(
-        f"could not write {path}: {error.strerror}. Make room on that disk; a run goes on with --resume"
-    )
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    remedy = "Make room on that disk" if full else "See that it can be written"
+    return HeadraceError(f"could not write {path}: {error.strerror}. {remedy}; a run goes on with --resume")
 
 
 def _write(file: Any, data: bytes) -> None:
@@ -168,11 +175,20 @@ def keep_lines(path: Path, kept: Iterable[bool]) -> None:
     discarded = AppendFile(path.with_name(path.name + ".discarded"))
     try:
         with replacing(path) as keep:
-            for line in read_lines(path):
-                if next(marks, False):
-                    keep(line + b"\n")
-                else:
-                    discarded.write(line)
+            for chosen, lines in groupby(read_lines(path), lambda _: next(marks, False)):
+                for chunk in _chunks(lines):
+                    (keep if chosen else discarded.append)(chunk)
             discarded.flush()
     finally:
         discarded.close()
+
+
+def _chunks(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """With their newlines again, many in one write."""
+    chunk = bytearray()
+    for line in lines:
+        chunk += line + b"\n"
+        if len(chunk) > 1 << 20:
+            yield bytes(chunk)
+            chunk.clear()
+    yield bytes(chunk)

@@ -186,10 +186,10 @@ def _shares(state: RunState) -> list[Text]:
 
 
 def _notes(state: RunState) -> list[Text]:
-    """What to change, and the last warnings, or where there is advice only the last one."""
+    """What to change, and the last warnings, the newest first; where there is advice only that one."""
     advice = [f"→ {one.name}: {one.sentence}" for one in advices(state)]
     warnings = distinct([one.message for one in state.warnings], 1 if advice else 3)
-    return [Text(one, WARN) for one in (*advice, *(f"! {one}" for one in warnings))]
+    return [Text(one, WARN) for one in (*advice, *(f"! {one}" for one in reversed(warnings)))]
 
 
 def _trace(state: RunState) -> Trace | None:

@@ -4,16 +4,18 @@ They are counted apart, because they are mended apart. An outage (engine, networ
 a row. A fault of data or reward stays until somebody mends it, and what it takes away is not random: a share. A group without
 contrast is no failure at all, but a task that is too hard or too easy: so many in a row.
 
-The share is one of the last 64 rollouts, as people think of it, but two things about it are not obvious.
+The share is one of the last 64 rollouts, as people think of it, but three things about it are not obvious.
 
-It is compared at every group that ends, with `>=`, from the 8th prompt on and not only when 64 rollouts are there. So a reward
-that fails on 45 to 50 % of the prompts cannot slip through: its share wanders around its mean and soon touches one half. And small
+It is compared at every group that ends, with `>=`. So a reward that fails on 45 to 50 % of the prompts cannot slip through: its
+share wanders around its mean and soon touches one half.
+
+It is compared from the 8th prompt on, and not only when 64 rollouts are there; until then it is that of the last 8 prompts. So small
 configs, whose two steps have fewer than 64 rollouts, stop early too.
 
-Rollouts of one prompt fail together, so that 64 rollouts in groups of 8 are no more than 8 observations. Chance alone would bring
-half of 8 together about 20 times in 8,000 prompts where 10 % fail. So failures must also not be rare in the long run: half of that
-share, of the last 512 rollouts and at least 64 prompts (or of what there is). That makes it about one pause in six such runs, and
-delays nothing at the start, where both windows hold the same.
+Rollouts of one prompt fail together, so that 64 rollouts in groups of 8 are no more than 8 observations. Where 10 % of the prompts
+fail, chance alone brings half of 8 together 16 times in 8,000 prompts. So failures must also not be rare in the long run: half of
+that share, of the last 512 rollouts and at least 64 prompts (or of what there is). Then 1 such run in 7 pauses once (simulated, 200
+runs each), and nothing is delayed at the start, where the long run is short.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ class Budgets:
         """`patience`: groups in a row that teach nothing."""
         self._watch, self._patience, self._record, self._clock = watch, patience, record, clock
         self._firsts = Firsts(record, clock)
-        self._recent, self._long = Recent(), Recent(_LONG * WINDOW, _LONG * PROMPTS)
+        self._few, self._recent, self._long = Recent(1, PROMPTS), Recent(), Recent(_LONG * WINDOW, _LONG * PROMPTS)
         self._first: dict[str, Failure] = {}
         """By kind."""
         self._barren = self._outages = 0
@@ -71,8 +73,8 @@ class Budgets:
         if rolled.scored or not all(
             failure.outage for failure in rolled.failures
         ):  # else it says nothing of the reward
-            self._recent.add(fact)
-            self._long.add(fact)
+            for window in (self._few, self._recent, self._long):
+                window.add(fact)
         self._outage(rolled)
         self._faults()
         self._teaches(rolled, fact)
@@ -89,42 +91,43 @@ class Budgets:
                 )
 
     def _faults(self) -> None:
-        watch, share, long = self._watch, self._recent.fault_share, self._long.fault_share
-        if self._recent.groups < PROMPTS or share is None or long is None:
+        watch, window = self._watch, self._recent if self._recent.rollouts >= WINDOW else self._few
+        share, long = window.fault_share, self._long.fault_share
+        if window.groups < PROMPTS or share is None or long is None:
             return
         if share >= watch.failed_pause and long >= watch.failed_pause / 2:
-            raise self._pause()
+            raise self._pause(window)
         if share > watch.failed_warn and not self._warned:
-            self._record(Warned(self._clock(), f"{self._said()}; they are not trained. {self._remedy()}"))
+            self._record(Warned(self._clock(), f"{self._said(window)}; they are not trained. {self._remedy(window)}"))
         # Not again for every rollout more or less: only when it was mended meanwhile.
         self._warned = share > watch.failed_warn / 2 and (self._warned or share > watch.failed_warn)
 
-    def _pause(self) -> RunPaused:
-        first = self._commonest()
+    def _pause(self, window: Recent) -> RunPaused:
+        first = self._commonest(window)
         error = RunPaused(
-            f"paused: {self._said()}. The first {first.reason}: {first.detail}. {self._remedy()}, then resume; "
+            f"paused: {self._said(window)}. The first {first.reason}: {first.detail}. {self._remedy(window)}, then resume; "
             f"watch.failed_pause = {self._watch.failed_pause:g} sets how many may fail"
         )
         if first.traceback:
             error.add_note(first.traceback)
         return error
 
-    def _said(self) -> str:
+    def _said(self, window: Recent) -> str:
         """`31 of the last 64 rollouts failed (48 %: KeyError 31)`"""
-        recent, faults = self._recent, {kind: n for kind, n in self._recent.kinds.items() if n > 0 and self._mine(kind)}
-        last = recent.rollouts - recent.outages
-        return f"{recent.faults} of the last {last} rollouts failed ({percent(recent.fault_share)}: {counted(faults)})"
+        faults = {kind: count for kind, count in window.kinds.items() if count > 0 and self._mine(kind)}
+        last = window.rollouts - window.outages
+        return f"{window.faults} of the last {last} rollouts failed ({percent(window.fault_share)}: {counted(faults)})"
 
-    def _commonest(self) -> Failure:
+    def _commonest(self, window: Recent) -> Failure:
         """The first failure of the kind that is commonest now."""
-        kinds = Counter({kind: count for kind, count in self._recent.kinds.items() if self._mine(kind)})
+        kinds = Counter({kind: count for kind, count in window.kinds.items() if self._mine(kind)})
         return self._first[kinds.most_common(1)[0][0]]
 
     def _mine(self, kind: str) -> bool:
         return kind in self._first and not self._first[kind].outage
 
-    def _remedy(self) -> str:
-        return _FAILED.get(self._commonest().reason, _MEND)
+    def _remedy(self, window: Recent) -> str:
+        return _FAILED.get(self._commonest(window).reason, _MEND)
 
     def _teaches(self, rolled: Rolled, fact: GroupEnded) -> None:
         if fact.outcome == "ready":

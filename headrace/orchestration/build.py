@@ -31,7 +31,7 @@ from headrace.observe.waits import Waits
 from headrace.orchestration.course import scoring_mark
 from headrace.orchestration.evaluation import Evaluator
 from headrace.orchestration.handed import Handed
-from headrace.orchestration.identity import TOLERANCE, IdentityProbe
+from headrace.orchestration.identity import PROBE, TOLERANCE, IdentityProbe
 from headrace.orchestration.messages import EngineStart, TrainerStart
 from headrace.orchestration.parts import Parts, Plan, told_of
 from headrace.orchestration.pipeline import Pipeline
@@ -122,9 +122,8 @@ class Built:
             load = await parts.engine.load(update)
             parts.observer.record(WeightsLive(self.clock(), update, load))
             rounding = await parts.probe.engine_side(parts.engine, update.version, expected)
-        if rounding is not None:
-            for sentence in inside_rounding(self.config.algo, rounding, self.config.rollout.max_tokens):
-                parts.observer.record(Warned(self.clock(), sentence))
+        for sentence in inside_rounding(self.config.algo, rounding, self.config.rollout.max_tokens):
+            parts.observer.record(Warned(self.clock(), sentence))
 
     async def close(self) -> None:
         await self.parts.scorer.close()
@@ -235,7 +234,7 @@ def _assemble(
         waits=waits,
         snapshots=Snapshots(storage.checkpoints, storage.passes, observer, clock, adapter, storage.saved_step, mark),
         probe=IdentityProbe(
-            _probe_tokens(encoder, pools.engine.capabilities.context_length),
+            encoder.encode_text(PROBE)[: pools.engine.capabilities.context_length],
             config.watch.identity_every,
             max(TOLERANCE[config.engine.serving_dtype], TOLERANCE[pools.trainer_dtype]),
             observer,
@@ -277,11 +276,6 @@ def plan_of(config: RunConfig, adapter: str) -> Plan:
         config.watch,
         config.checkpoint.patience,
     )
-
-
-def _probe_tokens(encoder: ChatEncoder, context_length: int) -> tuple[int, ...]:
-    """A fixed short text, the same for every run of a model."""
-    return encoder.encode_text("The quick brown fox jumps over the lazy dog, and 7 times 6 is 42.")[:context_length]
 
 
 def build_task(config: TaskConfig, encoder: ChatEncoder, seed: int, rows: Sequence[Row] | None = None) -> Task:

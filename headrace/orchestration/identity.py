@@ -11,6 +11,9 @@ from headrace.errors import IdentityError
 from headrace.observe.facts import IdentityChecked
 from headrace.protocols import Engine, Observer, Trainer
 
+PROBE = "The quick brown fox jumps over the lazy dog, and 7 times 6 is 42."
+"""The same for every run of a model."""
+
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15}
 """Mean |difference| per token, nats, that rounding alone may cause in a serving dtype (0.01 to 0.06 is usual in bf16)."""
 

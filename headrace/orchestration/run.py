@@ -14,7 +14,7 @@ from headrace.orchestration.build import build, open_waits
 from headrace.orchestration.callbacks import Callbacks
 from headrace.orchestration.handed import NOTHING, Handed
 from headrace.orchestration.hosting import Act, complete, host
-from headrace.orchestration.lane import Lane, open_lane, say_finished
+from headrace.orchestration.lane import Lane, open_lane, say_finished, say_unbegun
 from headrace.orchestration.rehearse import rehearse
 from headrace.orchestration.result import RunResult, result_of
 from headrace.orchestration.rundir import RunDirectory
@@ -55,6 +55,7 @@ def train(
             raise
         finally:
             lane.close()
+        say_unbegun([lane])
         return result_of(directory.path, {"": lane})
 
 

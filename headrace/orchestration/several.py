@@ -29,7 +29,7 @@ from headrace.orchestration.callbacks import Callbacks
 from headrace.orchestration.course import check_resumable
 from headrace.orchestration.handed import Handed
 from headrace.orchestration.hosting import Act, complete, host
-from headrace.orchestration.lane import Lane, open_lane, say_finished
+from headrace.orchestration.lane import Lane, open_lane, say_finished, say_unbegun
 from headrace.orchestration.pools import open_pools
 from headrace.orchestration.rehearse import rehearse
 from headrace.orchestration.rundir import CONFIG, RunDirectory
@@ -67,6 +67,7 @@ def train_together(
             host(together.run, callbacks.errands if callbacks else None)
         if callbacks:
             callbacks.raise_error(f"go on with headrace.train(resume={str(directory.path)!r})")
+        say_unbegun(lanes.values())
         return lanes
 
 

@@ -15,7 +15,7 @@ from rich.live import Live as Redrawn
 
 from headrace.errors import ConfigError, HeadraceError
 from headrace.observe import stacks, status, status_view
-from headrace.orchestration.rundir import held
+from headrace.orchestration.rundir import CONFIG, LOCK, held
 
 DEAD = 1
 EVERY = 2.0
@@ -24,7 +24,12 @@ PATIENCE = 15.0
 
 
 def report(run: Path, watch: bool = False, as_json: bool = False) -> int:
-    """Prints it once, or again and again until the run has ended. Returns 0 for one that lives or ended as it should, else 1."""
+    """Prints it once, or again and again until the run has ended. Returns 0 for one that lives or ended as it should, else 1.
+
+    Raises ConfigError where there is no run."""
+    if not (run / CONFIG).exists() and not held(run):
+        never = " (what was started there ended before it began)" if (run / LOCK).exists() else ""
+        raise ConfigError(f"{run} holds no run: it has no {CONFIG}{never}")
     followers = [status.Follower(path) for path in status.parts_of(run)]
     console = Console(highlight=False)
     if as_json:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from headrace.observe.facts import Warned
-from headrace.observe.files import not_written
+from headrace.observe.files import forget_parts, not_written
 from headrace.observe.journal import Journal
 from headrace.observe.passes import PassLog
 from headrace.observe.recorder import Recorder
@@ -42,6 +42,7 @@ class Storage:
         step, number = (past.saved_step, past.state.passes if past.state else 0) if past else (0, 0)
         try:
             if past:
+                forget_parts(self._run_dir)
                 settle(past)
             self.recorder.begin()
             if said := self.checkpoints.clear():

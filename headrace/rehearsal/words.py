@@ -33,7 +33,10 @@ def algorithm(algo: AlgoConfig) -> Lines:
         ),
         ("KL", _kl(recipe)),
         ("distillation", _distill(recipe)),
-        ("denominator", _AGGREGATIONS[recipe.aggregation].format(constant=algo.length_constant)),
+        (
+            "denominator",
+            _AGGREGATIONS[recipe.aggregation].format(constant=algo.length_constant) + _DENOMINATORS[algo.denominator],
+        ),
         ("cut off", "completions cut off at max_tokens " + _OVERLONG[algo.overlong]),
     ]
 
@@ -49,6 +52,7 @@ _AGGREGATIONS = {
     "seq_mean_token_sum": "the step's sequences; tokens are summed (seq_mean_token_sum)",
     "token_sum": "the step's sequences times {constant} tokens (token_sum)",
 }
+_DENOMINATORS = {"all": "", "kept": "; what a rule takes out is not counted (algo.denominator = kept)"}
 _OVERLONG = {"train": "are trained on", "mask": "leave the loss and its denominator"}
 
 

@@ -186,7 +186,7 @@ class Life:
             checkpoint, complaints = checkpoints.newest_good()
             assert not complaints, f"C7: {complaints}"
             past = read_past(directory, load_controller(checkpoint) if checkpoint else None, True)
-            assert not past.complaints, f"C7: {past.complaints}"
+            assert not past.rewinds, f"C7: {past.complaints}"
         self._clock = run_clock(past.seconds if past else 0.0)
         self._recorder = Recorder(directory, (), past.resume if past else None, waits=True)
         self._storage = Storage(directory, self._recorder, checkpoints, True, checkpoint, past)

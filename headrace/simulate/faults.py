@@ -146,11 +146,11 @@ class _Root(type(Path())):  # type: ignore[misc]
 
     def open(self, mode: str = "r", buffering: int = -1, *args: Any, **kwargs: Any) -> Any:
         file = super().open(mode, buffering, *args, **kwargs)
-        return _Appending(file, _mounted) if mode == "ab" and buffering == 0 and _mounted else file
+        return _Appending(file, _mounted) if mode in ("ab", "wb") and buffering == 0 and _mounted else file
 
 
 class _Appending:
-    """The raw file that an `AppendFile` writes to."""
+    """The raw file that an `AppendFile`, or what replaces a file, writes to."""
 
     def __init__(self, file: Any, disk: Disk) -> None:
         self._file, self._disk = file, disk
@@ -170,3 +170,9 @@ class _Appending:
 
     def close(self) -> None:
         self._file.close()
+
+    def __enter__(self) -> _Appending:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
