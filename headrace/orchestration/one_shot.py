@@ -104,11 +104,11 @@ async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int) ->
 def checkpoint_of(run: Path, step: int | None = None) -> Path:
     """The checkpoint of `step`, or that of the last step that the run has done. Raises ConfigError where there is none, or where
     the newest one is older: whoever wants it says so; CheckpointError where it is damaged."""
-    if not (run / "checkpoints").is_dir() and (parts := sorted(path.parent for path in run.glob("*/checkpoints"))):
-        names = " or ".join(map(str, parts))
-        raise ConfigError(f"{run} trains several adapters; name the directory of one: {names}")
     checkpoints = Checkpoints(run / "checkpoints", keep=1)
     known = {step_of(path): path for path in checkpoints.all()}
+    if not known and (parts := sorted(path.parent for path in run.glob("*/checkpoints"))):
+        names = " or ".join(map(str, parts))
+        raise ConfigError(f"{run} trains several adapters; name the directory of one: {names}")
     if step is not None:
         if step not in known:
             have = " and ".join(map(str, known)) or "none"

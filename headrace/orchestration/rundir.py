@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from headrace.errors import ConfigError
-from headrace.observe.files import full_disk_is_said, not_written, read_lines, replace_file
+from headrace.observe.files import full_disk_is_said, read_lines, replace_file
 from headrace.observe.journal import JOURNAL
 from headrace.observe.records import METRICS
 
@@ -42,11 +42,8 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
         self._made = [one for one in (path, *path.parents) if not one.exists()]
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            self._lock = _locked(path / LOCK)
-        except OSError as error:
-            raise not_written(path, error) from error
+        path.mkdir(parents=True, exist_ok=True)
+        self._lock = _locked(path / LOCK)
         if self._lock is None:
             raise ConfigError(f"another process is training in {path}: wait for it, or choose another name")
         self.begun = (path / CONFIG).exists()
