@@ -17,57 +17,97 @@ from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from headrace.config import RunConfig, load_config
+    from headrace.errors import StopTraining
     from headrace.observe.facts import Evaluated
-    from headrace.orchestration.run import RunResult
+    from headrace.observe.progress import Evaluation, Step
+    from headrace.orchestration.result import RunResult
+    from headrace.scoring.handed import Rewards
+    from headrace.scoring.trl import trl_reward
 
 __version__ = "0.1.0"
 
-__all__ = ["RunConfig", "__version__", "evaluate", "export", "load_config", "train"]
+__all__ = [
+    "Evaluation",
+    "RunConfig",
+    "RunResult",
+    "Step",
+    "StopTraining",
+    "__version__",
+    "evaluate",
+    "export",
+    "load_config",
+    "train",
+    "trl_reward",
+]
 
 _HOMES = {
+    "Evaluation": "headrace.observe.progress",
     "RunConfig": "headrace.config",
+    "RunResult": "headrace.orchestration.result",
+    "Step": "headrace.observe.progress",
+    "StopTraining": "headrace.errors",
     "load_config": "headrace.config",
+    "trl_reward": "headrace.scoring.trl",
 }
 
 
 def train(
-    config: RunConfig | Mapping[str, Any] | str | Path,
-    reward: Callable[..., Any] | None = None,
+    config: RunConfig | Mapping[str, Any] | str | Path | None = None,
+    reward: Rewards | None = None,
     *,
+    dataset: Any = None,
+    on_step: Callable[[Step], object] | None = None,
+    on_evaluation: Callable[[Evaluation], object] | None = None,
     sets: Sequence[str] = (),
     resume: str | Path | None = None,
 ) -> RunResult:
-    """Trains until the run's last step; what the command `headrace train` does.
+    """Trains until the run's last step; what the command `headrace train` does. Works in a notebook, with a live view there.
 
     `config` is a TOML file, a dict of the same shape or a `RunConfig`; `sets` are texts such as "train.steps=100".
-    `reward(prompts=, completions=, **columns)` returns one number per completion and replaces the config's functions.
-    `resume` is the directory of an earlier run to go on from. Raises `errors.HeadraceError`.
+    `reward(prompts=, completions=, **columns)` returns one number per completion and takes the place of the config's functions.
+    Several are a list, or a dict of name -> function; a pair (function, weight) stands for a function. `trl_reward` marks one that
+    was written for TRL.
+    `dataset` takes the place of the config's task: a list of dicts, a `datasets.Dataset`, a pandas frame, or what yields dicts.
+    `on_step` and `on_evaluation` are called in this thread, beside the run, with a `Step` and an `Evaluation`; `StopTraining`, raised
+    there, ends the run after the step that is under way. Any other exception does too, and is raised here then.
+    `resume` is the directory of an earlier run to go on from, with its own settings where `config` is left out; functions and rows
+    have to be passed again.
+    Raises `errors.HeadraceError`.
     """
-    from headrace.config import load_config
+    from headrace.orchestration.handed import settings_of, take_over
 
-    resolved = load_config(config, sets)  # before anything that takes longer to import
+    resolved, handed = take_over(settings_of(config, resume), sets, reward, dataset)
     from headrace.orchestration import run
+    from headrace.orchestration.callbacks import Callbacks
 
-    return run.train(resolved, reward=reward, resume=Path(resume) if resume is not None else None)
+    callbacks = Callbacks(on_step, on_evaluation) if on_step or on_evaluation else None
+    return run.train(resolved, Path(resume) if resume is not None else None, handed, callbacks)
 
 
 def evaluate(
-    config: RunConfig | Mapping[str, Any] | str | Path,
+    config: RunConfig | Mapping[str, Any] | str | Path | None = None,
     run: str | Path | None = None,
     prompts: int | None = None,
     *,
+    reward: Rewards | None = None,
+    dataset: Any = None,
     sets: Sequence[str] = (),
     step: int | None = None,
 ) -> Evaluated:
     """Mean reward on `prompts` held-out prompts: of the config's model, or of the last checkpoint of the directory `run`.
 
     The result's `step` says which. Where the newest checkpoint is older than the steps that the run has done, it is refused
-    unless `step` names it.
+    unless `step` names it. With `run` the settings are those that the run was trained with, and `sets` on top of them; a `config`
+    beside it has no say, and where it differs that is written to stderr. `reward` and `dataset` as for `train`.
     """
-    from headrace.config import load_config
+    from headrace.orchestration.handed import say_what_differs, settings_of, take_over
+
+    resolved, handed = take_over(settings_of(None if run else config, run), sets, reward, dataset)
+    if run and config is not None:
+        say_what_differs(config, resolved, Path(run))
     from headrace.orchestration import one_shot
 
-    return one_shot.evaluate(load_config(config, sets), Path(run) if run is not None else None, prompts, step)
+    return one_shot.evaluate(resolved, Path(run) if run is not None else None, prompts, step, handed)
 
 
 def export(

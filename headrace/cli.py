@@ -198,6 +198,7 @@ def doctor(arguments: argparse.Namespace) -> int:
 def _config(file: str | None, run_dir: Path | None, sets: Sequence[str]) -> RunConfig:
     """The config named, or that of the run."""
     from headrace.config import adapter_runs, config_of_run, load_config
+    from headrace.orchestration.handed import refuse_handed
 
     source = file or (run_dir and config_of_run(run_dir))
     if not source:
@@ -208,6 +209,7 @@ def _config(file: str | None, run_dir: Path | None, sets: Sequence[str]) -> RunC
         )
     config = load_config(source, sets)
     for run in adapter_runs(config) or (config,):
+        refuse_handed(run)
         if not run.reward.specs and not run.teachers:  # unlike `headrace.train`, we cannot be handed a function
             raise ConfigError(
                 'nothing gives rewards: set reward.function = "path/to/file.py:name" (or "reasoning_gym"); a function that Python '

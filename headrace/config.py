@@ -85,7 +85,11 @@ def load_config(source: RunConfig | Mapping[str, Any] | str | Path, sets: Sequen
     Relative paths in a TOML file are seen from its folder; those of a dict or of `sets` from the working directory.
     Raises ConfigError with all complaints at once, one a line.
     """
-    config = read_config(source, sets)
+    return checked(read_config(source, sets))
+
+
+def checked(config: RunConfig) -> RunConfig:
+    """Raises ConfigError with all complaints of `check`."""
     if problems := check(config):
         raise ConfigError("\n".join(problems))
     return config
@@ -93,8 +97,13 @@ def load_config(source: RunConfig | Mapping[str, Any] | str | Path, sets: Sequen
 
 def read_config(source: RunConfig | Mapping[str, Any] | str | Path, sets: Sequence[str] = ()) -> RunConfig:
     """As `load_config` without `check`: for a run of another machine, whose cores this one need not have."""
+    return build(RunConfig, read_tree(source, sets), meaning)
+
+
+def read_tree(source: RunConfig | Mapping[str, Any] | str | Path, sets: Sequence[str] = ()) -> Tree:
+    """As `read_config` before anything is validated, with absolute paths."""
     tree, base = _tree_of(source)
-    return build(RunConfig, merge(resolve_paths(tree, base), resolve_paths(parse_sets(sets), Path.cwd())), meaning)
+    return merge(resolve_paths(tree, base), resolve_paths(parse_sets(sets), Path.cwd()))
 
 
 def config_of_run(run_dir: Path) -> Path:

@@ -39,6 +39,11 @@ class CheckpointError(HeadraceError):
     """A checkpoint could not be written or read. The message names the last good one."""
 
 
+class StopTraining(Exception):
+    """Raised by a function of the user's that is called after steps or evaluations: the run is left as by Ctrl-C, after the step
+    that is under way and with a checkpoint. No error: the run ends as `interrupted`, and returns what it came to."""
+
+
 def first_error(group: BaseException) -> BaseException:
     """What a person should read of an exception group: our own error if there is one, else the first."""
     leaves = _leaves(group)

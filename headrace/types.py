@@ -34,6 +34,8 @@ class Prompt(Struct, frozen=True):
     tokens: tuple[int, ...]
     columns: dict[str, Any] = {}
     """The row's other columns, handed to reward functions by name. JSON-able."""
+    chat: str = ""
+    """The column that holds the conversation of which `text` is the last question; empty where the prompt is one text."""
 
 
 class Sampling(Struct, frozen=True):
@@ -290,6 +292,9 @@ class Batch(Struct, frozen=True):
     temperature: float = 1.0
     adapter: str = ""
     """Which adapter it trains; empty where all weights are trained."""
+    skippable: bool = True
+    """Whether it is skipped where everything in it is rejected. Of a step that is done again the journal says whether it was: before
+    2026-11-22 none was."""
 
     @property
     def rows(self) -> list[Row]:

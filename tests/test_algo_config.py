@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from headrace.algo.advantages import ADVANTAGES
 from headrace.algo.aggregate import AGGREGATIONS
+from headrace.algo.caveats import caveats
 from headrace.algo.config import AlgoConfig
 from headrace.algo.losses import LOSSES
 from headrace.algo.objective import objective_of, selection_of
@@ -165,10 +166,13 @@ def test_what_a_group_needs():
 
 
 def test_a_product_over_long_sequences_is_warned_of():
-    (told,) = AlgoConfig("mis").caveats(2048, max_lag=1)
+    (told,) = caveats(AlgoConfig("mis"), 2048, max_lag=1)
     assert "2048 tokens" in told and "geometric" in told
     assert (
-        AlgoConfig("mis").caveats(64) == AlgoConfig("mis_geometric").caveats(2048) == AlgoConfig().caveats(2048) == []
+        caveats(AlgoConfig("mis"), 64)
+        == caveats(AlgoConfig("mis_geometric"), 2048)
+        == caveats(AlgoConfig(), 2048)
+        == []
     )
 
 
@@ -177,15 +181,15 @@ def test_a_product_over_long_sequences_is_warned_of():
     [{"loss": "ce"}, {"loss": "importance"}, {"old": "trainer"}, {"name": "tis", "correction": {"mode": "none"}}],
 )
 def test_lag_without_clip_or_correction_is_warned_of(plain):
-    (told,) = AlgoConfig(**plain).caveats(64, max_lag=2)
+    (told,) = caveats(AlgoConfig(**plain), 64, max_lag=2)
     assert "staleness.max_lag = 2" in told and "2 of 128" in told and "algo.name = tis" in told
-    assert AlgoConfig(**plain).caveats(64, max_lag=0) == []
+    assert caveats(AlgoConfig(**plain), 64, max_lag=0) == []
 
 
 def test_every_recipe_but_cross_entropy_has_a_trust_region():
-    assert [name for name in RECIPES if AlgoConfig(name).caveats(64, max_lag=1)] == ["ce"]
-    assert AlgoConfig(loss="mine.py:loss").caveats(64, max_lag=1) == [], "nobody knows"
-    assert AlgoConfig(old="trainer", correction={"veto": 1e-4}).caveats(64, max_lag=1) == []
+    assert [name for name in RECIPES if caveats(AlgoConfig(name), 64, max_lag=1)] == ["ce"]
+    assert caveats(AlgoConfig(loss="mine.py:loss"), 64, max_lag=1) == [], "nobody knows"
+    assert caveats(AlgoConfig(old="trainer", correction={"veto": 1e-4}), 64, max_lag=1) == []
 
 
 @pytest.mark.parametrize("wrong", [{"clip_low": 0}, {"clip_low": 1.5}, {"clip_hi": 0.2}, {"correction": {"lo": 1}}])

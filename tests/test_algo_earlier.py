@@ -26,10 +26,14 @@ THEN = {
 """Rows of the table as it was."""
 
 
+NEW = ("denominator", "extract_truncated")
+"""Settings that they lack."""
+
+
 def as_written_then(directory: Path, *sets: str, name: str = "grpo") -> Path:
     """The config.toml of a run from before `algo.denominator`."""
     lines = dump_config(load_config(MINIMAL, list(sets))).splitlines()
-    kept = [line.replace('name = "grpo"', f'name = "{name}"') for line in lines if not line.startswith("denominator")]
+    kept = [line.replace('name = "grpo"', f'name = "{name}"') for line in lines if not line.startswith(NEW)]
     (directory / "config.toml").write_text("\n".join(kept))
     return directory / "config.toml"
 
@@ -54,6 +58,14 @@ def test_a_run_with_the_divergence_in_its_reward_can_still_be_read(tmp_path):
     path = as_written_then(tmp_path, "algo.kl.coef=0.1", "algo.kl.place=reward")
     path.write_text(path.read_text().replace('place = "reward"', 'place = "reward"\nestimator = "k3"'))
     assert read_config(path).algo.recipe.kl.estimator == "k1"
+
+
+def test_an_answer_is_still_extracted_from_what_was_cut_off(tmp_path):
+    config = read_config(as_written_then(tmp_path, 'reward.extract="last_number"'))
+    assert config.reward.extract_truncated
+    (tmp_path / "resumed.toml").write_text(dump_config(config))
+    assert read_config(tmp_path / "resumed.toml").reward == config.reward
+    assert not load_config(MINIMAL).reward.extract_truncated
 
 
 def test_a_config_of_a_person_means_what_it_says_today(tmp_path):

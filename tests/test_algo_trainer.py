@@ -73,6 +73,7 @@ def step(
     microbatch_tokens: int,
     rewards: tuple[float, ...] = (1.0, 0.0, 0.25, 0.0),
     pushed: bool = False,
+    skippable: bool = True,
 ) -> TrainReport:
     """`pushed`: every token lies far on the side to which its advantage pushes."""
     rng = random.Random(0)
@@ -86,7 +87,7 @@ def step(
         groups.append(Group(ticket, PROMPT, rollouts, rows))
     config = TrainConfig(device="cpu", dtype="float32", learning_rate=1e-2, microbatch_tokens=microbatch_tokens)
     trainer = TorchTrainer(model_dir, config, algo.with_length(8), seed=0)
-    return trainer.step(Batch(0, algorithm.assemble(tuple(groups))))
+    return trainer.step(Batch(0, algorithm.assemble(tuple(groups)), skippable=skippable))
 
 
 @pytest.mark.parametrize("name", sorted(RECIPES))
@@ -124,6 +125,8 @@ def test_a_step_of_which_everything_was_rejected_is_skipped_by_name(model_dir):
     report = step(model_dir, AlgoConfig(old="trainer", correction=correction), 16)
     assert (report.skipped, report.version, report.grad_norm) == ("all_rejected", 0, 0.0)
     assert all(one.masked == {"mask": 1.0} for one in report.lags)
+    again = step(model_dir, AlgoConfig(old="trainer", correction=correction), 16, skippable=False)
+    assert (again.skipped, again.version) == ("", 1)  # a step of an earlier version, done again
 
 
 def test_a_step_that_the_clip_stopped_whole_is_skipped_too_and_one_without_advantages_is_not(model_dir):

@@ -168,12 +168,13 @@ def test_no_line_is_wider_than_the_width_nor_are_there_more_than_asked_for(text:
 
 def test_the_summary_is_whole_at_80_columns() -> None:
     state = RunState()
-    for fact in FACTS:
+    for fact in FactStream(steps=60).facts():
         state.fold(summarise(fact) if isinstance(fact, StepTrained) else fact)  # type: ignore[arg-type]
     text = shown(summary(state, Path("runs/demo"), Path("runs/demo/report.html")), 80)
     assert max(map(len, text.splitlines())) <= 80 and "…" not in text
     bars = [line for line in text.splitlines() if "█" in line]
     assert len(bars) == 3 and all(re.search(r"\d %   KL \d", line) for line in bars[1:])
+    assert re.search(r"Reward, drawn +\S+  0\.\d{3} → 0\.\d{3} ", text)
     for words in ("headrace export runs/demo --to DIR", "a new one goes on with its 17 requests", "versions delivered"):
         assert words in flat(text)
 

@@ -486,6 +486,9 @@ def test_a_step_that_is_skipped_when_it_is_done_again_ends_the_run(tmp_path: Pat
     second = World(tmp_path, steps=30, trainer=FakeTrainer(skip=lambda attempt: attempt == 2))
     with pytest.raises(CheckpointError, match="step 2 was done again from the journal and was nonfinite_gradient"):
         virtual_time.run(second.run(resume=True))
+    done_again = second.trainer.batches
+    assert [batch.skippable for batch in done_again] == [False, False], "the journal says that they were not skipped"
+    assert all(batch.skippable for batch in first.trainer.batches)
 
 
 def test_a_full_disk_at_a_checkpoint_warns_and_goes_on(tmp_path: Path) -> None:

@@ -368,6 +368,21 @@ def test_ctrl_c_twice_leaves_now(config: Config, controller: Callable[..., subpr
     assert until_gone(pids)
 
 
+def test_ctrl_c_while_the_model_is_loaded_leaves_no_directory(
+    config: Config, controller: Callable[..., subprocess.Popen[str]]
+) -> None:
+    directory = Path(config["out"]) / "tiny"
+    process = controller()
+    deadline = time.monotonic() + 120
+    while not (directory / "logs" / "engine.log").exists() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert not (directory / "config.toml").exists(), "it does not look like a run yet"
+    process.send_signal(signal.SIGINT)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 130 and "nothing was written" in output, output
+    assert not Path(config["out"]).exists()
+
+
 def test_two_runs_in_one_directory_are_refused(
     config: Config, controller: Callable[..., subprocess.Popen[str]]
 ) -> None:

@@ -22,6 +22,7 @@ from headrace.observe.facts import (
     RunStarted,
     TicketDrawn,
 )
+from headrace.observe.journal import Ready
 from headrace.observe.records import StepRow, answer_of
 from headrace.observe.report import write_report
 from headrace.observe.shares import Recent
@@ -236,6 +237,19 @@ OLD = [
     {"fact": "Evaluated", "t": 2.0, "phase": "before", "step": 0, "prompts": 3, "reward_mean": 1.0, "reward_sem": 0.1,
      "length_mean": 5.0, "failures": {"reward_raised": 1}, "seconds": 1.0},
 ]  # fmt: skip
+
+
+def test_journals_of_before_are_still_read() -> None:
+    episode = {
+        "turns": [{"context": [1], "completion": {"tokens": [2], "logprobs": [-1.0], "spans": [], "stop": "stop"}}]
+    }
+    scored = {"episode": episode, "reward": 1.0, "rewards": {"exact": 1.0}, "teachers": [], "references": []}
+    failure = {"reason": "reward_raised", "detail": "KeyError: '7' (r.py:3)"}
+    prompt = {"id": "p", "text": "?", "tokens": [1], "columns": {}}
+    group = {"ticket": 0, "prompt": prompt, "scored": [scored], "rows": [], "failures": [failure]}
+    read = msgspec.json.decode(json.dumps({"kind": "Ready", "t": 1.0, "group": group}).encode(), type=Ready)
+    assert read.group.scored[0].extracted == {} and read.group.failures[0].traceback == ""
+    assert read.group.failures[0].kind == "reward_raised"
 
 
 def test_metrics_of_before_are_still_read(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ class GroupRewards(NamedTuple):
     lengths: tuple[int, ...] = ()
     """[G] sampled tokens."""
     named: Mapping[str, tuple[float, ...]] = {}
-    """Each reward by the name of its function, [G], unweighted."""
+    """Each reward by the name of its function, [G], unweighted. NaN where the function does not apply."""
     weights: Mapping[str, float] = {}
     """Of the named rewards; 1 where missing."""
 
@@ -107,8 +107,14 @@ def gdpo(group: GroupRewards) -> list[float]:
     Summed first, a reward of small spread would not be seen beside one of large spread.
     """
     named = group.named or {"": group.rewards}
-    columns = [[group.weights.get(name, 1.0) * z for z in z_scores(rewards)] for name, rewards in named.items()]
+    columns = [[group.weights.get(name, 1.0) * z for z in _where_known(rewards)] for name, rewards in named.items()]
     return [sum(values) for values in zip(*columns, strict=True)]
+
+
+def _where_known(rewards: Sequence[float]) -> list[float]:
+    """Z-scores among the rollouts that have this reward; 0 for the others."""
+    known = iter(z_scores([reward for reward in rewards if not math.isnan(reward)]))
+    return [0.0 if math.isnan(reward) else next(known) for reward in rewards]
 
 
 def pass_at_k(group: GroupRewards) -> list[float]:

@@ -128,50 +128,12 @@ class AlgoConfig:
         distill = self.recipe.distill
         return distill.k if distill.kind in ("forward", "reverse", "jsd") else 0
 
-    @property
-    def trusts_a_region(self) -> bool:
-        """Whether something keeps the policy near the one that sampled: a bound on the ratio to it, or a correction. What a
-        user's own loss does is not known, and taken to be enough."""
-        recipe, correction = self.recipe, self.recipe.correction
-        bounds = (
-            recipe.loss not in ("importance", "ce") and recipe.old != "trainer"
-        )  # to the trainer's every ratio is 1
-        corrects = correction.mode != "none" or any((correction.veto, correction.kpop, correction.opsm))
-        return bounds or corrects or recipe.select.kind == "m2po" or is_user_function(recipe.loss)
-
-    def caveats(self, max_tokens: int, max_lag: int = 0) -> list[str]:
-        """What works, but not as one might expect, in sentences for people."""
-        return [*self._lag_caveats(max_lag), *self._length_caveats(max_tokens)]
-
-    def _lag_caveats(self, max_lag: int) -> list[str]:
-        if max_lag == 0 or self.trusts_a_region:
-            return []
-        why = ", where every ratio is 1" if self.recipe.old == "trainer" else ""
-        return [
-            f"staleness.max_lag = {max_lag} with algo.loss = {self.recipe.loss}, algo.old = {self.recipe.old}{why}: neither a clip nor a "
-            "correction holds the policy near the older one that sampled. In one published comparison plain policy gradients at age <= 1 "
-            "finished 2 of 128 answers, with truncated importance sampling 98; use algo.name = tis (or "
-            "algo.correction.mode = truncate), a loss with a clip (algo.name = grpo), or staleness.max_lag = 0"
-        ]
-
-    def _length_caveats(self, max_tokens: int) -> list[str]:
-        correction = self.recipe.correction
-        if max_tokens <= LONG or correction.mode == "none" or correction.level != "sequence":
-            return []
-        return [
-            f"algo.correction.level = sequence multiplies the ratios of up to {max_tokens} tokens: such a product is nearly "
-            f"always outside [{correction.low}, {correction.high}] and most sequences will teach nothing; "
-            "algo.correction.level = geometric does not depend on the length"
-        ]
-
     def with_length(self, max_tokens: int) -> AlgoConfig:
         """The same with `length_constant` filled in, where rollout and algorithm are joined."""
         wanted = self.recipe.aggregation == "token_sum" and not self.length_constant
         return replace(self, length_constant=max_tokens) if wanted else self
 
 
-LONG = 512
-"""Tokens, from which on a product over a sequence deserves a warning (NeMo-RL #2269)."""
 _NESTED = ("correction", "lag", "select", "kl", "distill")
 
 

@@ -1,6 +1,6 @@
 """The settings of runs made before 2026-11-22, in the words of today: a run is done again with the arithmetic that it had.
 
-Recipes had other constants then, and one name stood for another algorithm. A run keeps all of its settings that have a value, and
+Recipes had other constants then, one name stood for another algorithm, and what was cut off had an extracted answer. A run keeps all of its settings that have a value, and
 since that day `algo.denominator` is always one of them: a resolved `[algo]` without it is from before.
 """
 
@@ -29,14 +29,21 @@ def as_it_was(config: Tree) -> Tree:
     algo = config.get("algo")
     if not isinstance(algo, dict) or not algo.keys() >= _ALWAYS_KEPT or "denominator" in algo:
         return config
-    told = {**config, "algo": _in_todays_words(algo)}
+    told = {**config, "algo": _in_todays_words(algo), **_rewards(config)}
     if "adapters" in config:
         told["adapters"] = [_adapter(one) for one in config["adapters"]]
     return told
 
 
 def _adapter(table: Tree) -> Tree:
-    return {**table, "algo": _in_todays_words(table["algo"])} if "name" in table.get("algo", {}) else table
+    told = {**table, **_rewards(table)}
+    return {**told, "algo": _in_todays_words(table["algo"])} if "name" in table.get("algo", {}) else told
+
+
+def _rewards(table: Tree) -> Tree:
+    """An answer was extracted from what was cut off, too."""
+    reward = table.get("reward")
+    return {"reward": {"extract_truncated": True, **reward}} if isinstance(reward, dict) and reward else {}
 
 
 def _in_todays_words(algo: Tree) -> Tree:

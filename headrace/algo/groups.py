@@ -79,8 +79,8 @@ class Algorithm:
         lengths = tuple(sum(len(turn.completion.tokens) for turn in one.episode.turns) for one in scored)
         if self._algo.length_penalty and rewards:
             rewards = penalised(rewards, lengths, self._algo.length_penalty, self._max_tokens)
-        names = scored[0].rewards if scored else {}
-        named = {name: tuple(one.rewards.get(name, 0.0) for one in scored) for name in names}
+        names = dict.fromkeys(name for one in scored for name in one.rewards)
+        named = {name: tuple(one.rewards.get(name, math.nan) for one in scored) for name in names}
         return GroupRewards(rewards, lengths, named, self._weights)
 
     def _kl(self, one: Scored) -> float:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
 from rich.text import Text
 
 from headrace.observe.config import ObserveConfig
 from headrace.observe.facts import Evaluated, RunEnded, RunStarted
 from headrace.observe.records import MetricsFact, StepRow
+from headrace.observe.screen import REFRESH, open_screen, terminal_mode
 from headrace.observe.state import RunState
-from headrace.observe.terminal import REFRESH, Header, PlainLines
+from headrace.observe.terminal import Header, PlainLines
 from headrace.observe.text import duration
 from headrace.observe.view import brief, padded
 
@@ -29,12 +27,7 @@ class Board:
         self._console = console or Console(highlight=False)
         self._lanes = {name: _Lane(lambda line, name=name: self._say(name, line)) for name in names}  # type: ignore[misc]
         self._mode = mode
-        self._live: Live | None = None
-        if mode == "live":
-            self._live = Live(
-                get_renderable=self._view, console=self._console, refresh_per_second=REFRESH, transient=True
-            )
-            self._live.start(refresh=True)
+        self._screen = open_screen(self._view, self._console) if mode == "live" else None
 
     def lane(self, name: str) -> _Lane:
         return self._lanes[name]
@@ -48,8 +41,8 @@ class Board:
 
     def close(self) -> None:
         """Idempotent."""
-        if self._live:
-            self._live.stop()
+        if self._screen:
+            self._screen.stop()
         self._mode = "off"
 
     def __enter__(self) -> Board:
@@ -78,7 +71,4 @@ class _Lane:
 
 
 def open_board(config: ObserveConfig, names: Sequence[str]) -> Board:
-    mode: str = config.terminal
-    if mode == "auto":
-        mode = "live" if sys.stdout.isatty() and os.environ.get("TERM") != "dumb" else "plain"
-    return Board(names, mode)
+    return Board(names, terminal_mode(config))

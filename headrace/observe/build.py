@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 
 from headrace.observe.config import ObserveConfig, check_installed
@@ -45,12 +43,10 @@ def _sinks_on_disk(config: ObserveConfig, run_dir: Path, resume_at_step: int | N
 
 
 def _terminal(config: ObserveConfig) -> Sink | None:
+    from headrace.observe.screen import terminal_mode
     from headrace.observe.terminal import LiveTerminal, PlainTerminal
 
-    mode = config.terminal
-    if mode == "auto":
-        mode = "live" if sys.stdout.isatty() and os.environ.get("TERM") != "dumb" else "plain"
-    match mode:
+    match terminal_mode(config):
         case "live":
             return LiveTerminal()
         case "plain":

@@ -84,7 +84,7 @@ def _learned(table: Table, state: RunState) -> None:
     _row(table, held_out(state))
     if state.rows:
         rewards = [row.reward_drawn for row in state.rows]
-        curve = Text(sparkline(rewards, 48), "green")
+        curve = Text(sparkline(rewards, 40), "green")
         _more(table, "Reward, drawn", curve.append(f"  {rewards[0]:.3f} → {rewards[-1]:.3f}", ""))
 
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
@@ -26,13 +25,11 @@ from headrace.observe.facts import (
 )
 from headrace.observe.layout import FAINT, LABEL, Stack, flow
 from headrace.observe.records import MetricsFact, StepRow
+from headrace.observe.screen import REFRESH, open_screen
 from headrace.observe.state import RunState
 from headrace.observe.text import clip, duration, number, percent, plural, short_time, with_error
 from headrace.observe.troubles import measured_on, shares
 from headrace.observe.view import WIDTH, frame, padded
-
-REFRESH = 4.0
-"""Frames a second; a thread redraws, so that the clock moves while the event loop waits for a worker."""
 
 
 class Header:
@@ -83,13 +80,7 @@ class LiveTerminal:
         self._header = Header()
         self._frame: RenderableType = Text("")
         self._built = -1.0
-        self._live = Live(
-            get_renderable=self._view,
-            console=self._console,
-            refresh_per_second=REFRESH,
-            transient=True,
-        )
-        self._live.start(refresh=True)
+        self._screen = open_screen(self._view, self._console)
 
     def _view(self) -> RenderableType:
         return padded(Stack(self._header, self._frame))
@@ -102,14 +93,14 @@ class LiveTerminal:
             self._built = now
 
     def close(self) -> None:
-        self._live.stop()
+        self._screen.stop()
 
 
 class PlainTerminal:
     """One line per step, and one for everything else a reader of a log should know."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._console = console or Console(highlight=False, soft_wrap=True, force_jupyter=False)
         self._console.print("headrace: loading the model", markup=False)
         self._lines = PlainLines()
 

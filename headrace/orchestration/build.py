@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from headrace.algo.config import AlgoConfig
 from headrace.algo.groups import algorithm_of
@@ -30,6 +30,7 @@ from headrace.observe.machine import machine_mark
 from headrace.observe.waits import Waits
 from headrace.orchestration.course import scoring_mark
 from headrace.orchestration.evaluation import Evaluator
+from headrace.orchestration.handed import Handed
 from headrace.orchestration.identity import PROBE, TOLERANCE, IdentityProbe
 from headrace.orchestration.messages import EngineStart, TrainerStart
 from headrace.orchestration.parts import Parts, Plan, told_of
@@ -44,8 +45,10 @@ from headrace.orchestration.wording import headline, where
 from headrace.partial import Interrupts
 from headrace.protocols import EngineCore, Observer, Scorer, Task, TrainerCore, WeightReceiver, WeightSender
 from headrace.rehearsal.reward import try_in_loop
+from headrace.scoring.handed import RewardFunction
 from headrace.scoring.overlong import punished
 from headrace.tasks.config import TaskConfig
+from headrace.tasks.read import Row
 from headrace.trainer.config import TrainConfig
 from headrace.types import Prompt
 from headrace.weights import Manifest
@@ -54,7 +57,6 @@ if TYPE_CHECKING:
     from headrace.trainer.torch_shadow import Shadow
 
 Clock = Callable[[], float]
-Reward = Callable[..., Any]
 
 
 # -- in the controller ------------------------------------------------------------------------------------------------------
@@ -140,14 +142,13 @@ class Prepared:
     lessons: Sequence[Lesson]
 
 
-async def prepare(
-    config: RunConfig, model_dir: Path, encoder: ChatEncoder, reward: Reward | None, logs: Path
-) -> Prepared:
+async def prepare(config: RunConfig, model_dir: Path, encoder: ChatEncoder, handed: Handed, logs: Path) -> Prepared:
     """What can be wrong in the user's input is found out here, before processes are started, which takes seconds."""
-    task = await asyncio.to_thread(build_task, config.task, encoder, config.seed)
-    scorer = await asyncio.to_thread(build_scorer, config, reward, logs / "scorer.log")
-    await try_in_loop(reward, scorer, task, config.task.answer, config.rollout.group_size, encoder.encode_completion)
-    lessons = await plan_lessons(config, model_dir, encoder)
+    task = await asyncio.to_thread(build_task, config.task, encoder, config.seed, handed.rows)
+    scorer = await asyncio.to_thread(build_scorer, config, handed.rewards, logs / "scorer.log")
+    answer, size = config.task.answer, config.rollout.group_size
+    await try_in_loop(handed.rewards, scorer, task, answer, size, encoder.encode_completion)
+    lessons = await plan_lessons(config, model_dir, encoder, handed.rows)
     prompts = await asyncio.to_thread(task.held_out, config.eval.prompts)
     return Prepared(model_dir, encoder, task, scorer, prompts, lessons)
 
@@ -156,7 +157,7 @@ async def build(
     config: RunConfig,
     logs: Path,
     storage: Storage,
-    reward: Reward | None,
+    handed: Handed,
     waits: Waits,
     clock: Clock,
 ) -> Built:
@@ -164,7 +165,7 @@ async def build(
     async with waits.named(
         "start", "the files of models, task and reward", endless=True
     ):  # some may have to be fetched
-        prepared = await prepare(config, *await open_model(config), reward, logs)
+        prepared = await prepare(config, *await open_model(config), handed, logs)
     async with AsyncExitStack() as undo:
         undo.push_async_callback(prepared.scorer.close)
         adapter = config.lora.served_name
@@ -277,7 +278,8 @@ def plan_of(config: RunConfig, adapter: str) -> Plan:
     )
 
 
-def build_task(config: TaskConfig, encoder: ChatEncoder, seed: int) -> Task:
+def build_task(config: TaskConfig, encoder: ChatEncoder, seed: int, rows: Sequence[Row] | None = None) -> Task:
+    """`rows`: those that Python passed."""
     match config.kind:
         case "reasoning_gym":
             from headrace.tasks.reasoning_gym import ReasoningGymTask
@@ -286,22 +288,22 @@ def build_task(config: TaskConfig, encoder: ChatEncoder, seed: int) -> Task:
         case _:
             from headrace.tasks.rows import RowsTask
 
-            return RowsTask(config, seed, encoder)
+            return RowsTask(config, seed, encoder, rows)
 
 
-def build_scorer(config: RunConfig, reward: Reward | None, log: Path | None = None) -> Scorer:
-    """Of reward functions; or of none, where teachers are all there is to learn from."""
+def build_scorer(config: RunConfig, rewards: Sequence[RewardFunction] = (), log: Path | None = None) -> Scorer:
+    """Of reward functions, `rewards` being those that Python passed; or of none, where teachers are all there is to learn from."""
     from headrace.scoring.functions import FunctionScorer
     from headrace.scoring.teachers import NoReward
 
-    if config.teachers and not config.reward.specs and reward is None:
+    if config.teachers and not config.reward.specs and not rewards:
         if config.eval.prompts and all(teacher.mode == "tokens" for teacher in config.teachers):
             raise ConfigError(
                 f"eval.prompts = {config.eval.prompts} measures a reward, and nothing gives one; set reward.function (the "
                 f"algorithm {config.algo.name} does not learn from it), or eval.prompts = 0"
             )
         return NoReward()
-    return FunctionScorer(config.reward, [reward] if reward else [], log)
+    return FunctionScorer(config.reward, rewards, log)
 
 
 def export_weights(

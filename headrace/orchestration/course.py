@@ -10,6 +10,7 @@ from typing import Any
 
 from headrace.config import RunConfig
 from headrace.errors import ConfigError
+from headrace.scoring.config import RewardConfig
 from headrace.staleness import still_bounded
 
 
@@ -20,6 +21,7 @@ def check_resumable(old: RunConfig, new: RunConfig) -> None:
         "seed": (old.seed, new.seed),
         "staleness.groups_per_step": (old.staleness.groups_per_step, new.staleness.groups_per_step),
         "lora": (old.lora, new.lora),
+        "the rows (dataset=)": (old.task.rows, new.task.rows),
         "the names of adapters": ([one.name for one in old.adapters], [one.name for one in new.adapters]),
     }
     changed = [said for name, (was, now) in fixed.items() for said in _differences(name, was, now)]
@@ -66,6 +68,8 @@ def same_course(old: RunConfig, new: RunConfig) -> bool:
     def course(config: RunConfig) -> dict[str, Any]:
         tree = dataclasses.asdict(config)
         kept = {name: tree[name] for name in ("task", "reward", "teachers", "rollout", "algo", "train", "staleness")}
+        if _says_nothing(config.reward):
+            kept["reward"]["functions"] = ()
         kept["train"] = {
             name: value for name, value in tree["train"].items() if name not in ("cores", "max_skipped_steps")
         }
@@ -87,9 +91,14 @@ def scoring_mark(config: RunConfig) -> str:
         "reference": recipe.kl if algo.reference_in_reward else None,
         "teachers": [dataclasses.asdict(dataclasses.replace(one, engine={})) for one in config.teachers],
         "top": algo.teacher_top,
-        "rewards": [dataclasses.asdict(one) for one in config.reward.specs],
+        "rewards": [dataclasses.asdict(one) for one in config.reward.specs] if not _says_nothing(config.reward) else [],
     }
     overlong = config.reward.soft_overlong_punishment
     if overlong.cache:  # else the mark is that of a run before there was one
         made["punished"] = (dataclasses.asdict(overlong), config.rollout.max_tokens)
     return hashlib.sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _says_nothing(reward: RewardConfig) -> bool:
+    """One function from Python of weight 1: runs of earlier versions kept no word of it, and go on with it all the same."""
+    return len(reward.specs) == 1 and reward.specs[0].handed and reward.specs[0].weight == 1.0

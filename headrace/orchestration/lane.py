@@ -6,12 +6,14 @@ A run has one; a run that trains several adapters has one for each.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from headrace.algo.caveats import caveats as algo_caveats
 from headrace.config import RunConfig, config_of_run, dump_config, read_config
 from headrace.errors import CheckpointError, HeadraceError
 from headrace.observe.build import open_recorder
@@ -80,6 +82,12 @@ def open_lane(config: RunConfig, directory: RunDirectory, resume: bool) -> Lane:
     return _with_caveats(config, directory, storage)
 
 
+def say_unbegun(lanes: Iterable[Lane]) -> None:
+    """Where there is no summary that would say it."""
+    if all(lane.session.reason == "interrupted" and not lane.storage.begun for lane in lanes):
+        print("headrace: interrupted while loading: nothing was written", file=sys.stderr)
+
+
 def say_finished(path: Path, lanes: Sequence[Lane]) -> None:
     """Of a run whose adapters have all done what they were to do. Nothing of it is changed."""
     for lane in lanes:
@@ -95,7 +103,7 @@ def say_finished(path: Path, lanes: Sequence[Lane]) -> None:
 
 
 def _with_caveats(config: RunConfig, directory: RunDirectory, storage: Storage) -> Lane:
-    caveats = config.algo.caveats(config.rollout.max_tokens, config.staleness.max_lag)
+    caveats = algo_caveats(config.algo, config.rollout.max_tokens, config.staleness.max_lag)
     for complaint in [*caveats, *config.rollout.caveats]:
         storage.recorder.record(Warned(storage.seconds, complaint))
     return Lane(config, directory, storage, Session(storage))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import tempfile
 import time
@@ -24,6 +23,8 @@ from headrace.orchestration.build import (
 )
 from headrace.orchestration.checkpoint import Checkpoints, damage, step_of
 from headrace.orchestration.evaluation import Evaluator
+from headrace.orchestration.handed import NOTHING, Handed
+from headrace.orchestration.hosting import complete
 from headrace.orchestration.pools import open_pools
 from headrace.orchestration.rundir import held
 from headrace.orchestration.teaching import Student, for_reading, open_teaching, plan_lessons
@@ -42,10 +43,15 @@ class _Stderr:
 
 
 def evaluate(
-    config: RunConfig, run: Path | None = None, prompts: int | None = None, step: int | None = None
+    config: RunConfig,
+    run: Path | None = None,
+    prompts: int | None = None,
+    step: int | None = None,
+    handed: Handed = NOTHING,
 ) -> Evaluated:
     """Mean reward on `prompts` held-out prompts of the model in the config, or of the last checkpoint of `run` (or that of
-    `step`, see `checkpoint_of`)."""
+    `step`, see `checkpoint_of`), whose own settings the config then is. `handed`: functions and rows that the config names but
+    cannot hold."""
     if config.adapters:
         names = ", ".join(one.name for one in config.adapters)
         raise ConfigError(
@@ -58,17 +64,18 @@ def evaluate(
         raise ConfigError(f"{count} held-out prompts were asked for; there are {config.task.held_out} (task.held_out)")
     if step is not None and run is None:
         raise ConfigError("a step is one of a run: name its directory, not a config")
-    return asyncio.run(_evaluate(config, checkpoint_of(run, step) if run else None, count))
+    return complete(_evaluate(config, checkpoint_of(run, step) if run else None, count, handed))
 
 
-async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int) -> Evaluated:
+async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int, handed: Handed) -> Evaluated:
     with tempfile.TemporaryDirectory() as logs:
         waits = open_waits(config, _Stderr(), time.monotonic)
         async with waits.named("start", "the files of models, task and reward", endless=True):
             model_dir, encoder = await open_model(config)
             reading = for_reading(config)
             lessons = await plan_lessons(reading, model_dir, encoder)
-        task, scorer = build_task(config.task, encoder, config.seed), build_scorer(config, None)
+        task = build_task(config.task, encoder, config.seed, handed.rows)
+        scorer = build_scorer(config, handed.rewards)
         adapter = config.lora.served_name
         restore = {adapter: checkpoint} if checkpoint else {}
         pools = await open_pools(config, model_dir, Path(logs), _Stderr(), waits, time.monotonic, restore)

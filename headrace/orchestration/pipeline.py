@@ -27,6 +27,8 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
+from msgspec.structs import replace
+
 from headrace.errors import CheckpointError, HeadraceError, IdentityError, TrainingError, WorkerDied, first_error
 from headrace.observe.facts import Warned, WeightsLive
 from headrace.observe.journal import JournalStep, Live, Stepped
@@ -78,7 +80,7 @@ class Pipeline:
     async def redo(self, steps: Sequence[JournalStep]) -> None:
         """Steps that were done after the checkpoint, by a process that was killed."""
         for step in steps:
-            batch = self._batch(step.groups)
+            batch = replace(self._batch(step.groups), skippable=bool(step.report.skipped))
             report = await self._busy("step, again", self._parts.trainer.step, batch)
             if bool(report.skipped) != bool(step.report.skipped):
                 raise CheckpointError(

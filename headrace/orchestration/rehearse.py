@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from headrace.algo.config import AlgoConfig, is_user_function
 from headrace.chat import ChatEncoder
@@ -22,6 +21,7 @@ from headrace.errors import ConfigError
 from headrace.model_files import check_model_dir
 from headrace.models import resolve_model
 from headrace.orchestration.build import build_scorer, build_task
+from headrace.orchestration.handed import NOTHING, Handed
 from headrace.orchestration.rundir import refuse_used
 from headrace.orchestration.teaching import Lesson, plan_lessons
 from headrace.orchestration.wording import headline, where
@@ -33,11 +33,10 @@ from headrace.rehearsal.prompts import first_prompts, length_problem, lengths
 from headrace.rehearsal.reward import reward_lines, try_reward
 from headrace.rehearsal.shape import Shape, read_shape
 from headrace.rehearsal.words import Lines, algorithm, memory_lines, page
+from headrace.scoring.handed import RewardFunction
 from headrace.scoring.job import is_async
 from headrace.types import Prompt
 from headrace.user_code import defines
-
-Reward = Callable[..., Any]
 
 _ORDER = ("Run", "Prompts", "Reward", "Algorithm", "Where", "Memory")
 
@@ -77,11 +76,11 @@ class Rehearsal:
 
 
 async def rehearse(
-    config: RunConfig, reward: Reward | None = None, resume: Path | None = None, thorough: bool = False
+    config: RunConfig, handed: Handed = NOTHING, resume: Path | None = None, thorough: bool = False
 ) -> Rehearsal:
     """Raises ConfigError with all complaints, one a line.
 
-    `reward`: as for `run.train`. `resume`: the directory of the run that is to go on: what only may go wrong (memory, prompts that
+    `handed`: as for `run.train`. `resume`: the directory of the run that is to go on: what only may go wrong (memory, prompts that
     are too long) is then a note, as it was good enough before. `thorough`: ask torch for what is only printed too.
     """
     found = Rehearsal(config, resumes=bool(resume))
@@ -93,7 +92,7 @@ async def rehearse(
         with found.part():
             model_dir = await asyncio.to_thread(resolve_model, config.model.path)
         for run in adapter_runs(config) or (config,):
-            await _task_and_reward(found, run, model_dir, reward)
+            await _task_and_reward(found, run, model_dir, handed)
         with found.part():
             machine = await asyncio.to_thread(machines.look, probe)
             if model_dir:
@@ -138,7 +137,7 @@ def _run(config: RunConfig) -> Lines:
 # --- the task and the reward -------------------------------------------------------------------------------------------
 
 
-async def _task_and_reward(found: Rehearsal, config: RunConfig, model_dir: Path | None, reward: Reward | None) -> None:
+async def _task_and_reward(found: Rehearsal, config: RunConfig, model_dir: Path | None, handed: Handed) -> None:
     several = f", {config.name}" if found.config.adapters else ""
     with found.part():
         _own_functions(config.algo)
@@ -148,11 +147,11 @@ async def _task_and_reward(found: Rehearsal, config: RunConfig, model_dir: Path 
     with found.part():
         check_model_dir(model_dir, need_chat_template=config.task.chat)
         encoder = await asyncio.to_thread(ChatEncoder, model_dir)
-        task = await asyncio.to_thread(build_task, config.task, encoder, config.seed)
+        task = await asyncio.to_thread(build_task, config.task, encoder, config.seed, handed.rows)
         prompts = await asyncio.to_thread(first_prompts, task, config.eval.prompts)
         found.sections[f"Prompts{several}"] = _prompts(found, config, read_shape(model_dir), encoder, prompts)
-        found.lessons += await plan_lessons(config, model_dir, encoder)
-        found.sections[f"Reward{several}"] = await _reward(config, reward, prompts[0], encoder)
+        found.lessons += await plan_lessons(config, model_dir, encoder, handed.rows)
+        found.sections[f"Reward{several}"] = await _reward(config, handed.rewards, prompts[0], encoder)
 
 
 def _own_functions(algo: AlgoConfig) -> None:
@@ -175,18 +174,16 @@ def _prompts(
     return [("lengths", f"{said} ({seen.looked_at} looked at)"), ("the first", first), ("", f"({prompts[0].id})")]
 
 
-async def _reward(config: RunConfig, reward: Reward | None, prompt: Prompt, encoder: ChatEncoder) -> Lines:
-    if reward is not None and is_async(
-        reward
-    ):  # what it keeps open belongs to the loop of the run: `prepare` calls it there
+async def _reward(config: RunConfig, rewards: Sequence[RewardFunction], prompt: Prompt, encoder: ChatEncoder) -> Lines:
+    if any(map(is_async, rewards)):  # what one keeps open belongs to the loop of the run: `prepare` calls it there
         return [
             ("", "an async function from Python: it is called once when the run starts, before the model is loaded")
         ]
     with TemporaryDirectory() as logs:
         log = Path(logs) / "scorer.log"
-        scorer = await asyncio.to_thread(build_scorer, config, reward, log)
+        scorer = await asyncio.to_thread(build_scorer, config, rewards, log)
         try:
-            if not config.reward.specs and reward is None:
+            if not config.reward.specs and not rewards:
                 return [("", "none: the teachers are all there is to learn from")]
             tags = any(spec.extract == "answer_tag" for spec in config.reward.specs)
             size = config.rollout.group_size

@@ -2,56 +2,40 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from headrace.config import RunConfig
 from headrace.errors import HeadraceError
-from headrace.observe.facts import Evaluated, Warned
+from headrace.observe.facts import Warned
 from headrace.observe.files import full_disk_is_said
 from headrace.observe.watchdog import Watchdog
 from headrace.orchestration.build import build, open_waits
-from headrace.orchestration.lane import Lane, open_lane, say_finished
+from headrace.orchestration.callbacks import Callbacks
+from headrace.orchestration.handed import NOTHING, Handed
+from headrace.orchestration.hosting import Act, complete, host
+from headrace.orchestration.lane import Lane, open_lane, say_finished, say_unbegun
 from headrace.orchestration.rehearse import rehearse
+from headrace.orchestration.result import RunResult, result_of
 from headrace.orchestration.rundir import RunDirectory
-from headrace.orchestration.session import on_interrupt, on_unheard, run_clock
+from headrace.orchestration.session import on_unheard, run_clock
 from headrace.orchestration.several import train_together
 
-Reward = Callable[..., Any]
 
-
-@dataclass(frozen=True)
-class RunResult:
-    """What a run came to. `reason` is `finished` or `interrupted`; `report` is an HTML file."""
-
-    directory: Path
-    reason: str
-    step: int
-    before: Evaluated | None
-    after: Evaluated | None
-    report: Path
-    adapters: dict[str, RunResult] = field(default_factory=dict)
-    """Where several were trained: what each came to. The rest is then that of the first."""
-
-
-def train(config: RunConfig, reward: Reward | None = None, resume: Path | None = None) -> RunResult:
+def train(
+    config: RunConfig, resume: Path | None = None, handed: Handed = NOTHING, callbacks: Callbacks | None = None
+) -> RunResult:
     """Train to the end, an interrupt or an error; in each case with a summary, a report, and a checkpoint if there is one.
 
-    `reward`: a function of prompts, completions and the row's other columns, in place of `config.reward`.
     `resume`: the directory of the run to go on with; its newest good checkpoint is used.
-    Raises `HeadraceError` with one sentence when the run could not be finished. What can be known to be wrong before a model is
-    loaded is a `ConfigError`, and nothing has been written then.
+    `handed`: functions and rows that the settings name but cannot hold. `callbacks` are called in this thread.
+    Raises `HeadraceError` with one sentence when the run could not be finished, and what a callback raised. What can be known to
+    be wrong before a model is loaded is a `ConfigError`, and nothing has been written then.
     """
     if config.adapters:
-        lanes = train_together(config, reward, resume)
-        results = {name: _result(lane) for name, lane in lanes.items()}
-        first = next(iter(results.values()))
-        path = resume or config.run_dir
-        return RunResult(path, first.reason, first.step, first.before, first.after, first.report, results)
-    notes = [] if resume else asyncio.run(rehearse(config, reward)).notes
+        lanes = train_together(config, handed, resume, callbacks)
+        return result_of(resume or config.run_dir, lanes)
+    notes = [] if resume else complete(rehearse(config, handed)).notes
     with (
         full_disk_is_said(resume or config.run_dir),
         RunDirectory.of(resume or config.run_dir, bool(resume)) as directory,
@@ -59,34 +43,41 @@ def train(config: RunConfig, reward: Reward | None = None, resume: Path | None =
         lane = open_lane(config, directory, bool(resume))
         if lane.finished:
             say_finished(directory.path, [lane])
-            return _result(lane)
-        watchdog = Watchdog(directory.logs, config.watch.warn_after, config.watch.stop_after, tells=not resume)
-        lane.storage.recorder.add(watchdog)
-
-        async def go() -> None:
-            clock = run_clock(lane.storage.seconds)
-            on_interrupt(lane.session.interrupt)
-            on_unheard(lambda said: lane.storage.recorder.record(Warned(clock(), said)))
-            waits = open_waits(config, lane.storage.recorder, clock)
-            watchdog.add(directory.path, waits)
-            watchdog.attach()
-            await lane.session.run(build(config, directory.logs, lane.storage, reward, waits, clock))
-
+            return result_of(directory.path, {"": lane})
         try:
             if resume:  # whether it is finished had to be known first; nothing of it has been changed yet
-                notes = asyncio.run(rehearse(config, reward, resume)).notes
+                notes = complete(rehearse(config, handed, resume)).notes
             for note in notes:
                 lane.storage.recorder.record(Warned(lane.storage.seconds, note))
-            with watchdog:
-                asyncio.run(go())
+            _train(lane, handed, callbacks, tells=not resume)
         except HeadraceError as error:
             lane.say_how_to_go_on(error)
             raise
         finally:
             lane.close()
-        return _result(lane)
+        say_unbegun([lane])
+        return result_of(directory.path, {"": lane})
 
 
-def _result(lane: Lane) -> RunResult:
-    session = lane.session
-    return RunResult(lane.directory.path, session.reason, session.step, session.before, session.after, lane.report)
+def _train(lane: Lane, handed: Handed, callbacks: Callbacks | None, tells: bool) -> None:
+    config, directory, storage = lane.config, lane.directory, lane.storage
+    watchdog = Watchdog(directory.logs, config.watch.warn_after, config.watch.stop_after, tells)
+    storage.recorder.add(watchdog)
+    if callbacks:
+        storage.recorder.add(callbacks)
+
+    async def go(on_interrupt: Callable[[Act], None]) -> None:
+        clock = run_clock(storage.seconds)
+        on_interrupt(lane.session.interrupt)
+        if callbacks:
+            callbacks.attach(lane.session.stop)
+        on_unheard(lambda said: storage.recorder.record(Warned(clock(), said)))
+        waits = open_waits(config, storage.recorder, clock)
+        watchdog.add(directory.path, waits)
+        watchdog.attach()
+        await lane.session.run(build(config, directory.logs, storage, handed, waits, clock))
+
+    with watchdog:
+        host(go, callbacks.errands if callbacks else None)
+    if callbacks:
+        callbacks.raise_error(f"go on with headrace.train(resume={str(directory.path)!r})")

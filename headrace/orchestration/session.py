@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -21,11 +20,6 @@ def run_clock(age: float) -> Callable[[], float]:
     loop = asyncio.get_running_loop()
     origin = loop.time() - age
     return lambda: loop.time() - origin
-
-
-def on_interrupt(act: Callable[[], None]) -> None:
-    with suppress(NotImplementedError, ValueError, RuntimeError):  # outside the main thread Ctrl-C is the caller's
-        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, act)
 
 
 def on_unheard(say: Callable[[str], None]) -> None:
@@ -49,8 +43,8 @@ class Session:
         self.before: Evaluated | None = None
         self.after: Evaluated | None = None
         self._built: Built | None = None
-        self._training = self._leaving = False
-        self._interrupts = 0
+        self._training = self._trained = self._leaving = False
+        self._interrupts, self._left_for = 0, "interrupted"
         self._main: asyncio.Task[Any] | None = None
 
     def recall(self) -> None:
@@ -67,7 +61,7 @@ class Session:
             self.reason = str(error) if isinstance(error, HeadraceError) else repr(error)
             raise
         except asyncio.CancelledError:
-            self.reason = "interrupted"
+            self.reason = self._left_for
         finally:
             self._leaving = True
             if self._built:
@@ -88,10 +82,10 @@ class Session:
         try:
             await built.pipeline.run()
         finally:
-            self._training, self.step = False, built.pipeline.step
+            self._training, self._trained, self.step = False, True, built.pipeline.step
             await built.utilisation.stop(LAST_WORD if self._interrupts < 2 else 0.0)
         if built.pipeline.interrupted:
-            self.reason = "interrupted"
+            self.reason = self._left_for
         else:
             self.after = await built.parts.evaluator.measure("after", self.step)
 
@@ -123,6 +117,12 @@ class Session:
             self._built.pools.kill()
         elif self._main:
             self._main.cancel()
+
+    def stop(self, why: str, reason: str) -> None:
+        """As the first interrupt, once; what has been trained already is measured and kept to the end."""
+        if not self._interrupts and not self._trained:
+            self._left_for = reason
+            self.interrupt(why, again="")
 
     async def _ended(self, built: Built) -> RunEnded:
         saved = built.parts.snapshots.saved_step == built.pipeline.step

@@ -25,19 +25,22 @@ from headrace.observe.files import full_disk_is_said
 from headrace.observe.waits import Waits
 from headrace.observe.watchdog import Watchdog
 from headrace.orchestration.build import Built, Clock, Pools, Prepared, join, open_model, open_waits, prepare
+from headrace.orchestration.callbacks import Callbacks
 from headrace.orchestration.course import check_resumable
-from headrace.orchestration.lane import Lane, open_lane, say_finished
+from headrace.orchestration.handed import Handed
+from headrace.orchestration.hosting import Act, complete, host
+from headrace.orchestration.lane import Lane, open_lane, say_finished, say_unbegun
 from headrace.orchestration.pools import open_pools
 from headrace.orchestration.rehearse import rehearse
 from headrace.orchestration.rundir import CONFIG, RunDirectory
-from headrace.orchestration.session import on_interrupt, on_unheard, run_clock
-
-Reward = Callable[..., Any]
+from headrace.orchestration.session import on_unheard, run_clock
 
 
-def train_together(config: RunConfig, reward: Reward | None, resume: Path | None) -> dict[str, Lane]:
+def train_together(
+    config: RunConfig, handed: Handed, resume: Path | None, callbacks: Callbacks | None
+) -> dict[str, Lane]:
     """All adapters to their ends. Where one fails the others leave with a checkpoint, and its error is raised."""
-    notes = [] if resume else asyncio.run(rehearse(config, reward)).notes
+    notes = [] if resume else complete(rehearse(config, handed)).notes
     with full_disk_is_said(resume or config.run_dir), ExitStack() as undo:
         directory = undo.enter_context(RunDirectory.of(resume or config.run_dir, bool(resume)))
         if resume:
@@ -53,14 +56,18 @@ def train_together(config: RunConfig, reward: Reward | None, resume: Path | None
             say_finished(directory.path, list(lanes.values()))
             return lanes
         if resume:
-            notes = asyncio.run(rehearse(config, reward, resume)).notes
+            notes = complete(rehearse(config, handed, resume)).notes
         for lane in lanes.values():
             for note in notes:
                 lane.storage.recorder.record(Warned(lane.storage.seconds, note))
         watchdog = Watchdog(directory.logs, config.watch.warn_after, config.watch.stop_after, tells=not resume)
         with watchdog:
             keep = partial(directory.keep_config, step=0) if resume else directory.begin
-            asyncio.run(_Together(config, directory, lanes, reward, watchdog, keep).run())
+            together = _Together(config, directory, lanes, handed, watchdog, keep, callbacks)
+            host(together.run, callbacks.errands if callbacks else None)
+        if callbacks:
+            callbacks.raise_error(f"go on with headrace.train(resume={str(directory.path)!r})")
+        say_unbegun(lanes.values())
         return lanes
 
 
@@ -99,17 +106,19 @@ class _Together:
         config: RunConfig,
         directory: RunDirectory,
         lanes: Mapping[str, Lane],
-        reward: Reward | None,
+        handed: Handed,
         watchdog: Watchdog,
         keep_settings: Callable[[str], None],
+        callbacks: Callbacks | None,
     ) -> None:
-        self._config, self._directory, self._lanes, self._reward = config, directory, lanes, reward
-        self._watchdog, self._keep_settings = watchdog, keep_settings
+        self._config, self._directory, self._lanes, self._handed = config, directory, lanes, handed
+        self._watchdog, self._keep_settings, self._callbacks = watchdog, keep_settings, callbacks
         self._loading: asyncio.Task[Any] | None = None
         """Until the pipelines run, each of which knows how to leave."""
 
-    async def run(self) -> None:
+    async def run(self, on_interrupt: Callable[[Act], None]) -> None:
         self._loading = asyncio.current_task()
+        on_interrupt(self._interrupt)
         try:
             await self._run()
         except asyncio.CancelledError:
@@ -118,20 +127,22 @@ class _Together:
 
     async def _run(self) -> None:
         clock = run_clock(max(lane.storage.seconds for lane in self._lanes.values()))
-        on_interrupt(self._interrupt)
         everyone = _Everyone(self._lanes)
         on_unheard(lambda said: everyone.record(Warned(clock(), said)))
         waits = open_waits(self._config, everyone, clock)
         for lane in self._lanes.values():
             self._watchdog.add(lane.directory.path, waits)
             lane.storage.recorder.add(self._watchdog)
+            if self._callbacks:
+                self._callbacks.attach(lane.session.stop)
+                lane.storage.recorder.add(self._callbacks)
         self._watchdog.attach()
         async with AsyncExitStack() as undo:
             prepared = {}
             async with waits.named("start", "the files of models, tasks and rewards", endless=True):
                 model_dir, encoder = await open_model(self._config)
                 for name, lane in self._lanes.items():
-                    prepared[name] = await prepare(lane.config, model_dir, encoder, self._reward, lane.directory.logs)
+                    prepared[name] = await prepare(lane.config, model_dir, encoder, self._handed, lane.directory.logs)
                     undo.push_async_callback(prepared[name].scorer.close)
             restore = {name: at for name, lane in self._lanes.items() if (at := lane.storage.checkpoint)}
             pools = await open_pools(self._config, model_dir, self._directory.logs, everyone, waits, clock, restore)

@@ -29,7 +29,7 @@ from headrace.scoring.teacher_config import TeacherConfig
 from headrace.scoring.teachers import Teacher, TextScorer, TextTeacher, TraceScorer
 from headrace.scoring.vocabulary import vocabulary_problem, width_of
 from headrace.tasks.config import TaskConfig
-from headrace.tasks.read import read_rows
+from headrace.tasks.read import Row, read_rows
 from headrace.types import Prompt
 from headrace.weight_sync.directory import offer
 from headrace.weights import Manifest, WeightUpdate
@@ -51,9 +51,13 @@ class Lesson:
     """Its own, where it reads text."""
 
 
-async def plan_lessons(config: RunConfig, model_dir: Path, encoder: ChatEncoder) -> list[Lesson]:
-    """Finds the teachers' models (fetched if need be). Raises ConfigError for one that cannot teach this student."""
-    if problem := await asyncio.to_thread(_prompt_without_teacher, config):
+async def plan_lessons(
+    config: RunConfig, model_dir: Path, encoder: ChatEncoder, handed: Sequence[Row] | None = None
+) -> list[Lesson]:
+    """Finds the teachers' models (fetched if need be). Raises ConfigError for one that cannot teach this student.
+
+    `handed`: the rows that Python passed."""
+    if problem := await asyncio.to_thread(_prompt_without_teacher, config, handed):
         raise ConfigError(problem)
     return [await asyncio.to_thread(_lesson, config, teacher, model_dir, encoder) for teacher in config.teachers]
 
@@ -84,17 +88,17 @@ def _lesson(config: RunConfig, teacher: TeacherConfig, model_dir: Path, encoder:
     return Lesson(teacher, directory, engine, None)
 
 
-def _prompt_without_teacher(config: RunConfig) -> str:
+def _prompt_without_teacher(config: RunConfig, handed: Sequence[Row] | None) -> str:
     """Empty, or the first row of the task that no teacher takes. Of procedural tasks it cannot be known before."""
     teachers = [teacher for teacher in config.teachers if teacher.mode == "tokens"]
     if not teachers or config.task.kind == "reasoning_gym" or any(teacher.route is None for teacher in teachers):
         return ""
-    for number, row in enumerate(read_rows(config.task.kind, config.task.path), 1):
+    for number, row in enumerate(read_rows(config.task.kind, config.task.path) if handed is None else handed, 1):
         if not any(teacher.takes(row) for teacher in teachers):
             columns = sorted({teacher.route.column for teacher in teachers if teacher.route})
             told = ", ".join(f"{column} = {row.get(column)!r}" for column in columns)
             return (
-                f"no teacher takes row {number} of {config.task.path} ({told}); widen a route, add a [[teachers]] table without "
+                f"no teacher takes row {number} of {config.task.source} ({told}); widen a route, add a [[teachers]] table without "
                 "one, or take such rows out"
             )
     return ""

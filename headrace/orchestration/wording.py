@@ -10,8 +10,9 @@ from headrace.config import RunConfig
 
 
 def headline(config: RunConfig) -> str:
-    model = Path(config.model.path).name
-    return f"{model} · {config.task.name or Path(config.task.path).name} · {config.algo.name} · max lag {config.staleness.max_lag}"
+    model, task = Path(config.model.path).name, config.task
+    prompts = task.name or Path(task.path).name or task.rows.partition(" ")[2].strip("()")  # `100 rows`
+    return f"{model} · {prompts} · {config.algo.name} · max lag {config.staleness.max_lag}"
 
 
 _DTYPES = {"auto": "bfloat16 where the hardware has it"}

@@ -49,11 +49,11 @@ async def try_reward(scorer: Scorer, prompt: Prompt, answer: str, tags: bool, gr
 
 
 async def try_in_loop(
-    reward: Callable[..., Any] | None, scorer: Scorer, task: Task, answer: str, group_size: int, encode: Encode
+    rewards: Sequence[Callable[..., Any]], scorer: Scorer, task: Task, answer: str, group_size: int, encode: Encode
 ) -> None:
     """Of an async function that Python passed: what it keeps open belongs to one event loop, so that it is called in that of the
     run and not in the rehearsal's. Any other was called there."""
-    if reward is not None and is_async(reward):
+    if any(map(is_async, rewards)):
         await try_reward(scorer, first_prompts(task, 0)[0], answer, False, group_size, encode)
 
 

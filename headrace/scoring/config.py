@@ -10,6 +10,8 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
 BUILTIN = ("reasoning_gym",)
+HANDED = "python:"
+"""Before the name of a function that was passed to `headrace.train`: no file has it."""
 PUNISHMENT = "soft_overlong_punishment"
 """Its name among the rewards."""
 Extract = Literal["", "last_number", "answer_tag"]
@@ -30,6 +32,8 @@ def _checked_function(function: str) -> str:
     path, colon, name = function.rpartition(":")
     if function in BUILTIN or (colon and path.endswith(".py") and name.isidentifier()):
         return function
+    if name and function == f"{HANDED}{name}":
+        return function
     raise ValueError(
         f'reward function "{function}" is neither {" nor ".join(BUILTIN)} nor of the form path/to/file.py:name; write it so'
     )
@@ -38,7 +42,8 @@ def _checked_function(function: str) -> str:
 @dataclass(frozen=True, config=_STRICT)
 class RewardSpec:
     function: str
-    """`reasoning_gym` (the verifier of the task), or `path/to/file.py:name`."""
+    """`reasoning_gym` (the verifier of the task), or `path/to/file.py:name`. `headrace.train` writes `python:name` of a function
+    that it was passed."""
     weight: float = Field(default=1.0, allow_inf_nan=False)
     """Its share of the sum. Negative for a penalty."""
     extract: Extract = ""
@@ -49,6 +54,10 @@ class RewardSpec:
     @property
     def name(self) -> str:
         return self.function.rpartition(":")[2]
+
+    @property
+    def handed(self) -> bool:
+        return self.function.startswith(HANDED)
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -98,6 +107,11 @@ class RewardConfig:
     @property
     def specs(self) -> tuple[RewardSpec, ...]:
         return (RewardSpec(self.function, extract=self.extract),) if self.function else self.functions
+
+    @property
+    def handed(self) -> tuple[RewardSpec, ...]:
+        """Those that only Python can pass again."""
+        return tuple(spec for spec in self.specs if spec.handed)
 
     @property
     def weights(self) -> dict[str, float]:

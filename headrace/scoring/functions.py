@@ -15,9 +15,10 @@ import msgspec
 from headrace.errors import ConfigError
 from headrace.scoring.config import RewardConfig, distinct
 from headrace.scoring.extract import Extractor
-from headrace.scoring.job import Job, Values, is_async, signature_problem
+from headrace.scoring.handed import rewards_of
+from headrace.scoring.job import Job, Values, is_async
 from headrace.scoring.processes import PrivatePool, SharedProcess, check_functions
-from headrace.scoring.threads import ThreadPool, name_of
+from headrace.scoring.threads import ThreadPool
 from headrace.types import Episode, Failure, Prompt, Scored
 
 
@@ -30,7 +31,8 @@ class _Judge:
 
     async def judge(self, prompt: Prompt, episodes: Sequence[Episode]) -> Values:
         texts = tuple(self.extract(episode.last) for episode in episodes)
-        return await self.call(Job(prompt.text, texts, tuple(e.last.tokens for e in episodes), prompt.columns))
+        tokens = tuple(episode.last.tokens for episode in episodes)
+        return await self.call(Job(prompt.text, texts, tokens, prompt.columns, prompt.chat))
 
 
 class FunctionScorer:
@@ -43,7 +45,13 @@ class FunctionScorer:
         self.threads = ThreadPool(config.workers, config.timeout)
         self._pools: list[PrivatePool | SharedProcess] = []
         if callables:
-            self._judges = [self._judge_of(function) for function in callables]
+            self._judges = self._judges_in_threads(config, callables)
+        elif config.handed:
+            names = ", ".join(spec.name for spec in config.handed)
+            raise ConfigError(
+                f"the settings name functions that Python passed ({names}), and no file has them: pass them again with reward= "
+                "from Python, or name functions in a file in reward.functions"
+            )
         elif config.specs:
             self._judges = self._judges_in_processes(config, log)
         else:
@@ -70,23 +78,30 @@ class FunctionScorer:
         """Of the processes that are alive."""
         return [pid for pool in self._pools for pid in pool.pids]
 
-    def _combined(self, episode: Episode, parts: Sequence[float | Failure]) -> Scored | Failure:
+    def _combined(self, episode: Episode, parts: Sequence[float | Failure | None]) -> Scored | Failure:
         rewards: dict[str, float] = {}
         for judge, part in zip(self._judges, parts, strict=True):
             if isinstance(part, Failure):  # a sum that lacks a part is not the reward
                 return msgspec.structs.replace(part, detail=f"{judge.name}: {part.detail}")
-            rewards[judge.name] = part
-        total = sum(judge.weight * rewards[judge.name] for judge in self._judges)
+            if part is not None:
+                rewards[judge.name] = part
+        if not rewards:
+            return Failure("reward_none", "no reward function applies to this row: all of them returned None for it")
+        total = sum(judge.weight * rewards[judge.name] for judge in self._judges if judge.name in rewards)
         if not math.isfinite(total):
             return Failure("reward_nan", f"the weighted sum of {rewards} is {total}")
         extracted = {judge.name: judge.extract(episode.last) for judge in self._judges if judge.extract.kind}
         return Scored(episode, total, rewards, extracted=extracted)
 
-    def _judge_of(self, function: Callable[..., Any]) -> _Judge:
-        if problem := signature_problem(function):
-            raise ConfigError(f"the reward function {function!r} {problem}")
-        how = self.threads.call_async if is_async(function) else self.threads.call
-        return _Judge(name_of(function), 1.0, Extractor(), partial(how, function))
+    def _judges_in_threads(self, config: RewardConfig, callables: Sequence[Callable[..., Any]]) -> list[_Judge]:
+        if len(config.handed) == len(callables):
+            given = list(zip(config.handed, callables, strict=True))
+        else:
+            given = rewards_of(callables)
+        return [_Judge(spec.name, spec.weight, Extractor(), self._in_thread(function)) for spec, function in given]
+
+    def _in_thread(self, function: Callable[..., Any]) -> Callable[[Job], Awaitable[Values]]:
+        return partial(self.threads.call_async if is_async(function) else self.threads.call, function)
 
     def _judges_in_processes(self, config: RewardConfig, log: Path | None) -> list[_Judge]:
         loaded = check_functions([spec.function for spec in config.specs])

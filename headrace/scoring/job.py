@@ -6,14 +6,15 @@ import asyncio
 import copy
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from headrace.scoring.trl import ONLY_THERE, TrlReward, conversation
 from headrace.types import Failure, Struct
 from headrace.user_code import one_line, traceback_of, unreachable
 
-Values = list[float | Failure]
-"""One per completion: a finite number, or why there is none."""
+Values = list[float | Failure | None]
+"""One per completion: a finite number, why there is none, or None where a function written for TRL does not apply."""
 
 
 class Job(Struct, frozen=True):
@@ -22,6 +23,8 @@ class Job(Struct, frozen=True):
     completion_tokens: tuple[tuple[int, ...], ...]
     columns: dict[str, Any]
     """One value per column: all completions of a group share their row."""
+    chat: str = ""
+    """The column that holds the prompt as a conversation; empty where it is text."""
 
 
 class Loaded(Struct, frozen=True):
@@ -42,6 +45,8 @@ def fail_raised(error: BaseException) -> Failure:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
+    if isinstance(function, TrlReward):
+        return is_async(function.function)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
@@ -52,6 +57,10 @@ def signature_problem(function: Any) -> str:
     for parameter in _parameters(function):
         if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
             return f"takes {parameter.name} by position only; it is called as fn(prompts=[...], completions=[...], **columns)"
+        if isinstance(function, TrlReward) and parameter.name in ONLY_THERE and parameter.default is parameter.empty:
+            return (
+                f"needs {parameter.name}, which only TRL's trainers have; give the parameter a default, or take it out"
+            )
     return ""
 
 
@@ -63,20 +72,11 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def arguments(function: Callable[..., Any], job: Job) -> dict[str, Any]:
-    """Lists of equal length, as TRL hands them: `prompts`, `completions`, `completion_tokens` and every column.
+    """Lists of equal length: `prompts`, `completions`, `completion_tokens` (of a function for TRL `completion_ids`), every column.
 
     Only what the function's signature names, unless it takes `**columns`.
     """
-    count = len(job.completions)
-    offered: dict[str, Any] = {
-        name: [copy.deepcopy(value) for _ in range(count)]  # theirs to change
-        for name, value in job.columns.items()
-    }
-    offered |= {
-        "prompts": [job.prompt] * count,
-        "completions": list(job.completions),
-        "completion_tokens": [list(tokens) for tokens in job.completion_tokens],
-    }
+    offered = _offered_by_trl(job) if isinstance(function, TrlReward) else _offered(job)
     parameters = _parameters(function)
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return offered
@@ -84,15 +84,46 @@ def arguments(function: Callable[..., Any], job: Job) -> dict[str, Any]:
     missing = [p.name for p in parameters if p.name in named - offered.keys() and p.default is p.empty]
     if missing:
         raise TypeError(
-            f"it needs {', '.join(missing)}, which is no column of the task; there are: {', '.join(offered)}"
+            f"it needs {', '.join(missing)}, which is no column of the task; there are: {', '.join(offered)}{_hint(missing)}"
         )
     return {name: value for name, value in offered.items() if name in named}
+
+
+def _offered(job: Job) -> dict[str, Any]:
+    return _columns(job) | {
+        "prompts": [job.prompt] * len(job.completions),
+        "completions": list(job.completions),
+        "completion_tokens": [list(tokens) for tokens in job.completion_tokens],
+    }
+
+
+def _offered_by_trl(job: Job) -> dict[str, Any]:
+    """TRL's `GRPOTrainer._calculate_rewards`: every column but the prompt, which comes as `prompts`."""
+    columns = _columns(job)
+    chats = columns.pop(job.chat) if job.chat else None
+    return columns | {
+        "prompts": chats or [job.prompt] * len(job.completions),
+        "completions": [conversation(text) if chats else text for text in job.completions],
+        "completion_ids": [list(tokens) for tokens in job.completion_tokens],
+    }
+
+
+def _columns(job: Job) -> dict[str, Any]:
+    return {
+        name: [copy.deepcopy(value) for _ in job.completions]  # theirs to change
+        for name, value in job.columns.items()
+    }
+
+
+def _hint(missing: Sequence[str]) -> str:
+    of_trl = {"completion_ids", *ONLY_THERE} & set(missing)
+    return ". A function written for TRL has to be marked: headrace.trl_reward(function)" if of_trl else ""
 
 
 def call(function: Callable[..., Any], job: Job) -> Values:
     """Runs a function that is not async, to its end."""
     try:
-        return read_values(function(**arguments(function, job)), len(job.completions))
+        return _read(function, function(**arguments(function, job)), job)
     except (Exception, SystemExit) as error:
         return [fail_raised(error)] * len(job.completions)
 
@@ -109,7 +140,7 @@ async def call_async(function: Callable[..., Any], job: Job, seconds: float) -> 
 
 async def _awaited(function: Callable[..., Any], job: Job) -> Values:
     try:
-        return read_values(await function(**arguments(function, job)), len(job.completions))
+        return _read(function, await function(**arguments(function, job)), job)
     except (Exception, SystemExit) as error:
         return [fail_raised(error)] * len(job.completions)
 
@@ -117,6 +148,13 @@ async def _awaited(function: Callable[..., Any], job: Job) -> Values:
 def too_late(job: Job, seconds: float, then: str = "it was cancelled") -> Values:
     detail = f"no answer within {seconds:g} s (reward.timeout); {then}"
     return fail_all(job, "reward_timeout", detail)
+
+
+def _read(function: Callable[..., Any], result: Any, job: Job) -> Values:
+    values = read_values(result, len(job.completions))
+    if not isinstance(function, TrlReward) or not isinstance(result, (list, tuple)) or len(result) != len(values):
+        return values
+    return [None if given is None else value for given, value in zip(result, values, strict=True)]
 
 
 def read_values(result: Any, count: int) -> Values:

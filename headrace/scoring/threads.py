@@ -12,12 +12,14 @@ from collections.abc import Callable
 from typing import Any
 
 from headrace.scoring.job import Job, Values, call, call_async, too_late
+from headrace.scoring.trl import TrlReward
 
 _numbers = itertools.count(1)
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    inner = function.func if isinstance(function, functools.partial) else function
+    inner = function.function if isinstance(function, TrlReward) else function
+    inner = inner.func if isinstance(inner, functools.partial) else inner
     name = getattr(inner, "__name__", type(inner).__name__)
     return "reward" if name == "<lambda>" else name
 

@@ -60,7 +60,7 @@ async def _calibrate(config: RunConfig, say: Say, reward: Reward | None, window:
     with tempfile.TemporaryDirectory() as logs:
         model_dir, encoder = await open_model(config)
         waits = open_waits(config, _Silent(), time.monotonic)
-        task, scorer = build_task(config.task, encoder, config.seed), build_scorer(config, reward)
+        task, scorer = build_task(config.task, encoder, config.seed), build_scorer(config, [reward] if reward else [])
         say("starting engine and trainer")
         pools = await open_pools(config, model_dir, Path(logs), _Silent(), waits, time.monotonic, {})
         try:

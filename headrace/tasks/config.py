@@ -9,19 +9,24 @@ from pydantic.dataclasses import dataclass
 
 # Settings that belong to some kinds only, as they are when nobody set them.
 _OF_FAMILIES: dict[str, Any] = {"name": "", "options": {}}
-_OF_ROWS: dict[str, Any] = {"path": "", "held_out_path": "", "prompt": "prompt", "answer": "answer", "shuffle": True}
+_OF_FILES: dict[str, Any] = {"path": "", "held_out_path": ""}
+_OF_PYTHON: dict[str, Any] = {"rows": ""}
+_OF_ROWS: dict[str, Any] = {"prompt": "prompt", "answer": "answer", "shuffle": True}
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class TaskConfig:
-    kind: Literal["reasoning_gym", "jsonl", "parquet", "datasets"]
-    """Procedural problems without end, or rows of a file: JSON lines, Parquet, a directory saved by `datasets`."""
+    kind: Literal["reasoning_gym", "jsonl", "parquet", "datasets", "python"]
+    """Procedural problems without end, or rows of a file: JSON lines, Parquet, a directory saved by `datasets`. `headrace.train`
+    writes `python` of rows that it was passed (`dataset=`)."""
     name: str = ""
     """reasoning_gym: the family of problems, such as chain_sum."""
     options: dict[str, Any] = Field(default_factory=dict)
     """reasoning_gym: settings of that family, such as max_terms."""
     path: str = ""
     """The file or directory with the rows."""
+    rows: str = ""
+    """python: the fingerprint of the rows, written by `headrace.train`. A resumed run has to be passed the same rows."""
     held_out_path: str = ""
     """Rows for evaluation only. Empty takes `held_out` rows of `path`, the last ones after shuffling."""
     prompt: str = "prompt"
@@ -41,11 +46,20 @@ class TaskConfig:
 
     @model_validator(mode="after")
     def _fits_its_kind(self) -> TaskConfig:
-        needed = "name" if self.kind == "reasoning_gym" else "path"
+        needed = {"reasoning_gym": "name", "python": "rows"}.get(self.kind, "path")
         if not getattr(self, needed):
-            what = "a problem family, such as chain_sum" if needed == "name" else "the file with the rows"
+            what = {
+                "name": "a problem family, such as chain_sum",
+                "path": "the file with the rows",
+                "rows": "what headrace.train(dataset=...) writes; pass the rows there, or name a file of another kind",
+            }[needed]
             raise ValueError(f"task.{needed} is missing: task.kind = {self.kind} needs {what}")
-        for setting, unset in (_OF_ROWS if needed == "name" else _OF_FAMILIES).items():
+        foreign = {
+            "name": _OF_FILES | _OF_ROWS | _OF_PYTHON,
+            "path": _OF_FAMILIES | _OF_PYTHON,
+            "rows": _OF_FAMILIES | _OF_FILES,
+        }
+        for setting, unset in foreign[needed].items():
             if getattr(self, setting) != unset:
                 raise ValueError(
                     f"task.{setting} means nothing to task.kind = {self.kind}; remove it, or change task.kind"
@@ -56,3 +70,8 @@ class TaskConfig:
                 "into the prompts"
             )
         return self
+
+    @property
+    def source(self) -> str:
+        """Where rows come from, for sentences."""
+        return self.path or "dataset="

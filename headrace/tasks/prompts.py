@@ -37,8 +37,9 @@ class PromptMaker:
         for question, answer in examples:
             self._front += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
-    def make(self, id: str, question: str | list[Message], columns: dict[str, Any]) -> Prompt:
-        """`question` is the user's text or a whole conversation; the prompt's text is its last user message."""
+    def make(self, id: str, question: str | list[Message], columns: dict[str, Any], chat: str = "") -> Prompt:
+        """`question` is the user's text or a whole conversation, which is in the column `chat` too; the prompt's text is its last
+        user message."""
         if not self._chat:
             assert isinstance(question, str)
             return Prompt(id, question, self._encoder.encode_text(question), columns)
@@ -47,7 +48,7 @@ class PromptMaker:
             _, tokens = self._encoder.encode_messages([*self._front, *messages])
         except ConfigError as error:  # the template refuses it
             raise ConfigError(f"prompt {id}: {error}") from None
-        return Prompt(id, last_user(messages), tokens, columns)
+        return Prompt(id, last_user(messages), tokens, columns, chat)
 
 
 def last_user(messages: Sequence[Message]) -> str:

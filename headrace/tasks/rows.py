@@ -1,9 +1,12 @@
-"""Prompts from rows: JSON lines, Parquet, a directory saved by `datasets`. Epoch after epoch, in a new order each time."""
+"""Prompts from rows: JSON lines, Parquet, a directory saved by `datasets`, or rows that Python was passed.
+
+Epoch after epoch, in a new order each time.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace.errors import ConfigError
@@ -32,10 +35,15 @@ class RowsTask:
     every row that asks the same.
     """
 
-    def __init__(self, config: TaskConfig, seed: int, encoder: Encoder) -> None:
-        """Reads and checks all rows. Raises ConfigError for whatever is wrong with them, with the place and the remedy."""
+    def __init__(
+        self, config: TaskConfig, seed: int, encoder: Encoder, handed: Sequence[Mapping[str, Any]] | None = None
+    ) -> None:
+        """Reads and checks all rows. Raises ConfigError for whatever is wrong with them, with the place and the remedy.
+
+        `handed`: the rows, where `task.kind = "python"`."""
         self._config, self._seed = config, seed
-        self._rows = _load(config.path, config)
+        raw = _handed(handed) if config.kind == "python" else read_rows(config.kind, config.path)
+        self._rows = _all_checked(raw, config.source, config)
         settings = (seed, config.shuffle, config.held_out, config.held_out_path, config.examples)
         self._source = digest_of([str(settings), *(_key(row[config.prompt]) for row in self._rows)])
         train, held, shown = self._split()
@@ -77,7 +85,7 @@ class RowsTask:
         if config.shuffle:
             random.Random(f"split/{count}").shuffle(order)
         if config.held_out_path:
-            apart = _load(config.held_out_path, config)
+            apart = _all_checked(read_rows(config.kind, config.held_out_path), config.held_out_path, config)
             held = list(enumerate(apart))[: config.held_out]
         else:
             cut = max(0, count - config.held_out)
@@ -96,12 +104,12 @@ class RowsTask:
         different = len({_key(row[config.prompt]) for row in self._rows})
         if count > 1 and different <= count // 2:
             return (
-                f"{config.path} has {count} rows, of which none is left to train on: they ask only {different} different question(s) in "
+                f"{config.source} has {count} rows, of which none is left to train on: they ask only {different} different question(s) in "
                 f"the column {config.prompt} (task.prompt), and what is held out or shown as an example is not trained on; name the "
                 "column whose texts differ, add other rows, or set task.held_out, eval.prompts and task.examples = 0"
             )
         return (
-            f"{config.path} has {count} rows, of which none is left to train on after task.held_out = {config.held_out} and "
+            f"{config.source} has {count} rows, of which none is left to train on after task.held_out = {config.held_out} and "
             f"task.examples = {config.examples} (rows that ask the same are left out too); lower them, or give "
             "task.held_out_path a file of its own"
         )
@@ -111,11 +119,11 @@ class RowsTask:
         question, answer = row[config.prompt], row.get(config.answer)
         if config.answer not in row:
             raise ConfigError(
-                _no_column("task.answer", config.answer, row, config.path) + " It is needed for task.examples."
+                _no_column("task.answer", config.answer, row, config.source) + " It is needed for task.examples."
             )
         if not isinstance(question, str) or answer is None:
             raise ConfigError(
-                f"{config.path}, row {index + 1}: an example needs a prompt that is a string and an answer; set task.examples = 0"
+                f"{config.source}, row {index + 1}: an example needs a prompt that is a string and an answer; set task.examples = 0"
             )
         return question, str(answer)
 
@@ -125,27 +133,43 @@ class RowsTask:
         columns = {
             name: value for name, value in row.items() if name != self._config.prompt or not isinstance(question, str)
         }
-        return self._maker.make(id, question, columns)
+        return self._maker.make(id, question, columns, "" if isinstance(question, str) else self._config.prompt)
 
 
 def _key(prompt: Any) -> str:
     return prompt if isinstance(prompt, str) else repr(prompt)
 
 
-def _load(path: str, config: TaskConfig) -> list[Row]:
-    raw = read_rows(config.kind, path)
+def _handed(rows: Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[str, Any]]:
+    if rows is None:
+        raise ConfigError(
+            "the prompts of this run are rows that were passed to headrace.train(dataset=...), which are kept in no file: pass "
+            "the same rows from Python again"
+        )
+    return rows
+
+
+def _all_checked(raw: Sequence[Mapping[str, Any]], path: str, config: TaskConfig) -> list[Row]:
     if not raw:
         raise ConfigError(f"{path} holds no rows; a task needs at least one prompt")
     return [_checked(row, f"{path}, row {number}", path, config) for number, row in enumerate(raw, 1)]
 
 
-def _checked(row: Row, where: str, path: str, config: TaskConfig) -> Row:
+def _checked(row: Mapping[str, Any], where: str, path: str, config: TaskConfig) -> Row:
     if config.prompt not in row:
         raise ConfigError(f"{where}: " + _no_column("task.prompt", config.prompt, row, path))
     if taken := [name for name in RESERVED if name in row]:
         raise ConfigError(
             f"{where}: the column {taken[0]} has a name that reward functions need for something else; rename it"
         )
+    plain = plain_row(row, where)
+    if problem := prompt_problem(plain[config.prompt], config):
+        raise ConfigError(f"{where}: the prompt in column {config.prompt} {problem}")
+    return plain
+
+
+def plain_row(row: Mapping[str, Any], where: str) -> Row:
+    """As JSON can hold it. Raises ConfigError naming the column of which there is no such form."""
     plain = {}
     for name, value in row.items():
         try:
@@ -154,10 +178,8 @@ def _checked(row: Row, where: str, path: str, config: TaskConfig) -> Row:
             raise ConfigError(
                 f"{where}: the column {name} cannot be kept in the journal ({error}); remove it"
             ) from None
-    if problem := prompt_problem(plain[config.prompt], config):
-        raise ConfigError(f"{where}: the prompt in column {config.prompt} {problem}")
     return plain
 
 
-def _no_column(setting: str, name: str, row: Row, path: str) -> str:
+def _no_column(setting: str, name: str, row: Mapping[str, Any], path: str) -> str:
     return f"there is no column {name} ({setting}) in {path}{nearest(name, row)}; its columns are: {', '.join(map(str, row)) or 'none'}."

@@ -106,7 +106,7 @@ class TorchTrainer:
             return TrainReport(batch.step, batch.step, "no_tokens", dropped_tokens=plan.dropped_tokens, seconds=seconds)
         sums = self._gradients(plan, batch.temperature, batch.adapter)
         lr = learner.lr
-        norm = learner.update(sums.loss, unless_zero=sums.all_cut)
+        norm = learner.update(sums.loss, unless_zero=sums.all_cut and batch.skippable)
         skipped = "" if learner.version > batch.step else "all_rejected" if norm == 0 else "nonfinite_gradient"
         return TrainReport(
             step=batch.step,

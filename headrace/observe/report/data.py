@@ -124,7 +124,7 @@ def load(run_dir: Path, pieces: Pieces | None = None) -> ReportData:
             ended.append(Ended())
         state.fold(fact)
     config, damage = run_dir / "config.toml", Damage()
-    samples = tuple(_samples(run_dir, pieces, damage))
+    samples = tuple(sampled(run_dir, pieces, damage))
     if damage:
         state.fold(Warned(state.now, f"of {JOURNAL} cannot be read: {damage}"))
     return ReportData(
@@ -154,7 +154,7 @@ def _began(state: RunState, place: int) -> float:
     return max(opened, state.rows[place - 1].t) if place else opened
 
 
-def _samples(run_dir: Path, pieces: Pieces | None, damage: Damage) -> list[Look]:
+def sampled(run_dir: Path, pieces: Pieces | None = None, damage: Damage | None = None) -> list[Look]:
     """From steps spread evenly over the journal: the best and the worst rollout of one group of each."""
     count = count_steps(run_dir)
     if not count:

@@ -1,0 +1,124 @@
+"""What Python passes to a run beside its settings, because no file can hold it: functions and rows.
+
+The settings say of them what can be said: `reward.functions` their names (`python:exact`) and weights, `task.rows` a fingerprint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.config import RunConfig, checked, config_of_run, read_tree
+from headrace.errors import ConfigError
+from headrace.other_names import meaning
+from headrace.scoring.handed import RewardFunction, Rewards, rewards_of
+from headrace.settings import Tree, build
+from headrace.tasks.handed import fingerprint, rows_of
+from headrace.tasks.read import Row
+
+Source = RunConfig | Mapping[str, Any] | str | Path
+
+_REPLACED = {"task": ("kind", "name", "options", "path", "rows"), "reward": ("function", "extract", "functions")}
+"""Settings that name in a file what Python can pass as an object."""
+
+
+@dataclass(frozen=True)
+class Handed:
+    """The objects themselves."""
+
+    rewards: tuple[RewardFunction, ...] = ()
+    """In the order of `reward.functions`."""
+    rows: Sequence[Row] | None = None
+
+
+NOTHING = Handed()
+
+
+def take_over(
+    source: Source,
+    sets: Sequence[str] = (),
+    reward: Rewards | None = None,
+    dataset: Any = None,
+) -> tuple[RunConfig, Handed]:
+    """Settings and objects, which take the place of what the settings name. Raises ConfigError as `load_config` does."""
+    rewards = rewards_of(reward) if reward is not None else []
+    rows = rows_of(dataset) if dataset is not None else None
+    tree = read_tree(source, sets)
+    if rewards:
+        table = [{"function": spec.function, "weight": spec.weight} for spec, _ in rewards]
+        tree = _without_own_rewards(_replaced(tree, "reward", {"functions": table}))
+    if rows is not None:
+        _refuse_own_tasks(tree)
+        tree = _replaced(tree, "task", {"kind": "python", "rows": fingerprint(rows)})
+    return checked(build(RunConfig, tree, meaning)), Handed(tuple(function for _, function in rewards), rows)
+
+
+def settings_of(config: Source | None, run: str | Path | None) -> Source:
+    """The config; where it is left out the one that the run keeps."""
+    if config is not None:
+        return config
+    if run is None:
+        raise ConfigError("pass a config (a TOML file, or a dict of the same shape), or the directory of a run")
+    return config_of_run(Path(run))
+
+
+def say_what_differs(config: Source, used: RunConfig, run: Path) -> None:
+    """Settings that the config has otherwise than the run of which they are taken."""
+    theirs = dict(_leaves(dataclasses.asdict(used)))
+    others = [
+        f"{name} = {theirs[name]!r} (the config passed says {value!r})"
+        for name, value in _leaves(read_tree(config))
+        if name not in ("name", "out") and name in theirs and theirs[name] != value
+    ]
+    if others:
+        print(f"headrace: the settings are those of {run}: {'; '.join(others)}", file=sys.stderr)
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", list(value) if isinstance(value, tuple) else value
+
+
+def _replaced(tree: Tree, section: str, table: Tree) -> Tree:
+    old = tree.get(section, {})
+    if not isinstance(old, dict):  # whoever validates it says what it should be
+        return tree
+    kept = {name: value for name, value in old.items() if name not in _REPLACED[section]}
+    return {**tree, section: {**kept, **table}}
+
+
+def _adapters(tree: Tree) -> list[Any]:
+    return list(tree.get("adapters") or ())
+
+
+def _without_own_rewards(tree: Tree) -> Tree:
+    adapters = [{**one, "reward": {}} if isinstance(one, dict) else one for one in _adapters(tree)]
+    return {**tree, "adapters": adapters} if adapters else tree
+
+
+def _refuse_own_tasks(tree: Tree) -> None:
+    if own := [one["name"] for one in _adapters(tree) if isinstance(one, dict) and one.get("task")]:
+        raise ConfigError(
+            f"dataset= gives the same rows to all adapters, and {', '.join(map(str, own))} has a task of its own; remove one of "
+            "the two"
+        )
+
+
+def refuse_handed(config: RunConfig) -> None:
+    """For the command line. Raises ConfigError for a run that lives on objects which only Python can pass."""
+    passed = [f"the reward {spec.name}" for spec in config.reward.handed]
+    if config.task.kind == "python":
+        passed.append("its rows")
+    if passed:
+        raise ConfigError(
+            f"Python passed this run objects that no file holds ({', '.join(passed)}), and the command line cannot pass them: go "
+            "on from Python with headrace.train(resume=...) or headrace.evaluate(run=...), or name files instead (task.kind and "
+            "task.path, reward.function)"
+        )

@@ -1,0 +1,56 @@
+"""Rows that Python was passed: a list of dicts, a `datasets.Dataset`, a pandas frame, or whatever yields dicts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import ConfigError
+from headrace.tasks.prompts import digest_of
+from headrace.tasks.read import Row
+from headrace.tasks.rows import plain_row
+
+
+def rows_of(dataset: Any) -> list[Row]:
+    """All rows, as JSON can hold them. What can be iterated only once is read to its end here.
+
+    Raises ConfigError for what is no table of rows.
+    """
+    if isinstance(dataset, (str, bytes, Path)):
+        raise ConfigError(f"dataset= takes rows, not the text {str(dataset)!r}; a file of rows is named in task.path")
+    if isinstance(dataset, Mapping):
+        names = ", ".join(map(str, list(dataset)[:5]))
+        raise ConfigError(
+            f"dataset= takes one table of rows, not a mapping (of {names}); of a DatasetDict pass one split, such as "
+            'dataset["train"], and of a dict of columns a list with a dict for each row'
+        )
+    found = _records(dataset)
+    if not isinstance(found, Iterable):
+        raise ConfigError(
+            f"dataset= takes a list of dicts, a datasets.Dataset or a pandas frame, not a {type(dataset).__name__}"
+        )
+    return [_row(row, f"dataset=, row {number}") for number, row in enumerate(found, 1)]
+
+
+def fingerprint(rows: Sequence[Row]) -> str:
+    """Of all columns of all rows, in their order; the number of rows stands behind it for people."""
+    digest = digest_of(json.dumps(row, sort_keys=True, ensure_ascii=False) for row in rows)
+    return f"{digest} ({len(rows)} rows)"
+
+
+def _records(dataset: Any) -> Any:
+    """A pandas frame iterates over the names of its columns, and writes what is missing as NaN."""
+    if not (hasattr(dataset, "iterrows") and hasattr(dataset, "to_dict")):
+        return dataset
+    plain = dataset.astype(object)
+    return plain.where(dataset.notna(), None).to_dict("records")
+
+
+def _row(row: Any, where: str) -> Row:
+    if not isinstance(row, Mapping):
+        raise ConfigError(
+            f'{where}: a {type(row).__name__} where a dict of columns is needed, such as {{"prompt": "..."}}'
+        )
+    return plain_row(row, where)
