@@ -50,6 +50,7 @@ class Storage:
                 forget_parts(self._run_dir)
                 settle(past, outlived)
             self.recorder.begin()
+            self.checkpoints.root.mkdir(exist_ok=True)
             if outlived:
                 self.recorder.record(Warned(seconds, _OUTLIVED))
             if said := self.checkpoints.clear():
