@@ -81,7 +81,6 @@ class RunDirectory:
 
     def begin(self, config_toml: str) -> None:
         """From now on there is a run in it, with these settings."""
-        self.checkpoints.mkdir(exist_ok=True)
         replace_file(self.path / CONFIG, config_toml.encode())
         self.begun = True
 
