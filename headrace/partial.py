@@ -171,9 +171,8 @@ class Interrupts:
         """Of requests that the engine has."""
         running, found = self._engine.unfinished(request_ids), {}
         for name in request_ids:
-            asked = self._asked[name]
-            if asked.done() and not asked.cancelled() and not asked.exception():  # its rollout has not had its turn
-                part = asked.result()
+            if unheard := self._unheard(name):
+                part = unheard
             elif name in running:
                 part = running[name].so_far()
             else:
@@ -182,6 +181,12 @@ class Interrupts:
                 before = self._kept.get(name)
                 found[name] = joined(before, part) if before else part
         return found
+
+    def _unheard(self, name: str) -> Completion | None:
+        """What came of a request whose rollout has not had its turn since."""
+        asked = self._asked.get(name)
+        over = asked is not None and asked.done() and not asked.cancelled() and not asked.exception()
+        return asked.result() if asked and over else None
 
     def restore(self, kept: Mapping[str, Completion]) -> None:
         self._kept = dict(kept)
@@ -192,6 +197,7 @@ class Interrupts:
         told = self._engine.unfinished(request_ids)
         versions = [kept.spans[0].version for one in request_ids if (kept := self._kept.get(one)) and kept.spans]
         versions += [running.versions[0] for one in request_ids if (running := told.get(one)) and running.versions]
+        versions += [done.spans[0].version for one in request_ids if (done := self._unheard(one)) and done.spans]
         return min(versions, default=None)
 
     # -- for deliveries -------------------------------------------------------------------------------------------------

@@ -8,7 +8,9 @@ import sys
 import traceback
 from pathlib import Path
 
-from headrace.simulate.dst import Case, Ledger, Life, until_done
+from headrace.simulate.dst import Life, until_done
+from headrace.simulate.dst_case import Case
+from headrace.simulate.dst_checks import Ledger
 from headrace.simulate.faults import Disk, Fault
 
 FINISHED, FAILED = 0, 9

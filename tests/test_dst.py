@@ -15,7 +15,8 @@ import pytest
 from headrace.buffer import Buffer
 from headrace.observe import passes
 from headrace.orchestration import recovery
-from headrace.simulate.dst import MODES, Case, case_of, trial
+from headrace.simulate.dst import trial
+from headrace.simulate.dst_case import MODES, Case, case_of
 from headrace.simulate.faults import Fault
 from headrace.simulate.fuzz import fuzz, problem_of, shrunk
 from headrace.staleness import StalenessConfig
@@ -79,6 +80,20 @@ PINNED = {
     ),
     # failures of a group dropped after it was ready
     "double": Case(47, overdue="trim", groups=1, max_lag=0, group_size=4, steps=2, checkpoint_every=0, stored=4),
+    # the same when a swap ends the groups that have tokens of older weights
+    "unheard": Case(
+        173, mode="cancel_group", overdue="cancel", groups=2, group_size=2, checkpoint_every=0, stored=4, stragglers=3
+    ),
+    # passes that a loss of power left, of tickets that it did not
+    "outlived": Case(
+        178,
+        groups=1,
+        max_lag=2,
+        steps=3,
+        checkpoint_every=0,
+        faults=(Fault("power", 0, 42, 0.27569427699674676), Fault("kill", 1, 24, 0.46697456474209986)),
+        stragglers=2,
+    ),
     # a full disk when a run goes on
     "start": Case(
         1,
@@ -155,7 +170,7 @@ def test_a_ticket_that_is_not_counted_is_found(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_groups_that_a_resume_forgets_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forgetful(past: Any, requests: Any) -> dict[str, Any]:
+    def forgetful(past: Any, requests: Any, adapter: str) -> dict[str, Any]:
         return {}
 
     monkeypatch.setattr(recovery, "_begun", forgetful)

@@ -24,8 +24,9 @@ from tiny_run import tiny_config, workers_of
 from headrace.observe.facts import RunEnded
 from headrace.observe.journal import read_steps
 from headrace.observe.records import read_metrics
-from headrace.simulate.dst import Case, Ledger, trial
-from headrace.simulate.dst_checks import trained_in
+from headrace.simulate.dst import trial
+from headrace.simulate.dst_case import Case
+from headrace.simulate.dst_checks import Ledger, trained_in
 from headrace.simulate.faults import Fault
 
 # --- the simulated run, and its files -----------------------------------------------------------------------------------

@@ -112,7 +112,7 @@ class World:
         if resume:
             past = read_past(self.directory, load_controller(checkpoint) if checkpoint else None, True)
             assert not past.complaints
-            self.redo, step = recover(past, self.task, self.buffer, interrupts, plan), past.saved_step
+            self.redo, step = recover(past, self.task, self.buffer, interrupts, plan)[0], past.saved_step
             self.outdated = past.outdated(self.mark)
             self.trainer.versions[""] = step
         passes = PassLog(self.directory, step, self.fail)

@@ -387,7 +387,7 @@ def test_passes_are_folded_as_they_are_read(tmp_path: Path) -> None:
     request = Request(mine, (1,), Sampling())
     tracemalloc.start()
     try:
-        found = _begun(Past(tmp_path, None, ()), {mine: request})
+        found = _begun(Past(tmp_path, None, ()), {mine: request}, "")
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -36,9 +36,10 @@ from headrace.observe.waits import Testimony as Told
 from headrace.observe.watchdog import STALLED, Watchdog
 from headrace.orchestration.build import Built, build, open_waits
 from headrace.orchestration.evaluation import Evaluator
+from headrace.orchestration.handed import NOTHING
 from headrace.orchestration.pools import open_pools
 from headrace.orchestration.session import Session, on_unheard
-from headrace.orchestration.several import _close, _Together
+from headrace.orchestration.several import _close, _serve_base, _Together
 from headrace.orchestration.teaching import Classroom, SelfTeaching
 from headrace.orchestration.turns import Turns
 from headrace.orchestration.utilisation import Utilisation
@@ -346,8 +347,8 @@ class OneSession:
         await building
 
 
-def several(tmp: Path, spoil: Callable[[Waits], Waits], facts: list[Any]) -> tuple[_Together, Any]:
-    """And its only adapter. It makes its waits itself, and shows each to the watchdog."""
+def several(tmp: Path, spoil: Callable[[Waits], Waits], facts: list[Any]) -> _Together:
+    """With one adapter. It makes its waits itself, and shows each to the watchdog."""
 
     class Showing:
         def add(self, path: Path, waits: Waits) -> None:
@@ -359,16 +360,15 @@ def several(tmp: Path, spoil: Callable[[Waits], Waits], facts: list[Any]) -> tup
     storage = SimpleNamespace(seconds=0.0, recorder=Recording(facts), checkpoint=None)
     config, directory = a_config(tmp), SimpleNamespace(path=tmp, logs=tmp)
     lane = SimpleNamespace(storage=storage, directory=directory, config=config, session=OneSession())
-    return _Together(config, directory, {"a": lane}, None, Showing()), lane  # type: ignore[arg-type, dict-item]
+    return _Together(config, directory, {"a": lane}, NOTHING, Showing(), lambda settings: None, None)  # type: ignore[arg-type, dict-item]
 
 
 async def of_several(tmp: Path, spoil: Callable[[Waits], Waits], ledger: Ledger) -> None:
-    await several(tmp, spoil, ledger.facts)[0].run()
+    await several(tmp, spoil, ledger.facts)._run()
 
 
 async def of_adapter(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
-    together, lane = several(tmp, spoil, [])
-    await together._one("a", lane, None, None, asyncio.get_running_loop().time)  # type: ignore[arg-type]
+    await _serve_base(None, spoil(here(lambda fact: None)), Ledger(), asyncio.get_running_loop().time)  # type: ignore[arg-type]
 
 
 async def of_closing(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:

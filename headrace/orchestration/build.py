@@ -200,10 +200,10 @@ async def join(
     buffer = Buffer(config.staleness, config.train.steps * config.staleness.groups_per_step)
     interrupts = Interrupts(pools.engine, config.partial, waits, clock)
     past = storage.past
-    redo = recover(past, prepared.task, buffer, interrupts, plan_of(config, adapter)) if past else []
+    redo, outlived = recover(past, prepared.task, buffer, interrupts, plan_of(config, adapter)) if past else ([], False)
 
     def begin() -> Built:
-        storage.begin()
+        storage.begin(outlived)
         pools.engine.listen(storage.passes.write)
         return _assemble(config, prepared, pools, adapter, storage, waits, clock, buffer, interrupts, redo)
 

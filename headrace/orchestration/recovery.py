@@ -9,7 +9,7 @@ damaged, the run goes on from the checkpoint alone, and what came after it is se
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +39,7 @@ from headrace.orchestration.parts import Plan
 from headrace.orchestration.snapshots import ControllerState
 from headrace.partial import Interrupts, joined
 from headrace.protocols import Task
+from headrace.rollout import ticket_of
 from headrace.steps import Finished, StepOutput, Transcript, write_down
 from headrace.types import Completion, Request
 
@@ -154,11 +155,13 @@ def _lost(run_dir: Path, state: ControllerState | None, lost: int) -> str:
     )
 
 
-def settle(past: Past) -> None:
+def settle(past: Past, outlived: bool) -> None:
     """Sets aside what `past` is without. Killed between any two operations, the next resume finds what it can go on from: the
-    passes go first, for without the journal that they belong to they would be taken for others."""
-    if past.rewinds:
+    passes go first, for without the journal that they belong to they would be taken for others. `outlived`: the passes have
+    outlived it, see `recover`."""
+    if past.rewinds or outlived:
         discard_passes(past.run_dir, past.saved_step)
+    if past.rewinds:
         cut_journal(past.run_dir, past.position)
 
 
@@ -188,8 +191,12 @@ def _known_of_lost(past: Past) -> list[AnyRecord]:
     return [*draws, *groups][-past.lost :]
 
 
-def recover(past: Past, task: Task, buffer: Buffer, interrupts: Interrupts, plan: Plan) -> list[JournalStep]:
-    """Brings all to the moment of the kill, and returns the steps that the trainer has to do again.
+def recover(
+    past: Past, task: Task, buffer: Buffer, interrupts: Interrupts, plan: Plan
+) -> tuple[list[JournalStep], bool]:
+    """Brings all to the moment of the kill, and returns the steps that the trainer has to do again, and whether the passes since
+    the checkpoint cannot be used: they tell of tickets that a loss of power took out of the journal. Those are drawn and sampled
+    anew, under the same names.
 
     Raises ConfigError when the task gives other prompts than it did."""
     if past.state:
@@ -197,8 +204,10 @@ def recover(past: Past, task: Task, buffer: Buffer, interrupts: Interrupts, plan
         buffer.restore(past.state.buffer)
     steps = list(_apply(past.records, task, buffer))
     asked = [plan.requests(ticket, prompt) for ticket, prompt in buffer.in_flight.items()]
-    interrupts.restore(_begun(past, {request.id: request for requests in asked for request in requests}))
-    return steps
+    requests = {request.id: request for several in asked for request in several}
+    begun = _begun(past, requests, plan.adapter)
+    interrupts.restore(_of_checkpoint(past, requests) if begun is None else begun)
+    return steps, begun is None
 
 
 def _apply(records: Iterable[AnyRecord], task: Task, buffer: Buffer) -> Iterator[JournalStep]:
@@ -233,15 +242,21 @@ def _stepped(record: Stepped, buffer: Buffer) -> JournalStep:
     return JournalStep(report.step, record.t, report.version, groups, report)
 
 
-def _begun(past: Past, requests: Mapping[str, Request]) -> dict[str, Completion]:
-    """What was sampled of these requests until the kill, by their names. Passes are folded as they are read: no more is held
-    than what is in flight."""
+def _of_checkpoint(past: Past, requests: Container[str]) -> dict[str, Completion]:
     before = past.state.begun if past.state else {}
-    found = {name: completion for name, completion in before.items() if name in requests}
+    return {name: completion for name, completion in before.items() if name in requests}
+
+
+def _begun(past: Past, requests: Mapping[str, Request], adapter: str) -> dict[str, Completion] | None:
+    """What was sampled of these requests until the kill, by their names; None where the passes tell of a ticket that was never
+    drawn. Passes are folded as they are read: no more is held than what is in flight."""
+    found = _of_checkpoint(past, requests)
     since: dict[str, Transcript] = {}
+    others: set[str] = set()
 
     def find(name: str) -> Transcript | None:
         if name not in requests:
+            others.add(name)
             return None
         return since.setdefault(name, Transcript(requests[name]))
 
@@ -253,7 +268,8 @@ def _begun(past: Past, requests: Mapping[str, Request]) -> dict[str, Completion]
                 del since[end.request_id]
     for name, transcript in since.items():
         _keep(found, transcript, Finished(name, "interrupted"))
-    return found
+    tickets = [ticket for name in others if (ticket := ticket_of(name, adapter)) is not None]
+    return None if tickets and max(tickets) >= past.resume.next_ticket else found
 
 
 def _passes(past: Past) -> Iterable[StepOutput]:

@@ -34,6 +34,7 @@ from headrace.orchestration.pools import open_pools
 from headrace.orchestration.rehearse import rehearse
 from headrace.orchestration.rundir import CONFIG, RunDirectory
 from headrace.orchestration.session import on_unheard, run_clock
+from headrace.protocols import Observer
 
 
 def train_together(
@@ -82,6 +83,11 @@ def _open(config: RunConfig, directory: RunDirectory, resume: bool, board: Board
     lane = open_lane(silent, directory, resume)
     lane.storage.recorder.add(board.lane(config.name))
     return lane
+
+
+async def _serve_base(pools: Pools, waits: Waits, observer: Observer, clock: Clock) -> None:
+    async with waits.named("start", "the base weights to be live"):
+        await pools.serve_base(observer, clock)
 
 
 async def _close(pools: Pools, waits: Waits) -> None:
@@ -147,8 +153,7 @@ class _Together:
             restore = {name: at for name, lane in self._lanes.items() if (at := lane.storage.checkpoint)}
             pools = await open_pools(self._config, model_dir, self._directory.logs, everyone, waits, clock, restore)
             undo.push_async_callback(_close, pools, waits)
-            async with waits.named("start", "the base weights to be live"):
-                await pools.serve_base(next(iter(self._lanes.values())).storage.recorder, clock)
+            await _serve_base(pools, waits, next(iter(self._lanes.values())).storage.recorder, clock)
             built = await self._begin(prepared, pools, clock)
             self._loading = None
             await self._train(built)

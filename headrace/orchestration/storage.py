@@ -13,6 +13,11 @@ from headrace.observe.recorder import Recorder
 from headrace.orchestration.checkpoint import Checkpoints
 from headrace.orchestration.recovery import Past, open_journal, settle
 
+_OUTLIVED = (
+    "the end of the journal is lost, as after a loss of power, and what was sampled then is not: rollouts that were not in the checkpoint "
+    "begin anew"
+)
+
 
 class Storage:
     """Until `begin` nothing on the disk is changed, whatever is found out about the run meanwhile."""
@@ -34,18 +39,22 @@ class Storage:
         self.checkpoint, self.past = checkpoint, past
         self._open: tuple[Journal, PassLog] | None = None
 
-    def begin(self) -> None:
+    def begin(self, outlived: bool = False) -> None:
         """The directory is made to say what `past` says, and is open for what comes. In this order: passes and journal that were
         set aside, the metrics that belong to the rest, and only then the settings. So a run that is killed in between goes on
-        with the settings that it had, from what those have done. Raises `HeadraceError` when the disk does not take it."""
+        with the settings that it had, from what those have done. `outlived`: see `recovery.recover`.
+
+        Raises `HeadraceError` when the disk does not take it."""
         past, seconds = self.past, self.seconds
         step, number = (past.saved_step, past.state.passes if past.state else 0) if past else (0, 0)
         try:
             if past:
                 forget_parts(self._run_dir)
-                settle(past)
+                settle(past, outlived)
             self.recorder.begin()
             self.checkpoints.root.mkdir(exist_ok=True)
+            if outlived:
+                self.recorder.record(Warned(seconds, _OUTLIVED))
             if said := self.checkpoints.clear():
                 self.recorder.record(Warned(seconds, said))
             journal = open_journal(self._run_dir, self._flush, past)

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import random
 import tempfile
 from collections.abc import Coroutine
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, cast
 
 import msgspec
 
 from headrace.algo.config import AlgoConfig
 from headrace.algo.groups import algorithm_of
-from headrace.buffer import Buffer
 from headrace.errors import HeadraceError, StalledError, WorkerDied
 from headrace.observe.facts import Books, RunEnded, RunStarted, WeightsLive
+from headrace.observe.journal import Journal
 from headrace.observe.recorder import Recorder
 from headrace.observe.waits import Waits
 from headrace.orchestration.checkpoint import Checkpoints
@@ -32,7 +31,7 @@ from headrace.orchestration.identity import IdentityProbe
 from headrace.orchestration.messages import EngineStart, TrainerStart
 from headrace.orchestration.parts import Parts, Plan, told_of
 from headrace.orchestration.pipeline import Pipeline
-from headrace.orchestration.recovery import read_past, recover
+from headrace.orchestration.recovery import Past, read_past, recover
 from headrace.orchestration.session import run_clock
 from headrace.orchestration.snapshots import Snapshots, load_controller
 from headrace.orchestration.storage import Storage
@@ -41,15 +40,15 @@ from headrace.process_config import EvalConfig, WatchConfig
 from headrace.protocols import Task
 from headrace.rollout import RolloutConfig
 from headrace.simulate.distributions import fixed
+from headrace.simulate.dst_case import Case
 from headrace.simulate.dst_checks import Ledger, Referee
-from headrace.simulate.dst_engine import SimulatedEngineProcess
+from headrace.simulate.dst_engine import MAX_TOKENS, SimulatedEngineProcess
+from headrace.simulate.dst_oracles import WatchedBuffer
 from headrace.simulate.dst_processes import Chance, SimulatedWorker
 from headrace.simulate.dst_scorer import SeededScorer
 from headrace.simulate.dst_trainer import SimulatedTrainerProcess
-from headrace.simulate.faults import Disk, Fault, Killed, Kind, some_faults
+from headrace.simulate.faults import Disk, Fault, Killed, Kind
 from headrace.simulate.surroundings import SimulatedTask
-from headrace.staleness import StalenessConfig
-from headrace.types import Struct
 from headrace.virtual_time import VirtualTimeLoop
 
 PATIENCE = 600.0
@@ -57,77 +56,6 @@ PATIENCE = 600.0
 
 ENDLESS = 40_000
 """Turns of the loop in one life. Without a mistake a life takes a tenth of that at most."""
-
-Mode = Literal["inflight", "stream", "abort_resume", "save_resume", "drain", "barrier", "cancel_group"]
-MODES: tuple[Mode, ...] = (
-    "inflight", "stream", "abort_resume", "save_resume", "drain", "barrier", "cancel_group",
-)  # fmt: skip
-
-
-class Case(Struct, frozen=True):
-    """One run: its settings, its schedule (`seed`) and its faults. Equal cases run equally."""
-
-    seed: int
-    mode: Mode = "inflight"
-    overdue: Literal["wait", "trim", "drop", "cancel"] = "wait"
-    order: Literal["stalest", "finished"] = "stalest"
-    groups: int = 2
-    max_lag: int = 1
-    window: int = 1
-    group_size: int = 2
-    steps: int = 5
-    checkpoint_every: int = 2
-    evaluate_every: int = 0
-    stored: int = 0
-    skips: bool = False
-    """Some steps have a gradient that is not finite."""
-    faults: tuple[Fault, ...] = ()
-
-    @property
-    def staleness(self) -> StalenessConfig:
-        return StalenessConfig(
-            groups_per_step=self.groups,
-            max_lag=self.max_lag,
-            window=self.window,
-            order=self.order,
-            overdue=self.overdue,
-            stored=self.stored,
-        )
-
-    @property
-    def loses_nothing(self) -> bool:
-        """Whether which prompts are trained depends on nothing but their rewards."""
-        return self.overdue == "wait" and self.mode != "cancel_group" and not self.skips
-
-    @property
-    def synchronous(self) -> bool:
-        """Whether the weights depend on nothing but settings and seed."""
-        return self.max_lag == 0 and self.overdue == "wait" and self.mode != "cancel_group"
-
-
-def case_of(seed: int) -> Case:
-    rng = random.Random(seed)
-    groups, max_lag = rng.choice([1, 2, 2, 3]), rng.choice([0, 1, 1, 2, 3])
-    overdue = rng.choice(["wait", "wait", "wait", "trim", "drop", "cancel"])
-    window = rng.randint(1, max_lag * groups + 1) if overdue == "wait" and rng.random() < 0.5 else 1
-    steps, size = rng.choice([3, 4, 6]), rng.choice([2, 2, 3, 4])
-    operations = 40 + steps * groups * (10 + 3 * size)
-    return Case(
-        seed,
-        rng.choice(MODES),
-        overdue,  # type: ignore[arg-type]
-        rng.choice(["stalest", "finished"]),
-        groups,
-        max_lag,
-        window,
-        size,
-        steps,
-        rng.choice([0, 1, 2, 2, 3]),
-        rng.choice([0, 0, 1, 2]),
-        0 if overdue == "wait" else groups * rng.choice([1, 2, 4]),
-        rng.random() < 0.1,
-        some_faults(rng, operations),
-    )
 
 
 class Life:
@@ -144,7 +72,6 @@ class Life:
     async def run(self) -> None:
         self._open()
         recorder = self._recorder
-        past, buffer = self._storage.past, self._buffer
         trainer, engine = self._workers()
         try:
             async with self._waits.named("start", "the worker processes"):
@@ -154,9 +81,9 @@ class Life:
             pipeline = self._join(trainer, engine)
             await pipeline.redo(self._redo)
             recorder.record(self._started(pipeline.step))
-            self._ledger.resumes(past, buffer, self._parts.interrupts, self._plan)
+            self._referee.resumes(pipeline.step, self._parts.interrupts, self._plan)
             await self._go_live()
-            self._misfortunes(pipeline)
+            self._misfortunes(pipeline, engine)
             await self._pipeline_to_its_end(pipeline)
         finally:
             await engine.close()
@@ -176,23 +103,44 @@ class Life:
             books = self._buffer.accounting(in_checkpoint=saved)
             with suppress(HeadraceError):
                 self._recorder.record(RunEnded(self._clock(), reason, pipeline.step, books, 0.0, 0.0))
+        if not self._disk.dead:
+            self._left_behind(saved, pipeline.step)
         self.finished = reason == "finished"
+        if self.finished and not self._disk.dead:
+            assert books.in_pipeline + books.in_checkpoint == 0, f"C2: the run has finished, and {books} is left over"
+            assert not (kept := self._parts.interrupts.so_far()), (
+                f"memory: {list(kept)} are kept, and nobody needs them"
+            )
+
+    def _left_behind(self, saved: bool, step: int) -> None:
+        sealed = any(path.name == f"step-{step:06d}" for path in self._storage.checkpoints.all())
+        assert sealed or not saved, f"C7: the run counts on a checkpoint of step {step}, and there is none"
 
     def _open(self) -> None:
         case, directory = self._case, self._directory
-        checkpoints = Checkpoints(directory / "checkpoints", keep=2)
-        checkpoint = past = None
-        if self._number:
-            checkpoint, complaints = checkpoints.newest_good()
-            assert not complaints, f"C7: {complaints}"
-            past = read_past(directory, load_controller(checkpoint) if checkpoint else None, True)
-            assert not past.rewinds, f"C7: {past.complaints}"
+        self._checkpoints = Checkpoints(directory / "checkpoints", keep=2)
+        checkpoint, past = self._behind() if self._number else (None, None)
         self._clock = run_clock(past.seconds if past else 0.0)
         self._recorder = Recorder(directory, (), past.resume if past else None, waits=True)
-        self._storage = Storage(directory, self._recorder, checkpoints, True, checkpoint, past)
-        self._buffer = Buffer(case.staleness, case.steps * case.groups)
-        self._referee = Referee(self._recorder, self._buffer, self._ledger, case.staleness, self._disk)
+        self._storage = Storage(directory, self._recorder, self._checkpoints, True, checkpoint, past)
+        self._buffer = WatchedBuffer(case.staleness, case.steps * case.groups)
+        self._referee = Referee(case, self._storage, self._buffer, self._ledger, self._disk)
         self._waits = Waits(self._referee.record, self._clock, PATIENCE / 2, PATIENCE)
+
+    def _behind(self) -> tuple[Path | None, Past]:
+        """What the lives before this one left, and what became of it since."""
+        ledger, checkpoints = self._ledger, self._checkpoints
+        checkpoint, complaints = checkpoints.newest_good()
+        newest = checkpoints.all()[-1:]
+        assert checkpoint or not newest, f"C7: no checkpoint can be used: {complaints}"
+        assert bool(complaints) == any(map(ledger.is_spoiled, newest)), f"C7: {complaints}"
+        past = read_past(self._directory, load_controller(checkpoint) if checkpoint else None, not ledger.changes)
+        rewinds = ledger.damaged or ledger.changes or (ledger.rotten and past.rewinds)
+        assert past.complaints or not ledger.damaged, "C7: damage of the journal is not told"
+        assert past.rewinds == rewinds, (
+            f"C7: is what came after the checkpoint set aside? {past.rewinds}: {past.complaints}"
+        )
+        return checkpoint, past
 
     def _workers(self) -> tuple[ProcessTrainer, ProcessEngine]:
         chance, memory, truth = self.chance, self._memory, self._ledger.truth
@@ -213,11 +161,13 @@ class Life:
         trainer = ProcessTrainer(start, [], -1, Path("simulated.log"))
         trainer.worker = SimulatedWorker("trainer", trainer_process, chance)
         max_deaths = chance.random.choice([0, 1, 3])
+        if any(one.kind == "engine_lost" and one.life == self._number for one in self._case.faults):
+            max_deaths = 0
         return trainer, Engine([], -1, Path("simulated.log"), max_deaths, self._referee, self._clock)
 
     def _join(self, trainer: ProcessTrainer, engine: ProcessEngine) -> Pipeline:
         case, clock, referee, storage = self._case, self._clock, self._referee, self._storage
-        rollout = RolloutConfig(group_size=case.group_size, max_tokens=6, patience=1000)
+        rollout = RolloutConfig(group_size=case.group_size, max_tokens=MAX_TOKENS, patience=1000)
         every = case.checkpoint_every, case.evaluate_every
         never = WatchConfig(failed_pause=1.0, outages=1000)  # what fails here was made to fail
         plan = Plan(case.steps, case.staleness, rollout, case.seed, 1000, *every, watch=never)
@@ -226,11 +176,12 @@ class Life:
         waits = self._waits
         interrupts = Interrupts(engine, PartialConfig(mode=case.mode), waits, clock)
         past = storage.past
-        self._redo = recover(past, task, self._buffer, interrupts, plan) if past else []
-        storage.begin()
+        self._redo, outlived = recover(past, task, self._buffer, interrupts, plan) if past else ([], False)
+        storage.begin(outlived)
+        referee.begins(self.chance)
         engine.listen(storage.passes.write)
         engine.listen(self._told)
-        scorer = SeededScorer(case.seed, self.chance)
+        scorer = SeededScorer(case.seed, self.chance, case.stragglers)
         held_out = task.held_out(2) if case.evaluate_every else []
         no_text = lambda tokens: ""  # noqa: E731
         self._parts = Parts(
@@ -240,7 +191,7 @@ class Life:
             trainer=trainer,
             scorer=scorer,
             observer=referee,
-            journal=storage.journal,
+            journal=cast(Journal, self._referee.journal),
             buffer=self._buffer,
             algorithm=algorithm_of(AlgoConfig(name="dr_grpo"), rollout.max_tokens),
             decode=no_text,
@@ -258,6 +209,7 @@ class Life:
                 interrupts.once, scorer, referee, held_out, EvalConfig(samples=1), rollout, no_text, waits, clock
             ),
         )
+        referee.saved_step = lambda: self._parts.snapshots.saved_step
         return Pipeline(self._parts, plan, clock, past.saved_step if past else 0, told_of(storage.recorder.state))
 
     def _told(self, output: bytes) -> None:
@@ -280,12 +232,12 @@ class Life:
             load = await parts.engine.load(update)
         parts.observer.record(WeightsLive(self._clock(), update, load))
 
-    def _misfortunes(self, pipeline: Pipeline) -> None:
+    def _misfortunes(self, pipeline: Pipeline, engine: ProcessEngine) -> None:
+        acts = {"interrupt": pipeline.interrupt, "jump": self._jump, "engine_lost": lambda: engine.worker.kill()}
         loop = asyncio.get_running_loop()
         for fault in self._case.faults:
-            if fault.life == self._number and fault.kind in ("interrupt", "jump"):
-                act = pipeline.interrupt if fault.kind == "interrupt" else self._jump
-                loop.call_later(fault.at / 100, self._befall, fault, act)
+            if fault.life == self._number and fault.kind in acts:
+                loop.call_later(fault.at / 100, self._befall, fault, acts[fault.kind])
 
     def _befall(self, fault: Fault, act: Any) -> None:
         self.chance.befell.append(fault)
@@ -320,7 +272,9 @@ def _fast_directory() -> str | None:
 
 def _live(case: Case, number: int, ledger: Ledger, name: str) -> bool:
     """Whether the run is finished."""
-    disk = Disk(Path(name), [one for one in case.faults if one.life == number])
+    faults = [one for one in case.faults if one.life == number]
+    ledger.meanwhile(Path(name), faults)
+    disk = Disk(Path(name), faults)
     with disk.mounted() as directory:
         life = Life(case, number, ledger, disk, directory)
         try:
@@ -332,7 +286,9 @@ def _live(case: Case, number: int, ledger: Ledger, name: str) -> bool:
             assert _explained(error, kinds, disk), f"C6: nothing explains that it stopped: {error!r}"
             ledger.stopped.append(str(error))
         ledger.befell += life.chance.befell
-        ledger.passes_lost |= disk.was_full
+        ledger.passes_lost |= disk.was_full or disk.lost_power
+        ledger.lost_power |= disk.lost_power
+    disk.lose()
     return life.finished and not disk.dead
 
 
@@ -340,7 +296,7 @@ def _explained(error: HeadraceError, kinds: set[Kind], disk: Disk) -> bool:
     if isinstance(error, StalledError):
         return any(kind.endswith(("hangs", "slow")) or kind in ("jump", "lose") for kind in kinds)
     if isinstance(error, WorkerDied):
-        return bool(kinds & {"engine_dies", "trainer_dies", "lose"})
+        return bool(kinds & {"engine_dies", "engine_lost", "trainer_dies", "lose"})
     return disk.was_full
 
 

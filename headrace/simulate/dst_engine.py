@@ -21,6 +21,9 @@ from headrace.weights import WeightUpdate
 
 MAX_RUNNING = 12
 
+MAX_TOKENS = 6
+"""Of a completion."""
+
 
 def digest(*parts: object) -> int:
     """64 bits."""

@@ -22,6 +22,9 @@ from headrace.weights import WeightUpdate
 
 WEIGHTS = "weights.txt"
 
+SKIPPED = "nonfinite_gradient"
+"""Why some steps are."""
+
 
 class SimulatedTrainerProcess(Process):
     who = "trainer"
@@ -81,7 +84,7 @@ class SimulatedTrainerProcess(Process):
         learned = msgspec.structs.replace(batch, skippable=True)  # how it is asked is no part of what it is
         weights = xxhash.xxh3_64_hexdigest(self._weights.encode() + msgspec.msgpack.encode(learned))
         if self._skips and int(weights, 16) % 5 == 0:
-            return TrainReport(batch.step, self._version, skipped="nonfinite_gradient")
+            return TrainReport(batch.step, self._version, skipped=SKIPPED)
         self._version, self._weights = self._version + 1, weights
         tokens = sum(len(row.tokens) for row in batch.rows)
         return TrainReport(batch.step, self._version, grad_norm=int(weights, 16) / 2**64, loss_tokens=tokens)

@@ -1,9 +1,11 @@
-"""Faults of a simulated run, and a disk that has them: killed between any two of its operations, in the middle of a write, full."""
+"""Faults of a simulated run, and a disk that has them: killed between any two of its operations, in the middle of a write, full,
+without power, with a byte that is another one than was written."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import random
 import sys
@@ -14,8 +16,10 @@ from typing import Any, Literal
 from headrace.types import Struct
 
 Kind = Literal[
-    "kill", "full", "interrupt", "jump",  # controller, disk, clock
-    "engine_dies", "engine_hangs", "engine_slow",
+    "kill", "power", "full", "interrupt", "jump",  # controller, machine, disk, clock
+    "unsaved",  # a checkpoint, because of a quota, say
+    "rot", "change",  # while nothing runs: on the disk, of the settings
+    "engine_dies", "engine_lost", "engine_hangs", "engine_slow",
     "trainer_dies", "trainer_hangs", "trainer_slow",
     "repeat", "lose",  # a message
     "scorer_hangs",
@@ -28,17 +32,18 @@ class Fault(Struct, frozen=True):
     kind: Kind
     life: int
     at: int
-    """kill, full: operations of the disk before it. engine, trainer: turns of the worker. repeat, lose: messages. scorer: calls.
-    interrupt, jump: hundredths of a second."""
+    """kill, power, full: operations of the disk before it. engine, trainer: turns of the worker. repeat, lose: messages. scorer:
+    calls. interrupt, jump, engine_lost (for good): hundredths of a second. unsaved: checkpoints. rot, change: none, they come before the life."""
     share: float = 0.0
-    """In [0, 1): of a write that is torn; how long a disk is full; which message; where in its work a worker dies."""
+    """In [0, 1): of a write that is torn, or of what was not flushed and is not lost; how long a disk is full; which message;
+    where in its work a worker dies; which file rots."""
 
 
 def some_faults(rng: random.Random, size: int) -> tuple[Fault, ...]:
     """`size`: about how many operations of the disk a run has."""
     lives, found = rng.choice([0, 1, 1, 2, 3, 5]), []
     for life in range(lives):
-        found.append(Fault("kill", life, _early(rng, size), rng.random()))
+        found.append(Fault("kill" if rng.random() < 0.7 else "power", life, _early(rng, size), rng.random()))
     kinds: list[Kind] = [
         "full", "interrupt", "jump", "engine_dies", "engine_dies", "engine_dies", "engine_hangs", "engine_slow", "trainer_dies",
         "trainer_dies", "trainer_hangs", "trainer_slow", "repeat", "repeat", "lose", "scorer_hangs",
@@ -49,6 +54,13 @@ def some_faults(rng: random.Random, size: int) -> tuple[Fault, ...]:
         found.append(Fault(kind, rng.randint(0, lives), at, rng.random()))
     if rng.random() < 0.1:  # two checkpoints of one step, perhaps
         found += [Fault("interrupt", life, _early(rng, 300)) for life in (0, 1)]
+    for life in range(1, lives + 1):
+        if rng.random() < 0.2:
+            found.append(Fault(rng.choice(["rot", "rot", "change"]), life, 0, rng.random()))
+    if rng.random() < 0.2:
+        found.append(Fault("unsaved", rng.randint(0, lives), rng.randint(0, 2)))
+    if rng.random() < 0.3:
+        found.append(Fault("engine_lost", rng.randint(0, lives), _early(rng, 3000)))
     return tuple(found)
 
 
@@ -70,8 +82,16 @@ class Disk:
         """`kill`: what to do at the fault of this name; raise `Killed` if not given."""
         self.root, self.operations = str(root), 0
         self.dead = self.was_full = False
-        self._kill_at = min(((one.at, one.share) for one in faults if one.kind == "kill"), default=(-1, 0.0))
+        self._kill_at = min(
+            ((one.at, one.share, one.kind) for one in faults if one.kind in ("kill", "power")),
+            default=(-1, 0.0, "kill"),
+        )
+        self._flushed: dict[int, int] = {}
+        """Bytes of a file, by its number, that a loss of power leaves. What an earlier process wrote is on the disk by now."""
+        self.lost_power = False
         self._full = [(one.at, one.at + 1 + int(one.share * 6)) for one in faults if one.kind == "full"]
+        self._unsaved = {one.at for one in faults if one.kind == "unsaved"}
+        self._checkpoints = 0
         self._kill = kill or self._die
 
     def operation(self, data: Any = b"", write: Callable[[Any], Any] | None = None) -> None:
@@ -89,9 +109,33 @@ class Disk:
                 write(data[: len(data) // 2])
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    def checkpoint(self) -> None:
+        """One is about to be begun."""
+        number, self._checkpoints = self._checkpoints, self._checkpoints + 1
+        if number in self._unsaved:
+            self.was_full = True
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
     def _die(self) -> None:
         self.dead = True
+        self.lost_power = self._kill_at[2] == "power"
         raise Killed
+
+    def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
+        for path in sorted(Path(self.root).rglob("*")):
+            if path.is_file():
+                yield path, path.stat()
+
+    def lose(self) -> None:
+        """Where the power was lost: what was written and not flushed, but for a share of each file's. Nothing is mounted."""
+        for path, known in self._files() if self.lost_power else ():
+            flushed = min(self._flushed.get(known.st_ino, 0), known.st_size)
+            os.truncate(path, flushed + int((known.st_size - flushed) * self._kill_at[1]))
+
+    def _fsync(self, fd: int) -> None:
+        if not self.dead:
+            known = os.fstat(fd)
+            self._flushed[known.st_ino] = known.st_size
 
     def owns(self, path: Any) -> bool:
         """A name alone is one inside a directory that is removed."""
@@ -104,10 +148,12 @@ class Disk:
         global _mounted
         _listen()
         before, _mounted = _mounted, self
+        self._flushed = {known.st_ino: known.st_size for _, known in self._files()}
+        fsync, os.fsync = os.fsync, self._fsync  # type: ignore[assignment]
         try:
             yield _Root(self.root)
         finally:
-            _mounted = before
+            _mounted, os.fsync = before, fsync
 
 
 _mounted: Disk | None = None
@@ -133,6 +179,8 @@ def _heard(event: str, args: tuple[Any, ...]) -> None:
         return
     if disk.owns(args[0]):
         disk.operation()
+        if event == "os.mkdir" and ".writing-" in os.fsdecode(args[0]):
+            disk.checkpoint()
 
 
 def _writes(mode: Any, flags: Any) -> bool:
@@ -145,34 +193,59 @@ class _Root(type(Path())):  # type: ignore[misc]
     """A path whose files append through the disk that is mounted."""
 
     def open(self, mode: str = "r", buffering: int = -1, *args: Any, **kwargs: Any) -> Any:
-        file = super().open(mode, buffering, *args, **kwargs)
-        return _Appending(file, _mounted) if mode in ("ab", "wb") and buffering == 0 and _mounted else file
+        if not _mounted or not (mode == "ab" or (mode == "wb" and buffering == 0)):
+            return super().open(mode, buffering, *args, **kwargs)
+        raw = _Appending(super().open(mode, 0), _mounted)
+        return raw if buffering == 0 else io.BufferedWriter(raw)
 
 
-class _Appending:
+class _Appending(io.RawIOBase):
     """The raw file that an `AppendFile`, or what replaces a file, writes to."""
 
     def __init__(self, file: Any, disk: Disk) -> None:
         self._file, self._disk = file, disk
 
+    def writable(self) -> bool:
+        return True
+
     def write(self, data: Any) -> int:
         if self._disk.dead:
             return len(data)
         self._disk.operation(data, self._file.write)
-        return self._file.write(data)
+        written: int = self._file.write(data)
+        return written
 
-    def truncate(self, size: int) -> None:
-        if not self._disk.dead:
-            self._file.truncate(size)
+    def truncate(self, size: int | None = None) -> int:
+        return 0 if self._disk.dead else self._file.truncate(size)
 
     def fileno(self) -> int:
-        return self._file.fileno()
+        number: int = self._file.fileno()
+        return number
 
     def close(self) -> None:
         self._file.close()
+        super().close()
 
-    def __enter__(self) -> _Appending:
-        return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+def rot(directory: Path, share: float) -> None:
+    """One byte of a checkpoint becomes another one, while nothing runs."""
+    files = sorted(path for path in directory.iterdir() if path.name != "files.json")
+    _spoil(file := files[int(share * len(files))], file.stat().st_size // 2)
+
+
+def rot_journal(path: Path, share: float, first: int) -> bool:
+    """The same of the journal, behind its first lines. Whether there are any."""
+    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
+    if len(lines) <= first:
+        return False
+    chosen = first + int(share * (len(lines) - first))
+    line, begin = lines[chosen], sum(len(line) + 1 for line in lines[:chosen])
+    _spoil(path, begin + line.index(b'"t":') + 4)
+    return True
+
+
+def _spoil(path: Path, at: int) -> None:
+    """A digit becomes another digit, which only a checksum can tell; any other byte its neighbour."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)

@@ -15,7 +15,8 @@ from typing import Any
 
 import msgspec
 
-from headrace.simulate.dst import Case, case_of, trial
+from headrace.simulate.dst import trial
+from headrace.simulate.dst_case import Case, case_of
 from headrace.types import Struct
 
 TRIES = 300
