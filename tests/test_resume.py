@@ -23,9 +23,10 @@ from headrace.errors import ConfigError, HeadraceError, WorkerDied
 from headrace.observe.facts import RunEnded, TicketDrawn, Warned
 from headrace.observe.files import read_lines
 from headrace.observe.journal import JOURNAL, Damage, end_of_journal, read_steps
-from headrace.observe.passes import PassLog
+from headrace.observe.passes import PassLog, read_passes
 from headrace.observe.records import METRICS, StepRow
 from headrace.orchestration.checkpoint import Checkpoints
+from headrace.orchestration.course import same_course
 from headrace.orchestration.lane import Lane, open_lane
 from headrace.orchestration.recovery import Past, _begun, read_past
 from headrace.orchestration.rundir import RunDirectory, configs_until
@@ -126,6 +127,11 @@ def assert_whole(path: Path, before: RunConfig, after: RunConfig) -> None:
     assert tickets == list(range(past.resume.next_ticket)), "tickets twice, or without a record"
     for until, settings in configs_until(path):
         assert settings.read_text() == dump_config(before) and until <= past.step
+    state = past.state
+    assert state is not None
+    passes = read_passes(path, state.step, state.passes)
+    assert all(output.version <= past.step for output in passes), "tokens of weights that no step has made"
+    assert current == dump_config(before) or same_course(before, after) or not past.records, "steps of other settings"
     assert not list(path.glob(".*.part")), "what a kill left of a file is cleaned up"
 
 
