@@ -20,6 +20,7 @@ from headrace.engine.config import EngineConfig
 from headrace.errors import ConfigError
 from headrace.lora import LoraConfig
 from headrace.orchestration.build import build_task
+from headrace.orchestration.handed import take_over
 from headrace.orchestration.rehearse import Rehearsal, rehearse
 from headrace.other_names import MEANINGS
 from headrace.rehearsal import memory
@@ -38,7 +39,8 @@ Config = dict[str, Any]
 
 
 def done(config: Config, reward: Any = None, resume: Path | None = None) -> Rehearsal:
-    return asyncio.run(rehearse(load_config(config), reward, resume))
+    resolved, handed = take_over(config, (), reward)
+    return asyncio.run(rehearse(resolved, handed, resume))
 
 
 # --- what is shown -----------------------------------------------------------------------------------------------------

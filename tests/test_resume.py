@@ -19,7 +19,7 @@ from tiny_run import Config, of, tiny_config
 
 import headrace
 from headrace.config import RunConfig, dump_config, read_config
-from headrace.errors import ConfigError, HeadraceError
+from headrace.errors import ConfigError, HeadraceError, WorkerDied
 from headrace.observe.facts import RunEnded, TicketDrawn, Warned
 from headrace.observe.files import read_lines
 from headrace.observe.journal import JOURNAL, Damage, end_of_journal, read_steps
@@ -87,7 +87,7 @@ def past_of(path: Path, same_course: bool = True) -> Past:
 
 def begun(path: Path, config: RunConfig | None = None) -> Lane:
     """As far as a resume changes files before it goes on. Without `config`: with the settings of the directory."""
-    with RunDirectory.reopen(path) as directory:
+    with RunDirectory.of(path, resume=True) as directory:
         lane = open_lane(config or read_config(path / "config.toml"), directory, resume=True)
         try:
             lane.storage.begin()
@@ -190,7 +190,7 @@ def test_a_disk_that_is_full_at_any_write_of_a_resume_costs_a_sentence(
                 assert "No space left" in str(error) and str(path) in str(error)
         begun(path)
         assert_whole(path, before, after)
-    assert said >= count - 6, "passes, and what is only tidied up, may fail in peace"
+    assert said > count / 2, "passes, and what is only tidied up, may fail in peace"
 
 
 def test_several_adapters_killed_between_any_two_operations_all_go_on(killed: Killed7, tmp_path: Path) -> None:
@@ -262,22 +262,35 @@ def test_a_finished_run_says_so_and_how_to_go_on(
     assert bytes_of(path) == before
 
 
-def test_a_refused_start_leaves_no_directory(
-    killed: Killed7, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_refused_start_leaves_no_directory(killed: Killed7, tmp_path: Path) -> None:
     wrong = {"reward": {"function": f"{killed.path.parent}/reward.py:typo"}}
     config = {**killed.config, **wrong, "out": str(tmp_path / "runs" / "deep")}
     for _ in range(2):
         with pytest.raises(ConfigError, match="typo"):
             headrace.train(config)
         assert not list(tmp_path.iterdir())
-    (tmp_path / "runs/deep/tiny").mkdir(parents=True)
-    (tmp_path / "runs/deep/tiny/mine.txt").write_text("somebody else's")
-    with pytest.raises(ConfigError, match="typo"):
-        headrace.train(config)
-    assert (tmp_path / "runs/deep/tiny/mine.txt").exists(), "what was there stays"
+
+
+def test_what_was_made_for_a_run_that_never_began_goes_again(tmp_path: Path) -> None:
+    """Refused, or interrupted, while the models are loaded; where a process died its log stays, for that is what it is there for."""
+    path = tmp_path / "runs/deep/tiny"
+
+    def leaves(error: BaseException) -> None:
+        with pytest.raises(type(error)), RunDirectory.of(path, resume=False) as directory:
+            (directory.logs / "engine.log").write_text("its last words")
+            (directory.path / "status.json").write_text("{}")
+            raise error
+
+    for error in (ConfigError("no such layer"), KeyboardInterrupt()):
+        leaves(error)
+        assert not list(tmp_path.iterdir())
+    leaves(WorkerDied("engine", "was killed"))
+    assert bytes_of(path) == {"logs/engine.log": b"its last words"}
     with pytest.raises(ConfigError, match=r"holds no run: .* \(what was started there ended before it began\)"):
-        status(tmp_path / "runs/deep/tiny")
+        status(path)
+    (path / "mine.txt").write_text("somebody else's")
+    leaves(ConfigError("no such layer"))
+    assert (path / "mine.txt").exists(), "what was there stays"
 
 
 # --- a loss of power, and damage -----------------------------------------------------------------------------------------

@@ -280,7 +280,7 @@ def test_what_can_be_known_is_refused_before_anything_starts(config: Config, oth
     with pytest.raises(ConfigError, match=r"no teacher takes row 2 of .*rows.jsonl \(kind = 'odd'\)"):
         headrace.train(config)
     with pytest.raises(ConfigError, match=r"no teacher takes row 1 of dataset= \(kind = None\)"):
-        headrace.train({**config, "name": "passed"}, dataset=[{"prompt": "a"}] * 40)
+        headrace.train({**config, "name": "passed"}, dataset=[{"prompt": f"{i}?"} for i in range(40)])
     config |= {"name": "unmeasured", "eval": {"prompts": 4}, "teachers": [{"name": "n", "path": str(other_llama)}]}
     with pytest.raises(ConfigError, match=r"eval.prompts = 4 measures a reward, and nothing gives one"):
         headrace.train(config)

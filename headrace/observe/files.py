@@ -24,10 +24,7 @@ def full_disk_is_said(place: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in FULL:
             raise
-        raise HeadraceError(
-            f"could not write {error.filename or place}: {error.strerror}. Make room on that disk, or choose another one (--set "
-            "out=DIR), and start again; a run that had begun goes on with --resume"
-        ) from error
+        raise not_written(Path(error.filename or place), error) from error
 
 
 class AppendFile:
@@ -130,8 +127,7 @@ def flush_names(directory: Path) -> None:
 
 
 def not_written(path: Path, error: OSError) -> HeadraceError:
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    remedy = "Make room on that disk" if full else "See that it can be written"
+    remedy = "Make room on that disk" if error.errno in FULL else "See that it can be written"
     return HeadraceError(f"could not write {path}: {error.strerror}. {remedy}; a run goes on with --resume")
 
 

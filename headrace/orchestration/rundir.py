@@ -15,7 +15,8 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -42,14 +43,16 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
         self._made = [one for one in (path, *path.parents) if not one.exists()]
-        path.mkdir(parents=True, exist_ok=True)
-        self._lock = _locked(path / LOCK)
+        with _writable(path):
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = _locked(path / LOCK)
         if self._lock is None:
             raise ConfigError(f"another process is training in {path}: wait for it, or choose another name")
         self.begun = (path / CONFIG).exists()
         """Whether there is a run in it."""
         try:
-            self.logs.mkdir(exist_ok=True)
+            with _writable(path):
+                self.logs.mkdir(exist_ok=True)
         except BaseException:  # else whoever keeps the error, as a notebook does, would keep the lock
             self.close()
             raise
@@ -58,14 +61,7 @@ class RunDirectory:
     def of(cls, path: Path, resume: bool) -> RunDirectory:
         """Changes nothing that a run has written. Raises ConfigError, also for a place that cannot be written to, and HeadraceError
         for a full disk."""
-        try:
-            with full_disk_is_said(path):
-                return cls.reopen(path) if resume else cls.create(path)
-        except OSError as error:
-            raise ConfigError(
-                f"{error.filename or path} cannot be written ({error.strerror}): choose another place for runs (--set out=DIR), or "
-                "give yourself the right to write there"
-            ) from error
+        return cls.reopen(path) if resume else cls.create(path)
 
     @classmethod
     def create(cls, path: Path) -> RunDirectory:
@@ -85,7 +81,6 @@ class RunDirectory:
 
     def begin(self, config_toml: str) -> None:
         """From now on there is a run in it, with these settings."""
-        self.checkpoints.mkdir(exist_ok=True)
         replace_file(self.path / CONFIG, config_toml.encode())
         self.begun = True
 
@@ -135,6 +130,18 @@ def refuse_used(path: Path) -> None:
             f"{path} already holds a run: go on with it (headrace train --resume {path}), or choose another name "
             "(--set name=...)"
         )
+
+
+@contextmanager
+def _writable(path: Path) -> Iterator[None]:
+    try:
+        with full_disk_is_said(path):
+            yield
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename or path} cannot be written ({error.strerror}): choose another place for runs (--set out=DIR), or give "
+            "yourself the right to write there"
+        ) from error
 
 
 def configs_until(path: Path) -> list[tuple[int, Path]]:

@@ -28,7 +28,11 @@ def report(run: Path, watch: bool = False, as_json: bool = False) -> int:
 
     Raises ConfigError where there is no run."""
     if not (run / CONFIG).exists() and not held(run):
-        never = " (what was started there ended before it began)" if (run / LOCK).exists() else ""
+        never = (
+            " (what was started there ended before it began)"
+            if (run / LOCK).exists() or (run / "logs").exists()
+            else ""
+        )
         raise ConfigError(f"{run} holds no run: it has no {CONFIG}{never}")
     followers = [status.Follower(path) for path in status.parts_of(run)]
     console = Console(highlight=False)

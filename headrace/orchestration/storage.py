@@ -42,7 +42,9 @@ class Storage:
     def begin(self, outlived: bool = False) -> None:
         """The directory is made to say what `past` says, and is open for what comes. In this order: passes and journal that were
         set aside, the metrics that belong to the rest, and only then the settings. So a run that is killed in between goes on
-        with the settings that it had, from what those have done. `outlived`: see `recovery.recover`. Raises `HeadraceError` when the disk does not take it."""
+        with the settings that it had, from what those have done. `outlived`: see `recovery.recover`.
+
+        Raises `HeadraceError` when the disk does not take it."""
         past, seconds = self.past, self.seconds
         step, number = (past.saved_step, past.state.passes if past.state else 0) if past else (0, 0)
         try:
@@ -50,6 +52,7 @@ class Storage:
                 forget_parts(self._run_dir)
                 settle(past, outlived)
             self.recorder.begin()
+            self.checkpoints.root.mkdir(exist_ok=True)
             if outlived:
                 self.recorder.record(Warned(seconds, _OUTLIVED))
             if said := self.checkpoints.clear():
