@@ -33,9 +33,7 @@ RECOVERY, SNAPSHOTS, CHECKPOINT = (
     "orchestration/recovery.py", "orchestration/snapshots.py", "orchestration/checkpoint.py",
 )  # fmt: skip
 BUFFER, PARTIAL, STALENESS = "buffer.py", "partial.py", "staleness.py"
-JOURNAL, PASSES, TICKETS, FILES = (
-    "observe/journal.py", "observe/passes.py", "observe/tickets.py", "observe/files.py",
-)  # fmt: skip
+JOURNAL, TICKETS, FILES = "observe/journal.py", "observe/tickets.py", "observe/files.py"
 
 OF_BUFFER = (
     _one(
@@ -394,10 +392,6 @@ ELSEWHERE = (
     _one(
         "failed_group_counts", TICKETS, "C2", "rollouts that failed in a failed group count as those of a group that went on",
         'if first and fact.outcome != "failed":', "if first:",
-    ),
-    _one(
-        "passes_without_a_hole", PASSES, "C5", "what lies behind a hole in the passes is used",
-        "            if expected not in (None, number):\n                return\n", "",
     ),
 )  # fmt: skip
 

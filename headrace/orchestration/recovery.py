@@ -116,6 +116,7 @@ def read_past(run_dir: Path, state: ControllerState | None, same_course: bool) -
     """`same_course`: whether the steps in the journal can be done again with the settings of now. Changes nothing on the disk."""
     damage = Damage()
     end, position = end_of_journal(run_dir, damage), state.journal if state else 0
+    nothing = state is None and not end and not damage
     records: tuple[AnyRecord, ...] = ()
     behind, lost = [] if same_course else [_CHANGED], max(0, position - end)
     try:
@@ -124,8 +125,8 @@ def read_past(run_dir: Path, state: ControllerState | None, same_course: bool) -
     except JournalDamaged as error:
         behind, damage = [str(error)], Damage()  # once is enough
     said = [f"{complaint}: {_from_where(state)}, and what came after it is set aside" for complaint in behind]
-    if state is None and not end and not damage:
-        said = []  # there was nothing
+    if nothing:
+        said = []
     if lost:
         said.append(_lost(run_dir, state, lost))
     elif damage:

@@ -33,9 +33,10 @@ class Fault(Struct, frozen=True):
     life: int
     at: int
     """kill, power, full: operations of the disk before it. engine, trainer: turns of the worker. repeat, lose: messages. scorer:
-    calls. interrupt, jump, engine_lost (for good): hundredths of a second. unsaved: checkpoints. rot, change: none, they come before the life."""
+    calls. interrupt, jump, engine_lost (for good): hundredths of a second. unsaved: checkpoints. rot, change: none, they come
+    before the life."""
     share: float = 0.0
-    """In [0, 1): of a write that is torn, or of what was not flushed and is not lost; how long a disk is full; which message;
+    """In [0, 1): of a write that is torn; what of each file is lost with the power; how long a disk is full; which message;
     where in its work a worker dies; which file rots."""
 
 
@@ -43,7 +44,7 @@ def some_faults(rng: random.Random, size: int) -> tuple[Fault, ...]:
     """`size`: about how many operations of the disk a run has."""
     lives, found = rng.choice([0, 1, 1, 2, 3, 5]), []
     for life in range(lives):
-        found.append(Fault("kill" if rng.random() < 0.7 else "power", life, _early(rng, size), rng.random()))
+        found.append(Fault("kill" if rng.random() < 0.6 else "power", life, _early(rng, size), rng.random()))
     kinds: list[Kind] = [
         "full", "interrupt", "jump", "engine_dies", "engine_dies", "engine_dies", "engine_hangs", "engine_slow", "trainer_dies",
         "trainer_dies", "trainer_hangs", "trainer_slow", "repeat", "repeat", "lose", "scorer_hangs",
@@ -61,6 +62,8 @@ def some_faults(rng: random.Random, size: int) -> tuple[Fault, ...]:
         found.append(Fault("unsaved", rng.randint(0, lives), rng.randint(0, 2)))
     if rng.random() < 0.3:
         found.append(Fault("engine_lost", rng.randint(0, lives), _early(rng, 3000)))
+    if rng.random() < 0.15:  # what a loss of power left is met again after the next kill
+        found += [Fault("power", 0, _early(rng, size // 2), rng.random()), Fault("kill", 1, _early(rng, size))]
     return tuple(found)
 
 
@@ -127,10 +130,14 @@ class Disk:
                 yield path, path.stat()
 
     def lose(self) -> None:
-        """Where the power was lost: what was written and not flushed, but for a share of each file's. Nothing is mounted."""
+        """Where the power was lost: of what was written and not flushed all, nothing or a part, of each file another. Nothing is
+        mounted."""
         for path, known in self._files() if self.lost_power else ():
+            rng = random.Random(f"{self._kill_at[1]}/{path.name}")
             flushed = min(self._flushed.get(known.st_ino, 0), known.st_size)
-            os.truncate(path, flushed + int((known.st_size - flushed) * self._kill_at[1]))
+            kept = rng.choice([0.0, 1.0, rng.random()])
+            if (size := flushed + int((known.st_size - flushed) * kept)) < known.st_size:
+                os.truncate(path, size)
 
     def _fsync(self, fd: int) -> None:
         if not self.dead:
