@@ -170,7 +170,8 @@ def test_settings_of_the_time_are_kept_for_every_step(tmp_path: Path) -> None:
     def settings() -> list[tuple[int, str]]:
         return [(until, path.read_text()) for until, path in configs_until(tmp_path)]
 
-    with RunDirectory.create(tmp_path, "a") as run:
+    with RunDirectory.create(tmp_path) as run:
+        run.begin("a")
         run.keep_config("a", 3)
         assert settings() == []
         run.keep_config("b", 5)
