@@ -19,19 +19,23 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 from planted_faults import PLANTED, Planted
+
+from headrace.simulate.dst_case import Case
 
 PACKAGE = Path(__file__).resolve().parent.parent / "headrace"
 SCHEDULES = 200
 
 _HUNT = """
-import json, sys, headrace
-from headrace.simulate.dst_case import case_of
+import json, sys, headrace, msgspec
+from headrace.simulate.dst_case import Case, case_of
 from headrace.simulate.fuzz import problem_of
 assert headrace.__file__.startswith(sys.argv[1]), headrace.__file__
-for seed in range(int(sys.argv[2]), int(sys.argv[3])):
-    if problem := problem_of(case_of(seed)):
-        print(json.dumps([seed, problem]))
+cases = map(case_of, range(*json.loads(sys.argv[2]))) if sys.argv[2].startswith("[") else [msgspec.json.decode(sys.argv[2], type=Case)]
+for number, case in enumerate(cases, 1):
+    if problem := problem_of(case):
+        print(json.dumps([number, problem]))
         break
 """
 
@@ -69,15 +73,15 @@ def apply(planted: Planted, package: Path) -> None:
     path.write_text(text)
 
 
-def hunt(planted: Planted | None, first: int = 0, count: int = SCHEDULES) -> Hunt:
-    """Runs schedules `first`, `first + 1`, ... on a copy with the mistake (None: without any) until one fails."""
+def hunt(planted: Planted, schedules: range | Case = range(SCHEDULES)) -> Hunt:
+    """Runs these, or one case, on a copy with the mistake until one fails."""
+    told = schedules if isinstance(schedules, Case) else [schedules.start, schedules.stop]
     with tempfile.TemporaryDirectory() as name:
         # Without compiled files: one of an edit in the same second and of the same size would be taken for the original's.
         package = shutil.copytree(
             PACKAGE, Path(name) / "headrace", ignore=shutil.ignore_patterns("__pycache__", "*.so")
         )
-        if planted:
-            apply(planted, package)
+        apply(planted, package)
         command = [
             sys.executable,
             "-W",
@@ -85,14 +89,12 @@ def hunt(planted: Planted | None, first: int = 0, count: int = SCHEDULES) -> Hun
             "-c",
             _HUNT,
             str(Path(name).resolve()),
-            str(first),
-            str(first + count),
+            msgspec.json.encode(told).decode(),
         ]
         environment = {**os.environ, "PYTHONPATH": str(Path(name).resolve())}
         done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=name)
     assert done.returncode == 0, done.stderr
-    seed, problem = json.loads(done.stdout) if done.stdout else (None, "")
-    return Hunt(planted or PLANTED[0], None if seed is None else seed - first + 1, problem)
+    return Hunt(planted, *(json.loads(done.stdout) if done.stdout else (None, "")))
 
 
 def main() -> int:
@@ -104,7 +106,7 @@ def main() -> int:
     print("| name | module | breaks | mistake | said by | schedule |\n|---|---|---|---|---|---|")
     hunts = []
     for planted in chosen:
-        hunts.append(hunt(planted, 0, told.count))
+        hunts.append(hunt(planted, range(told.count)))
         print(hunts[-1].line, flush=True)
         print(f"  {planted.name}: {hunts[-1].problem[:300]}", file=sys.stderr, flush=True)
     missed = [one.planted.name for one in hunts if one.schedule is None]

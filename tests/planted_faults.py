@@ -135,6 +135,10 @@ OF_PIPELINE = (
         "            if delivery and not await", "            if delivery and self.step < 0 and not await",
     ),
     _one(
+        "last_step_not_awaited", PIPELINE, "C7", "the last checkpoint does not wait for the step that is under way",
+        "if self._under_way and not self._under_way.done():", "if False:",
+    ),
+    _one(
         "no_last_checkpoint", PIPELINE, "C7", "a run that has finished writes no checkpoint",
         "        if self.step >= plan.steps:\n            await", "        if self.step > plan.steps:\n            await",
     ),
@@ -217,7 +221,7 @@ OF_PARTIAL = (
     ),
     _one(
         "done_but_unheard", PARTIAL, "C7", "a completion whose rollout has not had its turn is neither done nor under way",
-        "return asked.result() if asked and over else None", "return None",
+        "if unheard := self._unheard(name):", "if unheard := None:",
     ),
     _one(
         "unheard_is_young", PARTIAL, "C1", "such a completion is not looked at when old groups are cancelled",

@@ -29,15 +29,20 @@ PINNED = {
     "twice": Case(65, groups=1, max_lag=0, steps=1, checkpoint_every=0, faults=(Fault("lose", 0, 11),)),
     # killed while that took the place of the first: no checkpoint, no passes
     "replaced": Case(
-        10,
-        max_lag=0,
-        steps=2,
+        46,
+        mode="drain",
+        groups=1,
+        max_lag=2,
+        steps=3,
         checkpoint_every=0,
         faults=(
-            Fault("interrupt", 0, 5),
-            Fault("interrupt", 1, 1),
-            Fault("kill", 1, 33),
+            Fault("power", 0, 0),
+            Fault("kill", 1, 10),
+            Fault("kill", 2, 60),
+            Fault("power", 3, 0),
+            Fault("kill", 4, 32),
         ),
+        stragglers=2,
     ),
     # what requests had when an error ended the run, or the engine was given up
     "kept": Case(
@@ -53,15 +58,7 @@ PINNED = {
     ),
     # a completion told at the very moment of a checkpoint
     "unawaited": Case(
-        1048,
-        mode="abort_resume",
-        groups=1,
-        steps=3,
-        checkpoint_every=0,
-        faults=(
-            Fault("kill", 0, 23),
-            Fault("interrupt", 1, 16),
-        ),
+        6, groups=1, max_lag=1, group_size=4, steps=3, faults=(Fault("engine_hangs", 0, 4),), stragglers=5
     ),
     # a call between the death of a process and its notice
     "ended": Case(

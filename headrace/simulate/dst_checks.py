@@ -7,7 +7,7 @@ of one life: it looks at every fact before it is written. What they compare with
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from headrace.simulate.dst_processes import Chance
 from headrace.simulate.dst_trainer import SKIPPED, WEIGHTS
 from headrace.simulate.faults import Disk, Fault, rot, rot_journal
 from headrace.steps import StepOutput
-from headrace.types import Group, Row
+from headrace.types import Completion, Group, Row
 
 _output = msgspec.msgpack.Decoder(StepOutput)
 
@@ -218,6 +218,8 @@ class Referee:
         self._live, self._delivered = -1, -1
         """The version that is live; the same, if it went live after the start of this life."""
         self._step = 0
+        self._interrupts: Interrupts | None = None
+        """Once the run goes on."""
         self.journal: WatchedJournal
         self._admission: Admission
         self.saved_step: Callable[[], int]
@@ -258,7 +260,7 @@ class Referee:
         self._storage.recorder.record(fact)
 
     def resumes(self, step: int, interrupts: Interrupts, plan: Plan) -> None:
-        self._step = step
+        self._step, self._interrupts = step, interrupts
         self.journal.counts.agree(self._buffer.accounting(), "when the run goes on")
         self._ledger.resumes(self._storage, self._buffer, interrupts, plan)
 
@@ -328,6 +330,13 @@ class Referee:
             self._delivered = version
         self._live = version
         self._admission.live(version)
+        self._nothing_is_missed()
+
+    def _nothing_is_missed(self) -> None:
+        """C7: a checkpoint at this instant would have every token that was told. Swaps are when many requests end at once."""
+        if self._interrupts is not None:
+            kept = self._interrupts.so_far()
+            self._has_all(kept, self._buffer.in_flight, self._ledger.reached, "a checkpoint would have")
 
     # -- checkpoints ----------------------------------------------------------------------------------------------------------
 
@@ -354,10 +363,15 @@ class Referee:
         counts.agree(state.buffer.accounting, f"at the checkpoint of step {fact.step}")
         held = list(state.buffer.in_flight), sorted(group.ticket for group in state.buffer.ready)
         assert held == (counts.flying, sorted(counts.waiting)), f"C7: the checkpoint of step {fact.step} holds {held}"
-        for ticket in counts.flying if self._ledger.truth.remembers else ():
+        self._has_all(state.begun, counts.flying, self._reached, f"the checkpoint of step {fact.step} has")
+
+    def _has_all(
+        self, kept: Mapping[str, Completion], tickets: Iterable[int], told: Mapping[str, int], what: str
+    ) -> None:
+        for ticket in tickets if self._ledger.truth.remembers else ():
             for name in (name_of("", ticket, place) for place in range(self._case.group_size)):
-                have, told = len(state.begun[name].tokens) if name in state.begun else 0, self._reached[name]
-                assert have >= told, f"C7: {name} had {told} tokens, and the checkpoint of step {fact.step} has {have}"
+                have = len(kept[name].tokens) if name in kept else 0
+                assert have >= told[name], f"C7: {name} had {told[name]} tokens, and {what} {have}"
 
     def _passes_of(self) -> None:
         """C7: a checkpoint is of use with the passes behind it, older ones too."""
