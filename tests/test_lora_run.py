@@ -95,7 +95,7 @@ def test_exports_say_what_was_trained(config: Config, tmp_path: Path, loud_llama
 
 def test_what_cannot_be_exported_or_resumed_is_said(config: Config, tmp_path: Path) -> None:
     directory = headrace.train({**config, "train": {**config["train"], "steps": 1}}).directory
-    with pytest.raises(ConfigError, match="lora was"):
+    with pytest.raises(ConfigError, match="lora.rank was 8, not 4"):
         headrace.train({**config, "lora": {"rank": 4}}, resume=directory)
     full = {**config, "name": "full", "lora": {}, "train": {**config["train"], "steps": 1}}
     whole = headrace.train(full).directory

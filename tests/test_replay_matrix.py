@@ -144,7 +144,7 @@ def expected(case: Case) -> dict[str, Tensor]:
     if case.reference:
         with torch.no_grad():
             ref = plain_trainer.logprobs(plain_trainer.logits(model, base, rows) / TEMPERATURE, rows)
-        loss = loss + KL * (torch.exp(ref - logprob) - (ref - logprob) - 1).clamp(max=10)
+        loss = loss + KL * (torch.exp(ref - logprob) - (ref - logprob) - 1)
     if case.distill == "forward":
         loss = loss + TEACHER * plain_trainer.forward_kl(scaled, rows)
     counted = sum(any(row.mask) for row in rows)
