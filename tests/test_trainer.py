@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import resource
 import shutil
 from dataclasses import replace
 from functools import cache
@@ -465,6 +466,18 @@ def test_an_export_loads_in_transformers(name, dtype, model_dir, tmp_path):
         p.numel() for _, p in one.parameters()
     )  # tied ones once
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
+
+
+def test_an_export_that_the_disk_does_not_take_is_an_os_error(model_dir, tmp_path):
+    """safetensors has an error of its own for it. A limit on the size of files stands for the full disk."""
+    one = trainer(model_dir("llama"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            one.export(tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 # -- bad input --------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from headrace.config import RunConfig
-from headrace.errors import CheckpointError, ConfigError
+from headrace.errors import CheckpointError, ConfigError, HeadraceError
 from headrace.models import resolve_model
 from headrace.observe.facts import Evaluated, Fact, FirstFailure, Warned, WorkerLost
 from headrace.observe.records import steps_done
@@ -156,5 +156,11 @@ def export(
     if config.lora.quantise and not merge:
         said = f"the adapter was trained beside base weights in {config.lora.quantise}; beside the exact ones it is a slightly other policy"
         print(f"{said}: --merge writes the one that was trained", file=sys.stderr)
-    export_weights(config, resolve_model(config.model.path), checkpoint, to, dtype, merge)
+    model_dir = resolve_model(config.model.path)
+    try:
+        export_weights(config, model_dir, checkpoint, to, dtype, merge)
+    except OSError as error:
+        raise HeadraceError(
+            f"could not write {to}: {error}. What is there is not whole: delete it, and export to a disk with room"
+        ) from error
     return checkpoint

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from headrace.algo.config import AlgoConfig
@@ -187,7 +188,13 @@ class TorchTrainer:
         merge: bool = False,
     ) -> None:
         """A directory that `transformers` loads, tokenizer and chat template included; of an adapter one that peft loads, unless
-        it is to be merged into the base weights."""
+        it is to be merged into the base weights. Raises OSError where the disk does not take it."""
+        try:
+            self._export(directory, dtype, adapter, merge)
+        except SafetensorError as error:  # all that it says of a full disk
+            raise OSError(str(error)) from error
+
+    def _export(self, directory: Path, dtype: Literal["bfloat16", "float32"], adapter: str, merge: bool) -> None:
         if self._adapters is None:
             export_model(self._model, self._model_dir, directory, dtype)
         elif merge:
