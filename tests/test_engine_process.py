@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import shutil
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -62,6 +64,19 @@ async def opened(model_dir: Path, logs: Path, **config: Any) -> AsyncIterator[Pu
         os.close(fd)
 
 
+LONG = 500
+"""Tokens of a request that something happens to in its middle: this process may not run for a second on a busy machine."""
+
+
+@pytest.fixture
+def long_llama(tiny_llama: Path, tmp_path: Path) -> Path:
+    """The same weights with room for them."""
+    directory = Path(shutil.copytree(tiny_llama, tmp_path / "model"))
+    described = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**described, "max_position_embeddings": 2048}))
+    return directory
+
+
 def request(name: str, tokens: int = 100, **options: Any) -> Request:
     return Request(name, PROMPT, Sampling(max_tokens=tokens, seed=1, ignore_eos=True), **options)
 
@@ -76,9 +91,9 @@ async def sampled(engine: Engine) -> int:
     return (await engine.stats()).sampled_tokens
 
 
-def test_it_is_controlled_forked_and_asked_for_scores(tiny_llama: Path, tmp_path: Path) -> None:
+def test_it_is_controlled_forked_and_asked_for_scores(long_llama: Path, tmp_path: Path) -> None:
     async def go() -> None:
-        async with opened(tiny_llama, tmp_path) as engine:
+        async with opened(long_llama, tmp_path, context_length=LONG + 100) as engine:
             whole = await engine.generate(request("whole", 20, top_logprobs=2, return_mask=True))
             assert len(whole.tokens) == 20 and whole.top is not None and len(whole.top.tokens) == 20 * 2 * 4
             assert whole.mask is not None and len(whole.mask.offsets) == 21 * 8, "nothing was cut, at any position"
@@ -102,7 +117,7 @@ def test_it_is_controlled_forked_and_asked_for_scores(tiny_llama: Path, tmp_path
 async def controlled(engine: Engine) -> None:
     """Pause, drain, abort: the same for the process and for the fake."""
     before = await sampled(engine)
-    running = [asyncio.ensure_future(engine.generate(request(f"c{i}"))) for i in range(2)]
+    running = [asyncio.ensure_future(engine.generate(request(f"c{i}", LONG))) for i in range(2)]
 
     async def begun() -> bool:
         return await sampled(engine) > before + 4
@@ -119,7 +134,7 @@ async def controlled(engine: Engine) -> None:
     assert {(await task).stop for task in running} == {"length"} and not late.done()
     await engine.resume()
     assert (await late).stop == "length"
-    aborted = [asyncio.ensure_future(engine.generate(request(f"x{i}"))) for i in range(6)]
+    aborted = [asyncio.ensure_future(engine.generate(request(f"x{i}", LONG))) for i in range(6)]
     before = await sampled(engine)
     await until(begun)
     await engine.abort()
@@ -130,7 +145,7 @@ async def controlled(engine: Engine) -> None:
 
 def test_the_fake_is_controlled_alike() -> None:
     async def go() -> None:
-        engine = FakeEngine(0.001, length=lambda rng: 100)
+        engine = FakeEngine(0.001, length=lambda rng: LONG)
         await engine.load(WeightUpdate(0, "full", "fake-0", 0, 0, 0.0))
         await controlled(engine)
         with pytest.raises(ValueError, match="nobody is not known"):
@@ -145,12 +160,12 @@ def test_the_fake_is_controlled_alike() -> None:
     asyncio.run(go())
 
 
-def test_a_death_interrupts_forks_and_nothing_else_and_a_pause_outlives_it(tiny_llama: Path, tmp_path: Path) -> None:
+def test_a_death_interrupts_forks_and_nothing_else_and_a_pause_outlives_it(long_llama: Path, tmp_path: Path) -> None:
     async def go() -> None:
-        async with opened(tiny_llama, tmp_path) as engine:
-            alone = await engine.generate(request("alone"))
-            plain = asyncio.ensure_future(engine.generate(request("plain", prompt_logprobs=True)))
-            fork = asyncio.ensure_future(engine.generate(Request("fork", (), Sampling(max_tokens=100, ignore_eos=True), fork=Fork("alone", 3))))  # fmt: skip
+        async with opened(long_llama, tmp_path, context_length=LONG + 100) as engine:
+            alone = await engine.generate(request("alone", LONG))
+            plain = asyncio.ensure_future(engine.generate(request("plain", LONG, prompt_logprobs=True)))
+            fork = asyncio.ensure_future(engine.generate(Request("fork", (), Sampling(max_tokens=LONG, ignore_eos=True), fork=Fork("alone", 3))))  # fmt: skip
             before = await sampled(engine)
 
             async def begun() -> bool:
