@@ -1,7 +1,8 @@
 """The settings of runs made before 2026-11-22, in the words of today: a run is done again with the arithmetic that it had.
 
-Recipes had other constants then, one name stood for another algorithm, and what was cut off had an extracted answer. A run keeps all of its settings that have a value, and
-since that day `algo.denominator` is always one of them: a resolved `[algo]` without it is from before.
+Recipes had other constants then, one name stood for another algorithm, and what was cut off had an extracted answer. A run keeps
+all of its settings that have a value, and since that day `algo.denominator` is always one of them: a resolved `[algo]` without it
+is from before.
 """
 
 from __future__ import annotations
