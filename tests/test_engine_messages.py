@@ -123,7 +123,7 @@ def over(
             await engine.launch()
             await engine.open(EngineStart("", {}, {}))
             await engine.load(WeightUpdate(0, "full", "", 0, 0, 0.0))
-            await asyncio.wait_for(use(engine, facts), 10)
+            await asyncio.wait_for(use(engine, facts), 120)
         finally:
             await engine.close()
 

@@ -82,7 +82,7 @@ def request(name: str, tokens: int = 100, **options: Any) -> Request:
 
 
 async def until(true: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(300):
         while not await true():
             await asyncio.sleep(0.01)
 

@@ -125,9 +125,9 @@ def _killed_until_finished(config: dict[str, Any], kills: list[str], rng: random
                 time.sleep(rng.random() * 0.05)
                 _kill(process, whom)
             if whom != "engine" or process.poll() is not None:  # a dead engine is replaced
-                process.communicate(timeout=240)
+                process.communicate(timeout=600)
                 process = _start(config)
-        output = process.communicate(timeout=240)[0]
+        output = process.communicate(timeout=600)[0]
         assert process.returncode == 0, output
     finally:
         process.kill()

@@ -253,7 +253,7 @@ def test_one_group_is_judged_by_all_functions_at_once() -> None:
         return [1.0] * len(completions)
 
     async def main() -> list[Scored | Failure]:
-        return await FunctionScorer(RewardConfig(timeout=5), [first, second]).score(PROMPT, episodes("a"))
+        return await FunctionScorer(RewardConfig(timeout=60), [first, second]).score(PROMPT, episodes("a"))
 
     begun, other = asyncio.Event(), asyncio.Event()
     assert rewards(asyncio.run(main())) == [2.0]
@@ -533,7 +533,7 @@ def test_a_worker_killed_while_scoring_is_named_and_replaced(file: Path) -> None
         await _until(lambda: scorer.pids)
         (pid,) = scorer.pids
         os.kill(pid, signal.SIGKILL)
-        results = await asyncio.wait_for(running, 5)
+        results = await asyncio.wait_for(running, 120)
         assert reasons(results) == ["reward_worker_died"] * 2 and "was killed by SIGKILL" in detail(results[0])
         scorer._judges = judges[1:]
         assert rewards(await scorer.score(PROMPT, episodes("4", "5"))) == [1.0, 0.0]

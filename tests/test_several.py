@@ -49,7 +49,7 @@ def test_ctrl_c_while_the_model_is_loaded_leaves(two: Config, tmp_path: Path) ->
         while not (logs / "trainer.log").exists() and time.monotonic() < deadline:
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
-        output = process.communicate(timeout=120)[0]
+        output = process.communicate(timeout=600)[0]
     finally:
         process.kill()
     assert process.returncode == 130 and "Traceback" not in output, output

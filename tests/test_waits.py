@@ -763,7 +763,7 @@ with Watchdog(path, 0.4, 60.0 if sys.argv[2] == "native" else 1.2, pulse=0.1, fr
 
 def run_blocked(directory: Path, mode: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", BLOCKED, str(directory), mode], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", BLOCKED, str(directory), mode], capture_output=True, text=True, timeout=600
     )
 
 
@@ -820,7 +820,7 @@ def test_a_run_that_was_stopped_and_continued_goes_on(tmp_path: Path) -> None:
     os.kill(process.pid, signal.SIGSTOP)
     time.sleep(4.5)
     os.kill(process.pid, signal.SIGCONT)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=600)
     assert process.returncode == 0, said
 
 
@@ -847,5 +847,5 @@ def test_nothing_ends_the_watchdog(tmp_path: Path, capfd: pytest.CaptureFixture[
                 await asyncio.sleep(0.01)
 
     with Watchdog(tmp_path, 100, 200, pulse=0.02) as watchdog:
-        asyncio.run(asyncio.wait_for(main(), 30))
+        asyncio.run(asyncio.wait_for(main(), 300))
     assert "RuntimeError: not now" in capfd.readouterr().err

@@ -27,7 +27,7 @@ def joined(serve: Callable[[WorkerEnd], None], use: Callable[[Channel], Any]) ->
         await channel.open(ours)
         thread.start()
         try:
-            return await asyncio.wait_for(use(channel), 10), pushed, lost
+            return await asyncio.wait_for(use(channel), 120), pushed, lost
         finally:
             await channel.close()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -51,6 +53,13 @@ def of(directory: Path, kind: type) -> list[Any]:
     return [fact for fact in read_metrics(directory) if isinstance(fact, kind)]
 
 
+def seconds_to_import(module: str) -> float:
+    """In a process of its own, on the machine as busy as it is now."""
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-c", f"import {module}"], check=True)
+    return time.monotonic() - began
+
+
 def workers_of(pid: int) -> dict[str, int]:
     """The worker processes of a controller, by kind."""
     found = {}
@@ -69,7 +78,7 @@ def when_step(directory: Path, step: int, act: Callable[[], None]) -> threading.
     """Does something from outside as soon as the metrics show that step."""
 
     def watch() -> None:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 600
         while time.monotonic() < deadline:
             metrics = directory / "metrics.jsonl"
             if metrics.exists() and metrics.read_text().count('"StepTrained"') >= step:
