@@ -381,13 +381,13 @@ ELSEWHERE = (
     ),
     _one(
         "seal_last", CHECKPOINT, "C7", "a checkpoint that is removed loses its seal last",
-        "    if (checkpoint / FILES).exists():\n        (checkpoint / FILES).unlink()\n        _flush(checkpoint)\n",
+        "    if (checkpoint / FILES).exists():\n        (checkpoint / FILES).unlink()\n        put_on_disk(checkpoint)\n",
         "    for path in sorted(checkpoint.iterdir(), key=lambda path: path.name == FILES) if checkpoint.exists() else ():\n"
         "        path.unlink()\n",
     ),
     _one(
         "sealed_unflushed", CHECKPOINT, "C7", "a checkpoint is sealed before its files are on the disk",
-        "    for path in files:\n        _flush(path)\n", "",
+        "    for path in files:\n        put_on_disk(path)\n", "",
     ),
     _one(
         "damage_unseen", CHECKPOINT, "C7", "a checkpoint is used that does not match its checksums",

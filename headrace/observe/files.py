@@ -92,7 +92,7 @@ def replacing(path: Path, flush: bool = True) -> Iterator[Callable[[bytes], None
                 os.fsync(file.fileno())
         os.replace(part, path)
         if flush:
-            flush_names(path.parent)
+            put_on_disk(path.parent)
     except BaseException as error:
         with suppress(OSError):
             part.unlink(missing_ok=True)
@@ -117,9 +117,9 @@ def replace_file(path: Path, data: bytes, flush: bool = True) -> None:
         write(data)
 
 
-def flush_names(directory: Path) -> None:
-    """Which names there are in it is on the disk."""
-    fd = os.open(directory, os.O_RDONLY)
+def put_on_disk(path: Path) -> None:
+    """What a file holds, or which names there are in a directory, outlives a loss of power from here on."""
+    fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:

@@ -10,7 +10,6 @@ leave such directories, and the process that holds the run's lock removes them.
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import shutil
 from collections.abc import Awaitable, Callable
@@ -21,6 +20,7 @@ import msgspec
 import xxhash
 
 from headrace.errors import CheckpointError
+from headrace.observe.files import put_on_disk
 
 FILES = "files.json"
 
@@ -55,7 +55,7 @@ class Checkpoints:
             await asyncio.to_thread(_seal, temporary)
             _remove(final)
             temporary.rename(final)
-            _flush(self.root)
+            put_on_disk(self.root)
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
             last = self.all()[-1].name if self.all() else "none"
@@ -120,7 +120,7 @@ def _remove(checkpoint: Path) -> None:
     OSError while it is sealed; what is left behind that is `clear`'s."""
     if (checkpoint / FILES).exists():
         (checkpoint / FILES).unlink()
-        _flush(checkpoint)
+        put_on_disk(checkpoint)
     shutil.rmtree(checkpoint, ignore_errors=True)
 
 
@@ -155,11 +155,11 @@ def damage(path: Path) -> str:
 def _seal(directory: Path) -> None:
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     for path in files:
-        _flush(path)
+        put_on_disk(path)
     entries = {str(path.relative_to(directory)): FileEntry(path.stat().st_size, _checksum(path)) for path in files}
     (directory / FILES).write_bytes(msgspec.json.encode(entries))
-    _flush(directory / FILES)
-    _flush(directory)
+    put_on_disk(directory / FILES)
+    put_on_disk(directory)
 
 
 def _checksum(path: Path) -> str:
@@ -168,11 +168,3 @@ def _checksum(path: Path) -> str:
         while chunk := file.read(1 << 22):
             digest.update(chunk)
     return digest.hexdigest()
-
-
-def _flush(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

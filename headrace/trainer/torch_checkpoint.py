@@ -12,7 +12,6 @@ The learning rate is a function of the version, so a schedule has no state of it
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headrace.errors import CheckpointError
+from headrace.observe.files import put_on_disk
 from headrace.trainer.torch_memory import MixedAdamW
 
 FORMAT = 1
@@ -50,7 +50,7 @@ def save(directory: Path, kept: Kept, optimizer: torch.optim.Optimizer, version:
     text = json.dumps({"format": FORMAT, "version": version, "seed": seed, "base": kept.base})
     (directory / TRAINER).write_text(text)
     for name in (kept.file, OPTIMIZER, TRAINER):
-        _flush(directory / name)
+        put_on_disk(directory / name)
 
 
 def restore(directory: Path, kept: Kept, optimizer: torch.optim.Optimizer) -> int:
@@ -184,8 +184,3 @@ def _unreadable(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"checkpoint {path.parent.name}: {path.name} cannot be read ({error}); resume from an older checkpoint"
     )
-
-
-def _flush(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
