@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from headrace.durable.journal import AnyRecord, Journal, Live, Ready, Stepped
 from headrace.observe.facts import (
     Accounting,
     CheckpointSaved,
@@ -25,7 +26,6 @@ from headrace.observe.facts import (
     WeightsLive,
     WorkerLost,
 )
-from headrace.observe.journal import AnyRecord, Journal, Live, Ready, Stepped
 from headrace.observe.resume import Resume
 from headrace.observe.tickets import Tickets
 from headrace.reports import EngineStats, LagStats, LoadReport, TrainReport

@@ -12,6 +12,7 @@ from fact_stream import FactStream, records_of, write_journal
 from rich.console import Console, RenderableType
 from test_troubles import half_failed
 
+from headrace.commands.inspect import inspect
 from headrace.observe.facts import Fact, StepTrained, Warned
 from headrace.observe.layout import distinct, flow, middle_out, one_line, without_marks
 from headrace.observe.recorder import Recorder
@@ -22,7 +23,6 @@ from headrace.observe.status_view import panel
 from headrace.observe.summary import summary
 from headrace.observe.terminal import LiveTerminal
 from headrace.observe.view import Text, sample_panel
-from headrace.orchestration.inspection import inspect
 
 FACTS = list(FactStream(steps=30, groups=6).facts())
 SIZES = [(80, 24), (80, 40), (120, 40)]

@@ -26,9 +26,9 @@ from headrace.config import load_config
 from headrace.errors import ConfigError
 from headrace.observe.facts import RunEnded, Warned
 from headrace.observe.screen import NotebookScreen, as_html
-from headrace.orchestration.callbacks import Callbacks
 from headrace.orchestration.handed import take_over
-from headrace.orchestration.hosting import host
+from headrace.orchestration.runs.callbacks import Callbacks
+from headrace.orchestration.runs.hosting import host
 
 ROWS = [{"prompt": f"{i} + {i}?", "answer": str(2 * i)} for i in range(100)]
 

@@ -10,6 +10,8 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
+from headrace.durable.journal import Ready
+from headrace.durable.spelling import encode
 from headrace.observe import records, status
 from headrace.observe.advice import advices
 from headrace.observe.facts import (
@@ -22,12 +24,10 @@ from headrace.observe.facts import (
     RunStarted,
     TicketDrawn,
 )
-from headrace.observe.journal import Ready
 from headrace.observe.records import StepRow, answer_of
 from headrace.observe.report import write_report
 from headrace.observe.shares import Recent
 from headrace.observe.sinks import scalars
-from headrace.observe.spelling import encode
 from headrace.observe.state import RunState
 from headrace.observe.status_view import lines_of
 from headrace.observe.summary import summary

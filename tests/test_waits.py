@@ -35,14 +35,14 @@ from headrace.observe.waits import Lasting, Waits, counted
 from headrace.observe.waits import Testimony as Told
 from headrace.observe.watchdog import STALLED, Watchdog
 from headrace.orchestration.build import Built, build, open_waits
-from headrace.orchestration.evaluation import Evaluator
 from headrace.orchestration.handed import NOTHING
+from headrace.orchestration.loops.evaluation import Evaluator
+from headrace.orchestration.loops.turns import Turns
+from headrace.orchestration.loops.utilisation import Utilisation
 from headrace.orchestration.pools import open_pools
-from headrace.orchestration.session import Session, on_unheard
-from headrace.orchestration.several import _close, _serve_base, _Together
+from headrace.orchestration.runs.session import Session, on_unheard
+from headrace.orchestration.runs.several import _close, _serve_base, _Together
 from headrace.orchestration.teaching import Classroom, SelfTeaching
-from headrace.orchestration.turns import Turns
-from headrace.orchestration.utilisation import Utilisation
 from headrace.partial import PartialConfig
 from headrace.process_config import EvalConfig
 from headrace.rollout import RolloutConfig

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from headrace.observe.journal import JournalStep
+from headrace.durable.journal import JournalStep
 from headrace.observe.records import answer_of
 from headrace.types import Completion, Group, Row, Struct, VersionSpan
 

@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from headrace.durable.files import replace_file
 from headrace.observe import measures
 from headrace.observe.advice import advices
 from headrace.observe.facts import FirstFailure, Warned
-from headrace.observe.files import replace_file
 from headrace.observe.records import METRICS, decode_metrics, left_out
 from headrace.observe.shares import Tally
 from headrace.observe.stacks import process_state

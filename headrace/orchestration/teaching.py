@@ -22,8 +22,8 @@ from headrace.errors import ConfigError, first_error
 from headrace.models import resolve_model
 from headrace.observe.facts import EngineSample, Fact, Warned
 from headrace.observe.waits import Waits
-from headrace.orchestration.clients import ProcessEngine, ProcessTrainer
-from headrace.orchestration.messages import EngineStart, ShadowStart
+from headrace.orchestration.workers.clients import ProcessEngine, ProcessTrainer
+from headrace.orchestration.workers.messages import EngineStart, ShadowStart
 from headrace.protocols import Engine, Observer, Scorer
 from headrace.scoring.teacher_config import TeacherConfig
 from headrace.scoring.teachers import Teacher, TextScorer, TextTeacher, TraceScorer

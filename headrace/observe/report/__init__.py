@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from headrace.durable.files import replace_file
 from headrace.errors import ConfigError
-from headrace.observe.files import replace_file
 from headrace.observe.looks import Pieces
 from headrace.observe.records import METRICS, REPORT
 
