@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from headrace.config import RunConfig, load_config
     from headrace.errors import StopTraining
     from headrace.observe.facts import Evaluated
-    from headrace.observe.progress import Evaluation, Step
+    from headrace.observe.numbers.progress import Evaluation, Step
     from headrace.orchestration.runs.result import RunResult
     from headrace.scoring.handed import Rewards
     from headrace.scoring.trl import trl_reward
@@ -41,10 +41,10 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Evaluation": "headrace.observe.progress",
+    "Evaluation": "headrace.observe.numbers.progress",
     "RunConfig": "headrace.config",
     "RunResult": "headrace.orchestration.runs.result",
-    "Step": "headrace.observe.progress",
+    "Step": "headrace.observe.numbers.progress",
     "StopTraining": "headrace.errors",
     "load_config": "headrace.config",
     "trl_reward": "headrace.scoring.trl",

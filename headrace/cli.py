@@ -1,7 +1,7 @@
 """The command `headrace`. It reads arguments, calls one function of the library and turns errors into one message.
 
 Exit codes: 0 done, 1 the run failed (`status`: it has died; `replay`: a step came out otherwise; `diff`: they differ), 2 the
-input cannot work, 3 a run was ended by its watchdog (`observe/watchdog.py`), 4 a run has paused because too much failed, and
+input cannot work, 3 a run was ended by its watchdog (`observe/health/watchdog.py`), 4 a run has paused because too much failed, and
 goes on with `--resume` when that is mended, 130 interrupted.
 
 argparse, because a dozen commands with a few options each need no dependency, and `--help` answers at once.
@@ -91,7 +91,7 @@ def _rehearse(config: RunConfig, run_dir: Path | None) -> int:
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
-    from headrace.observe.troubles import measured_on
+    from headrace.observe.diagnosis.troubles import measured_on
     from headrace.orchestration.runs import one_shot
 
     named = is_config(arguments.source)

@@ -26,8 +26,8 @@ from headrace.observe.facts import (
     WeightsLive,
     WorkerLost,
 )
+from headrace.observe.numbers.tickets import Tickets
 from headrace.observe.resume import Resume
-from headrace.observe.tickets import Tickets
 from headrace.reports import EngineStats, LagStats, LoadReport, TrainReport
 from headrace.types import Completion, Episode, Failure, Group, Prompt, Row, Scored, Turn, VersionSpan
 from headrace.weights import WeightUpdate

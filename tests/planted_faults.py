@@ -33,7 +33,7 @@ RECOVERY, SNAPSHOTS, CHECKPOINT = (
     "orchestration/store/recovery.py", "orchestration/store/snapshots.py", "orchestration/store/checkpoints.py",
 )  # fmt: skip
 BUFFER, PARTIAL, STALENESS = "buffer.py", "partial.py", "staleness.py"
-JOURNAL, TICKETS, FILES = "durable/journal.py", "observe/tickets.py", "durable/files.py"
+JOURNAL, TICKETS, FILES = "durable/journal.py", "observe/numbers/tickets.py", "durable/files.py"
 
 OF_BUFFER = (
     _one(

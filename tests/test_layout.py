@@ -67,6 +67,7 @@ FLOORS = {
 # own, but a folder has no circle among its rooms and files.
 ROOMS = {
     "engine.native": ("cache", "sampling", "schedule", "runners", "kernels"),
+    "observe": ("numbers", "diagnosis", "health", "screen", "report"),
     "orchestration": ("store", "loops", "workers", "runs"),
 }
 BETWEEN = ("engine.native.sampling.details",)
@@ -182,7 +183,8 @@ def _inside(folder: str, edges: dict[str, set[str]]) -> dict[str, set[str]]:
     """Room or file of a folder -> those beside it that it imports anything of."""
 
     def child(name: str) -> str:
-        return name if name in BETWEEN else name.removeprefix(f"{folder}.").split(".")[0]
+        own = name in BETWEEN and name.startswith(f"{folder}.") and name.count(".") == folder.count(".") + 2
+        return name if own else name.removeprefix(f"{folder}.").split(".")[0]
 
     graph: dict[str, set[str]] = {}
     for name in (name for name in edges if name.startswith(f"{folder}.")):

@@ -27,9 +27,9 @@ from headrace.durable.passes import PassLog
 from headrace.engine.fake import FakeEngine
 from headrace.errors import CheckpointError, HeadraceError, IdentityError, StalledError, TrainingError, WorkerDied
 from headrace.observe.facts import CheckpointSaved, Evaluated, Fact, GroupEnded, StepTrained, Warned, WeightsLive
+from headrace.observe.health.waits import Waits
+from headrace.observe.numbers.state import RunState
 from headrace.observe.records import summarise
-from headrace.observe.state import RunState
-from headrace.observe.waits import Waits
 from headrace.orchestration.loops.evaluation import Evaluator
 from headrace.orchestration.loops.identity import IdentityProbe
 from headrace.orchestration.loops.parts import Parts, Told, told_of

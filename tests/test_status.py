@@ -22,12 +22,12 @@ from headrace import cli
 from headrace.config import dump_config, load_config
 from headrace.durable.spelling import encode
 from headrace.errors import HeadraceError
-from headrace.observe import status_view
 from headrace.observe.facts import Accounting, CheckpointSaved, RunEnded, RunStarted, TicketDrawn, Warned, WorkerLost
+from headrace.observe.health.status import Follower, Live, Status, as_dict, judge, read_live, write_live
+from headrace.observe.health.waits import Lasting
+from headrace.observe.numbers.state import RunState
 from headrace.observe.records import METRICS
-from headrace.observe.state import RunState
-from headrace.observe.status import Follower, Live, Status, as_dict, judge, read_live, write_live
-from headrace.observe.waits import Lasting
+from headrace.observe.screen import status_view
 from headrace.orchestration.store.directory import RunDirectory, held
 
 STARTED = RunStarted(0.0, "tiny", "a model · a task", 0, 10, 4, 2, 8, 1, 1, {})

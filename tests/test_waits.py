@@ -25,15 +25,15 @@ from headrace.config import RunConfig, load_config
 from headrace.engine.config import EngineConfig
 from headrace.engine.fake import FakeEngine
 from headrace.errors import IdentityError, StalledError
-from headrace.observe import stacks
 from headrace.observe.facts import Waited, Warned
+from headrace.observe.health import stacks
 from headrace.observe.health.family import Child, Family, family
 from headrace.observe.health.frames import VARIABLE
-from headrace.observe.picture import blame
-from headrace.observe.status import read_live
-from headrace.observe.waits import Lasting, Waits, counted
-from headrace.observe.waits import Testimony as Told
-from headrace.observe.watchdog import STALLED, Watchdog
+from headrace.observe.health.snapshot import blame
+from headrace.observe.health.status import read_live
+from headrace.observe.health.waits import Lasting, Waits, counted
+from headrace.observe.health.waits import Testimony as Told
+from headrace.observe.health.watchdog import STALLED, Watchdog
 from headrace.orchestration.build import Built, build, open_waits
 from headrace.orchestration.handed import NOTHING
 from headrace.orchestration.loops.evaluation import Evaluator
@@ -725,8 +725,8 @@ def test_a_worker_survives_any_number_of_questions(child: Callable[..., Child]) 
 BLOCKED = """
 import asyncio, ctypes, os, signal, sys, time
 from pathlib import Path
-from headrace.observe.waits import Waits
-from headrace.observe.watchdog import Watchdog
+from headrace.observe.health.waits import Waits
+from headrace.observe.health.watchdog import Watchdog
 
 def blocks():
     time.sleep(60)

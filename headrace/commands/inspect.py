@@ -14,8 +14,8 @@ from headrace.commands.rerun import Stage, plot_course, rerun
 from headrace.durable.journal import JOURNAL, Damage, Gone, JournalStep, count_steps, read_only, read_steps
 from headrace.durable.spelling import encode
 from headrace.errors import ConfigError
-from headrace.observe.looks import Look, Place, looks_at, row_of, settings_of, trimmed_below
-from headrace.observe.looks_view import show
+from headrace.observe.numbers.rollout_view import Look, Place, looks_at, row_of, settings_of, trimmed_below
+from headrace.observe.screen.inspect_view import show
 from headrace.orchestration.runs.pieces import pieces_of
 from headrace.reports import TrainReport
 from headrace.types import Struct

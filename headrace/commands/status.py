@@ -14,7 +14,8 @@ from rich.console import Console, Group
 from rich.live import Live as Redrawn
 
 from headrace.errors import ConfigError, HeadraceError
-from headrace.observe import stacks, status, status_view
+from headrace.observe.health import stacks, status
+from headrace.observe.screen import status_view
 from headrace.orchestration.store.directory import CONFIG, LOCK, held
 
 DEAD = 1

@@ -22,8 +22,8 @@ from headrace.durable.journal import JournalStep
 from headrace.errors import ConfigError
 from headrace.models import resolve_model
 from headrace.observe.facts import Books, RunStarted, Warned, WeightsLive
+from headrace.observe.health.waits import Waits
 from headrace.observe.machine import machine_mark
-from headrace.observe.waits import Waits
 from headrace.orchestration.handed import Handed
 from headrace.orchestration.loops.evaluation import Evaluator
 from headrace.orchestration.loops.identity import PROBE, TOLERANCE, IdentityProbe

@@ -13,7 +13,7 @@ from typing import Any
 
 from headrace.config import RunConfig, adapter_runs
 from headrace.observe.facts import WeightsLive
-from headrace.observe.waits import Waits
+from headrace.observe.health.waits import Waits
 from headrace.orchestration.loops.turns import Turns
 from headrace.orchestration.teaching import Teaching, shadow_of
 from headrace.orchestration.workers.clients import ProcessEngine, ProcessTrainer

@@ -21,7 +21,7 @@ from headrace.engine.config import EngineConfig
 from headrace.errors import ConfigError, first_error
 from headrace.models import resolve_model
 from headrace.observe.facts import EngineSample, Fact, Warned
-from headrace.observe.waits import Waits
+from headrace.observe.health.waits import Waits
 from headrace.orchestration.workers.clients import ProcessEngine, ProcessTrainer
 from headrace.orchestration.workers.messages import EngineStart, ShadowStart
 from headrace.protocols import Engine, Observer, Scorer

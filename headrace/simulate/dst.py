@@ -22,8 +22,8 @@ from headrace.algo.groups import algorithm_of
 from headrace.durable.journal import Journal
 from headrace.errors import HeadraceError, StalledError, WorkerDied
 from headrace.observe.facts import Books, RunEnded, RunStarted, WeightsLive
+from headrace.observe.health.waits import Waits
 from headrace.observe.recorder import Recorder
-from headrace.observe.waits import Waits
 from headrace.orchestration.loops.evaluation import Evaluator
 from headrace.orchestration.loops.identity import IdentityProbe
 from headrace.orchestration.loops.parts import Parts, told_of

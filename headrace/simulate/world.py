@@ -17,7 +17,7 @@ from headrace.buffer import Buffer
 from headrace.durable.journal import Journal
 from headrace.durable.passes import PassLog
 from headrace.observe.facts import Warned, WeightsLive
-from headrace.observe.waits import Waits
+from headrace.observe.health.waits import Waits
 from headrace.orchestration.loops.evaluation import Evaluator
 from headrace.orchestration.loops.identity import IdentityProbe
 from headrace.orchestration.loops.parts import Parts

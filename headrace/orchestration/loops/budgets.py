@@ -25,7 +25,7 @@ from collections.abc import Callable
 
 from headrace.errors import RunPaused, TrainingError
 from headrace.observe.facts import Fact, GroupEnded, Warned
-from headrace.observe.shares import PROMPTS, WINDOW, Recent
+from headrace.observe.numbers.shares import PROMPTS, WINDOW, Recent
 from headrace.observe.text import counted, percent
 from headrace.orchestration.loops.outcomes import Firsts, Rolled
 from headrace.process_config import WatchConfig

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from headrace.observe.facts import Evaluated
-from headrace.observe.waits import Waits
+from headrace.observe.health.waits import Waits
 from headrace.orchestration.loops.outcomes import Firsts
 from headrace.process_config import EvalConfig
 from headrace.protocols import Observer, Scorer

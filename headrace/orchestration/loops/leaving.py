@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from headrace.errors import CheckpointError
-from headrace.observe.waits import Waits
+from headrace.observe.health.waits import Waits
 
 T = TypeVar("T")
 

@@ -10,8 +10,8 @@ from headrace.algo.groups import Algorithm
 from headrace.algo.noise import NoiseWatch
 from headrace.buffer import Buffer
 from headrace.durable.journal import Journal
-from headrace.observe.state import RunState
-from headrace.observe.waits import Waits
+from headrace.observe.health.waits import Waits
+from headrace.observe.numbers.state import RunState
 from headrace.orchestration.loops.evaluation import Evaluator
 from headrace.orchestration.loops.identity import IdentityProbe
 from headrace.orchestration.loops.turns import Turns

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable
 
 from headrace.errors import HeadraceError
-from headrace.observe.waits import Waits
+from headrace.observe.health.waits import Waits
 from headrace.orchestration.loops.turns import Turns
 from headrace.protocols import Engine
 from headrace.reports import EngineStats

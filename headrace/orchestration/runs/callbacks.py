@@ -11,9 +11,9 @@ from typing import Any
 
 from headrace.errors import ConfigError, StopTraining
 from headrace.observe.facts import Evaluated
-from headrace.observe.progress import Evaluation, Step
+from headrace.observe.numbers.progress import Evaluation, Step
+from headrace.observe.numbers.state import RunState
 from headrace.observe.records import MetricsFact, StepRow
-from headrace.observe.state import RunState
 from headrace.orchestration.runs.hosting import Errands
 from headrace.user_code import one_line
 

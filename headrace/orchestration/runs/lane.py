@@ -20,7 +20,7 @@ from headrace.observe.build import open_recorder
 from headrace.observe.facts import RunEnded, RunStarted, Warned
 from headrace.observe.records import left_out, read_metrics
 from headrace.observe.report import write_report
-from headrace.observe.summary import print_summary
+from headrace.observe.screen.summary import print_summary
 from headrace.orchestration.runs.pieces import pieces_of
 from headrace.orchestration.runs.session import Session
 from headrace.orchestration.store.checkpoints import Checkpoints

@@ -8,7 +8,7 @@ from pathlib import Path
 from headrace.chat import ChatEncoder
 from headrace.errors import HeadraceError
 from headrace.models import model_states
-from headrace.observe.looks import Pieces, settings_of
+from headrace.observe.numbers.rollout_view import Pieces, settings_of
 
 _WINDOW = 8
 """Tokens that are decoded together: some are written otherwise at a beginning."""

@@ -9,7 +9,7 @@ from headrace.config import RunConfig
 from headrace.durable.files import full_disk_is_said
 from headrace.errors import HeadraceError
 from headrace.observe.facts import Warned
-from headrace.observe.watchdog import Watchdog
+from headrace.observe.health.watchdog import Watchdog
 from headrace.orchestration.build import build, open_waits
 from headrace.orchestration.handed import NOTHING, Handed
 from headrace.orchestration.runs.callbacks import Callbacks

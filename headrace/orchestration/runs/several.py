@@ -20,10 +20,10 @@ from typing import Any
 from headrace.config import RunConfig, adapter_runs, config_of_run, dump_config, read_config
 from headrace.durable.files import full_disk_is_said
 from headrace.errors import HeadraceError
-from headrace.observe.board import Board, open_board
 from headrace.observe.facts import Warned
-from headrace.observe.waits import Waits
-from headrace.observe.watchdog import Watchdog
+from headrace.observe.health.waits import Waits
+from headrace.observe.health.watchdog import Watchdog
+from headrace.observe.screen.board import Board, open_board
 from headrace.orchestration.build import Built, Clock, Pools, Prepared, join, open_model, open_waits, prepare
 from headrace.orchestration.handed import Handed
 from headrace.orchestration.pools import open_pools

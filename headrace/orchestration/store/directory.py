@@ -6,7 +6,7 @@ journal.jsonl      what became of every ticket, complete
 passes/            what the engine sampled since the last checkpoint
 checkpoints/       see checkpoint.py
 logs/              what the worker processes printed
-status.json        who waits for whom at this moment, see observe/status.py
+status.json        who waits for whom at this moment, see observe/health/status.py
 report.html
 """
 

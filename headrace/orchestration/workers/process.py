@@ -17,7 +17,7 @@ from headrace import orphans
 from headrace.errors import WorkerDied
 from headrace.observe.health.family import Child, current_family
 from headrace.observe.health.frames import VARIABLE
-from headrace.observe.stacks import process_state
+from headrace.observe.health.stacks import process_state
 from headrace.orchestration.workers.wire import Channel, Frame
 
 T = TypeVar("T")

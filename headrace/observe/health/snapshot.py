@@ -11,10 +11,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.observe import stacks
-from headrace.observe.health import frames
+from headrace.observe.health import frames, stacks
 from headrace.observe.health.family import Family
-from headrace.observe.waits import Lasting, counted
+from headrace.observe.health.waits import Lasting, counted
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,15 @@ from typing import Any, Literal
 import msgspec
 
 from headrace.durable.files import replace_file
-from headrace.observe import measures
-from headrace.observe.advice import advices
+from headrace.observe.diagnosis.advice import advices
+from headrace.observe.diagnosis.troubles import failings
 from headrace.observe.facts import FirstFailure, Warned
+from headrace.observe.health.stacks import process_state
+from headrace.observe.health.waits import Lasting
+from headrace.observe.numbers import measures
+from headrace.observe.numbers.shares import Tally
+from headrace.observe.numbers.state import RunState
 from headrace.observe.records import METRICS, decode_metrics, left_out
-from headrace.observe.shares import Tally
-from headrace.observe.stacks import process_state
-from headrace.observe.state import RunState
-from headrace.observe.troubles import failings
-from headrace.observe.waits import Lasting
 from headrace.types import Struct
 
 STATUS = "status.json"

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.observe import facts
+from headrace.observe.numbers.state import RunState
 from headrace.observe.records import StepRow
-from headrace.observe.state import RunState
 
 
 @dataclass(frozen=True)

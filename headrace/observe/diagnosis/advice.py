@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from headrace.observe import measures
-from headrace.observe.state import RunState
+from headrace.observe.numbers import measures
+from headrace.observe.numbers.state import RunState
 from headrace.observe.text import counted, number, percent
 
 OFTEN = 0.5

@@ -26,14 +26,13 @@ from types import TracebackType
 from typing import Any
 
 from headrace.errors import HeadraceError
-from headrace.observe import stacks
 from headrace.observe.facts import RunEnded, RunStarted, Warned, WorkerLost
-from headrace.observe.health import frames
+from headrace.observe.health import frames, stacks
 from headrace.observe.health.family import Family, family
 from headrace.observe.health.monitor import Monitor
-from headrace.observe.picture import Camera, blame
-from headrace.observe.status import Live, write_live
-from headrace.observe.waits import Lasting, Testimony, Waits, picture
+from headrace.observe.health.snapshot import Camera, blame
+from headrace.observe.health.status import Live, write_live
+from headrace.observe.health.waits import Lasting, Testimony, Waits, picture
 
 STALLED = 3
 """Exit code of a process that its watchdog ended."""

@@ -8,14 +8,14 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
+from headrace.observe.diagnosis.troubles import measured_on
 from headrace.observe.facts import Evaluated
-from headrace.observe.pools import EngineSpan
-from headrace.observe.report.axes import extent
+from headrace.observe.numbers.engine_use import EngineSpan
 from headrace.observe.report.data import Bin, ReportData
+from headrace.observe.report.draw.axes import extent
+from headrace.observe.report.draw.svg import Chart, figure
 from headrace.observe.report.frame import hovers, of_steps, resumes, told
-from headrace.observe.report.svg import Chart, figure
 from headrace.observe.text import clip, number, percent, with_error
-from headrace.observe.troubles import measured_on
 
 Line = tuple[str, str, Callable[[Bin], float]]
 """Colour, name, value."""

@@ -10,16 +10,26 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from headrace.observe import measures
-from headrace.observe.advice import advices
-from headrace.observe.fates import DISCARDED
-from headrace.observe.lags import over_steps
-from headrace.observe.layout import FAINT, LABEL, distinct, without_marks
-from headrace.observe.state import RunState
+from headrace.observe.diagnosis.advice import advices
+from headrace.observe.diagnosis.troubles import failings, shares
+from headrace.observe.diagnosis.verdicts import (
+    Verdict,
+    accounting,
+    bias,
+    equation,
+    held_out,
+    identity,
+    lag,
+    reasons,
+    record,
+)
+from headrace.observe.numbers import measures
+from headrace.observe.numbers.fates import DISCARDED
+from headrace.observe.numbers.lags import over_steps
+from headrace.observe.numbers.state import RunState
+from headrace.observe.screen.layout import FAINT, LABEL, distinct, without_marks
+from headrace.observe.screen.live import BAD, GOOD, WARN
 from headrace.observe.text import bar, clip, counted, duration, number, percent, plural, short_time, sparkline
-from headrace.observe.troubles import failings, shares
-from headrace.observe.verdicts import Verdict, accounting, bias, equation, held_out, identity, lag, reasons, record
-from headrace.observe.view import BAD, GOOD, WARN
 
 WIDTH = 100
 """At most."""

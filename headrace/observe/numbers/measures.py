@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from headrace.observe.fates import discarded
+from headrace.observe.numbers.fates import discarded
+from headrace.observe.numbers.state import RunState
 from headrace.observe.records import StepRow
-from headrace.observe.state import RunState
 
 
 def phase(state: RunState) -> str:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from headrace.observe.facts import Evaluated, FirstFailure
-from headrace.observe.shares import Tally
-from headrace.observe.state import RunState
+from headrace.observe.numbers.shares import Tally
+from headrace.observe.numbers.state import RunState
 from headrace.observe.text import counted, percent, plural
 
 

@@ -6,12 +6,12 @@ from __future__ import annotations
 import math
 from typing import Literal, NamedTuple
 
+from headrace.observe.diagnosis.troubles import measured_on
 from headrace.observe.facts import Accounting, Evaluated
-from headrace.observe.fates import Shift, discarded, length_shift, reward_shift
-from headrace.observe.measures import mean_lag, trimmed_tokens
-from headrace.observe.state import RunState
+from headrace.observe.numbers.fates import Shift, discarded, length_shift, reward_shift
+from headrace.observe.numbers.measures import mean_lag, trimmed_tokens
+from headrace.observe.numbers.state import RunState
 from headrace.observe.text import counted, number, percent, plural, with_error
-from headrace.observe.troubles import measured_on
 
 Mood = Literal["good", "bad", "plain", "unknown"]
 

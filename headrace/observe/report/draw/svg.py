@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from headrace.observe.report.axes import labels, ticks
+from headrace.observe.report.draw.axes import labels, ticks
 
 WIDTH, HEIGHT = 1000, 200
 """Of the coordinate system; the page says how large it becomes."""

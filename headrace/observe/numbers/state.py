@@ -21,11 +21,11 @@ from headrace.observe.facts import (
     WeightsLive,
     WorkerLost,
 )
-from headrace.observe.fates import Fates, Sieve, solve_rate
-from headrace.observe.pools import EngineUse, Window
+from headrace.observe.numbers.engine_use import EngineUse, Window
+from headrace.observe.numbers.fates import Fates, Sieve, solve_rate
+from headrace.observe.numbers.shares import Shares
+from headrace.observe.numbers.tickets import Tickets
 from headrace.observe.records import MetricsFact, Sample, StepRow
-from headrace.observe.shares import Shares
-from headrace.observe.tickets import Tickets
 
 
 class WaitTotal:
@@ -41,7 +41,7 @@ class WaitTotal:
 
 
 class RunState:
-    """What the facts so far say. `measures.py` and `verdicts.py` draw the conclusions."""
+    """What the facts so far say. `measures.py` and `observe/diagnosis/verdicts.py` draw the conclusions."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -11,8 +11,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from headrace.observe import measures
-from headrace.observe.advice import advices
+from headrace.observe.diagnosis.advice import advices
+from headrace.observe.diagnosis.troubles import measured_on, shares
 from headrace.observe.facts import (
     CheckpointSaved,
     Evaluated,
@@ -23,13 +23,13 @@ from headrace.observe.facts import (
     Warned,
     WorkerLost,
 )
-from headrace.observe.layout import FAINT, LABEL, Stack, flow
+from headrace.observe.numbers import measures
+from headrace.observe.numbers.state import RunState
 from headrace.observe.records import MetricsFact, StepRow
-from headrace.observe.screen import REFRESH, open_screen
-from headrace.observe.state import RunState
+from headrace.observe.screen.layout import FAINT, LABEL, Stack, flow
+from headrace.observe.screen.live import WIDTH, frame, padded
+from headrace.observe.screen.surface import REFRESH, open_screen
 from headrace.observe.text import clip, duration, number, percent, plural, short_time, with_error
-from headrace.observe.troubles import measured_on, shares
-from headrace.observe.view import WIDTH, frame, padded
 
 
 class Header:

@@ -10,10 +10,10 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from headrace.observe.layout import one_line
-from headrace.observe.looks import Look, spans_told
+from headrace.observe.diagnosis.troubles import judged
+from headrace.observe.numbers.rollout_view import Look, spans_told
+from headrace.observe.screen.layout import one_line
 from headrace.observe.text import clip, counted, number, plural
-from headrace.observe.troubles import judged
 from headrace.reports import TrainReport
 
 LAG_STYLES = ("green", "cyan", "bright_blue", "magenta", "bright_magenta", "red")

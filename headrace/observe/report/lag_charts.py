@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from html import escape
 
-from headrace.observe.lags import over_steps
-from headrace.observe.report.axes import extent
+from headrace.observe.numbers.lags import over_steps
 from headrace.observe.report.data import Bin, ReportData
+from headrace.observe.report.draw.axes import extent
+from headrace.observe.report.draw.svg import Chart, figure
+from headrace.observe.report.draw.tables import table
 from headrace.observe.report.frame import hovers, of_steps, resumes, told
-from headrace.observe.report.svg import Chart, figure
-from headrace.observe.report.tables import table
 from headrace.observe.text import number, percent
 from headrace.reports import LagStats
 

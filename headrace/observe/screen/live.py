@@ -9,14 +9,14 @@ from rich.padding import Padding
 from rich.panel import Panel
 from rich.text import Text
 
-from headrace.observe import measures
-from headrace.observe.advice import advices
-from headrace.observe.layout import FAINT, Line, Lines, distinct, middle_out, printable, without_marks
+from headrace.observe.diagnosis.advice import advices
+from headrace.observe.diagnosis.troubles import failings, judged, measured_on, shares
+from headrace.observe.diagnosis.verdicts import before_and_after
+from headrace.observe.numbers import measures
+from headrace.observe.numbers.state import RunState
 from headrace.observe.records import Sample
-from headrace.observe.state import RunState
+from headrace.observe.screen.layout import FAINT, Line, Lines, distinct, middle_out, printable, without_marks
 from headrace.observe.text import bar, counted, number, percent, plural, sparkline, with_error
-from headrace.observe.troubles import failings, judged, measured_on, shares
-from headrace.observe.verdicts import before_and_after
 
 GOOD, BAD, WARN = "bold green", "bold red", "yellow"
 WIDTH = 120

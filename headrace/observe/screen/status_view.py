@@ -11,16 +11,17 @@ from rich.console import Console, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
-from headrace.observe import measures, view
-from headrace.observe.advice import advices
-from headrace.observe.layout import FAINT, GAP, Line, Lines
-from headrace.observe.state import RunState
-from headrace.observe.status import LIVING, SILENT, Live, Status
+from headrace.observe.diagnosis.advice import advices
+from headrace.observe.diagnosis.troubles import failings, shares
+from headrace.observe.diagnosis.verdicts import equation, reasons
+from headrace.observe.diagnosis.verdicts import lag as lag_verdict
+from headrace.observe.health.status import LIVING, SILENT, Live, Status
+from headrace.observe.numbers import measures
+from headrace.observe.numbers.state import RunState
+from headrace.observe.screen import live
+from headrace.observe.screen.layout import FAINT, GAP, Line, Lines
+from headrace.observe.screen.live import BAD, GOOD, WARN
 from headrace.observe.text import clip, duration, plural, short_time
-from headrace.observe.troubles import failings, shares
-from headrace.observe.verdicts import equation, reasons
-from headrace.observe.verdicts import lag as lag_verdict
-from headrace.observe.view import BAD, GOOD, WARN
 
 MARKS = {
     "alive": ("●", GOOD),
@@ -60,8 +61,8 @@ def lines_of(name: str, status: Status, state: RunState) -> Sequence[Line]:
     if status.live:
         lines.append(("processes", _processes(status, status.live)))
     if state.started:
-        lines += [("step", _step(status, state)), ("reward", view.reward(state)), ("lag", _lag(state))]
-        lines += [("engine", view.engine(state)), ("trainer", view.trainer(state)), ("tickets", [_tickets(state)])]
+        lines += [("step", _step(status, state)), ("reward", live.reward(state)), ("lag", _lag(state))]
+        lines += [("engine", live.engine(state)), ("trainer", live.trainer(state)), ("tickets", [_tickets(state)])]
         lines += [("", [Text(one, FAINT)]) for one in reasons(state.accounting)]
         lines.append(("checkpoint", _checkpoint(state)))
         lines += _troubles(state)
