@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from headrace.errors import IdentityError
-from headrace.weight_sync.memory import anonymous_memory
-from headrace.weight_sync.shared_memory import SharedMemoryReceiver, SharedMemorySender, fingerprint, lay_out
+from headrace.weight_sync.packed import fingerprint, lay_out
+from headrace.weight_sync.shared_memory import SharedMemory, SharedMemoryReceiver, SharedMemorySender
 from headrace.weights import Manifest
 
 Ends = tuple[SharedMemorySender, SharedMemoryReceiver, Manifest, int]
@@ -24,10 +24,10 @@ def _parameters(seed: int) -> list[tuple[str, torch.Tensor]]:
 
 @pytest.fixture
 def ends() -> Iterator[Ends]:
-    fd = anonymous_memory()
+    transport = SharedMemory.open()
     manifest = lay_out(_parameters(0), torch.bfloat16)
-    yield SharedMemorySender(fd, {"": manifest}), SharedMemoryReceiver(fd, {"": manifest}), manifest, fd
-    os.close(fd)
+    yield transport.sender({"": manifest}), transport.receiver({"": manifest}), manifest, transport.fd
+    transport.close()
 
 
 def test_what_is_received_is_what_was_sent_in_the_serving_dtype(ends: Ends) -> None:
@@ -61,7 +61,7 @@ def test_one_flipped_bit_is_refused(ends: Ends, byte: int) -> None:
     sender, receiver, manifest, fd = ends
     update = sender.send(1, _parameters(1))
     last = manifest.tensors[-1]
-    position = manifest.slot_nbytes + (byte if byte >= 0 else last.offset + last.nbytes - 1)
+    position = manifest.nbytes + (byte if byte >= 0 else last.offset + last.nbytes - 1)
     (value,) = os.pread(fd, 1, position)
     os.pwrite(fd, bytes([value ^ 1]), position)
     with pytest.raises(IdentityError, match="version 1"):
@@ -74,9 +74,9 @@ def test_an_update_that_never_arrived_is_refused(ends: Ends) -> None:
     sender.send(0, _parameters(0))
     update = sender.send(2, _parameters(2))
     zeros = lay_out(_parameters(0), torch.bfloat16)
-    old = fingerprint(zeros, memoryview(bytes(manifest.slot_nbytes)))
+    old = fingerprint(zeros, memoryview(bytes(manifest.nbytes)))
     assert old != update.fingerprint
-    os.pwrite(fd, bytes(manifest.slot_nbytes), 0)
+    os.pwrite(fd, bytes(manifest.nbytes), 0)
     with pytest.raises(IdentityError):
         receiver.receive(update)
 
@@ -93,7 +93,7 @@ def test_the_fingerprint_names_order_shape_and_dtype() -> None:
 def test_the_memory_has_no_name() -> None:
     """A killed run leaves nothing in /dev/shm or the temporary directory that a later run could trip over."""
     before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
-    fd = anonymous_memory()
-    SharedMemorySender(fd, {"": lay_out(_parameters(0), torch.bfloat16)})
+    transport = SharedMemory.open()
+    transport.sender({"": lay_out(_parameters(0), torch.bfloat16)})
     assert (set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()) <= before
-    os.close(fd)
+    transport.close()

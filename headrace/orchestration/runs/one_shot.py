@@ -84,10 +84,8 @@ async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int, ha
                 if adapter:
                     await pools.serve_base(_Stderr(), time.monotonic)
                 await pools.engine.load(await pools.trainer.publish(adapter))
-            student = Student(model_dir, pools.trainer, pools.engine, bool(adapter), pools.shadow, pools.weights_fd)
-            pools.teaching = await open_teaching(
-                reading, lessons, student, Path(logs), _Stderr(), waits, time.monotonic
-            )
+            student = Student(model_dir, pools.trainer, pools.engine, bool(adapter), pools.shadow, pools.launcher)
+            pools.teaching = await open_teaching(reading, lessons, student, _Stderr(), waits, time.monotonic)
             evaluator = Evaluator(
                 pools.engine.generate,
                 pools.teaching.rewarding(scorer),
