@@ -17,7 +17,6 @@ import pytest
 from test_engine_process import opened, request
 
 from headrace.errors import ConfigError, HeadraceError, WorkerDied
-from headrace.orchestration.workers.connected import ConnectedWorker
 from headrace.orchestration.workers.dial_in import DialInLauncher, DialInWorker, Hello, Listener, Stream, dial
 from headrace.orchestration.workers.wire import (
     MAX_FRAME,
@@ -29,6 +28,7 @@ from headrace.orchestration.workers.wire import (
     pack,
     unpack,
 )
+from headrace.protocols import Job
 from headrace.version import __version__
 
 TOKEN = "a token of many characters"
@@ -235,17 +235,11 @@ def test_an_engine_that_dials_in_survives_a_kill_and_a_stop(tiny_llama: Path, tm
 
 def test_a_process_that_ends_before_it_dials_in_is_a_death(tmp_path: Path) -> None:
     async def use(listener: Listener) -> None:
-        launcher = DialInLauncher(tmp_path, listener)
-        from headrace.protocols import Job
-
-        worker: ConnectedWorker = launcher.worker(Job("engine", "engine"), lambda method, payload: None)
-        listener.token = "another one than it is compared with"
-        expected, listener.token = listener.token, TOKEN
-        spawn = asyncio.ensure_future(worker.start())
-        listener.token = expected  # changed while it starts: it will be turned away, and leave
-        await asyncio.sleep(0)
-        await spawn
-        assert "exit code 1" in await worker.watch() or "ended" in await worker.watch()
+        worker = DialInLauncher(tmp_path, listener).worker(Job("engine", "engine"), lambda method, payload: None)
+        await listener.close()  # nobody answers
+        await worker.start()
+        assert "ended with exit code 1" in await worker.watch()
+        assert "headrace: [Errno" in (tmp_path / "engine.log").read_text()
         with pytest.raises(WorkerDied):
             worker.push("start", None)
         await worker.end()
