@@ -39,7 +39,7 @@ COUNTERS = {"both": 2 * len(CORES)}
 class Child:
     def __init__(self, kind: str, number: int = 0, tree: Path = HERE.parent) -> None:
         sys.path.insert(0, str(HERE.parent))
-        from headrace.orchestration.local import environment
+        from headrace.orchestration.workers.process import environment
 
         variables = {**environment(CORES), **EXTRA, "PYTHONPATH": str(tree)}
         self._process = subprocess.Popen(

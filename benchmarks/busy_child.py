@@ -26,7 +26,7 @@ VOCABULARY = 40_000
 def main() -> None:
     kind, number = sys.argv[1], int((sys.argv[2:3] or ["0"])[0])
     if kind in ("loop", "take"):
-        return load(number if kind == "take" else 10)
+        load(number if kind == "take" else 10)
     work = {"engine": engine, "trainer": trainer, "count": lambda _: count}[kind](number)
     print("ready", flush=True)
     for line in sys.stdin:
