@@ -558,7 +558,7 @@ recorder.close()
 from trackio.sqlite_storage import SQLiteStorage
 print([row["reward/trained"] for row in SQLiteStorage.get_logs("headrace", "demo") if "reward/trained" in row])
 """
-    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    path = os.pathsep.join(sys.path)
     env = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "PYTHONPATH": path}
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr

@@ -15,7 +15,7 @@ from headrace import cli
 from headrace.commands import doctor
 from headrace.errors import CheckpointError, ConfigError, TrainingError, WorkerDied
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 CONFIG = """
 model.path = "smollm2-135m-instruct"

@@ -418,7 +418,7 @@ TAIL = 60
 def real_text(name: str) -> tuple[Path, list[int]]:
     """Longer than the sliding window of 512."""
     directory = resolve_model(name)
-    words = " ".join((Path(__file__).parents[1] / "LICENSE").read_text().split())
+    words = " ".join((Path(__file__).parents[2] / "LICENSE").read_text().split())
     return directory, AutoTokenizer.from_pretrained(directory)(words)["input_ids"][:600]
 
 

@@ -110,7 +110,7 @@ def test_every_function_is_reached_by_a_recipe():
 
 
 def test_every_recipe_is_documented():
-    page = (Path(__file__).parent.parent / "docs" / "algorithms.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
     table = page.split("## Recipes")[1].split("##")[0]
     assert [name for name in RECIPES if f"`{name}`" not in table] == []
 

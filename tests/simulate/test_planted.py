@@ -62,7 +62,7 @@ UNDONE = {
 @pytest.mark.slow
 @pytest.mark.parametrize("pinned", UNDONE)
 def test_a_pinned_case_fails_when_its_fix_is_undone(pinned: str) -> None:
-    """Its schedule drifts as the code changes: then it has to be found anew (`python tests/planted.py`), shrunk and pinned."""
+    """Its schedule drifts as the code changes: then it has to be found anew (`python tests/simulate/planted.py`), shrunk and pinned."""
     assert hunt(BY_NAME[UNDONE[pinned]], PINNED[pinned]).schedule is not None
 
 

@@ -17,7 +17,7 @@ import pytest
 from nbclient import NotebookClient
 from tiny_run import tiny_config, when_step
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def blocks(page: Path) -> list[str]:

@@ -1,9 +1,9 @@
-"""`python tests/planted.py`: does the simulation find the mistakes of `planted_faults.py`? After how many schedules, by which check?
+"""`python tests/simulate/planted.py`: does the simulation find the mistakes of `planted_faults.py`? After how many schedules, by which check?
 
 Each is made in a copy of the package, in a temporary directory; a process of its own runs schedules there until one fails.
 
-    python tests/planted.py                          # all of them; prints the table of docs/simulation.md
-    python tests/planted.py no_window --count 1000   # this one, in so many schedules
+    python tests/simulate/planted.py                          # all of them; prints the table of docs/simulation.md
+    python tests/simulate/planted.py no_window --count 1000   # this one, in so many schedules
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from planted_faults import PLANTED, Planted
 
 from headrace.faultsim.case import Case
 
-PACKAGE = Path(__file__).resolve().parent.parent / "headrace"
+PACKAGE = Path(__file__).resolve().parents[2] / "headrace"
 SCHEDULES = 200
 
 _HUNT = """
