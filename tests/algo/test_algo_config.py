@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from headrace.algo.advantages import ADVANTAGES
-from headrace.algo.aggregate import AGGREGATIONS
+from headrace.algo.advantage.advantages import ADVANTAGES
 from headrace.algo.caveats import caveats
 from headrace.algo.config import AlgoConfig
-from headrace.algo.losses import LOSSES
-from headrace.algo.objective import objective_of, selection_of
+from headrace.algo.loss.aggregate import AGGREGATIONS
+from headrace.algo.loss.losses import LOSSES
+from headrace.algo.loss.objective import objective_of, selection_of
 from headrace.algo.recipes import ADVANTAGE_NAMES, CONSTANTS, KL, READS, RECIPES, WHITENED, Correction, Recipe
 from headrace.config import load_config
 
@@ -253,5 +253,5 @@ def test_k1_is_offered_in_the_reward():
 
 
 def test_the_controllers_half_imports_no_torch():
-    code = "import sys, headrace.algo.groups, headrace.trainer.config; assert 'torch' not in sys.modules"
+    code = "import sys, headrace.algo.advantage.groups, headrace.trainer.config; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

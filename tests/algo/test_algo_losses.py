@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.algo.losses import LOSSES, bound_loss, ppo_clip
+from headrace.algo.loss.losses import LOSSES, bound_loss, ppo_clip
+from headrace.algo.loss.tokens import Tokens, k3, ratio_of, sequence_mean, sequence_sum
 from headrace.algo.recipes import READS, RECIPES
-from headrace.algo.tokens import Tokens, k3, ratio_of, sequence_mean, sequence_sum
 
 Array = np.ndarray
 SEQUENCE = np.array([0, 0, 0, 0, 1, 2, 2, 2, 2, 2, 2, 3, 3])

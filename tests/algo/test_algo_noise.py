@@ -12,11 +12,11 @@ from tiny_run import of, tiny_config
 
 import headrace
 from headrace.algo.config import AlgoConfig
-from headrace.algo.diagnostics import Diagnostics
+from headrace.algo.loss.diagnostics import Diagnostics
+from headrace.algo.loss.objective import objective_of
+from headrace.algo.loss.tokens import TokenLoss, Tokens
 from headrace.algo.noise import NoiseWatch, inside_rounding
-from headrace.algo.objective import objective_of
 from headrace.algo.recipes import RECIPES
-from headrace.algo.tokens import TokenLoss, Tokens
 from headrace.durable.journal import read_steps
 from headrace.observe.facts import Warned
 from headrace.observe.records import StepRow

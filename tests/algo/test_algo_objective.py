@@ -13,17 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headrace.algo.aggregate import AGGREGATIONS, seq_mean_token_mean, seq_mean_token_sum, token_mean, token_sum
+from headrace.algo.advantage.credit import kl_penalty
 from headrace.algo.config import AlgoConfig
-from headrace.algo.corrections import importance_weight, larger_binary_kl
-from headrace.algo.credit import kl_penalty
-from headrace.algo.denominator import Kept
-from headrace.algo.distill import _with_tail, top_divergence
-from headrace.algo.kl import kl_estimate, kl_loss
-from headrace.algo.objective import objective_of, old_of, selection_of
+from headrace.algo.loss.aggregate import AGGREGATIONS, seq_mean_token_mean, seq_mean_token_sum, token_mean, token_sum
+from headrace.algo.loss.corrections import importance_weight, larger_binary_kl
+from headrace.algo.loss.denominator import Kept
+from headrace.algo.loss.distill import _with_tail, top_divergence
+from headrace.algo.loss.kl import kl_estimate, kl_loss
+from headrace.algo.loss.objective import objective_of, old_of, selection_of
+from headrace.algo.loss.selection import covariance, m2po
+from headrace.algo.loss.tokens import Tokens, TopTokens
 from headrace.algo.recipes import RECIPES, Distill
-from headrace.algo.selection import covariance, m2po
-from headrace.algo.tokens import Tokens, TopTokens
 from headrace.errors import ConfigError
 
 SEQUENCE = np.array([0, 0, 0, 1, 2, 2, 2, 2])
@@ -494,7 +494,7 @@ def test_what_is_not_kept_has_no_policy_loss(name):
 
 
 def user(tmp_path: Any, body: str, **more: Any) -> AlgoConfig:
-    (tmp_path / "mine.py").write_text(f"import torch\nfrom headrace.algo.tokens import TokenLoss\n\n{body}\n")
+    (tmp_path / "mine.py").write_text(f"import torch\nfrom headrace.algo.loss.tokens import TokenLoss\n\n{body}\n")
     return AlgoConfig(loss=f"{tmp_path / 'mine.py'}:loss", **more)
 
 

@@ -12,8 +12,8 @@ import torch
 from msgspec.structs import replace
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.config import AlgoConfig
-from headrace.algo.groups import algorithm_of
 from headrace.algo.recipes import RECIPES
 from headrace.reports import TrainReport
 from headrace.trainer.config import TrainConfig

@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.algo.aggregate import seq_mean_token_sum
 from headrace.algo.config import AlgoConfig
+from headrace.algo.loss.aggregate import seq_mean_token_sum
 from headrace.packing import pack_rows
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.forward import Forward, choose_forward

@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.config import AlgoConfig
-from headrace.algo.groups import algorithm_of
 from headrace.algo.noise import NoiseWatch
 from headrace.durable.journal import Journal
 from headrace.durable.passes import PassLog

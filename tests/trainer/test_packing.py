@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.algo.aggregate import seq_mean_token_mean, token_mean
+from headrace.algo.loss.aggregate import seq_mean_token_mean, token_mean
 from headrace.packing import ROOT, Kept, Pack, Plan, Segment, pack_rows, pack_sequence, split_ranks
 from headrace.types import RoutingTrace, Row, SamplingMask, TeacherTrace, TopLogprobs
 

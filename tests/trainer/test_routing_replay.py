@@ -18,8 +18,8 @@ import tiny_models
 import torch
 import transformers
 
-from headrace.algo.aggregate import token_mean
 from headrace.algo.config import AlgoConfig
+from headrace.algo.loss.aggregate import token_mean
 from headrace.commands import parity
 from headrace.commands.parity import Difference
 from headrace.engine.config import EngineConfig

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headrace.algo.aggregate import token_mean
+from headrace.algo.loss.aggregate import token_mean
 from headrace.packing import ROOT, Pack, Segment, pack_rows, split_ranks
 from headrace.trainer.forward.forward import Forward, choose_forward
 from headrace.trainer.forward.tree_attention import MASK_ELEMENTS, Tree, tree_attention, tree_of

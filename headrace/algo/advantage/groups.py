@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
-from headrace.algo.advantages import ADVANTAGES, AdvantageFunction, GroupRewards, penalised, user_advantage
+from headrace.algo.advantage.advantages import ADVANTAGES, AdvantageFunction, GroupRewards, penalised, user_advantage
+from headrace.algo.advantage.credit import kl_penalty, return_to_go, whiten
+from headrace.algo.advantage.rows import reference_of, rows_of
 from headrace.algo.config import AlgoConfig, is_user_function
-from headrace.algo.credit import kl_penalty, return_to_go, whiten
 from headrace.algo.recipes import WHITENED
-from headrace.algo.rows import reference_of, rows_of
 from headrace.types import Group, Prompt, Row, Scored
 
 

@@ -11,8 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from headrace.algo.loss.tokens import TokenLoss, Tokens, binary_kl, log_ratio, ratio_of, sequence_mean, sequence_sum
 from headrace.algo.recipes import READS, Recipe
-from headrace.algo.tokens import TokenLoss, Tokens, binary_kl, log_ratio, ratio_of, sequence_mean, sequence_sum
 
 LossFunction = Callable[[Tokens, Tensor], TokenLoss]
 """(tokens, old [M]) -> TokenLoss"""
@@ -114,7 +114,7 @@ def dppo_kl(tokens: Tokens, old: Tensor, delta: float, cap: float) -> TokenLoss:
 def dppo_tv_quadratic(tokens: Tokens, old: Tensor, delta: float, penalty: float) -> TokenLoss:
     """-keep·A·r + penalty·(log r)^2, an earlier default of prime-rl: `keep` as in `dppo_tv`; r has its gradient and no cap.
 
-    Runs of headrace before 2026-11-22 call it dppo_kl (`earlier.py`), which is another algorithm in the paper.
+    Runs of headrace before 2026-11-22 call it dppo_kl (`algo/earlier.py`), which is another algorithm in the paper.
     """
     return _masked_importance(tokens, old, _moved_too_far(tokens, old, delta), penalty)
 

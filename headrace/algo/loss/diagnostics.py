@@ -11,8 +11,8 @@ import math
 import torch
 from torch import Tensor
 
+from headrace.algo.loss.tokens import TokenLoss, Tokens, k3, ratio_of, sequence_mean, sequence_sum
 from headrace.algo.recipes import RULES
-from headrace.algo.tokens import TokenLoss, Tokens, k3, ratio_of, sequence_mean, sequence_sum
 from headrace.reports import LagStats, Noise
 
 LAGS = (1.0, 2.0, 3.0)

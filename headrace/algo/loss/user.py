@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headrace.algo.load import load_function
-from headrace.algo.tokens import TokenLoss, Tokens
+from headrace.algo.loss.tokens import TokenLoss, Tokens
 from headrace.errors import ConfigError
 
 RULE = "mine"

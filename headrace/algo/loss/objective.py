@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from headrace.algo.config import AlgoConfig, is_user_function
-from headrace.algo.corrections import corrected, lag_weight
-from headrace.algo.distill import teacher_advantage, top_divergence
-from headrace.algo.kl import kl_loss
-from headrace.algo.losses import LossFunction, bound_loss
+from headrace.algo.loss.corrections import corrected, lag_weight
+from headrace.algo.loss.distill import teacher_advantage, top_divergence
+from headrace.algo.loss.kl import kl_loss
+from headrace.algo.loss.losses import LossFunction, bound_loss
+from headrace.algo.loss.selection import covariance, m2po
+from headrace.algo.loss.tokens import TokenLoss, Tokens
+from headrace.algo.loss.user import load_loss
 from headrace.algo.recipes import Distill, Old, Recipe
-from headrace.algo.selection import covariance, m2po
-from headrace.algo.tokens import TokenLoss, Tokens
-from headrace.algo.user import load_loss
 
 Objective = Callable[[Tokens], TokenLoss]
 """tokens of a microbatch -> per-token losses, to be weighed by the aggregation and summed."""
