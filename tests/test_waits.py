@@ -20,29 +20,28 @@ import pytest
 from test_pipeline import Ledger, World
 
 import headrace
-from headrace import virtual_time
 from headrace.config import RunConfig, load_config
 from headrace.engine.config import EngineConfig
 from headrace.engine.fake import FakeEngine
 from headrace.errors import IdentityError, StalledError
-from headrace.observe import stacks
 from headrace.observe.facts import Waited, Warned
+from headrace.observe.health import stacks
 from headrace.observe.health.family import Child, Family, family
 from headrace.observe.health.frames import VARIABLE
-from headrace.observe.picture import blame
-from headrace.observe.status import read_live
-from headrace.observe.waits import Lasting, Waits, counted
-from headrace.observe.waits import Testimony as Told
-from headrace.observe.watchdog import STALLED, Watchdog
+from headrace.observe.health.snapshot import blame
+from headrace.observe.health.status import read_live
+from headrace.observe.health.waits import Lasting, Waits, counted
+from headrace.observe.health.waits import Testimony as Told
+from headrace.observe.health.watchdog import STALLED, Watchdog
 from headrace.orchestration.build import Built, build, open_waits
-from headrace.orchestration.evaluation import Evaluator
 from headrace.orchestration.handed import NOTHING
+from headrace.orchestration.loops.evaluation import Evaluator
+from headrace.orchestration.loops.turns import Turns
+from headrace.orchestration.loops.utilisation import Utilisation
 from headrace.orchestration.pools import open_pools
-from headrace.orchestration.session import Session, on_unheard
-from headrace.orchestration.several import _close, _serve_base, _Together
+from headrace.orchestration.runs.session import Session, on_unheard
+from headrace.orchestration.runs.several import _close, _serve_base, _Together
 from headrace.orchestration.teaching import Classroom, SelfTeaching
-from headrace.orchestration.turns import Turns
-from headrace.orchestration.utilisation import Utilisation
 from headrace.partial import PartialConfig
 from headrace.process_config import EvalConfig
 from headrace.rollout import RolloutConfig
@@ -50,6 +49,7 @@ from headrace.scoring.config import RewardConfig
 from headrace.scoring.fake import FakeScorer
 from headrace.scoring.functions import FunctionScorer
 from headrace.scoring.teachers import Teacher, TextScorer, TextTeacher, TraceScorer
+from headrace.simulate import virtual_time
 from headrace.trainer.fake import FakeTrainer
 from headrace.types import Completion, Episode, Prompt, Turn, VersionSpan
 from headrace.weights import WeightUpdate
@@ -210,10 +210,10 @@ def test_a_witness_that_fails_does_not_save_the_wait():
 def named_waits() -> set[tuple[str, str]]:
     """(owner, what) of every wait in the package, read from its source. What is not literal in an f-string becomes `*`.
 
-    The simulator plays stalls of its own, in `simulate/`.
+    The simulations play stalls of their own, in `plan/` and `faultsim/`.
     """
     found = set()
-    for path in (path for path in PACKAGE.rglob("*.py") if "simulate" not in path.parts):
+    for path in (path for path in PACKAGE.rglob("*.py") if not {"plan", "faultsim"} & set(path.parts)):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "named":
                 found.add((_pattern(node.args[0]), _pattern(node.args[1])))
@@ -725,8 +725,8 @@ def test_a_worker_survives_any_number_of_questions(child: Callable[..., Child]) 
 BLOCKED = """
 import asyncio, ctypes, os, signal, sys, time
 from pathlib import Path
-from headrace.observe.waits import Waits
-from headrace.observe.watchdog import Watchdog
+from headrace.observe.health.waits import Waits
+from headrace.observe.health.watchdog import Watchdog
 
 def blocks():
     time.sleep(60)
