@@ -17,8 +17,8 @@ from typing import Any, cast
 
 import msgspec
 
+from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.config import AlgoConfig
-from headrace.algo.groups import algorithm_of
 from headrace.durable.journal import Journal
 from headrace.errors import HeadraceError, StalledError, WorkerDied
 from headrace.faultsim.case import Case
@@ -46,10 +46,10 @@ from headrace.orchestration.store.snapshots import Snapshots, load_controller
 from headrace.orchestration.store.storage import Storage
 from headrace.orchestration.workers.fake import FakeLauncher
 from headrace.orchestration.workers.messages import EngineStart, TrainerStart
-from headrace.partial import Interrupts, PartialConfig
-from headrace.process_config import EvalConfig, WatchConfig
 from headrace.protocols import Engine, Job, Task, Trainer
-from headrace.rollout import RolloutConfig
+from headrace.rollouts.partial import Interrupts, PartialConfig
+from headrace.rollouts.rollout import RolloutConfig
+from headrace.settings.process_config import EvalConfig, WatchConfig
 from headrace.simulate.distributions import fixed
 from headrace.simulate.surroundings import SimulatedTask
 from headrace.simulate.virtual_time import VirtualTimeLoop

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from headrace.algo.config import AlgoConfig
 from headrace.engine.config import EngineConfig
-from headrace.lora import LoraConfig
+from headrace.engine.kinds import core_class
+from headrace.models.lora import LoraConfig
 from headrace.orchestration.workers.messages import EngineStart, TrainerStart
 from headrace.orchestration.workers.process import LocalLauncher
 from headrace.protocols import EngineCore, Launcher, TrainerCore, Transport, WeightReceiver, WeightSender
@@ -78,12 +79,11 @@ def build_shadow(start: TrainerStart, core: TrainerCore) -> tuple[Shadow | None,
 def build_engine_core(start: EngineStart) -> tuple[EngineCore, WeightReceiver]:
     import torch
 
-    from headrace.engine.native.core import NativeEngine
     from headrace.engine.native.runners.weights import parameters_from_dir
     from headrace.weight_sync.directory import DirectoryReceiver
 
     directory, config = Path(start.model_dir), EngineConfig(**start.engine)
-    core = NativeEngine(directory, config)
+    core = core_class(config.kind)(directory, config)
     if start.transport:
         return core, start.transport.receiver(start.manifests)
     dtype = getattr(torch, config.serving_dtype)

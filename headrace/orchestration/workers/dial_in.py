@@ -84,6 +84,8 @@ class Listener:
         if len(token) < 16:
             raise ConfigError("the token that workers dial in with is too short; use at least 16 random characters")
         self.token, self._host, self._port = token, host, port
+        self.address = ""
+        """HOST:PORT, once it is open."""
         self.turned_away: Counter[str] = Counter()
         self._expected: dict[tuple[str, str], asyncio.Future[Stream]] = {}
         self._strangers = 0
@@ -92,12 +94,8 @@ class Listener:
     async def open(self) -> None:
         """Raises OSError where it cannot listen there."""
         self._server = await asyncio.start_server(self._greet, self._host, self._port, limit=1 << 24)
-
-    @property
-    def address(self) -> str:
-        assert self._server
         host, port = self._server.sockets[0].getsockname()[:2]
-        return f"{host}:{port}"
+        self.address = f"{host}:{port}"
 
     def expect(self, kind: str, seat: str = "") -> asyncio.Future[Stream]:
         """Comes true when that worker has dialled in."""

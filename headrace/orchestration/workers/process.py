@@ -79,7 +79,7 @@ class LocalWorker(ConnectedWorker):
 
 
 class WorkerProcess:
-    """A child process that runs `python -m headrace.orchestration.workers.main KIND ...`: no `__main__` guard is needed in the
+    """A child process that runs `python -m headrace.orchestration.workers.worker KIND ...`: no `__main__` guard is needed in the
     user's script."""
 
     def __init__(self, who: str, logs: Path) -> None:
@@ -103,7 +103,7 @@ class WorkerProcess:
         # A session of its own: Ctrl-C in the terminal reaches the controller only, which then ends its workers in order.
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "headrace.orchestration.workers.main", job.kind, *arguments],
+                [sys.executable, "-m", "headrace.orchestration.workers.worker", job.kind, *arguments],
                 pass_fds=[*fds, *job.inherited],
                 env=environment(job.cores) | own,
                 stdin=subprocess.DEVNULL,

@@ -1,0 +1,201 @@
+"""What becomes of rollouts when new weights come: every `partial.mode` through the real pipeline, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from array import array
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from test_pipeline import World, _trained_lags, schedules
+from test_pipeline import _world as plain_world
+
+from headrace.engine.fake import FakeEngine
+from headrace.observe.facts import GroupEnded, WeightsLive
+from headrace.observe.health.waits import Waits
+from headrace.rollouts.partial import Interrupts, PartialConfig, joined, partial_problems
+from headrace.rollouts.staleness import StalenessConfig
+from headrace.simulate import virtual_time
+from headrace.trainer.fake import FakeTrainer
+from headrace.types import Completion, Request, Sampling, SamplingMask, VersionSpan
+
+MODES = (
+    "inflight", "stream", "abort_resume", "save_resume", "drain", "barrier", "cancel_group",
+)  # fmt: skip
+
+
+def _completions(world: World) -> list[Completion]:
+    return [one.episode.last for batch in world.trainer.batches for group in batch.groups for one in group.scored]
+
+
+def _groups(world: World) -> list[list[Completion]]:
+    return [[one.episode.last for one in group.scored] for batch in world.trainer.batches for group in batch.groups]
+
+
+def _busy(tmp: Path, mode: Any, **other: Any) -> World:
+    """Long completions, frequent swaps: nearly every swap finds rollouts under way."""
+    staleness = StalenessConfig(groups_per_step=2, max_lag=2)
+    engine = FakeEngine(0.1, other.pop("load_seconds", 0.0), lambda rng: rng.choice([2, 8]))
+    return World(tmp, staleness, 12, engine, FakeTrainer(0.3), partial=PartialConfig(mode=mode), **other)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@settings(max_examples=150, deadline=None)
+@given(s=schedules)
+def test_every_mode_keeps_the_contracts_in_every_schedule(
+    tmp_path_factory: pytest.TempPathFactory, mode: Any, s: dict[str, Any]
+) -> None:
+    world = dataclasses.replace(plain_world(tmp_path_factory.mktemp("run"), s), partial=PartialConfig(mode=mode))
+    virtual_time.run(world.run())
+    assert world.trainer.version == world.steps
+    assert 0 <= min(_trained_lags(world)) <= max(_trained_lags(world)) <= s["max_lag"]
+    counted = world.buffer.accounting()
+    assert counted.balance() == 0 and counted.in_pipeline == 0 and counted.trained == world.steps * s["groups"]
+    for one in _completions(world):
+        assert one.stop in ("stop", "length") and len(one.versions()) == len(one.tokens) == len(one.logprobs)
+        assert one.versions() == sorted(one.versions())
+
+
+@pytest.mark.parametrize("mode", ["inflight", "stream", "abort_resume", "save_resume"])
+def test_what_goes_on_over_a_swap_has_the_tokens_it_would_have_had(tmp_path: Path, mode: Any) -> None:
+    """The fake samples a function of request and place: a token that is lost, repeated or moved would be seen."""
+    world, calm = _busy(tmp_path / "a", mode), _busy(tmp_path / "b", "barrier")
+    for one in (world, calm):
+        virtual_time.run(one.run())
+    tokens = {
+        (group.ticket, i): one.episode.last.tokens
+        for batch in calm.trainer.batches for group in batch.groups for i, one in enumerate(group.scored)
+    }  # fmt: skip
+    spread = 0
+    for batch in world.trainer.batches:
+        for group in batch.groups:
+            for i, one in enumerate(group.scored):
+                assert one.episode.last.tokens == tokens.get((group.ticket, i), one.episode.last.tokens)
+                spread += len(set(one.episode.last.versions())) > 1
+    assert spread > 3, "no rollout met a swap: choose other speeds"
+
+
+@pytest.mark.parametrize("mode", ["drain", "barrier", "cancel_group"])
+def test_these_modes_sample_each_rollout_under_one_version(tmp_path: Path, mode: Any) -> None:
+    world = _busy(tmp_path, mode)
+    virtual_time.run(world.run())
+    assert all(len(one.spans) == 1 for one in _completions(world))
+    if mode != "drain":
+        assert all(len({v for one in group for v in one.versions()}) == 1 for group in _groups(world))
+
+
+def test_cancelled_groups_are_dropped_by_name_with_what_it_cost(tmp_path: Path) -> None:
+    world = _busy(tmp_path, "cancel_group")
+    virtual_time.run(world.run())
+    ended = [fact for fact in world.ledger.of(GroupEnded) if fact.reason == "interrupted"]
+    assert world.buffer.accounting().dropped["interrupted"] == len(ended) > 0
+    assert sum(fact.lost_tokens for fact in ended) > 0
+    told = sum(fact.interrupted for fact in world.ledger.of(WeightsLive))
+    assert 0 < told <= len(ended) * world.group_size, "rollouts that had not ended"
+    assert not world.engine.unfinished(), "their requests are cancelled"
+
+
+def test_aborted_rollouts_are_counted_and_the_pause_is_told(tmp_path: Path) -> None:
+    world = _busy(tmp_path, "abort_resume", load_seconds=0.05)
+    virtual_time.run(world.run())
+    live = world.ledger.of(WeightsLive)
+    assert sum(fact.interrupted for fact in live) > 0
+    assert max(fact.pause for fact in live) == pytest.approx(0.05)
+    assert any(request.prefix for request in world.engine.requests)
+
+
+def test_what_was_set_aside_goes_on_behind_what_is_new(tmp_path: Path) -> None:
+    for mode in ("abort_resume", "save_resume"):
+        world = _busy(tmp_path / mode, mode)
+        virtual_time.run(world.run())
+        again = [request for request in world.engine.requests if request.prefix]
+        newest = max(request.priority for request in world.engine.requests if not request.prefix)
+        assert again and all((request.priority > newest) == (mode == "save_resume") for request in again)
+
+
+def test_streamed_weights_mark_what_they_were_mixed_for(tmp_path: Path) -> None:
+    world = _busy(tmp_path, "stream", load_seconds=0.3)
+    virtual_time.run(world.run())
+    spans = [span for one in _completions(world) for span in one.spans]
+    assert any(span.mixed for span in spans) and not all(span.mixed for span in spans)
+
+
+def test_an_evaluation_goes_on_over_an_abort(tmp_path: Path) -> None:
+    """Interrupted completions of held-out prompts would count as short answers."""
+
+    async def go() -> Completion:
+        engine = FakeEngine(0.1, 0.05, lambda rng: 8)
+        await engine.load(await FakeTrainer().publish())
+        clock = asyncio.get_running_loop().time
+        waits = Waits(lambda fact: None, clock, 100, 200)
+        interrupts = Interrupts(engine, PartialConfig(mode="abort_resume"), waits, clock)
+        asked = asyncio.ensure_future(interrupts.once(Request("eval", (1,), Sampling(max_tokens=8))))
+        await asyncio.sleep(0.35)
+        trainer = FakeTrainer()
+        trainer.versions[""] = 1
+        await interrupts.deliver(await trainer.publish())
+        done = await asked
+        assert not interrupts.so_far()
+        return done
+
+    done = virtual_time.run(go())
+    assert len(done.tokens) == 8 and done.stop == "length" and [span.version for span in done.spans] == [0, 1]
+
+
+# -- joining ----------------------------------------------------------------------------------------------------------------
+
+
+def _mask(rows: list[list[int]]) -> SamplingMask:
+    offsets = [0]
+    for row in rows:
+        offsets.append(offsets[-1] + len(row))
+    return SamplingMask(array("i", [token for row in rows for token in row]).tobytes(), array("q", offsets).tobytes())
+
+
+versions = st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=8)
+
+
+@given(versions, st.integers(0, 8), st.data())
+def test_a_completion_cut_anywhere_and_joined_is_itself(drawn: list[tuple[int, bool]], cut: int, data: Any) -> None:
+    told = sorted(drawn)
+    cut = min(cut, len(told))
+    rows = [data.draw(st.lists(st.integers(0, 9), max_size=3)) for _ in told]
+
+    def part(at: slice, stop: Any) -> Completion:
+        spans: list[VersionSpan] = []
+        for place, (version, mixed) in enumerate(told[at]):
+            if not spans or (spans[-1].version, spans[-1].mixed) != (version, mixed):
+                spans.append(VersionSpan(place, version, version, mixed))
+        count = len(told[at])
+        begin = at.start or 0
+        return Completion(
+            tuple(range(begin, begin + count)), tuple(-float(i) for i in range(begin, begin + count)), tuple(spans), stop,
+            mask=_mask(rows[at]),
+        )  # fmt: skip
+
+    whole = joined(part(slice(0, cut), "interrupted"), part(slice(cut, None), "stop"))
+    assert whole == part(slice(0, None), "stop")
+
+
+def test_what_is_told_at_the_end_is_that_of_the_end() -> None:
+    first = Completion((1,), (-1.0,), (VersionSpan(0, 0, 0),), "interrupted", prompt_logprobs=(-2.0,))
+    second = msgspec.structs.replace(first, tokens=(), logprobs=(), spans=(), stop="length", prompt_logprobs=None)
+    assert joined(first, second) == msgspec.structs.replace(first, stop="length")
+
+
+# -- settings ---------------------------------------------------------------------------------------------------------------
+
+
+def test_pairs_that_cannot_work_are_refused_with_the_remedy() -> None:
+    with pytest.raises(ValidationError, match="partial.parts belongs to"):
+        PartialConfig(mode="drain", parts=3)
+    assert not partial_problems(PartialConfig("drain"), adapter=True, several=False)
+    for mode in ("drain", "abort_resume", "save_resume"):
+        assert "use inflight, barrier or cancel_group" in partial_problems(PartialConfig(mode), False, True)[0]
+    assert "use inflight" in partial_problems(PartialConfig("stream"), True, False)[0]

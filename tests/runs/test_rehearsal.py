@@ -1,0 +1,374 @@
+"""The rehearsal: what it shows when all is well, what it only notes, and its arithmetic. What it refuses is in `test_bad_inputs.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_run import tiny_config
+
+import headrace
+from headrace import cli
+from headrace.algo.config import AlgoConfig
+from headrace.config import RunConfig, dump_config, load_config
+from headrace.engine.config import EngineConfig
+from headrace.errors import ConfigError
+from headrace.models.chat import ChatEncoder
+from headrace.models.lora import LoraConfig
+from headrace.orchestration.build import build_task
+from headrace.orchestration.handed import take_over
+from headrace.orchestration.runs.rehearse import Rehearsal, rehearse
+from headrace.rehearsal import memory
+from headrace.rehearsal.machine import GIB, Machine, gib
+from headrace.rehearsal.memory import Plan, needs, notes, refusals
+from headrace.rehearsal.place import place_problem
+from headrace.rehearsal.prompts import first_prompts, length_problem, lengths
+from headrace.rehearsal.shape import Shape, read_shape
+from headrace.rehearsal.words import algorithm, page
+from headrace.settings.other_names import MEANINGS
+from headrace.settings.toml import setting_names
+from headrace.settings.user_code import defines
+from headrace.tasks.config import TaskConfig
+from headrace.trainer.config import TrainConfig
+
+Config = dict[str, Any]
+
+
+def done(config: Config, reward: Any = None, resume: Path | None = None) -> Rehearsal:
+    resolved, handed = take_over(config, (), reward)
+    return asyncio.run(rehearse(resolved, handed, resume))
+
+
+# --- what is shown -----------------------------------------------------------------------------------------------------
+
+
+def test_a_rehearsal_shows_the_prompt_the_reward_the_algorithm_and_where_everything_will_be(
+    tmp_path, tiny_llama, capsys
+):
+    config = load_config(tiny_config(tmp_path, tiny_llama, algo={"name": "icepop"}, reward={"extract": "last_number"}))
+    (tmp_path / "a.toml").write_text(dump_config(config))
+    assert cli.main(["train", str(tmp_path / "a.toml"), "--dry-run"]) == 0
+    out, err = capsys.readouterr()
+    assert err == "" and not (tmp_path / "runs").exists()
+    settings, shown = out[: out.index("\nRun\n")], out[out.index("\nRun\n") :]
+    assert load_config(tomllib.loads(settings)) == config
+    assert [line for line in shown.splitlines() if line and line[0] != " "] == [
+        "Run", "Prompts", "Reward", "Algorithm", "Where", "Memory",
+    ]  # fmt: skip
+    assert "<user>" in shown and "<assistant>" in shown and "share_of_e = 0" in shown
+    assert "mask token weights to [0.5, 5]" in shown and "all tokens of the optimizer step (token_mean)" in shown
+    for who in ("controller", "trainer", "engine", "between", "together"):
+        assert f"\n  {who:<13} " in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_the_reward_is_given_the_row_s_answer_as_the_run_will_give_completions(tmp_path, tiny_llama):
+    seen: list[Any] = []
+
+    def reward(prompts, completions, completion_tokens, answer):
+        seen.append((prompts, completions, completion_tokens, answer))
+        return [0.5] * len(completions)
+
+    found = done(tiny_config(tmp_path, tiny_llama), reward)
+    ((prompts, completions, tokens, answer),) = seen
+    assert completions == answer and len(prompts) == len(tokens) == 4 and len(set(completions)) == 1 and tokens[0]
+    assert ("returned", "reward = 0.5") in found.sections["Reward"]
+
+
+def test_a_row_without_an_answer_gets_a_sentence_and_tags_where_they_are_looked_for(tmp_path, tiny_llama):
+    config = tiny_config(tmp_path, tiny_llama, reward={"extract": "answer_tag"})
+    (tmp_path / "reward.py").write_text(
+        "def share_of_e(completions, answer): return [float(t == a) for t, a in zip(completions, answer)]"
+    )
+    assert ("returned", "share_of_e = 1") in done(config).sections["Reward"]
+    rows = (json.dumps({"prompt": f"{i}?"}) for i in range(40))
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    said = done({**config, "reward": {}}, lambda completions: [float(len(completions[0]))] * len(completions))
+    assert "This sentence stands where a completion will be." in said.sections["Reward"][1][1]
+
+
+def test_what_a_reward_prints_is_shown(tmp_path, tiny_llama):
+    config = tiny_config(tmp_path, tiny_llama)
+    (tmp_path / "reward.py").write_text(
+        "def share_of_e(completions):\n    print('judging')\n    return [0.0] * len(completions)"
+    )
+    assert ("it printed", "judging") in done(config).sections["Reward"]
+
+
+def test_adapters_are_rehearsed_one_by_one(tmp_path, tiny_llama):
+    config = tiny_config(
+        tmp_path, tiny_llama, lora={"rank": 4}, adapters=[{"name": "a"}, {"name": "b", "algo": {"name": "rloo"}}]
+    )
+    found = done(config)
+    assert {"Prompts, a", "Prompts, b", "Reward, a", "Algorithm, b"} <= found.sections.keys()
+    assert dict(found.sections["Algorithm, b"])["advantage"] == "leave_one_out"
+    config["adapters"][1]["task"] = {"kind": "jsonl", "path": "absent.jsonl"}
+    with pytest.raises(ConfigError, match="there is no .*absent.jsonl"):
+        done(config)
+
+
+# --- what is refused, and when -----------------------------------------------------------------------------------------
+
+
+def test_complaints_are_told_together(tmp_path, tiny_llama):
+    config = tiny_config(tmp_path, tiny_llama, engine={"kv_gib": 1e6}, out=str(tmp_path / "reward.py"))
+    (tmp_path / "reward.py").write_text("def other(): pass")
+    with pytest.raises(ConfigError) as refused:
+        done(config)
+    first, second, third = str(refused.value).splitlines()
+    assert "is a file; set out" in first and "defines no share_of_e" in second and "engine.kv_gib" in third
+
+
+def test_training_from_python_is_refused_before_anything_is_written(tmp_path, tiny_llama):
+    config = tiny_config(tmp_path, tiny_llama)
+
+    def fails(completions, **columns):
+        raise LookupError("no such row")
+
+    with pytest.raises(ConfigError, match=r"LookupError: no such row"):
+        headrace.train(config, fails)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_async_function_from_python_is_called_in_the_loop_of_the_run_before_the_model_is_loaded(
+    tmp_path, tiny_llama
+):
+    """What such a function keeps open (a client's connections) belongs to one event loop."""
+    loops: list[Any] = []
+
+    async def fails(completions, **columns):
+        loops.append(asyncio.get_running_loop())
+        raise LookupError("no such row")
+
+    config = tiny_config(tmp_path, tiny_llama)
+    done(config, fails)
+    assert loops == []
+    with pytest.raises(ConfigError, match=r"LookupError: no such row"):
+        headrace.train(config, fails)
+    assert len(loops) == 1 and not list((tmp_path / "runs").rglob("trainer.log"))
+
+
+def test_some_long_prompts_are_a_note_and_all_of_them_too_where_a_run_goes_on(tmp_path, tiny_llama):
+    config = tiny_config(tmp_path, tiny_llama)
+    texts = [f"{i}?" if i % 2 else f"{i} " * 60 for i in range(40)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"prompt": text}) for text in texts))
+    (note,) = [note for note in done(config).notes if "too long" in note]
+    assert " prompts that were looked at are too long" in note and "raise engine.context_length to" in note
+    config["engine"]["context_length"] = 12
+    with pytest.raises(ConfigError, match="all prompts that were looked at are too long"):
+        done(config)
+    (tmp_path / "runs" / "tiny").mkdir(parents=True)
+    assert any("all prompts" in note for note in done(config, resume=tmp_path / "runs" / "tiny").notes)
+
+
+def test_a_directory_that_holds_a_run_is_only_for_going_on(tmp_path, tiny_llama):
+    config, run = tiny_config(tmp_path, tiny_llama), tmp_path / "runs" / "tiny"
+    run.mkdir(parents=True)
+    (run / "journal.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError, match="already holds a run"):
+        done(config)
+    assert done(config, resume=run).problems == []
+
+
+# --- the place ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_place_that_can_be_written_is_left_as_it_was(tmp_path):
+    assert place_problem(tmp_path / "a" / "b", "a") == "" and not list(tmp_path.iterdir())
+    (tmp_path / "nowhere").symlink_to(tmp_path / "absent")
+    assert "leads nowhere" in place_problem(tmp_path / "nowhere" / "b", "nowhere")
+
+
+# --- prompts -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_prompts_looked_at_are_those_of_the_run_and_the_task_is_as_before(tmp_path, tiny_llama):
+    config = TaskConfig(**tiny_config(tmp_path, tiny_llama)["task"])
+    task = build_task(config, ChatEncoder(tiny_llama), 0)
+    looked_at = first_prompts(task, 4)
+    assert [prompt.id for prompt in looked_at[:3]] == [task.draw().id for _ in range(3)]
+    assert [prompt.id for prompt in looked_at[-4:]] == [prompt.id for prompt in task.held_out(4)]
+
+
+def test_lengths_and_what_is_said_of_them(tmp_path, tiny_llama):
+    config = TaskConfig(**tiny_config(tmp_path, tiny_llama)["task"])
+    prompts = first_prompts(build_task(config, ChatEncoder(tiny_llama), 0), 0)
+    counts = [len(prompt.tokens) for prompt in prompts]
+    found = lengths(prompts, max(counts) - 1)
+    assert found.longest == max(counts) and found.shortest == min(counts)
+    assert found.too_long == counts.count(max(counts)) < found.looked_at == len(counts)
+    assert f"{found.too_long} of {found.looked_at} prompts" in length_problem(found, 8, 16, 0)
+    assert f"engine.context_length to {max(counts) + 8}" in length_problem(found, 8, 16, 0)
+    assert "this model has 17 positions" in length_problem(found, 8, 64, 17)
+    assert length_problem(lengths(prompts, max(counts)), 8, 16, 0) == ""
+
+
+# --- memory ------------------------------------------------------------------------------------------------------------
+
+BILLION = Shape(10**9, (("a.q_proj.weight", 100, 50), ("a.up.weight", 200, 50)), 10, 1000, 4000, 2 * 10 * 4 * 64, 4096)
+
+
+def plan_of(adapters: int = 0, reference: bool = False, **sections: Config) -> Plan:
+    engine, train, lora = (sections.get(name, {}) for name in ("engine", "train", "lora"))
+    return Plan(
+        engine=EngineConfig(**engine),
+        engine_device="cpu",
+        train=TrainConfig(**train),
+        train_device="cpu",
+        train_dtype="bfloat16",
+        lora=LoraConfig(**lora),
+        adapters=adapters,
+        reference_in_loss=reference,
+    )
+
+
+def machine_of(memory: float, free: float | None = None) -> Machine:
+    return Machine(4, int(memory * GIB), int((memory if free is None else free) * GIB), None, None)
+
+
+@pytest.mark.parametrize(
+    ("plan", "billions"),
+    [
+        (plan_of(), {"trainer": 16, "between": 4}),
+        (plan_of(train={"weights": "bfloat16"}), {"trainer": 12, "between": 4}),
+        (plan_of(train={"offload_optimizer": True}), {"trainer": 20, "between": 4}),
+        (plan_of(engine={"dtype": "float32"}), {"trainer": 16, "between": 8}),
+        (plan_of(reference=True), {"trainer": 18, "between": 4}),
+        (plan_of(lora={"rank": 16}, adapters=1), {"trainer": 2, "between": 2}),
+        (plan_of(lora={"rank": 16, "publish": "merged"}, adapters=1), {"trainer": 2, "between": 4}),
+        (plan_of(lora={"rank": 16, "quantise": "nf4"}, adapters=1), {"trainer": 0.5, "between": 2}),
+    ],
+)
+def test_bytes_a_parameter_are_those_of_the_trainer_s_table(plan: Plan, billions: dict[str, float]):
+    found = needs(BILLION, plan)
+    for who, bytes in billions.items():
+        certain = sum(need.bytes for need in found if need.who == who and need.certain)
+        assert certain == pytest.approx(bytes * 1e9, rel=1e-3)
+
+
+def test_an_adapter_has_rank_times_rows_and_columns_of_what_it_adapts():
+    assert BILLION.adapter(LoraConfig(rank=2)) == 2 * (150 + 250)
+    assert BILLION.adapter(LoraConfig(rank=2, targets=("q_proj",))) == 2 * 150
+    assert memory.checkpoint_bytes(BILLION, plan_of(lora={"rank": 2}, adapters=1)) == 12 * 2 * 400
+
+
+def test_checkpointing_keeps_one_number_in_place_of_all_of_a_layer():
+    whole, one = (memory.activations(BILLION, TrainConfig(gradient_checkpointing=on), 2) for on in (False, True))
+    assert whole == 2048 * 10 * (10 * 1000 + 3 * 4000) * 2 and one < whole / 5
+
+
+@pytest.mark.parametrize(
+    ("plan", "memory", "words"),
+    [
+        (plan_of(), 64, ""),
+        (plan_of(), 16, "training 1 billion parameters takes 18.6 GiB on this machine, which has 16.0 GiB"),
+        (plan_of(), 16, "lora.rank = 16"),
+        (plan_of(lora={"rank": 8}, adapters=1), 2, 'lora.quantise = "nf4"'),
+        (
+            plan_of(engine={"kv_gib": 500}),
+            64,
+            "engine.kv_gib = 500 is more than the 64.0 GiB of memory of this machine",
+        ),
+        (plan_of(engine={"kv_gib": 500}), 64, "0.6 GiB hold all that engine.max_running = 64 can fill"),
+        (plan_of(engine={"kv_gib": 0.001}), 64, "takes 0.00977 GiB for this model; raise engine.kv_gib"),
+    ],
+)
+def test_what_cannot_fit_is_refused(plan: Plan, memory: float, words: str):
+    said = "\n".join(refusals(needs(BILLION, plan), BILLION, plan, machine_of(memory)))
+    assert words in said and bool(words) == bool(said)
+
+
+def test_what_may_not_fit_is_a_note():
+    found = needs(BILLION, plan_of())
+    assert not list(notes(found, machine_of(64)))
+    (note,) = notes(found, machine_of(64, free=20))
+    assert "20.0 GiB are free now" in note and "train.microbatch_tokens" in note
+
+
+def test_the_shape_is_that_of_the_weights(tiny_llama):
+    shape = read_shape(tiny_llama)
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert (shape.layers, shape.hidden, shape.inner, shape.positions) == (2, 32, 64, 256)
+    assert shape.cached == 2 * 2 * 2 * 8 and len(shape.matrices) == 2 * 7
+    assert [gib(size * GIB) for size in (0.004, 0.51, 1.55, 600)] == ["0.00 GiB", "0.5 GiB", "1.6 GiB", "600 GiB"]
+
+
+# --- the machine -------------------------------------------------------------------------------------------------------
+
+
+def test_devices_and_dtypes_as_they_will_be():
+    facts = {"built_for": "CPU", "bfloat16": False}
+    plain, asked = machine_of(8), machine_of(8)._replace(torch=facts)
+    gpu = machine_of(8)._replace(gpu=("H", 80 * GIB), torch={"built_for": "12.8", "bfloat16": True})
+    assert [machine.device("x", "auto") for machine in (plain, asked, gpu)] == ["cpu", "cpu", "cuda"]
+    assert gpu.device("x", "cpu") == "cpu" and gpu.device("x", "cuda") == "cuda"
+    assert asked.dtype("auto", "cpu") == "float32" and gpu.dtype("auto", "cuda") == "bfloat16"
+    assert asked.dtype("bfloat16", "cpu") == "bfloat16"
+    with pytest.raises(ConfigError, match='engine.device = "cuda", but this build of torch is for the CPU'):
+        asked.device("engine.device", "cuda")
+
+
+# --- words -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "label", "words"),
+    [
+        ({}, "loss", "ppo_clip: ratio within [0.8, 1.2]"),
+        ({"name": "dapo"}, "loss", "ppo_clip: ratio within [0.8, 1.28]"),
+        ({"clip_high": 0.3, "dual_clip": 3.0}, "loss", "ppo_clip: ratio within [0.8, 1.3], dual_clip = 3"),
+        ({"name": "tis"}, "correction", "truncate token weights to [0, 2]"),
+        ({"correction": {"veto": 1e-4}}, "correction", "veto = 0.0001"),
+        ({"kl": {"coef": 1e-3}}, "KL", "0.001 x k3 in the loss"),
+        ({"lag": {"kind": "exponential"}}, "lag weight", "exponential, decay = 0.9"),
+        ({"name": "m2po"}, "selection", "m2po, tau = 0.04"),
+        ({"name": "dr_grpo"}, "denominator", "the step's sequences times 64 tokens (token_sum)"),
+        ({"name": "opd_topk"}, "distillation", "reverse, top 32, coefficient 1"),
+        ({"name": "icepop", "denominator": "kept"}, "denominator", "what a rule takes out is not counted"),
+        ({"overlong": "mask"}, "cut off", "leave the loss and its denominator"),
+    ],
+)
+def test_the_algorithm_is_told_as_it_comes_out(settings: Config, label: str, words: str):
+    assert words in dict(algorithm(AlgoConfig(**settings).with_length(64)))[label]
+
+
+def test_a_page_is_80_columns_wide_and_keeps_the_lines_of_a_prompt():
+    text = page({"Prompts": [("the first", "a b " * 40 + "\nsecond\n\nfourth"), ("", "end")]}, ["a note " * 20])
+    assert max(map(len, text.splitlines())) <= 80
+    assert [line.strip() for line in text.splitlines()[4:8]] == ["second", "", "fourth", "end"]
+
+
+# --- names of other libraries, functions of the user's ------------------------------------------------------------------
+
+
+def test_every_name_of_another_library_leads_to_a_setting_that_there_is():
+    known = set(setting_names(RunConfig))
+    for name, meaning in MEANINGS.items():
+        named = {word.strip(",") for word in meaning.ours.split() if "." in word or word in ("out", "name")}
+        assert named <= known and bool(named) == bool(meaning.ours), name
+        assert name not in known, f"{name} is a setting of ours"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("def loss(tokens): pass", ""),
+        ("from other import loss", ""),
+        ("from other import *", ""),
+        ("loss = make()", ""),
+        ("class Loss:\n    def loss(self): pass", ""),
+        ("def lss(tokens): pass", "defines no loss; did you mean lss?"),
+        ("def loss(:", "is not valid Python"),
+    ],
+)
+def test_a_function_is_found_without_running_its_file(tmp_path, text, words):
+    (tmp_path / "a.py").write_text(text)
+    said = defines(f"{tmp_path / 'a.py'}:loss")
+    assert words in said and bool(words) == bool(said)

@@ -1,0 +1,91 @@
+"""A whole run of a tiny model: its settings, what it wrote, and what is done to it from outside while it is under way."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from headrace.observe.records import read_metrics
+
+Config = dict[str, Any]
+
+REWARD = """
+def share_of_e(prompts, completions, **columns):
+    return [text.count("e") / max(len(text), 1) for text in completions]
+
+def share_of_o(prompts, completions, **columns):
+    return [text.count("o") / max(len(text), 1) for text in completions]
+"""
+
+
+def tiny_config(directory: Path, model: Path, **tables: Any) -> Config:
+    """Rows and a reward are written into the directory. `tables`: settings instead of those below, or beside them."""
+    rows = [{"prompt": f"{i} + {i}?", "answer": str(2 * i)} for i in range(200)]
+    (directory / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (directory / "reward.py").write_text(REWARD)
+    config: Config = {
+        "name": "tiny",
+        "out": str(directory / "runs"),
+        "model": {"path": str(model)},
+        "task": {"kind": "jsonl", "path": str(directory / "rows.jsonl"), "held_out": 16},
+        "reward": {"function": f"{directory / 'reward.py'}:share_of_e"},
+        "rollout": {"group_size": 4, "max_tokens": 8},
+        "train": {"steps": 6, "learning_rate": 1e-2, "dtype": "float32"},
+        "engine": {"dtype": "float32", "kv_gib": 0.01, "context_length": 64, "max_running": 16},
+        "staleness": {"groups_per_step": 4, "max_lag": 1},
+        "checkpoint": {"every": 2},
+        "eval": {"prompts": 0},
+        "observe": {"terminal": "off"},
+    }
+    for name, table in tables.items():
+        config[name] = {**config.get(name, {}), **table} if isinstance(table, dict) else table
+    return config
+
+
+def of(directory: Path, kind: type) -> list[Any]:
+    """What the metrics have of that kind."""
+    return [fact for fact in read_metrics(directory) if isinstance(fact, kind)]
+
+
+def seconds_to_import(module: str) -> float:
+    """In a process of its own, on the machine as busy as it is now."""
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-c", f"import {module}"], check=True)
+    return time.monotonic() - began
+
+
+def workers_of(pid: int) -> dict[str, int]:
+    """The worker processes of a controller, by kind."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+        except (OSError, IndexError, ValueError):  # no process, or gone meanwhile
+            continue
+        if parent == pid and b"headrace.orchestration.workers.worker" in words:
+            found[words[words.index(b"headrace.orchestration.workers.worker") + 1].decode()] = int(entry.name)
+    return found
+
+
+def when_step(directory: Path, step: int, act: Callable[[], None]) -> threading.Thread:
+    """Does something from outside as soon as the metrics show that step."""
+
+    def watch() -> None:
+        deadline = time.monotonic() + 600
+        while time.monotonic() < deadline:
+            metrics = directory / "metrics.jsonl"
+            if metrics.exists() and metrics.read_text().count('"StepTrained"') >= step:
+                act()
+                return
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread
