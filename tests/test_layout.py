@@ -54,6 +54,7 @@ FLOORS = {
     "config": 5,
     "rehearsal": 5,
     "orchestration": 6,
+    "auto": 5,
     "doctor": 6,
     "simulate": 7,
     "__init__": 7,

@@ -80,7 +80,8 @@ class Pipeline:
     async def redo(self, steps: Sequence[JournalStep]) -> None:
         """Steps that were done after the checkpoint, by a process that was killed."""
         for step in steps:
-            batch = replace(self._batch(step.groups), skippable=bool(step.report.skipped))
+            skipped = bool(step.report.skipped)
+            batch = replace(self._batch(step.groups), skippable=skipped, steps=step.steps)
             report = await self._busy("step, again", self._parts.trainer.step, batch)
             if bool(report.skipped) != bool(step.report.skipped):
                 raise CheckpointError(
@@ -224,7 +225,8 @@ class Pipeline:
         """Nothing comes between what the trainer does and what is written of it."""
         parts, batch = self._parts, self._batch(groups)
         report = await self._busy("step", parts.trainer.step, batch)
-        parts.journal.write(Stepped(self._clock(), report, tuple(group.ticket for group in groups)))
+        tickets = tuple(group.ticket for group in groups)
+        parts.journal.write(Stepped(self._clock(), report, tickets, self._plan.steps))
         parts.journal.flush()
         for sentence in parts.noise.told(report):
             self._record(Warned(self._clock(), sentence))

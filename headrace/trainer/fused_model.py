@@ -22,6 +22,7 @@ from headrace.packing import ROOT, Segment
 from headrace.trainer import fused_ops
 from headrace.trainer.fused_ops import PackedWeight, Segments
 from headrace.trainer.kernels import binding
+from headrace.trainer.kernels.build import built
 from headrace.trainer.torch_attention import Tree, tree_of
 from headrace.trainer.torch_forward import Forward, own_hidden, packed_hidden
 
@@ -66,6 +67,15 @@ def fuse(forward: Forward) -> tuple[str, ...]:
         if _holds(forward, expected):
             break
     return tuple(done)
+
+
+def why_none(device: torch.device) -> str:
+    """For a model that uses no kernels."""
+    if device.type != "cpu":
+        return "they are for the CPU"
+    if binding.library() is None:
+        return f"there are none here ({built().reason})"
+    return "they do not reproduce this model's own numbers"
 
 
 def reserve(model: Any, tokens: int) -> None:
