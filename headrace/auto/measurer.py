@@ -16,11 +16,10 @@ from typing import Any, Protocol
 
 import msgspec
 
-import headrace
 from headrace.auto.candidates import CANDIDATES, Candidate, Figures
 from headrace.auto.slices import slice_of
+from headrace.durable.files import replace_file
 from headrace.models import cache_dir
-from headrace.observe.files import replace_file
 from headrace.observe.machine import cpu_model
 
 SECONDS = 300
@@ -75,13 +74,12 @@ def fingerprint(config: Mapping[str, Any], threads: Sequence[int]) -> str:
         _instructions(),
         *(f"{name}={os.environ.get(name, '')}" for name in LIMITS),
         platform.machine(),
-        headrace.__version__,
-        *(metadata.version(name) for name in ("torch", "transformers")),
+        *(metadata.version(name) for name in ("headrace", "torch", "transformers")),
         json.dumps(CANDIDATES),
         json.dumps(config, sort_keys=True, default=str),
         json.dumps(tuple(threads)),
     ]
-    package = Path(headrace.__file__).parent
+    package = Path(__file__).parent.parent
     for folder in SOURCES:
         for path in sorted((package / folder).rglob("*")):
             if path.suffix in (".cpp", ".h", ".py"):
