@@ -109,12 +109,12 @@ OF_PIPELINE = (
     ),
     _one(
         "step_counted_first", PIPELINE, "C7", "a step is counted, and then written into the journal",
-        "        parts.journal.write(Stepped(self._clock(), report, tuple(group.ticket for group in groups)))\n"
+        "        parts.journal.write(Stepped(self._clock(), report, tuple(group.ticket for group in groups), batch.steps))\n"
         "        parts.journal.flush()\n        for sentence in", "        for sentence in",
         (
             "        parts.buffer.trained(groups)\n        self._record(step_fact(",
             "        parts.buffer.trained(groups)\n"
-            "        parts.journal.write(Stepped(self._clock(), report, tuple(group.ticket for group in groups)))\n"
+            "        parts.journal.write(Stepped(self._clock(), report, tuple(group.ticket for group in groups), batch.steps))\n"
             "        parts.journal.flush()\n        self._record(step_fact(",
         ),
     ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -58,13 +57,3 @@ def _stolen() -> tuple[float, float]:
     except (OSError, IndexError, ValueError):
         return 0.0, 0.0
     return sum(ticks), ticks[7] if len(ticks) > 7 else 0.0
-
-
-def own_seconds() -> float:
-    """Since this process was started."""
-    try:
-        fields = Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()
-        booted = float(Path("/proc/uptime").read_text().split()[0])
-        return max(0.0, booted - int(fields[19]) / os.sysconf("SC_CLK_TCK"))
-    except (OSError, IndexError, ValueError):
-        return 0.0

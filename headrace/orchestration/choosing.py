@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from headrace.auto.allowance import Allowance
 from headrace.auto.candidates import Choice, Figures, candidates, choose, choose_threads
 from headrace.auto.fit import Fitted, Speeds, Wish, fit
 from headrace.auto.measurer import Measurer, thread_counts
@@ -144,6 +145,21 @@ def fit_minutes(settled: Settled, share: Share, checkpoint: int, prompt_tokens: 
     kept = {"step": found.step_seconds, "evaluation": found.evaluation_seconds, "save": speeds.save, "spent": spent}
     config = dataclasses.replace(config, chosen=dataclasses.replace(config.chosen, speeds=kept))
     return dataclasses.replace(settled, config=config, notes=(too_slow(config, found),) if not found.fits else ())
+
+
+def allowance_of(config: RunConfig) -> Allowance | None:
+    """Of a run with `train.minutes`; None of others."""
+    if not config.train.minutes:
+        return None
+    speeds, wished = config.chosen.speeds, config.chosen.wishes.get("train.steps", config.train.steps)
+    return Allowance(
+        end=60 * config.train.minutes - speeds.get("spent", 0.0),
+        steps=config.train.steps,
+        most=max(int(wished), config.train.steps),
+        evaluation=speeds.get("evaluation", 0.0),
+        save=speeds.get("save", 0.0),
+        step=speeds.get("step", 0.0),
+    )
 
 
 def speeds_of(settled: Settled, share: Share, checkpoint: int) -> Speeds:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.config import RunConfig
+from headrace.observe.facts import RunStarted
 from headrace.observe.text import plural
 
 
@@ -28,6 +29,26 @@ def where(config: RunConfig, path: str) -> dict[str, str]:
         "scorer": f"{config.reward.workers} workers",
         **{f"teacher {one.name}": f"own process, {one.asked}, by {one.mode}" for one in config.teachers},
     }
+
+
+def elsewhere(before: RunStarted, now: RunStarted) -> str:
+    """What is another machine, or another way to compute, since the process before; empty where nothing is."""
+    changed = [
+        f"{name} was {before.machine[name]}, now {value}"
+        for name, value in now.machine.items()
+        if before.machine.get(name, value) != value
+    ]
+    changed += [
+        f"{part}: it was {before.where[part]}, now {now.where[part]}"
+        for part in ("engine", "trainer")
+        if before.where.get(part, now.where[part]) != now.where[part]
+    ]
+    if not changed:
+        return ""
+    return (
+        f"the run goes on otherwise than it began ({'; '.join(changed)}): dtype, kernels and threads stay those that were chosen then, unless "
+        "settings say others, and steps are equal within rounding, not bit for bit"
+    )
 
 
 def _place(device: str, cores: Sequence[int], threads: int) -> str:

@@ -76,8 +76,8 @@ class RunState:
         self.waits: defaultdict[tuple[str, str], WaitTotal] = defaultdict(WaitTotal)
         self.samples: Sequence[Sample] = ()
         """Of the last step. Set by the recorder, which alone sees texts."""
-        self.planned: Planned | None = None
-        """The last that was said of the number of steps, by this process."""
+        self.planned: list[Planned] = []
+        """What was said of the number of steps, in order."""
         self.first_text: FirstText | None = None
         self._training = False
 
@@ -113,7 +113,7 @@ class RunState:
             case Warned():
                 self.warnings.append(fact)
             case Planned():
-                self.planned = fact
+                self.planned.append(fact)
                 self.started = self.started and replace(self.started, steps=fact.steps)
             case FirstText():
                 self.first_text = self.first_text or fact
@@ -127,7 +127,7 @@ class RunState:
             self.engine.restart()
         if fact.books:
             self.tickets.resume(fact.books)
-        self.started, self.ended, self.planned, self._training = fact, None, None, False
+        self.started, self.ended, self._training = fact, None, False
         self.sessions.append(fact.t)
 
     def _draw(self, fact: TicketDrawn) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -59,6 +60,7 @@ class Rehearsal:
     """Teachers."""
     prompt_tokens: int = 0
     """Of a usual prompt."""
+    began: float = field(default_factory=time.monotonic)
     unmeasured: str = ""
     """Why nothing was chosen by measurement."""
 
@@ -222,7 +224,7 @@ def _choose(found: Rehearsal, machine: Machine, model_dir: Path, measurer: Measu
     if not found.config.train.minutes:
         return
     size = checkpoint_bytes(shape, _plan(found.config, machine))
-    fitted = fit_minutes(settled, share.look(machine.cores), size, found.prompt_tokens, share.own_seconds())
+    fitted = fit_minutes(settled, share.look(machine.cores), size, found.prompt_tokens, time.monotonic() - found.began)
     found.config = fitted.config
     found.notes += fitted.notes
 
