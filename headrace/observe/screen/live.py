@@ -99,8 +99,7 @@ def _samples(state: RunState) -> tuple[Sample, ...]:
     first = state.first_text
     if state.samples or first is None:
         return tuple(state.samples)
-    said = (math.nan, {}, first.tokens, first.stop, first.version, first.version)
-    return (Sample(0, first.prompt, first.text, *said),)
+    return (Sample(0, first.prompt, first.text, math.nan, {}, first.tokens, first.stop, first.version, first.version),)
 
 
 def _lines(state: RunState) -> list[Line]:
@@ -119,7 +118,7 @@ def _lines(state: RunState) -> list[Line]:
 def _chosen(state: RunState) -> list[Line]:
     """What this machine was given to do: until the first step, and what became of its minutes until the end."""
     assert state.started is not None
-    plan = [("minutes", [Text(one.message)]) for one in state.planned[-1:]]
+    plan: list[Line] = [("minutes", [Text(one.message)]) for one in state.planned[-1:]]
     if state.rows:
         return plan
     return [(name.removesuffix(" chosen"), [Text(why)]) for name, why in state.started.chosen.items()]
