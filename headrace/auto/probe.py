@@ -162,9 +162,9 @@ def _trainer_passes(
     """For each dtype a forward and backward pass over `count` tokens, and an update. One model serves all of a path."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from headrace.trainer.fused_model import fuse
-    from headrace.trainer.torch_forward import choose_forward
-    from headrace.trainer.torch_optimizer import apply, make_optimizer
+    from headrace.trainer.forward.forward import choose_forward
+    from headrace.trainer.forward.fused_model import fuse
+    from headrace.trainer.step.optimizer import apply, make_optimizer
 
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=torch.float32).eval()
     forward = choose_forward(model)
