@@ -140,7 +140,7 @@ OF_PIPELINE = (
     ),
     _one(
         "no_last_checkpoint", PIPELINE, "C7", "a run that has finished writes no checkpoint",
-        "        if self.step >= plan.steps:\n            await", "        if self.step > plan.steps:\n            await",
+        "        if self.step >= self._plan.steps:\n            await", "        if self.step > self._plan.steps:\n            await",
     ),
     _one(
         "judged_a_step_late", PIPELINE, "C1", "a group's age is looked at as if it were trained one step earlier",

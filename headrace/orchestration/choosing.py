@@ -15,7 +15,7 @@ from typing import Any
 
 from headrace.auto.allowance import Allowance
 from headrace.auto.candidates import Choice, Figures, candidates, choose, choose_threads
-from headrace.auto.fit import Fitted, Speeds, Wish, fit
+from headrace.auto.fit import SPARE, Fitted, Speeds, Wish, fit
 from headrace.auto.measurer import Measurer, thread_counts
 from headrace.auto.share import Share
 from headrace.config import RunConfig, config_of_run, read_config, read_tree
@@ -144,7 +144,7 @@ def fit_minutes(settled: Settled, share: Share, checkpoint: int, prompt_tokens: 
     config = with_chosen(config, values, {"minutes": f"{found.of(wish)}: {expected}, {each}{share.words}"})
     kept = {"step": found.step_seconds, "evaluation": found.evaluation_seconds, "save": speeds.save, "spent": spent}
     config = dataclasses.replace(config, chosen=dataclasses.replace(config.chosen, speeds=kept))
-    return dataclasses.replace(settled, config=config, notes=(too_slow(config, found),) if not found.fits else ())
+    return dataclasses.replace(settled, config=config, notes=(too_slow(config, found, spent),) if not found.fits else ())
 
 
 def allowance_of(config: RunConfig) -> Allowance | None:
@@ -183,9 +183,9 @@ def speeds_of(settled: Settled, share: Share, checkpoint: int) -> Speeds:
     )
 
 
-def too_slow(config: RunConfig, found: Fitted) -> str:
+def too_slow(config: RunConfig, found: Fitted, spent: float) -> str:
     """For a machine on which not even the least of which one can learn something fits."""
-    minutes = math.ceil(found.seconds / 60 * 1.2)
+    minutes = math.ceil((found.seconds + spent) / (1 - SPARE) / 60)
     smaller = (
         "take a smaller model" if config.lora.rank else "train an adapter (lora.rank = 16) or take a smaller model"
     )
