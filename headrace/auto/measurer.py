@@ -19,7 +19,7 @@ import msgspec
 from headrace.auto.candidates import CANDIDATES, Candidate, Figures
 from headrace.auto.slices import slice_of
 from headrace.durable.files import replace_file
-from headrace.models import cache_dir
+from headrace.models.resolve import cache_dir
 from headrace.observe.machine import cpu_model
 
 SECONDS = 300

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from headrace.extras import EXTRAS, install
 from headrace.rehearsal.machine import ask_torch, cores, memory, torch_facts
+from headrace.settings.extras import EXTRAS, install
 
 State = Literal["ok", "note", "bad"]
 
@@ -166,7 +166,7 @@ def _existing(path: Path) -> Path:
 
 
 def _cache_dir() -> Path:
-    from headrace.models import cache_dir
+    from headrace.models.resolve import cache_dir
 
     return cache_dir()
 
@@ -179,7 +179,7 @@ def _gib(count: float) -> str:
 
 
 def _models(full: bool) -> Iterator[Finding]:
-    from headrace.models import model_states
+    from headrace.models.resolve import model_states
 
     marks: dict[str, State] = {"ready": "ok", "absent": "note", "damaged": "bad"}
     for found in model_states(full):
@@ -230,7 +230,7 @@ def _chosen() -> dict[str, str]:
 
 def known_config(name: str) -> dict[str, Any]:
     """The `config.json` of a known model that is in the cache; of one that is not, what its measurement needs."""
-    from headrace.models import model_states
+    from headrace.models.resolve import model_states
 
     for found in model_states(False):
         if found.model.name == name and found.state == "ready":

@@ -21,9 +21,9 @@ from headrace.auto.share import Share
 from headrace.config import RunConfig, config_of_run, read_config, read_tree
 from headrace.errors import ConfigError
 from headrace.observe.text import duration, plural
-from headrace.other_names import meaning
 from headrace.rehearsal.machine import Machine
-from headrace.settings import Tree, build, merge
+from headrace.settings.other_names import meaning
+from headrace.settings.toml import Tree, build, merge
 
 WIDE = 28
 """Bytes a parameter of a run whose engine serves float32: the trainer's 16, published twice, and packed in the engine."""
@@ -144,7 +144,9 @@ def fit_minutes(settled: Settled, share: Share, checkpoint: int, prompt_tokens: 
     config = with_chosen(config, values, {"minutes": f"{found.of(wish)}: {expected}, {each}{share.words}"})
     kept = {"step": found.step_seconds, "evaluation": found.evaluation_seconds, "save": speeds.save, "spent": spent}
     config = dataclasses.replace(config, chosen=dataclasses.replace(config.chosen, speeds=kept))
-    return dataclasses.replace(settled, config=config, notes=(too_slow(config, found, spent),) if not found.fits else ())
+    return dataclasses.replace(
+        settled, config=config, notes=(too_slow(config, found, spent),) if not found.fits else ()
+    )
 
 
 def allowance_of(config: RunConfig) -> Allowance | None:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from headrace.auto.allowance import Allowance
-from headrace.buffer import Buffer
 from headrace.observe.facts import Fact, Planned, Warned
 from headrace.observe.text import duration, plural
+from headrace.rollouts.buffer import Buffer
 
 Keep = Callable[[int, int], None]
 """Writes down that the run is to have so many steps, and at which step that was decided."""
