@@ -8,7 +8,7 @@ falls below the least of which one can still learn something; where not even tha
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from headrace.types import Struct
 
@@ -121,4 +121,4 @@ def fit(wish: Wish, speeds: Speeds, seconds: float) -> Fitted:
     fitting = [steps for steps in range(wish.steps, least_steps - 1, -1) if taken(steps, groups, prompts).fits]
     if fitting:
         return taken(fitting[0], groups, prompts)
-    return replace(taken(least_steps, least_groups, least_prompts), fits=False)
+    return taken(least_steps, least_groups, least_prompts)

@@ -33,7 +33,10 @@ def slice_of(config: Mapping[str, Any]) -> Slice | None:
         return None
     if min(layers, hidden, inner, vocabulary) < 1:
         return None
-    parameters = layers * (4 * hidden * hidden + 3 * hidden * inner) + vocabulary * hidden
+    heads = int(text.get("num_attention_heads") or 1)
+    shared = int(text.get("num_key_value_heads") or heads) / heads
+    width = heads * int(text.get("head_dim") or hidden // heads)
+    parameters = layers * int(2 * hidden * width * (1 + shared) + 3 * hidden * inner) + vocabulary * hidden
     kept = max(1, min(layers, -(-layers * PARAMETERS // parameters)))
     rows = min(vocabulary, max(LEAST_VOCABULARY, vocabulary * kept // layers))
     cut = {**config, **_cut(config, layers, kept, rows)}
