@@ -2,6 +2,6 @@
 
 Read `candidates.py` (what can be chosen, and the choice among measured figures), `slices.py` and `probe.py` (a piece of the model,
 timed in a process of its own), `measurer.py` (the figures, kept in the cache), `share.py` (what other processes leave of the cores),
-`chosen.py` (what a run writes down of all this), `fit.py` (steps, groups and evaluations for so many minutes) and `allowance.py`
-(which of them still fit while the run goes on). `orchestration/rehearse.py` puts them together.
+`fit.py` (steps, groups and evaluations for so many minutes) and `allowance.py`
+(which of them still fit while the run goes on). `orchestration/choosing.py` makes settings of all this, which a run writes down.
 """

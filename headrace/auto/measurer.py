@@ -26,6 +26,7 @@ SECONDS = 300
 """After which a measurement is given up: enough for a machine that is busy, where some ten are usual."""
 TOO_SMALL = 5_000_000
 """Parameters of a model that is as fast in every way."""
+MEASURING = "headrace: measuring what this machine does fastest with this model: once, about ten seconds where nothing else runs"
 LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "HEADRACE_MAX_ISA", "CXX")
 """Variables that change what is measured."""
 SOURCES = ("native/src", "engine/native/kernels", "trainer/kernels")
@@ -61,6 +62,7 @@ class ProbeMeasurer:
         place = cache_dir() / "measured" / f"{fingerprint(piece.config, threads)}.json"
         if (kept := _read(place)) is not None:
             return kept
+        print(MEASURING, file=sys.stderr, flush=True)
         figures = _ask(config, threads)
         if not figures.problem:
             _keep(place, figures)
