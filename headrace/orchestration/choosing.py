@@ -19,7 +19,6 @@ from headrace.auto.fit import SPARE, Fitted, Speeds, Wish, fit
 from headrace.auto.measurer import Measurer, thread_counts
 from headrace.auto.share import Share
 from headrace.config import RunConfig, config_of_run, read_config, read_tree
-from headrace.errors import ConfigError
 from headrace.observe.text import duration, plural
 from headrace.rehearsal.machine import Machine
 from headrace.settings.other_names import meaning
@@ -128,10 +127,13 @@ def wish_of(config: RunConfig, prompt_tokens: int) -> Wish:
 def fit_minutes(settled: Settled, share: Share, checkpoint: int, prompt_tokens: int, spent: float) -> Settled:
     """What fits into `train.minutes`. `checkpoint`: bytes of one; `spent`: seconds since the command was given.
 
-    Raises ConfigError where nobody knows what this machine can do."""
+    Where a part was not measured everything is planned, and the first steps tell what fits."""
     config = settled.config
     wish = wish_of(config, prompt_tokens)
     speeds = speeds_of(settled, share, checkpoint)
+    if speeds is None:
+        unknown = f"{plural(wish.steps, 'step')} are planned; how many fit into {duration(60 * config.train.minutes)} the first of them show"
+        return dataclasses.replace(settled, config=_planned(config, {}, unknown, {"spent": spent}))
     found = fit(wish, speeds, 60 * config.train.minutes - spent)
     values = {
         "train.steps": found.steps,
@@ -141,12 +143,15 @@ def fit_minutes(settled: Settled, share: Share, checkpoint: int, prompt_tokens: 
     }
     expected = f"about {duration(found.seconds + spent)} of {duration(60 * config.train.minutes)}"
     each = f"{found.step_seconds:.3g} s a step and {found.evaluation_seconds:.3g} s an evaluation"
-    config = with_chosen(config, values, {"minutes": f"{found.of(wish)}: {expected}, {each}{share.words}"})
     kept = {"step": found.step_seconds, "evaluation": found.evaluation_seconds, "save": speeds.save, "spent": spent}
-    config = dataclasses.replace(config, chosen=dataclasses.replace(config.chosen, speeds=kept))
-    return dataclasses.replace(
-        settled, config=config, notes=(too_slow(config, found, spent),) if not found.fits else ()
-    )
+    notes = () if found.fits else (too_slow(config, found, spent),)
+    config = _planned(config, values, f"{found.of(wish)}: {expected}, {each}{share.words}", kept)
+    return dataclasses.replace(settled, config=config, notes=notes)
+
+
+def _planned(config: RunConfig, values: Mapping[str, Any], said: str, speeds: dict[str, float]) -> RunConfig:
+    config = with_chosen(config, values, {"minutes": said})
+    return dataclasses.replace(config, chosen=dataclasses.replace(config.chosen, speeds=speeds))
 
 
 def allowance_of(config: RunConfig) -> Allowance | None:
@@ -164,17 +169,15 @@ def allowance_of(config: RunConfig) -> Allowance | None:
     )
 
 
-def speeds_of(settled: Settled, share: Share, checkpoint: int) -> Speeds:
-    """Raises ConfigError where a part was not measured."""
+def speeds_of(settled: Settled, share: Share, checkpoint: int) -> Speeds | None:
+    """None where a part was not measured."""
     config, figures = settled.config, settled.figures
     rates = {}
     for part, own in (("engine", config.engine), ("trainer", config.train)):
-        found = [rate for name, rate in figures.tokens.items() if name.startswith(f"{part} {own.dtype} ")]
+        start = f"{part} {own.dtype} " + ("" if own.path == "auto" else own.path)
+        found = [rate for name, rate in figures.tokens.items() if name.startswith(start)]
         if not found:
-            raise ConfigError(
-                f"train.minutes = {config.train.minutes:g} is fitted to what this machine was measured to do, and that is not known of the "
-                f"{part} ({figures.problem or 'it is on a GPU'}); set train.minutes = 0 and choose train.steps yourself"
-            )
+            return None
         rates[part] = max(found)
     return Speeds(
         sampled=1 / (rates["engine"] * share.cores),

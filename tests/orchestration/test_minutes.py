@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_pipeline import World
@@ -176,12 +175,13 @@ def test_minutes_are_fitted_and_written_down(tmp_path, tiny_llama):
     )
 
 
-def test_minutes_without_a_measurement_are_refused(tmp_path, tiny_llama):
-    from headrace.errors import ConfigError
-
-    config = load_config(tiny_config(tmp_path, tiny_llama, train={"minutes": 5}))
-    with pytest.raises(ConfigError, match="train.minutes = 5 is fitted .* so small a model is as fast in every way"):
-        asyncio.run(rehearse(config))
+def test_where_nothing_was_measured_everything_is_planned_and_the_first_steps_tell(tmp_path, tiny_llama):
+    tables = {"train": {"steps": 500, "minutes": 5}, "staleness": {"groups_per_step": 8}}
+    found = asyncio.run(rehearse(load_config(tiny_config(tmp_path, tiny_llama, **tables))))
+    assert found.config.train.steps == 500 and found.config.chosen.wishes == {}
+    assert "500 steps are planned" in dict(found.sections["Where"])["minutes"]
+    one = allowance_of(found.config)
+    assert one is not None and one.step == 0 and 200 < one.end <= 300
 
 
 def test_a_run_keeps_what_was_chosen_when_it_goes_on(tmp_path, tiny_llama):

@@ -237,7 +237,7 @@ def _machine_and_memory(found: Rehearsal, machine: Machine, model_dir: Path) -> 
         engine=replace(config.engine, device=plan.engine_device),
         train=replace(config.train, device=plan.train_device, dtype=plan.train_dtype),  # type: ignore[arg-type]
     )
-    why = {"not measured": found.unmeasured} if found.unmeasured else config.chosen.why
+    why = {**({"not measured": found.unmeasured} if found.unmeasured else {}), **config.chosen.why}
     found.sections["Where"] = [
         *where(resolved, "path chosen when the model is read").items(),
         *why.items(),
