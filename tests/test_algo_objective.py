@@ -21,8 +21,9 @@ from headrace.algo.denominator import Kept
 from headrace.algo.distill import _with_tail, top_divergence
 from headrace.algo.kl import kl_estimate, kl_loss
 from headrace.algo.objective import objective_of, old_of, selection_of
-from headrace.algo.recipes import RECIPES, Distill
+from headrace.algo.recipes import RECIPES
 from headrace.algo.selection import covariance, m2po
+from headrace.algo.tables import Distill
 from headrace.algo.tokens import Tokens, TopTokens
 from headrace.errors import ConfigError
 

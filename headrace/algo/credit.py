@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from headrace.algo.advantages import GroupRewards, leave_one_out, z_scores
-from headrace.algo.recipes import MAX_LOG_RATIO
+from headrace.algo.tokens import MAX_LOG_RATIO
 
 EPSILON = 1e-8
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace.algo.recipes import Aggregation
+from headrace.algo.tables import Aggregation
 from headrace.algo.tokens import sequence_sum
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headrace.algo.recipes import Distill
+from headrace.algo.tables import Distill
 from headrace.algo.tokens import Tokens, TopTokens
 
 TINY = 1e-12

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headrace.algo.recipes import Estimator
+from headrace.algo.tables import Estimator
 from headrace.algo.tokens import log_ratio, ratio_of
 
 
