@@ -33,7 +33,7 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
 from headrace.engine.native.runners.weights import parameters_from_dir
 from headrace.models import resolve_model
-from headrace.orchestration.local import environment
+from headrace.orchestration.workers.process import environment
 from headrace.types import Request, Sampling
 from headrace.weights import AdapterSpec, WeightUpdate
 

@@ -91,7 +91,7 @@ def run(options: Json) -> Json:
 def counted(facts: Sequence[object]) -> Json:
     """Between the end of step SKIP and the last one's, but for what is by swap or by token."""
     from headrace.observe.facts import EngineSample, GroupEnded, Waited, WeightsLive
-    from headrace.observe.fates import DISCARDED
+    from headrace.observe.numbers.fates import DISCARDED
     from headrace.observe.records import StepRow
 
     rows = [fact for fact in facts if isinstance(fact, StepRow)]
@@ -140,7 +140,7 @@ def lags_of(steps: Iterable[object]) -> Json:
 
 def gaps_of(rows: Iterable[object]) -> Json:
     """Engine against trainer, of all loss tokens and of those of rollouts that met a swap."""
-    from headrace.observe.lags import over_steps
+    from headrace.observe.numbers.lags import over_steps
 
     stats = over_steps(rows)  # type: ignore[arg-type]
     found = {}

@@ -70,8 +70,8 @@ class Prompted(NamedTuple):
 def simulated(given: argparse.Namespace, policy: Json, seed: int) -> Json:
     from headrace import virtual_time
     from headrace.observe.facts import GroupEnded, StepTrained, WeightsLive
+    from headrace.observe.numbers.state import RunState
     from headrace.observe.records import summarise
-    from headrace.observe.state import RunState
     from headrace.reports import EngineStats
     from headrace.simulate.world import World
 
@@ -186,8 +186,8 @@ def lags_of(rows: Sequence[Any]) -> Json:
 
 def thrown(state: Any, bound: int) -> Json:
     """Shares of the sampled tokens of all groups that ended."""
-    from headrace.observe.fates import DISCARDED
-    from headrace.observe.measures import trimmed
+    from headrace.observe.numbers.fates import DISCARDED
+    from headrace.observe.numbers.measures import trimmed
 
     fates = state.fates.of
     sampled = sum(fate.tokens for fate in fates.values()) or 1
@@ -253,8 +253,8 @@ def run(options: Json) -> Json:
     """One run, in a process of its own."""
     import headrace
     from headrace.observe.facts import EngineSample, GroupEnded
+    from headrace.observe.numbers.state import RunState
     from headrace.observe.records import StepRow, read_metrics
-    from headrace.observe.state import RunState
 
     shutil.rmtree(options["directory"], ignore_errors=True)  # of an attempt that was interrupted
     facts = read_metrics(headrace.train(options["config"], sets=options["sets"], reward=verified).directory)

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from headrace.config import RunConfig, load_config
     from headrace.errors import StopTraining
     from headrace.observe.facts import Evaluated
-    from headrace.observe.progress import Evaluation, Step
-    from headrace.orchestration.result import RunResult
+    from headrace.observe.numbers.progress import Evaluation, Step
+    from headrace.orchestration.runs.result import RunResult
     from headrace.scoring.handed import Rewards
     from headrace.scoring.trl import trl_reward
 
@@ -41,10 +41,10 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Evaluation": "headrace.observe.progress",
+    "Evaluation": "headrace.observe.numbers.progress",
     "RunConfig": "headrace.config",
-    "RunResult": "headrace.orchestration.result",
-    "Step": "headrace.observe.progress",
+    "RunResult": "headrace.orchestration.runs.result",
+    "Step": "headrace.observe.numbers.progress",
     "StopTraining": "headrace.errors",
     "load_config": "headrace.config",
     "trl_reward": "headrace.scoring.trl",
@@ -77,8 +77,8 @@ def train(
     from headrace.orchestration.handed import settings_of, take_over
 
     resolved, handed = take_over(settings_of(config, resume), sets, reward, dataset)
-    from headrace.orchestration import run
-    from headrace.orchestration.callbacks import Callbacks
+    from headrace.orchestration.runs import run
+    from headrace.orchestration.runs.callbacks import Callbacks
 
     callbacks = Callbacks(on_step, on_evaluation) if on_step or on_evaluation else None
     return run.train(resolved, Path(resume) if resume is not None else None, handed, callbacks)
@@ -105,7 +105,7 @@ def evaluate(
     resolved, handed = take_over(settings_of(None if run else config, run), sets, reward, dataset)
     if run and config is not None:
         say_what_differs(config, resolved, Path(run))
-    from headrace.orchestration import one_shot
+    from headrace.orchestration.runs import one_shot
 
     return one_shot.evaluate(resolved, Path(run) if run is not None else None, prompts, step, handed)
 
@@ -124,7 +124,7 @@ def export(
     checkpoint is older than the steps that the run has done, it is refused unless `step` names it.
     """
     from headrace.config import config_of_run, read_config
-    from headrace.orchestration import one_shot
+    from headrace.orchestration.runs import one_shot
 
     return one_shot.export(read_config(config_of_run(Path(run))), Path(run), Path(to), dtype, merge, step)
 

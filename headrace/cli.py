@@ -1,7 +1,7 @@
 """The command `headrace`. It reads arguments, calls one function of the library and turns errors into one message.
 
 Exit codes: 0 done, 1 the run failed (`status`: it has died; `replay`: a step came out otherwise; `diff`: they differ), 2 the
-input cannot work, 3 a run was ended by its watchdog (`observe/watchdog.py`), 4 a run has paused because too much failed, and
+input cannot work, 3 a run was ended by its watchdog (`observe/health/watchdog.py`), 4 a run has paused because too much failed, and
 goes on with `--resume` when that is mended, 130 interrupted.
 
 argparse, because a dozen commands with a few options each need no dependency, and `--help` answers at once.
@@ -72,7 +72,7 @@ def train(arguments: argparse.Namespace) -> int:
     config = _config(arguments.config, run_dir, _sets(arguments))
     if arguments.dry_run:
         return _rehearse(config, run_dir)
-    from headrace.orchestration import run
+    from headrace.orchestration.runs import run
 
     result = run.train(config, resume=run_dir)
     return INTERRUPTED if result.reason == "interrupted" else 0
@@ -83,7 +83,7 @@ def _rehearse(config: RunConfig, run_dir: Path | None) -> int:
     import asyncio
 
     from headrace.config import dump_config
-    from headrace.orchestration.rehearse import rehearse
+    from headrace.orchestration.runs.rehearse import rehearse
 
     done = asyncio.run(rehearse(config, resume=run_dir, thorough=True))
     print(f"{dump_config(config)}\n{done.page()}")
@@ -91,8 +91,8 @@ def _rehearse(config: RunConfig, run_dir: Path | None) -> int:
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
-    from headrace.observe.troubles import measured_on
-    from headrace.orchestration import one_shot
+    from headrace.observe.diagnosis.troubles import measured_on
+    from headrace.orchestration.runs import one_shot
 
     named = is_config(arguments.source)
     run_dir = None if named else run_directory(arguments.source)
@@ -108,7 +108,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 def report(arguments: argparse.Namespace) -> int:
     from headrace.observe.report import write_report
-    from headrace.orchestration.pieces import pieces_of
+    from headrace.orchestration.runs.pieces import pieces_of
 
     run_dir = run_directory(arguments.run)
     print(write_report(run_dir, pieces_of(run_dir)))
@@ -116,30 +116,30 @@ def report(arguments: argparse.Namespace) -> int:
 
 
 def status(arguments: argparse.Namespace) -> int:
-    from headrace.orchestration import status_report
+    from headrace.commands import status
 
     run_dir = run_directory(arguments.run)
     if arguments.stacks:
-        return status_report.ask_for_stacks(run_dir)
-    return status_report.report(run_dir, arguments.watch, arguments.json)
+        return status.ask_for_stacks(run_dir)
+    return status.report(run_dir, arguments.watch, arguments.json)
 
 
 def replay(arguments: argparse.Namespace) -> int:
-    from headrace.orchestration import replaying
+    from headrace.commands import replay
 
-    return replaying.replay(run_directory(arguments.run), arguments.step, arguments.to)
+    return replay.replay(run_directory(arguments.run), arguments.step, arguments.to)
 
 
 def inspect(arguments: argparse.Namespace) -> int:
-    from headrace.orchestration import inspection
+    from headrace.commands import inspect
 
     run_dir = run_directory(arguments.run)
     wanted = (arguments.step, arguments.ticket, arguments.worst, arguments.rescore, arguments.json, arguments.tokens)
-    return inspection.inspect(run_dir, *wanted)
+    return inspect.inspect(run_dir, *wanted)
 
 
 def diff(arguments: argparse.Namespace) -> int:
-    from headrace.observe.parting_view import report
+    from headrace.commands.diff_view import report
 
     return report(run_directory(arguments.one), run_directory(arguments.other))
 
@@ -182,12 +182,12 @@ def plan(arguments: argparse.Namespace) -> int:
 
 def doctor(arguments: argparse.Namespace) -> int:
     if arguments.parity:
-        from headrace.orchestration import parity_table
+        from headrace.commands import parity_table
 
         return parity_table.report(arguments.parity, arguments.dtype or parity_table.DTYPES)
     if arguments.dtype:
         raise ConfigError("--dtype says in what headrace doctor --parity MODEL computes; name the model")
-    from headrace.doctor import examine
+    from headrace.commands.doctor import examine
 
     return examine(full=arguments.full)
 

@@ -13,7 +13,7 @@ import msgspec
 from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from headrace.observe.waits import Waits
+from headrace.observe.health.waits import Waits
 from headrace.protocols import Engine
 from headrace.reports import LoadReport
 from headrace.types import Completion, Request, SamplingMask, TopLogprobs, VersionSpan

@@ -1,6 +1,6 @@
 """The nouns of headrace: one frozen type per stage, each born complete.
 
-Read this file, then `protocols.py`, then `orchestration/pipeline.py`, and you have understood the system.
+Read this file, then `protocols.py`, then `orchestration/loops/pipeline.py`, and you have understood the system.
 
     Prompt --ticket--> Request --engine--> Completion --> Episode --scorer--> Scored --> Group --> Batch --> WeightUpdate
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from headrace.durable.journal import AnyRecord, Journal, Live, Ready, Stepped
 from headrace.observe.facts import (
     Accounting,
     CheckpointSaved,
@@ -25,9 +26,8 @@ from headrace.observe.facts import (
     WeightsLive,
     WorkerLost,
 )
-from headrace.observe.journal import AnyRecord, Journal, Live, Ready, Stepped
+from headrace.observe.numbers.tickets import Tickets
 from headrace.observe.resume import Resume
-from headrace.observe.tickets import Tickets
 from headrace.reports import EngineStats, LagStats, LoadReport, TrainReport
 from headrace.types import Completion, Episode, Failure, Group, Prompt, Row, Scored, Turn, VersionSpan
 from headrace.weights import WeightUpdate

@@ -28,12 +28,12 @@ def _one(name: str, file: str, contract: str, mistake: str, old: str, new: str, 
     return Planted(name, file, contract, mistake, ((old, new), *more))
 
 
-PIPELINE, ROLLING = "orchestration/pipeline.py", "orchestration/rolling.py"
+PIPELINE, ROLLING = "orchestration/loops/pipeline.py", "orchestration/loops/rolling.py"
 RECOVERY, SNAPSHOTS, CHECKPOINT = (
-    "orchestration/recovery.py", "orchestration/snapshots.py", "orchestration/checkpoint.py",
+    "orchestration/store/recovery.py", "orchestration/store/snapshots.py", "orchestration/store/checkpoints.py",
 )  # fmt: skip
 BUFFER, PARTIAL, STALENESS = "buffer.py", "partial.py", "staleness.py"
-JOURNAL, TICKETS, FILES = "observe/journal.py", "observe/tickets.py", "observe/files.py"
+JOURNAL, TICKETS, FILES = "durable/journal.py", "observe/numbers/tickets.py", "durable/files.py"
 
 OF_BUFFER = (
     _one(

@@ -17,10 +17,10 @@ from headrace.algo.noise import NoiseWatch, inside_rounding
 from headrace.algo.objective import objective_of
 from headrace.algo.recipes import RECIPES
 from headrace.algo.tokens import TokenLoss, Tokens
+from headrace.durable.journal import read_steps
 from headrace.observe.facts import Warned
-from headrace.observe.journal import read_steps
 from headrace.observe.records import StepRow
-from headrace.orchestration.run import RunResult
+from headrace.orchestration.runs.run import RunResult
 from headrace.reports import TrainReport
 from headrace.scoring.overlong import soft_overlong_punishment
 

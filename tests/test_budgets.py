@@ -13,9 +13,9 @@ from headrace import virtual_time
 from headrace.engine.fake import FakeEngine
 from headrace.errors import RunPaused, TrainingError
 from headrace.observe.facts import Fact, FirstFailure, GroupEnded, StepTrained, Warned
-from headrace.orchestration.budgets import Budgets
-from headrace.orchestration.outcomes import Rolled
-from headrace.orchestration.snapshots import load_controller
+from headrace.orchestration.loops.budgets import Budgets
+from headrace.orchestration.loops.outcomes import Rolled
+from headrace.orchestration.store.snapshots import load_controller
 from headrace.process_config import WatchConfig
 from headrace.scoring.fake import FakeScorer
 from headrace.staleness import StalenessConfig

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from test_report import report
 
 from headrace.observe.facts import EngineSample, Evaluated, Fact, GroupEnded, StepTrained
+from headrace.observe.numbers.shares import NO_CONTRAST
 from headrace.observe.report import write_report
-from headrace.observe.report.axes import clock_ticks, extent, labels, ticks
 from headrace.observe.report.data import load
-from headrace.observe.report.svg import Chart
-from headrace.observe.shares import NO_CONTRAST
+from headrace.observe.report.draw.axes import clock_ticks, extent, labels, ticks
+from headrace.observe.report.draw.svg import Chart
 from headrace.reports import EngineStats
 
 STYLE = Path(write_report.__code__.co_filename).with_name("style.css").read_text()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import CheckpointError
-from headrace.orchestration.checkpoint import FILES, Checkpoints, damage
+from headrace.orchestration.store.checkpoints import FILES, Checkpoints, damage
 from headrace.simulate.faults import Disk, Fault, Killed
 
 

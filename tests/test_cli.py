@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import headrace
-from headrace import cli, doctor
+from headrace import cli
+from headrace.commands import doctor
 from headrace.errors import CheckpointError, ConfigError, TrainingError, WorkerDied
 
 ROOT = Path(__file__).resolve().parent.parent

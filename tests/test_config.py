@@ -19,7 +19,7 @@ from pydantic.dataclasses import dataclass
 from headrace import settings
 from headrace.config import RunConfig, available_cores, check, dump_config, load_config
 from headrace.errors import ConfigError
-from headrace.orchestration.course import check_bound, same_course, scoring_mark
+from headrace.orchestration.store.resume_rules import check_bound, same_course, scoring_mark
 from headrace.types import Prompt
 
 STRICT = ConfigDict(extra="forbid")

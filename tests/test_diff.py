@@ -12,10 +12,10 @@ from fact_stream import FactStream, records_of, write_journal
 from rich.console import Console
 
 from headrace import cli
+from headrace.commands.diff import Parting, part
+from headrace.commands.diff_view import report
+from headrace.durable.journal import JOURNAL, AnyRecord, Drawn, Gone, Ready, Stepped
 from headrace.errors import ConfigError
-from headrace.observe.journal import JOURNAL, AnyRecord, Drawn, Gone, Ready, Stepped
-from headrace.observe.parting import Parting, part
-from headrace.observe.parting_view import report
 from headrace.types import Group, Prompt
 
 FACTS = list(FactStream(steps=4, groups=2, size=2, tokens=6, troubles=False).facts())

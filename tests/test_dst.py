@@ -11,8 +11,8 @@ from collections import Counter
 import msgspec
 import pytest
 
-from headrace.observe import passes
-from headrace.orchestration import recovery
+from headrace.durable import passes
+from headrace.orchestration.store import recovery
 from headrace.simulate.dst import trial
 from headrace.simulate.dst_case import MODES, Case, case_of
 from headrace.simulate.faults import Fault

@@ -14,10 +14,10 @@ import pytest
 
 from headrace.errors import WorkerDied
 from headrace.observe.facts import WorkerLost
-from headrace.orchestration.clients import ProcessEngine
-from headrace.orchestration.local import Worker
-from headrace.orchestration.messages import EngineStart
-from headrace.orchestration.wire import Frame, WorkerEnd, pack, pack_payload, unpack
+from headrace.orchestration.workers.clients import ProcessEngine
+from headrace.orchestration.workers.messages import EngineStart
+from headrace.orchestration.workers.process import Worker
+from headrace.orchestration.workers.wire import Frame, WorkerEnd, pack, pack_payload, unpack
 from headrace.reports import Capabilities, LoadReport
 from headrace.steps import Finished, StepOutput
 from headrace.types import Request, Sampling

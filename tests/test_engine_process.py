@@ -18,8 +18,8 @@ import torch
 
 from headrace.engine.fake import FakeEngine
 from headrace.engine.native.runners.weights import parameters_from_dir
-from headrace.orchestration.clients import ProcessEngine
-from headrace.orchestration.messages import EngineStart
+from headrace.orchestration.workers.clients import ProcessEngine
+from headrace.orchestration.workers.messages import EngineStart
 from headrace.protocols import Engine
 from headrace.steps import StepOutput
 from headrace.types import Fork, Request, Sampling

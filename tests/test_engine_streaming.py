@@ -21,8 +21,8 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.fake import FakeEngine
 from headrace.engine.native.core import NativeEngine
 from headrace.engine.streaming import check_parts, stages
-from headrace.orchestration.engine_loop import EngineLoop
-from headrace.orchestration.wire import Frame, pack_payload
+from headrace.orchestration.workers.engine_loop import EngineLoop
+from headrace.orchestration.workers.wire import Frame, pack_payload
 from headrace.reports import LoadReport
 from headrace.steps import StepOutput, Transcript, write_down
 from headrace.types import Completion, Request, Sampling, VersionSpan, scoring, spans_of

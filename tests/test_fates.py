@@ -16,15 +16,16 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from headrace import virtual_time
-from headrace.observe import measures, verdicts
+from headrace.durable.spelling import encode
+from headrace.observe.diagnosis import verdicts
 from headrace.observe.facts import GroupEnded, StepTrained, WeightsLive
-from headrace.observe.fates import Histogram, length_shift, reward_shift
+from headrace.observe.numbers import measures
+from headrace.observe.numbers.fates import Histogram, length_shift, reward_shift
+from headrace.observe.numbers.state import RunState
 from headrace.observe.recorder import Recorder
 from headrace.observe.records import StepRow, summarise
 from headrace.observe.report import write_report
-from headrace.observe.spelling import encode
-from headrace.observe.state import RunState
-from headrace.observe.summary import summary
+from headrace.observe.screen.summary import summary
 from headrace.reports import LoadReport, TrainReport
 from headrace.rollout import RolloutConfig
 from headrace.simulate.distributions import Distribution

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from headrace import cli
+from headrace.commands.inspect import find_step, inspect
+from headrace.durable.journal import AnyRecord, Gone, JournalStep, Ready, read_steps
 from headrace.errors import ConfigError
-from headrace.observe.journal import AnyRecord, Gone, JournalStep, Ready, read_steps
-from headrace.observe.looks import look, looks_at, row_of, spans_told, told_of, trimmed_below
-from headrace.observe.looks_view import rollout
-from headrace.orchestration.inspection import find_step, inspect
-from headrace.orchestration.pieces import split_text
+from headrace.observe.numbers.rollout_view import look, looks_at, row_of, spans_told, told_of, trimmed_below
+from headrace.observe.screen.inspect_view import rollout
+from headrace.orchestration.runs.pieces import split_text
 from headrace.reports import TrainReport
 from headrace.types import Completion, VersionSpan, spans_of
 

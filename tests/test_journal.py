@@ -17,11 +17,9 @@ from fact_stream import FactStream, records_of, write_journal
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace.errors import HeadraceError
-from headrace.observe import spelling
-from headrace.observe.facts import StepTrained
-from headrace.observe.files import AppendFile
-from headrace.observe.journal import (
+from headrace.durable import spelling
+from headrace.durable.files import AppendFile
+from headrace.durable.journal import (
     JOURNAL,
     AnyRecord,
     Damage,
@@ -38,7 +36,9 @@ from headrace.observe.journal import (
     read_journal,
     read_steps,
 )
-from headrace.observe.passes import PassLog, discard_passes, read_passes
+from headrace.durable.passes import PassLog, discard_passes, read_passes
+from headrace.errors import HeadraceError
+from headrace.observe.facts import StepTrained
 from headrace.reports import TrainReport
 from headrace.steps import Finished, StepOutput
 from headrace.types import Prompt
@@ -315,7 +315,7 @@ def test_a_disk_that_fills_leaves_whole_records_and_their_numbers(tmp_path: Path
 import resource, signal, sys
 from pathlib import Path
 from headrace.errors import HeadraceError
-from headrace.observe.journal import Journal, Live
+from headrace.durable.journal import Journal, Live
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 journal = Journal(Path(sys.argv[1]))
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))

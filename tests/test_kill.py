@@ -21,8 +21,8 @@ import pytest
 from kill_child import FINISHED, live
 from tiny_run import tiny_config, workers_of
 
+from headrace.durable.journal import read_steps
 from headrace.observe.facts import RunEnded
-from headrace.observe.journal import read_steps
 from headrace.observe.records import read_metrics
 from headrace.simulate.dst import trial
 from headrace.simulate.dst_case import Case

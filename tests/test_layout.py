@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import statistics
 import subprocess
@@ -18,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "headrace"
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
 
-# A file imports only from lower floors; parts of one floor never import each other; inside a folder all may.
+# A file imports only from lower floors; parts of one floor never import each other. Inside a folder `ROOMS` has the order.
 FLOORS = {
     "types": 0,
     "errors": 0,
@@ -33,8 +34,9 @@ FLOORS = {
     "lora": 2,
     "reports": 1,
     "user_code": 1,
+    "durable": 2,
     "algo": 2,
-    "observe": 2,
+    "observe": 3,
     "settings": 2,
     "steps": 1,
     "protocols": 3,
@@ -54,16 +56,26 @@ FLOORS = {
     "config": 5,
     "rehearsal": 5,
     "orchestration": 6,
-    "doctor": 6,
     "simulate": 7,
+    "commands": 7,
     "__init__": 7,
     "cli": 8,
     "__main__": 9,
 }
 
+# The rooms of a folder, from the lowest up: each imports only from those before it. A folder's own files have no order of their
+# own, but a folder has no circle among its rooms and files.
+ROOMS = {
+    "engine.native": ("cache", "sampling", "schedule", "runners", "kernels"),
+    "observe": ("numbers", "diagnosis", "health", "screen", "report"),
+    "orchestration": ("store", "loops", "workers", "runs"),
+}
+BETWEEN = ("engine.native.sampling.details",)
+"""Files that lie in a room and are held to the order of its folder only: this one joins what was planned to what was drawn."""
+
 HEAVY = ("torch", "transformers", "datasets", "pandas", "matplotlib", "rich", "reasoning_gym", "pydantic")
 
-# Concrete class -> the part that owns it. Elsewhere only build.py names it: everybody else holds a protocol.
+# Concrete class -> the part that owns it. Elsewhere only the two build.py name it: everybody else holds a protocol.
 CONCRETE = {
     "NativeEngine": "engine",
     "FakeEngine": "engine",
@@ -75,12 +87,17 @@ CONCRETE = {
     "RowsTask": "tasks",
     "FakeTask": "tasks",
 }
-BUILD = "orchestration/build.py"
+BUILD = ("orchestration/build.py", "orchestration/workers/build.py")
 
 MAX_FUNCTION, MAX_FILE, MAX_CLASS, MAX_MEDIAN = 60, 400, 250, 15
 
 
 # --- the checkers: each yields one sentence per violation --------------------------------------------------------------
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def modules(package: Path) -> dict[str, Path]:
@@ -94,7 +111,7 @@ def modules(package: Path) -> dict[str, Path]:
 
 def imports(name: str, path: Path, known: dict[str, Path]) -> Iterator[str]:
     """Our modules that a file imports, anywhere in it: at the top, in a function, under TYPE_CHECKING."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from (target for alias in node.names if (target := _ours(alias.name, known)))
         elif isinstance(node, ast.ImportFrom):
@@ -137,12 +154,51 @@ def circles(package: Path) -> Iterator[str]:
         yield " -> ".join(error.args[1])
 
 
+def folders(known: dict[str, Path]) -> set[str]:
+    return {".".join(name.split(".")[:depth]) for name in known for depth in range(1, name.count(".") + 1)}
+
+
+def room_violations(package: Path, rooms: dict[str, tuple[str, ...]]) -> Iterator[str]:
+    known = modules(package)
+    edges = {name: set(imports(name, path, known)) for name, path in known.items()}
+    every = folders(known)
+    for folder in sorted(every):
+        inner, order = (
+            {name.rpartition(".")[2] for name in every if name.rpartition(".")[0] == folder},
+            rooms.get(folder, ()),
+        )
+        if len(inner) > 1 and inner != set(order):
+            yield f"{folder} has the rooms {sorted(inner)}, and ROOMS {sorted(order)}"
+            continue
+        graph = _inside(folder, edges)
+        for number, room in enumerate(order):
+            yield from (f"{folder}.{room} imports {folder}.{one}" for one in order[number + 1 :] if one in graph[room])
+        try:
+            graphlib.TopologicalSorter(graph).prepare()
+        except graphlib.CycleError as error:
+            yield f"{folder}: {' -> '.join(error.args[1])}"
+
+
+def _inside(folder: str, edges: dict[str, set[str]]) -> dict[str, set[str]]:
+    """Room or file of a folder -> those beside it that it imports anything of."""
+
+    def child(name: str) -> str:
+        own = name in BETWEEN and name.startswith(f"{folder}.") and name.count(".") == folder.count(".") + 2
+        return name if own else name.removeprefix(f"{folder}.").split(".")[0]
+
+    graph: dict[str, set[str]] = {}
+    for name in (name for name in edges if name.startswith(f"{folder}.")):
+        targets = {child(target) for target in edges[name] if target.startswith(f"{folder}.")}
+        graph.setdefault(child(name), set()).update(targets - {child(name)})
+    return graph
+
+
 def budget_violations(package: Path) -> Iterator[str]:
     for name, path in modules(package).items():
         text = path.read_text()
         if (lines := len(text.splitlines())) > MAX_FILE:
             yield f"{name} has {lines} lines"
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.ClassDef) and _length(node) > MAX_CLASS:
                 yield f"class {name}.{node.name} has {_length(node)} lines"
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _length(node) > MAX_FUNCTION:
@@ -155,7 +211,7 @@ def _length(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def function_lengths(package: Path) -> list[int]:
-    trees = (ast.parse(path.read_text()) for path in modules(package).values())
+    trees = (parsed(path) for path in modules(package).values())
     return [
         _length(node)
         for tree in trees
@@ -167,10 +223,10 @@ def function_lengths(package: Path) -> list[int]:
 def concrete_names(package: Path, concrete: dict[str, str]) -> Iterator[str]:
     for path in modules(package).values():
         place = path.relative_to(package)
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             named = {ast.Name: "id", ast.Attribute: "attr", ast.alias: "name"}.get(type(node))
             word = getattr(node, named) if named else None
-            if word in concrete and place.parts[0] != concrete[word] and place.as_posix() != BUILD:
+            if word in concrete and place.parts[0] != concrete[word] and place.as_posix() not in BUILD:
                 yield f"{place} names {word}"
 
 
@@ -179,6 +235,16 @@ def concrete_names(package: Path, concrete: dict[str, str]) -> Iterator[str]:
 
 def test_floors():
     assert list(floor_violations(PACKAGE, FLOORS)) == []
+
+
+def test_rooms_of_a_folder_have_an_order():
+    assert list(room_violations(PACKAGE, ROOMS)) == []
+
+
+def test_no_order_without_a_folder():
+    known = folders(modules(PACKAGE))
+    named = {f"{folder}.{room}" for folder, rooms in ROOMS.items() for room in rooms}
+    assert named <= known, f"ROOMS names what is not there: {named - known}"
 
 
 def test_no_floor_without_a_file():
@@ -206,7 +272,7 @@ def test_concrete_classes_exist():
     defined = {
         node.name
         for path in modules(PACKAGE).values()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.ClassDef)
     }
     assert set(CONCRETE) <= defined, f"CONCRETE names what is not there: {set(CONCRETE) - defined}"
@@ -260,6 +326,23 @@ def test_floor_checker_sees_lazy_typing_relative_and_sibling_imports(tmp_path):
 def test_circle_checker_sees_circles_inside_a_folder(tmp_path):
     package = plant(tmp_path, a__x="from headrace.a.y import z", a__y="def f():\n    import headrace.a.x")
     assert [sorted(set(circle.split(" -> "))) for circle in circles(package)] == [["a.x", "a.y"]]
+
+
+def test_room_checker_sees_upward_imports_circles_through_files_and_rooms_without_an_order(tmp_path):
+    files = {"a__high__y": "", "a__top": ""}
+    order = {"a": ("low", "high")}
+    upward = plant(tmp_path / "a", **files, a__low__x="def f():\n    from headrace.a.high.y import z")
+    assert list(room_violations(upward, order)) == ["a.low imports a.high"]
+    assert list(room_violations(upward, {"a": ("high", "low")})) == []
+    around = plant(
+        tmp_path / "b",
+        **(files | {"a__top": "import headrace.a.high.y"}),
+        a__low__x="import headrace.a.top",
+        a__high__w="import headrace.a.low.x",
+    )
+    assert len(list(room_violations(around, order))) == 1
+    without = list(room_violations(plant(tmp_path / "c", **files, a__low__x=""), {}))
+    assert without == ["a has the rooms ['high', 'low'], and ROOMS []"]
 
 
 def test_budget_checker_counts(tmp_path):

@@ -12,17 +12,17 @@ from fact_stream import FactStream, records_of, write_journal
 from rich.console import Console, RenderableType
 from test_troubles import half_failed
 
+from headrace.commands.inspect import inspect
 from headrace.observe.facts import Fact, StepTrained, Warned
-from headrace.observe.layout import distinct, flow, middle_out, one_line, without_marks
+from headrace.observe.health.status import Live, Status
+from headrace.observe.numbers.state import RunState
 from headrace.observe.recorder import Recorder
 from headrace.observe.records import summarise
-from headrace.observe.state import RunState
-from headrace.observe.status import Live, Status
-from headrace.observe.status_view import panel
-from headrace.observe.summary import summary
-from headrace.observe.terminal import LiveTerminal
-from headrace.observe.view import Text, sample_panel
-from headrace.orchestration.inspection import inspect
+from headrace.observe.screen.layout import distinct, flow, middle_out, one_line, without_marks
+from headrace.observe.screen.live import Text, sample_panel
+from headrace.observe.screen.status_view import panel
+from headrace.observe.screen.summary import summary
+from headrace.observe.screen.terminal import LiveTerminal
 
 FACTS = list(FactStream(steps=30, groups=6).facts())
 SIZES = [(80, 24), (80, 40), (120, 40)]

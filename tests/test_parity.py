@@ -12,8 +12,8 @@ from rich.console import Console
 from tiny_models import saved
 
 from headrace import cli
-from headrace.orchestration import parity, parity_table
-from headrace.orchestration.parity import LIMITS, Difference, measure
+from headrace.commands import parity, parity_table
+from headrace.commands.parity import LIMITS, Difference, measure
 
 TOKENS = 12
 

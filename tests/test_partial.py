@@ -19,7 +19,7 @@ from test_pipeline import _world as plain_world
 from headrace import virtual_time
 from headrace.engine.fake import FakeEngine
 from headrace.observe.facts import GroupEnded, WeightsLive
-from headrace.observe.waits import Waits
+from headrace.observe.health.waits import Waits
 from headrace.partial import Interrupts, PartialConfig, joined, partial_problems
 from headrace.staleness import StalenessConfig
 from headrace.trainer.fake import FakeTrainer

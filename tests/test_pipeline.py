@@ -22,22 +22,23 @@ from headrace.algo.config import AlgoConfig
 from headrace.algo.groups import algorithm_of
 from headrace.algo.noise import NoiseWatch
 from headrace.buffer import Buffer
+from headrace.durable.journal import Journal
+from headrace.durable.passes import PassLog
 from headrace.engine.fake import FakeEngine
 from headrace.errors import CheckpointError, HeadraceError, IdentityError, StalledError, TrainingError, WorkerDied
 from headrace.observe.facts import CheckpointSaved, Evaluated, Fact, GroupEnded, StepTrained, Warned, WeightsLive
-from headrace.observe.journal import Journal
-from headrace.observe.passes import PassLog
+from headrace.observe.health.waits import Waits
+from headrace.observe.numbers.state import RunState
 from headrace.observe.records import summarise
-from headrace.observe.state import RunState
-from headrace.observe.waits import Waits
-from headrace.orchestration.checkpoint import Checkpoints
-from headrace.orchestration.evaluation import Evaluator
-from headrace.orchestration.identity import IdentityProbe
-from headrace.orchestration.parts import Parts, Plan, Told, told_of
-from headrace.orchestration.pipeline import Pipeline
-from headrace.orchestration.recovery import read_past, recover
-from headrace.orchestration.snapshots import Snapshots, load_controller
-from headrace.orchestration.turns import Turns
+from headrace.orchestration.loops.evaluation import Evaluator
+from headrace.orchestration.loops.identity import IdentityProbe
+from headrace.orchestration.loops.parts import Parts, Told, told_of
+from headrace.orchestration.loops.pipeline import Pipeline
+from headrace.orchestration.loops.turns import Turns
+from headrace.orchestration.plan import Plan
+from headrace.orchestration.store.checkpoints import Checkpoints
+from headrace.orchestration.store.recovery import read_past, recover
+from headrace.orchestration.store.snapshots import Snapshots, load_controller
 from headrace.partial import Interrupts, PartialConfig
 from headrace.process_config import EvalConfig, WatchConfig
 from headrace.reports import LagStats, Noise

@@ -14,11 +14,11 @@ import pytest
 
 from headrace import cli
 from headrace.config import load_config
+from headrace.durable.spelling import encode
 from headrace.errors import ConfigError
 from headrace.observe.facts import EngineSample, GroupEnded, Waited, WeightsLive
 from headrace.observe.recorder import Recorder
 from headrace.observe.records import METRICS, StepRow
-from headrace.observe.spelling import encode
 from headrace.reports import EngineStats, LoadReport, TrainReport
 from headrace.simulate import hardware
 from headrace.simulate.calibrate import calibrate

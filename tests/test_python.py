@@ -25,10 +25,10 @@ import headrace
 from headrace.config import load_config
 from headrace.errors import ConfigError
 from headrace.observe.facts import RunEnded, Warned
-from headrace.observe.screen import NotebookScreen, as_html
-from headrace.orchestration.callbacks import Callbacks
+from headrace.observe.screen.surface import NotebookScreen, as_html
 from headrace.orchestration.handed import take_over
-from headrace.orchestration.hosting import host
+from headrace.orchestration.runs.callbacks import Callbacks
+from headrace.orchestration.runs.hosting import host
 
 ROWS = [{"prompt": f"{i} + {i}?", "answer": str(2 * i)} for i in range(100)]
 
@@ -468,6 +468,8 @@ def test_html_has_no_background_and_no_document():
 
 
 def test_without_a_notebook_nothing_of_it_is_loaded():
-    code = "import sys, headrace.observe.screen as s; assert not s.in_notebook(); print('IPython' in sys.modules)"
+    code = (
+        "import sys, headrace.observe.screen.surface as s; assert not s.in_notebook(); print('IPython' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "False"

@@ -21,7 +21,7 @@ from headrace.errors import ConfigError
 from headrace.lora import LoraConfig
 from headrace.orchestration.build import build_task
 from headrace.orchestration.handed import take_over
-from headrace.orchestration.rehearse import Rehearsal, rehearse
+from headrace.orchestration.runs.rehearse import Rehearsal, rehearse
 from headrace.other_names import MEANINGS
 from headrace.rehearsal import memory
 from headrace.rehearsal.machine import GIB, Machine, gib

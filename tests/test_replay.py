@@ -18,16 +18,15 @@ from tiny_run import tiny_config, when_step
 
 import headrace
 from headrace import cli
+from headrace.commands import diff_view, replay
+from headrace.commands.replay import beyond, differing, outcome_of
+from headrace.commands.rerun import Stage, plot_course, rerun
 from headrace.config import dump_config, load_config
+from headrace.durable.journal import JOURNAL, AnyRecord, Journal, Live, Ready, Stepped, count_steps, read_journal
 from headrace.errors import CheckpointError, ConfigError
-from headrace.observe import parting_view
 from headrace.observe.health.family import Family, family
-from headrace.observe.journal import JOURNAL, AnyRecord, Journal, Live, Ready, Stepped, count_steps, read_journal
 from headrace.observe.machine import machine_mark
-from headrace.orchestration import replaying
-from headrace.orchestration.replaying import beyond, differing, outcome_of
-from headrace.orchestration.rerun import Stage, plot_course, rerun
-from headrace.orchestration.rundir import RunDirectory, configs_until
+from headrace.orchestration.store.directory import RunDirectory, configs_until
 from headrace.reports import LagStats, Noise, TrainReport
 
 STEPS = 5
@@ -68,7 +67,7 @@ def run(finished: Path, tmp_path: Path) -> Path:
 
 def replayed(run: Path, first: int, last: int | None = None) -> tuple[int, str]:
     console = Console(file=io.StringIO(), width=400)
-    code = replaying.replay(run, first, last, console)
+    code = replay.replay(run, first, last, console)
     return code, console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -213,7 +212,7 @@ def test_two_synchronous_runs_of_an_exact_engine_do_not_part(tiny_llama: Path, t
     config = make_config(tmp_path, tiny_llama, **more)
     config["engine"] |= {"exact": True}
     a, b = (headrace.train({**config, "name": name}).directory for name in ("a", "b"))
-    assert parting_view.report(a, b, console) == 0, console.file.getvalue()  # type: ignore[attr-defined]
+    assert diff_view.report(a, b, console) == 0, console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_a_machine_has_a_mark() -> None:

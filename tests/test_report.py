@@ -13,13 +13,13 @@ from fact_stream import FactStream, records_of, standing, write_journal
 
 from headrace.errors import ConfigError, HeadraceError
 from headrace.observe.facts import CheckpointSaved, Fact, StepTrained, Warned
-from headrace.observe.lags import over_steps
+from headrace.observe.numbers.lags import over_steps
+from headrace.observe.numbers.state import RunState
 from headrace.observe.recorder import Recorder
 from headrace.observe.records import summarise
 from headrace.observe.report import write_report
 from headrace.observe.report.data import bins, load
 from headrace.observe.resume import Resume
-from headrace.observe.state import RunState
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 SVG_VOID = {"line", "rect", "circle", "path", "polygon"}

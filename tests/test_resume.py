@@ -18,20 +18,20 @@ from kill_child import FINISHED, live
 from tiny_run import Config, of, tiny_config
 
 import headrace
+from headrace.commands.status import report as status
 from headrace.config import RunConfig, dump_config, read_config
+from headrace.durable.files import read_lines
+from headrace.durable.journal import JOURNAL, AnyRecord, Damage, Drawn, Journal, Stepped, end_of_journal, read_steps
+from headrace.durable.passes import PassLog, read_passes
 from headrace.errors import ConfigError, HeadraceError, WorkerDied
 from headrace.observe.facts import RunEnded, TicketDrawn, Warned
-from headrace.observe.files import read_lines
-from headrace.observe.journal import JOURNAL, AnyRecord, Damage, Drawn, Journal, Stepped, end_of_journal, read_steps
-from headrace.observe.passes import PassLog, read_passes
 from headrace.observe.records import METRICS, StepRow
-from headrace.orchestration.checkpoint import Checkpoints
-from headrace.orchestration.course import same_course
-from headrace.orchestration.lane import Lane, open_lane
-from headrace.orchestration.recovery import Past, _begun, read_past
-from headrace.orchestration.rundir import RunDirectory, configs_until
-from headrace.orchestration.snapshots import ControllerState, load_controller
-from headrace.orchestration.status_report import report as status
+from headrace.orchestration.runs.lane import Lane, open_lane
+from headrace.orchestration.store.checkpoints import Checkpoints
+from headrace.orchestration.store.directory import RunDirectory, configs_until
+from headrace.orchestration.store.recovery import Past, _begun, read_past
+from headrace.orchestration.store.resume_rules import same_course
+from headrace.orchestration.store.snapshots import ControllerState, load_controller
 from headrace.reports import TrainReport
 from headrace.rollout import name_of
 from headrace.simulate.dst import Case

@@ -20,13 +20,13 @@ import transformers
 
 from headrace.algo.aggregate import token_mean
 from headrace.algo.config import AlgoConfig
+from headrace.commands import parity
+from headrace.commands.parity import Difference
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
 from headrace.engine.native.runners.weights import parameters_from_dir
 from headrace.errors import ConfigError
 from headrace.models import resolve_model
-from headrace.orchestration import parity
-from headrace.orchestration.parity import Difference
 from headrace.packing import Pack, pack_rows, pack_sequence
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.torch_forward import Forward, choose_forward

@@ -18,6 +18,7 @@ from tiny_run import Config, of, seconds_to_import, tiny_config, when_step, work
 import headrace
 from headrace import cli
 from headrace.config import dump_config, load_config
+from headrace.durable.journal import read_steps
 from headrace.errors import (
     CheckpointError,
     ConfigError,
@@ -27,9 +28,8 @@ from headrace.errors import (
     WorkerDied,
 )
 from headrace.observe.facts import CheckpointSaved, Evaluated, IdentityChecked, RunEnded, Warned, WorkerLost
-from headrace.observe.journal import read_steps
 from headrace.observe.records import StepRow
-from headrace.orchestration.snapshots import load_controller
+from headrace.orchestration.store.snapshots import load_controller
 
 
 @pytest.fixture

@@ -8,13 +8,13 @@ import pytest
 from tiny_run import tiny_config
 
 from headrace.config import RunConfig, load_config
+from headrace.durable.files import full_disk_is_said
 from headrace.errors import ConfigError, HeadraceError
 from headrace.observe.facts import Warned
-from headrace.observe.files import full_disk_is_said
+from headrace.observe.health.watchdog import Watchdog
 from headrace.observe.records import read_metrics
-from headrace.observe.watchdog import Watchdog
-from headrace.orchestration.lane import open_lane
-from headrace.orchestration.rundir import RunDirectory
+from headrace.orchestration.runs.lane import open_lane
+from headrace.orchestration.store.directory import RunDirectory
 from headrace.simulate.faults import Disk, Fault
 
 

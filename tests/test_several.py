@@ -15,9 +15,9 @@ from tiny_run import Config, of
 
 import headrace
 from headrace.config import dump_config, load_config
+from headrace.durable.journal import read_steps
 from headrace.errors import ConfigError, TrainingError
 from headrace.observe.facts import CheckpointSaved, IdentityChecked, RunEnded, RunStarted, WeightsLive
-from headrace.observe.journal import read_steps
 from headrace.observe.records import StepRow
 
 

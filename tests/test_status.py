@@ -20,15 +20,15 @@ from tiny_run import tiny_config, when_step
 import headrace
 from headrace import cli
 from headrace.config import dump_config, load_config
+from headrace.durable.spelling import encode
 from headrace.errors import HeadraceError
-from headrace.observe import status_view
 from headrace.observe.facts import Accounting, CheckpointSaved, RunEnded, RunStarted, TicketDrawn, Warned, WorkerLost
+from headrace.observe.health.status import Follower, Live, Status, as_dict, judge, read_live, write_live
+from headrace.observe.health.waits import Lasting
+from headrace.observe.numbers.state import RunState
 from headrace.observe.records import METRICS
-from headrace.observe.spelling import encode
-from headrace.observe.state import RunState
-from headrace.observe.status import Follower, Live, Status, as_dict, judge, read_live, write_live
-from headrace.observe.waits import Lasting
-from headrace.orchestration.rundir import RunDirectory, held
+from headrace.observe.screen import status_view
+from headrace.orchestration.store.directory import RunDirectory, held
 
 STARTED = RunStarted(0.0, "tiny", "a model · a task", 0, 10, 4, 2, 8, 1, 1, {})
 NOBODY = 2**22 + 1
@@ -223,7 +223,7 @@ def test_a_run_is_asked_while_it_lives_after_kill_9_and_after_its_end(
 HOLDS = """
 import sys, time
 from pathlib import Path
-from headrace.orchestration.rundir import RunDirectory
+from headrace.orchestration.store.directory import RunDirectory
 held = RunDirectory(Path(sys.argv[1]))
 print("ready", flush=True)
 time.sleep(100)

@@ -19,7 +19,7 @@ from headrace.config import load_config, teacher_engine
 from headrace.engine.fake import FakeEngine
 from headrace.errors import CheckpointError, ConfigError, IdentityError, WorkerDied
 from headrace.observe.facts import Waited
-from headrace.observe.waits import Waits
+from headrace.observe.health.waits import Waits
 from headrace.orchestration.teaching import messages_of
 from headrace.scoring.fake import FakeScorer
 from headrace.scoring.teachers import NoReward, Teacher, TextScorer, TextTeacher, TraceScorer, score_episode

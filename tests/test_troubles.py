@@ -10,8 +10,12 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from headrace.observe import records, status
-from headrace.observe.advice import advices
+from headrace.durable.journal import Ready
+from headrace.durable.spelling import encode
+from headrace.observe import records
+from headrace.observe.diagnosis.advice import advices
+from headrace.observe.diagnosis.troubles import failings, judged, measured_on, shares
+from headrace.observe.diagnosis.verdicts import bias, held_out
 from headrace.observe.facts import (
     Accounting,
     Evaluated,
@@ -22,19 +26,16 @@ from headrace.observe.facts import (
     RunStarted,
     TicketDrawn,
 )
-from headrace.observe.journal import Ready
+from headrace.observe.health import status
+from headrace.observe.numbers.shares import Recent
+from headrace.observe.numbers.state import RunState
 from headrace.observe.records import StepRow, answer_of
 from headrace.observe.report import write_report
-from headrace.observe.shares import Recent
+from headrace.observe.screen.live import frame
+from headrace.observe.screen.status_view import lines_of
+from headrace.observe.screen.summary import summary
+from headrace.observe.screen.terminal import PlainLines
 from headrace.observe.sinks import scalars
-from headrace.observe.spelling import encode
-from headrace.observe.state import RunState
-from headrace.observe.status_view import lines_of
-from headrace.observe.summary import summary
-from headrace.observe.terminal import PlainLines
-from headrace.observe.troubles import failings, judged, measured_on, shares
-from headrace.observe.verdicts import bias, held_out
-from headrace.observe.view import frame
 from headrace.reports import TrainReport
 from headrace.types import Prompt
 

@@ -25,24 +25,24 @@ from headrace.config import RunConfig, load_config
 from headrace.engine.config import EngineConfig
 from headrace.engine.fake import FakeEngine
 from headrace.errors import IdentityError, StalledError
-from headrace.observe import stacks
 from headrace.observe.facts import Waited, Warned
+from headrace.observe.health import stacks
 from headrace.observe.health.family import Child, Family, family
 from headrace.observe.health.frames import VARIABLE
-from headrace.observe.picture import blame
-from headrace.observe.status import read_live
-from headrace.observe.waits import Lasting, Waits, counted
-from headrace.observe.waits import Testimony as Told
-from headrace.observe.watchdog import STALLED, Watchdog
+from headrace.observe.health.snapshot import blame
+from headrace.observe.health.status import read_live
+from headrace.observe.health.waits import Lasting, Waits, counted
+from headrace.observe.health.waits import Testimony as Told
+from headrace.observe.health.watchdog import STALLED, Watchdog
 from headrace.orchestration.build import Built, build, open_waits
-from headrace.orchestration.evaluation import Evaluator
 from headrace.orchestration.handed import NOTHING
+from headrace.orchestration.loops.evaluation import Evaluator
+from headrace.orchestration.loops.turns import Turns
+from headrace.orchestration.loops.utilisation import Utilisation
 from headrace.orchestration.pools import open_pools
-from headrace.orchestration.session import Session, on_unheard
-from headrace.orchestration.several import _close, _serve_base, _Together
+from headrace.orchestration.runs.session import Session, on_unheard
+from headrace.orchestration.runs.several import _close, _serve_base, _Together
 from headrace.orchestration.teaching import Classroom, SelfTeaching
-from headrace.orchestration.turns import Turns
-from headrace.orchestration.utilisation import Utilisation
 from headrace.partial import PartialConfig
 from headrace.process_config import EvalConfig
 from headrace.rollout import RolloutConfig
@@ -725,8 +725,8 @@ def test_a_worker_survives_any_number_of_questions(child: Callable[..., Child]) 
 BLOCKED = """
 import asyncio, ctypes, os, signal, sys, time
 from pathlib import Path
-from headrace.observe.waits import Waits
-from headrace.observe.watchdog import Watchdog
+from headrace.observe.health.waits import Waits
+from headrace.observe.health.watchdog import Watchdog
 
 def blocks():
     time.sleep(60)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from headrace.errors import ConfigError, HeadraceError, WorkerDied
-from headrace.orchestration.wire import Channel, Frame, WorkerEnd, name_of, pack, pack_payload, unpack
+from headrace.orchestration.workers.wire import Channel, Frame, WorkerEnd, name_of, pack, pack_payload, unpack
 from headrace.steps import Finished, StepOutput
 
 

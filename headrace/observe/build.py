@@ -43,8 +43,8 @@ def _sinks_on_disk(config: ObserveConfig, run_dir: Path, resume_at_step: int | N
 
 
 def _terminal(config: ObserveConfig) -> Sink | None:
-    from headrace.observe.screen import terminal_mode
-    from headrace.observe.terminal import LiveTerminal, PlainTerminal
+    from headrace.observe.screen.surface import terminal_mode
+    from headrace.observe.screen.terminal import LiveTerminal, PlainTerminal
 
     match terminal_mode(config):
         case "live":

@@ -1,6 +1,6 @@
 """The mark of a machine: what the bits of a training step depend on beside its input.
 
-Two steps with equal marks are expected to be equal bit for bit; with other ones, within rounding (`orchestration/replaying.py`).
+Two steps with equal marks are expected to be equal bit for bit; with other ones, within rounding (`commands/replay.py`).
 """
 
 from __future__ import annotations

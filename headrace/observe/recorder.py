@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from headrace.durable.files import AppendFile, keep_lines, read_lines
+from headrace.durable.spelling import encode
 from headrace.errors import ConfigError
 from headrace.observe.facts import StepTrained
-from headrace.observe.files import AppendFile, keep_lines, read_lines
+from headrace.observe.numbers.state import RunState
 from headrace.observe.records import METRICS, MetricsFact, pick_samples, read_metrics_lines, summarise
 from headrace.observe.resume import Resume, kept_of
-from headrace.observe.spelling import encode
-from headrace.observe.state import RunState
 
 
 class Sink(Protocol):

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: every fact, small enough to keep all; `journal.py` has what is complete."""
+"""`metrics.jsonl`: every fact, small enough to keep all; `durable/journal.py` has what is complete."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 
 import msgspec
 
+from headrace.durable.files import read_lines
+from headrace.durable.journal import count_steps
 from headrace.observe.facts import (
     CheckpointSaved,
     EngineSample,
@@ -27,8 +29,6 @@ from headrace.observe.facts import (
     WeightsLive,
     WorkerLost,
 )
-from headrace.observe.files import read_lines
-from headrace.observe.journal import count_steps
 from headrace.reports import TrainReport
 from headrace.types import Completion, Group, Prompt, Scored, Struct, VersionSpan
 

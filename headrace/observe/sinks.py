@@ -12,10 +12,10 @@ from typing import Any
 
 from headrace.errors import ConfigError
 from headrace.observe.facts import Evaluated, IdentityChecked, RunStarted, WeightsLive
-from headrace.observe.pools import EngineUse
+from headrace.observe.numbers.engine_use import EngineUse
+from headrace.observe.numbers.shares import Tally
+from headrace.observe.numbers.state import RunState
 from headrace.observe.records import MetricsFact, StepRow
-from headrace.observe.shares import Tally
-from headrace.observe.state import RunState
 
 
 def scalars(fact: MetricsFact, state: RunState) -> tuple[int, dict[str, float]]:

@@ -1,65 +1,56 @@
-"""The one place where concrete classes are named: a config becomes parts, and the parts a pipeline.
+"""The one place where concrete classes of the controller's half are named: a config becomes parts, and the parts a pipeline.
 
-The controller's half imports no torch; the workers' half (`build_trainer_core`, `build_engine_core`) runs in their processes.
+It imports no torch. The workers' half runs in their processes (`workers/build.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import importlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from headrace.algo.config import AlgoConfig
 from headrace.algo.groups import algorithm_of
 from headrace.algo.noise import NoiseWatch, inside_rounding
 from headrace.buffer import Buffer
 from headrace.chat import ChatEncoder
 from headrace.config import RunConfig
-from headrace.engine.config import EngineConfig
+from headrace.durable.journal import JournalStep
 from headrace.errors import ConfigError
-from headrace.lora import LoraConfig
 from headrace.models import resolve_model
 from headrace.observe.facts import Books, RunStarted, Warned, WeightsLive
-from headrace.observe.journal import JournalStep
+from headrace.observe.health.waits import Waits
 from headrace.observe.machine import machine_mark
-from headrace.observe.waits import Waits
-from headrace.orchestration.course import scoring_mark
-from headrace.orchestration.evaluation import Evaluator
 from headrace.orchestration.handed import Handed
-from headrace.orchestration.identity import PROBE, TOLERANCE, IdentityProbe
-from headrace.orchestration.messages import EngineStart, TrainerStart
-from headrace.orchestration.parts import Parts, Plan, told_of
-from headrace.orchestration.pipeline import Pipeline
+from headrace.orchestration.loops.evaluation import Evaluator
+from headrace.orchestration.loops.identity import PROBE, TOLERANCE, IdentityProbe
+from headrace.orchestration.loops.parts import Parts, told_of
+from headrace.orchestration.loops.pipeline import Pipeline
+from headrace.orchestration.loops.utilisation import Utilisation
+from headrace.orchestration.plan import Plan
 from headrace.orchestration.pools import Pools, open_pools
-from headrace.orchestration.recovery import recover
-from headrace.orchestration.snapshots import Snapshots
-from headrace.orchestration.storage import Storage
+from headrace.orchestration.store.recovery import recover
+from headrace.orchestration.store.resume_rules import scoring_mark
+from headrace.orchestration.store.snapshots import Snapshots
+from headrace.orchestration.store.storage import Storage
 from headrace.orchestration.teaching import Lesson, Student, open_teaching, plan_lessons, reward_weights
-from headrace.orchestration.utilisation import Utilisation
 from headrace.orchestration.wording import headline, where
 from headrace.partial import Interrupts
-from headrace.protocols import EngineCore, Observer, Scorer, Task, TrainerCore, WeightReceiver, WeightSender
+from headrace.protocols import Observer, Scorer, Task
 from headrace.rehearsal.reward import try_in_loop
 from headrace.scoring.handed import RewardFunction
 from headrace.scoring.overlong import punished
 from headrace.tasks.config import TaskConfig
 from headrace.tasks.read import Row
-from headrace.trainer.config import TrainConfig
 from headrace.types import Prompt
-from headrace.weights import Manifest
 
 if TYPE_CHECKING:
-    from headrace.trainer.torch_shadow import Shadow
+    pass
 
 Clock = Callable[[], float]
-
-
-# -- in the controller ------------------------------------------------------------------------------------------------------
 
 
 def open_waits(config: RunConfig, observer: Observer, clock: Clock) -> Waits:
@@ -322,72 +313,3 @@ def export_weights(
     trainer = TorchTrainer(model_dir, train, algo, config.seed, adapters=adapters)
     trainer.restore(checkpoint)
     trainer.export(to, dtype, merge=merge)
-
-
-# -- in the workers ---------------------------------------------------------------------------------------------------------
-
-
-def preload(kind: str) -> None:
-    """Imports what the worker will need, while the controller is still busy with the other one."""
-    importlib.import_module(
-        {"trainer": "headrace.trainer.torch_trainer", "engine": "headrace.engine.native.core"}[kind]
-    )
-
-
-def build_trainer_core(start: TrainerStart, weights_fd: int) -> tuple[TrainerCore, WeightSender, dict[str, Manifest]]:
-    import torch
-
-    from headrace.trainer.torch_learner import Assignment
-    from headrace.trainer.torch_trainer import TorchTrainer
-    from headrace.weight_sync.shared_memory import SharedMemorySender, lay_out
-
-    train, algo = TrainConfig(**start.train), AlgoConfig(**start.algo)
-    adapters = {
-        name: Assignment(TrainConfig(**one.train), AlgoConfig(**one.algo), LoraConfig(**one.lora))
-        for name, one in start.adapters.items()
-    }
-    core = TorchTrainer(Path(start.model_dir), train, algo, start.seed, start.keep_routing, adapters)
-    for name, checkpoint in start.restore.items():
-        core.restore(Path(checkpoint), name)
-    served = [spec.name for spec in core.adapters()]
-    dtype = getattr(torch, start.serving_dtype)
-    manifests = {"": lay_out(core.parameters(), dtype, slots=1 if served else 2)}
-    for name in served:
-        manifests[name] = lay_out(core.parameters(name), dtype, offset=max(one.end for one in manifests.values()))
-    return core, SharedMemorySender(weights_fd, manifests), manifests
-
-
-def build_shadow(
-    start: TrainerStart, core: TrainerCore, manifests: Mapping[str, Manifest], weights_fd: int
-) -> tuple[Shadow | None, Manifest | None]:
-    """The student as a teacher, in memory behind what the trainer publishes."""
-    if start.shadow is None:
-        return None, None
-    import torch
-
-    from headrace.trainer.torch_shadow import Shadow
-    from headrace.weight_sync.shared_memory import SharedMemorySender, lay_out
-
-    told, dtype = start.shadow, getattr(torch, start.shadow.dtype)
-    behind = lay_out(core.parameters(), dtype, offset=max(manifest.end for manifest in manifests.values()))
-    sender = SharedMemorySender(weights_fd, {"": behind})
-    shadow = Shadow(told.kind, told.every, told.decay, dtype, sender, core.version, core.parameters())
-    if checkpoint := start.restore.get(""):
-        shadow.restore(Path(checkpoint))
-    return shadow, behind
-
-
-def build_engine_core(start: EngineStart, weights_fd: int) -> tuple[EngineCore, WeightReceiver]:
-    import torch
-
-    from headrace.engine.native.core import NativeEngine
-    from headrace.engine.native.runners.weights import parameters_from_dir
-    from headrace.weight_sync.directory import DirectoryReceiver
-    from headrace.weight_sync.shared_memory import SharedMemoryReceiver
-
-    directory, config = Path(start.model_dir), EngineConfig(**start.engine)
-    core = NativeEngine(directory, config)
-    if start.manifests:
-        return core, SharedMemoryReceiver(weights_fd, start.manifests)
-    dtype = getattr(torch, config.serving_dtype)
-    return core, DirectoryReceiver(directory, lambda path: parameters_from_dir(path, dtype))

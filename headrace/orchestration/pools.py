@@ -13,11 +13,11 @@ from typing import Any
 
 from headrace.config import RunConfig, adapter_runs
 from headrace.observe.facts import WeightsLive
-from headrace.observe.waits import Waits
-from headrace.orchestration.clients import ProcessEngine, ProcessTrainer
-from headrace.orchestration.messages import AdapterStart, EngineStart, TrainerReady, TrainerStart
+from headrace.observe.health.waits import Waits
+from headrace.orchestration.loops.turns import Turns
 from headrace.orchestration.teaching import Teaching, shadow_of
-from headrace.orchestration.turns import Turns
+from headrace.orchestration.workers.clients import ProcessEngine, ProcessTrainer
+from headrace.orchestration.workers.messages import AdapterStart, EngineStart, TrainerReady, TrainerStart
 from headrace.protocols import Observer
 from headrace.weight_sync.memory import anonymous_memory
 from headrace.weights import Manifest

@@ -21,9 +21,9 @@ from headrace.engine.config import EngineConfig
 from headrace.errors import ConfigError, first_error
 from headrace.models import resolve_model
 from headrace.observe.facts import EngineSample, Fact, Warned
-from headrace.observe.waits import Waits
-from headrace.orchestration.clients import ProcessEngine, ProcessTrainer
-from headrace.orchestration.messages import EngineStart, ShadowStart
+from headrace.observe.health.waits import Waits
+from headrace.orchestration.workers.clients import ProcessEngine, ProcessTrainer
+from headrace.orchestration.workers.messages import EngineStart, ShadowStart
 from headrace.protocols import Engine, Observer, Scorer
 from headrace.scoring.teacher_config import TeacherConfig
 from headrace.scoring.teachers import Teacher, TextScorer, TextTeacher, TraceScorer

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from headrace.observe.waits import Waits
+from headrace.observe.health.waits import Waits
 from headrace.protocols import Engine, Scorer
 from headrace.types import (
     Completion,

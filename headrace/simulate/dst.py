@@ -19,22 +19,23 @@ import msgspec
 
 from headrace.algo.config import AlgoConfig
 from headrace.algo.groups import algorithm_of
+from headrace.durable.journal import Journal
 from headrace.errors import HeadraceError, StalledError, WorkerDied
 from headrace.observe.facts import Books, RunEnded, RunStarted, WeightsLive
-from headrace.observe.journal import Journal
+from headrace.observe.health.waits import Waits
 from headrace.observe.recorder import Recorder
-from headrace.observe.waits import Waits
-from headrace.orchestration.checkpoint import Checkpoints
-from headrace.orchestration.clients import ProcessEngine, ProcessTrainer
-from headrace.orchestration.evaluation import Evaluator
-from headrace.orchestration.identity import IdentityProbe
-from headrace.orchestration.messages import EngineStart, TrainerStart
-from headrace.orchestration.parts import Parts, Plan, told_of
-from headrace.orchestration.pipeline import Pipeline
-from headrace.orchestration.recovery import Past, read_past, recover
-from headrace.orchestration.session import run_clock
-from headrace.orchestration.snapshots import Snapshots, load_controller
-from headrace.orchestration.storage import Storage
+from headrace.orchestration.loops.evaluation import Evaluator
+from headrace.orchestration.loops.identity import IdentityProbe
+from headrace.orchestration.loops.parts import Parts, told_of
+from headrace.orchestration.loops.pipeline import Pipeline
+from headrace.orchestration.plan import Plan
+from headrace.orchestration.runs.session import run_clock
+from headrace.orchestration.store.checkpoints import Checkpoints
+from headrace.orchestration.store.recovery import Past, read_past, recover
+from headrace.orchestration.store.snapshots import Snapshots, load_controller
+from headrace.orchestration.store.storage import Storage
+from headrace.orchestration.workers.clients import ProcessEngine, ProcessTrainer
+from headrace.orchestration.workers.messages import EngineStart, TrainerStart
 from headrace.partial import Interrupts, PartialConfig
 from headrace.process_config import EvalConfig, WatchConfig
 from headrace.protocols import Task

@@ -14,13 +14,13 @@ from typing import Any
 import msgspec
 
 from headrace.buffer import Buffer
+from headrace.durable.journal import JOURNAL, Live, read_journal, read_steps
 from headrace.observe.facts import CheckpointSaved, GroupEnded, StepTrained, TicketDrawn, Warned, WeightsLive
-from headrace.observe.journal import JOURNAL, Live, read_journal, read_steps
 from headrace.observe.records import StepRow, read_metrics
-from headrace.orchestration.checkpoint import FILES, Checkpoints, damage
-from headrace.orchestration.parts import Plan
-from headrace.orchestration.snapshots import load_controller
-from headrace.orchestration.storage import Storage
+from headrace.orchestration.plan import Plan
+from headrace.orchestration.store.checkpoints import FILES, Checkpoints, damage
+from headrace.orchestration.store.snapshots import load_controller
+from headrace.orchestration.store.storage import Storage
 from headrace.partial import Interrupts
 from headrace.rollout import name_of
 from headrace.simulate.dst_case import Case

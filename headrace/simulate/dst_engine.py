@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from headrace.errors import IdentityError
-from headrace.orchestration.wire import Frame, unpack
+from headrace.orchestration.workers.wire import Frame, unpack
 from headrace.reports import Capabilities, EngineStats, LoadReport
 from headrace.simulate.dst_processes import Chance, Process
 from headrace.steps import Finished, PromptScores, StepOutput

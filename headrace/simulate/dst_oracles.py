@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from headrace.buffer import Buffer
+from headrace.durable.journal import JOURNAL, AnyRecord, Drawn, Gone, Journal, Live, Ready, Stepped
 from headrace.observe.facts import Accounting, GroupEnded
-from headrace.observe.journal import JOURNAL, AnyRecord, Drawn, Gone, Journal, Live, Ready, Stepped
 from headrace.rollout import seed_of
 from headrace.simulate.dst_engine import MAX_TOKENS, fate
 from headrace.simulate.dst_scorer import reward_of

@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from headrace.orchestration.local import Worker
-from headrace.orchestration.wire import Channel, Frame, name_of, pack
+from headrace.orchestration.workers.process import Worker
+from headrace.orchestration.workers.wire import Channel, Frame, name_of, pack
 from headrace.simulate.faults import Fault
 
 _LENGTH = 4

@@ -12,8 +12,8 @@ import msgspec
 import xxhash
 
 from headrace.errors import HeadraceError
-from headrace.orchestration.messages import TrainerReady, TrainerStart
-from headrace.orchestration.wire import Frame, unpack
+from headrace.orchestration.workers.messages import TrainerReady, TrainerStart
+from headrace.orchestration.workers.wire import Frame, unpack
 from headrace.reports import TrainReport
 from headrace.simulate.dst_engine import opinion
 from headrace.simulate.dst_processes import Chance, Process

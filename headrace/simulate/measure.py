@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from headrace import virtual_time
 from headrace.errors import ConfigError
 from headrace.observe.facts import GroupEnded, StepTrained, Waited
-from headrace.observe.fates import Histogram
+from headrace.observe.numbers.fates import Histogram
 from headrace.reports import EngineStats
 from headrace.simulate.pool import Replicas
 from headrace.simulate.scenario import Scenario

@@ -7,10 +7,10 @@ from html import escape
 from pathlib import Path
 
 from headrace.observe import report as report_package
-from headrace.observe.report.axes import extent
-from headrace.observe.report.lags import lag_class
-from headrace.observe.report.svg import Chart, figure
-from headrace.observe.report.tables import table
+from headrace.observe.report.draw.axes import extent
+from headrace.observe.report.draw.svg import Chart, figure
+from headrace.observe.report.draw.tables import table
+from headrace.observe.report.lag_charts import lag_class
 from headrace.observe.text import number, short_time
 from headrace.simulate.plan import Answer
 from headrace.simulate.reasons import bottleneck, recommendation

@@ -14,16 +14,17 @@ from typing import Any
 
 from headrace.algo.groups import algorithm_of
 from headrace.buffer import Buffer
+from headrace.durable.journal import Journal
+from headrace.durable.passes import PassLog
 from headrace.observe.facts import Warned, WeightsLive
-from headrace.observe.journal import Journal
-from headrace.observe.passes import PassLog
-from headrace.observe.waits import Waits
-from headrace.orchestration.checkpoint import Checkpoints
-from headrace.orchestration.evaluation import Evaluator
-from headrace.orchestration.identity import IdentityProbe
-from headrace.orchestration.parts import Parts, Plan
-from headrace.orchestration.pipeline import Pipeline
-from headrace.orchestration.snapshots import Snapshots
+from headrace.observe.health.waits import Waits
+from headrace.orchestration.loops.evaluation import Evaluator
+from headrace.orchestration.loops.identity import IdentityProbe
+from headrace.orchestration.loops.parts import Parts
+from headrace.orchestration.loops.pipeline import Pipeline
+from headrace.orchestration.plan import Plan
+from headrace.orchestration.store.checkpoints import Checkpoints
+from headrace.orchestration.store.snapshots import Snapshots
 from headrace.partial import Interrupts
 from headrace.process_config import EvalConfig
 from headrace.protocols import Engine, Observer, Scorer, Task, Trainer

@@ -22,8 +22,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from headrace.durable.files import put_on_disk
 from headrace.errors import CheckpointError
-from headrace.observe.files import put_on_disk
 from headrace.trainer.torch_memory import MixedAdamW
 
 FORMAT = 1

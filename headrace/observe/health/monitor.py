@@ -21,8 +21,8 @@ from types import TracebackType
 
 from headrace.observe.health.frames import innermost
 from headrace.observe.health.outside import may_be_read_by, stacks_from_outside
-from headrace.observe.stacks import is_stopped, process_state
-from headrace.observe.status import add_verdict
+from headrace.observe.health.stacks import is_stopped, process_state
+from headrace.observe.health.status import add_verdict
 
 SLICE = 0.5
 """Seconds. A longer one passed while this process stood still too, and counts as two slices at most."""

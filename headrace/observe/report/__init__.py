@@ -1,12 +1,16 @@
-"""`report.html`: one self-contained file, made from a run's directory at any time, finished or not."""
+"""`report.html`: one self-contained file, made from a run's directory at any time, finished or not.
+
+Read `data.py` (what is shown), `page.py` (the page), `plots.py` and `curves.py` (charts over steps) with `frame.py` (what these share),
+`gantt.py`, `lag_charts.py`, `sieves.py`, `rollouts.py`, and `draw/` (the marks that all charts are made of).
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from headrace.durable.files import replace_file
 from headrace.errors import ConfigError
-from headrace.observe.files import replace_file
-from headrace.observe.looks import Pieces
+from headrace.observe.numbers.rollout_view import Pieces
 from headrace.observe.records import METRICS, REPORT
 
 

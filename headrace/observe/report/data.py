@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from headrace.durable.journal import JOURNAL, Damage, JournalStep, count_steps, read_steps
 from headrace.observe.facts import GroupEnded, Warned
-from headrace.observe.journal import JOURNAL, Damage, JournalStep, count_steps, read_steps
-from headrace.observe.looks import Look, Pieces, look, settings_of, trimmed_below
+from headrace.observe.numbers.rollout_view import Look, Pieces, look, settings_of, trimmed_below
+from headrace.observe.numbers.shares import NO_CONTRAST, Tally
+from headrace.observe.numbers.state import RunState
 from headrace.observe.records import StepRow, read_metrics
-from headrace.observe.shares import NO_CONTRAST, Tally
-from headrace.observe.state import RunState
 
 MAX_BINS = 200
 """Points of a curve. Longer runs show means of equal runs of steps, and say so."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from headrace.observe.report.data import Bin, ReportData
-from headrace.observe.report.svg import Chart
+from headrace.observe.report.draw.svg import Chart
 
 
 def of_steps(data: ReportData) -> tuple[float, float]:

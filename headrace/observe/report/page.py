@@ -5,18 +5,18 @@ from __future__ import annotations
 from html import escape
 from pathlib import Path
 
-from headrace.observe import measures
-from headrace.observe.advice import advices
+from headrace.observe.diagnosis.advice import advices
+from headrace.observe.diagnosis.troubles import failings
+from headrace.observe.diagnosis.verdicts import all_verdicts, equation, reasons
+from headrace.observe.numbers import measures
+from headrace.observe.numbers.state import RunState
 from headrace.observe.report.data import ReportData
+from headrace.observe.report.draw.tables import table
 from headrace.observe.report.gantt import gantt
-from headrace.observe.report.lags import lag_table
+from headrace.observe.report.lag_charts import lag_table
 from headrace.observe.report.plots import all_plots
 from headrace.observe.report.rollouts import rollouts
-from headrace.observe.report.tables import table
-from headrace.observe.state import RunState
 from headrace.observe.text import clip, counted, duration, percent, plural, short_time
-from headrace.observe.troubles import failings
-from headrace.observe.verdicts import all_verdicts, equation, reasons
 
 HERE = Path(__file__).parent
 SECTIONS = ("curves", "pools", "accounting", "rollouts", "warnings", "setup")

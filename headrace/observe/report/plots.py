@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from headrace.observe.measures import trimmed, trimmed_tokens
+from headrace.observe.numbers.measures import trimmed, trimmed_tokens
 from headrace.observe.records import StepRow
-from headrace.observe.report.axes import extent
-from headrace.observe.report.courses import failures, held_out, lengths_over_steps, throughput
+from headrace.observe.report.curves import failures, held_out, lengths_over_steps, throughput
 from headrace.observe.report.data import Bin, ReportData
+from headrace.observe.report.draw.axes import extent
+from headrace.observe.report.draw.svg import Chart, figure
 from headrace.observe.report.frame import hovers, of_steps, resumes, told
-from headrace.observe.report.lags import kl_by_lag, lag_class, lag_name
+from headrace.observe.report.lag_charts import kl_by_lag, lag_class, lag_name
 from headrace.observe.report.sieves import lengths, solve_rates
-from headrace.observe.report.svg import Chart, figure
 from headrace.observe.text import number, percent, plural, short_time
 
 POSITIVE = (0.0, math.inf)

@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from headrace.observe.looks import Look, spans_told, told_of
-from headrace.observe.report.lags import LAST, lag_class
-from headrace.observe.report.tables import table
+from headrace.observe.diagnosis.troubles import judged
+from headrace.observe.numbers.rollout_view import Look, spans_told, told_of
+from headrace.observe.report.draw.tables import table
+from headrace.observe.report.lag_charts import LAST, lag_class
 from headrace.observe.text import clip, counted, number
-from headrace.observe.troubles import judged
 
 MAX_TEXT, MAX_TOKENS = 4000, 400
 """Characters of a prompt, and tokens of a completion, that the table shows."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from headrace.observe.fates import Histogram, Sieve, discarded
-from headrace.observe.report.svg import Chart, figure
-from headrace.observe.state import RunState
+from headrace.observe.numbers.fates import Histogram, Sieve, discarded
+from headrace.observe.numbers.state import RunState
+from headrace.observe.report.draw.svg import Chart, figure
 from headrace.observe.text import number, percent, plural
 
 SLOTS = 40

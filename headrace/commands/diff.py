@@ -1,0 +1,272 @@
+"""Where two runs part: the first difference of every kind, step by step, from their journals and settings alone.
+
+Groups are matched by their ticket: with one seed it stands for the same prompt and the same random numbers in both runs. What
+the clock says is not compared.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headrace.durable.journal import JOURNAL, Damage, Drawn, Gone, JournalStep, count_steps, read_only, read_steps
+from headrace.errors import ConfigError
+from headrace.reports import TrainReport
+from headrace.types import Completion, Group, Row, Scored
+
+ROUNDING = {"float32": 1e-3, "bfloat16": 0.15}
+"""|Δ log-prob| of one token, nats, that another order of sums explains, by the dtype of the engine."""
+
+KINDS = {
+    "prompt": "prompts drawn",
+    "length": "steps done",
+    "order": "groups of a step",
+    "token": "tokens",
+    "logprob": "log-probs, exactly",
+    "rounding": "log-probs, beyond rounding",
+    "version": "versions",
+    "reward": "rewards",
+    "advantage": "advantages",
+    "mask": "masks of the loss",
+    "outcome": "groups not trained",
+    "report": "reports of the trainer",
+}
+"""In the order in which one leads to the next."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    kind: str
+    step: int
+    """Counted from 1; 0 where it lies before all steps."""
+    a: str
+    b: str
+    ticket: int | None = None
+    prompt: str = ""
+    rollout: int | None = None
+    token: int | None = None
+    what: str = ""
+    """Which reward, which field."""
+
+    @property
+    def place(self) -> str:
+        parts = [f"step {self.step}"] if self.step else []
+        parts += [f"ticket {self.ticket}" + f" ({self.prompt})" * bool(self.prompt)] if self.ticket is not None else []
+        parts += [f"rollout {self.rollout}"] if self.rollout is not None else []
+        parts += [f"token {self.token}"] if self.token is not None else []
+        return ", ".join([*parts, self.what] if self.what else parts)
+
+
+@dataclass
+class Parting:
+    settings: list[tuple[str, Any, Any]]
+    """Those that differ, but for names and places."""
+    first: dict[str, Difference] = field(default_factory=dict)
+    """By kind."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """By kind: in how many steps, groups or rollouts there is such a difference."""
+    steps: int = 0
+    """That both have."""
+    damage: dict[Path, Damage] = field(default_factory=dict)
+    """What of their journals cannot be read, and is not compared."""
+
+    @property
+    def earliest(self) -> Difference | None:
+        order = list(KINDS)
+
+        def when(one: Difference) -> tuple[float, int]:
+            return math.inf if one.kind == "outcome" else one.step, order.index(one.kind)
+
+        return min(self.first.values(), key=when, default=None)
+
+    def add(self, difference: Difference) -> None:
+        self.first.setdefault(difference.kind, difference)
+        self.counts[difference.kind] += 1
+
+
+def part(a: Path, b: Path) -> Parting:
+    """What of a journal cannot be read is not compared, and said. Raises ConfigError where one is no run."""
+    for run in (a, b):
+        if not (run / JOURNAL).is_file():
+            raise ConfigError(f"{run} is not the directory of a run: it has no {JOURNAL}")
+    found = Parting(_settings(a, b), damage={a: Damage(), b: Damage()})
+    for difference in _prompts(a, b):
+        found.add(difference)
+    rounding = max(_rounding(a), _rounding(b))
+    for one, other in _pairs(read_steps(a, damage=found.damage[a]), read_steps(b, damage=found.damage[b])):
+        found.steps += 1
+        for difference in _of_steps(one, other, rounding):
+            found.add(difference)
+    done = {run: count_steps(run) for run in (a, b)}
+    if done[a] != done[b]:
+        told = ["done" if done[run] == max(done.values()) else "not done" for run in (a, b)]
+        found.add(Difference("length", min(done.values()) + 1, told[0], told[1]))
+    for difference in _outcomes(a, b):
+        found.add(difference)
+    return found
+
+
+def _pairs(a: Iterator[JournalStep], b: Iterator[JournalStep]) -> Iterator[tuple[JournalStep, JournalStep]]:
+    """The steps that both have; each is read to its end."""
+    one, other = next(a, None), next(b, None)
+    while one or other:
+        if one and other and one.step == other.step:
+            yield one, other
+            one, other = next(a, None), next(b, None)
+        elif other is None or (one and one.step < other.step):
+            one = next(a, None)
+        else:
+            other = next(b, None)
+
+
+# -- before the first step --------------------------------------------------------------------------------------------------
+
+
+def _settings(a: Path, b: Path) -> list[tuple[str, Any, Any]]:
+    one, other = (_flat(_toml(run)) for run in (a, b))
+    names = sorted(one.keys() | other.keys())
+    return [(name, one.get(name), other.get(name)) for name in names if one.get(name) != other.get(name)
+            and name not in ("name", "out")]  # fmt: skip
+
+
+def _toml(run: Path) -> dict[str, Any]:
+    path = run / "config.toml"
+    return tomllib.loads(path.read_text()) if path.is_file() else {}
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return found
+
+
+def _rounding(run: Path) -> float:
+    dtype = _toml(run).get("engine", {}).get("dtype", "")
+    return ROUNDING["float32" if dtype == "float32" else "bfloat16"]
+
+
+def _prompts(a: Path, b: Path) -> Iterator[Difference]:
+    one, other = ({record.ticket: record.prompt for record in read_only(run, Drawn)} for run in (a, b))
+    for ticket in sorted(one.keys() & other.keys()):
+        left, right = one[ticket], other[ticket]
+        if (left.id, left.tokens, left.columns) != (right.id, right.tokens, right.columns):
+            what = "" if left.id != right.id else "other tokens" if left.tokens != right.tokens else "other columns"
+            yield Difference("prompt", 0, left.id, right.id, ticket, left.id, what=what)
+
+
+def _outcomes(a: Path, b: Path) -> Iterator[Difference]:
+    """Groups that only one of them trained, or that ended for other reasons."""
+    one, other = (
+        {record.ticket: f"{record.outcome}: {record.reason}" for record in read_only(run, Gone)} for run in (a, b)
+    )
+    last = min(max(gone, default=-1) for gone in (one, other))
+    for ticket in sorted(one.keys() | other.keys()):
+        left, right = one.get(ticket, "-"), other.get(ticket, "-")
+        if left != right and ticket <= last:
+            yield Difference("outcome", 0, left, right, ticket, "")
+
+
+# -- one step ---------------------------------------------------------------------------------------------------------------
+
+
+def _of_steps(a: JournalStep, b: JournalStep, rounding: float) -> Iterator[Difference]:
+    step = a.step + 1
+    left, right = ({group.ticket: group for group in one.groups} for one in (a, b))
+    if list(left) != list(right):
+        yield Difference("order", step, f"tickets {_listed(left)}", f"tickets {_listed(right)}")
+    for ticket, group in left.items():
+        if ticket in right:
+            yield from _of_groups(step, group, right[ticket], rounding)
+    yield from _of_reports(step, a.report, b.report)
+
+
+def _of_groups(step: int, a: Group, b: Group, rounding: float) -> Iterator[Difference]:
+    if len(a.scored) != len(b.scored):
+        told = [f"{len(one.scored)} rollouts" for one in (a, b)]
+        yield Difference("order", step, told[0], told[1], a.ticket, a.prompt.id)
+        return
+    for i, (one, other) in enumerate(zip(a.scored, b.scored, strict=True)):
+        for kind, token, left, right, what in _of_rollouts(one, other, rounding):
+            yield Difference(kind, step, left, right, a.ticket, a.prompt.id, i, token, what)
+    if len(a.rows) == len(b.rows):
+        for i, (row, again) in enumerate(zip(a.rows, b.rows, strict=True)):
+            for kind, token, left, right in _of_rows(row, again):
+                yield Difference(kind, step, left, right, a.ticket, a.prompt.id, i, token)
+
+
+def _of_rollouts(a: Scored, b: Scored, rounding: float) -> Iterator[tuple[str, int | None, str, str, str]]:
+    for one, other in zip(a.episode.turns, b.episode.turns, strict=False):
+        for kind, token, left, right in _of_completions(one.completion, other.completion, rounding):
+            yield kind, token, left, right, ""
+    for name in sorted(a.rewards.keys() | b.rewards.keys()):
+        given, again = a.rewards.get(name, math.nan), b.rewards.get(name, math.nan)
+        if not _same(given, again):
+            yield "reward", None, *_two(given, again), name
+
+
+def _of_completions(a: Completion, b: Completion, rounding: float) -> Iterator[tuple[str, int, str, str]]:
+    """Behind the first token that differs nothing can be compared."""
+    same = _first(a.tokens, b.tokens)
+    if same is not None:
+        yield "token", same, _at(a.tokens, same, "ended"), _at(b.tokens, same, "ended")
+    count = min(len(a.tokens), len(b.tokens)) if same is None else same
+    for kind, left, right in (
+        ("logprob", a.logprobs[:count], b.logprobs[:count]),
+        ("version", a.versions()[:count], b.versions()[:count]),
+    ):
+        if (place := _first(left, right)) is not None:
+            yield kind, place, *_two(left[place], right[place])
+    for place, (x, y) in enumerate(zip(a.logprobs[:count], b.logprobs[:count], strict=True)):
+        if not (_same(x, y) or abs(x - y) <= rounding):
+            yield "rounding", place, *_two(x, y)
+            break
+
+
+def _of_rows(a: Row, b: Row) -> Iterator[tuple[str, int, str, str]]:
+    columns = (("advantage", a.advantages, b.advantages), ("mask", a.mask, b.mask))
+    for kind, left, right in columns:
+        count = min(len(left), len(right))
+        if (place := _first(left[:count], right[:count])) is not None:
+            yield kind, place, *_two(left[place], right[place])
+
+
+def _of_reports(step: int, a: TrainReport, b: TrainReport) -> Iterator[Difference]:
+    for name in a.__struct_fields__:
+        left, right = getattr(a, name), getattr(b, name)
+        if name != "seconds" and repr(left) != repr(right):
+            told = ("", "") if isinstance(left, tuple) else _two(left, right)
+            yield Difference("report", step, told[0], told[1], what=name)
+
+
+def _first(a: Sequence[Any], b: Sequence[Any]) -> int | None:
+    """Where two columns differ first; a column that is shorter differs at its end."""
+    if a == b:
+        return None
+    both = zip(a, b, strict=False)
+    place = next((i for i, (x, y) in enumerate(both) if not _same(x, y)), min(len(a), len(b)))
+    return place if place < max(len(a), len(b)) else None
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a == b or repr(a) == repr(b)  # NaN is not equal to itself
+
+
+def _two(a: Any, b: Any) -> tuple[str, str]:
+    """In as many digits as it takes to tell them apart."""
+    if isinstance(a, float) and isinstance(b, float) and f"{a:.5g}" != f"{b:.5g}":
+        return f"{a:.5g}", f"{b:.5g}"
+    return repr(a), repr(b)
+
+
+def _at(values: Sequence[Any], place: int, otherwise: str) -> str:
+    return repr(values[place]) if place < len(values) else otherwise
+
+
+def _listed(tickets: Mapping[int, Any]) -> str:
+    return " ".join(map(str, tickets))

@@ -1,0 +1,65 @@
+"""What `headrace diff RUN_A RUN_B` prints: settings that differ, where the runs part, and the first difference of every kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from headrace.commands.diff import KINDS, Parting, part
+from headrace.observe.text import clip, plural
+
+
+def report(a: Path, b: Path, console: Console | None = None) -> int:
+    """0 where the journals say the same, 1 where they do not, or cannot be read to the end."""
+    console = console or Console(highlight=False)
+    found = part(a, b)
+    console.print(f"A = {escape(str(a))}, B = {escape(str(b))}: {plural(found.steps, 'step')} in both")
+    if found.settings:
+        console.print(_settings(found))
+    for run, damage in found.damage.items():
+        if damage:
+            console.print(f"[yellow]Not compared, as it cannot be read of {escape(str(run))}: {escape(str(damage))}[/]")
+    if earliest := found.earliest:
+        kind = KINDS[earliest.kind]
+        console.print(f"[bold]They part at {escape(earliest.place) or 'the start'}[/]: {kind}, "
+                      f"{escape(_clipped(earliest.a))} | {escape(_clipped(earliest.b))}")  # fmt: skip
+        console.print(_kinds(found))
+        return 1
+    if any(found.damage.values()):
+        console.print("What can be read of both is the same")
+        return 1
+    console.print("[green]Prompts, tokens, log-probs, versions, rewards, advantages, masks and reports are the same[/]")
+    return 0
+
+
+def _settings(found: Parting) -> Table:
+    table = _table("setting", "A", "B")
+    for name, a, b in found.settings:
+        table.add_row(escape(name), *(escape("-" if one is None else str(one)) for one in (a, b)))
+    return table
+
+
+def _kinds(found: Parting) -> Table:
+    table = _table("", "first difference", "A", "B", "in all")
+    for kind, title in KINDS.items():
+        one = found.first.get(kind)
+        if one is None:
+            table.add_row(title, "[green]none[/]")
+        else:
+            sides = (escape(_clipped(side)) for side in (one.a, one.b))
+            table.add_row(title, escape(one.place), *sides, f"{found.counts[kind]:,}")
+    return table
+
+
+def _table(*names: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in names:
+        table.add_column(name, justify="right" if name == "in all" else "left", overflow="fold")
+    return table
+
+
+def _clipped(text: str) -> str:
+    return clip(text, 60)

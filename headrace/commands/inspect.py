@@ -1,0 +1,153 @@
+"""`headrace inspect RUN`: the rollouts of a step, from the journal; scored again by the trainer of that moment if asked."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from headrace.commands.rerun import Stage, plot_course, rerun
+from headrace.durable.journal import JOURNAL, Damage, Gone, JournalStep, count_steps, read_only, read_steps
+from headrace.durable.spelling import encode
+from headrace.errors import ConfigError
+from headrace.observe.numbers.rollout_view import Look, Place, looks_at, row_of, settings_of, trimmed_below
+from headrace.observe.screen.inspect_view import show
+from headrace.orchestration.runs.pieces import pieces_of
+from headrace.reports import TrainReport
+from headrace.types import Struct
+
+SHOWN = 3
+"""Rollouts that are shown token by token where nobody says how many."""
+
+
+class Inspected(Struct, frozen=True):
+    """What `--json` prints."""
+
+    report: TrainReport
+    rollouts: tuple[Look, ...]
+    source: str
+    unreadable: str = ""
+    """What of the journal cannot be read."""
+
+
+def inspect(
+    run_dir: Path,
+    step: int | None = None,
+    ticket: int | None = None,
+    worst: int = SHOWN,
+    rescore: bool = False,
+    as_json: bool = False,
+    tokens: bool = False,
+    console: Console | None = None,
+) -> int:
+    """`step`: counted from 1, the last one if not given. `worst`: how many rollouts are shown token by token, with `tokens` also one
+    token a line."""
+    console, damage = console or Console(highlight=False), Damage()
+    journaled = find_step(run_dir, step, ticket, damage)
+    trainer, source = _trainer_side(run_dir, journaled, ticket, rescore)
+    oldest = trimmed_below(settings_of(run_dir), journaled.step)
+    looks = [one for one in looks_at(journaled, pieces_of(run_dir), oldest, trainer) if ticket in (None, one.ticket)]
+    if as_json:
+        print(encode(Inspected(journaled.report, tuple(looks), source, str(damage))).decode())
+        return 0
+    show(console, looks, sorted(looks, key=_worst_first)[:worst], journaled.report, source, tokens)
+    if damage:
+        console.print(f"[yellow]of {JOURNAL} cannot be read: {escape(str(damage))}[/]")
+    return 0
+
+
+def _worst_first(one: Look) -> tuple[float, float, int]:
+    """Where trainer and sampler are far apart; else the lowest reward, the longest first."""
+    return (-one.gap if math.isfinite(one.gap) else 0.0), one.reward, -len(one.tokens)
+
+
+def find_step(run_dir: Path, step: int | None, ticket: int | None, damage: Damage | None = None) -> JournalStep:
+    """Raises ConfigError where there is no such step, where it cannot be read, or where the group was not trained. `damage` is told
+    what of the journal cannot be read."""
+    if not (run_dir / JOURNAL).is_file():
+        raise ConfigError(f"{run_dir} is not the directory of a run: it has no {JOURNAL}")
+    damage = Damage() if damage is None else damage
+    count = count_steps(run_dir)
+    if step is None and ticket is not None:
+        return _step_of(run_dir, ticket, damage)
+    wanted = step or count
+    if not 1 <= wanted <= count:
+        raise ConfigError(
+            f"the journal of {run_dir} has {count} steps" + (f", there is no step {wanted}" if count else "")
+        )
+    found = next(iter(list(read_steps(run_dir, {wanted - 1}, damage))), None)
+    if found is None:
+        raise ConfigError(
+            f"step {wanted} of {run_dir} cannot be read: of {JOURNAL}, {damage}; other steps can (--step)"
+        )
+    if ticket is not None and all(group.ticket != ticket for group in found.groups):
+        tickets = " ".join(str(group.ticket) for group in found.groups)
+        raise ConfigError(f"step {wanted} did not train ticket {ticket}; it trained {tickets}")
+    return found
+
+
+def _step_of(run_dir: Path, ticket: int, damage: Damage) -> JournalStep:
+    for step in read_steps(run_dir, damage=damage):
+        if any(group.ticket == ticket for group in step.groups):
+            return step
+    gone = {one.ticket: one for one in read_only(run_dir, Gone)}.get(ticket)
+    why = (
+        f": it was {gone.outcome} ({gone.reason})"
+        if gone
+        else f"; of {JOURNAL} cannot be read: {damage}"
+        if damage
+        else ""
+    )
+    raise ConfigError(f"no step of {run_dir} trained ticket {ticket}{why}")
+
+
+# -- the trainer's side -----------------------------------------------------------------------------------------------------
+
+
+def _trainer_side(
+    run_dir: Path, step: JournalStep, ticket: int | None, rescore: bool
+) -> tuple[dict[Place, Sequence[float]], str]:
+    """Log-probs, and where they come from."""
+    told = "|Δ| by lag is what the trainer reported at the step; log-probs of tokens are the sampler's"
+    if not rescore:
+        return {}, f"{told} (--rescore asks the trainer for its own)"
+    sampling = settings_of(run_dir).get("rollout")
+    assert isinstance(sampling, dict), "every run has a config"
+    if sampling.get("temperature", 1.0) != 1.0 or any(row.sampling_mask for group in step.groups for row in group.rows):
+        return (
+            {},
+            f"{told}: they are of a distribution that was cut or tempered, which the trainer's at temperature 1 is not",
+        )
+    found = asyncio.run(_rescored(run_dir, step, ticket))
+    return (
+        found,
+        "log-probs of the trainer: asked again, with the weights before the step (from checkpoint and journal)",
+    )
+
+
+async def _rescored(run_dir: Path, step: JournalStep, ticket: int | None) -> dict[Place, Sequence[float]]:
+    course = plot_course(run_dir, step.step + 1, step.step + 1)
+    found: dict[Place, Sequence[float]] = {}
+    async with rerun(course) as stages:
+        async for stage in stages:
+            if stage.journaled.step < step.step:
+                await stage.execute()
+            else:
+                found |= await _rescored_by(stage, ticket)
+    return found
+
+
+async def _rescored_by(stage: Stage, ticket: int | None) -> dict[Place, Sequence[float]]:
+    found: dict[Place, Sequence[float]] = {}
+    for group in stage.journaled.groups:
+        for i, one in enumerate(group.scored):
+            row = row_of(group, i)
+            if row is None or ticket not in (None, group.ticket):
+                continue
+            logprobs = await stage.trainer.score((*row.prompt, *row.tokens), stage.adapter)
+            found[group.ticket, i] = logprobs[len(logprobs) - len(one.episode.last.tokens) :]
+    return found

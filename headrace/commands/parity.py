@@ -1,0 +1,254 @@
+"""`headrace doctor --parity MODEL`: does the engine compute the policy that the trainer trains?
+
+The trainer's weights are published as in a run, every path of the engine that serves the model here samples completions of a few
+prompts, and the trainer computes the log-probs of the very same tokens. What differs is rounding, or a mistake. With top-p or top-k
+the sampler draws from part of the vocabulary, so its log-probs are of that part: they agree when the trainer is told what was kept
+(the sampling mask), and not otherwise. With a mixture of experts the same holds of the experts that were chosen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from headrace.algo.config import AlgoConfig
+from headrace.chat import ChatEncoder
+from headrace.engine.config import EngineConfig
+from headrace.errors import ConfigError
+from headrace.orchestration.workers.build import build_engine_core, build_trainer_core
+from headrace.orchestration.workers.messages import EngineStart, TrainerStart
+from headrace.protocols import EngineCore, TrainerCore
+from headrace.steps import Transcript, write_down
+from headrace.trainer.config import TrainConfig
+from headrace.types import Completion, Request, Row, Sampling
+from headrace.weight_sync.memory import anonymous_memory
+from headrace.weights import Manifest, WeightUpdate
+
+Dtype = Literal["bfloat16", "float32"]
+Path_ = Literal["kernels", "fused", "hf"]
+DTYPES: tuple[Dtype, ...] = ("bfloat16", "float32")
+PATHS: tuple[Path_, ...] = ("kernels", "fused", "hf")
+
+LIMITS: dict[str, tuple[float, float]] = {"float32": (1e-3, 1e-2), "bfloat16": (0.06, 0.4)}
+"""Per serving dtype, nats: mean and 99th percentile of |Δ log-prob| that rounding may make. 0.01 to 0.04 in the mean is usual in
+bfloat16; a wrong mask, position or norm gives 0.3 and more."""
+
+SAMPLES, TOKENS, CONTEXT, PROMPT_TOKENS = 2, 48, 256, 16
+PROMPTS = (
+    "What is 17 + 25?",
+    "Write one sentence about the sea.",
+    "List three colours of the rainbow.",
+    "Explain in a few words why the sky is blue.",
+    "def fibonacci(n):",
+    "Translate to French: good morning.",
+    "A train goes 60 km in 45 minutes. How fast is it?",
+    "Name the capital of Japan and one of its rivers.",
+)
+FILTERS: dict[str, dict[str, float]] = {"top-p 0.95": {"top_p": 0.95}, "top-k 50": {"top_k": 50}}
+EXPERTS = ("num_experts", "num_local_experts")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """|Δ log-prob| between engine and trainer over some sampled tokens, in nats."""
+
+    dtype: Dtype
+    path: str
+    """Of the engine."""
+    sampling: str
+    replayed: str
+    """What the trainer was told of the sampler's choices; empty where there were none to tell."""
+    judged: bool
+    """False where a difference is expected, and shown for comparison."""
+    tokens: int = 0
+    mean: float = 0.0
+    p99: float = 0.0
+    largest: float = 0.0
+    absent: str = ""
+    """Why there are no numbers."""
+
+    @property
+    def ok(self) -> bool:
+        """Not a number is not ok."""
+        mean, p99 = LIMITS[self.dtype]
+        return not self.judged or bool(self.absent) or (self.mean <= mean and self.p99 <= p99)
+
+
+def measure(model_dir: Path, dtypes: Sequence[Dtype] = DTYPES, tokens: int = TOKENS) -> Iterator[Difference]:
+    """Row after row, as they come; `tokens`: of each completion. Raises ConfigError for a model that cannot be trained."""
+    asked = _Asked(_prompts(model_dir), tokens)
+    for dtype in dtypes:
+        with _Published(model_dir, dtype) as published:
+            yield from _of_dtype(published, asked)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    prompts: Sequence[tuple[int, ...]]
+    tokens: int
+
+
+def _of_dtype(published: _Published, asked: _Asked) -> Iterator[Difference]:
+    served = []
+    for path in PATHS:
+        try:
+            engine = published.engine(path)
+        except ConfigError as error:
+            yield Difference(published.dtype, path, "plain", "", judged=False, absent=str(error))
+            continue
+        served.append(path)
+        rows = _rows(engine, asked, {}, published.routed)
+        yield from _told(published, engine, "plain", rows)
+    for name, options in FILTERS.items() if served else ():
+        engine = published.engine(served[0])
+        yield from _told(published, engine, name, _rows(engine, asked, options, published.routed))
+
+
+def _told(published: _Published, engine: EngineCore, sampling: str, rows: Sequence[Row]) -> Iterator[Difference]:
+    """With all that was recorded, and without each thing that was."""
+    recorded = {"experts": "routing"} if published.routed else {}
+    if sampling in FILTERS:
+        recorded["mask"] = "sampling_mask"
+    tellings: list[tuple[str, list[str]]] = [(" and ".join(recorded), [])]
+    tellings += [(_without(name, recorded), [column]) for name, column in recorded.items()]
+    for said, dropped in tellings:
+        stripped = [msgspec.structs.replace(row, **dict.fromkeys(dropped)) for row in rows]
+        differences = _differences(rows, published.rescore(stripped))
+        yield Difference(
+            published.dtype,
+            engine.capabilities.path,
+            sampling,
+            said,
+            not dropped,
+            len(differences),
+            sum(differences) / len(differences),
+            differences[int(0.99 * (len(differences) - 1))],
+            differences[-1],
+        )
+
+
+def _without(name: str, recorded: Iterable[str]) -> str:
+    kept = [one for one in recorded if one != name]
+    return f"{' and '.join(kept)}, no {name}" if kept else f"no {name}"
+
+
+def _differences(rows: Sequence[Row], scored: Sequence[Sequence[float]]) -> list[float]:
+    """Ascending; one that is no number comes last."""
+    pairs = (pair for row, ours in zip(rows, scored, strict=True) for pair in zip(row.logprobs, ours, strict=True))
+    return sorted((abs(a - b) for a, b in pairs), key=lambda one: (one != one, one))
+
+
+# -- both sides -------------------------------------------------------------------------------------------------------------
+
+
+class _Published:
+    """A trainer whose weights lie where engines load them."""
+
+    def __init__(self, model_dir: Path, dtype: Dtype) -> None:
+        self.model_dir, self.dtype = model_dir, dtype
+        self.routed = _has_experts(model_dir)
+        self._fd = anonymous_memory()
+        self._trainer: TrainerCore
+        self._manifests: dict[str, Manifest]
+        self._update: WeightUpdate
+
+    def __enter__(self) -> _Published:
+        train, algo = dataclasses.asdict(TrainConfig(dtype=self.dtype)), dataclasses.asdict(AlgoConfig())
+        start = TrainerStart(str(self.model_dir), train, algo, 0, self.dtype, self.routed)
+        self._trainer, sender, self._manifests = build_trainer_core(start, self._fd)
+        self._update = sender.send(0, self._trainer.parameters())
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        os.close(self._fd)
+
+    def engine(self, path: Path_) -> EngineCore:
+        config = EngineConfig(
+            dtype=self.dtype, kv_gib=0.5, max_running=16, context_length=CONTEXT, routing=self.routed, path=path
+        )
+        start = EngineStart(str(self.model_dir), dataclasses.asdict(config), self._manifests)
+        core, receiver = build_engine_core(start, self._fd)
+        core.swap(core.prepare(self._update, receiver.receive(self._update)))
+        return core
+
+    def rescore(self, rows: Sequence[Row]) -> list[list[float]]:
+        from headrace.trainer.torch_rescore import rescore
+
+        return rescore(self._trainer, rows, 1.0)
+
+
+def _has_experts(model_dir: Path) -> bool:
+    config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    return any((config.get(name) or 0) > 1 for name in EXPERTS)
+
+
+def _rows(engine: EngineCore, asked: _Asked, options: dict[str, Any], routed: bool) -> list[Row]:
+    requests = [
+        Request(
+            f"{number}/{sample}",
+            prompt,
+            Sampling(max_tokens=asked.tokens, seed=number * SAMPLES + sample, ignore_eos=True, **options),
+            return_mask=bool(options),
+            return_routing=routed,
+        )
+        for number, prompt in enumerate(asked.prompts)
+        for sample in range(SAMPLES)
+    ]
+    completions = _sampled(engine, requests)
+    return [_row(request, completions[request.id]) for request in requests]
+
+
+def _sampled(engine: EngineCore, requests: Sequence[Request]) -> dict[str, Completion]:
+    transcripts = {request.id: Transcript(request) for request in requests}
+    completions = {}
+    for request in requests:
+        engine.add(request)
+    while engine.has_work():
+        output = engine.step()
+        write_down(output, transcripts.get)
+        for end in output.finished:
+            completions[end.request_id] = transcripts[end.request_id].completion(end)
+    return completions
+
+
+def _row(request: Request, completion: Completion) -> Row:
+    count = len(completion.tokens)
+    if not count:
+        raise ConfigError(f"the engine sampled nothing: {completion.stop} {completion.error}".rstrip())
+    return Row(
+        request.prompt,
+        completion.tokens,
+        completion.logprobs,
+        (0.0,) * count,
+        (True,) * count,
+        (0,) * count,
+        sampling_mask=completion.mask,
+        routing=completion.routing,
+    )
+
+
+def _prompts(model_dir: Path) -> list[tuple[int, ...]]:
+    """Through the model's chat template where it has one; of a model without a tokenizer, tokens at random."""
+    try:
+        encoder = ChatEncoder(model_dir)
+    except ConfigError:
+        return _random_prompts(model_dir)
+    encode: Callable[[str], tuple[int, ...]] = encoder.encode_text
+    if encoder.has_template:
+        encode = lambda text: encoder.encode_messages([{"role": "user", "content": text}])[1]  # noqa: E731
+    encoded = [encode(text) for text in PROMPTS]
+    return encoded if all(encoded) else _random_prompts(model_dir)  # transformers makes up empty tokenizers
+
+
+def _random_prompts(model_dir: Path) -> list[tuple[int, ...]]:
+    config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    size, numbers = int({**config.get("text_config", {}), **config}["vocab_size"]), random.Random(0)
+    return [tuple(numbers.randrange(size) for _ in range(PROMPT_TOKENS)) for _ in PROMPTS]

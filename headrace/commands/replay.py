@@ -1,0 +1,236 @@
+"""`headrace replay RUN --step N [--to M]`: steps of a run are done again, and have to come out as they did (C8).
+
+On the machine that did them: every number of the report and the fingerprint of the new weights, bit for bit. On another one
+(`observe/machine.py` says when it is another) floating-point sums are taken in another order, and so they are on a GPU, whose
+atomic additions come in any order: the means of a step have to agree within `TOLERANCE`, counts exactly, and fingerprints, which
+know no nearness, are not compared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from headrace.commands.rerun import Course, Stage, cores_here, plot_course, rerun
+from headrace.config import RunConfig, config_of_run, read_config
+from headrace.durable.journal import Live, read_only
+from headrace.errors import CheckpointError
+from headrace.observe.facts import RunStarted, WeightsLive
+from headrace.observe.machine import machine_mark
+from headrace.observe.records import StepRow, read_metrics
+from headrace.observe.text import plural
+from headrace.reports import TrainReport, differing
+
+TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
+"""Relative difference of a step's means on another machine, by the dtype of training; below 0.1 it is absolute, to a tenth."""
+MEANS = ("loss", "grad_norm", "entropy", "ratio_mean", "kl", "reference_kl", "teacher_kl")
+COUNTS = ("step", "version", "skipped", "lr", "loss_tokens", "forward_tokens", "dropped_tokens", "microbatches")
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the run says of its steps."""
+
+    fingerprints: Mapping[int, str]
+    """Of the weights of every version that was served."""
+    machines: Mapping[int, Mapping[str, str]]
+    """Of every step, counted from 1."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A step that was done again. `problem` is empty where it came out as it has to."""
+
+    step: int
+    report: TrainReport
+    before: TrainReport
+    fingerprint: str
+    recorded: str
+    """Empty where no fingerprint of that version was written down."""
+    exact: bool
+    """Whether it has to be equal bit for bit."""
+    problem: str
+
+    @property
+    def verdict(self) -> str:
+        if self.problem:
+            return f"PARTS: {self.problem}"
+        if not differing(self.report, self.before) and self.fingerprint == self.recorded:
+            return "bit for bit"
+        return "report bit for bit, no fingerprint" if self.exact else "within tolerance"
+
+
+def replay(run_dir: Path, first: int, last: int | None = None, console: Console | None = None) -> int:
+    """Steps `first` to `last` (counted from 1), printed as they come. 0 when all come out as they did, 1 when one does not."""
+    console = console or Console(highlight=False)
+    course = plot_course(run_dir, first, last or first)
+    return asyncio.run(_replay(course, console))
+
+
+async def _replay(course: Course, console: Console) -> int:
+    for complaint in course.complaints:
+        console.print(f"{escape(complaint)}: an older one is used")
+    console.print(_where_from(course))
+    expected = what_it_says(course.run_dir)
+    table, outcomes = _table(), []
+    async with aclosing(outcomes_of(course, expected)) as found:
+        async for outcome in found:
+            outcomes.append(outcome)
+            table.add_row(*_cells(outcome, course), style="bold red" if outcome.problem else "")
+    console.print(table)
+    return _conclude(outcomes, expected, console)
+
+
+def _where_from(course: Course) -> str:
+    if course.checkpoint:
+        ahead = course.first - 1 - course.begins
+        return f"from the checkpoint of step {course.begins}" + (
+            f", {plural(ahead, 'step')} before that one" * bool(ahead)
+        )
+    if course.first == 1:
+        return "from the run's beginning"
+    return (
+        f"from the run's beginning, {plural(course.first - 1, 'step')} before that one: no checkpoint before step {course.first} "
+        "is kept (checkpoint.keep says how many are)"
+    )
+
+
+def what_it_says(run_dir: Path) -> Expected:
+    """What of journal and metrics cannot be read is not compared."""
+    kind = "adapter" if read_config(config_of_run(run_dir)).lora.served_name else "full"
+    machine: Mapping[str, str] = {}
+    fingerprints: dict[int, str] = {}
+    machines: dict[int, Mapping[str, str]] = {}
+    for fact in read_metrics(run_dir):
+        match fact:
+            case RunStarted():
+                machine = fact.machine
+            case StepRow():
+                machines[fact.report.step + 1] = machine
+            case WeightsLive() if fact.update.kind == kind:
+                fingerprints[fact.update.version] = fact.update.fingerprint
+    return Expected(fingerprints | {one.version: one.fingerprint for one in read_only(run_dir, Live)}, machines)
+
+
+async def outcomes_of(course: Course, expected: Expected) -> AsyncGenerator[Outcome, None]:
+    """Up to a step that cannot be followed by the next one."""
+    checked = False
+    async with rerun(course) as stages:
+        async for stage in stages:
+            if not checked:
+                await _check_start(course, stage, expected)
+                checked = True
+            report = await stage.execute()
+            fingerprint = (await stage.trainer.publish(stage.adapter)).fingerprint
+            outcome = _judged(stage, report, fingerprint, expected)
+            if stage.step >= course.first or outcome.problem:
+                yield outcome
+            if report.version != stage.journaled.version:
+                return
+
+
+async def _check_start(course: Course, stage: Stage, expected: Expected) -> None:
+    """The weights that all begins with: nothing was computed yet, so they are equal on every machine."""
+    update = await stage.trainer.publish(stage.adapter)
+    recorded = expected.fingerprints.get(update.version, "")
+    if recorded and update.fingerprint != recorded:
+        holder = course.checkpoint or f"the model {stage.config.model.path}"
+        raise CheckpointError(
+            f"{holder} holds other weights ({update.fingerprint}) than the run served as version {update.version} "
+            f"({recorded}): it was changed since"
+        )
+
+
+def _judged(stage: Stage, report: TrainReport, fingerprint: str, expected: Expected) -> Outcome:
+    journaled, config = stage.journaled, stage.config
+    return outcome_of(
+        report,
+        journaled.report,
+        fingerprint,
+        expected.fingerprints.get(journaled.version, ""),
+        expected.machines.get(stage.step) == (here := machine_mark(cores_here(config))) and not _on_gpu(config, here),
+        TOLERANCE["float32" if config.train.dtype == "float32" else "bfloat16"],
+    )
+
+
+def _on_gpu(config: RunConfig, machine: Mapping[str, str]) -> bool:
+    return config.train.device != "cpu" and "gpu" in machine
+
+
+def outcome_of(
+    report: TrainReport,
+    before: TrainReport,
+    fingerprint: str,
+    recorded: str,
+    exact: bool,
+    tolerance: float,
+) -> Outcome:
+    """`recorded`: fingerprint that the run wrote down, or nothing. `exact`: bit for bit, or within `tolerance`."""
+    if exact:
+        problem = _told(report, before, differing(report, before))
+        if not problem and recorded and fingerprint != recorded:
+            problem = f"the weights are {fingerprint} instead of {recorded}"
+    else:
+        problem = _told(report, before, beyond(report, before, tolerance))
+    return Outcome(before.step + 1, report, before, fingerprint, recorded, exact, problem)
+
+
+def beyond(report: TrainReport, before: TrainReport, tolerance: float) -> list[str]:
+    """Fields that differ by more than another order of sums explains."""
+    names = [name for name in COUNTS if getattr(report, name) != getattr(before, name)]
+    return names + [name for name in MEANS if not _near(getattr(report, name), getattr(before, name), tolerance)]
+
+
+def _near(a: float, b: float, tolerance: float) -> bool:
+    return repr(a) == repr(b) or math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance / 10)
+
+
+def _told(report: TrainReport, before: TrainReport, names: list[str]) -> str:
+    shown = [f"{name} {_short(getattr(report, name))} instead of {_short(getattr(before, name))}" for name in names[:3]]
+    return ", ".join(shown) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _short(value: object) -> str:
+    return "other" if isinstance(value, tuple) else f"{value!r}"
+
+
+# -- what people see --------------------------------------------------------------------------------------------------------
+
+
+def _table() -> Table:
+    drawn = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("step", "loss", "grad norm", "tokens", "weights", "seconds", ""):
+        drawn.add_column(name, justify="left" if name in ("weights", "") else "right", overflow="fold")
+    return drawn
+
+
+def _cells(one: Outcome, course: Course) -> tuple[str, ...]:
+    report = one.report
+    name = f"{one.step}" if one.step >= course.first else f"{one.step} (before)"
+    seconds = f"{report.seconds:.2f} ({one.before.seconds:.2f})"
+    numbers = (name, f"{report.loss:.6g}", f"{report.grad_norm:.6g}", f"{report.loss_tokens:,}")
+    return (*numbers, one.fingerprint[:12], seconds, escape(one.verdict))
+
+
+def _conclude(outcomes: list[Outcome], expected: Expected, console: Console) -> int:
+    apart = next((one for one in outcomes if one.problem), None)
+    if apart:
+        console.print(f"[bold red]step {apart.step} is the first that does not come out as it did[/]")
+    else:
+        console.print(f"[green]{plural(len(outcomes), 'step')} came out as before[/]")
+    elsewhere = [one for one in outcomes if not one.exact]
+    if elsewhere:
+        then = expected.machines.get(elsewhere[0].step) or {"machine": "unknown"}
+        told = ", ".join(f"{name} {value}" for name, value in then.items())
+        console.print(
+            f"done on another machine then, or on a GPU ({escape(told)}): means are compared, within a tolerance"
+        )
+    return 1 if apart else 0

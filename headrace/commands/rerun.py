@@ -1,0 +1,174 @@
+"""The trainer of a run at any of its steps: from a checkpoint that is kept, or the run's beginning, and the journal behind it.
+
+Optimizer steps are counted from 1 here, as people see them: step N makes version N.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from headrace.algo.groups import algorithm_of
+from headrace.config import RunConfig, available_cores, config_of_run, read_config
+from headrace.durable.journal import JOURNAL, Damage, JournalStep, count_steps, read_steps
+from headrace.errors import ConfigError, HeadraceError
+from headrace.models import resolve_model
+from headrace.orchestration.build import plan_of
+from headrace.orchestration.pools import trainer_start
+from headrace.orchestration.store.checkpoints import Checkpoints, damage
+from headrace.orchestration.store.directory import configs_until
+from headrace.orchestration.teaching import reward_weights
+from headrace.orchestration.workers.clients import ProcessTrainer
+from headrace.reports import TrainReport
+from headrace.types import Batch
+from headrace.weight_sync.memory import anonymous_memory
+
+
+@dataclass(frozen=True)
+class Course:
+    """What is executed again, and from where."""
+
+    run_dir: Path
+    checkpoint: Path | None
+    """None: the run's beginning."""
+    first: int
+    last: int
+    complaints: tuple[str, ...] = ()
+
+    @property
+    def begins(self) -> int:
+        """Steps that are in the checkpoint."""
+        return int(self.checkpoint.name.removeprefix("step-")) if self.checkpoint else 0
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The trainer before one step."""
+
+    trainer: ProcessTrainer
+    config: RunConfig
+    journaled: JournalStep
+    batch: Batch
+
+    @property
+    def step(self) -> int:
+        return self.journaled.step + 1
+
+    @property
+    def adapter(self) -> str:
+        """Which is trained; empty where all weights are served."""
+        return self.config.lora.served_name
+
+    async def execute(self) -> TrainReport:
+        return await self.trainer.step(self.batch)
+
+
+def plot_course(run_dir: Path, first: int, last: int) -> Course:
+    """Raises ConfigError where the run has no such steps."""
+    if not (run_dir / "config.toml").exists() or any(run_dir.glob("*/checkpoints")):
+        lanes = [str(path.parent) for path in sorted(run_dir.glob("*/checkpoints"))]
+        hint = f" of its own; name that of one adapter: {' or '.join(lanes)}" if lanes else ""
+        raise ConfigError(f"{run_dir} is not the directory of a run with a journal{hint}")
+    if not 1 <= first <= last:
+        raise ConfigError(
+            f"there are no steps {first} to {last}: steps are counted from 1, and --to is not before --step"
+        )
+    if (done := count_steps(run_dir)) < last:
+        raise ConfigError(f"the journal of {run_dir} has {done} steps, there is no step {last}")
+    checkpoint, complaints = None, []
+    for path in reversed(Checkpoints(run_dir / "checkpoints", keep=1).all()):
+        if int(path.name.removeprefix("step-")) < first:
+            if not (problem := damage(path)):
+                checkpoint = path
+                break
+            complaints.append(problem)
+    return Course(run_dir, checkpoint, first, last, tuple(complaints))
+
+
+@asynccontextmanager
+async def rerun(course: Course) -> AsyncIterator[AsyncIterator[Stage]]:
+    """The trainer before each step after the checkpoint, in order. Whoever is given a stage executes it before the next.
+
+    A context, so that the trainer's process has ended when it is left, however many stages were asked for. Raises
+    HeadraceError for what cannot be read, or when the trainer cannot work here.
+    """
+    async with aclosing(_stages(course)) as stages:
+        yield stages
+
+
+async def _stages(course: Course) -> AsyncGenerator[Stage, None]:
+    steps = _without_a_gap(course)
+    restore, at = course.checkpoint, course.begins
+    with tempfile.TemporaryDirectory() as scratch:
+        for config, end in _by_settings(course):
+            async with _trainer(config, restore, Path(scratch)) as trainer:
+                plan = plan_of(config, config.lora.served_name)
+                algorithm = algorithm_of(config.algo, config.rollout.max_tokens, reward_weights(config))
+                for journaled in islice(steps, end - at):
+                    batch = plan.batch(journaled.step, journaled.groups, algorithm)
+                    batch = replace(batch, skippable=bool(journaled.report.skipped))
+                    yield Stage(trainer, config, journaled, batch)
+                at, restore = end, Path(scratch) / f"after-{end}"
+                if end < course.last:  # the next settings go on from here
+                    await trainer.save(restore, config.lora.served_name)
+
+
+def _without_a_gap(course: Course) -> Iterator[JournalStep]:
+    """Raises HeadraceError at the first that cannot be read: what follows it cannot be done without it."""
+    following = course.begins
+    for step in read_steps(course.run_dir, range(course.begins, course.last)):
+        if step.step != following:
+            break
+        following += 1
+        yield step
+    if following < course.last:
+        damage = Damage()
+        list(read_steps(course.run_dir, (), damage))
+        raise HeadraceError(
+            f"step {following + 1} cannot be done again, for its record cannot be read. Of {JOURNAL}: {damage}. Steps behind a later "
+            "checkpoint can (--step)"
+        )
+
+
+def _by_settings(course: Course) -> Iterator[tuple[RunConfig, int]]:
+    """Settings, and the last step that was done with them: a run may have been resumed with others."""
+    at = course.begins
+    for until, path in [*configs_until(course.run_dir), (course.last, config_of_run(course.run_dir))]:
+        end = min(until, course.last)
+        if end > at:
+            yield read_config(path), end
+            at = end
+
+
+@asynccontextmanager
+async def _trainer(config: RunConfig, restore: Path | None, scratch: Path) -> AsyncIterator[ProcessTrainer]:
+    memory = anonymous_memory()
+    log = scratch / "trainer.log"
+    adapter = config.lora.served_name
+    start = trainer_start(config, resolve_model(config.model.path), {adapter: restore} if restore else {})
+    trainer = ProcessTrainer(start, cores_here(config), memory, log)
+    try:
+        await trainer.open()
+        if adapter:
+            await trainer.publish()  # the base, which a published adapter names
+        yield trainer
+    except HeadraceError as error:
+        if log.exists() and (said := log.read_text(errors="replace").strip()):
+            error.add_note(f"the trainer's last words: {said[-2000:]}")
+        raise
+    finally:
+        await trainer.close()
+        os.close(memory)
+
+
+def cores_here(config: RunConfig) -> tuple[int, ...]:
+    """Those that the trainer had; where this machine has others, as many of them: sums are split over the threads."""
+    wanted, have = config.train.cores, available_cores()
+    return wanted if set(wanted) <= have else tuple(sorted(have)[: len(wanted)])

@@ -1,0 +1,109 @@
+"""`headrace status RUN`: is it alive, what does it do, who waits for whom; from another terminal, also after its death."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console, Group
+from rich.live import Live as Redrawn
+
+from headrace.errors import ConfigError, HeadraceError
+from headrace.observe.health import stacks, status
+from headrace.observe.screen import status_view
+from headrace.orchestration.store.directory import CONFIG, LOCK, held
+
+DEAD = 1
+EVERY = 2.0
+PATIENCE = 15.0
+"""Seconds that a run gets to write down where its processes stand."""
+
+
+def report(run: Path, watch: bool = False, as_json: bool = False) -> int:
+    """Prints it once, or again and again until the run has ended. Returns 0 for one that lives or ended as it should, else 1.
+
+    Raises ConfigError where there is no run."""
+    if not (run / CONFIG).exists() and not held(run):
+        never = (
+            " (what was started there ended before it began)"
+            if (run / LOCK).exists() or (run / "logs").exists()
+            else ""
+        )
+        raise ConfigError(f"{run} holds no run: it has no {CONFIG}{never}")
+    followers = [status.Follower(path) for path in status.parts_of(run)]
+    console = Console(highlight=False)
+    if as_json:
+        looked = _look(followers)
+        print(json.dumps(_tree(followers, looked), indent=2))
+    elif watch and console.is_terminal:
+        looked = _watch(console, followers)
+    else:
+        looked = _look(followers)
+        _print(console, followers, looked)
+        while watch and any(one.life in status.LIVING for one in looked):
+            time.sleep(EVERY)
+            looked = _look(followers)
+            _print(console, followers, looked)
+    return 0 if all(one.ok for one in looked) else DEAD
+
+
+def _look(followers: Sequence[status.Follower]) -> list[status.Status]:
+    return [one.look(held(one.run_dir), time.time()) for one in followers]
+
+
+def _tree(followers: Sequence[status.Follower], looked: Sequence[status.Status]) -> object:
+    trees = {one.run_dir.name: status.as_dict(each, one.state) for one, each in zip(followers, looked, strict=True)}
+    return trees if len(trees) > 1 else next(iter(trees.values()))
+
+
+def _print(console: Console, followers: Sequence[status.Follower], looked: Sequence[status.Status]) -> None:
+    for one, each in zip(followers, looked, strict=True):
+        status_view.show(console, str(one.run_dir), each, one.state)
+
+
+def _watch(console: Console, followers: Sequence[status.Follower]) -> list[status.Status]:
+    """One picture that is drawn anew; the last one stays. Ctrl-C ends the look, not the run."""
+
+    def panels() -> Group:
+        pairs = zip(followers, looked, strict=True)
+        return Group(*(status_view.panel(str(one.run_dir), each, one.state) for one, each in pairs))
+
+    looked = _look(followers)
+    try:
+        with Redrawn(panels(), console=console, auto_refresh=False) as redrawn:
+            while any(one.life in status.LIVING for one in looked):
+                time.sleep(EVERY)
+                looked = _look(followers)
+                redrawn.update(panels(), refresh=True)
+    except KeyboardInterrupt:
+        pass
+    return looked
+
+
+def ask_for_stacks(run: Path) -> int:
+    """Has a live run write down where its processes stand, as `kill -USR1` does, and prints that. Raises HeadraceError if it
+    cannot."""
+    place = status.parts_of(run)[0]
+    live = status.read_live(place)
+    if live is None or not held(place):
+        raise ConfigError(f"{run} is not running; headrace status {run} says what became of it")
+    if stacks.listens(live.pid) is False:
+        raise HeadraceError(f"the process {live.pid} cannot be asked: it is {stacks.process_state(live.pid)}")
+    before = set((run / "logs").glob("stacks-*.txt"))
+    os.kill(live.pid, signal.SIGUSR1)
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        if new := set((run / "logs").glob("stacks-*.txt")) - before:
+            time.sleep(0.1)
+            sys.stdout.write(max(new).read_text())
+            return 0
+        time.sleep(0.1)
+    raise HeadraceError(
+        f"the process {live.pid} did not answer within {PATIENCE:.0f} s: it is {stacks.process_state(live.pid)}; the stacks of "
+        f"its threads may be in {run / 'logs' / 'controller.stacks'}"
+    )

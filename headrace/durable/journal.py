@@ -1,0 +1,297 @@
+"""`journal.jsonl`: what happened to every ticket, complete; with a checkpoint before it, enough to go on from any byte.
+
+One JSON line a record, `{"n": number, "sum": checksum, "record": {"kind": ..., ...}}`, only ever appended to. A record is
+written *before* what it says is done to the buffer, and is in the operating system's hands when `write` returns: a kill of
+this process loses none. `flush` (after every step, see `checkpoint.flush_journal`) puts all on the disk: a loss of power
+costs what came since. A torn end is cut off. Damage is found by number and checksum, and said. A record is known by its number,
+not by its line: numbers that a loss of power took are not given again, so that a checkpoint's position stays what it was.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from itertools import repeat
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import msgspec
+import xxhash
+
+from headrace.durable.files import AppendFile, keep_lines, read_lines
+from headrace.durable.spelling import encode
+from headrace.errors import HeadraceError
+from headrace.reports import TrainReport
+from headrace.types import Group, Prompt, Struct
+
+JOURNAL = "journal.jsonl"
+
+
+class Record(Struct, frozen=True, tag_field="kind", tag=True):
+    t: float
+    """Seconds since the start of the run."""
+
+
+class Drawn(Record, frozen=True):
+    """A ticket, and the prompt that the task gave for it."""
+
+    ticket: int
+    prompt: Prompt
+
+
+class Ready(Record, frozen=True):
+    """A group whose rollouts are sampled and scored, as the buffer holds it."""
+
+    group: Group
+
+
+class Gone(Record, frozen=True):
+    """A group that will not be trained."""
+
+    ticket: int
+    outcome: Literal["dropped", "failed"]
+    reason: str
+    failures: tuple[str, ...] = ()
+    """Reasons of the rollouts that failed, where the group is dropped for another one."""
+
+
+class Stepped(Record, frozen=True):
+    """What one optimizer step took, in order, and what came of it. A skipped one drops its groups."""
+
+    report: TrainReport
+    tickets: tuple[int, ...]
+
+
+class Live(Record, frozen=True):
+    """A version that the engine serves, and the fingerprint of its weights as they are served (C3)."""
+
+    version: int
+    fingerprint: str
+
+
+R = TypeVar("R", bound=Record)
+AnyRecord = Drawn | Ready | Gone | Stepped | Live
+
+
+_HEAD = re.compile(rb'\{"n":(\d+),"sum":"([0-9a-f]{16})","record":')
+_record: msgspec.json.Decoder[AnyRecord] = msgspec.json.Decoder(AnyRecord, strict=False)
+_STRANGE = "was not written by this version of headrace"
+
+
+class JournalDamaged(HeadraceError):
+    """`good`: records before the damage."""
+
+    def __init__(self, path: Path, line: int, good: int, problem: str) -> None:
+        super().__init__(f"{path}, line {line}: {problem}")
+        self.good = good
+
+
+class Damage:
+    """What a reader of a whole journal had to leave out, in words."""
+
+    SHOWN = 3
+
+    def __init__(self) -> None:
+        self.places: list[str] = []
+
+    def add(self, place: str, problem: str) -> None:
+        self.places.append(f"{place} {problem}")
+
+    def missing(self, first: int, last: int) -> None:
+        """Records."""
+        if first <= last:
+            self.add(f"record {first}" if first == last else f"records {first} to {last}", "cannot be found")
+
+    def __bool__(self) -> bool:
+        return bool(self.places)
+
+    def __str__(self) -> str:
+        more = len(self.places) - self.SHOWN
+        return "; ".join([*self.places[: self.SHOWN], *([f"and {more} more"] if more > 0 else [])])
+
+
+class Journal:
+    """The end that writes. Opening it cuts a torn last line."""
+
+    def __init__(self, run_dir: Path, flushes: bool = True, position: int = 0) -> None:
+        """`flushes`: whether `flush` does anything. `position`: the first number that may be given."""
+        self._file = AppendFile(run_dir / JOURNAL)
+        self._flushes = flushes
+        self.position = max(position, end_of_journal(run_dir))
+        """Number of the record to come."""
+
+    def write(self, record: AnyRecord) -> None:
+        """Raises `HeadraceError` when the disk does not take it, and the file is then as it was; or when somebody deleted it."""
+        self._file.check()
+        body = encode(record)
+        self._file.write(b'{"n":%d,"sum":"%s","record":%s}' % (self.position, _sum(self.position, body), body))
+        self.position += 1
+
+    def flush(self) -> None:
+        """Raises as `write` does."""
+        self._file.check()
+        if self._flushes:
+            self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_journal(run_dir: Path, start: int = 0) -> Iterator[AnyRecord]:
+    """The records from number `start` on. Raises `JournalDamaged`; damage before them is passed over, and a torn last line is
+    left out."""
+    path, following = run_dir / JOURNAL, 0
+    for line, text in enumerate(read_lines(path), 1):
+        number, body, problem = _parsed(text)
+        if following < start and (problem or number < start):
+            following = max(following, number + 1)
+            continue
+        following = max(following, start)
+        if not problem and number != following:
+            problem = f"holds record {number} instead of {following}: lines are missing or were added"
+        if problem:
+            raise JournalDamaged(path, line, following, problem)
+        try:
+            record = _record.decode(body)
+        except msgspec.MsgspecError as error:
+            raise JournalDamaged(path, line, following, f"{_STRANGE}: {error}") from error
+        following += 1
+        yield record
+
+
+def end_of_journal(run_dir: Path, damage: Damage | None = None) -> int:
+    """Number of the record to come."""
+    return max((number + 1 for number, _, _ in _readable(run_dir, damage)), default=0)
+
+
+def cut_journal(run_dir: Path, position: int) -> None:
+    """Keeps the records before number `position`; what comes behind them goes to `journal.jsonl.discarded`.
+
+    A line that cannot be read belongs to what is before it."""
+    lines = kept = following = 0
+    for text in read_lines(run_dir / JOURNAL):
+        lines += 1
+        number, _, problem = _parsed(text)
+        if kept < lines - 1 or following >= position or (not problem and number >= position):
+            continue
+        kept, following = lines, max(following, number + 1)
+    if kept < lines:
+        keep_lines(run_dir / JOURNAL, repeat(True, kept))
+
+
+class JournalStep(Struct, frozen=True):
+    """What one optimizer step consumed, in order, before anything of it is trimmed."""
+
+    step: int
+    t: float
+    version: int
+    """That the step made."""
+    groups: tuple[Group, ...]
+    report: TrainReport
+
+
+class _Peek(msgspec.Struct, tag_field="kind", tag="Ready"):
+    """Of a group no more than its ticket."""
+
+    group: _Ticket
+
+
+class _Ticket(msgspec.Struct):
+    ticket: int
+
+
+_peek = msgspec.json.Decoder(_Peek)
+_gone = msgspec.json.Decoder(Gone)
+_stepped = msgspec.json.Decoder(Stepped, strict=False)
+
+
+def read_steps(
+    run_dir: Path, picked: Collection[int] | None = None, damage: Damage | None = None
+) -> Iterator[JournalStep]:
+    """The steps that were not skipped, in order; `picked` by their number (0 is the first), without decoding the others.
+
+    Those that cannot be read are left out; `damage` is told of them, and of all else that is damaged."""
+    damage = Damage() if damage is None else damage
+    ready: dict[int, bytes] = {}
+    for _, line, body in _readable(run_dir, damage):
+        try:
+            if body.startswith(b'{"kind":"Ready"'):
+                ready[_peek.decode(body).group.ticket] = body
+            elif body.startswith(b'{"kind":"Gone"'):
+                ready.pop(_gone.decode(body).ticket, None)
+            elif body.startswith(b'{"kind":"Stepped"'):
+                record = _stepped.decode(body)
+                groups = [ready.pop(ticket, b"") for ticket in record.tickets]
+                step = record.report.step
+                if record.report.skipped:
+                    continue
+                if not all(groups):
+                    lost = record.tickets[groups.index(b"")]
+                    damage.add(f"line {line}", f"(step {step + 1}) trains ticket {lost}, whose group cannot be read")
+                elif picked is None or step in picked:
+                    yield _step(record, groups)
+        except msgspec.MsgspecError as error:
+            damage.add(f"line {line}", f"{_STRANGE}: {error}")
+
+
+def read_only(run_dir: Path, kind: type[R], damage: Damage | None = None) -> Iterator[R]:
+    """The records of one kind, without decoding the others. Those that cannot be read are left out; `damage` is told of them."""
+    start = b'{"kind":"%s"' % kind.__name__.encode()
+    decoder = msgspec.json.Decoder(kind, strict=False)
+    for _, _, body in _readable(run_dir, damage):
+        if body.startswith(start):
+            yield decoder.decode(body)
+
+
+def count_steps(run_dir: Path) -> int:
+    """Steps that were done, whether or not all of them can still be read."""
+    done = 0
+    for text in read_lines(run_dir / JOURNAL):
+        if b'"record":{"kind":"Stepped"' in text[:80]:
+            _, body, problem = _parsed(text)
+            if not problem and not (report := _stepped.decode(body).report).skipped:
+                done = report.version
+    return done
+
+
+def _step(record: Stepped, bodies: list[bytes]) -> JournalStep:
+    groups = []
+    for body in bodies:
+        ready = _record.decode(body)
+        assert isinstance(ready, Ready)
+        groups.append(ready.group)
+    report = record.report
+    return JournalStep(report.step, record.t, report.version, tuple(groups), report)
+
+
+def _readable(run_dir: Path, damage: Damage | None) -> Iterator[tuple[int, int, bytes]]:
+    """Number, line (counted from 1) and bytes of every record that can be read."""
+    damage = Damage() if damage is None else damage
+    following = unreadable = 0
+    for line, text in enumerate(read_lines(run_dir / JOURNAL), 1):
+        number, body, problem = _parsed(text)
+        if not problem and number < following:
+            problem = f"holds record {number}, after {following - 1}: lines were added"
+        if problem:
+            damage.add(f"line {line}", problem)
+            unreadable += 1
+            continue
+        damage.missing(following + unreadable, number - 1)
+        following, unreadable = number + 1, 0
+        yield number, line, body
+
+
+def _parsed(line: bytes) -> tuple[int, bytes, str]:
+    """Number and the record's own bytes; or -1, and what is wrong with the line. It is as `write` spells it, so that nobody has
+    to look for its end."""
+    head = _HEAD.match(line)
+    if head is None or not line.endswith(b"}"):
+        return -1, b"", "is no record"
+    number, body = int(head[1]), line[head.end() : -1]
+    if head[2] != _sum(number, body):
+        return -1, b"", "does not match its checksum"
+    return number, body, ""
+
+
+def _sum(number: int, body: bytes) -> bytes:
+    return xxhash.xxh3_64_hexdigest(b"%d|" % number + body).encode()

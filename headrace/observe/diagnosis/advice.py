@@ -1,0 +1,100 @@
+"""What to change when a run gets little out of its rollouts: a condition over its numbers, and the sentence with the remedy.
+
+Each rule looks at the last groups. To add one, write a function of the state and name it in `RULES`; it says nothing (None) where
+its condition does not hold. The order is that of the remedies: what is cut off has no contrast either, so cutting off comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from headrace.observe.numbers import measures
+from headrace.observe.numbers.state import RunState
+from headrace.observe.text import counted, number, percent
+
+OFTEN = 0.5
+"""Share of completions that are cut off, or of groups without contrast, from which on it deserves a word."""
+DISCARDED = 0.25
+"""Share of groups that are dropped for another reason."""
+FAILING = 0.05
+"""Share of rollouts that fail."""
+LEAST = 32
+"""Rollouts, and a quarter as many groups: fewer say little."""
+
+
+class Advice(NamedTuple):
+    name: str
+    """Two words at most, the same as long as it holds."""
+    sentence: str
+
+
+def advices(state: RunState) -> list[Advice]:
+    """Those that hold now, the first to follow first."""
+    recent = state.shares.recent
+    if not state.started or recent.rollouts < LEAST or recent.groups < LEAST // 8:
+        return []
+    return [Advice(name, sentence + _waiting(state)) for name, rule in RULES.items() if (sentence := rule(state))]
+
+
+def _failed(state: RunState) -> str | None:
+    failing = state.shares.failing
+    share = failing.failed_share
+    if share is None or share <= FAILING:
+        return None
+    said = f"{percent(share)} of the last {failing.rollouts} rollouts failed ({counted(+failing.kinds)}) and are not trained"
+    return (
+        f"{said}: mend the reward, or the rows that it cannot read" if failing.faults else f"{said}: look at the logs"
+    )
+
+
+def _cut_off(state: RunState) -> str | None:
+    recent = state.shares.recent
+    share = recent.truncated_share
+    assert state.started is not None
+    if share is None or share < OFTEN:
+        return None
+    limit = f"at {state.started.max_tokens} tokens" if state.started.max_tokens else "at their limit"
+    barren = recent.no_contrast_share or 0.0
+    then = f", and {percent(barren)} of groups have no contrast" if barren >= OFTEN else ""
+    return f"{percent(share)} of completions are cut off {limit}{then}: raise rollout.max_tokens"
+
+
+def _no_contrast(state: RunState) -> str | None:
+    recent = state.shares.recent
+    share = recent.no_contrast_share
+    if share is None or share < OFTEN or (recent.truncated_share or 0.0) >= OFTEN:
+        return None
+    mean = state.fates.of["no_contrast"].rewards.mean
+    known = f" (their mean is {number(mean)})" if mean is not None else ""
+    return (
+        f"{percent(share)} of groups have no contrast, their rewards are all equal{known}: choose easier or harder prompts, give partial "
+        "rewards, or raise rollout.group_size"
+    )
+
+
+def _discarded(state: RunState) -> str | None:
+    share = state.shares.recent.dropped_share
+    if share is None or share < DISCARDED:
+        return None
+    reasons = {reason: count for reason, count in state.accounting.dropped.items() if reason != "no_contrast"}
+    remedy = (
+        'raise staleness.max_lag, or use staleness.overdue = "wait"'
+        if {"overdue", "interrupted"} & reasons.keys()
+        else "the reasons are in the report"
+    )
+    return f"{percent(share)} of groups are dropped ({counted(reasons)}): {remedy}"
+
+
+def _waiting(state: RunState) -> str:
+    idle = measures.recent_trainer_idle(state)
+    return f" (the trainer waits {percent(idle)} of its time)" if idle is not None and idle >= OFTEN else ""
+
+
+Rule = Callable[[RunState], str | None]
+RULES: dict[str, Rule] = {
+    "failed": _failed,
+    "cut off": _cut_off,
+    "no contrast": _no_contrast,
+    "dropped": _discarded,
+}

@@ -1,0 +1,61 @@
+"""What went wrong in a run, as words and numbers that every view shows: shares, failures by kind, held-out prompts that failed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from headrace.observe.facts import Evaluated, FirstFailure
+from headrace.observe.numbers.shares import Tally
+from headrace.observe.numbers.state import RunState
+from headrace.observe.text import counted, percent, plural
+
+
+class Failing(NamedTuple):
+    """One way in which rollouts fail."""
+
+    kind: str
+    """`KeyError`, or the reason where nothing was raised."""
+    rollouts: int
+    """So many failed in this way; held-out ones too."""
+    first: FirstFailure | None
+    """None of a run that did not keep it."""
+
+
+def failings(state: RunState) -> list[Failing]:
+    """The commonest first."""
+    counts = state.shares.total.kinds.copy()
+    for one in state.evals:
+        counts.update(one.kinds or one.failures)
+    return [Failing(kind, count, state.failures.get(kind)) for kind, count in counts.most_common() if count > 0]
+
+
+def shares(tally: Tally) -> list[str]:
+    """`cut off 92 %`, `no contrast 86 %`, `dropped 2 %`, `failed 48 % (KeyError 31)`: of these what there is."""
+    parts = (
+        ("cut off", tally.truncated_share),
+        ("no contrast", tally.no_contrast_share),
+        ("dropped", tally.dropped_share),
+        ("failed", tally.failed_share),
+    )
+    found = [f"{name} {percent(share)}" for name, share in parts if share]
+    if tally.failed:
+        found[-1] += f" ({counted(+tally.kinds)})"
+    return found
+
+
+def measured_on(one: Evaluated) -> str:
+    """What a held-out number is about: `8 prompts`, `4 of 8 prompts, 4 failed: KeyError`."""
+    kinds = one.kinds or one.failures
+    if one.failed_prompts:
+        return f"{one.prompts} of {plural(one.asked, 'prompt')}, {one.failed_prompts} failed: {', '.join(kinds)}"
+    failed = f", {plural(sum(kinds.values()), 'rollout')} failed: {', '.join(kinds)}" if kinds else ""
+    return f"{plural(one.prompts, 'prompt')}{failed}"
+
+
+def judged(answer: str, extracted: Mapping[str, str]) -> str:
+    """`extracted 12, right answer 14`: of a sample what there is."""
+    seen = [repr(text) if text else "nothing" for text in extracted.values()]
+    names = list(extracted) if len(extracted) > 1 else [""] * len(seen)
+    parts = [f"extracted {text}{f' for {name}' if name else ''}" for name, text in zip(names, seen, strict=True)]
+    return ", ".join([*parts, *([f"right answer {answer}"] if answer else [])])

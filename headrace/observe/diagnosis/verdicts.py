@@ -1,0 +1,219 @@
+"""The questions of a run, each with one answer: did it learn, how stale, was it biased, is all accounted for, was it on
+policy, was it trained as it was sampled."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+from headrace.observe.diagnosis.troubles import measured_on
+from headrace.observe.facts import Accounting, Evaluated
+from headrace.observe.numbers.fates import Shift, discarded, length_shift, reward_shift
+from headrace.observe.numbers.measures import mean_lag, trimmed_tokens
+from headrace.observe.numbers.state import RunState
+from headrace.observe.text import counted, number, percent, plural, with_error
+
+Mood = Literal["good", "bad", "plain", "unknown"]
+
+
+class Verdict(NamedTuple):
+    title: str
+    value: str
+    detail: str
+    mood: Mood
+
+
+def before_and_after(state: RunState) -> tuple[Evaluated | None, Evaluated | None]:
+    """The first measurement before training, and the last one since (which may be of the middle of the run)."""
+    before = next((one for one in state.evals if one.phase == "before"), None)
+    since = [one for one in state.evals if one.phase != "before"]
+    return before, since[-1] if since else None
+
+
+def held_out(state: RunState) -> Verdict:
+    before, after = before_and_after(state)
+    title = "Held-out reward"
+    if before is None and after is None:
+        return Verdict(title, "not measured", "the run has no evaluation", "unknown")
+    if before is None or after is None:
+        one = before or after
+        assert one is not None
+        missing = "after training: not measured" if after is None else "before training: not measured"
+        detail = f"{one.phase}, {measured_on(one)}; {missing}"
+        return Verdict(
+            title, with_error(one.reward_mean, one.reward_sem), detail, "bad" if one.failed_prompts else "unknown"
+        )
+    change = after.reward_mean - before.reward_mean
+    # As if the two were independent: they share prompts, so the true error of the difference is rather smaller.
+    error = math.hypot(before.reward_sem, after.reward_sem)
+    value = f"{before.reward_mean:.3f} → {after.reward_mean:.3f}"
+    when = "" if after.phase == "after" else f" at step {after.step}"
+    detail = f"{with_error(change, error).replace('-', '−') if change < 0 else '+' + with_error(change, error)}{when}"
+    detail += f", {measured_on(after)}"
+    if before.failed_prompts != after.failed_prompts:
+        detail += f" (before: {measured_on(before)})"
+    if not math.isfinite(change):
+        return Verdict(title, value, f"a measurement has no finite mean: {measured_on(after)}", "bad")
+    if before.failed_prompts or after.failed_prompts:
+        return Verdict(title, value, f"{detail}; of those that failed nothing is known", "bad")
+    if math.isfinite(error) and abs(change) < 2 * error:
+        return Verdict(title, value, f"{detail}; within two standard errors", "plain")
+    return Verdict(title, value, detail, "good" if change > 0 else "bad")
+
+
+def lag(state: RunState) -> Verdict:
+    mean = mean_lag(state)
+    bound = state.started.max_lag if state.started else None
+    if mean is None or bound is None:
+        return Verdict("Lag", "not measured", "no token was trained", "unknown")
+    worst = max(state.lags)
+    if worst > bound:
+        return Verdict("Lag", f"max {worst}", f"ABOVE the bound of {bound}; mean {number(mean, 2)}", "bad")
+    return Verdict("Lag", f"max {worst}", f"bound {bound} holds; mean {number(mean, 2)} steps", "good")
+
+
+BIASED = 3.0
+"""Standard errors. Two numbers are looked at, in every run: two would be too few."""
+FAILING = 0.05
+"""Share of rollouts that failed, above which what was trained is a choice that the failures made."""
+
+
+def bias(state: RunState) -> Verdict:
+    """Whether what was trained differs from what was drawn: by what failed, or by what was discarded for its age."""
+    verdict, total = _by_age(state), state.shares.total
+    share = total.failed_share
+    if not share or verdict.value == "not measured":
+        return verdict
+    failed = f"{percent(share)} failed" if share >= 0.01 else f"{plural(total.failed, 'rollout')} failed"
+    value = failed if verdict.mood == "good" else f"{failed}, {verdict.value}"
+    detail = f"{counted(+total.kinds)} of {plural(total.rollouts, 'rollout')}: what they would have got, nobody knows"
+    if share > FAILING:
+        return Verdict(
+            verdict.title, value, f"failures have CHOSEN what this run learned from: {detail}; {verdict.detail}", "bad"
+        )
+    return Verdict(
+        verdict.title, value, f"{detail}; {verdict.detail}", "plain" if verdict.mood == "good" else verdict.mood
+    )
+
+
+def _by_age(state: RunState) -> Verdict:
+    """Whether what was discarded for its age was longer, or harder, than what was trained."""
+    title, away = "Selection bias", discarded(state.fates)
+    trained, lost = state.fates.of["trained"].groups, sum(fate.groups for fate in away)
+    if not trained:
+        return Verdict(title, "not measured", "no group was trained", "unknown")
+    if not lost:
+        return _trimming(state, title)
+    value = f"{percent(lost / (trained + lost))} discarded"
+    unfinished = sum(fate.unfinished for fate in away)
+    lengths, rewards = length_shift(state.fates), reward_shift(state.fates)
+    said = [_shifted("tokens", lengths, 1, unfinished > 0), _shifted("mean reward", rewards, 3)]
+    if unfinished:
+        said.append(f"{plural(unfinished, 'group')} ended before they were done, of unknown rewards")
+    detail = "; ".join(part for part in said if part)
+    # What was ended early would have become longer: that it is not long yet says nothing.
+    other = lengths and (lengths.errors <= -BIASED or (lengths.errors >= BIASED and not unfinished))
+    if other or (rewards and abs(rewards.errors) >= BIASED):
+        return Verdict(title, value, f"discarding has BIASED this run: {detail}", "bad")
+    if unfinished:
+        return Verdict(title, value, f"cannot be told: {detail}", "unknown")
+    return Verdict(title, value, f"none beyond {BIASED:g} standard errors: {detail}", "plain")
+
+
+def _trimming(state: RunState, title: str) -> Verdict:
+    """Where no group was discarded."""
+    tokens = trimmed_tokens(state)
+    if not tokens:
+        return Verdict(title, "none", "no group was discarded for its age", "good")
+    share = percent(tokens / (tokens + state.lags.total()))
+    detail = "no group was discarded for its age, but of what takes longest the oldest tokens are not trained: it weighs less"
+    return Verdict(title, f"{share} trimmed", detail, "plain")
+
+
+def _shifted(what: str, shift: Shift | None, digits: int, least: bool = False) -> str:
+    """`least`: the true mean of what was drawn is larger."""
+    if shift is None:
+        return ""
+    bound = "at least " if least else ""
+    errors = f" ({shift.errors:+.1f} standard errors)" if math.isfinite(shift.errors) else ""
+    return f"{what} {shift.trained:.{digits}f} trained, {bound}{shift.drawn:.{digits}f} drawn{errors}"
+
+
+def accounting(state: RunState) -> Verdict:
+    counts = state.accounting
+    off = counts.balance()
+    source = "the controller's count" if state.ended else "counted from the facts"
+    if not counts.drawn and not off:
+        return Verdict("Accounting", "no ticket drawn", source, "unknown")
+    if off:
+        return Verdict("Accounting", "DOES NOT HOLD", f"{plural(abs(off), 'ticket')} {lost_or_double(off)}", "bad")
+    return Verdict(
+        "Accounting", "holds", f"{plural(counts.drawn, 'prompt')} drawn, each accounted for once; {source}", "good"
+    )
+
+
+def lost_or_double(off: int) -> str:
+    return "without an outcome" if off > 0 else "with more than one outcome"
+
+
+def equation(counts: Accounting) -> str:
+    """`drawn 812 = trained 800 + dropped 10 + failed 2 + pipeline 0 + checkpoint 0`."""
+    sign = "=" if counts.balance() == 0 else "≠"
+    return (
+        f"drawn {counts.drawn:,} {sign} trained {counts.trained:,} + dropped {sum(counts.dropped.values()):,}"
+        f" + failed {sum(counts.failed.values()):,} + pipeline {counts.in_pipeline:,}"
+        f" + checkpoint {counts.in_checkpoint:,}"
+    )
+
+
+def reasons(counts: Accounting) -> list[str]:
+    """The reasons behind the equation, one line each."""
+    lines = [f"dropped: {counted(counts.dropped)}"] if counts.dropped else []
+    if counts.failed:
+        lines.append(f"failed: {counted(counts.failed)}")
+    if counts.rollout_failures:
+        lines.append(f"single rollouts failed inside groups that went on: {counted(counts.rollout_failures)}")
+    return lines
+
+
+def identity(state: RunState) -> Verdict:
+    title = "Policy identity"
+    swaps = f"{plural(len(state.swaps), 'version')} delivered"
+    if not state.checks:
+        return Verdict(title, "not probed", swaps if state.swaps else "no version was delivered", "unknown")
+    failed = [check for check in state.checks if not check.ok]
+    worst = max(state.checks, key=lambda check: check.mean_abs_diff if math.isfinite(check.mean_abs_diff) else math.inf)
+    spread = f"worst mean |Δ log-prob| {number(worst.mean_abs_diff)} of {number(worst.tolerance)} allowed"
+    spread += f" (single token {number(max(check.max_abs_diff for check in state.checks))})"
+    if failed:
+        return Verdict(
+            title, f"{plural(len(failed), 'probe')} FAILED", f"first at version {failed[0].version}; {spread}", "bad"
+        )
+    return Verdict(title, f"{plural(len(state.checks), 'probe')} ok", f"{spread}; {swaps}", "good")
+
+
+def record(state: RunState) -> Verdict:
+    """Whether the trainer had, for every token, what the engine is to record of it: log-prob, sampling mask, experts."""
+    title, reports = "Sampler's record", [row.report for row in state.rows]
+    if not reports:
+        return Verdict(title, "not known", "no step was trained", "unknown")
+    gaps = {
+        "no finite log-prob (not trained)": sum(report.dropped_tokens for report in reports),
+        "a token outside its sampling mask (trained with the whole vocabulary)": sum(
+            one.outside_tokens for one in reports
+        ),
+        "no recorded experts (the trainer's router chose)": sum(report.missing_routes for report in reports),
+        "two records of experts for one shared prompt (the first was used)": sum(
+            one.routing_conflicts for one in reports
+        ),
+    }
+    if not any(gaps.values()):
+        trained = sum(report.loss_tokens for report in reports)
+        return Verdict(title, "whole", f"{plural(trained, 'token')} trained as they were sampled", "good")
+    return Verdict(
+        title, "has gaps", "; ".join(f"{count:,} × {what}" for what, count in gaps.items() if count), "plain"
+    )
+
+
+def all_verdicts(state: RunState) -> list[Verdict]:
+    return [held_out(state), lag(state), bias(state), accounting(state), identity(state), record(state)]

@@ -1,0 +1,217 @@
+"""`status.json`: what a live run says of this moment. The rest of its status is in `metrics.jsonl`, of the living and the dead."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from headrace.durable.files import replace_file
+from headrace.observe.diagnosis.advice import advices
+from headrace.observe.diagnosis.troubles import failings
+from headrace.observe.facts import FirstFailure, Warned
+from headrace.observe.health.stacks import process_state
+from headrace.observe.health.waits import Lasting
+from headrace.observe.numbers import measures
+from headrace.observe.numbers.shares import Tally
+from headrace.observe.numbers.state import RunState
+from headrace.observe.records import METRICS, decode_metrics, left_out
+from headrace.types import Struct
+
+STATUS = "status.json"
+
+SILENT = 15.0
+"""Seconds after which a living run that writes no status is said to be silent; it writes one every other second."""
+
+
+class Live(Struct, frozen=True):
+    pid: int
+    written: float
+    """Seconds since 1970."""
+    waits: tuple[Lasting, ...] = ()
+    """Longest first."""
+    silent: float = 0.0
+    """Seconds for which the event loop has not turned."""
+    workers: dict[str, int] = {}
+    """Process ids by name."""
+    verdict: str = ""
+    """Why its watchdog ended it."""
+    picture: str = ""
+    """The last file with everybody's stacks."""
+
+
+def write_live(run_dir: Path, live: Live) -> None:
+    """At once: a reader never sees half of it."""
+    replace_file(run_dir / STATUS, msgspec.json.encode(live), flush=False)
+
+
+def add_verdict(run_dir: Path, verdict: str) -> None:
+    """For a process that cannot say it any more."""
+    if live := read_live(run_dir):
+        write_live(run_dir, msgspec.structs.replace(live, verdict=verdict))
+
+
+def read_live(run_dir: Path) -> Live | None:
+    """None without one, or with one that another version of headrace wrote."""
+    try:
+        return msgspec.json.decode((run_dir / STATUS).read_bytes(), type=Live)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+Life = Literal["alive", "silent", "starting", "finished", "interrupted", "paused", "stopped", "died"]
+LIVING = ("alive", "silent", "starting")
+
+
+class Status(Struct, frozen=True):
+    """Whether a run lives, and the sentence that says so."""
+
+    life: Life
+    words: str
+    live: Live | None
+
+    @property
+    def ok(self) -> bool:
+        """It lives, or ended as it should."""
+        return self.life not in ("paused", "stopped", "died")
+
+
+class Follower:
+    """Reads a run's files, and at the next look only what was added to them."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir, self.state = run_dir, RunState()
+        self._offset, self._lines, self._inode = 0, 0, 0
+        self._unreadable: list[int] = []
+        self._said: Warned | None = None
+
+    def look(self, alive: bool, now: float) -> Status:
+        """`alive`: somebody holds the run's lock. `now`: seconds since 1970."""
+        live = read_live(self.run_dir)
+        self._read()
+        return judge(self.state, live, alive, now)
+
+    def _read(self) -> None:
+        path = self.run_dir / METRICS
+        try:
+            file = path.open("rb")
+        except OSError:
+            return
+        with file:
+            found = os.fstat(file.fileno())
+            if found.st_size < self._offset or found.st_ino != self._inode:  # a resume has cut it
+                self._inode, self._offset, self._lines, self.state = found.st_ino, 0, 0, RunState()
+                self._unreadable, self._said = [], None
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):  # still being written, or torn by a kill
+                    break
+                self._offset, self._lines = self._offset + len(line), self._lines + 1
+                if fact := decode_metrics(line[:-1]):
+                    self.state.fold(fact)
+                else:
+                    self._unreadable.append(self._lines)
+        self._say_what_is_left_out()
+
+    def _say_what_is_left_out(self) -> None:
+        if not self._unreadable:
+            return
+        warnings = self.state.warnings
+        if self._said in warnings:
+            warnings.remove(self._said)
+        self._said = left_out(self._unreadable, self.state.now)
+        warnings.append(self._said)
+
+
+def judge(state: RunState, live: Live | None, alive: bool, now: float) -> Status:
+    if alive:
+        return _living(state, live, now)
+    if live and live.verdict:
+        return Status("died", live.verdict, live)
+    if state.ended is None:
+        doing = "training" if state.training else measures.phase(state)
+        return Status("died", f"died while {doing}, without a word: killed, or the machine went down", live)
+    match state.ended.reason:
+        case "finished" | "interrupted" as life:
+            return Status(life, life, live)
+        case reason if reason.startswith("paused:"):
+            return Status("paused", reason, live)
+        case reason:
+            return Status("stopped", reason, live)
+
+
+def _living(state: RunState, live: Live | None, now: float) -> Status:
+    age = now - live.written if live else 0.0
+    doing = process_state(live.pid) if live else "gone"
+    if live is None or (age > SILENT and doing == "gone"):  # that file is of the process before
+        return Status("starting", "alive, and just starting", None)
+    if age > SILENT:
+        return Status("silent", f"alive, but has said nothing for {age:.0f} s: its process is {doing}", live)
+    if live.silent > SILENT:
+        return Status("silent", f"alive, but its event loop has not turned for {live.silent:.0f} s", live)
+    return Status("alive", measures.phase(state), live)
+
+
+def as_dict(status: Status, state: RunState) -> dict[str, Any]:
+    """For programs: `headrace status --json`."""
+    live, started = status.live, state.started
+    return {
+        "name": started.name if started else None,
+        "life": status.life,
+        "words": status.words,
+        "ok": status.ok,
+        "pid": live.pid if live else None,
+        "workers": live.workers if live else {},
+        "seconds": state.now,
+        "step": state.step,
+        "steps": started.steps if started else None,
+        "seconds_a_step": measures.step_seconds(state),
+        "seconds_left": measures.seconds_left(state),
+        "reward": measures.recent_reward(state),
+        "held_out": [[one.phase, one.reward_mean] for one in state.evals],
+        "held_out_failed": [one.failed_prompts for one in state.evals],
+        "shares": {"recent": _shares(state.shares.recent), "total": _shares(state.shares.total)},
+        "failures": [
+            {"kind": one.kind, "rollouts": one.rollouts, **(_first(one.first) if one.first else {})}
+            for one in failings(state)
+        ],
+        "advice": [[one.name, one.sentence] for one in advices(state)],
+        "lag": {
+            "mean": measures.mean_lag(state),
+            "max": max(state.lags, default=None),
+            "bound": started and started.max_lag,
+        },
+        "tokens_a_second": {"engine": state.engine.recent()[1], "trainer": measures.trainer_rate(state, 10)},
+        "accounting": {**msgspec.to_builtins(state.accounting), "balance": state.accounting.balance()},
+        "checkpoint": _checkpoint(state),
+        "waits": msgspec.to_builtins(live.waits if live else ()),
+        "deaths": [[one.t, one.who, one.how] for one in state.deaths],
+        "warnings": [[one.t, one.message] for one in state.warnings],
+        "picture": live.picture if live else "",
+    }
+
+
+def _shares(tally: Tally) -> dict[str, float | None]:
+    return {
+        "truncated": tally.truncated_share,
+        "no_contrast": tally.no_contrast_share,
+        "dropped": tally.dropped_share,
+        "failed": tally.failed_share,
+    }
+
+
+def _first(one: FirstFailure) -> dict[str, str]:
+    return {"reason": one.reason, "detail": one.detail, "traceback": one.traceback, "prompt": one.prompt_id}
+
+
+def _checkpoint(state: RunState) -> dict[str, Any] | None:
+    good = [one for one in state.checkpoints if not one.error]
+    return {"step": good[-1].step, "t": good[-1].t, "path": good[-1].path} if good else None
+
+
+def parts_of(run_dir: Path) -> Sequence[Path]:
+    """A run that trains several adapters has a directory for each."""
+    return sorted(path.parent for path in run_dir.glob("*/config.toml")) or [run_dir]

@@ -1,0 +1,246 @@
+"""A thread beside the event loop: it notices what the loop cannot, that the loop itself stands still, and shows where all stand.
+
+what is wrong                                  noticed by                          then
+-------------                                  ----------                          ----
+a named wait lasts                             the loop (`Waits`)                  said; the run stops, with the picture
+the loop does not turn (code that blocks it)   this thread: no pulse               said; the process ends, with the picture
+a wait that was stopped does not end           this thread                         the process ends, with the picture
+tasks wait, and none of them by name           this thread: no wait is there       said; the process ends, with the picture
+native code keeps the interpreter's lock       another process, `health/monitor`   said, stacks read from outside; ended
+somebody asks: kill -USR1                      a signal handler, then this thread  the picture; the run goes on
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from headrace.errors import HeadraceError
+from headrace.observe.facts import RunEnded, RunStarted, Warned, WorkerLost
+from headrace.observe.health import frames, stacks
+from headrace.observe.health.family import Family, family
+from headrace.observe.health.monitor import Monitor
+from headrace.observe.health.snapshot import Camera, blame
+from headrace.observe.health.status import Live, write_live
+from headrace.observe.health.waits import Lasting, Testimony, Waits, picture
+
+STALLED = 3
+"""Exit code of a process that its watchdog ended."""
+
+PULSE = 1.0
+"""Seconds between two signs of life of the event loop, and between two looks of the thread."""
+
+WRITE_EVERY = 2.0
+LAST_GRACE = 60.0
+"""Seconds that a wait gets to end after it was stopped."""
+
+FREEZE = 10.0
+"""Seconds by which a pulse is late, with this thread as late as the loop: the whole process stood still (Ctrl-Z)."""
+
+
+class Watchdog:
+    """A context around `asyncio.run`; inside, `attach` begins to watch the loop. Also a sink: what warns is shown at once."""
+
+    def __init__(
+        self,
+        logs: Path,
+        warn_after: float,
+        stop_after: float,
+        pulse: float = PULSE,
+        freeze: float = FREEZE,
+        leave: Callable[[int], Any] = os._exit,
+        tells: bool = True,
+    ) -> None:
+        """`leave` ends the process at once, whatever blocks it. `tells`: writes `status.json` from the beginning, and not only once
+        the run has started: what an earlier process left there is not changed before."""
+        self._tells = tells
+        self._warn_after, self._stop_after, self._every = warn_after, stop_after, pulse
+        self._freeze, self._leave = freeze, leave
+        self._places: dict[Path, list[Waits]] = {}
+        self.family = Family()
+        """The processes that are started inside the context."""
+        self._camera = Camera(logs, self.family, self._lasting)
+        self._monitor = Monitor(logs / "interpreter.stacks", warn_after, stop_after)
+        self._asked = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_thread = 0
+        self._beats = self._seen = 0
+        self._lived = 0.0
+        """Seconds of this thread; those in which the whole process stood still are not among them."""
+        self._passed = self._silent = self._nameless = self._overdue = self._written = 0.0
+        self._verdict = ""
+        self._wake, self._over = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="headrace-watchdog", daemon=True)
+        self._undo = ExitStack()
+
+    # -- in the event loop -----------------------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """From now on the loop that runs must turn."""
+        self._loop, self._loop_thread = asyncio.get_running_loop(), threading.get_ident()
+        self._camera.loop = self._loop
+        self._pulse(self._loop.time(), self._lived)
+
+    def add(self, path: Path, waits: Waits) -> None:
+        """Waits of the run in `path`, whose `status.json` shows them. What concerns several runs is added to each."""
+        waits.witness = self._testify
+        self._places.setdefault(path, []).append(waits)
+
+    def _pulse(self, due: float, lived: float) -> None:
+        assert self._loop is not None
+        self._beats += 1
+        late = self._loop.time() - due - (self._lived - lived)
+        if late > self._freeze:
+            for waits in self._waits():
+                waits.forgive(late)
+        due = self._loop.time() + self._every
+        self._loop.call_at(due, self._pulse, due, self._lived)
+
+    async def _testify(self, wait: Lasting, every: Sequence[Lasting]) -> Testimony:
+        """A wait is about to be stopped."""
+        taken = await asyncio.to_thread(self._camera.take, str(wait))
+        brief, lines = blame(wait, every, taken.accounts)
+        return Testimony(brief, [*lines, f"where all stood is in {taken.path}"])
+
+    # -- a sink ----------------------------------------------------------------------------------------------------------
+
+    def record(self, fact: Any, state: Any) -> None:
+        if isinstance(fact, (Warned, WorkerLost, RunStarted, RunEnded)):
+            self._tells = self._tells or isinstance(fact, RunStarted)
+            self._wake.set()
+
+    def close(self) -> None:
+        """The thread ends with the context, not with a recorder."""
+
+    # -- the thread ------------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Watchdog:
+        self._undo.enter_context(family(self.family))
+        self._undo.enter_context(self._monitor)
+        self._answer_signals()
+        self._thread.start()
+        return self
+
+    def _answer_signals(self) -> None:
+        """The picture is taken by the thread: what a handler interrupts may hold any lock."""
+        before = signal.getsignal(signal.SIGUSR1)
+
+        def asked(number: int, frame: Any) -> None:
+            self._asked = True
+            if callable(before):  # a handler of the user's is called too
+                before(number, frame)
+
+        with suppress(ValueError):  # outside the main thread nobody may set a handler; then nobody can ask
+            signal.signal(signal.SIGUSR1, asked)
+            self._undo.callback(signal.signal, signal.SIGUSR1, before)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._over.set()
+        self._wake.set()
+        self._thread.join()
+        self._undo.close()
+        self._write()
+
+    def _watch(self) -> None:
+        last = time.monotonic()
+        while not self._over.is_set():
+            woken = self._wake.wait(self._every)
+            self._wake.clear()
+            now = time.monotonic()
+            passed, last = min(now - last, 2 * self._every), now
+            self._lived += passed
+            try:
+                self._turn(passed, woken)
+            except Exception:  # nobody watches the watchdog, so nothing may end it
+                with suppress(Exception):
+                    traceback.print_exc()
+
+    def _turn(self, passed: float, woken: bool) -> None:
+        self._monitor.beat(list(self._places))
+        if self._loop is not None:
+            self._check(passed)
+        if self._asked:
+            self._asked = False
+            self._tell(f"asked by a signal. {picture(self._lasting())}")
+        if woken or time.monotonic() - self._written >= WRITE_EVERY:
+            self._write()
+
+    def _check(self, passed: float) -> None:
+        every, turned = self._lasting(), self._beats != self._seen
+        self._seen, self._passed = self._beats, passed
+        self._silent = 0.0 if turned else self._silent + passed
+        self._nameless = 0.0 if every or not turned else self._nameless + passed
+        late = [one for one in every if not one.endless and one.seconds > self._stop_after]
+        self._overdue = self._overdue + passed if late else 0.0
+        self._judge(self._silent, self._blocked)
+        self._judge(self._nameless, self._unnamed)
+        if self._overdue > LAST_GRACE:
+            self._end(f"a wait that was stopped does not end: {late[0]}")
+
+    def _blocked(self) -> list[str]:
+        place = frames.thread_place(self._loop_thread)
+        said = f"the event loop has not turned for {self._silent:.0f} s: blocked in {place}"
+        return [said, *frames.thread_stack(self._loop_thread)[-stacks.SHORT :]]
+
+    def _unnamed(self) -> list[str]:
+        said = f"for {self._nameless:.0f} s nothing has been waited for by name, and the run is not over"
+        return [said, *(frames.task_lines(self._loop) if self._loop else [])]
+
+    def _judge(self, seconds: float, seen: Callable[[], list[str]]) -> None:
+        """Called once in a turn for each fault, so that of what lasts the warning falls into one turn."""
+        if seconds >= self._stop_after:
+            self._end(seen()[0])
+        elif seconds >= self._warn_after > seconds - self._passed:
+            said, *shown = seen()
+            taken = self._camera.take(said)
+            when = f"(the process ends at {self._stop_after:.0f} s; where all stand is in {taken.path})"
+            _print([f"headrace: {said}", *shown, when])
+
+    def _end(self, verdict: str) -> None:
+        """The loop cannot be asked to end the run, so it ends here. A resume goes on from the last checkpoint."""
+        self._verdict = f"ended by its watchdog: {verdict}"
+        try:
+            self._tell(self._verdict)
+            self._write()
+            for child in self.family.children():
+                with suppress(ProcessLookupError):
+                    os.kill(child.pid, signal.SIGKILL)
+        finally:
+            self._leave(STALLED)
+
+    def _tell(self, why: str) -> None:
+        taken = self._camera.take(why)
+        _print([*taken.lines, f"(this is kept in {taken.path})"])
+
+    def _lasting(self) -> list[Lasting]:
+        return _longest_first(self._waits())
+
+    def _waits(self) -> list[Waits]:
+        return list(dict.fromkeys(one for waits in list(self._places.values()) for one in list(waits)))
+
+    def _write(self) -> None:
+        self._written = time.monotonic()
+        workers = {child.who: child.pid for child in self.family.children()}
+        last = str(self._camera.last.path) if self._camera.last else ""
+        for path, waits in list(self._places.items()) if self._tells else ():
+            every = tuple(_longest_first(list(waits)))
+            with suppress(OSError, HeadraceError):  # a full disk is the recorder's to tell
+                write_live(path, Live(os.getpid(), time.time(), every, self._silent, workers, self._verdict, last))
+
+
+def _longest_first(waits: Sequence[Waits]) -> list[Lasting]:
+    return sorted((one for each in waits for one in each.lasting()), key=lambda one: -one.seconds)
+
+
+def _print(lines: Sequence[str]) -> None:
+    print("\n".join(lines), file=sys.stderr, flush=True)

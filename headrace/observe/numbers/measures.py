@@ -1,0 +1,146 @@
+"""Numbers drawn from a `RunState`: rates, idle shares, time left. None means: the facts do not say."""
+
+from __future__ import annotations
+
+from headrace.observe.numbers.fates import discarded
+from headrace.observe.numbers.state import RunState
+from headrace.observe.records import StepRow
+
+
+def phase(state: RunState) -> str:
+    """What the run is doing, in words, as far as the facts tell."""
+    if state.started is None:
+        return "loading the model"
+    if state.ended:
+        return state.ended.reason if state.ended.reason in ("finished", "interrupted") else "stopped"
+    if state.training:
+        return "training"
+    if state.rows and state.step >= state.started.steps:
+        if state.checkpoints and state.checkpoints[-1].error:
+            return "waiting for room on the disk, for the last checkpoint"
+        measured_before = any(one.phase == "before" for one in state.evals)
+        return "measuring held-out reward (after)" if measured_before else "finishing"
+    running = state.engine.last.running if state.engine.last else 0
+    return "measuring held-out reward (before)" if running else "starting"
+
+
+def saved_step(state: RunState) -> int | None:
+    """Of the newest checkpoint that is on the disk."""
+    return next((one.step for one in reversed(state.checkpoints) if not one.error), None)
+
+
+def step_seconds(state: RunState, recent: int = 20) -> float | None:
+    """From one step's end to the next: the mean of the last ones of this session; None before its first step."""
+    tail = session_rows(state)[-recent - 1 :]
+    if len(tail) > 1:
+        return (tail[-1].t - tail[0].t) / (len(tail) - 1)
+    return tail[0].t - (state.windows[-1][0] if state.windows else state.sessions[-1]) if tail else None
+
+
+def seconds_left(state: RunState, recent: int = 20) -> float | None:
+    """At the pace of the last steps of this session; None before its first step."""
+    pace = step_seconds(state, recent)
+    if pace is None or state.started is None or state.ended:
+        return None
+    return max(0.0, (state.started.steps - state.step) * pace - (state.now - state.rows[-1].t))
+
+
+def session_rows(state: RunState) -> list[StepRow]:
+    since = state.sessions[-1] if state.sessions else 0.0
+    return [row for row in state.rows[-200:] if row.t >= since]
+
+
+def train_seconds(state: RunState) -> float:
+    return sum(end - start for start, end in state.windows)
+
+
+def trainer_idle(state: RunState) -> float | None:
+    """Share of training time in which the trainer neither stepped, nor published, nor saved."""
+    total = train_seconds(state)
+    if not state.rows or not total:
+        return None
+    busy = sum(row.report.seconds for row in state.rows)
+    inside = [(swap.t, swap.update.seconds) for swap in state.swaps] + [
+        (one.t, one.seconds) for one in state.checkpoints
+    ]
+    busy += sum(seconds for t, seconds in inside if any(a <= t <= b for a, b in state.windows))
+    return max(0.0, 1 - busy / total)
+
+
+def engine_idle(state: RunState) -> float | None:
+    return state.engine.idle(state.windows)
+
+
+def idle_shares(state: RunState) -> tuple[float | None, float | None]:
+    """Engine, trainer. The controller's own measure where it covers the whole run, else what the samples say."""
+    if state.ended and len(state.sessions) == 1 and state.rows:
+        return state.ended.engine_idle, state.ended.trainer_idle
+    return engine_idle(state), trainer_idle(state)
+
+
+def recent_trainer_idle(state: RunState, recent: int = 10) -> float | None:
+    """Share of the last steps' time that the trainer spent waiting for groups."""
+    rows = session_rows(state)[-recent:]
+    if not rows:
+        return None
+    total = rows[-1].t - (rows[0].t - rows[0].report.seconds - rows[0].wait_seconds)
+    return min(1.0, sum(row.wait_seconds for row in rows) / total) if total > 0 else None
+
+
+def trainer_rate(state: RunState, recent: int | None = None) -> float | None:
+    """Trained tokens a second: over all training time, or over the last `recent` steps."""
+    if recent is None:
+        total = train_seconds(state)
+        return sum(row.report.loss_tokens for row in state.rows) / total if total and state.rows else None
+    rows = session_rows(state)[-recent - 1 :]
+    if len(rows) < 2 or rows[-1].t <= rows[0].t:
+        return None
+    return sum(row.report.loss_tokens for row in rows[1:]) / (rows[-1].t - rows[0].t)
+
+
+def recent_reward(state: RunState, recent: int = 10) -> float | None:
+    """Of all that was drawn: the mean over trained groups leaves the easy prompts out."""
+    rows = state.rows[-recent:]
+    return sum(row.reward_drawn for row in rows) / len(rows) if rows else None
+
+
+def mean_lag(state: RunState) -> float | None:
+    tokens = state.lags.total()
+    return sum(lag * count for lag, count in state.lags.items()) / tokens if tokens else None
+
+
+def mean_swap(state: RunState) -> float | None:
+    """Seconds in which generation stood still for a swap."""
+    return sum(swap.load.swap_seconds for swap in state.swaps) / len(state.swaps) if state.swaps else None
+
+
+def version_spread(state: RunState) -> tuple[float, int] | None:
+    """Versions between the oldest and the newest token of a batch: mean over the steps, and the most."""
+    widths = [max(row.lags) - min(row.lags) for row in state.rows if row.lags]
+    return (sum(widths) / len(widths), max(widths)) if widths else None
+
+
+def swapped_share(state: RunState) -> float | None:
+    """Of the trained completions, those that more than one version sampled."""
+    count = sum(len(row.lengths) for row in state.rows)
+    return sum(row.swapped for row in state.rows) / count if count else None
+
+
+def trimmed(row: StepRow, bound: int) -> int:
+    """Tokens of its groups that are older than the bound: context, not trained."""
+    return sum(count for lag, count in row.outside.items() if lag > bound)
+
+
+def trimmed_tokens(state: RunState) -> int:
+    return sum(trimmed(row, state.started.max_lag) for row in state.rows) if state.started else 0
+
+
+def lost_tokens(state: RunState) -> int:
+    """Sampled for groups that were discarded for their age."""
+    return sum(fate.tokens for fate in discarded(state.fates))
+
+
+def mean_pause(state: RunState) -> float | None:
+    """Seconds, over all swaps, in which generation was held back or stood still."""
+    pauses = [max(swap.pause, swap.load.swap_seconds) for swap in state.swaps]
+    return sum(pauses) / len(pauses) if pauses else None

@@ -1,0 +1,142 @@
+"""What Python is told of a run: small values for callbacks while it goes on, and the same as columns when it is over."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.observe import facts
+from headrace.observe.numbers.state import RunState
+from headrace.observe.records import StepRow
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step that was done. Means are over the tokens, or the completions, that it trained."""
+
+    run: str
+    """Name of the run; of the adapter, where several are trained."""
+    step: int
+    """Counted from 1."""
+    seconds: float
+    """Age of the run at its end."""
+    reward: float
+    """Mean of all rollouts that ended since the step before, trained or not: the policy's."""
+    reward_trained: float
+    """Mean of those that this step trained: groups without contrast are not among them."""
+    reward_std: float
+    rewards: dict[str, float]
+    """Mean of each reward by the name of its function, over the completions that it applies to."""
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    entropy: float
+    """Nats."""
+    kl: float
+    """k3 estimate of KL(sampler || trainer)."""
+    clip_fraction: float
+    lag_mean: float
+    """Optimizer steps between the sampling of a token and its training."""
+    lag_max: int
+    length_mean: float
+    """Tokens of a completion."""
+    truncated: float
+    """Share of the completions that ended at `rollout.max_tokens`."""
+    tokens: int
+    """In the loss."""
+    step_seconds: float
+    wait_seconds: float
+    """That the trainer waited for the batch."""
+
+    @classmethod
+    def of(cls, row: StepRow, run: str) -> Step:
+        report, tokens, count = row.report, sum(row.lags.values()), len(row.lengths)
+        return cls(
+            run=run,
+            step=report.version,
+            seconds=row.t,
+            reward=row.reward_drawn,
+            reward_trained=row.reward_mean,
+            reward_std=row.reward_std,
+            rewards=dict(row.components),
+            loss=report.loss,
+            grad_norm=report.grad_norm,
+            learning_rate=report.lr,
+            entropy=report.entropy,
+            kl=report.kl,
+            clip_fraction=report.clip_fraction,
+            lag_mean=sum(lag * n for lag, n in row.lags.items()) / tokens if tokens else math.nan,
+            lag_max=max(row.lags, default=0),
+            length_mean=sum(row.lengths) / count if count else math.nan,
+            truncated=row.truncated / count if count else math.nan,
+            tokens=report.loss_tokens,
+            step_seconds=report.seconds,
+            wait_seconds=row.wait_seconds,
+        )
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The held-out reward at one step."""
+
+    run: str
+    step: int
+    phase: str
+    """`before`, `during` or `after` training."""
+    seconds: float
+    """Age of the run."""
+    reward: float
+    error: float
+    """Standard error of that mean."""
+    prompts: int
+    """That it is the mean of: those of which no rollout could be scored are not among them."""
+    length_mean: float
+    failed: int
+    """Rollouts that failed. They are not scored as 0, and not in the mean."""
+
+    @classmethod
+    def of(cls, fact: facts.Evaluated, run: str) -> Evaluation:
+        return cls(
+            run=run,
+            step=fact.step,
+            phase=fact.phase,
+            seconds=fact.t,
+            reward=fact.reward_mean,
+            error=fact.reward_sem,
+            prompts=fact.prompts,
+            length_mean=fact.length_mean,
+            failed=sum(fact.failures.values()),
+        )
+
+
+def history(state: RunState) -> dict[str, list[Any]]:
+    return columns([Step.of(row, _name(state)) for row in state.rows])
+
+
+def held_out(state: RunState) -> dict[str, list[Any]]:
+    return columns([Evaluation.of(fact, _name(state)) for fact in state.evals])
+
+
+def _name(state: RunState) -> str:
+    return state.started.name if state.started else ""
+
+
+def columns(values: Sequence[Step] | Sequence[Evaluation]) -> dict[str, list[Any]]:
+    """One for each field, and for `rewards` one for each function: `rewards.exact`. NaN where a step has none of that name."""
+    rows = [_flat(one) for one in values]
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name, math.nan) for row in rows] for name in names}
+
+
+def _flat(value: Step | Evaluation) -> dict[str, Any]:
+    row: dict[str, Any] = {}
+    for field in dataclasses.fields(value):
+        given = getattr(value, field.name)
+        if isinstance(given, dict):
+            row |= {f"{field.name}.{name}": mean for name, mean in given.items()}
+        elif field.name != "run":
+            row[field.name] = given
+    return row

@@ -1,0 +1,163 @@
+"""Folds facts into the numbers that terminal, summary and report show. Pure: no clock, no files."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+from headrace.observe.facts import (
+    Accounting,
+    CheckpointSaved,
+    EngineSample,
+    Evaluated,
+    FirstFailure,
+    GroupEnded,
+    IdentityChecked,
+    RunEnded,
+    RunStarted,
+    TicketDrawn,
+    Waited,
+    Warned,
+    WeightsLive,
+    WorkerLost,
+)
+from headrace.observe.numbers.engine_use import EngineUse, Window
+from headrace.observe.numbers.fates import Fates, Sieve, solve_rate
+from headrace.observe.numbers.shares import Shares
+from headrace.observe.numbers.tickets import Tickets
+from headrace.observe.records import MetricsFact, Sample, StepRow
+
+
+class WaitTotal:
+    """All waits of one owner for one thing."""
+
+    def __init__(self) -> None:
+        self.count, self.seconds, self.longest = 0, 0.0, 0.0
+
+    def add(self, seconds: float) -> None:
+        self.count += 1
+        self.seconds += seconds
+        self.longest = max(self.longest, seconds)
+
+
+class RunState:
+    """What the facts so far say. `measures.py` and `observe/diagnosis/verdicts.py` draw the conclusions."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.started: RunStarted | None = None
+        self.ended: RunEnded | None = None
+        self.sessions: list[float] = []
+        """Start of every process of this run: more than one after a resume."""
+        self.windows: list[Window] = []
+        """When training went on: from a session's first ticket to its last step."""
+        self.rows: list[StepRow] = []
+        self.drawn_rewards: list[float] = []
+        """Of the rollouts whose groups ended since the last step."""
+        self.lags: Counter[int] = Counter()
+        self.lengths, self.solve_rates = Sieve(), Sieve()
+        """Tokens of completions; mean rewards of groups."""
+        self.fates = Fates()
+        self.shares = Shares()
+        self.failures: dict[str, FirstFailure] = {}
+        """The first rollout that failed in each way, by its kind; `shares` has the counts."""
+        self.tickets = Tickets()
+        self.engine = EngineUse()
+        self.evals: list[Evaluated] = []
+        self.checks: list[IdentityChecked] = []
+        self.swaps: list[WeightsLive] = []
+        self.checkpoints: list[CheckpointSaved] = []
+        self.deaths: list[WorkerLost] = []
+        self.warnings: list[Warned] = []
+        self.waits: defaultdict[tuple[str, str], WaitTotal] = defaultdict(WaitTotal)
+        self.samples: Sequence[Sample] = ()
+        """Of the last step. Set by the recorder, which alone sees texts."""
+        self._training = False
+
+    def fold(self, fact: MetricsFact) -> None:
+        self.now = max(self.now, fact.t)
+        match fact:
+            case RunStarted():
+                self._start(fact)
+            case TicketDrawn():
+                self._draw(fact)
+            case GroupEnded():
+                self._end(fact)
+            case StepRow():
+                self._step(fact)
+            case EngineSample():
+                self.engine.fold(fact.t, fact.stats)
+            case Waited():
+                self.waits[fact.owner, fact.what].add(fact.seconds)
+            case RunEnded():
+                self.ended, self._training = fact, False
+            case FirstFailure():
+                self.failures.setdefault(fact.kind, fact)
+            case Evaluated():
+                self.evals.append(fact)
+            case IdentityChecked():
+                self.checks.append(fact)
+            case WeightsLive():
+                self.swaps.append(fact)
+            case CheckpointSaved():
+                self.checkpoints.append(fact)
+            case WorkerLost():
+                self.deaths.append(fact)
+            case Warned():
+                self.warnings.append(fact)
+        if self._training:
+            self.windows[-1] = (self.windows[-1][0], max(fact.t, self.windows[-1][1]))
+        if self.started and self.step >= self.started.steps:
+            self._training = False
+
+    def _start(self, fact: RunStarted) -> None:
+        if self.started or fact.resumed_at:
+            self.engine.restart()
+        if fact.books:
+            self.tickets.resume(fact.books)
+        self.started, self.ended, self._training = fact, None, False
+        self.sessions.append(fact.t)
+
+    def _draw(self, fact: TicketDrawn) -> None:
+        self.tickets.draw(fact)
+        if not self._training:
+            self.windows.append((fact.t, fact.t))
+            self._training = True
+
+    def _end(self, fact: GroupEnded) -> None:
+        if self.tickets.end(fact):
+            self.lengths.draw(fact.lengths, fact.outcome == "ready")
+            self.solve_rates.draw(solve_rate(fact), fact.outcome == "ready")
+            self.drawn_rewards += fact.rewards
+        self.fates.end(fact, self._group_size)
+        self.shares.end(fact)
+
+    def _step(self, row: StepRow) -> None:
+        self.rows.append(row)
+        self.drawn_rewards.clear()
+        self.lags.update(row.lags)
+        for group in self.fates.train(row.tickets, self._group_size):
+            self.lengths.trained.add(group.lengths)
+            self.solve_rates.trained.add(solve_rate(group))
+        self.tickets.train(row.tickets)
+        self.shares.train(row.tickets)
+
+    @property
+    def _group_size(self) -> int:
+        return self.started.group_size if self.started else 1
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        if self.rows:
+            return self.rows[-1].report.version
+        return self.started.resumed_at if self.started else 0
+
+    @property
+    def accounting(self) -> Accounting:
+        """The controller's own when it said so at the end; counted from the facts while the run goes on or was killed."""
+        return self.ended.accounting if self.ended else self.tickets.accounting()
+
+    @property
+    def training(self) -> bool:
+        return self._training

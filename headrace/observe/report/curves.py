@@ -1,0 +1,134 @@
+"""What changes while a run goes on beside the reward: how many groups and completions are of no use, how long completions are, how
+fast both pools work, and what the held-out measurements came to."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+from headrace.observe.diagnosis.troubles import measured_on
+from headrace.observe.facts import Evaluated
+from headrace.observe.numbers.engine_use import EngineSpan
+from headrace.observe.report.data import Bin, ReportData
+from headrace.observe.report.draw.axes import extent
+from headrace.observe.report.draw.svg import Chart, figure
+from headrace.observe.report.frame import hovers, of_steps, resumes, told
+from headrace.observe.text import clip, number, percent, with_error
+
+Line = tuple[str, str, Callable[[Bin], float]]
+"""Colour, name, value."""
+
+MAX_NOTE = 300
+
+
+def failures(data: ReportData) -> str:
+    """Shares of what was drawn that never came to be trained, or that was cut off."""
+    lines: list[Line] = [
+        ("c2", "rollouts cut off at max_tokens", lambda one: _known(one.ended.truncated_share)),
+        ("c5", "groups without contrast", lambda one: _known(one.ended.no_contrast_share)),
+        ("c4", "groups dropped for other reasons", lambda one: _known(one.ended.dropped_share)),
+        ("over", "rollouts failed", lambda one: _known(one.ended.failed_share)),
+    ]
+    return _lines(
+        data, "Cut off, without contrast, dropped, failed", lines, "of what ended since the step before", share=True
+    )
+
+
+def _known(share: float | None) -> float:
+    return math.nan if share is None else share
+
+
+def lengths_over_steps(data: ReportData) -> str:
+    lines: list[Line] = [
+        ("c1", "drawn", lambda one: _share(one.ended.tokens, one.ended.completions)),
+        ("c5", "trained", _trained_length),
+    ]
+    return _lines(data, "Completion length", lines, "tokens, mean")
+
+
+def _trained_length(one: Bin) -> float:
+    return _share(sum(sum(row.lengths) for row in one.rows), sum(len(row.lengths) for row in one.rows))
+
+
+def throughput(data: ReportData) -> str:
+    """Tokens a second of both pools, from the end of one step to the end of the next."""
+    sampled = _Sampled(data.state.engine.spans)
+    lines: list[Line] = [("c3", "sampled", sampled.rate), ("c1", "trained", _trained_rate)]
+    return _lines(data, "Tokens a second", lines, "a step's tokens over its time, waiting included")
+
+
+def _trained_rate(one: Bin) -> float:
+    return _share(sum(row.report.loss_tokens for row in one.rows), sum(end - start for start, end in one.spans))
+
+
+def held_out(data: ReportData) -> str:
+    """Every measurement on held-out prompts with its error, and how many prompts have no reward in it; one alone is no course."""
+    evals = data.state.evals
+    if len(evals) < 2:
+        return ""
+    low, high = of_steps(data)
+    ends = min([low, *(one.step - 0.5 for one in evals)]), max([high, *(one.step + 0.5 for one in evals)])
+    sides = [one.reward_mean + sign * one.reward_sem for one in evals for sign in (-1, 1)]
+    chart = Chart(ends, extent([*sides, *(one.reward_mean for one in evals)], within=data.range_of_rewards))
+    points = [(float(one.step), one.reward_mean) for one in evals]
+    chart.line(points, "c2").dots(points, "c2", [one.reward_sem for one in evals])
+    for one in evals:
+        chart.hover(one.step - 0.5, one.step + 0.5, f"step {one.step}, {one.phase}\n{_measured(one)}")
+    failed = [f"step {one.step} on {measured_on(one)}" for one in evals if one.failures]
+    note = f"mean ± standard error; {'; '.join(failed) if failed else 'no prompt failed'}"
+    return figure("Held-out reward", chart.html("Held-out reward"), note=clip(note, MAX_NOTE))
+
+
+def _measured(one: Evaluated) -> str:
+    return f"{with_error(one.reward_mean, one.reward_sem)}\non {measured_on(one)}"
+
+
+class _Sampled:
+    """Tokens that the engine had sampled by any moment, and for how long it was watched: between two samples in proportion."""
+
+    def __init__(self, spans: Sequence[EngineSpan]) -> None:
+        self._spans = spans
+        self._ends = [span.end for span in spans]
+        self._tokens = [0, *accumulate(span.sampled for span in spans)]
+        self._seconds = [0.0, *accumulate(span.end - span.start for span in spans)]
+
+    def rate(self, one: Bin) -> float:
+        """NaN where nothing was measured."""
+        ends = [(self._by(start), self._by(end)) for start, end in one.spans]
+        tokens, seconds = (sum(after[i] - before[i] for before, after in ends) for i in (0, 1))
+        return _share(tokens, seconds)
+
+    def _by(self, t: float) -> tuple[float, float]:
+        place = bisect_right(self._ends, t)
+        tokens, seconds = float(self._tokens[place]), self._seconds[place]
+        if place < len(self._spans) and t > (span := self._spans[place]).start:
+            part = (t - span.start) / (span.end - span.start)
+            return tokens + part * span.sampled, seconds + t - span.start
+        return tokens, seconds
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else math.nan
+
+
+def _lines(data: ReportData, title: str, lines: Sequence[Line], note: str, share: bool = False) -> str:
+    """One line each; those that are 0 all the time are left out of a chart of shares, but for the first."""
+    values = {name: [value(one) for one in data.bins] for _, name, value in lines}
+    shown = [line for line in lines if not share or any(one > 0 for one in values[line[1]])] or lines[:1]
+    every = [one for _, name, _ in shown for one in values[name]]
+    if not any(map(math.isfinite, every)):
+        return ""
+    within = (0.0, 1.0) if share else (0.0, math.inf)
+    chart = Chart(of_steps(data), extent(every, zero=True, within=within), percent=share)
+    for colour, name, _ in shown:
+        chart.line([(one.x, y) for one, y in zip(data.bins, values[name], strict=True)], colour)
+    write = percent if share else number
+
+    def tip(one: Bin) -> str:
+        told = [f"{name}: {write(found)}" for _, name, value in lines if math.isfinite(found := value(one))]
+        return "\n".join(told) or "nothing ended"
+
+    hovers(resumes(chart, data), data, tip)
+    return figure(title, chart.html(title), [(colour, name) for colour, name, _ in shown], told(data, note))

@@ -1,0 +1,165 @@
+"""A small chart: axes, lines, bands, bars, dots. Colours come from the page's style sheet, so both themes share it.
+
+Only what is drawn is SVG, and it is stretched to the width that there is. Text is HTML beside and above it, placed in per cent, so
+that it keeps its size on a phone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+
+from headrace.observe.report.draw.axes import labels, ticks
+
+WIDTH, HEIGHT = 1000, 200
+"""Of the coordinate system; the page says how large it becomes."""
+APART = 14.0
+"""Per cent of the width from one word to the next one, at least: words that stood closer would overlap."""
+NARROW = 30
+"""Digits that fit beside each other beneath a chart on a phone of 360 pixels."""
+
+Point = tuple[float, float]
+
+
+class Chart:
+    """Collects SVG. Data coordinates in, markup out; non-finite points are left out."""
+
+    def __init__(
+        self,
+        xs: tuple[float, float],
+        ys: tuple[float, float],
+        *,
+        percent: bool = False,
+        x_label: str = "optimizer step",
+        whole: bool = True,
+    ) -> None:
+        """`percent`: values of y are shares. `whole`: values of x are counts."""
+        self._x0, self._x1 = xs if xs[0] < xs[1] else (xs[0] - 0.5, xs[0] + 0.5)
+        self._y0, self._y1 = ys
+        self._percent, self._x_label, self._whole = percent, x_label, whole
+        self._parts: list[str] = []
+        self._words: list[tuple[float, str]] = []
+
+    def x(self, value: float) -> float:
+        return (value - self._x0) / (self._x1 - self._x0) * WIDTH
+
+    def y(self, value: float) -> float:
+        inside = min(max(value, self._y0), self._y1)
+        return HEIGHT - (inside - self._y0) / (self._y1 - self._y0) * HEIGHT
+
+    def line(self, points: Sequence[Point], name: str) -> Chart:
+        """A path in the colour of the class `name`; a gap where a value is not finite."""
+        path, pen = [], "M"
+        for x, y in points:
+            if math.isfinite(y):
+                path.append(f"{pen}{self.x(x):.1f} {self.y(y):.1f}")
+                pen = "L"
+            else:
+                pen = "M"
+        if sum(math.isfinite(y) for _, y in points) == 1:
+            return self.dots(points, name)
+        self._parts.append(f'<path class="line {name}" d="{"".join(path)}"/>')
+        return self
+
+    def band(self, lower: Sequence[Point], upper: Sequence[Point], name: str) -> Chart:
+        pairs = [(a, b) for a, b in zip(lower, upper, strict=True) if math.isfinite(a[1]) and math.isfinite(b[1])]
+        outline = [a for a, _ in pairs] + [b for _, b in reversed(pairs)]
+        path = " ".join(f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in outline)
+        self._parts.append(f'<polygon class="band {name}" points="{path}"/>')
+        return self
+
+    def dots(self, points: Sequence[Point], name: str, errors: Sequence[float] = ()) -> Chart:
+        """A dot is a stroke without length: unlike a circle it stays round where the drawing is stretched."""
+        for (x, y), error in zip(points, errors or [math.nan] * len(points), strict=True):
+            if not math.isfinite(y):
+                continue
+            at = f"M{self.x(x):.1f} "
+            if math.isfinite(error):
+                whisker = f"{at}{self.y(y - error):.1f}V{self.y(y + error):.1f}"
+                self._parts.append(f'<path class="whisker {name}" d="{whisker}"/>')
+            self._parts.append(f'<path class="dot {name}" d="{at}{self.y(y):.1f}h0"/>')
+        return self
+
+    def box(self, x0: float, x1: float, y0: float, y1: float, name: str) -> Chart:
+        left, right, top, bottom = self.x(x0), self.x(x1), self.y(y1), self.y(y0)
+        if bottom - top > 0.05:
+            self._parts.append(
+                f'<rect class="box {name}" x="{left:.2f}" y="{top:.2f}" width="{max(0.5, right - left):.2f}"'
+                f' height="{bottom - top:.2f}"/>'
+            )
+        return self
+
+    def rule(self, y: float) -> Chart:
+        """A dashed horizontal line."""
+        at = self.y(y)
+        self._parts.append(f'<path class="rule" d="M0 {at:.1f}H{WIDTH}"/>')
+        return self
+
+    def mark(self, x: float, text: str) -> Chart:
+        """A dashed vertical line with a word, where there is room for one."""
+        self._parts.append(f'<path class="rule" d="M{self.x(x):.1f} 0V{HEIGHT}"/>')
+        at = _share(self.x(x), WIDTH)
+        if all(abs(at - other) >= APART for other, _ in self._words):
+            self._words.append((at, text))
+        return self
+
+    def hover(self, x0: float, x1: float, tip: str) -> Chart:
+        """An invisible column that shows `tip` (lines separated by newlines)."""
+        left, right = self.x(x0), self.x(x1)
+        self._parts.append(
+            f'<rect class="hover" x="{left:.2f}" y="0" width="{max(1.0, right - left):.2f}" height="{HEIGHT}"'
+            f' data-tip="{escape(tip)}"/>'
+        )
+        return self
+
+    def html(self, title: str) -> str:
+        """The drawing with the text around it."""
+        ys, xs = ticks(self._y0, self._y1), ticks(self._x0, self._x1, 7, whole=self._whole)
+        left, below = labels(ys, percent=self._percent), labels(xs)
+        grid = "".join(f'<path class="grid" d="M0 {self.y(y):.1f}H{WIDTH}"/>' for y in ys)
+        words = "".join(
+            f'<span class="word{" before" if at > 100 - APART else ""}" style="left:{at:.2f}%">{escape(text)}</span>'
+            for at, text in self._words
+        )
+        return (
+            f'<div class="chart" role="img" aria-label="{escape(title)}" style="{_room(left, below)}">'
+            f'<div class="ys">{"".join(_at("top", self.y(y), HEIGHT, text) for y, text in zip(ys, left, strict=True))}</div>'
+            f'<div class="plot"><svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none">{grid}{"".join(self._parts)}'
+            f'<path class="axis" d="M0 {HEIGHT}H{WIDTH}"/></svg>{words}</div>'
+            f'<div class="xs">{"".join(self._below(xs, below))}</div><div class="unit">{escape(self._x_label)}</div></div>'
+        )
+
+    def _below(self, values: Sequence[float], texts: Sequence[str]) -> list[str]:
+        """Where a phone has no room for all, it leaves out every second one; of the two halves the rounder one stays."""
+        step = values[1] - values[0] if len(values) > 1 else 1.0
+        many = len(texts) * (max(map(len, texts), default=0) + 2) > NARROW
+        return [
+            _at("left", self.x(value), WIDTH, text, "more" if many and round(value / step) % 2 else "")
+            for value, text in zip(values, texts, strict=True)
+        ]
+
+
+def _share(at: float, whole: float) -> float:
+    return 100 * at / whole
+
+
+def _at(side: str, at: float, whole: float, text: str, name: str = "") -> str:
+    kind = f' class="{name}"' if name else ""
+    return f'<span{kind} style="{side}:{_share(at, whole):.2f}%">{text}</span>'
+
+
+def _room(left: Sequence[str], below: Sequence[str]) -> str:
+    """As much beside the drawing as the longest label needs, in widths of a digit; half a label behind the last tick."""
+    longest = max((len(text) + text.count("%") for text in left), default=1)
+    return f"--left:{longest + 1}ch;--right:{max(map(len, below), default=1) / 2:g}ch"
+
+
+def figure(title: str, drawing: str, legend: Sequence[tuple[str, str]] = (), note: str = "", wide: bool = False) -> str:
+    """A chart with its title, a legend of (class, name), and a note beneath."""
+    keys = "".join(f'<span class="key"><i class="{name}"></i>{escape(text)}</span>' for name, text in legend)
+    below = f'<p class="note">{escape(note)}</p>' if note else ""
+    return (
+        f'<figure class="{"wide" if wide else ""}"><figcaption><b>{escape(title)}</b><span class="keys">{keys}</span>'
+        f"</figcaption>{drawing}{below}</figure>"
+    )

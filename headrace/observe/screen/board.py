@@ -1,0 +1,74 @@
+"""The terminal of a run that trains several adapters: all of them in one view, or one line per step with the adapter's name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
+
+from headrace.observe.config import ObserveConfig
+from headrace.observe.facts import Evaluated, RunEnded, RunStarted
+from headrace.observe.numbers.state import RunState
+from headrace.observe.records import MetricsFact, StepRow
+from headrace.observe.screen.live import brief, padded
+from headrace.observe.screen.surface import REFRESH, open_screen, terminal_mode
+from headrace.observe.screen.terminal import Header, PlainLines
+from headrace.observe.text import duration
+
+
+class Board:
+    """`lane(name)` is the sink of one adapter's recorder. A context, which gives the screen back."""
+
+    def __init__(self, names: Sequence[str], mode: str, console: Console | None = None) -> None:
+        """`mode`: live, plain or off."""
+        self._console = console or Console(highlight=False)
+        self._lanes = {name: _Lane(lambda line, name=name: self._say(name, line)) for name in names}  # type: ignore[misc]
+        self._mode = mode
+        self._screen = open_screen(self._view, self._console) if mode == "live" else None
+
+    def lane(self, name: str) -> _Lane:
+        return self._lanes[name]
+
+    def _view(self) -> RenderableType:
+        return padded(Group(*(part for lane in self._lanes.values() for part in (*lane.parts, Text("")))))
+
+    def _say(self, name: str, line: str) -> None:
+        if self._mode == "plain":
+            self._console.print(f"{name}: {line}", markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._screen:
+            self._screen.stop()
+        self._mode = "off"
+
+    def __enter__(self) -> Board:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+class _Lane:
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say, self._header, self._built = say, Header(), -1.0
+        self._lines = PlainLines()
+        self.parts: Sequence[RenderableType] = (self._header,)
+
+    def record(self, fact: MetricsFact, state: RunState) -> None:
+        for line in self._lines.of(fact, state):
+            self._say(f"[{duration(fact.t)}] {line}")
+        now = time.monotonic()
+        if now - self._built >= 1 / REFRESH or isinstance(fact, (StepRow, RunStarted, Evaluated, RunEnded)):
+            self._header.update(state)
+            self.parts, self._built = (self._header, brief(state)), now
+
+    def close(self) -> None:
+        pass
+
+
+def open_board(config: ObserveConfig, names: Sequence[str]) -> Board:
+    return Board(names, terminal_mode(config))

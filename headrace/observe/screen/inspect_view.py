@@ -1,0 +1,206 @@
+"""What `headrace inspect` prints: a step in one line per rollout, and some rollouts token by token, coloured by lag."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from headrace.observe.diagnosis.troubles import judged
+from headrace.observe.numbers.rollout_view import Look, spans_told
+from headrace.observe.screen.layout import one_line
+from headrace.observe.text import clip, counted, number, plural
+from headrace.reports import TrainReport
+
+LAG_STYLES = ("green", "cyan", "bright_blue", "magenta", "bright_magenta", "red")
+"""By lag, older ones as the last: the colours of the report, as far as a terminal has them."""
+WIDE = 0.5
+"""|trainer - sampler|, nats, from which on a token is underlined."""
+
+
+def show(
+    console: Console,
+    looks: Sequence[Look],
+    chosen: Sequence[Look],
+    report: TrainReport,
+    source: str,
+    tokens: bool = False,
+) -> None:
+    """`chosen`: those shown token by token, with `tokens` also one a line. `source`: where the trainer's log-probs come from, or
+    why there are none."""
+    console.print(_headline(looks, report))
+    console.print(_lag_lines(report))
+    if len(looks) > 1:
+        console.print(_Overview(looks))
+    for one in chosen:
+        console.print(rollout(one))
+        if tokens:
+            console.print(_token_table(one))
+    console.print(_legend(chosen, source))
+
+
+def _headline(looks: Sequence[Look], report: TrainReport) -> str:
+    tickets = len({one.ticket for one in looks})
+    return (
+        f"[bold]Step {report.step + 1}[/]: {plural(tickets, 'group')}, {plural(len(looks), 'rollout')}, made version "
+        f"{report.version} · loss {number(report.loss)} · gradient {number(report.grad_norm)} · KL {number(report.kl)} · "
+        f"{report.loss_tokens:,} tokens in the loss"
+    )
+
+
+def _lag_lines(report: TrainReport) -> RenderableType:
+    """|trainer - sampler| as the trainer told it at the step itself."""
+    table = _table("lag", "#tokens", "#|Δ| p50", "#p90", "#p99", "#max", "left out by rule")
+    for one in report.lags:
+        gaps = [number(one.gaps[key]) if key in one.gaps else "-" for key in ("p50", "p90", "p99", "max")]
+        rules = ", ".join(f"{name} {share:.1%}" for name, share in one.masked.items())
+        table.add_row(one.name, f"{one.tokens:,}", *gaps, rules)
+    return table if report.lags else Text("")
+
+
+ROOM = 40
+"""Characters that a rollout's text needs to stand beside its numbers; with less it goes beneath them."""
+
+
+class _Overview:
+    """One line a rollout where the terminal is wide, else its numbers and beneath them its text: neither is cut short by the other."""
+
+    def __init__(self, looks: Sequence[Look]) -> None:
+        gaps = any(one.trainer for one in looks)
+        self._looks = looks
+        self._head = ["ticket", "rollout", "reward", "advantage", "tokens", "stop", "versions", "lag"]
+        self._head += ["|Δ| mean"] if gaps else []
+        self._rows = [_numbers(one, gaps) for one in looks]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        widths = [max(map(len, column)) for column in zip(self._head, *self._rows, strict=True)]
+        texts = [_text_of(one) for one in self._looks]
+        beside = options.max_width - sum(widths) - len(widths) - 1
+        fits = beside >= min(ROOM, max(map(len, texts)))
+        yield Text(_justified(self._head, widths) + "  text" * fits, "dim")
+        for cells, text in zip(self._rows, texts, strict=True):
+            numbers = _justified(cells, widths)
+            lines = [f"{numbers}  {text}"] if fits else [numbers, f"  {text}"]
+            yield from (Text(line, no_wrap=True, overflow="ellipsis") for line in lines)
+
+
+def _text_of(one: Look) -> str:
+    return (f"[not in the loss: {counted(one.reasons)}] " if one.reasons else "") + one_line(one.text)
+
+
+def _numbers(one: Look, gaps: bool) -> list[str]:
+    versions = sorted({span.version for span in one.spans})
+    return [
+        str(one.ticket),
+        str(one.rollout),
+        number(one.reward),
+        "-" if math.isnan(one.advantage) else f"{one.advantage:+.3f}",
+        str(len(one.tokens)),
+        one.stop,
+        str(versions[0]) if len(versions) == 1 else f"{versions[0]} to {versions[-1]}" if versions else "-",
+        str(max(one.lags, default=0)),
+        *([number(one.gap)] if gaps else []),
+    ]
+
+
+def _justified(cells: Sequence[str], widths: Sequence[int]) -> str:
+    return " ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+
+
+def rollout(one: Look) -> RenderableType:
+    """One rollout token by token."""
+    rewards = ", ".join(f"{name} {number(value)}" for name, value in one.rewards.items())
+    advantage = "not trained" if math.isnan(one.advantage) else f"advantage {one.advantage:+.3f}"
+    turns = f" · last of {one.turns} turns" if one.turns > 1 else ""
+    head = Text(f"\nticket {one.ticket}, rollout {one.rollout}", style="bold")
+    head.append(
+        f" · {one.prompt_id} · reward {number(one.reward)} ({rewards}) · {advantage} · {one.stop}{turns}", "not bold"
+    )
+    facts = [f"spans: {spans_told(one)}"]
+    if words := judged(one.answer, one.extracted):
+        facts.append(words)
+    if one.reasons:
+        facts.append(f"not in the loss: {counted(one.reasons)}")
+    if not math.isnan(one.gap):
+        facts.append(f"|trainer - sampler| mean {number(one.gap)}; the widest: {_widest(one)}")
+    finite = [value for value in one.logprobs if math.isfinite(value)]
+    if finite:
+        facts.append(f"log-prob mean {sum(finite) / len(finite):.3f}, least {min(finite):.3f}")
+    return Group(
+        head, Text(f"prompt: {clip(one.prompt, 300)}", "dim"), *(Text(fact, "dim") for fact in facts), _tokens(one)
+    )
+
+
+def _tokens(one: Look) -> Text:
+    text = Text()
+    for place, piece in enumerate(one.pieces):
+        text.append(piece, _style(one, place))
+    return text
+
+
+def _token_table(one: Look) -> Table:
+    table = _table(
+        "#token", "#id", "", "#log-prob", *(["#trainer", "#Δ"] if one.trainer else []), "#lag", "#advantage", ""
+    )
+    for place, token in enumerate(one.tokens):
+        trainer = one.trainer[place : place + 1]
+        cells = [
+            str(place),
+            str(token),
+            repr(one.pieces[place])[1:-1],
+            f"{one.logprobs[place]:.4f}",
+            *(f"{value:.4f}" for value in trainer),
+            *(f"{value - one.logprobs[place]:+.4f}" for value in trainer),
+            str(one.lags[place]),
+            f"{one.advantages[place]:+.3f}" if one.advantages else "-",
+            ", ".join(filter(None, (one.left_out[place], "mixed" * one.mixed[place]))),
+        ]
+        table.add_row(*map(escape, cells), style=LAG_STYLES[min(max(one.lags[place], 0), len(LAG_STYLES) - 1)])
+    return table
+
+
+def _style(one: Look, place: int) -> str:
+    style = LAG_STYLES[min(max(one.lags[place], 0), len(LAG_STYLES) - 1)]
+    if one.left_out[place]:
+        style += " strike"
+    if one.mixed[place]:
+        style += " italic"
+    if one.trainer and abs(one.trainer[place] - one.logprobs[place]) >= WIDE:
+        style += " underline"
+    return style
+
+
+def _widest(one: Look, count: int = 4) -> str:
+    gaps = sorted(
+        ((b - a, i) for i, (a, b) in enumerate(zip(one.logprobs, one.trainer, strict=False))), key=lambda g: -abs(g[0])
+    )
+    return ", ".join(
+        f"{gap:+.3f} at {place} ({one.pieces[place].strip() or one.tokens[place]})" for gap, place in gaps[:count]
+    )
+
+
+def _legend(chosen: Sequence[Look], source: str) -> RenderableType:
+    lags = sorted({min(lag, len(LAG_STYLES) - 1) for one in chosen for lag in one.lags if lag >= 0})
+    text = Text("\n")
+    for lag in lags:
+        text.append(f"lag {lag}{'+' * (lag == len(LAG_STYLES) - 1)} ", LAG_STYLES[lag])
+    text.append("· struck out: not in the loss · italic: mixed weights", "dim")
+    if any(one.trainer for one in chosen):
+        text.append(f" · underlined: trainer and sampler {WIDE} nats apart or more", "dim")
+    text.append(f"\n{source}", "dim")
+    if any(not one.decoded for one in chosen):
+        text.append("\nThe model's tokenizer is not here: tokens are shown by their numbers.", "dim")
+    return text
+
+
+def _table(*names: str) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
+    for name in names:
+        right = name.startswith("#")
+        # On a narrow terminal texts wrap, never a number.
+        table.add_column(name.removeprefix("#"), justify="right" if right else "left", no_wrap=right, overflow="fold")
+    return table

@@ -1,0 +1,243 @@
+"""The live view as one frame, built from a `RunState`. Nothing in it needs colour to be understood."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.text import Text
+
+from headrace.observe.diagnosis.advice import advices
+from headrace.observe.diagnosis.troubles import failings, judged, measured_on, shares
+from headrace.observe.diagnosis.verdicts import before_and_after
+from headrace.observe.numbers import measures
+from headrace.observe.numbers.state import RunState
+from headrace.observe.records import Sample
+from headrace.observe.screen.layout import FAINT, Line, Lines, distinct, middle_out, printable, without_marks
+from headrace.observe.text import bar, counted, number, percent, plural, sparkline, with_error
+
+GOOD, BAD, WARN = "bold green", "bold red", "yellow"
+WIDTH = 120
+"""Lines longer than this are not read."""
+CURVE = 24
+"""Characters of a sparkline."""
+SAMPLE_HEIGHT, LEAST = 7, 5
+"""Lines that a sample with its frame is given where there is room for several, and the fewest that it needs."""
+BESIDE = 4 + 6 + 2
+"""Characters of a sample's line that are frame and label."""
+
+Trace = tuple[str, str]
+"""Title and text of a traceback."""
+
+
+def frame(state: RunState) -> RenderableType:
+    """Everything below the header."""
+    if not state.started:
+        return Text("")
+    return Frame(_lines(state), tuple(state.samples), _notes(state), _trace(state))
+
+
+def brief(state: RunState) -> RenderableType:
+    """One of several pipelines in one view."""
+    if not state.started:
+        return Text("")
+    lines = [("reward", reward(state)), ("lag", _lag(state)), ("trainer", trainer(state)), ("checks", _checks(state))]
+    return Frame(lines, (), _notes(state)[:1])
+
+
+class Frame:
+    """Numbers, notes, a traceback, then as many samples as the height leaves room for. Laid out when it is shown, by rich's thread:
+    it has no part of the state, which goes on changing."""
+
+    def __init__(
+        self, lines: Sequence[Line], samples: Sequence[Sample], notes: Sequence[Text], trace: Trace | None = None
+    ) -> None:
+        self._lines, self._samples, self._notes, self._trace = lines, samples, notes, trace
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        options = options.update_width(min(options.max_width, WIDTH))
+        height, inside = options.height or console.height, options.update(height=None)
+        above: list[RenderableType] = [Lines(self._lines)]
+        height -= len(console.render_lines(above[0], inside, pad=False))
+        for note in self._notes:
+            lines = middle_out(note, inside.max_width, 3, console)
+            if (count := len(lines.plain.splitlines())) <= height:
+                above.append(lines)
+                height -= count
+        for one in above:
+            yield from console.render(one, inside)
+        if self._trace and height > LEAST:
+            panel = _trace_panel(*self._trace, console, options.max_width, max(LEAST, height // 2))
+            height -= len(console.render_lines(panel, inside))
+            yield from console.render(panel, inside)
+        for panel in self._panels(console, options.max_width, height):
+            yield from console.render(panel, inside)
+
+    def _panels(self, console: Console, width: int, height: int) -> list[Panel]:
+        made: list[Panel] = []
+        for left, sample in zip(range(len(self._samples), 0, -1), self._samples, strict=True):
+            if height < LEAST:
+                break
+            share = height // max(1, min(height // SAMPLE_HEIGHT, left))
+            made.append(sample_panel(sample, console, width, share))
+            height -= len(console.render_lines(made[-1], console.options.update_width(width)))
+        return made
+
+
+def _trace_panel(title: str, body: str, console: Console, width: int, height: int) -> Panel:
+    """Its last lines, which say what was raised and where."""
+    lines = Text("\n".join(map(printable, body.splitlines()))).wrap(console, width - 4, overflow="fold")
+    shown = Text("\n").join(list(lines)[2 - height :])
+    return Panel(shown, title=Text(title), title_align="left", border_style=WARN, width=width)
+
+
+def _lines(state: RunState) -> list[Line]:
+    return [
+        ("reward", reward(state)),
+        ("lag", _lag(state)),
+        ("engine", engine(state)),
+        ("trainer", trainer(state)),
+        ("groups", _groups(state)),
+        ("shares", _shares(state)),
+        ("checks", _checks(state)),
+    ]
+
+
+def reward(state: RunState) -> list[Text]:
+    parts = [Text("no step yet", FAINT)]
+    if state.rows:
+        recent = measures.recent_reward(state)
+        assert recent is not None
+        curve = sparkline([row.reward_drawn for row in state.rows], CURVE)
+        parts = [Text(f"{recent:.3f} ", "bold").append(curve, "green")]
+    before, since = before_and_after(state)
+    for name, one in (("before", before), ("now", since)):
+        if one:
+            part = Text(f"held-out {name} {with_error(one.reward_mean, one.reward_sem)}", "bold")
+            if one.failures and one is (since or before):
+                part.append(f" on {measured_on(one)}", f"not bold {WARN}")
+            parts.append(part)
+    return parts
+
+
+def _lag(state: RunState) -> list[Text]:
+    mean = measures.mean_lag(state)
+    assert state.started is not None
+    if mean is None:
+        return [Text(f"no token trained yet, bound {state.started.max_lag}", FAINT)]
+    parts = [Text(f"{number(mean, 2)} mean, {max(state.lags)} max, bound {state.started.max_lag}")]
+    if max(state.lags) > state.started.max_lag:
+        parts.append(Text("ABOVE THE BOUND", BAD))
+    total = state.lags.total()
+    for lag, count in sorted(state.lags.items())[:6]:
+        part = Text(f"{lag} ", FAINT).append(f"{bar(count / total, 10)} ", "cyan")
+        parts.append(part.append(percent(count / total), FAINT))
+    return parts
+
+
+def _idle(share: float | None) -> Text:
+    if share is None:
+        return Text("idle      ?", FAINT)
+    return Text(f"idle {percent(share):>5}", WARN if share > 0.5 else "")
+
+
+def _rate(rate: float | None) -> Text:
+    return Text(f"{rate:6,.0f} tok/s" if rate is not None else "     ? tok/s")
+
+
+def engine(state: RunState) -> list[Text]:
+    idle, rate = state.engine.recent()
+    parts = [_rate(rate), _idle(idle)]
+    parts.append(Text(sparkline([span.sampled for span in state.engine.spans[-16:]], 16), "cyan"))
+    if last := state.engine.last:
+        parts.append(Text(f"{last.running} running, {last.waiting} waiting, kv {percent(last.kv_used)}"))
+    return parts
+
+
+def trainer(state: RunState) -> list[Text]:
+    parts = [_rate(measures.trainer_rate(state, 10)), _idle(measures.recent_trainer_idle(state))]
+    if not state.rows:
+        return parts
+    report = state.rows[-1].report
+    parts.append(Text(sparkline([row.report.seconds for row in state.rows[-16:]], 16), "cyan"))
+    numbers = f"grad {number(report.grad_norm)}, entropy {number(report.entropy)}, clip {percent(report.clip_fraction)}"
+    return [*parts, Text(numbers)]
+
+
+def _groups(state: RunState) -> list[Text]:
+    counts, started = state.tickets, state.started
+    assert started is not None
+    parts = [
+        Text(f"{len(counts.flying)} generating, {len(counts.ready)} ready or training, of {started.slots} slots"),
+        Text(f"{counts.trained:,} trained"),
+    ]
+    for name, ended, style in (("dropped", counts.dropped, ""), ("failed", counts.failed, WARN)):
+        if ended:
+            parts.append(Text(f"{ended.total():,} {name} ({counted(ended)})", style))
+    return parts
+
+
+def _shares(state: RunState) -> list[Text]:
+    """Of the last groups."""
+    found = shares(state.shares.recent)
+    return [Text(one, WARN if one.startswith("failed") else "") for one in found] or [Text("nothing lost", FAINT)]
+
+
+def _notes(state: RunState) -> list[Text]:
+    """What to change, and the last warnings, the newest first; where there is advice only that one."""
+    advice = [f"→ {one.name}: {one.sentence}" for one in advices(state)]
+    warnings = distinct([one.message for one in state.warnings], 1 if advice else 3)
+    return [Text(one, WARN) for one in (*advice, *(f"! {one}" for one in reversed(warnings)))]
+
+
+def _trace(state: RunState) -> Trace | None:
+    """Of the commonest failure."""
+    for one in failings(state)[:1]:
+        if one.first:
+            title = f"{one.first.reason}: {plural(one.rollouts, 'rollout')} so far; the first, {one.first.prompt_id}"
+            return title, without_marks(one.first.traceback) or one.first.detail
+    return None
+
+
+def _checks(state: RunState) -> list[Text]:
+    parts = []
+    failed = sum(not check.ok for check in state.checks)
+    if failed:
+        parts.append(Text(f"{failed} IDENTITY PROBES FAILED", BAD))
+    worst = max((check.max_abs_diff for check in state.checks), default=None)
+    ok = len(state.checks) - failed
+    probed = f"identity {ok} ok (max diff {number(worst)})" if worst is not None else "identity not probed yet"
+    parts.append(Text(probed))
+    gap = measures.mean_swap(state)
+    if gap is not None:
+        parts.append(Text(f"{plural(len(state.swaps), 'swap')}, mean gap {1000 * gap:.2g} ms"))
+    if state.deaths:
+        parts.append(Text(plural(len(state.deaths), "death"), WARN))
+    if (saved := measures.saved_step(state)) is not None:
+        parts.append(Text(f"checkpoint {saved}", FAINT))
+    return parts
+
+
+def sample_panel(sample: Sample, console: Console, width: int, height: int) -> Panel:
+    """In at most so many lines."""
+    versions = f"version {sample.first_version}"
+    if sample.last_version != sample.first_version:
+        versions = f"versions {sample.first_version} to {sample.last_version}"
+    cut = ", cut off" if sample.stop == "length" else ""
+    title = f"step {sample.step}, reward {number(sample.reward)}, {plural(sample.tokens, 'token')}{cut}, {versions}"
+    inside, room = width - BESIDE, height - 2
+    words = judged(sample.answer, sample.extracted)
+    answer = middle_out(words, inside, 1 if room < 5 else 2, console)
+    room -= len(answer.plain.splitlines())
+    prompt = middle_out(sample.prompt, inside, max(1, room // 3), console)
+    room -= len(prompt.plain.splitlines())
+    output = middle_out(sample.text or "(empty)", inside, max(1, room), console)
+    lines: list[Line] = [("prompt", [prompt]), ("output", [output])]
+    lines += [("scored", [answer])] if words else []
+    return Panel(Lines(lines, label_width=6), title=Text(title), title_align="left", border_style=FAINT, width=width)
+
+
+def padded(renderable: RenderableType) -> Padding:
+    return Padding(renderable, (0, 1))

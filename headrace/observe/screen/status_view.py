@@ -1,0 +1,170 @@
+"""A status for people: a panel on a terminal, plain lines in a pipe."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console, RenderableType
+from rich.panel import Panel
+from rich.text import Text
+
+from headrace.observe.diagnosis.advice import advices
+from headrace.observe.diagnosis.troubles import failings, shares
+from headrace.observe.diagnosis.verdicts import equation, reasons
+from headrace.observe.diagnosis.verdicts import lag as lag_verdict
+from headrace.observe.health.status import LIVING, SILENT, Live, Status
+from headrace.observe.numbers import measures
+from headrace.observe.numbers.state import RunState
+from headrace.observe.screen import live
+from headrace.observe.screen.layout import FAINT, GAP, Line, Lines
+from headrace.observe.screen.live import BAD, GOOD, WARN
+from headrace.observe.text import clip, duration, plural, short_time
+
+MARKS = {
+    "alive": ("●", GOOD),
+    "starting": ("●", GOOD),
+    "silent": ("●", WARN),
+    "finished": ("✓", GOOD),
+    "interrupted": ("✓", WARN),
+    "paused": ("✗", WARN),
+    "stopped": ("✗", BAD),
+    "died": ("✗", BAD),
+}
+BORDERS = {"silent": "yellow", "paused": "yellow", "stopped": "red", "died": "red"}
+
+WIDTH = 100
+"""Of the panel, at most."""
+SHOWN = 8
+"""Waits."""
+
+
+def show(console: Console, name: str, status: Status, state: RunState) -> None:
+    if console.is_terminal:
+        console.print(panel(name, status, state))
+        return
+    for label, parts in lines_of(name, status, state):
+        told = (" " * GAP).join(part.plain for part in parts if part.plain)
+        console.print(f"{label:<12}{told}", markup=False, highlight=False, soft_wrap=True)
+
+
+def panel(name: str, status: Status, state: RunState) -> RenderableType:
+    border = BORDERS.get(status.life, "cyan")
+    lines = Lines(lines_of(name, status, state), label_width=10)
+    return Panel(lines, width=WIDTH, box=box.ROUNDED, border_style=border, padding=(0, 1))
+
+
+def lines_of(name: str, status: Status, state: RunState) -> Sequence[Line]:
+    lines: list[Line] = [("run", _title(name, state)), ("state", [_state(status)])]
+    if status.live:
+        lines.append(("processes", _processes(status, status.live)))
+    if state.started:
+        lines += [("step", _step(status, state)), ("reward", live.reward(state)), ("lag", _lag(state))]
+        lines += [("engine", live.engine(state)), ("trainer", live.trainer(state)), ("tickets", [_tickets(state)])]
+        lines += [("", [Text(one, FAINT)]) for one in reasons(state.accounting)]
+        lines.append(("checkpoint", _checkpoint(state)))
+        lines += _troubles(state)
+    lines += _waits(status)
+    lines += [("death" if n == 0 else "", [_death(state, n)]) for n in range(len(state.deaths[-2:]))]
+    lines += _warnings(state)
+    if status.live and status.live.picture:
+        lines.append(("stacks", [Text(status.live.picture)]))
+    return lines
+
+
+def _title(name: str, state: RunState) -> list[Text]:
+    return [Text(name, "bold"), Text(state.started.headline if state.started else "", FAINT)]
+
+
+def _state(status: Status) -> Text:
+    mark, style = MARKS[status.life]
+    return Text(f"{mark} ", style).append(clip(status.words, 600), style if status.life != "alive" else "bold")
+
+
+def _processes(status: Status, live: Live) -> list[Text]:
+    text = Text(f"controller {live.pid}")
+    for who, pid in live.workers.items():
+        text.append(f", {who} {pid}")
+    silent = "" if status.life == "alive" else f"last word {_ago(time.time() - live.written)}"
+    return [text, Text(silent, FAINT)]
+
+
+def _ago(seconds: float) -> str:
+    return f"{duration(seconds)} ago" if seconds < 86400 else f"{plural(int(seconds // 86400), 'day')} ago"
+
+
+def _step(status: Status, state: RunState) -> list[Text]:
+    assert state.started is not None
+    parts = [Text(f"{state.step} of {state.started.steps}", "bold")]
+    if pace := measures.step_seconds(state):
+        parts.append(Text(f"{short_time(pace)} each"))
+    spent = f"{duration(state.now)} so far"
+    left = measures.seconds_left(state) if status.life in LIVING else None
+    parts.append(Text(f"{spent}, {duration(left)} left" if left else spent))
+    if len(state.sessions) > 1:
+        parts.append(Text(plural(len(state.sessions) - 1, "resume"), FAINT))
+    return parts
+
+
+def _lag(state: RunState) -> list[Text]:
+    verdict = lag_verdict(state)
+    return [Text(verdict.value, BAD if verdict.mood == "bad" else ""), Text(verdict.detail, FAINT)]
+
+
+def _tickets(state: RunState) -> Text:
+    counts = state.accounting
+    if counts.balance():
+        return Text(f"✗ {equation(counts)}", BAD)
+    return Text("✓ ", GOOD).append(equation(counts), "default")
+
+
+def _troubles(state: RunState) -> list[Line]:
+    found = shares(state.shares.recent)
+    lines: list[Line] = [("shares", [Text(one) for one in found])] if found else []
+    for one in failings(state)[:3]:
+        where = f"; the first: {clip(one.first.detail, 240)}" if one.first else ""
+        lines.append(("failed", [Text(f"{one.kind}, {plural(one.rollouts, 'rollout')}{where}", WARN)]))
+    return lines + [("advice", [Text(f"{one.name}: {one.sentence}", WARN)]) for one in advices(state)]
+
+
+def _checkpoint(state: RunState) -> list[Text]:
+    good = [one for one in state.checkpoints if not one.error]
+    if not good:
+        return [Text("none yet", FAINT)]
+    parts = [Text(f"step {good[-1].step}"), Text(f"at {duration(good[-1].t)}", FAINT)]
+    if state.checkpoints[-1].error:
+        parts.append(Text(f"that of step {state.checkpoints[-1].step} could not be written", WARN))
+    return parts
+
+
+def _waits(status: Status) -> list[Line]:
+    if status.live is None:
+        return []
+    waits = status.live.waits
+    times = Counter((one.owner, one.what) for one in waits)
+    lines: list[list[Text]] = []
+    for owner, what in list(times)[:SHOWN]:
+        longest = max(one.seconds for one in waits if (one.owner, one.what) == (owner, what))
+        text = Text(f"{longest:6.1f} s  ", WARN if longest > SILENT else "").append(f"{owner}, for {what}", "default")
+        count = times[owner, what]
+        lines.append([text, Text(f"× {count}" if count > 1 else "", FAINT)])
+    if len(times) > SHOWN:
+        lines.append([Text(f"and {len(times) - SHOWN} others", FAINT)])
+    label = "waits" if status.life in LIVING else "waited"
+    return [(label if n == 0 else "", line) for n, line in enumerate(lines)]
+
+
+def _death(state: RunState, place: int) -> Text:
+    one = state.deaths[-2:][place]
+    return Text(f"[{duration(one.t)}] the {one.who} process {clip(one.how, 200)}", WARN)
+
+
+def _warnings(state: RunState) -> list[Line]:
+    last = state.warnings[-3:]
+    label = plural(len(state.warnings), "warning")
+    return [
+        (label if n == 0 else "", [Text(f"[{duration(one.t)}] {clip(one.message, 600)}", WARN)])
+        for n, one in enumerate(last)
+    ]

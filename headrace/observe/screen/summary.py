@@ -1,0 +1,206 @@
+"""What a run came to, in at most 100 columns; reads as well without colour."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from headrace.observe.diagnosis.advice import advices
+from headrace.observe.diagnosis.troubles import failings, shares
+from headrace.observe.diagnosis.verdicts import (
+    Verdict,
+    accounting,
+    bias,
+    equation,
+    held_out,
+    identity,
+    lag,
+    reasons,
+    record,
+)
+from headrace.observe.numbers import measures
+from headrace.observe.numbers.fates import DISCARDED
+from headrace.observe.numbers.lags import over_steps
+from headrace.observe.numbers.state import RunState
+from headrace.observe.screen.layout import FAINT, LABEL, distinct, without_marks
+from headrace.observe.screen.live import BAD, GOOD, WARN
+from headrace.observe.text import bar, clip, counted, duration, number, percent, plural, short_time, sparkline
+
+WIDTH = 100
+"""At most."""
+BAR = 36
+"""Characters of the bar of a lag: with its numbers it has room in 80 columns."""
+MARKS = {"good": ("✓", GOOD), "bad": ("✗", BAD), "plain": ("•", ""), "unknown": ("?", FAINT)}
+
+
+def summary(state: RunState, run_dir: Path | None = None, report: Path | None = None) -> RenderableType:
+    """A panel for the end of a run, finished or not. It says `not measured` where the facts say nothing."""
+    table = Table.grid(padding=(0, 1))
+    table.add_column(width=1)
+    table.add_column(style=LABEL, min_width=15, no_wrap=True)
+    table.add_column(overflow="fold")
+    _learned(table, state)
+    _stale(table, state)
+    _spent(table, state)
+    _proven(table, state)
+    _troubles(table, state)
+    _next(table, state, run_dir, report)
+    border = "red" if _is_bad(state) else "cyan"
+    return Panel(
+        Group(_title(state), Text(""), table), width=WIDTH, box=box.ROUNDED, border_style=border, padding=(0, 1)
+    )
+
+
+def print_summary(state: RunState, report: Path | None, console: Console | None = None) -> None:
+    """`report`: where `write_report` put it, in the run's directory; None of a run whose directory is there no more."""
+    (console or Console(highlight=False)).print(summary(state, report.parent if report else None, report))
+
+
+def _is_bad(state: RunState) -> bool:
+    broken = any(verdict.mood == "bad" for verdict in (lag(state), accounting(state), identity(state)))
+    return broken or (state.ended is not None and state.ended.reason not in ("finished", "interrupted"))
+
+
+def _title(state: RunState) -> Text:
+    text = Text()
+    if state.started is None:
+        return text.append("the run did not start", BAD)
+    ended = measures.phase(state) if state.ended else "did not end by itself"
+    text.append(state.started.name, "bold").append(f"  {state.started.headline}\n", FAINT)
+    text.append(f"{ended} at step {state.step} of {state.started.steps} after {duration(state.now)}")
+    if len(state.sessions) > 1:
+        text.append(f", {plural(len(state.sessions) - 1, 'resume')}")
+    if state.ended and state.ended.reason not in ("finished", "interrupted"):
+        text.append(f"\n{clip(state.ended.reason, 400)}", BAD)
+    return text
+
+
+def _row(table: Table, verdict: Verdict, label: str = "") -> None:
+    mark, style = MARKS[verdict.mood]
+    text = Text(verdict.value, "bold" if verdict.mood != "bad" else BAD).append(f"   {verdict.detail}", "not bold")
+    table.add_row(Text(mark, style), label or verdict.title, text)
+
+
+def _more(table: Table, label: str, text: str | Text) -> None:
+    table.add_row("", label, text)
+
+
+def _learned(table: Table, state: RunState) -> None:
+    _row(table, held_out(state))
+    if state.rows:
+        rewards = [row.reward_drawn for row in state.rows]
+        curve = Text(sparkline(rewards, 40), "green")
+        _more(table, "Reward, drawn", curve.append(f"  {rewards[0]:.3f} → {rewards[-1]:.3f}", ""))
+
+
+def _stale(table: Table, state: RunState) -> None:
+    _row(table, lag(state))
+    total, apart = state.lags.total(), {one.name: one for one in over_steps(state.rows)}
+    for step, count in sorted(state.lags.items())[:8]:
+        text = Text(f"{step:>2} ").append(f"{bar(count / total, BAR):<{BAR}} ", "cyan")
+        text.append(f"{percent(count / total):>5}")
+        if one := apart.get(str(step)):
+            text.append(f"   KL {number(one.kl)}", FAINT)
+        _more(table, "" if step != min(state.lags) else f"{total:,} tokens", text)
+    for label, words in (("Versions", _versions(state)), ("Thrown away", _thrown(state))):
+        if words:
+            _more(table, label, words)
+    _row(table, bias(state))
+
+
+def _versions(state: RunState) -> str:
+    spread, share = measures.version_spread(state), measures.swapped_share(state)
+    if spread is None or share is None:
+        return ""
+    words = f"{number(spread[0] + 1, 2)} in a batch, at most {spread[1] + 1}; {percent(share)} of rollouts met a swap"
+    mixed = sum(row.mixed_tokens for row in state.rows)
+    return f"{words}; {plural(mixed, 'token')} of mixed weights" if mixed else words
+
+
+def _thrown(state: RunState) -> str:
+    """For age: what has no contrast is dropped whatever the policy."""
+    found = {reason: state.fates.of[reason].groups for reason in DISCARDED if reason in state.fates.of}
+    trimmed = measures.trimmed_tokens(state)
+    words = [f"groups {counted(found)}, {plural(measures.lost_tokens(state), 'token')}"] if found else []
+    return "; ".join(words + ([f"{plural(trimmed, 'token')} trimmed"] if trimmed else []))
+
+
+def _spent(table: Table, state: RunState) -> None:
+    engine, trainer = measures.idle_shares(state)
+    rates = state.engine.rate(state.windows), measures.trainer_rate(state)
+    for name, idle, rate, verb in (("Engine", engine, rates[0], "sampled"), ("Trainer", trainer, rates[1], "trained")):
+        text = Text(f"idle {percent(idle)}", "bold")
+        if rate is not None:
+            text.append(f"   {rate:,.0f} tokens a second {verb}", "not bold")
+        _more(table, f"{name} pool", text)
+    gap = measures.mean_swap(state)
+    if gap is not None:
+        publish = sum(swap.update.seconds for swap in state.swaps) / len(state.swaps)
+        mean = f"{len(state.swaps)} swaps   generation stood still {short_time(gap)} for each; publish {short_time(publish)}"
+        _more(table, "Weight sync", mean)
+        if words := _interruptions(state):
+            _more(table, "", words)
+    if lost := shares(state.shares.total):
+        _more(table, "Shares", ", ".join(lost))
+    drawn, trained = state.lengths.drawn.mean, state.lengths.trained.mean
+    if drawn is not None:
+        of_trained = f"{trained:.1f} trained" if trained is not None else "none trained"
+        _more(table, "Mean length", f"{drawn:.1f} tokens drawn, {of_trained}")
+
+
+def _interruptions(state: RunState) -> str:
+    rollouts, pause = sum(swap.interrupted for swap in state.swaps), measures.mean_pause(state)
+    if pause is None or not any(swap.pause for swap in state.swaps):
+        return ""
+    return f"generation held back {short_time(pause)} for each; {plural(rollouts, 'rollout')} interrupted"
+
+
+def _proven(table: Table, state: RunState) -> None:
+    verdict = accounting(state)
+    mark, style = MARKS[verdict.mood]
+    counts = state.accounting
+    table.add_row(Text(mark, style), verdict.title, Text(equation(counts), BAD if verdict.mood == "bad" else ""))
+    if verdict.mood == "bad":
+        _more(table, "", Text(f"THE IDENTITY DOES NOT HOLD: {verdict.detail}", BAD))
+    for line in reasons(counts):
+        _more(table, "", Text(line, FAINT))
+    _row(table, identity(state))
+    if (kept := record(state)).mood == "plain":
+        _row(table, kept)
+
+
+def _troubles(table: Table, state: RunState) -> None:
+    if state.deaths:
+        last = state.deaths[-1]
+        words = f"{plural(len(state.deaths), 'worker')} died; the last: the {last.who} process {last.how}"
+        table.add_row(Text("!", WARN), "Deaths", Text(words, WARN))
+    for place, one in enumerate(failings(state)[:3]):
+        words = f"{one.kind}, {plural(one.rollouts, 'rollout')}"
+        words += f"; the first: {clip(one.first.detail, 200)}" if one.first else ""
+        table.add_row(Text("!", WARN), "Failed", Text(words, WARN))
+        if place == 0 and one.first and one.first.traceback:
+            _more(table, "", Text(without_marks(one.first.traceback), FAINT))
+    for advice in advices(state):
+        table.add_row(Text("→", WARN), advice.name.capitalize(), Text(advice.sentence, WARN))
+    for index, warning in enumerate(distinct([one.message for one in state.warnings], 3)):
+        label = plural(len(state.warnings), "warning") if index == 0 else ""
+        table.add_row(Text("!" if index == 0 else "", WARN), label, Text(clip(warning, 600), WARN))
+
+
+def _next(table: Table, state: RunState, run_dir: Path | None, report: Path | None) -> None:
+    _more(table, "", "")
+    if report:
+        _more(table, "Report", str(report))
+    if run_dir and state.started:
+        saved = measures.saved_step(state)
+        whole = saved == state.step or (state.ended is not None and state.ended.reason == "finished")
+        if state.step < state.started.steps or not whole:
+            _more(table, "Go on with", f"headrace train --resume {run_dir}")
+        if saved is not None:
+            older = "" if whole else f" --step {saved}"
+            _more(table, "Export with", f"headrace export {run_dir} --to DIR{older}")

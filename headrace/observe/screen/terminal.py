@@ -1,0 +1,203 @@
+"""What a person sees while the run goes on: one live view on a terminal, one line per step in a log."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from headrace.observe.diagnosis.advice import advices
+from headrace.observe.diagnosis.troubles import measured_on, shares
+from headrace.observe.facts import (
+    CheckpointSaved,
+    Evaluated,
+    FirstFailure,
+    GroupEnded,
+    RunEnded,
+    RunStarted,
+    Warned,
+    WorkerLost,
+)
+from headrace.observe.numbers import measures
+from headrace.observe.numbers.state import RunState
+from headrace.observe.records import MetricsFact, StepRow
+from headrace.observe.screen.layout import FAINT, LABEL, Stack, flow
+from headrace.observe.screen.live import WIDTH, frame, padded
+from headrace.observe.screen.surface import REFRESH, open_screen
+from headrace.observe.text import clip, duration, number, percent, plural, short_time, with_error
+
+
+class Header:
+    """Name, phase, progress and clocks. Rendered anew at every refresh, unlike the frame beneath."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._spinner = Spinner("dots", style="cyan")
+        self.update(RunState())
+
+    def update(self, state: RunState) -> None:
+        self._updated, self._t = self._clock(), state.now
+        self._started, self._step = state.started, state.step
+        self._phase, self._left = measures.phase(state), measures.seconds_left(state)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        passed, width = self._clock() - self._updated, min(options.max_width, WIDTH)
+        name = [Text("headrace ", LABEL)]
+        if self._started:
+            name = [name[0].append(self._started.name, "bold"), Text(self._started.headline, FAINT)]
+        title = Table.grid(padding=(0, 1))
+        title.add_column(width=width - 9, overflow="fold")
+        title.add_column(justify="right", width=8)
+        title.add_row(flow(name, width - 9), Text(duration(self._t + passed)))
+        words = Text(self._words(passed))
+        line = Table.grid(padding=(0, 1))
+        line.add_row(self._spinner, self._bar(passed, width - words.cell_len - 4), words)
+        yield from (title, line)
+
+    def _bar(self, passed: float, room: int) -> ProgressBar:
+        known = self._started is not None and (self._step > 0 or self._left is not None)
+        total = self._started.steps if self._started and known else None
+        width = min(44, max(4, room))
+        return ProgressBar(total=total, completed=self._step, width=width, animation_time=passed, complete_style="cyan")
+
+    def _words(self, passed: float) -> str:
+        if not self._started:
+            return self._phase
+        left = "" if self._left is None else f", {duration(max(0.0, self._left - passed))} left"
+        return f"step {self._step}/{self._started.steps}, {self._phase}{left}"
+
+
+class LiveTerminal:
+    """Facts build the frame (at most `REFRESH` times a second); rich's thread shows it."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console()
+        self._header = Header()
+        self._frame: RenderableType = Text("")
+        self._built = -1.0
+        self._screen = open_screen(self._view, self._console)
+
+    def _view(self) -> RenderableType:
+        return padded(Stack(self._header, self._frame))
+
+    def record(self, fact: MetricsFact, state: RunState) -> None:
+        now = time.monotonic()
+        if now - self._built >= 1 / REFRESH or isinstance(fact, (StepRow, RunStarted, Evaluated, RunEnded)):
+            self._header.update(state)
+            self._frame = frame(state)
+            self._built = now
+
+    def close(self) -> None:
+        self._screen.stop()
+
+
+class PlainTerminal:
+    """One line per step, and one for everything else a reader of a log should know."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False, soft_wrap=True, force_jupyter=False)
+        self._console.print("headrace: loading the model", markup=False)
+        self._lines = PlainLines()
+
+    def record(self, fact: MetricsFact, state: RunState) -> None:
+        for line in self._lines.of(fact, state):
+            self._console.print(f"[{duration(fact.t)}] {line}", markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        pass
+
+
+QUIET = 30.0
+"""Seconds without a line after which one says how far the next step is."""
+
+
+class PlainLines:
+    """What a log of one run says: a line for a fact that has one, each advice and each kind of failure once, and a line now and
+    then while no step comes."""
+
+    def __init__(self) -> None:
+        self._advised: set[str] = set()
+        self._failed: set[str] = set()
+        self._last = 0.0
+
+    def of(self, fact: MetricsFact, state: RunState) -> list[str]:
+        lines = [line] if (line := plain_line(fact, state)) and not self._known(fact) else []
+        if isinstance(fact, (GroupEnded, StepRow)):
+            lines += self._advice(state)
+        if isinstance(fact, GroupEnded) and not lines and fact.t - self._last >= QUIET:
+            lines = [waiting_line(state)]
+        if lines:
+            self._last = fact.t
+        return lines
+
+    def _known(self, fact: MetricsFact) -> bool:
+        """Training and evaluation each tell the first that they meet."""
+        if not isinstance(fact, FirstFailure) or fact.kind not in self._failed:
+            self._failed |= {fact.kind} if isinstance(fact, FirstFailure) else set()
+            return False
+        return True
+
+    def _advice(self, state: RunState) -> list[str]:
+        found = [one for one in advices(state) if one.name not in self._advised]
+        self._advised |= {one.name for one in found}
+        return [f"ADVICE {one.name}: {one.sentence}" for one in found]
+
+
+def waiting_line(state: RunState) -> str:
+    """How far the next step is, and what keeps it."""
+    ready, wanted = len(state.tickets.ready), state.started.groups_per_step if state.started else 0
+    parts = [
+        f"step {state.step + 1}: {min(ready, wanted)} of {plural(wanted, 'group')} ready",
+        *shares(state.shares.recent),
+    ]
+    return "  ".join(parts)
+
+
+def plain_line(fact: MetricsFact, state: RunState) -> str:
+    """Empty for facts that have no line of their own."""
+    match fact:
+        case RunStarted():
+            resumed = f", resumed at step {fact.resumed_at}" if fact.resumed_at else ""
+            return f"{fact.name}: {fact.headline}; {plural(fact.steps, 'step')}{resumed}"
+        case StepRow():
+            return step_line(fact, state)
+        case Evaluated():
+            mean = with_error(fact.reward_mean, fact.reward_sem)
+            return f"held-out reward {fact.phase} (step {fact.step}): {mean} on {measured_on(fact)}"
+        case FirstFailure():
+            where = "of a held-out prompt, " if fact.held_out else ""
+            text = f"FAILED {fact.reason} (the first, {where}{fact.prompt_id}): {clip(fact.detail, 400)}"
+            return "\n    ".join([text, *fact.traceback.splitlines()])
+        case CheckpointSaved():
+            return f"checkpoint of step {fact.step}: {fact.error or f'saved in {short_time(fact.seconds)}'}"
+        case WorkerLost():
+            return f"WARNING the {fact.who} process {fact.how} (death {fact.deaths}, {fact.requests_reissued} requests re-issued)"
+        case Warned():
+            return f"WARNING {clip(fact.message, 1000)}"
+        case RunEnded():
+            return f"ended at step {fact.step}: {fact.reason}"
+    return ""
+
+
+def step_line(row: StepRow, state: RunState) -> str:
+    report, (engine_idle, rate) = row.report, state.engine.recent()
+    trainer_idle, left = measures.recent_trainer_idle(state), measures.seconds_left(state)
+    parts = [
+        f"step {report.version}/{state.started.steps if state.started else '?'}",
+        f"reward {row.reward_drawn:.3f}",
+        f"lag {max(row.lags, default=0)}",
+        f"entropy {number(report.entropy)}",
+        f"grad {number(report.grad_norm)}",
+        f"{report.seconds:.1f} s + wait {row.wait_seconds:.1f} s",
+        f"engine {rate:.0f} tok/s" if rate is not None else "",
+        f"idle {percent(engine_idle)} / {percent(trainer_idle)}" if engine_idle is not None else "",
+        *shares(state.shares.recent),
+        f"{duration(left)} left" if left else "",
+        f"SKIPPED {report.skipped}" if report.skipped else "",
+    ]
+    return "  ".join(part for part in parts if part)

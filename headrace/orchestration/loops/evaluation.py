@@ -1,0 +1,98 @@
+"""Held-out reward: the same prompts before, during and after, through the same engine and scorer as training."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from headrace.observe.facts import Evaluated
+from headrace.observe.health.waits import Waits
+from headrace.orchestration.loops.outcomes import Firsts
+from headrace.process_config import EvalConfig
+from headrace.protocols import Observer, Scorer
+from headrace.rollout import Decode, Generate, RolloutConfig, roll_out, seed_of
+from headrace.types import Episode, Failure, Prompt, Scored
+
+
+class Evaluator:
+    def __init__(
+        self,
+        generate: Generate,
+        scorer: Scorer,
+        observer: Observer,
+        prompts: Sequence[Prompt],
+        config: EvalConfig,
+        rollout: RolloutConfig,
+        decode: Decode,
+        waits: Waits,
+        clock: Callable[[], float],
+        adapter: str = "",
+    ) -> None:
+        self._generate, self._scorer, self._observer = generate, scorer, observer
+        self._prompts, self._config, self._rollout = prompts, config, rollout
+        self._decode, self._waits, self._clock, self._adapter = decode, waits, clock, adapter
+        self._firsts = Firsts(observer.record, clock, held_out=True)
+        self._numbers = itertools.count()
+        """Of the measurements: two may be under way at once."""
+
+    async def measure(self, phase: Literal["before", "during", "after"], step: int) -> Evaluated | None:
+        """None when the run has no held-out prompts. A rollout that failed is counted by reason, not scored as zero."""
+        if not self._prompts:
+            return None
+        started, number = self._clock(), next(self._numbers)
+        results = await asyncio.gather(*(self._one(number, i, prompt) for i, prompt in enumerate(self._prompts)))
+        scored = [one for group in results for one in group if isinstance(one, Scored)]
+        failures = [one for group in results for one in group if isinstance(one, Failure)]
+        # The prompt is the unit that was drawn at random: samples of one prompt are not independent.
+        means = [_mean([one.reward for one in group if isinstance(one, Scored)]) for group in results]
+        kept = [mean for mean in means if not math.isnan(mean)]
+        fact = Evaluated(
+            self._clock(),
+            phase,
+            step,
+            len(kept),
+            _mean(kept),
+            _standard_error(kept),
+            _mean([len(one.episode.last.tokens) for one in scored]),
+            dict(Counter(one.reason for one in failures)),
+            self._clock() - started,
+            len(self._prompts),
+            dict(Counter(one.kind for one in failures)),
+            sum(one.episode.last.stop == "length" for one in scored),
+        )
+        self._observer.record(fact)
+        return fact
+
+    async def _one(self, number: int, index: int, prompt: Prompt) -> list[Scored | Failure]:
+        # The seeds do not depend on the step: before and after differ by their weights alone.
+        name = f"eval:{self._adapter}:{number}/{index}"  # adapters share an engine
+        requests = [
+            self._rollout.evaluation(
+                f"{name}/{i}", prompt, seed_of("held-out", index, i), self._config.temperature, self._adapter
+            )
+            for i in range(self._config.samples)
+        ]
+        async with self._waits.named("evaluation", "the engine"):
+            rolled = await roll_out(self._generate, prompt, requests, self._decode)
+        episodes = [one for one in rolled if isinstance(one, Episode)]
+        found: list[Scored | Failure] = [one for one in rolled if isinstance(one, Failure)]
+        if episodes:
+            async with self._waits.named("evaluation", "the scorer"):
+                found += await self._scorer.score(prompt, episodes)
+        self._firsts.tell((one for one in found if isinstance(one, Failure)), prompt.id)
+        return found
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    if len(values) < 2:
+        return math.nan
+    mean = _mean(values)
+    return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))

@@ -1,0 +1,320 @@
+"""The pipeline: reads like the algorithm, knows protocols only.
+
+            tickets                     rollouts          scored groups          batches
+  task ───────────────▶ rollout ───────────────▶ scoring ─────────────▶ buffer ───────────▶ trainer
+              ▲            │ ▲                                            ▲                     │
+              │            ▼ │ completions (tokens, logprobs, versions)   │ frees slots         │ WeightUpdate
+              │          engine ◀─────────────── weight sync ◀────────────┴─────────────────────┘
+              └─────────────── a slot is free only after the weights its group trained are live in the engine
+
+  loop            waits for                               woken by
+  ----            ---------                               --------
+  admit           a free slot (`Buffer.draw`)             `release` after a swap; a group that ended otherwise
+  roll_group      the engine, then the scorer             completions; rewards                 (one task per ticket)
+  train           P groups (`Buffer.take`)                `put` of a scored group
+  deliver         the engine's swap (`Engine.load`)       the first gap between two forward passes
+  sentinels       the end of a worker process, or of what it is asked in the background   the operating system
+
+The first two are in `rolling.py`. `max_lag = 0` is synchronous training; there is no second trainer for it. Shutdown is
+`Buffer.close()`. What a step takes and what comes of it is in the journal before it is in the buffer: a run that is killed
+anywhere goes on from the newest checkpoint by doing the journaled steps again (`redo`), and then has lost nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from contextlib import suppress
+from typing import Any, ParamSpec, TypeVar
+
+from msgspec.structs import replace
+
+from headrace.durable.journal import JournalStep, Live, Stepped
+from headrace.errors import CheckpointError, HeadraceError, IdentityError, TrainingError, WorkerDied, first_error
+from headrace.observe.facts import Warned, WeightsLive
+from headrace.orchestration.loops.leaving import Leaving, until_saved
+from headrace.orchestration.loops.outcomes import Rolled, rolled_of, step_fact
+from headrace.orchestration.loops.parts import Parts, Told
+from headrace.orchestration.loops.rolling import Rolling
+from headrace.orchestration.plan import Plan
+from headrace.reports import TrainReport, differing
+from headrace.staleness import judge
+from headrace.types import Batch, Group
+from headrace.weights import WeightUpdate
+
+_REMEDIES = {
+    "all_rejected": "The bounds of algo.correction, or the clip, let no token through: widen them, lower staleness.max_lag, or use "
+    "another algo.name"
+}
+_OTHERWISE = "Lower train.learning_rate or train.max_grad_norm, or look at the rewards of these groups in the report"
+"""Of the other reasons why a step is skipped."""
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+class Pipeline:
+    def __init__(
+        self, parts: Parts, plan: Plan, clock: Callable[[], float], first_step: int = 0, told: Told | None = None
+    ) -> None:
+        """`told`: what the metrics have of the processes before, in a run that goes on."""
+        self._parts, self._plan, self._clock = parts, plan, clock
+        self._record = parts.observer.record
+        self._told = told or Told()
+        self._rolling = Rolling(parts, plan, clock, self._told)
+        self.step = first_step
+        self._leaving = Leaving()
+        self._evaluations: list[asyncio.Task[Any]] = []
+        self._under_way: asyncio.Future[Any] | None = None
+        """A step or a checkpoint, see `_whole`."""
+        self._skipped = 0
+
+    def interrupt(self) -> None:
+        """Leave at the next step's end, with a checkpoint, in which is what is in flight."""
+        self._leaving.begin()
+        self._parts.buffer.close()
+
+    @property
+    def interrupted(self) -> bool:
+        return self._leaving.begun
+
+    async def redo(self, steps: Sequence[JournalStep]) -> None:
+        """Steps that were done after the checkpoint, by a process that was killed."""
+        for step in steps:
+            batch = replace(self._batch(step.groups), skippable=bool(step.report.skipped))
+            report = await self._busy("step, again", self._parts.trainer.step, batch)
+            if bool(report.skipped) != bool(step.report.skipped):
+                raise CheckpointError(
+                    f"step {step.step} was done again from the journal and was {report.skipped or 'not skipped'}, where it had been "
+                    f"{step.report.skipped or 'not skipped'}: this machine does not compute what that one did. Move journal.jsonl away "
+                    "to go on from the checkpoint alone"
+                )
+            if difference := differs(report, step.report):
+                message = (
+                    f"step {step.step} was done again from the journal and came out otherwise ({difference}): rollouts that go "
+                    "on were begun under slightly different weights"
+                )
+                self._warn(message)
+            if step.report.skipped:
+                continue
+            self.step = step.version
+            if self.step > self._told.step:
+                self._record(
+                    step_fact(self._clock(), report, batch.groups, self._rolling.mean_drawn(batch.groups), 0.0)
+                )
+
+    def discard(self, tickets: Collection[int]) -> None:
+        """Finished groups that cannot be trained any more, because the settings that their rows were made by are others now."""
+        groups = [group for group in self._parts.buffer.finished if group.ticket in tickets]
+        if not groups:
+            return
+        message = (
+            f"{len(groups)} finished groups of the checkpoint are dropped (settings_changed): algorithm, rewards or teachers are not "
+            "those that their rows were made by"
+        )
+        self._warn(message)
+        for group in groups:
+            self._rolling.end(rolled_of(group), "dropped", "settings_changed")
+
+    def _warn(self, message: str) -> None:
+        self._record(Warned(self._clock(), message))
+
+    async def run(self) -> None:
+        """Train until the plan is fulfilled or `interrupt` was called. The current weights must be live already.
+
+        Raises the first `HeadraceError` of any loop; while the trainer lives, a checkpoint is written before.
+        """
+        try:
+            async with asyncio.TaskGroup() as loops:
+                await self._run(loops)
+        except BaseExceptionGroup as group:
+            error = first_error(group)
+            if isinstance(error, (TrainingError, IdentityError)) or (
+                isinstance(error, WorkerDied) and error.who != "trainer"
+            ):
+                await self._last_checkpoint()
+            raise error from group
+        finally:
+            if self._under_way:
+                self._under_way.cancel()
+
+    async def _last_checkpoint(self) -> None:
+        """Of a run that something else has ended."""
+        with suppress(HeadraceError):  # what ended the run is what its user should read
+            if self._under_way and not self._under_way.done():
+                await self._under_way
+            await self._checkpoint()
+
+    async def _whole(self, work: Coroutine[Any, Any, T]) -> T:
+        """For what goes on in the trainer's process whoever waits for it. The last checkpoint of a run that ends meanwhile waits
+        until it is over: else it would hold the weights of another step than its tickets, or be written into by two."""
+        under_way = self._under_way = asyncio.ensure_future(work)
+        return await asyncio.shield(under_way)
+
+    async def _run(self, loops: asyncio.TaskGroup) -> None:
+        parts = self._parts
+        background = [
+            loops.create_task(_sentinel(watch)) for watch in (parts.engine.watch, parts.trainer.watch, *parts.sentinels)
+        ]
+        background.append(loops.create_task(self._rolling.admit(loops)))
+        await self._catch_up(loops)
+        await self._train(loops)
+        parts.buffer.close()
+        if self.interrupted:
+            await self._whole(self._checkpoint())
+            background += self._evaluations
+        self._rolling.stop()
+        for task in background:
+            task.cancel()
+
+    # -- train ----------------------------------------------------------------------------------------------------------
+
+    async def _catch_up(self, loops: asyncio.TaskGroup) -> None:
+        """What was due at a step of an earlier process, which ended before it was done."""
+        plan, saved = self._plan, self._parts.snapshots.saved_step
+        if self.step >= plan.steps:  # what is due at the end is done at the end
+            return
+        if _due(plan.checkpoint_every, saved, self.step):
+            await self._whole(self._checkpoint())
+        if due := _due(plan.evaluate_every, self._told.evaluated, self.step):
+            if due < self.step:
+                message = (
+                    f"an evaluation was due at step {due}, of which the metrics have none; those weights are gone, so step {self.step} "
+                    "is measured instead"
+                )
+                self._warn(message)
+            self._evaluations.append(loops.create_task(self._parts.evaluator.measure("during", self.step)))
+
+    async def _train(self, loops: asyncio.TaskGroup) -> None:
+        parts, plan = self._parts, self._plan
+        delivery: asyncio.Task[None] | None = None
+        while self.step < plan.steps:
+            waited = self._clock()
+            async with parts.waits.named("trainer", f"{plan.staleness.groups_per_step} scored groups"):
+                groups = await parts.buffer.take(plan.staleness.groups_per_step, self._judge)
+            if groups is None:
+                break
+            report = await self._whole(self._step(groups, self._clock() - waited))
+            if report.skipped:
+                continue
+            # a publish overwrites the slot before last: the last one must be live
+            if delivery and not await self._leaving.unless(self._delivered(delivery, "the version before")):
+                break
+            delivery = await self._leaving.unless(self._publish(loops, groups))
+            if plan.checkpoint_every and self.step % plan.checkpoint_every == 0:
+                await self._whole(self._checkpoint())
+        if delivery:
+            await self._leaving.unless(self._delivered(delivery, "the last version"))
+        if self.step >= plan.steps:
+            await self._save_result()
+
+    async def _delivered(self, delivery: asyncio.Task[None], which: str) -> bool:
+        async with self._parts.waits.named("trainer", f"the swap in the engine (of {which})"):
+            await delivery
+        return True
+
+    async def _save_result(self) -> None:
+        """A run whose weights are not on the disk is not finished."""
+        plan, parts = self._plan, self._parts
+        save = lambda: self._whole(self._checkpoint())  # noqa: E731
+        await until_saved(
+            save, self.step, plan.save_patience, waits=parts.waits, leaving=self._leaving, warn=self._warn
+        )
+
+    async def _step(self, groups: tuple[Group, ...], waited: float) -> TrainReport:
+        """Nothing comes between what the trainer does and what is written of it."""
+        parts, batch = self._parts, self._batch(groups)
+        report = await self._busy("step", parts.trainer.step, batch)
+        parts.journal.write(Stepped(self._clock(), report, tuple(group.ticket for group in groups)))
+        parts.journal.flush()
+        for sentence in parts.noise.told(report):
+            self._record(Warned(self._clock(), sentence))
+        if report.skipped:
+            self._skip(report, groups)
+            return report
+        self._skipped = 0
+        self.step = report.version
+        parts.buffer.trained(groups)
+        self._record(step_fact(self._clock(), report, batch.groups, self._rolling.mean_drawn(batch.groups), waited))
+        return report
+
+    def _judge(self, group: Group) -> Group | None:
+        judged = judge(group, self.step, self._plan.staleness)
+        if judged is None:
+            self._rolling.end(rolled_of(group), "dropped", "overdue")
+        return judged
+
+    def _batch(self, groups: Sequence[Group]) -> Batch:
+        return self._plan.batch(self.step, groups, self._parts.algorithm)
+
+    async def _publish(self, loops: asyncio.TaskGroup, groups: tuple[Group, ...]) -> asyncio.Task[None]:
+        parts = self._parts
+        update = await self._busy("publish", parts.trainer.publish, self._plan.adapter)
+        expected = await self._busy("probe", parts.probe.trainer_side, parts.trainer, update.version)
+        return loops.create_task(self._deliver(loops, update, groups, expected))
+
+    async def _deliver(
+        self, loops: asyncio.TaskGroup, update: WeightUpdate, groups: tuple[Group, ...], expected: list[float] | None
+    ) -> None:
+        parts, version = self._parts, update.version
+        async with parts.waits.named("delivery", "the swap in the engine"):
+            delivery = await parts.interrupts.deliver(update)
+        parts.journal.write(Live(self._clock(), version, update.fingerprint))
+        interrupted = delivery.interrupted + self._cancel_stale(version)
+        self._record(WeightsLive(self._clock(), update, delivery.load, interrupted, delivery.pause))
+        parts.buffer.release(groups)
+        async with parts.waits.named("delivery", "the engine (probe)"):
+            await parts.probe.engine_side(parts.engine, version, expected)
+        every = self._plan.evaluate_every
+        if every and version % every == 0 and version < self._plan.steps:
+            self._evaluations.append(loops.create_task(parts.evaluator.measure("during", version)))
+
+    def _cancel_stale(self, version: int) -> int:
+        """Steps to come are done at `version` or later. Returns how many rollouts this ends."""
+        staleness = self._plan.staleness
+        if self._parts.interrupts.cancels_groups:
+            return self._rolling.cancel_older_than(version, "interrupted")
+        if staleness.overdue == "cancel":
+            return self._rolling.cancel_older_than(version - staleness.max_lag, "overdue")
+        return 0
+
+    def _skip(self, report: TrainReport, groups: tuple[Group, ...]) -> None:
+        for group in groups:
+            self._parts.buffer.end(group.ticket, "dropped", report.skipped)
+            self._record(
+                Rolled(group.ticket, group.prompt, group.scored).ended(self._clock(), "dropped", report.skipped)
+            )
+        self._skipped += 1
+        message = f"step {report.step} was skipped: {report.skipped}; the weights are unchanged, its groups are dropped"
+        self._warn(message)
+        if self._skipped >= self._plan.max_skipped_steps:
+            raise TrainingError(
+                f"{self._skipped} steps in a row were skipped ({report.skipped}). {_REMEDIES.get(report.skipped, _OTHERWISE)}; "
+                "train.max_skipped_steps sets how many may pass."
+            )
+
+    async def _checkpoint(self) -> str:
+        """Why it could not be written; empty where it is on the disk."""
+        return await self._busy("checkpoint", self._parts.snapshots.save, self.step, self._parts)
+
+    async def _busy(self, what: str, work: Callable[P, Awaitable[T]], *given: P.args, **named: P.kwargs) -> T:
+        """Awaits the trainer's work under a named wait, when it is our turn, and counts its time as busy."""
+        parts = self._parts
+        async with parts.waits.named("controller", f"the trainer ({what})"), parts.turns.take(self._clock):
+            return await work(*given, **named)
+
+
+async def _sentinel(watch: Callable[[], Awaitable[None]]) -> None:
+    await watch()
+
+
+def _due(every: int, done: int, step: int) -> int:
+    """The last multiple of `every` up to `step`, where nothing was done at it or since (`done`: at which step last); else 0."""
+    last = step // every * every if every else 0
+    return last if last > done else 0
+
+
+def differs(report: TrainReport, before: TrainReport) -> str:
+    """In what a step that was done again differs, bit for bit but for its time; empty where it does not."""
+    names = differing(report, before)[:3]
+    return ", ".join(f"{name} {getattr(report, name)} instead of {getattr(before, name)}" for name in names)

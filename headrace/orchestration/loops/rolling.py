@@ -1,0 +1,145 @@
+"""Two loops of the pipeline: admit draws prompts, roll_group turns each into a group that is ready, dropped or failed."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+
+from headrace.durable.journal import Drawn, Gone, Ready
+from headrace.observe.facts import GroupEnded, TicketDrawn
+from headrace.orchestration.loops.budgets import Budgets
+from headrace.orchestration.loops.outcomes import Outcome, Rolled
+from headrace.orchestration.loops.parts import Parts, Told
+from headrace.orchestration.plan import Plan
+from headrace.rollout import roll_out
+from headrace.types import Episode, Failure, Group, Prompt, Scored
+
+
+class Rolling:
+    def __init__(self, parts: Parts, plan: Plan, clock: Callable[[], float], told: Told) -> None:
+        self._parts, self._plan, self._clock = parts, plan, clock
+        self._record = parts.observer.record
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        """By ticket."""
+        self._cancelled: dict[int, str] = {}
+        """Why, by ticket."""
+        self._budgets = Budgets(plan.watch, plan.rollout.patience, self._record, clock)
+        self._rewards = list(told.rewards)
+        """Of the groups that ended since the last step."""
+        self._mean_drawn = told.reward_drawn
+
+    async def admit(self, loops: asyncio.TaskGroup) -> None:
+        """Until the buffer is closed. What was in flight when the run was killed goes first, under its old tickets."""
+        buffer, parts = self._parts.buffer, self._parts
+        for ticket, prompt in buffer.in_flight.items():
+            self._begin(loops, ticket, prompt)
+        while True:
+            async with parts.waits.named("admission", "a free slot (weights live, or a group ended)"):
+                await parts.interrupts.admission()
+                drawn = await buffer.draw()
+            if drawn is None:
+                return
+            if not parts.interrupts.admits:
+                continue
+            ticket, prompt = drawn, parts.task.draw()
+            parts.journal.write(Drawn(self._clock(), ticket, prompt))
+            buffer.start(ticket, prompt)
+            self._record(TicketDrawn(self._clock(), ticket, prompt.id))
+            self._begin(loops, ticket, prompt)
+
+    def cancel_older_than(self, version: int, reason: str) -> int:
+        """Drops the groups in flight that have a token of older weights. Returns how many rollouts this ends."""
+        ended = 0
+        for ticket, task in self._tasks.items():
+            names = self._plan.names(ticket)
+            first = self._parts.interrupts.first_version(names)
+            if first is not None and first < version and not task.done():
+                self._cancelled[ticket] = reason
+                ended += len(self._parts.engine.unfinished(names))
+                task.cancel()
+        return ended
+
+    def mean_drawn(self, groups: Sequence[Group]) -> float:
+        """Mean reward of what ended since the last step, which takes `groups`; the value before when nothing did. Where the metrics
+        of a killed process are lost, with all that was known of what it drew: of those groups."""
+        if not self._rewards and math.isnan(self._mean_drawn):
+            self._rewards = [one.reward for group in groups for one in group.scored]
+        if self._rewards:
+            self._mean_drawn = sum(self._rewards) / len(self._rewards)
+            self._rewards.clear()
+        return self._mean_drawn
+
+    def stop(self) -> None:
+        """What is in flight stays what it is: in the checkpoint, and in the journal."""
+        for task in self._tasks.values():
+            task.cancel()
+
+    # -- one group ------------------------------------------------------------------------------------------------------
+
+    def _begin(self, loops: asyncio.TaskGroup, ticket: int, prompt: Prompt) -> None:
+        task = self._tasks[ticket] = loops.create_task(self._roll_group(ticket, prompt))
+        task.add_done_callback(lambda _: self._tasks.pop(ticket))
+
+    async def _roll_group(self, ticket: int, prompt: Prompt) -> None:
+        started = self._clock()
+        try:
+            async with self._parts.interrupts.group():
+                scored, failures = await self._rollouts_of(ticket, prompt)
+            rolled = Rolled(ticket, prompt, scored, failures, self._clock() - started)
+            self._rewards += [one.reward for one in scored]
+            self._judge(rolled)
+        except asyncio.CancelledError:
+            if ticket not in self._cancelled:
+                raise
+            lost = sum(len(one.tokens) for one in self._parts.interrupts.so_far(self._plan.names(ticket)).values())
+            rolled = Rolled(ticket, prompt, (), (), self._clock() - started, lost)
+            self.end(rolled, "dropped", self._cancelled.pop(ticket))
+        self._parts.interrupts.forget(self._plan.names(ticket))
+
+    def _judge(self, rolled: Rolled) -> None:
+        algorithm = self._parts.algorithm
+        rows = algorithm.rows(rolled.prompt, rolled.scored) if len(rolled.scored) >= algorithm.min_rollouts else ()
+        if not rows:
+            fact = self.end(rolled, "failed", rolled.commonest_failure)
+        elif reason := algorithm.barren(rows):
+            fact = self.end(rolled, "dropped", reason)
+        else:
+            fact = self._ready(Group(rolled.ticket, rolled.prompt, rolled.scored, rows, rolled.failures), rolled)
+        self._budgets.spend(rolled, fact)
+
+    def _ready(self, group: Group, rolled: Rolled) -> GroupEnded:
+        self._parts.journal.write(Ready(self._clock(), group))
+        self._parts.buffer.put(group)
+        self._record(fact := rolled.ended(self._clock(), "ready"))
+        return fact
+
+    async def _rollouts_of(self, ticket: int, prompt: Prompt) -> tuple[tuple[Scored, ...], tuple[Failure, ...]]:
+        parts, rollout = self._parts, self._plan.rollout
+        room = parts.engine.capabilities.context_length
+        if len(prompt.tokens) + rollout.max_tokens > room:
+            detail = f"prompt of {len(prompt.tokens)} tokens + max_tokens {rollout.max_tokens} > context of {room}"
+            return (), (Failure("prompt_too_long", detail),) * rollout.group_size
+        async with parts.waits.named("rollouts", "the engine"):
+            results = await roll_out(
+                parts.interrupts.generate, prompt, self._plan.requests(ticket, prompt), parts.decode
+            )
+        episodes = [result for result in results if isinstance(result, Episode)]
+        judged: list[Scored | Failure] = []
+        if episodes:
+            async with parts.waits.named("rollouts", "the scorer"):
+                judged = await parts.scorer.score(prompt, episodes)
+        scored = tuple(result for result in judged if isinstance(result, Scored))
+        return scored, tuple(result for result in [*results, *judged] if isinstance(result, Failure))
+
+    # -- groups that are not trained --------------------------------------------------------------------------------------
+
+    def end(self, rolled: Rolled, outcome: Outcome, reason: str) -> GroupEnded:
+        """Of a group that will not be trained, wherever it is."""
+        assert outcome != "ready"
+        failures = rolled.failures if outcome == "dropped" else ()
+        reasons = tuple(failure.reason for failure in failures)
+        self._parts.journal.write(Gone(self._clock(), rolled.ticket, outcome, reason, reasons))
+        self._parts.buffer.end(rolled.ticket, outcome, reason, reasons)
+        self._record(fact := rolled.ended(self._clock(), outcome, reason))
+        return fact

@@ -1,0 +1,66 @@
+"""How busy the two pools were, measured where the work is done."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+from headrace.errors import HeadraceError
+from headrace.observe.health.waits import Waits
+from headrace.orchestration.loops.turns import Turns
+from headrace.protocols import Engine
+from headrace.reports import EngineStats
+
+LAST_WORD = 5.0
+"""Seconds that the engine gets to report once training is over."""
+
+
+class Utilisation:
+    """Idle shares over the time between `start` and `stop`: the training proper, without loading and evaluation."""
+
+    def __init__(self, engine: Engine, turns: Turns, waits: Waits, clock: Callable[[], float]) -> None:
+        self._engine, self._turns, self._waits, self._clock = engine, turns, waits, clock
+        self._first = self._last = EngineStats()
+        self._began = self._ended = 0.0
+        self._worked_first = self._worked_last = 0.0
+
+    async def start(self) -> None:
+        self._first = self._last = await self._stats()
+        self._began = self._ended = self._clock()
+        self._worked_first = self._worked_last = self._turns.busy
+
+    async def stop(self, patience: float = LAST_WORD) -> None:
+        """An engine that is gone for good, or hangs, has no last word: the figures then are those of its last report."""
+        self._ended = self._clock()
+        self._worked_last = self._turns.busy
+        with contextlib.suppress(TimeoutError, HeadraceError):
+            async with asyncio.timeout(patience):
+                self._last = await self._engine.stats()
+
+    async def _stats(self) -> EngineStats:
+        async with self._waits.named("controller", "the engine's statistics"):
+            return await self._engine.stats()
+
+    @property
+    def seconds(self) -> float:
+        return self._ended - self._began
+
+    @property
+    def engine_idle(self) -> float:
+        busy = self._last.busy_seconds - self._first.busy_seconds
+        return max(0.0, 1 - busy / self.seconds) if self.seconds else 0.0
+
+    @property
+    def trainer_idle(self) -> float:
+        """Of the trainer, whoever's work it was."""
+        busy = self._worked_last - self._worked_first
+        return max(0.0, 1 - busy / self.seconds) if self.seconds else 0.0
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self._last.prompt_tokens - self._first.prompt_tokens
+
+    @property
+    def sampled_tokens(self) -> int:
+        return self._last.sampled_tokens - self._first.sampled_tokens

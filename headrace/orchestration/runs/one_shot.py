@@ -1,0 +1,166 @@
+"""What needs no training: `headrace eval` and `headrace export`."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Literal
+
+from headrace.config import RunConfig
+from headrace.errors import CheckpointError, ConfigError, HeadraceError
+from headrace.models import resolve_model
+from headrace.observe.facts import Evaluated, Fact, FirstFailure, Warned, WorkerLost
+from headrace.observe.records import steps_done
+from headrace.observe.text import plural
+from headrace.orchestration.build import (
+    build_scorer,
+    build_task,
+    export_weights,
+    open_model,
+    open_waits,
+)
+from headrace.orchestration.handed import NOTHING, Handed
+from headrace.orchestration.loops.evaluation import Evaluator
+from headrace.orchestration.pools import open_pools
+from headrace.orchestration.runs.hosting import complete
+from headrace.orchestration.store.checkpoints import Checkpoints, damage, step_of
+from headrace.orchestration.store.directory import held
+from headrace.orchestration.teaching import Student, for_reading, open_teaching, plan_lessons
+
+
+class _Stderr:
+    """An evaluation has its result; of the rest only what went wrong is worth a line."""
+
+    def record(self, fact: Fact) -> None:
+        if isinstance(fact, Warned):
+            print(fact.message, file=sys.stderr)
+        elif isinstance(fact, FirstFailure):
+            print(f"the first {fact.reason}: {fact.detail}", *fact.traceback.splitlines(), sep="\n  ", file=sys.stderr)
+        elif isinstance(fact, WorkerLost):
+            print(f"the {fact.who} process {fact.how}; it is started again", file=sys.stderr)
+
+
+def evaluate(
+    config: RunConfig,
+    run: Path | None = None,
+    prompts: int | None = None,
+    step: int | None = None,
+    handed: Handed = NOTHING,
+) -> Evaluated:
+    """Mean reward on `prompts` held-out prompts of the model in the config, or of the last checkpoint of `run` (or that of
+    `step`, see `checkpoint_of`), whose own settings the config then is. `handed`: functions and rows that the config names but
+    cannot hold."""
+    if config.adapters:
+        names = ", ".join(one.name for one in config.adapters)
+        raise ConfigError(
+            f"the config trains several adapters ({names}); evaluate one: name its directory in the run's, RUN/{config.adapters[0].name}"
+        )
+    if not config.reward.specs and all(teacher.mode == "tokens" for teacher in config.teachers):
+        raise ConfigError('nothing gives rewards that could be measured: set reward.function = "path/to/file.py:name"')
+    count = config.eval.prompts if prompts is None else prompts
+    if not 0 < count <= config.task.held_out:
+        raise ConfigError(f"{count} held-out prompts were asked for; there are {config.task.held_out} (task.held_out)")
+    if step is not None and run is None:
+        raise ConfigError("a step is one of a run: name its directory, not a config")
+    return complete(_evaluate(config, checkpoint_of(run, step) if run else None, count, handed))
+
+
+async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int, handed: Handed) -> Evaluated:
+    with tempfile.TemporaryDirectory() as logs:
+        waits = open_waits(config, _Stderr(), time.monotonic)
+        async with waits.named("start", "the files of models, task and reward", endless=True):
+            model_dir, encoder = await open_model(config)
+            reading = for_reading(config)
+            lessons = await plan_lessons(reading, model_dir, encoder)
+        task = build_task(config.task, encoder, config.seed, handed.rows)
+        scorer = build_scorer(config, handed.rewards)
+        adapter = config.lora.served_name
+        restore = {adapter: checkpoint} if checkpoint else {}
+        pools = await open_pools(config, model_dir, Path(logs), _Stderr(), waits, time.monotonic, restore)
+        try:
+            async with waits.named("start", "the first weights to be live"):
+                if adapter:
+                    await pools.serve_base(_Stderr(), time.monotonic)
+                await pools.engine.load(await pools.trainer.publish(adapter))
+            student = Student(model_dir, pools.trainer, pools.engine, bool(adapter), pools.shadow, pools.weights_fd)
+            pools.teaching = await open_teaching(
+                reading, lessons, student, Path(logs), _Stderr(), waits, time.monotonic
+            )
+            evaluator = Evaluator(
+                pools.engine.generate,
+                pools.teaching.rewarding(scorer),
+                _Stderr(),
+                task.held_out(prompts),
+                config.eval,
+                config.rollout,
+                encoder.decode,
+                waits,
+                time.monotonic,
+                adapter,
+            )
+            measured = await evaluator.measure("after", step_of(checkpoint) if checkpoint else 0)
+            assert measured is not None
+            return measured
+        finally:
+            await scorer.close()
+            await pools.close()
+
+
+def checkpoint_of(run: Path, step: int | None = None) -> Path:
+    """The checkpoint of `step`, or that of the last step that the run has done. Raises ConfigError where there is none, or where
+    the newest one is older: whoever wants it says so; CheckpointError where it is damaged."""
+    checkpoints = Checkpoints(run / "checkpoints", keep=1)
+    known = {step_of(path): path for path in checkpoints.all()}
+    if not known and (parts := sorted(path.parent for path in run.glob("*/checkpoints"))):
+        names = " or ".join(map(str, parts))
+        raise ConfigError(f"{run} trains several adapters; name the directory of one: {names}")
+    if step is not None:
+        if step not in known:
+            have = " and ".join(map(str, known)) or "none"
+            raise ConfigError(f"{run} has no checkpoint of step {step}; it has those of {have}")
+        if problem := damage(known[step]):
+            raise CheckpointError(problem)
+        return known[step]
+    newest, complaints = checkpoints.newest_good()
+    because = "".join(f"; {text}" for text in complaints)
+    if newest is None:
+        raise CheckpointError(f"{run} has no whole checkpoint{because}")
+    taken = step_of(newest)
+    if (done := steps_done(run)) > taken:
+        later = "it is still training" if held(run) else f"headrace train --resume {run} goes on to its last step"
+        raise ConfigError(
+            f"the newest whole checkpoint of {run} is of step {taken}, and the run has done {plural(done, 'step')}{because}. --step "
+            f"{taken} (step={taken} in Python) takes it all the same; {later}"
+        )
+    return newest
+
+
+def export(
+    config: RunConfig,
+    run: Path,
+    to: Path,
+    dtype: Literal["bfloat16", "float32"] = "bfloat16",
+    merge: bool = False,
+    step: int | None = None,
+) -> Path:
+    """Writes the model of the run's last checkpoint (or that of `step`, see `checkpoint_of`) as a directory that `transformers`
+    loads, or its adapter as one that peft loads (`merge`: a whole model with the adapter in its weights). Returns the
+    checkpoint."""
+    if merge and not config.lora.rank:
+        raise ConfigError(f"{run} trained all weights, there is no adapter to merge: leave --merge out")
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise ConfigError(f"{to} exists already: name a directory that is new or empty")
+    checkpoint = checkpoint_of(run, step)
+    if config.lora.quantise and not merge:
+        said = f"the adapter was trained beside base weights in {config.lora.quantise}; beside the exact ones it is a slightly other policy"
+        print(f"{said}: --merge writes the one that was trained", file=sys.stderr)
+    model_dir = resolve_model(config.model.path)
+    try:
+        export_weights(config, model_dir, checkpoint, to, dtype, merge)
+    except OSError as error:
+        raise HeadraceError(
+            f"could not write {to}: {error}. What is there is not whole: delete it, and export to a disk with room"
+        ) from error
+    return checkpoint

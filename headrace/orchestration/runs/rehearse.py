@@ -1,0 +1,244 @@
+"""The rehearsal of a run: all that can be known to be wrong before a model is loaded and before anything is written.
+
+`headrace train` does it first, `headrace train --dry-run` does it and prints what came of it, and a resumed run does it before it
+touches what is there. Complaints are collected, so that one start shows all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from headrace.algo.config import AlgoConfig, is_user_function
+from headrace.chat import ChatEncoder
+from headrace.config import RunConfig, adapter_runs
+from headrace.errors import ConfigError
+from headrace.model_files import check_model_dir
+from headrace.models import resolve_model
+from headrace.orchestration.build import build_scorer, build_task
+from headrace.orchestration.handed import NOTHING, Handed
+from headrace.orchestration.store.directory import refuse_used
+from headrace.orchestration.teaching import Lesson, plan_lessons
+from headrace.orchestration.wording import headline, where
+from headrace.rehearsal import machine as machines
+from headrace.rehearsal.machine import Machine, gib
+from headrace.rehearsal.memory import Need, Plan, checkpoint_bytes, engine_needs, needs, notes, refusals
+from headrace.rehearsal.place import place_problem
+from headrace.rehearsal.prompts import first_prompts, length_problem, lengths
+from headrace.rehearsal.reward import reward_lines, try_reward
+from headrace.rehearsal.shape import Shape, read_shape
+from headrace.rehearsal.words import Lines, algorithm, memory_lines, page
+from headrace.scoring.handed import RewardFunction
+from headrace.scoring.job import is_async
+from headrace.types import Prompt
+from headrace.user_code import defines
+
+_ORDER = ("Run", "Prompts", "Reward", "Algorithm", "Where", "Memory")
+
+
+@dataclass
+class Rehearsal:
+    """What came of it."""
+
+    config: RunConfig
+    sections: dict[str, Lines] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    """What works, but perhaps not as one wants."""
+    problems: list[str] = field(default_factory=list)
+    resumes: bool = False
+    lessons: list[Lesson] = field(default_factory=list)
+    """Teachers."""
+
+    def page(self) -> str:
+        """For people, at 80 columns."""
+        return page(
+            dict(sorted(self.sections.items(), key=lambda item: _ORDER.index(item[0].split(",")[0]))), self.notes
+        )
+
+    @contextmanager
+    def part(self) -> Iterator[None]:
+        """A complaint is noted down, and the next part is looked at."""
+        try:
+            yield
+        except ConfigError as error:
+            self.problems.append(str(error))
+
+    def doubt(self, problem: str, certain: bool) -> None:
+        """Refuses what is certain to fail, unless it did not fail before."""
+        if certain and not self.resumes:
+            raise ConfigError(problem)
+        self.notes.append(problem)
+
+
+async def rehearse(
+    config: RunConfig, handed: Handed = NOTHING, resume: Path | None = None, thorough: bool = False
+) -> Rehearsal:
+    """Raises ConfigError with all complaints, one a line.
+
+    `handed`: as for `run.train`. `resume`: the directory of the run that is to go on: what only may go wrong (memory, prompts that
+    are too long) is then a note, as it was good enough before. `thorough`: ask torch for what is only printed too.
+    """
+    found = Rehearsal(config, resumes=bool(resume))
+    with found.part():
+        _place(config, resume)
+    probe = machines.ask_torch() if thorough or machines.may_have_gpu() else None
+    model_dir: Path | None = None
+    try:
+        with found.part():
+            model_dir = await asyncio.to_thread(resolve_model, config.model.path)
+        for run in adapter_runs(config) or (config,):
+            await _task_and_reward(found, run, model_dir, handed)
+        with found.part():
+            machine = await asyncio.to_thread(machines.look, probe)
+            if model_dir:
+                _machine_and_memory(found, machine, model_dir)
+    finally:
+        _end(probe)
+    if found.problems:
+        raise ConfigError("\n".join(dict.fromkeys(found.problems)))
+    found.sections["Run"] = _run(config)
+    return found
+
+
+def _end(probe: subprocess.Popen[str] | None) -> None:
+    if probe and probe.poll() is None:
+        probe.kill()
+        probe.communicate()
+
+
+# --- where it lies -----------------------------------------------------------------------------------------------------
+
+
+def _place(config: RunConfig, resume: Path | None) -> None:
+    if problem := place_problem(resume or config.run_dir, config.out):
+        raise ConfigError(problem)
+    if not resume:
+        refuse_used(config.run_dir)
+
+
+def _run(config: RunConfig) -> Lines:
+    staleness, rollout = config.staleness, config.rollout
+    return [
+        ("", headline(config)),
+        ("steps", f"{config.train.steps}, each of {staleness.groups_per_step} groups x {rollout.group_size} rollouts"),
+        (
+            "lag",
+            f"{staleness.slots} tickets: no token is older than {staleness.lag_bound} optimizer step(s) when it is trained",
+        ),
+        ("directory", str(config.run_dir)),
+    ]
+
+
+# --- the task and the reward -------------------------------------------------------------------------------------------
+
+
+async def _task_and_reward(found: Rehearsal, config: RunConfig, model_dir: Path | None, handed: Handed) -> None:
+    several = f", {config.name}" if found.config.adapters else ""
+    with found.part():
+        _own_functions(config.algo)
+        found.sections[f"Algorithm{several}"] = algorithm(config.algo.with_length(config.rollout.max_tokens))
+    if model_dir is None:
+        return
+    with found.part():
+        check_model_dir(model_dir, need_chat_template=config.task.chat)
+        encoder = await asyncio.to_thread(ChatEncoder, model_dir)
+        task = await asyncio.to_thread(build_task, config.task, encoder, config.seed, handed.rows)
+        prompts = await asyncio.to_thread(first_prompts, task, config.eval.prompts)
+        found.sections[f"Prompts{several}"] = _prompts(found, config, read_shape(model_dir), encoder, prompts)
+        found.lessons += await plan_lessons(config, model_dir, encoder, handed.rows)
+        found.sections[f"Reward{several}"] = await _reward(config, handed.rewards, prompts[0], encoder)
+
+
+def _own_functions(algo: AlgoConfig) -> None:
+    """A file is not run here: a loss imports torch."""
+    for setting, spec in (("advantage", algo.recipe.advantage), ("loss", str(algo.recipe.loss))):
+        if is_user_function(spec) and (problem := defines(spec)):
+            raise ConfigError(f"algo.{setting} = {spec}: {problem}")
+
+
+def _prompts(
+    found: Rehearsal, config: RunConfig, shape: Shape, encoder: ChatEncoder, prompts: Sequence[Prompt]
+) -> Lines:
+    context, most = config.engine.context_length, config.rollout.max_tokens
+    room = min(context, shape.positions or context) - most
+    seen = lengths(prompts, room)
+    if problem := length_problem(seen, most, context, shape.positions):
+        found.doubt(problem, certain=seen.too_long == seen.looked_at)
+    said = f"{seen.shortest} to {seen.longest} tokens, median {seen.median}; there is room for {room}"
+    first = encoder.written(prompts[0].tokens)
+    return [("lengths", f"{said} ({seen.looked_at} looked at)"), ("the first", first), ("", f"({prompts[0].id})")]
+
+
+async def _reward(config: RunConfig, rewards: Sequence[RewardFunction], prompt: Prompt, encoder: ChatEncoder) -> Lines:
+    if any(map(is_async, rewards)):  # what one keeps open belongs to the loop of the run: `prepare` calls it there
+        return [
+            ("", "an async function from Python: it is called once when the run starts, before the model is loaded")
+        ]
+    with TemporaryDirectory() as logs:
+        log = Path(logs) / "scorer.log"
+        scorer = await asyncio.to_thread(build_scorer, config, rewards, log)
+        try:
+            if not config.reward.specs and not rewards:
+                return [("", "none: the teachers are all there is to learn from")]
+            tags = any(spec.extract == "answer_tag" for spec in config.reward.specs)
+            size = config.rollout.group_size
+            tried = await try_reward(scorer, prompt, config.task.answer, tags, size, encoder.encode_completion)
+        finally:
+            await scorer.close()
+        printed = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+    said = [("it printed", line) for line in printed[:3]]
+    return [*(("" if number else "returned", line) for number, line in enumerate(reward_lines(tried))), *said]
+
+
+# --- the machine and its memory ----------------------------------------------------------------------------------------
+
+
+def _machine_and_memory(found: Rehearsal, machine: Machine, model_dir: Path) -> None:
+    config, shape = found.config, read_shape(model_dir)
+    engine = machine.device("engine.device", config.engine.device)
+    trainer = machine.device("train.device", config.train.device)
+    dtype = machine.dtype(config.train.dtype, trainer)
+    runs = adapter_runs(config) or (config,)
+    first = runs[0]
+    plan = Plan(
+        engine=config.engine,
+        engine_device=engine,
+        train=config.train,
+        train_device=trainer,
+        train_dtype=dtype,
+        lora=first.lora,
+        adapters=len(runs) if first.lora.rank else 0,
+        reference_in_loss=any(run.algo.reference_in_loss for run in runs),
+    )
+    resolved = replace(
+        config,
+        engine=replace(config.engine, device=engine),
+        train=replace(config.train, device=trainer, dtype=dtype),  # type: ignore[arg-type]
+    )
+    found.sections["Where"] = list(where(resolved, "path chosen when the model is read").items())
+    wanted = [*needs(shape, plan), *_others(found, machine, model_dir, shape, plan)]
+    found.sections["Memory"] = [*memory_lines(wanted, machine), _disk(config, shape, plan)]
+    problems = list(refusals(wanted, shape, plan, machine))
+    for problem in problems:
+        found.doubt(problem, certain=True)
+    if not problems:
+        found.notes += notes(wanted, machine)
+
+
+def _others(found: Rehearsal, machine: Machine, model_dir: Path, shape: Shape, plan: Plan) -> Iterator[Need]:
+    """Engines of teachers and of the reference."""
+    for lesson in found.lessons:
+        device = machine.device(f"the teacher {lesson.config.name}: engine.device", lesson.engine.device)
+        yield from engine_needs(f"teacher {lesson.config.name}", read_shape(lesson.model_dir), lesson.engine, device)
+    if found.config.algo.reference_in_reward and not found.config.lora.served_name:
+        yield from engine_needs("reference", shape, plan.engine, plan.engine_device)
+
+
+def _disk(config: RunConfig, shape: Shape, plan: Plan) -> tuple[str, str]:
+    size = checkpoint_bytes(shape, plan)
+    return "on disk", f"{gib(size)} a checkpoint, of which {config.checkpoint.keep + 1} are there at most"

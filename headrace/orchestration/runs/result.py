@@ -1,0 +1,132 @@
+"""What `headrace.train` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any, Literal
+
+from headrace.config import config_of_run, read_config
+from headrace.observe.facts import Evaluated
+from headrace.observe.numbers import progress
+from headrace.observe.numbers.state import RunState
+from headrace.observe.report.data import sampled
+from headrace.observe.text import with_error
+from headrace.orchestration.runs import one_shot
+from headrace.orchestration.runs.lane import Lane
+from headrace.orchestration.store.checkpoints import Checkpoints
+
+HEIGHT = 640
+"""Pixels of a notebook that the report takes."""
+
+
+@dataclass(frozen=True, repr=False)
+class RunResult:
+    """What a run came to. A notebook shows its report. Columns are dicts of lists, which `pandas.DataFrame` takes as they are."""
+
+    directory: Path
+    reason: str
+    """`finished`, or `interrupted` (by Ctrl-C, or by a callback that raised `StopTraining`)."""
+    step: int
+    """Optimizer steps done."""
+    before: Evaluated | None
+    after: Evaluated | None
+    """Held-out reward; None where none was measured."""
+    report: Path
+    """An HTML file."""
+    state: RunState = field(compare=False)
+    """Everything that was counted."""
+    adapters: dict[str, RunResult] = field(default_factory=dict)
+    """Where several were trained: what each came to. The rest is then that of the first."""
+
+    @property
+    def history(self) -> dict[str, list[Any]]:
+        """A row for each optimizer step, those before a resume included; the columns are the fields of `headrace.Step`."""
+        return progress.history(self.state)
+
+    @property
+    def held_out(self) -> dict[str, list[Any]]:
+        """A row for each evaluation; the columns are the fields of `headrace.Evaluation`."""
+        return progress.held_out(self.state)
+
+    @property
+    def samples(self) -> dict[str, list[Any]]:
+        """The best and the worst rollout of one group of some steps that are spread over the run, as in the report."""
+        looks = sampled(self._first_directory)
+        return {
+            "step": [one.step for one in looks],
+            "prompt": [one.prompt for one in looks],
+            "completion": [one.text for one in looks],
+            "answer": [one.answer for one in looks],
+            "extracted": [one.extracted for one in looks],
+            "reward": [one.reward for one in looks],
+            "rewards": [one.rewards for one in looks],
+            "length": [len(one.tokens) for one in looks],
+            "stop": [one.stop for one in looks],
+            "lag": [max(one.lags, default=0) for one in looks],
+        }
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """Those that are kept, oldest first."""
+        return Checkpoints(self._first_directory / "checkpoints", keep=1).all()
+
+    def export(
+        self, to: str | Path, dtype: Literal["bfloat16", "float32"] = "bfloat16", *, merge: bool = False
+    ) -> Path:
+        """Writes the newest checkpoint to `to`, for `transformers` (an adapter: for peft) to load, and returns the checkpoint."""
+        path = self._first_directory
+        return one_shot.export(read_config(config_of_run(path)), path, Path(to), dtype, merge)
+
+    @property
+    def _first_directory(self) -> Path:
+        return self.report.parent
+
+    def __repr__(self) -> str:
+        started, words = self.state.started, []
+        words.append(f"{self.reason} at step {self.step}" + (f" of {started.steps}" if started else ""))
+        if self.before and self.after:
+            words.append(f"held-out reward {self.before.reward_mean:.3f} → {_mean(self.after)}")
+        elif one := self.after or self.before:
+            words.append(f"held-out reward {_mean(one)}")
+        if self.adapters:
+            words.append(f"adapters {', '.join(self.adapters)}")
+        return f"<headrace run {self.directory}: {', '.join(words)}>"
+
+    def _repr_html_(self) -> str:
+        """The report in a frame of its own: it can neither touch the notebook nor be touched by its style."""
+        title = f"<div>{escape(repr(self)[1:-1])}</div>"
+        try:
+            page = self.report.read_text(encoding="utf-8")
+        except OSError:
+            return f"{title}<div>There is no report in {escape(str(self.report))}.</div>"
+        frame = f'<iframe sandbox="allow-scripts" style="width:100%;height:{HEIGHT}px;border:1px solid #8884;border-radius:6px" '
+        return f'{title}{frame}srcdoc="{escape(page)}"></iframe>'
+
+
+def _mean(one: Evaluated) -> str:
+    return with_error(one.reward_mean, one.reward_sem)
+
+
+def result_of(directory: Path, lanes: Mapping[str, Lane]) -> RunResult:
+    """Of the lane, or of several by the names of their adapters."""
+    results = {name: _one(lane.directory.path, lane) for name, lane in lanes.items()}
+    if list(results) == [""]:
+        return results[""]
+    return _one(directory, next(iter(lanes.values())), results)
+
+
+def _one(directory: Path, lane: Lane, adapters: dict[str, RunResult] | None = None) -> RunResult:
+    session = lane.session
+    return RunResult(
+        directory=directory,
+        reason=session.reason,
+        step=session.step,
+        before=session.before,
+        after=session.after,
+        report=lane.report,
+        state=lane.storage.recorder.state,
+        adapters=adapters or {},
+    )

@@ -1,0 +1,203 @@
+"""Several adapters trained at once on one base: one trainer and one engine, and for each adapter a pipeline of its own.
+
+    runs/<name>/             config.toml, logs/ of the two processes
+    runs/<name>/<adapter>/   what a run has: config.toml, metrics, journal, checkpoints, report
+
+Pipelines share nothing but the two processes. The trainer takes calls in the order in which they come, and a pipeline has one
+under way at a time: so steps of different adapters take turns. The engine serves the requests of all in one batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack, ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from headrace.config import RunConfig, adapter_runs, config_of_run, dump_config, read_config
+from headrace.durable.files import full_disk_is_said
+from headrace.errors import HeadraceError
+from headrace.observe.facts import Warned
+from headrace.observe.health.waits import Waits
+from headrace.observe.health.watchdog import Watchdog
+from headrace.observe.screen.board import Board, open_board
+from headrace.orchestration.build import Built, Clock, Pools, Prepared, join, open_model, open_waits, prepare
+from headrace.orchestration.handed import Handed
+from headrace.orchestration.pools import open_pools
+from headrace.orchestration.runs.callbacks import Callbacks
+from headrace.orchestration.runs.hosting import Act, complete, host
+from headrace.orchestration.runs.lane import Lane, open_lane, say_finished, say_unbegun
+from headrace.orchestration.runs.rehearse import rehearse
+from headrace.orchestration.runs.session import on_unheard, run_clock
+from headrace.orchestration.store.directory import CONFIG, RunDirectory
+from headrace.orchestration.store.resume_rules import check_resumable
+from headrace.protocols import Observer
+
+
+def train_together(
+    config: RunConfig, handed: Handed, resume: Path | None, callbacks: Callbacks | None
+) -> dict[str, Lane]:
+    """All adapters to their ends. Where one fails the others leave with a checkpoint, and its error is raised."""
+    notes = [] if resume else complete(rehearse(config, handed)).notes
+    with full_disk_is_said(resume or config.run_dir), ExitStack() as undo:
+        directory = undo.enter_context(RunDirectory.of(resume or config.run_dir, bool(resume)))
+        if resume:
+            check_resumable(read_config(config_of_run(resume)), config)
+        board = undo.enter_context(open_board(config.observe, [one.name for one in config.adapters]))
+        lanes = {}
+        for run in adapter_runs(config):
+            own = undo.enter_context(_directory(directory.path / run.name, bool(resume)))
+            lanes[run.name] = _open(run, own, bool(resume) and own.begun, board)
+            undo.callback(lanes[run.name].close)
+        undo.callback(board.close)  # before the summaries
+        if all(lane.finished for lane in lanes.values()):
+            say_finished(directory.path, list(lanes.values()))
+            return lanes
+        if resume:
+            notes = complete(rehearse(config, handed, resume)).notes
+        for lane in lanes.values():
+            for note in notes:
+                lane.storage.recorder.record(Warned(lane.storage.seconds, note))
+        watchdog = Watchdog(directory.logs, config.watch.warn_after, config.watch.stop_after, tells=not resume)
+        with watchdog:
+            keep = partial(directory.keep_config, step=0) if resume else directory.begin
+            together = _Together(config, directory, lanes, handed, watchdog, keep, callbacks)
+            host(together.run, callbacks.errands if callbacks else None)
+        if callbacks:
+            callbacks.raise_error(f"go on with headrace.train(resume={str(directory.path)!r})")
+        say_unbegun(lanes.values())
+        return lanes
+
+
+def _directory(path: Path, resume: bool) -> RunDirectory:
+    """A run that was killed at its start has not made all of them."""
+    return RunDirectory.of(path, resume and (path / CONFIG).exists())
+
+
+def _open(config: RunConfig, directory: RunDirectory, resume: bool, board: Board) -> Lane:
+    """What it shows on the terminal goes through the board of all."""
+    silent = dataclasses.replace(config, observe=dataclasses.replace(config.observe, terminal="off"))
+    lane = open_lane(silent, directory, resume)
+    lane.storage.recorder.add(board.lane(config.name))
+    return lane
+
+
+async def _serve_base(pools: Pools, waits: Waits, observer: Observer, clock: Clock) -> None:
+    async with waits.named("start", "the base weights to be live"):
+        await pools.serve_base(observer, clock)
+
+
+async def _close(pools: Pools, waits: Waits) -> None:
+    async with waits.named("closing", "the worker processes"):
+        await pools.close()
+
+
+class _Everyone:
+    """What concerns the two processes is told to every pipeline's recorder."""
+
+    def __init__(self, lanes: Mapping[str, Lane]) -> None:
+        self._lanes = lanes
+
+    def record(self, fact: Any) -> None:
+        for lane in self._lanes.values():
+            lane.storage.recorder.record(fact)
+
+
+class _Together:
+    def __init__(
+        self,
+        config: RunConfig,
+        directory: RunDirectory,
+        lanes: Mapping[str, Lane],
+        handed: Handed,
+        watchdog: Watchdog,
+        keep_settings: Callable[[str], None],
+        callbacks: Callbacks | None,
+    ) -> None:
+        self._config, self._directory, self._lanes, self._handed = config, directory, lanes, handed
+        self._watchdog, self._keep_settings, self._callbacks = watchdog, keep_settings, callbacks
+        self._loading: asyncio.Task[Any] | None = None
+        """Until the pipelines run, each of which knows how to leave."""
+
+    async def run(self, on_interrupt: Callable[[Act], None]) -> None:
+        self._loading = asyncio.current_task()
+        on_interrupt(self._interrupt)
+        try:
+            await self._run()
+        except asyncio.CancelledError:
+            for lane in self._lanes.values():
+                lane.session.reason = "interrupted"
+
+    async def _run(self) -> None:
+        clock = run_clock(max(lane.storage.seconds for lane in self._lanes.values()))
+        everyone = _Everyone(self._lanes)
+        on_unheard(lambda said: everyone.record(Warned(clock(), said)))
+        waits = open_waits(self._config, everyone, clock)
+        for lane in self._lanes.values():
+            self._watchdog.add(lane.directory.path, waits)
+            lane.storage.recorder.add(self._watchdog)
+            if self._callbacks:
+                self._callbacks.attach(lane.session.stop)
+                lane.storage.recorder.add(self._callbacks)
+        self._watchdog.attach()
+        async with AsyncExitStack() as undo:
+            prepared = {}
+            async with waits.named("start", "the files of models, tasks and rewards", endless=True):
+                model_dir, encoder = await open_model(self._config)
+                for name, lane in self._lanes.items():
+                    prepared[name] = await prepare(lane.config, model_dir, encoder, self._handed, lane.directory.logs)
+                    undo.push_async_callback(prepared[name].scorer.close)
+            restore = {name: at for name, lane in self._lanes.items() if (at := lane.storage.checkpoint)}
+            pools = await open_pools(self._config, model_dir, self._directory.logs, everyone, waits, clock, restore)
+            undo.push_async_callback(_close, pools, waits)
+            await _serve_base(pools, waits, next(iter(self._lanes.values())).storage.recorder, clock)
+            built = await self._begin(prepared, pools, clock)
+            self._loading = None
+            await self._train(built)
+
+    async def _begin(self, prepared: Mapping[str, Prepared], pools: Pools, clock: Clock) -> dict[str, Built]:
+        """No directory is changed before all adapters can go on."""
+        async with AsyncExitStack() as undo:
+            joined = {}
+            for name, lane in self._lanes.items():
+                waits = open_waits(lane.config, lane.storage.recorder, clock)
+                self._watchdog.add(lane.directory.path, waits)
+                lent = pools.lend()
+                undo.push_async_callback(lent.close)
+                logs, storage = lane.directory.logs, lane.storage
+                joined[name] = await join(lane.config, prepared[name], lent, name, logs, storage, waits, clock)
+            built = {name: begin() for name, begin in joined.items()}
+            self._keep_settings(dump_config(self._config))
+            undo.pop_all()
+        return built
+
+    async def _train(self, built: Mapping[str, Built]) -> None:
+        running = {
+            asyncio.ensure_future(lane.session.run(_ready(built[name]))): name for name, lane in self._lanes.items()
+        }
+        done, others = await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
+        failed = [task for task in done if not task.cancelled() and task.exception()]
+        if not failed:
+            return
+        name, error = running[failed[0]], failed[0].exception()
+        assert error is not None
+        for task in others:
+            self._lanes[running[task]].session.interrupt(f"the adapter {name} failed ({error})", again="")
+        await asyncio.gather(*others, return_exceptions=True)  # one sentence is enough, the first
+        if isinstance(error, HeadraceError):
+            error.add_note(f"it was the adapter {name}; go on with: headrace train --resume {self._directory.path}")
+        raise error
+
+    def _interrupt(self) -> None:
+        if self._loading:
+            self._loading.cancel()
+            self._loading = None
+        for lane in self._lanes.values():
+            lane.session.interrupt()
+
+
+async def _ready(built: Built) -> Built:
+    return built

@@ -1,0 +1,185 @@
+"""`runs/<name>/`: one run, one directory, one process at a time.
+
+config.toml        the resolved settings
+metrics.jsonl      every fact, one JSON line each
+journal.jsonl      what became of every ticket, complete
+passes/            what the engine sampled since the last checkpoint
+checkpoints/       see checkpoint.py
+logs/              what the worker processes printed
+status.json        who waits for whom at this moment, see observe/health/status.py
+report.html
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from headrace.durable.files import full_disk_is_said, read_lines, replace_file
+from headrace.durable.journal import JOURNAL
+from headrace.errors import ConfigError
+from headrace.observe.records import METRICS
+
+LOCK, CONFIG = ".lock", "config.toml"
+
+PATIENCE = 0.3
+"""Seconds that a run tries to get its lock: one who asks for its status holds it for microseconds."""
+
+
+class RunDirectory:
+    """Locked while open. The lock belongs to the open file: a killed run leaves none behind.
+
+    Until `begin` nothing in a new one says that there is a run; where that is not reached, what was made for it goes again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.logs = path / "logs"
+        self._made = [one for one in (path, *path.parents) if not one.exists()]
+        with _writable(path):
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = _locked(path / LOCK)
+        if self._lock is None:
+            raise ConfigError(f"another process is training in {path}: wait for it, or choose another name")
+        self.begun = (path / CONFIG).exists()
+        """Whether there is a run in it."""
+        try:
+            with _writable(path):
+                self.logs.mkdir(exist_ok=True)
+        except BaseException:  # else whoever keeps the error, as a notebook does, would keep the lock
+            self.close()
+            raise
+
+    @classmethod
+    def of(cls, path: Path, resume: bool) -> RunDirectory:
+        """Changes nothing that a run has written. Raises ConfigError, also for a place that cannot be written to, and HeadraceError
+        for a full disk."""
+        return cls.reopen(path) if resume else cls.create(path)
+
+    @classmethod
+    def create(cls, path: Path) -> RunDirectory:
+        directory = cls(path)
+        try:
+            refuse_used(path)
+        except ConfigError:
+            directory.close()
+            raise
+        return directory
+
+    @classmethod
+    def reopen(cls, path: Path) -> RunDirectory:
+        if not (path / CONFIG).exists():
+            raise ConfigError(f"{path} is not a run directory (it has no {CONFIG})")
+        return cls(path)
+
+    def begin(self, config_toml: str) -> None:
+        """From now on there is a run in it, with these settings."""
+        replace_file(self.path / CONFIG, config_toml.encode())
+        self.begun = True
+
+    def keep_config(self, config_toml: str, step: int) -> None:
+        """The settings that a resumed run goes on with; those until then stay beside them (`configs_until` reads them)."""
+        current, until = self.path / CONFIG, self.path / f"config.until-step-{step}.toml"
+        later = [path for number, path in configs_until(self.path) if number > step]
+        if current.read_text() == config_toml and not later:
+            return
+        if not until.exists():  # one that is there did the steps before; what came after it did none
+            replace_file(until, (later[0] if later else current).read_bytes())
+        for path in later:
+            path.unlink(missing_ok=True)  # what they did after that was set aside
+        replace_file(current, config_toml.encode())
+
+    def close(self) -> None:
+        if self._lock:
+            self._lock.close()
+
+    def _vanish(self, logs: bool) -> None:
+        """Of a run that never began: what was made for it goes. `logs`: those that say something as well."""
+        for path in sorted(self.path.rglob("*"), key=lambda one: -len(one.parts)):
+            with suppress(OSError):
+                if path.is_dir():
+                    path.rmdir()
+                elif logs or path.parent != self.logs or not path.stat().st_size:
+                    path.unlink()
+        for path in self._made:
+            with suppress(OSError):  # there is something in it
+                path.rmdir()
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self.path in self._made and not self.begun:
+            refused = not isinstance(error, Exception) or isinstance(error, ConfigError)
+            self._vanish(logs=refused)
+        self.close()
+
+
+def refuse_used(path: Path) -> None:
+    """Raises ConfigError where a run has begun there."""
+    started = (b'"RunStarted"' in line for line in read_lines(path / METRICS))
+    if any(read_lines(path / JOURNAL)) or any(started):
+        raise ConfigError(
+            f"{path} already holds a run: go on with it (headrace train --resume {path}), or choose another name "
+            "(--set name=...)"
+        )
+
+
+@contextmanager
+def _writable(path: Path) -> Iterator[None]:
+    try:
+        with full_disk_is_said(path):
+            yield
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename or path} cannot be written ({error.strerror}): choose another place for runs (--set out=DIR), or give "
+            "yourself the right to write there"
+        ) from error
+
+
+def configs_until(path: Path) -> list[tuple[int, Path]]:
+    """The earlier settings of a run: each those of the optimizer steps before that number (and from the one before on)."""
+    found = path.glob("config.until-step-*.toml")
+    return sorted((int(one.stem.removeprefix("config.until-step-")), one) for one in found)
+
+
+def held(path: Path) -> bool:
+    """Whether some process has this run open. The operating system keeps the lock, so it is true of the living only."""
+    try:
+        file = (path / LOCK).open("rb")
+    except OSError:
+        return False
+    with file:
+        return not _take(file, fcntl.LOCK_SH)
+
+
+def _locked(path: Path) -> IO[Any] | None:
+    """None where another process has it. One that is taken may be gone meanwhile, with the directory of a refused start."""
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a")
+        if not _take(file, fcntl.LOCK_EX, PATIENCE):
+            file.close()
+            return None
+        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            return file
+        file.close()
+
+
+def _take(file: IO[Any], kind: int, patience: float = 0.0) -> bool:
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+        time.sleep(0.02)

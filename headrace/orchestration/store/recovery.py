@@ -1,0 +1,286 @@
+"""From a checkpoint and what was written after it to the moment at which a run was killed (C7).
+
+The checkpoint is the state between two steps. The journal behind it says what became of every ticket since: it is done to the
+real buffer and the real task once more, and its steps are done again by the trainer (`Pipeline.redo`). The passes behind it
+say what was sampled of groups that had not ended. Where the settings that a step depends on have changed, or the journal is
+damaged, the run goes on from the checkpoint alone, and what came after it is set aside. All is read first (`read_past`,
+`recover`), and changed on the disk only when the run is ready to go on (`settle`, `open_journal`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.buffer import Buffer
+from headrace.durable.journal import (
+    JOURNAL,
+    AnyRecord,
+    Damage,
+    Drawn,
+    Gone,
+    Journal,
+    JournalDamaged,
+    JournalStep,
+    Live,
+    Ready,
+    Stepped,
+    count_steps,
+    cut_journal,
+    end_of_journal,
+    read_journal,
+    read_only,
+)
+from headrace.durable.passes import discard_passes, read_passes
+from headrace.errors import ConfigError
+from headrace.observe.resume import Resume
+from headrace.orchestration.plan import Plan
+from headrace.orchestration.store.snapshots import ControllerState
+from headrace.partial import Interrupts, joined
+from headrace.protocols import Task
+from headrace.rollout import ticket_of
+from headrace.steps import Finished, StepOutput, Transcript, write_down
+from headrace.types import Completion, Request
+
+
+@dataclass(frozen=True)
+class Past:
+    """What a resumed run has behind it. It is read from the directory, which `settle` brings in line with it."""
+
+    run_dir: Path
+    state: ControllerState | None
+    """Of the checkpoint; None where none had been written."""
+    records: tuple[AnyRecord, ...]
+    """Of the journal, since then."""
+    complaints: tuple[str, ...] = ()
+    rewinds: bool = False
+    """Whether what came after the checkpoint is set aside."""
+    lost: int = 0
+    """Records before the checkpoint that the end of the journal lacks."""
+
+    @property
+    def saved_step(self) -> int:
+        """Of the checkpoint."""
+        return self.state.step if self.state else 0
+
+    @property
+    def position(self) -> int:
+        """Number of the first record that is not in the checkpoint."""
+        return self.state.journal if self.state else 0
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that were done when the run was killed."""
+        done = [one.report.version for one in self.records if isinstance(one, Stepped)]
+        return max([self.saved_step, *done])
+
+    @property
+    def resume(self) -> Resume:
+        """What of the metrics belongs to it."""
+        buffer = self.state.buffer if self.state else None
+        flying = set(buffer.in_flight) if buffer else set()
+        ready = {group.ticket for group in buffer.ready} if buffer else set()
+        drawn = buffer.next_ticket if buffer else 0
+        for record in self.records:
+            match record:
+                case Drawn():
+                    flying.add(record.ticket)
+                    drawn = record.ticket + 1
+                case Ready():
+                    flying.discard(record.group.ticket)
+                    ready.add(record.group.ticket)
+                case Gone():
+                    flying.discard(record.ticket)
+                    ready.discard(record.ticket)
+                case Stepped():
+                    ready.difference_update(record.tickets)
+        anew = self.rewinds and self.state is None
+        saved = self.state.step if self.state else None
+        return Resume(self.step, saved, drawn, frozenset(flying), frozenset(ready), anew)
+
+    def outdated(self, mark: str) -> frozenset[int]:
+        """Tickets of finished groups in the checkpoint whose rows other settings made (`course.scoring_mark`)."""
+        if self.state is None or self.state.scored_by in ("", mark):
+            return frozenset()
+        return frozenset(group.ticket for group in self.state.buffer.ready)
+
+    @property
+    def seconds(self) -> float:
+        """Age of the run then."""
+        known = [self.state.seconds if self.state else 0.0, *(record.t for record in self.records)]
+        return max(known)
+
+
+def read_past(run_dir: Path, state: ControllerState | None, same_course: bool) -> Past:
+    """`same_course`: whether the steps in the journal can be done again with the settings of now. Changes nothing on the disk."""
+    damage = Damage()
+    end, position = end_of_journal(run_dir, damage), state.journal if state else 0
+    nothing = state is None and not end and not damage
+    records: tuple[AnyRecord, ...] = ()
+    behind, lost = [] if same_course else [_CHANGED], max(0, position - end)
+    try:
+        if same_course:
+            records = tuple(read_journal(run_dir, position))
+    except JournalDamaged as error:
+        behind, damage = [str(error)], Damage()  # once is enough
+    said = [f"{complaint}: {_from_where(state)}, and what came after it is set aside" for complaint in behind]
+    if nothing:
+        said = []
+    if lost:
+        said.append(_lost(run_dir, state, lost))
+    elif damage:
+        said.append(
+            f"in {run_dir / JOURNAL} cannot be read: {damage}. The run goes on whole; of the steps in question replay, inspect and "
+            "diff will lack what is missing"
+        )
+    rewinds = bool(behind or lost)
+    return Past(run_dir, state, records, tuple(said), rewinds, lost)
+
+
+_CHANGED = "the settings of training are not those of before"
+
+
+def _from_where(state: ControllerState | None) -> str:
+    return f"the run goes on from {f'step {state.step}' if state else 'its start'}"
+
+
+def _lost(run_dir: Path, state: ControllerState | None, lost: int) -> str:
+    assert state is not None, "without a checkpoint nothing is known to be lost"
+    last = count_steps(run_dir)
+    steps = f"steps {last + 1} to {state.step}" if last + 1 < state.step else f"step {state.step}"
+    trained = f": {steps} cannot be replayed, inspected or compared" if last < state.step else ""
+    return (
+        f"the end of the journal is lost ({lost} records before the checkpoint of step {state.step}), as after a loss of power"
+        f"{trained}. {_from_where(state)[0].upper()}{_from_where(state)[1:]}, whose weights and groups are whole"
+    )
+
+
+def settle(past: Past, outlived: bool) -> None:
+    """Sets aside what `past` is without. Killed between any two operations, the next resume finds what it can go on from: the
+    passes go first, for without the journal that they belong to they would be taken for others. `outlived`: the passes have
+    outlived it, see `recover`."""
+    if past.rewinds or outlived:
+        discard_passes(past.run_dir, past.saved_step)
+    if past.rewinds:
+        cut_journal(past.run_dir, past.position)
+
+
+def open_journal(run_dir: Path, flushes: bool, past: Past | None) -> Journal:
+    """What the checkpoint knows of the records that were lost is written once more, under their numbers."""
+    again = _known_of_lost(past) if past and past.lost else []
+    position = past.position if past else 0
+    journal = Journal(run_dir, flushes, position - len(again))
+    for record in again:
+        journal.write(record)
+    return journal
+
+
+def _known_of_lost(past: Past) -> list[AnyRecord]:
+    """Groups and prompts of the checkpoint that the journal has no more."""
+    state = past.state
+    assert state is not None
+    finished = {record.group.ticket for record in read_only(past.run_dir, Ready)}
+    drawn = {record.ticket for record in read_only(past.run_dir, Drawn)}
+    groups: list[AnyRecord] = [
+        Ready(state.seconds, group) for group in state.buffer.ready if group.ticket not in finished
+    ]
+    prompts = {group.ticket: group.prompt for group in state.buffer.ready} | state.buffer.in_flight
+    draws: list[AnyRecord] = [
+        Drawn(state.seconds, ticket, prompt) for ticket, prompt in prompts.items() if ticket not in drawn
+    ]
+    return [*draws, *groups][-past.lost :]
+
+
+def recover(
+    past: Past, task: Task, buffer: Buffer, interrupts: Interrupts, plan: Plan
+) -> tuple[list[JournalStep], bool]:
+    """Brings all to the moment of the kill, and returns the steps that the trainer has to do again, and whether the passes since
+    the checkpoint cannot be used: they tell of tickets that a loss of power took out of the journal. Those are drawn and sampled
+    anew, under the same names.
+
+    Raises ConfigError when the task gives other prompts than it did."""
+    if past.state:
+        task.restore(past.state.task)
+        buffer.restore(past.state.buffer)
+    steps = list(_apply(past.records, task, buffer))
+    asked = [plan.requests(ticket, prompt) for ticket, prompt in buffer.in_flight.items()]
+    requests = {request.id: request for several in asked for request in several}
+    begun = _begun(past, requests, plan.adapter)
+    interrupts.restore(_of_checkpoint(past, requests) if begun is None else begun)
+    return steps, begun is None
+
+
+def _apply(records: Iterable[AnyRecord], task: Task, buffer: Buffer) -> Iterator[JournalStep]:
+    for record in records:
+        match record:
+            case Drawn():
+                found = task.draw()
+                if found.tokens != record.prompt.tokens:
+                    raise ConfigError(
+                        f"the task gives the prompt {found.id} where it gave {record.prompt.id} before the run was killed: its "
+                        "data have changed. Put them back, or start a new run"
+                    )
+                buffer.start(record.ticket, record.prompt)
+            case Ready():
+                buffer.put(record.group)
+            case Gone():
+                buffer.end(record.ticket, record.outcome, record.reason, record.failures)
+            case Stepped():
+                yield _stepped(record, buffer)
+            case Live():
+                pass  # what was trained is live as soon as the run begins
+
+
+def _stepped(record: Stepped, buffer: Buffer) -> JournalStep:
+    groups, report = buffer.take_again(record.tickets), record.report
+    if report.skipped:
+        for ticket in record.tickets:
+            buffer.end(ticket, "dropped", report.skipped)
+    else:
+        buffer.trained(groups)
+        buffer.release(groups)
+    return JournalStep(report.step, record.t, report.version, groups, report)
+
+
+def _of_checkpoint(past: Past, requests: Container[str]) -> dict[str, Completion]:
+    before = past.state.begun if past.state else {}
+    return {name: completion for name, completion in before.items() if name in requests}
+
+
+def _begun(past: Past, requests: Mapping[str, Request], adapter: str) -> dict[str, Completion] | None:
+    """What was sampled of these requests until the kill, by their names; None where the passes tell of a ticket that was never
+    drawn. Passes are folded as they are read: no more is held than what is in flight."""
+    found = _of_checkpoint(past, requests)
+    since: dict[str, Transcript] = {}
+    others: set[str] = set()
+
+    def find(name: str) -> Transcript | None:
+        if name not in requests:
+            others.add(name)
+            return None
+        return since.setdefault(name, Transcript(requests[name]))
+
+    for output in _passes(past):
+        write_down(output, find)
+        for end in output.finished:
+            if transcript := find(end.request_id):
+                _keep(found, transcript, end)
+                del since[end.request_id]
+    for name, transcript in since.items():
+        _keep(found, transcript, Finished(name, "interrupted"))
+    tickets = [ticket for name in others if (ticket := ticket_of(name, adapter)) is not None]
+    return None if tickets and max(tickets) >= past.resume.next_ticket else found
+
+
+def _passes(past: Past) -> Iterable[StepOutput]:
+    """Of the engine, since the checkpoint."""
+    if past.rewinds:
+        return ()
+    return read_passes(past.run_dir, past.saved_step, past.state.passes if past.state else 0)
+
+
+def _keep(found: dict[str, Completion], transcript: Transcript, end: Finished) -> None:
+    part, name = transcript.completion(end), end.request_id
+    before = found.get(name)
+    found[name] = joined(before, part) if before else part

@@ -1,0 +1,118 @@
+"""What a checkpoint holds of the controller, and how it is put beside the trainer's files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from headrace.buffer import Buffer, BufferState
+from headrace.durable.journal import Journal
+from headrace.durable.passes import PassLog
+from headrace.errors import CheckpointError
+from headrace.observe.facts import CheckpointSaved, Warned
+from headrace.orchestration.store.checkpoints import Checkpoints
+from headrace.partial import Interrupts
+from headrace.protocols import Observer, Task, Trainer
+from headrace.rollout import ticket_of
+from headrace.types import Completion, Struct
+
+CONTROLLER = "controller.msgpack"
+
+
+class ControllerState(Struct, frozen=True):
+    """C7: all that the controller knows and cannot ask again."""
+
+    step: int
+    seconds: float
+    """Age of the run."""
+    task: dict[str, Any]
+    buffer: BufferState
+    begun: dict[str, Completion]
+    """By request: what is sampled of the groups in flight, with its versions, log-probs, masks and routes."""
+    journal: int
+    """Records that were in the journal."""
+    passes: int = 0
+    """Number of the first forward pass that is not in `begun`."""
+    scored_by: str = ""
+    """Mark of the settings that made the rows of finished groups."""
+
+
+class _Parts(Protocol):
+    @property
+    def task(self) -> Task: ...
+    @property
+    def buffer(self) -> Buffer: ...
+    @property
+    def trainer(self) -> Trainer: ...
+    @property
+    def interrupts(self) -> Interrupts: ...
+    @property
+    def journal(self) -> Journal: ...
+
+
+class Snapshots:
+    """Saves controller and trainer at one instant: between two optimizer steps."""
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        passes: PassLog,
+        observer: Observer,
+        clock: Callable[[], float],
+        adapter: str = "",
+        saved_step: int = -1,
+        scored_by: str = "",
+    ) -> None:
+        """`adapter`: what the trainer is to save, where it is not the whole model. `saved_step`: of the checkpoint that the run
+        goes on from. It is not written anew: the same weights are in it, and the rest is behind it in journal and passes.
+        `scored_by`: the mark of the settings that make rows (`course.scoring_mark`)."""
+        self._checkpoints, self._passes = checkpoints, passes
+        self._observer, self._clock, self._adapter = observer, clock, adapter
+        self._scored_by = scored_by
+        self.saved_step = saved_step
+        """The step of the newest checkpoint."""
+
+    async def save(self, step: int, parts: _Parts) -> str:
+        """A failure is recorded, warned of and returned, not raised: the compute done so far must not die with a full disk.
+        Empty where the checkpoint is on the disk."""
+        if step == self.saved_step:
+            return ""
+        started = self._clock()
+        # All taken before the first await: generation goes on while the trainer writes.
+        state = self._state(step, started, parts)
+        parts.journal.flush()
+        self._passes.begin(step)
+
+        async def write(directory: Path) -> None:
+            (directory / CONTROLLER).write_bytes(msgspec.msgpack.encode(state))
+            await parts.trainer.save(directory, self._adapter)
+
+        path, failure = "", ""
+        if said := self._checkpoints.clear():
+            self._observer.record(Warned(self._clock(), said))
+        try:
+            path = str(await self._checkpoints.save(step, write))
+            self.saved_step = step
+            self._passes.prune(self._checkpoints.oldest_step)
+        except CheckpointError as error:
+            failure = str(error)
+            self._observer.record(Warned(self._clock(), failure))
+        self._observer.record(CheckpointSaved(self._clock(), step, path, self._clock() - started, failure))
+        return failure
+
+    def _state(self, step: int, seconds: float, parts: _Parts) -> ControllerState:
+        buffer = parts.buffer.state()
+        so_far = parts.interrupts.so_far()
+        begun = {name: one for name, one in so_far.items() if ticket_of(name, self._adapter) in buffer.in_flight}
+        task, position = dict(parts.task.state()), parts.journal.position
+        return ControllerState(step, seconds, task, buffer, begun, position, self._passes.number, self._scored_by)
+
+
+def load_controller(checkpoint: Path) -> ControllerState:
+    try:
+        return msgspec.msgpack.decode((checkpoint / CONTROLLER).read_bytes(), type=ControllerState)
+    except (OSError, msgspec.DecodeError) as error:
+        raise CheckpointError(f"checkpoint {checkpoint.name}: {CONTROLLER} cannot be read ({error})") from error

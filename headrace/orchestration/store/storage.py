@@ -1,0 +1,95 @@
+"""Where one pipeline writes what it must not lose, and what an earlier process of the same run wrote there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from headrace.durable.files import forget_parts, not_written
+from headrace.durable.journal import Journal
+from headrace.durable.passes import PassLog
+from headrace.observe.facts import Warned
+from headrace.observe.recorder import Recorder
+from headrace.orchestration.store.checkpoints import Checkpoints
+from headrace.orchestration.store.recovery import Past, open_journal, settle
+
+_OUTLIVED = (
+    "the end of the journal is lost, as after a loss of power, and what was sampled then is not: rollouts that were not in the checkpoint "
+    "begin anew"
+)
+
+
+class Storage:
+    """Until `begin` nothing on the disk is changed, whatever is found out about the run meanwhile."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        recorder: Recorder,
+        checkpoints: Checkpoints,
+        flush: bool,
+        checkpoint: Path | None = None,
+        past: Past | None = None,
+        keep_settings: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`flush`: put the journal on the disk after every step. `checkpoint`: that the run goes on from. `past`: None of a fresh
+        run. `keep_settings`: puts those of this process into the directory."""
+        self._run_dir, self._flush, self._keep_settings = run_dir, flush, keep_settings
+        self.recorder, self.checkpoints = recorder, checkpoints
+        self.checkpoint, self.past = checkpoint, past
+        self._open: tuple[Journal, PassLog] | None = None
+
+    def begin(self, outlived: bool = False) -> None:
+        """The directory is made to say what `past` says, and is open for what comes. In this order: passes and journal that were
+        set aside, the metrics that belong to the rest, and only then the settings. So a run that is killed in between goes on
+        with the settings that it had, from what those have done. `outlived`: see `recovery.recover`.
+
+        Raises `HeadraceError` when the disk does not take it."""
+        past, seconds = self.past, self.seconds
+        step, number = (past.saved_step, past.state.passes if past.state else 0) if past else (0, 0)
+        try:
+            if past:
+                forget_parts(self._run_dir)
+                settle(past, outlived)
+            self.recorder.begin()
+            self.checkpoints.root.mkdir(exist_ok=True)
+            if outlived:
+                self.recorder.record(Warned(seconds, _OUTLIVED))
+            if said := self.checkpoints.clear():
+                self.recorder.record(Warned(seconds, said))
+            journal = open_journal(self._run_dir, self._flush, past)
+            passes = PassLog(self._run_dir, step, lambda said: self.recorder.record(Warned(seconds, said)), number)
+            self._open = journal, passes
+            self._keep_settings()
+        except OSError as error:
+            raise not_written(Path(error.filename or self._run_dir), error) from error
+
+    @property
+    def begun(self) -> bool:
+        return self._open is not None
+
+    @property
+    def journal(self) -> Journal:
+        assert self._open, "begin first"
+        return self._open[0]
+
+    @property
+    def passes(self) -> PassLog:
+        assert self._open, "begin first"
+        return self._open[1]
+
+    @property
+    def seconds(self) -> float:
+        """Age of the run so far."""
+        return self.past.seconds if self.past else 0.0
+
+    @property
+    def saved_step(self) -> int:
+        """Of the checkpoint; -1 where there is none."""
+        return self.past.saved_step if self.past and self.checkpoint else -1
+
+    def close(self) -> None:
+        self.recorder.close()
+        if self._open:
+            self.journal.close()
+            self.passes.close()

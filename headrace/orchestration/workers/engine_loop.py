@@ -1,0 +1,179 @@
+"""What an engine's process does: forward passes for ever. Messages are taken between them, new weights are verified beside
+them and go live between two of them.
+
+    socket ──reader thread──▶ inbox ──▶ the engine's own thread: messages, one swap, one forward pass, and again
+                                ▲  │ load
+                        swap ready │
+                                │  ▼
+                          weights thread: fingerprint, unpack, convert
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any, NoReturn
+
+from headrace.engine.streaming import check_parts, stages
+from headrace.orchestration.workers.answers import answer, fail, vital
+from headrace.orchestration.workers.wire import Frame, WorkerEnd, unpack
+from headrace.protocols import EngineCore, WeightReceiver
+from headrace.reports import LoadReport
+from headrace.types import Request
+from headrace.weights import WeightUpdate
+
+STATS_EVERY = 1.0
+"""Seconds between two unasked reports of an engine's statistics."""
+
+
+class EngineLoop:
+    def __init__(self, end: WorkerEnd, inbox: queue.Queue[Any], core: EngineCore, receiver: WeightReceiver) -> None:
+        self._end, self._inbox, self._core = end, inbox, core
+        self._loader = Loader(end, inbox, core, receiver)
+        self._swaps: deque[Callable[[], None]] = deque()
+        self._stats_due = 0.0
+        self._drains: list[Frame] = []
+        """Callers that wait for the engine to run dry."""
+
+    def turn(self) -> None:
+        """Take what has arrived (wait for something when idle), swap once, then one forward pass."""
+        self._take(block=not self._core.has_work())
+        while not self._inbox.empty():
+            self._take(block=False)
+        if self._swaps:
+            self._swaps.popleft()()
+        if self._core.has_work():
+            output = self._core.step()
+            self._loader.mixed_tokens += len(output.tokens) if output.mixed else 0
+            self._end.push("output", output)
+        if self._drains and self._core.drained:
+            for frame in self._drains:
+                self._end.reply(frame, None)
+            self._drains.clear()
+        if (now := time.monotonic()) >= self._stats_due:
+            self._stats_due = now + STATS_EVERY
+            self._end.push("stats", self._core.stats())
+
+    def _take(self, block: bool) -> None:
+        block = block and not self._swaps
+        try:
+            item = self._inbox.get(block=block, timeout=STATS_EVERY if block else None)
+        except queue.Empty:
+            return
+        if callable(item):  # new weights, prepared by the side thread
+            self._swaps.append(item)
+        else:
+            self._obey(item)
+
+    def _obey(self, frame: Frame) -> None:
+        core = self._core
+        match frame.method:
+            case "add":
+                self._add(unpack(frame.payload, Request))
+            case "cancel":
+                core.cancel(unpack(frame.payload, str))
+            case "load":
+                self._loader.load(frame)
+            case "unload":
+                answer(self._end, frame, lambda: core.unload(unpack(frame.payload, str)))
+            case "stats" | "pause" | "resume" | "abort":
+                answer(self._end, frame, getattr(core, frame.method))
+            case "drain":
+                core.drain()
+                self._drains.append(frame)
+            case method:
+                raise AssertionError(f"unknown message {method}")
+
+    def _add(self, request: Request) -> None:
+        try:
+            self._core.add(request)
+        except ValueError as error:
+            self._end.push("refused", (request.id, str(error)))
+
+
+class Loader:
+    """The weights thread: one update after the other."""
+
+    def __init__(self, end: WorkerEnd, inbox: queue.Queue[Any], core: EngineCore, receiver: WeightReceiver) -> None:
+        self._end, self._inbox, self._core, self._receiver = end, inbox, core, receiver
+        self._frames: queue.SimpleQueue[Frame] = queue.SimpleQueue()
+        self._served: tuple[WeightUpdate, Mapping[str, Any]] | None = None
+        """The base weights. Their tensors stay what they are until the version after the next is published."""
+        self.mixed_tokens = 0
+        """Sampled while updates were streamed in, all of them."""
+        threading.Thread(target=vital, args=(self._run,), daemon=True).start()
+
+    def load(self, frame: Frame) -> None:
+        self._frames.put(frame)
+
+    def _run(self) -> None:
+        while True:
+            frame = self._frames.get()
+            try:
+                self._load(frame)
+            except Exception as error:
+                fail(self._end, frame, error)
+
+    def _load(self, frame: Frame) -> None:
+        started, gaps, mixed_before = time.perf_counter(), 0.0, self.mixed_tokens
+        update, parts = unpack(frame.payload, tuple[WeightUpdate, int])
+        check_parts(update, parts)
+        tensors = self._receiver.receive(update)
+        waited = 0.0
+        try:
+            for stage in stages(self._served[1], tensors, parts) if self._served and parts > 1 else ():
+                gap, wait = self._swap(self._core.prepare(update, stage, mixed=True))
+                gaps, waited = gaps + gap, waited + wait
+            prepared = self._core.prepare(update, tensors)
+            verified = time.perf_counter() - started - waited
+
+            def told(gap: float) -> None:
+                mixed = self.mixed_tokens - mixed_before
+                self._end.reply(frame, LoadReport(update.version, verified, gaps + gap, mixed))
+
+            self._swap(prepared, told)
+        except Exception:
+            if waited:
+                self._take_back()
+            raise
+        if update.adapter is None:
+            self._served = update, tensors
+
+    def _swap(self, prepared: Any, then: Callable[[float], None] | None = None) -> tuple[float, float]:
+        """In the engine's thread, between two passes. Seconds that the engine stood still, and that this thread waited.
+
+        `then` is called right behind it, before anything is told that came of it."""
+        done: Future[float] = Future()
+
+        def swap() -> None:
+            before = time.perf_counter()
+            try:
+                self._core.swap(prepared)
+            except Exception as error:
+                done.set_exception(error)
+                return
+            gap = time.perf_counter() - before
+            if then:
+                then(gap)
+            done.set_result(gap)
+
+        began = time.perf_counter()
+        self._inbox.put(swap)
+        return done.result(), time.perf_counter() - began
+
+    def _take_back(self) -> None:
+        """Half an update is never served: the weights of before, whole. Where that fails too, the process ends."""
+        assert self._served is not None
+        try:
+            self._swap(self._core.prepare(*self._served))
+        except Exception as error:
+            failed = error  # `error` is gone behind this block
+
+            def leave() -> NoReturn:
+                raise failed
+
+            self._inbox.put(leave)
