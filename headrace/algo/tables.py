@@ -20,7 +20,7 @@ _STRICT = ConfigDict(extra="forbid")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Correction:
-    """Weights against the gap between sampler and trainer (`corrections.py`)."""
+    """Weights against the gap between sampler and trainer (`algo/loss/corrections.py`)."""
 
     mode: Mode = "none"
     level: Level = "token"
@@ -53,7 +53,7 @@ class CorrectionConfig:
 
 @dataclasses.dataclass(frozen=True)
 class LagWeight:
-    """What a token's lag makes of its loss (`corrections.py`)."""
+    """What a token's lag makes of its loss (`algo/loss/corrections.py`)."""
 
     kind: Literal["constant", "exponential", "trim"] = "constant"
     decay: float = 0.9
@@ -74,7 +74,7 @@ class LagWeightConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Select:
-    """Tokens chosen by looking at the whole optimizer step (`selection.py`)."""
+    """Tokens chosen by looking at the whole optimizer step (`algo/loss/selection.py`)."""
 
     kind: Literal["none", "m2po", "clip_cov", "kl_cov"] = "none"
     tau: float = 0.04
@@ -96,7 +96,7 @@ class SelectConfig:
 
 @dataclasses.dataclass(frozen=True)
 class KL:
-    """Divergence from a reference model (`kl.py`)."""
+    """Divergence from a reference model (`algo/loss/kl.py`)."""
 
     coef: float = 0.0
     estimator: Estimator = "k3"
@@ -120,7 +120,7 @@ class KLConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Distill:
-    """What a teacher adds (`distill.py`)."""
+    """What a teacher adds (`algo/loss/distill.py`)."""
 
     kind: Literal["none", "sampled", "forward", "reverse", "jsd"] = "none"
     coef: float = 1.0
