@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from headrace.algo.config import AlgoConfig
-from headrace.algo.loss.policy.loss import Loss
+from headrace.algo.policy.loss import Loss
 from headrace.algo.recipes import LOSSES, RECIPES, Recipe
 
 TARGET = Path(__file__).with_name("algorithms.md")

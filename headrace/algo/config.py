@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from pydantic import ConfigDict, Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
-from headrace.algo.advantage.advantages import ADVANTAGES
-from headrace.algo.loss.policy.constants import settings_of
-from headrace.algo.loss.policy.loss import Loss
-from headrace.algo.loss.policy.user import UserLoss
+from headrace.algo.advantages import ADVANTAGES
+from headrace.algo.policy.constants import settings_of
+from headrace.algo.policy.loss import Loss
+from headrace.algo.policy.user import UserLoss
 from headrace.algo.recipes import LOSSES, RECIPES, Recipe
 from headrace.algo.tables import (
     Aggregation,

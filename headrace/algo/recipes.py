@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, field
 
-from headrace.algo.loss.policy.clipped import GMPO, GSPO, GSPOToken, PPOClip
-from headrace.algo.loss.policy.loss import Loss
-from headrace.algo.loss.policy.region import DPPOKL, DPPOTV, IPO, DPPOTVQuadratic
-from headrace.algo.loss.policy.smooth import SAPO, Kimi, KLCov
-from headrace.algo.loss.policy.weighted import CISPO, TOPR, CrossEntropy, Importance, Reinforce, TOPRToken
+from headrace.algo.policy.clipped import GMPO, GSPO, GSPOToken, PPOClip
+from headrace.algo.policy.loss import Loss
+from headrace.algo.policy.region import DPPOKL, DPPOTV, IPO, DPPOTVQuadratic
+from headrace.algo.policy.smooth import SAPO, Kimi, KLCov
+from headrace.algo.policy.weighted import CISPO, TOPR, CrossEntropy, Importance, Reinforce, TOPRToken
 from headrace.algo.tables import KL, Aggregation, Correction, Distill, LagWeight, Old, Select
 
 

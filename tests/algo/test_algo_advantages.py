@@ -10,7 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from headrace.algo.advantage.advantages import (
+from headrace.algo.advantage.credit import (
+    gae,
+    kl_penalty,
+    process_advantages,
+    rae,
+    return_to_go,
+    turn_advantages,
+    whiten,
+)
+from headrace.algo.advantage.groups import algorithm_of
+from headrace.algo.advantages import (
     ADVANTAGES,
     GroupRewards,
     centred,
@@ -24,16 +34,6 @@ from headrace.algo.advantage.advantages import (
     penalised,
     raw,
 )
-from headrace.algo.advantage.credit import (
-    gae,
-    kl_penalty,
-    process_advantages,
-    rae,
-    return_to_go,
-    turn_advantages,
-    whiten,
-)
-from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.config import AlgoConfig
 from headrace.errors import ConfigError
 from headrace.types import Completion, Episode, Group, Prompt, Scored, TeacherTrace, Turn, VersionSpan

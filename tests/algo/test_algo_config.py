@@ -9,13 +9,13 @@ import sys
 import pytest
 from pydantic import ValidationError
 
-from headrace.algo.advantage.advantages import ADVANTAGES
+from headrace.algo.advantages import ADVANTAGES
 from headrace.algo.caveats import caveats
 from headrace.algo.config import AlgoConfig
 from headrace.algo.loss.aggregate import AGGREGATIONS
 from headrace.algo.loss.objective import objective_of, selection_of
-from headrace.algo.loss.policy.clipped import PPOClip
-from headrace.algo.loss.policy.user import UserLoss
+from headrace.algo.policy.clipped import PPOClip
+from headrace.algo.policy.user import UserLoss
 from headrace.algo.recipes import LOSSES, RECIPES, Recipe
 from headrace.algo.tables import KL, Correction
 from headrace.config import load_config

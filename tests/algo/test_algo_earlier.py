@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.algo.loss.policy.clipped import GSPO, GSPOToken, PPOClip
-from headrace.algo.loss.policy.region import IPO, DPPOTVQuadratic
+from headrace.algo.policy.clipped import GSPO, GSPOToken, PPOClip
+from headrace.algo.policy.region import IPO, DPPOTVQuadratic
 from headrace.algo.recipes import RECIPES, Recipe
 from headrace.algo.tables import Correction
 from headrace.config import dump_config, load_config, read_config

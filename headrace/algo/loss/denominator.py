@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace.algo.loss.tokens import sequence_sum
+from headrace.algo.policy.tokens import sequence_sum
 from headrace.algo.tables import Aggregation
 
 

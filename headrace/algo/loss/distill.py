@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headrace.algo.loss.tokens import Tokens, TopTokens
+from headrace.algo.policy.tokens import Tokens, TopTokens
 from headrace.algo.tables import Distill
 
 TINY = 1e-12

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headrace.algo.loss.tokens import log_ratio, ratio_of
+from headrace.algo.policy.tokens import log_ratio, ratio_of
 from headrace.algo.tables import Estimator
 
 

@@ -22,9 +22,9 @@ from headrace.algo.config import AlgoConfig
 from headrace.algo.loss.corrections import corrected, lag_weight
 from headrace.algo.loss.distill import teacher_advantage, top_divergence
 from headrace.algo.loss.kl import kl_loss
-from headrace.algo.loss.policy.loss import LossFunction
 from headrace.algo.loss.selection import covariance, m2po
-from headrace.algo.loss.tokens import TokenLoss, Tokens
+from headrace.algo.policy.loss import LossFunction
+from headrace.algo.policy.tokens import TokenLoss, Tokens
 from headrace.algo.recipes import Recipe
 from headrace.algo.tables import Distill, Old
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic.dataclasses import dataclass
 
-from headrace.algo.loss.policy.constants import Cap, ClipHigh, ClipLow
-from headrace.algo.loss.policy.loss import STRICT, Loss
-from headrace.algo.loss.tokens import TokenLoss, Tokens, ratio_of, sequence_sum, unclipped
+from headrace.algo.policy.constants import Cap, ClipHigh, ClipLow
+from headrace.algo.policy.loss import STRICT, Loss
+from headrace.algo.policy.tokens import TokenLoss, Tokens, ratio_of, sequence_sum, unclipped
 
 if TYPE_CHECKING:
     from torch import Tensor

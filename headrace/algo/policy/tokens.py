@@ -79,7 +79,7 @@ def log_ratio(logprob: Tensor, old: Tensor) -> Tensor:
 
     For what pulls two policies together: a token beyond the bound needs the pull most. (`ratio_of` has no gradient there.)
     """
-    from headrace.algo.loss.bounded import Bounded
+    from headrace.algo.policy.bounded import Bounded
 
     return Bounded.apply(logprob - old, MAX_LOG_RATIO)
 

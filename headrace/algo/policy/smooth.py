@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic.dataclasses import dataclass
 
-from headrace.algo.loss.policy.constants import Penalty, Tau
-from headrace.algo.loss.policy.loss import STRICT, Loss
-from headrace.algo.loss.tokens import TokenLoss, Tokens, log_ratio, ratio_of, unclipped
+from headrace.algo.policy.constants import Penalty, Tau
+from headrace.algo.policy.loss import STRICT, Loss
+from headrace.algo.policy.tokens import TokenLoss, Tokens, log_ratio, ratio_of, unclipped
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from headrace.algo.loss.policy.constants import ClipHigh, ClipLow
-from headrace.algo.loss.policy.loss import STRICT, Loss
-from headrace.algo.loss.tokens import TokenLoss, Tokens, log_ratio, ratio_of, sequence_mean
+from headrace.algo.policy.constants import ClipHigh, ClipLow
+from headrace.algo.policy.loss import STRICT, Loss
+from headrace.algo.policy.tokens import TokenLoss, Tokens, log_ratio, ratio_of, sequence_mean
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from pydantic import Field
 
-from headrace.algo.loss.policy.loss import Loss
+from headrace.algo.policy.loss import Loss
 
 C = TypeVar("C", bound=type)
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic.dataclasses import dataclass
 
 from headrace.algo.load import load_function
-from headrace.algo.loss.policy.loss import STRICT, Loss, LossFunction
-from headrace.algo.loss.tokens import TokenLoss, Tokens, unclipped
+from headrace.algo.policy.loss import STRICT, Loss, LossFunction
+from headrace.algo.policy.tokens import TokenLoss, Tokens, unclipped
 from headrace.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from pydantic import ConfigDict
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headrace.algo.loss.tokens import TokenLoss, Tokens
+    from headrace.algo.policy.tokens import TokenLoss, Tokens
 
 LossFunction = Callable[["Tokens", "Tensor"], "TokenLoss"]
 """(tokens, old [M]) -> TokenLoss"""
