@@ -45,6 +45,7 @@ def build_trainer_core(start: TrainerStart) -> tuple[TrainerCore, WeightSender, 
     from headrace.weight_sync.packed import lay_out
 
     train, algo = TrainConfig(**start.train), AlgoConfig(**start.algo)
+    torch.set_num_threads(train.threads or torch.get_num_threads())
     adapters = {
         name: Assignment(TrainConfig(**one.train), AlgoConfig(**one.algo), LoraConfig(**one.lora))
         for name, one in start.adapters.items()
@@ -83,6 +84,7 @@ def build_engine_core(start: EngineStart) -> tuple[EngineCore, WeightReceiver]:
     from headrace.weight_sync.directory import DirectoryReceiver
 
     directory, config = Path(start.model_dir), EngineConfig(**start.engine)
+    torch.set_num_threads(config.threads or torch.get_num_threads())
     core = core_class(config.kind)(directory, config)
     if start.transport:
         return core, start.transport.receiver(start.manifests)
