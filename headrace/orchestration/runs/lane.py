@@ -74,7 +74,15 @@ def open_lane(config: RunConfig, directory: RunDirectory, resume: bool) -> Lane:
     for complaint in [*complaints, *past.complaints]:
         recorder.record(Warned(past.seconds, complaint))
     keep = partial(directory.keep_config, dump_config(config), past.step)
-    storage = Storage(path, recorder, checkpoints, config.checkpoint.flush_journal, checkpoint, past, keep)
+    storage = Storage(
+        run_dir=path,
+        recorder=recorder,
+        checkpoints=checkpoints,
+        flush=config.checkpoint.flush_journal,
+        checkpoint=checkpoint,
+        past=past,
+        keep_settings=keep,
+    )
     if finished:
         lane = Lane(config, directory, storage, Session(storage), finished)
         lane.session.recall()
