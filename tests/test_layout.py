@@ -44,6 +44,7 @@ FLOORS = {
     "config": 5,
     "rehearsal": 5,
     "orchestration": 6,
+    "auto": 5,
     "simulate": 7,
     "commands": 7,
     "__init__": 7,

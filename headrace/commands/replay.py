@@ -156,7 +156,7 @@ def _judged(stage: Stage, report: TrainReport, fingerprint: str, expected: Expec
         journaled.report,
         fingerprint=fingerprint,
         recorded=expected.fingerprints.get(journaled.version, ""),
-        exact=expected.machines.get(stage.step) == (here := machine_mark(cores_here(config)))
+        exact=expected.machines.get(stage.step) == (here := machine_mark(cores_here(config), config.train.threads))
         and not _on_gpu(config, here),
         tolerance=TOLERANCE["float32" if config.train.dtype == "float32" else "bfloat16"],
     )

@@ -242,7 +242,9 @@ def _stepped(record: Stepped, buffer: Buffer) -> JournalStep:
     else:
         buffer.trained(groups)
         buffer.release(groups)
-    return JournalStep(report.step, record.t, report.version, groups, report)
+    return JournalStep(
+        step=report.step, t=record.t, version=report.version, groups=groups, report=report, steps=record.steps
+    )
 
 
 def _of_checkpoint(past: Past, requests: Container[str]) -> dict[str, Completion]:
