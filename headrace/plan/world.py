@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from headrace.algo.groups import algorithm_of
-from headrace.buffer import Buffer
 from headrace.durable.journal import Journal
 from headrace.durable.passes import PassLog
 from headrace.observe.facts import Warned, WeightsLive
@@ -25,15 +24,16 @@ from headrace.orchestration.loops.pipeline import Pipeline
 from headrace.orchestration.plan import Plan
 from headrace.orchestration.store.checkpoints import Checkpoints
 from headrace.orchestration.store.snapshots import Snapshots
-from headrace.partial import Interrupts
 from headrace.plan.parts.cores import Shared
 from headrace.plan.parts.engine import SimulatedEngine
 from headrace.plan.parts.pool import Replicas
 from headrace.plan.parts.trainer import SimulatedTrainer
 from headrace.plan.scenario import Scenario
-from headrace.process_config import EvalConfig
 from headrace.protocols import Engine, Observer, Scorer, Task, Trainer
-from headrace.rollout import RolloutConfig
+from headrace.rollouts.buffer import Buffer
+from headrace.rollouts.partial import Interrupts
+from headrace.rollouts.rollout import RolloutConfig
+from headrace.settings.process_config import EvalConfig
 from headrace.simulate.surroundings import Lengths, SimulatedScorer, SimulatedTask
 
 NEVER = 1e12
