@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from headrace import orphans
 from headrace.errors import WorkerDied
+from headrace.observe.health import patience
 from headrace.observe.health.family import Child, current_family
 from headrace.observe.health.frames import VARIABLE
 from headrace.observe.health.stacks import process_state
@@ -101,7 +102,7 @@ class Worker:
         if self._process is None:
             return
         with contextlib.suppress(subprocess.TimeoutExpired):
-            await asyncio.to_thread(self._process.wait, GRACE)
+            await asyncio.to_thread(patience.wait, self._process, GRACE)
         if self._process.poll() is None:
             self._process.kill()
             if said := await asyncio.to_thread(_bury, self._process):
@@ -121,7 +122,7 @@ class Worker:
 
         def wait() -> str:
             try:
-                code = process.wait(GRACE)
+                code = patience.wait(process, GRACE)
             except subprocess.TimeoutExpired:
                 process.kill()
                 return f"closed its connection and hung; it {_bury(process) or 'was killed'}"
@@ -145,7 +146,7 @@ class Worker:
 def _bury(process: subprocess.Popen[bytes]) -> str:
     """Waits for the end of a process that was killed. Empty, or why it cannot end: it hangs in the kernel."""
     try:
-        process.wait(GRACE)
+        patience.wait(process, GRACE)
     except subprocess.TimeoutExpired:
         return f"cannot be killed: it is {process_state(process.pid)}"
     return ""
