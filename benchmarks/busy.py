@@ -4,9 +4,8 @@
 
 Beside each load are measured, in turn and `--rounds` times: two threads that do nothing but count (four for `both`, which has four
 threads), and the engine, the trainer, and both together. What the counters get beside the load, of what they get without it, is the
-machine's share that is left; the same for tokens a second, divided by it, is what this prints: 1.00 where a load takes from us what
-it takes from anybody. Ratios of neighbours in time, and medians: others may use the machine, too. `--first` puts this session before
-those of other users (sched_autogroup), which makes the rest of the machine matter little, and slow.
+machine's share that is left; `busy_table.py` says what is made of it. Rounds are interleaved: others may use the machine, too.
+`--first` puts this session before those of other users (sched_autogroup), which makes the rest of the machine matter little, and slow.
 
 `--trees`: checkouts to be compared, each with its own `headrace` and, after commas, settings of its environment; the first is the one
 that others are compared with.
@@ -22,12 +21,12 @@ import contextlib
 import json
 import os
 import random
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from busy_table import Figures
 from trainer_process import machine
 
 HERE = Path(__file__).resolve().parent
@@ -152,35 +151,9 @@ class Bench:
 
     def rows(self) -> list[dict[str, object]]:
         return [
-            {"load": load, "work": work, "tree": tree, "rates": rates, "of_left": self.of_left(load, work, tree)}
+            {"load": load, "work": work, "tree": tree, "rates": rates}
             for (load, work, tree), rates in self.found.items()
         ]
-
-    def of_left(self, load: str, work: str, tree: str) -> float:
-        """Of what is left, and of what the work gets on a quiet machine of the first tree."""
-        first = next(iter(self.trees))
-        quiet = self.found.get(("quiet", work, first), [])
-        if not quiet:
-            return float("nan")
-        by_count = statistics.median(rate / left for rate, left in quiet)
-        return statistics.median(rate / left for rate, left in self.found[load, work, tree]) / by_count
-
-    def left(self, load: str, work: str) -> float:
-        def counted(of: str) -> float:
-            return statistics.median(left for tree in self.trees for _, left in self.found[of, work, tree])
-
-        return (
-            counted(load) / counted("quiet") if ("quiet", work, next(iter(self.trees))) in self.found else float("nan")
-        )
-
-    def table(self) -> str:
-        lines = ["| load | work | left | tree | tokens/s | of what is left |", "|---|---|---|---|---|---|"]
-        for (load, work, tree), found in sorted(self.found.items()):
-            rate = statistics.median(rate for rate, _ in found)
-            lines.append(
-                f"| {load} | {work} | {self.left(load, work):.2f} | {tree} | {rate:.1f} | {self.of_left(load, work, tree):.2f} |"
-            )
-        return "\n".join(lines)
 
     def end(self) -> None:
         for child in (*self.counters, *self.children.values()):
@@ -212,7 +185,10 @@ def main() -> None:
     bench = Bench(options)
     try:
         bench.measure()
-        print(bench.table())
+        figures = Figures(bench.rows())
+        print(figures.details())
+        if "quiet" in figures.loads:
+            print(figures.table())
         if options.to:
             options.to.write_text(json.dumps(bench.rows(), indent=1))
     finally:
