@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from headrace.rehearsal.machine import ask_torch, cores, memory, torch_facts
+from headrace.native.cores import usable_cores
+from headrace.rehearsal.machine import ask_torch, memory, torch_facts
 from headrace.settings.extras import EXTRAS, install
 
 State = Literal["ok", "note", "bad"]
@@ -145,7 +146,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _machine() -> Iterator[Finding]:
-    count = cores()
+    count = usable_cores()
     advice = "engine and trainer will take turns" if count < 2 else ""
     yield Finding("CPU cores", "note" if count < 2 else "ok", str(count), advice)
     present = memory()

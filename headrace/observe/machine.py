@@ -5,18 +5,19 @@ Two steps with equal marks are expected to be equal bit for bit; with other ones
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+
+from headrace.native.cores import usable_cores
 
 
 def machine_mark(cores: Sequence[int]) -> dict[str, str]:
     """`cores`: of the trainer; empty for all. Imports nothing heavy."""
     mark = {
         "cpu": _cpu(),
-        "threads": str(len(cores) or os.cpu_count() or 1),  # sums are split over them
+        "threads": str(len(cores) or usable_cores()),  # sums are split over them
         "torch": _version("torch"),
         "system": f"{platform.system()} {platform.machine()}",
     }

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.config import RunConfig
+from headrace.native.cores import usable_cores
 
 
 def headline(config: RunConfig) -> str:
@@ -33,5 +33,5 @@ def where(config: RunConfig, path: str) -> dict[str, str]:
 
 
 def _place(device: str, cores: Sequence[int]) -> str:
-    cpu = f"CPU cores {', '.join(map(str, cores))}" if cores else f"all {os.cpu_count()} CPU cores, shared"
+    cpu = f"CPU cores {', '.join(map(str, cores))}" if cores else f"all {usable_cores()} CPU cores, shared"
     return {"cpu": cpu, "cuda": "cuda", "auto": f"cuda if there is one, else {cpu}"}[device]

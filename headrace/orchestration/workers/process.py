@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from headrace import orphans
 from headrace.errors import WorkerDied
+from headrace.native.cores import usable_cores
 from headrace.observe.health import patience
 from headrace.observe.health.family import Child, current_family
 from headrace.observe.health.frames import VARIABLE
@@ -158,7 +159,7 @@ def environment(cores: Sequence[int]) -> dict[str, str]:
     Waiting threads sleep instead of spinning: where two pools share cores, spinning costs a factor of up to ten (measured;
     see docs/design-notes.md).
     """
-    threads = str(len(cores) or os.cpu_count() or 1)
+    threads = str(len(cores) or usable_cores())
     chosen = {
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
