@@ -220,7 +220,7 @@ def _chosen() -> dict[str, str]:
     from headrace.engine.config import EngineConfig
     from headrace.trainer.config import TrainConfig
 
-    engine, train, counts = EngineConfig(), TrainConfig(), thread_counts(cores())
+    engine, train, counts = EngineConfig(), TrainConfig(), thread_counts(usable_cores())
     figures = ProbeMeasurer().measure(known_config("smollm2-135m-instruct"), counts)
     allowed, threads = candidates(engine, train), choose_threads(counts, figures)
     return {
