@@ -107,7 +107,14 @@ async def open_pools(
         check_needs(engine.capabilities, config)
         undo.pop_all()
     shadow = Shadowing(ready.shadow, transports[1]) if ready.shadow else None
-    return Pools(trainer, engine, launcher, transports, ready.dtype, shadow)
+    return Pools(
+        trainer=trainer,
+        engine=engine,
+        launcher=launcher,
+        transports=transports,
+        trainer_dtype=ready.dtype,
+        shadow=shadow,
+    )
 
 
 def trainer_start(

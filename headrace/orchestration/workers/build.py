@@ -50,7 +50,14 @@ def build_trainer_core(start: TrainerStart) -> tuple[TrainerCore, WeightSender, 
         name: Assignment(TrainConfig(**one.train), AlgoConfig(**one.algo), LoraConfig(**one.lora))
         for name, one in start.adapters.items()
     }
-    core = TorchTrainer(Path(start.model_dir), train, algo, start.seed, start.keep_routing, adapters)
+    core = TorchTrainer(
+        model_dir=Path(start.model_dir),
+        config=train,
+        algo=algo,
+        seed=start.seed,
+        keep_routing=start.keep_routing,
+        adapters=adapters,
+    )
     for name, checkpoint in start.restore.items():
         core.restore(Path(checkpoint), name)
     served = [spec.name for spec in core.adapters()]
@@ -71,7 +78,15 @@ def build_shadow(start: TrainerStart, core: TrainerCore) -> tuple[Shadow | None,
     wanted, dtype = start.shadow, getattr(torch, start.shadow.dtype)
     manifest = lay_out(core.parameters(), dtype)
     sender = wanted.transport.sender({"": manifest})
-    shadow = Shadow(wanted.kind, wanted.every, wanted.decay, dtype, sender, core.version, core.parameters())
+    shadow = Shadow(
+        kind=wanted.kind,
+        every=wanted.every,
+        decay=wanted.decay,
+        dtype=dtype,
+        sender=sender,
+        version=core.version,
+        parameters=core.parameters(),
+    )
     if checkpoint := start.restore.get(""):
         shadow.restore(Path(checkpoint))
     return shadow, manifest
