@@ -15,8 +15,12 @@ from typing import Any
 import msgspec
 import pytest
 from test_engine_process import opened, request
+from tiny_run import tiny_config
 
+from headrace.config import load_config
 from headrace.errors import ConfigError, HeadraceError, WorkerDied
+from headrace.orchestration.clients.trainer import ProcessTrainer
+from headrace.orchestration.pools import trainer_start
 from headrace.orchestration.workers.dial_in import DialInLauncher, DialInWorker, Hello, Listener, Stream, dial
 from headrace.orchestration.workers.wire import (
     MAX_FRAME,
@@ -30,6 +34,7 @@ from headrace.orchestration.workers.wire import (
 )
 from headrace.protocols import Job
 from headrace.version import __version__
+from headrace.weight_sync.shared_memory import SharedMemory
 
 TOKEN = "a token of many characters"
 
@@ -231,6 +236,30 @@ def test_an_engine_that_dials_in_survives_a_kill_and_a_stop(tiny_llama: Path, tm
         assert not listener.turned_away
 
     with_listener(use)
+
+
+def test_a_trainer_that_dials_in_publishes_and_its_death_is_noticed(tiny_llama: Path, tmp_path: Path) -> None:
+    config, transport = load_config(tiny_config(tmp_path, tiny_llama)), SharedMemory.open()
+
+    async def use(listener: Listener) -> None:
+        launcher = DialInLauncher(tmp_path, listener, silence=20.0)
+        trainer = ProcessTrainer(launcher, trainer_start(config, tiny_llama, {}, transport))
+        try:
+            ready = await trainer.open()
+            update = await trainer.publish()
+            received = transport.receiver(ready.manifests).receive(update)
+            assert update.version == ready.version == 0 and len(received) == len(ready.manifests[""].tensors)
+            watching = asyncio.ensure_future(trainer.watch())
+            scoring = asyncio.ensure_future(trainer.score([1, 2, 3]))
+            assert len(await scoring) == 2 and not watching.done()
+            trainer.kill()
+            with pytest.raises(WorkerDied, match="the trainer process was killed by SIGKILL"):
+                await watching
+        finally:
+            await trainer.close()
+
+    with_listener(use)
+    transport.close()
 
 
 def test_a_process_that_ends_before_it_dials_in_is_a_death(tmp_path: Path) -> None:
