@@ -19,8 +19,9 @@ extern "C" {
 
 int headrace_begin() {
     team::use_threads(1);
-    return tiles_allowed();
+    return executable() && tiles_allowed();
 }
+const char* headrace_tier() { return TIER; }
 void headrace_threads(int threads) { team::use_threads(threads); }
 
 void headrace_pack_weight(const float* w, int n, int k, bf16* across, bf16* down) { pack_weight(w, n, k, across, down); }
