@@ -15,8 +15,8 @@ SHARED = Path(__file__).parent / "src"
 COMPILERS = ("c++", "g++", "clang++")
 LIMIT = "HEADRACE_INSTRUCTIONS"
 """The environment variable by which a person limits the instruction set, so that a slower kind of processor can be tried."""
-SECONDS = 300
-"""Enough for a machine that is busy; about 5 are usual."""
+SECONDS = 1800
+"""Enough for a machine that is slow and busy; about 5 are usual."""
 
 
 @dataclass(frozen=True)

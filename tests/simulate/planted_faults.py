@@ -109,12 +109,12 @@ OF_PIPELINE = (
     ),
     _one(
         "step_counted_first", PIPELINE, "C7", "a step is counted, and then written into the journal",
-        "        parts.journal.write(Stepped(self._clock(), report, tuple(group.ticket for group in groups)))\n"
+        "        parts.journal.write(Stepped(self._clock(), report, tuple(group.ticket for group in groups), batch.steps))\n"
         "        parts.journal.flush()\n        for sentence in", "        for sentence in",
         (
             "        parts.buffer.trained(groups)\n        self._record(step_fact(",
             "        parts.buffer.trained(groups)\n"
-            "        parts.journal.write(Stepped(self._clock(), report, tuple(group.ticket for group in groups)))\n"
+            "        parts.journal.write(Stepped(self._clock(), report, tuple(group.ticket for group in groups), batch.steps))\n"
             "        parts.journal.flush()\n        self._record(step_fact(",
         ),
     ),
@@ -140,7 +140,7 @@ OF_PIPELINE = (
     ),
     _one(
         "no_last_checkpoint", PIPELINE, "C7", "a run that has finished writes no checkpoint",
-        "        if self.step >= plan.steps:\n            await", "        if self.step > plan.steps:\n            await",
+        "        if self.step >= self._plan.steps:\n            await", "        if self.step > self._plan.steps:\n            await",
     ),
     _one(
         "judged_a_step_late", PIPELINE, "C1", "a group's age is looked at as if it were trained one step earlier",
@@ -323,7 +323,7 @@ OF_SNAPSHOTS = (
     ),
     _one(
         "pass_number_off_by_one", SNAPSHOTS, "C7", "a checkpoint skips the first pass behind it",
-        "position, self._passes.number, self._scored_by", "position, self._passes.number + 1, self._scored_by",
+        "=self._passes.number,", "=self._passes.number + 1,",
     ),
     _one(
         "not_flushed_before", SNAPSHOTS, "C7", "a checkpoint is on the disk before the records that it counts",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from headrace.durable.journal import Drawn, Gone, Ready
 from headrace.observe.facts import GroupEnded, TicketDrawn
 from headrace.orchestration.loops.budgets import Budgets
-from headrace.orchestration.loops.outcomes import Outcome, Rolled
+from headrace.orchestration.loops.outcomes import FirstTexts, Outcome, Rolled
 from headrace.orchestration.loops.parts import Parts, Told
 from headrace.orchestration.plan import Plan
 from headrace.rollouts.rollout import roll_out
@@ -25,6 +25,7 @@ class Rolling:
         self._cancelled: dict[int, str] = {}
         """Why, by ticket."""
         self._budgets = Budgets(plan.watch, plan.rollout.patience, self._record, clock)
+        self._texts = FirstTexts(self._record, clock)
         self._rewards = list(told.rewards)
         """Of the groups that ended since the last step."""
         self._mean_drawn = told.reward_drawn
@@ -93,7 +94,9 @@ class Rolling:
             if ticket not in self._cancelled:
                 raise
             lost = sum(len(one.tokens) for one in self._parts.interrupts.so_far(self._plan.names(ticket)).values())
-            rolled = Rolled(ticket, prompt, (), (), self._clock() - started, lost)
+            rolled = Rolled(
+                ticket=ticket, prompt=prompt, scored=(), failures=(), seconds=self._clock() - started, lost_tokens=lost
+            )
             self.end(rolled, "dropped", self._cancelled.pop(ticket))
         self._parts.interrupts.forget(self._plan.names(ticket))
 
@@ -125,6 +128,7 @@ class Rolling:
                 parts.interrupts.generate, prompt, self._plan.requests(ticket, prompt), parts.decode
             )
         episodes = [result for result in results if isinstance(result, Episode)]
+        self._texts.tell(prompt, episodes)
         judged: list[Scored | Failure] = []
         if episodes:
             async with parts.waits.named("rollouts", "the scorer"):
