@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 
-from headrace.lora import LoraConfig
-from headrace.models import resolve_model
-from headrace.trainer.torch_lora import Adapters
-from headrace.trainer.torch_model import load_model
+from headrace.models.lora import LoraConfig
+from headrace.models.resolve import resolve_model
+from headrace.trainer.model.adapters import Adapters
+from headrace.trainer.model.causal_lm import load_model
 from headrace.weight_sync.memory import anonymous_memory
 from headrace.weight_sync.shared_memory import SharedMemoryReceiver, SharedMemorySender, lay_out
 from headrace.weights import AdapterSpec

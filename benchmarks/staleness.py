@@ -68,12 +68,12 @@ class Prompted(NamedTuple):
 
 
 def simulated(given: argparse.Namespace, policy: Json, seed: int) -> Json:
-    from headrace import virtual_time
     from headrace.observe.facts import GroupEnded, StepTrained, WeightsLive
     from headrace.observe.numbers.state import RunState
     from headrace.observe.records import summarise
+    from headrace.plan.world import World
     from headrace.reports import EngineStats
-    from headrace.simulate.world import World
+    from headrace.simulate import virtual_time
 
     class Watcher:
         """An observer that keeps metrics, not tokens."""
@@ -131,11 +131,11 @@ def by_token(truth: Sequence[Prompted], ended: Mapping[int, Any], kept: Mapping[
 
 
 def scenario_of(given: argparse.Namespace, policy: Json, seed: int) -> Any:
-    from headrace.rollout import RolloutConfig
-    from headrace.simulate import hardware
+    from headrace.plan.rates import hardware
+    from headrace.plan.scenario import Scenario
+    from headrace.rollouts.rollout import RolloutConfig
+    from headrace.rollouts.staleness import StalenessConfig
     from headrace.simulate.distributions import Distribution, fixed
-    from headrace.simulate.scenario import Scenario
-    from headrace.staleness import StalenessConfig
 
     chip, shape = hardware.gpu("h100"), hardware.shape("7b")
     return Scenario(
@@ -153,7 +153,7 @@ def scenario_of(given: argparse.Namespace, policy: Json, seed: int) -> Any:
 
 def asked(scenario: Any, tickets: int) -> list[Prompted]:
     """Of the first tickets, as the simulated engine and scorer decide it."""
-    from headrace.rollout import seed_of
+    from headrace.rollouts.rollout import seed_of
     from headrace.simulate.codes import difficulty
     from headrace.simulate.distributions import solve_shift
     from headrace.simulate.surroundings import Lengths, SimulatedScorer, SimulatedTask

@@ -17,11 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace import virtual_time
 from headrace.algo.config import AlgoConfig
 from headrace.algo.groups import algorithm_of
 from headrace.algo.noise import NoiseWatch
-from headrace.buffer import Buffer
 from headrace.durable.journal import Journal
 from headrace.durable.passes import PassLog
 from headrace.engine.fake import FakeEngine
@@ -39,12 +37,14 @@ from headrace.orchestration.plan import Plan
 from headrace.orchestration.store.checkpoints import Checkpoints
 from headrace.orchestration.store.recovery import read_past, recover
 from headrace.orchestration.store.snapshots import Snapshots, load_controller
-from headrace.partial import Interrupts, PartialConfig
-from headrace.process_config import EvalConfig, WatchConfig
 from headrace.reports import LagStats, Noise
-from headrace.rollout import RolloutConfig
+from headrace.rollouts.buffer import Buffer
+from headrace.rollouts.partial import Interrupts, PartialConfig
+from headrace.rollouts.rollout import RolloutConfig
+from headrace.rollouts.staleness import StalenessConfig
 from headrace.scoring.fake import FakeScorer
-from headrace.staleness import StalenessConfig
+from headrace.settings.process_config import EvalConfig, WatchConfig
+from headrace.simulate import virtual_time
 from headrace.tasks.fake import FakeTask
 from headrace.trainer.fake import FakeTrainer
 from headrace.types import Completion

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Literal
 
 from headrace.algo.groups import algorithm_of
 from headrace.algo.noise import NoiseWatch, inside_rounding
-from headrace.buffer import Buffer
-from headrace.chat import ChatEncoder
 from headrace.config import RunConfig
 from headrace.durable.journal import JournalStep
 from headrace.errors import ConfigError
-from headrace.models import resolve_model
+from headrace.models.chat import ChatEncoder
+from headrace.models.resolve import resolve_model
 from headrace.observe.facts import Books, RunStarted, Warned, WeightsLive
 from headrace.observe.health.waits import Waits
 from headrace.observe.machine import machine_mark
@@ -38,9 +37,10 @@ from headrace.orchestration.store.snapshots import Snapshots
 from headrace.orchestration.store.storage import Storage
 from headrace.orchestration.teaching import Lesson, Student, open_teaching, plan_lessons, reward_weights
 from headrace.orchestration.wording import headline, where
-from headrace.partial import Interrupts
 from headrace.protocols import Observer, Scorer, Task
 from headrace.rehearsal.reward import try_in_loop
+from headrace.rollouts.buffer import Buffer
+from headrace.rollouts.partial import Interrupts
 from headrace.scoring.handed import RewardFunction
 from headrace.scoring.overlong import punished
 from headrace.tasks.config import TaskConfig
@@ -285,7 +285,7 @@ def build_task(config: TaskConfig, encoder: ChatEncoder, seed: int, rows: Sequen
 def build_scorer(config: RunConfig, rewards: Sequence[RewardFunction] = (), log: Path | None = None) -> Scorer:
     """Of reward functions, `rewards` being those that Python passed; or of none, where teachers are all there is to learn from."""
     from headrace.scoring.functions import FunctionScorer
-    from headrace.scoring.teachers import NoReward
+    from headrace.scoring.teacher.stage import NoReward
 
     if config.teachers and not config.reward.specs and not rewards:
         if config.eval.prompts and all(teacher.mode == "tokens" for teacher in config.teachers):
@@ -302,8 +302,8 @@ def export_weights(
 ) -> None:
     """A directory that `transformers` loads: the checkpoint's weights, the model's tokenizer and templates; of an adapter one
     that peft loads, unless it is merged into the base weights (in float32)."""
-    from headrace.trainer.torch_learner import Assignment
-    from headrace.trainer.torch_trainer import TorchTrainer
+    from headrace.trainer.step.learner import Assignment
+    from headrace.trainer.step.trainer import TorchTrainer
 
     algo = config.algo.with_length(config.rollout.max_tokens)
     masters = config.train.weights == "float32" or config.train.offload_optimizer

@@ -2,7 +2,7 @@
 #pragma once
 #include <unistd.h>
 
-#include "team.h"
+#include "loops.h"
 
 template <class T>
 struct Weight {

@@ -25,11 +25,11 @@ void weight_gradient(const T* x, int rows, int k, const Weight<T>* weights, int 
 
 extern "C" {
 
-int headrace_begin(void* start) {
-    team::start = (team::Start)start;
+int headrace_begin() {
+    team::use_threads(1);
     return tiles_allowed();
 }
-void headrace_threads(int threads) { team::threads = threads; }
+void headrace_threads(int threads) { team::use_threads(threads); }
 
 #define EITHER(DO) \
     if (wide) DO(float); \

@@ -1,0 +1,151 @@
+"""What a worker process runs: `python -m headrace.orchestration.workers.worker (engine|trainer) SOCKET_FD WEIGHTS_FD`.
+
+Reads frames in one thread, works in another, and leaves as soon as the controller's end of the socket is closed: a killed
+controller leaves no orphan behind, not even a stopped one (`orphans.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from headrace.observe.health.frames import answer_signals
+from headrace.orchestration.workers.answers import answer
+from headrace.orchestration.workers.engine_loop import EngineLoop
+from headrace.orchestration.workers.messages import EngineStart, TrainerReady, TrainerStart
+from headrace.orchestration.workers.wire import Frame, WorkerEnd, unpack
+from headrace.orphans import signal_me_when_orphaned
+from headrace.protocols import TrainerCore, WeightSender
+from headrace.types import Batch
+from headrace.weights import WeightUpdate
+
+if TYPE_CHECKING:
+    from headrace.trainer.step.shadow import Shadow
+
+
+def main() -> None:
+    signal_me_when_orphaned(signal.SIGKILL)
+    kind, socket_fd, weights_fd = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller decides when to leave
+    answer_signals()
+    if cores := [int(core) for core in os.environ.get("HEADRACE_CORES", "").split(",") if core]:
+        os.sched_setaffinity(0, cores)
+    end = WorkerEnd(socket.socket(fileno=socket_fd))
+    inbox: queue.Queue[Frame] = queue.Queue()
+    threading.Thread(target=_read, args=(end, inbox), daemon=True).start()
+    try:
+        {"engine": serve_engine, "trainer": serve_trainer}[kind](end, inbox, weights_fd)
+    except BrokenPipeError:
+        os._exit(0)  # the controller is gone
+
+
+def _read(end: WorkerEnd, inbox: queue.Queue[Frame]) -> None:
+    """Whatever ends this thread ends the process: a worker that hears nothing would wait for ever."""
+    try:
+        while (frame := end.receive()) is not None:
+            inbox.put(frame)
+    except BaseException:
+        traceback.print_exc()
+    os._exit(0)
+
+
+# -- the trainer ------------------------------------------------------------------------------------------------------------
+
+
+def serve_trainer(end: WorkerEnd, inbox: queue.Queue[Frame], weights_fd: int) -> None:
+    """One call after the other."""
+    from headrace.orchestration.workers.build import build_shadow, build_trainer_core, preload
+
+    preload("trainer")
+    start = inbox.get()
+    parts: dict[str, Any] = {}
+
+    def begin() -> TrainerReady:
+        told = unpack(start.payload, TrainerStart)
+        core, sender, manifests = build_trainer_core(told, weights_fd)
+        shadow, behind = build_shadow(told, core, manifests, weights_fd)
+        parts.update(core=core, publisher=Publisher(core, sender), shadow=shadow)
+        return TrainerReady(manifests, core.version, core.dtype, behind)
+
+    answer(end, start, begin)
+    while parts:
+        frame = inbox.get()
+        answer(end, frame, lambda frame=frame: _trainer_call(frame=frame, **parts))  # type: ignore[misc]
+
+
+class Publisher:
+    """An adapter that is published names the base that was published before it, so that it is never served over another."""
+
+    def __init__(self, core: TrainerCore, sender: WeightSender) -> None:
+        self._core, self._sender = core, sender
+        self._specs, self._base = {spec.name: spec for spec in core.adapters()}, ""
+
+    def publish(self, adapter: str) -> WeightUpdate:
+        core, parameters = self._core, self._core.parameters(adapter)
+        if not adapter:
+            update = self._sender.send(core.version, parameters)
+            self._base = update.fingerprint
+            return update
+        assert self._base, "the base weights are published before any adapter"
+        spec = msgspec.structs.replace(self._specs[adapter], base=self._base)
+        return self._sender.send(core.version_of(adapter), parameters, spec)
+
+
+def _trainer_call(core: TrainerCore, publisher: Publisher, shadow: Shadow | None, frame: Frame) -> Any:
+    match frame.method:
+        case "step":
+            report = core.step(unpack(frame.payload, Batch))
+            if shadow and not report.skipped:
+                shadow.follow(report.version, core.parameters())
+            return report
+        case "publish_shadow":
+            assert shadow, "no teacher is the student itself"
+            return shadow.publish()
+        case "publish":
+            return publisher.publish(unpack(frame.payload, str))
+        case "score":
+            return core.score(*unpack(frame.payload, tuple[list[int], str]))
+        case "save":
+            where, adapter = unpack(frame.payload, tuple[str, str])
+            directory = Path(where)
+            core.save(directory, adapter)
+            return shadow.save(directory) if shadow else None
+        case method:
+            raise AssertionError(f"unknown call {method}")
+
+
+# -- the engine -------------------------------------------------------------------------------------------------------------
+
+
+def serve_engine(end: WorkerEnd, inbox: queue.Queue[Frame], weights_fd: int) -> None:
+    """See `engine_loop.py`."""
+    from headrace.orchestration.workers.build import build_engine_core, preload
+
+    preload("engine")
+    start = inbox.get()
+    parts: dict[str, Any] = {}
+
+    def begin() -> Any:
+        core, receiver = build_engine_core(unpack(start.payload, EngineStart), weights_fd)
+        parts.update(core=core, receiver=receiver)
+        return core.capabilities
+
+    answer(end, start, begin)
+    if not parts:
+        return
+    loop = EngineLoop(end, inbox, parts["core"], parts["receiver"])
+    while True:
+        loop.turn()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""The bounded buffer between inference and training: tickets, slots, the window, and the accounting of every ticket.
+
+A ticket's life:   drawn -> in flight -> ready -> taken -> trained -> (weights live) released
+                            in flight -> dropped(reason) | failed(reason)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+from headrace.observe.facts import Accounting
+from headrace.rollouts.staleness import StalenessConfig
+from headrace.types import Group, Prompt, Struct
+
+
+class BufferState(Struct, frozen=True):
+    """What a checkpoint holds of the buffer: finished groups, what was in flight, and the accounting."""
+
+    next_ticket: int
+    ready: tuple[Group, ...]
+    in_flight: dict[int, Prompt]
+    """By ticket. A run that goes on goes on with the same tickets."""
+    accounting: Accounting
+
+
+class Buffer:
+    """Slots and order enforce C1 (proof in `staleness.py`); counters keep C2. Single-threaded: one asyncio loop."""
+
+    def __init__(self, config: StalenessConfig, groups_wanted: int) -> None:
+        """`groups_wanted`: groups that the whole run will train. No more prompts are drawn than that needs."""
+        self._config = config
+        self._wanted = groups_wanted
+        self._next_ticket = 0
+        self._in_flight: dict[int, Prompt] = {}
+        """By ticket."""
+        self._ready: dict[int, Group] = {}
+        """In the order in which they were finished."""
+        self._taken: dict[int, Group] = {}
+        self._trained_not_live: set[int] = set()
+        self._drawn = self._trained = 0
+        self._dropped: Counter[str] = Counter()
+        self._failed: Counter[str] = Counter()
+        self._rollout_failures: Counter[str] = Counter()
+        self._closed = False
+        self._sleepers: list[asyncio.Future[None]] = []
+
+    # -- the producer's side ------------------------------------------------------------------------------------------
+
+    async def draw(self) -> int | None:
+        """The next ticket as soon as a slot is free and the run needs another group; None once the buffer is closed."""
+        await self._until(lambda: self._closed or self._may_draw())
+        return None if self._closed else self._next_ticket
+
+    def start(self, ticket: int, prompt: Prompt) -> None:
+        """The prompt of the next ticket."""
+        assert ticket == self._next_ticket, f"ticket {ticket} is drawn after {self._next_ticket - 1}"
+        self._next_ticket += 1
+        self._in_flight[ticket] = prompt
+        self._drawn += 1
+
+    def put(self, group: Group) -> None:
+        del self._in_flight[group.ticket]
+        self._ready[group.ticket] = group
+        self._count_failures(failure.reason for failure in group.failures)
+        self._notify()
+
+    def end(self, ticket: int, outcome: str, reason: str, failures: Iterable[str] = ()) -> None:
+        """A group that will not be trained: its slot is free at once. `failures`: reasons of rollouts that failed in it."""
+        assert outcome in ("dropped", "failed"), outcome
+        place = next(held for held in (self._in_flight, self._ready, self._taken) if ticket in held)
+        unfinished = ticket in self._in_flight  # else `put` has counted its failures
+        del place[ticket]
+        (self._dropped if outcome == "dropped" else self._failed)[reason] += 1
+        if outcome == "dropped" and unfinished:
+            self._count_failures(failures)
+        self._notify()
+
+    # -- the trainer's side -------------------------------------------------------------------------------------------
+
+    async def take(self, count: int, judge: Callable[[Group], Group | None]) -> tuple[Group, ...] | None:
+        """The next `count` groups that may be taken, as they become ready; None once the buffer is closed.
+
+        `judge`: what of a group may be trained now; where it returns None it has ended the group.
+        """
+        batch: list[Group] = []
+        while len(batch) < count:
+            await self._until(lambda: self._closed or self._eligible() is not None)
+            ticket = self._eligible()
+            if self._closed or ticket is None:
+                self._ready = {group.ticket: self._taken.pop(group.ticket) for group in batch} | self._ready
+                return None
+            if group := judge(self._ready[ticket]):
+                self._taken[ticket] = self._ready.pop(ticket)
+                batch.append(group)
+            assert ticket not in self._ready, "a group that is not trained has ended"
+        return tuple(batch)
+
+    def take_again(self, tickets: Sequence[int]) -> tuple[Group, ...]:
+        """The groups of a step that is in the journal."""
+        for ticket in tickets:
+            self._taken[ticket] = self._ready.pop(ticket)
+        return tuple(self._taken[ticket] for ticket in tickets)
+
+    def trained(self, groups: Iterable[Group]) -> None:
+        """Counted as trained; their slots stay taken until `release`."""
+        for group in groups:
+            del self._taken[group.ticket]
+            self._trained_not_live.add(group.ticket)
+            self._trained += 1
+
+    def release(self, groups: Iterable[Group]) -> None:
+        """The weights that these groups trained are live."""
+        self._trained_not_live -= {group.ticket for group in groups}
+        self._notify()
+
+    def close(self) -> None:
+        """Ends the run: `draw` and `take` return None from now on."""
+        self._closed = True
+        self._notify()
+
+    # -- what it knows ------------------------------------------------------------------------------------------------
+
+    @property
+    def outstanding(self) -> int:
+        """Tickets that hold a slot."""
+        return self._inside + len(self._trained_not_live)
+
+    @property
+    def in_flight(self) -> dict[int, Prompt]:
+        """What is generated or scored, by ticket."""
+        return dict(self._in_flight)
+
+    @property
+    def ready(self) -> tuple[int, ...]:
+        """Tickets of finished groups, those in the step under way too."""
+        return tuple(sorted([*self._ready, *self._taken]))
+
+    @property
+    def finished(self) -> tuple[Group, ...]:
+        """Groups that wait for a step."""
+        return tuple(self._ready.values())
+
+    @property
+    def _inside(self) -> int:
+        return len(self._in_flight) + len(self._ready) + len(self._taken)
+
+    def accounting(self, in_checkpoint: bool = False) -> Accounting:
+        """C2 at this instant. `in_checkpoint`: what is in the pipeline now is what a checkpoint holds."""
+        return Accounting(
+            drawn=self._drawn,
+            trained=self._trained,
+            dropped=dict(self._dropped),
+            failed=dict(self._failed),
+            in_pipeline=0 if in_checkpoint else self._inside,
+            in_checkpoint=self._inside if in_checkpoint else 0,
+            rollout_failures=dict(self._rollout_failures),
+        )
+
+    def state(self) -> BufferState:
+        groups = (*self._taken.values(), *self._ready.values())
+        return BufferState(self._next_ticket, groups, self.in_flight, self.accounting(in_checkpoint=True))
+
+    def restore(self, state: BufferState) -> None:
+        assert self._next_ticket == 0, "restore before the first draw"
+        counted = state.accounting
+        self._next_ticket = state.next_ticket
+        self._ready = {group.ticket: group for group in state.ready}
+        self._in_flight = dict(state.in_flight)
+        self._drawn, self._trained = counted.drawn, counted.trained
+        self._dropped, self._failed = Counter(counted.dropped), Counter(counted.failed)
+        self._rollout_failures = Counter(counted.rollout_failures)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _may_draw(self) -> bool:
+        config = self._config
+        if self._wanted - self._trained - self._inside <= 0:
+            return False
+        if config.paced:
+            return self.outstanding < config.slots
+        if len(self._trained_not_live) > config.max_lag * config.groups_per_step:
+            return False  # what would be sampled now is overdue already
+        room = not config.stored or len(self._ready) + len(self._in_flight) < config.stored + config.generating
+        return room and len(self._in_flight) < config.generating
+
+    def _eligible(self) -> int | None:
+        """The ready ticket that is taken next. Paced, it lies inside the window anchored at the oldest ticket not taken yet."""
+        tickets = list(self._ready)
+        if self._config.paced and tickets:
+            oldest = next(iter(self._in_flight), self._next_ticket)  # they are started in order
+            anchor = min(*tickets, oldest)
+            tickets = [ticket for ticket in tickets if ticket < anchor + self._config.window]
+        return min(tickets, default=None) if self._config.order == "stalest" else next(iter(tickets), None)
+
+    def _count_failures(self, reasons: Iterable[str]) -> None:
+        self._rollout_failures.update(reasons)
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            sleeper = asyncio.get_running_loop().create_future()
+            self._sleepers.append(sleeper)
+            await sleeper
+
+    def _notify(self) -> None:
+        for sleeper in self._sleepers:
+            if not sleeper.done():
+                sleeper.set_result(None)
+        self._sleepers.clear()

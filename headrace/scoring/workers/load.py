@@ -1,0 +1,28 @@
+"""`path/to/file.py:name` -> the reward function, or a sentence why not. Runs in worker processes only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from headrace.errors import ConfigError
+from headrace.scoring.builtin import load_reasoning_gym
+from headrace.scoring.job import signature_problem
+from headrace.settings.user_code import load_function
+
+BUILTIN: dict[str, Callable[[], Callable[..., Any]]] = {"reasoning_gym": load_reasoning_gym}
+
+
+def load_functions(specs: list[str]) -> list[Callable[..., Any]]:
+    """Raises ConfigError. A file that several specs name is run once."""
+    modules: dict[Path, ModuleType] = {}
+    return [BUILTIN[spec]() if spec in BUILTIN else _from_file(spec, modules) for spec in specs]
+
+
+def _from_file(spec: str, modules: dict[Path, ModuleType]) -> Callable[..., Any]:
+    function = load_function(spec, f"reward function {spec}", modules)
+    if problem := signature_problem(function):
+        raise ConfigError(f"reward function {spec}: {spec.rpartition(':')[2]} {problem}")
+    return function

@@ -1,0 +1,310 @@
+"""Reward functions of the user's files, run in processes that can be killed: their timeouts hold whatever the code does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from headrace import orphans
+from headrace.errors import ConfigError
+from headrace.observe.health.family import Child, current_family
+from headrace.observe.health.frames import VARIABLE
+from headrace.scoring.job import Job, Loaded, Values, fail_all, too_late
+from headrace.scoring.workers.frames import Call, Ready, pack, read_answer, receive
+
+LOAD_SECONDS = 120.0
+"""How long importing the user's file may take."""
+
+GRACE = 1.0
+"""Seconds beyond the timeout before a process whose loop an async function blocks is killed."""
+
+
+def check_functions(specs: Sequence[str]) -> tuple[Loaded, ...]:
+    """Loads the functions once in a process of their own. Raises ConfigError for what cannot be loaded."""
+    named = ", ".join(specs)
+    try:
+        done = subprocess.run(
+            _command(["--check", *specs]),
+            input=b"",
+            capture_output=True,
+            timeout=LOAD_SECONDS,
+            env=_environment(),
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"loading the reward functions {named} took more than {LOAD_SECONDS:g} s; move slow work out of the file's top level"
+        ) from None
+    first = read_answer(io.BytesIO(done.stdout))
+    if not isinstance(first, Ready):
+        said = (done.stderr.decode(errors="replace").strip().splitlines() or ["nothing"])[-1]
+        raise ConfigError(
+            f"the process that loads the reward functions {named} {ending(done.returncode)}; it said: {said}"
+        )
+    if first.error:
+        raise ConfigError(first.error)
+    return first.functions
+
+
+def _command(arguments: Sequence[str]) -> list[str]:
+    # -P: a file random.py in the working directory must not replace Python's; reward files find their neighbours anyway
+    return [sys.executable, "-P", "-m", "headrace.scoring.workers.worker", *arguments]
+
+
+def _environment(file: Path | None = None) -> dict[str, str]:
+    """`file`: where it writes its stacks when it is asked for them."""
+    # A worker is one of several: one core each, and no spinning beside the engine, unless the user says otherwise.
+    environment = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", **os.environ}
+    package = str(Path(__file__).resolve().parents[3])
+    if package not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):  # run from a checkout
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+    return environment | orphans.of_this_process() | ({VARIABLE: str(file)} if file else {})
+
+
+def ending(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
+
+
+_numbers = itertools.count(1)
+"""Of the workers of this process, for their names."""
+
+
+class ProcessLost(Exception):
+    """The worker is gone; says how."""
+
+
+class WorkerProcess:
+    """One worker and the calls it has not answered yet."""
+
+    def __init__(self, specs: Sequence[str], log: Path | None) -> None:
+        self._specs, self._log = specs, log
+        self._ids: Iterator[int] = itertools.count()
+        self._waiting: dict[int, asyncio.Future[Values]] = {}
+        self._process: asyncio.subprocess.Process | None = None
+        self._receiving: asyncio.Task[None] | None = None
+        self._why = ""
+        self.alive = False
+        self.who = f"scorer {next(_numbers)}"
+        self._family = current_family()
+        self._stacks = log.with_name(f"{self.who.replace(' ', '-')}.stacks") if log else None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    async def start(self) -> None:
+        """Returns when the functions are loaded. Raises ProcessLost when they are not."""
+        try:
+            self._process = await self._spawn()
+        except OSError as error:  # no memory, no descriptors, no directory for its log
+            self._why = f"could not be started: {error}"
+            raise ProcessLost(self._why) from error
+        self._family.started(Child(self.who, self.pid, self._stacks))
+        assert self._process.stdout is not None
+        try:
+            async with asyncio.timeout(LOAD_SECONDS):
+                ready = await receive(self._process.stdout)
+        except TimeoutError:
+            await self.close(f"did not load the reward functions within {LOAD_SECONDS:g} s")
+            raise ProcessLost(self._why) from None
+        except EOFError:
+            how = ending(await self._process.wait())
+            await self.close(f"{how} while it loaded the reward functions")
+            raise ProcessLost(self._why) from None
+        except asyncio.CancelledError:
+            await self.close("was not needed any more")
+            raise
+        assert isinstance(ready, Ready)
+        if ready.error:
+            await self.close(f"could not load the reward functions a second time: {ready.error}")
+            raise ProcessLost(self._why)
+        self.alive = True
+        self._receiving = asyncio.create_task(self._receive())
+
+    async def _spawn(self) -> asyncio.subprocess.Process:
+        with _opened(self._log) as log:
+            return await asyncio.create_subprocess_exec(
+                *_command(self._specs),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=_environment(self._stacks),
+                start_new_session=True,  # Ctrl-C reaches the controller only; a kill reaches what the function started too
+            )
+
+    async def ask(self, function: int, job: Job, seconds: float) -> Values:
+        """Waits as long as it takes; the worker cancels an async function after `seconds`.
+
+        Raises ProcessLost when the process ends before it answers.
+        """
+        assert self._process is not None and self._process.stdin is not None
+        if not self.alive:
+            raise ProcessLost(self._why)
+        id = next(self._ids)
+        answer: asyncio.Future[Values] = asyncio.get_running_loop().create_future()
+        self._waiting[id] = answer
+        try:
+            with contextlib.suppress(ConnectionError):  # then `_receive` finds out how the process ended
+                self._process.stdin.write(pack(Call(id, function, job, seconds)))
+                await self._process.stdin.drain()
+            return await answer
+        finally:
+            self._waiting.pop(id, None)
+
+    async def _receive(self) -> None:
+        assert self._process is not None and self._process.stdout is not None
+        try:
+            while True:
+                reply = await receive(self._process.stdout)
+                assert not isinstance(reply, Ready)
+                waiting = self._waiting.get(reply.id)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(reply.values)
+        except (EOFError, ConnectionError):
+            pass
+        except Exception as error:  # nobody awaits this task, and whoever asked would blame the function for being late
+            self._why = f"was killed, because its answer made no sense: {error!r}"
+        self.alive = False
+        self.kill()  # a worker that closed its pipe is of no use, and may have left children
+        code = await self._process.wait()
+        self._is_gone()
+        self._why = self._why or ending(code)
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(ProcessLost(self._why))
+
+    def _is_gone(self) -> None:
+        self._family.ended(self.pid)
+        if self._stacks is not None:
+            self._stacks.unlink(missing_ok=True)
+
+    def kill(self, why: str = "") -> None:
+        self.alive = False
+        self._why = self._why or why
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def close(self, why: str = "was closed") -> None:
+        """Returns with the process gone."""
+        self.kill(why)
+        if self._process is None:
+            return
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        await self._process.wait()
+        self._is_gone()
+        if self._receiving is not None:
+            await asyncio.wait({self._receiving})
+
+
+def _opened(log: Path | None) -> Any:
+    """Standard error of workers: a file when the terminal belongs to the live view."""
+    return log.open("ab") if log is not None else contextlib.nullcontext()
+
+
+class PrivatePool:
+    """Functions that are not async: one call a process at a time, `width` processes. A call that is too late costs its own
+    process its life, and the next call starts another."""
+
+    def __init__(self, specs: Sequence[str], width: int, timeout: float, log: Path | None) -> None:
+        self._specs, self._timeout, self._log = specs, timeout, log
+        self._slots = asyncio.Semaphore(width)
+        self._idle: list[WorkerProcess] = []
+        self._all: set[WorkerProcess] = set()
+
+    @property
+    def pids(self) -> list[int]:
+        return [worker.pid for worker in self._all if worker.alive]
+
+    async def call(self, function: int, job: Job) -> Values:
+        async with self._slots:  # waiting for a free process does not count towards the timeout
+            worker = self._take()
+            answered = False
+            try:
+                if not worker.alive:
+                    await worker.start()
+                async with asyncio.timeout(self._timeout):
+                    values = await worker.ask(function, job, self._timeout)
+                answered = True
+                return values
+            except TimeoutError:
+                return too_late(job, self._timeout, "its process was killed")
+            except ProcessLost as lost:
+                return fail_all(job, "reward_worker_died", f"the process that ran it {lost}")
+            finally:
+                await self._give_back(worker, answered)
+
+    def _take(self) -> WorkerProcess:
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.alive:
+                return worker
+            self._all.discard(worker)
+        worker = WorkerProcess(self._specs, self._log)
+        self._all.add(worker)
+        return worker
+
+    async def _give_back(self, worker: WorkerProcess, answered: bool) -> None:
+        if answered and worker.alive:
+            self._idle.append(worker)
+            return
+        worker.kill("was too late")
+        await worker.close()
+        self._all.discard(worker)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(worker.close() for worker in list(self._all)))
+        self._all.clear()
+        self._idle.clear()
+
+
+class SharedProcess:
+    """Async functions: any number of calls at once in one process, which cancels those that are too late."""
+
+    def __init__(self, specs: Sequence[str], timeout: float, log: Path | None) -> None:
+        self._specs, self._timeout, self._log = specs, timeout, log
+        self._starting = asyncio.Lock()
+        self._worker: WorkerProcess | None = None
+
+    @property
+    def pids(self) -> list[int]:
+        return [self._worker.pid] if self._worker is not None and self._worker.alive else []
+
+    async def call(self, function: int, job: Job) -> Values:
+        worker: WorkerProcess | None = None
+        try:
+            worker = await self._ready()
+            async with asyncio.timeout(self._timeout + GRACE):
+                return await worker.ask(function, job, self._timeout)
+        except TimeoutError:
+            assert worker is not None
+            worker.kill("was killed, because one of its async functions blocked all the others")
+            return too_late(job, self._timeout, "it blocked its event loop, so its process was killed")
+        except ProcessLost as lost:
+            return fail_all(job, "reward_worker_died", f"the process that ran it {lost}")
+
+    async def _ready(self) -> WorkerProcess:
+        async with self._starting:
+            if self._worker is None or not self._worker.alive:
+                if self._worker is not None:
+                    await self._worker.close()
+                self._worker = WorkerProcess(self._specs, self._log)
+                await self._worker.start()
+            return self._worker
+
+    async def close(self) -> None:
+        if self._worker is not None:
+            await self._worker.close()

@@ -1,0 +1,106 @@
+"""A process that runs reward functions: `python -m headrace.scoring.workers.worker [--check] FUNCTION...`, driven by `processes.py`.
+
+Frames come in on what was standard input and leave on what was standard output. Before the user's code runs, both are
+moved away: what it prints goes to standard error, and it can read nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import queue
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+from headrace.errors import ConfigError
+from headrace.observe.health.frames import answer_signals
+from headrace.orphans import signal_me_when_orphaned
+from headrace.scoring.job import Loaded, call, call_async, is_async
+from headrace.scoring.workers.frames import Call, Ready, Reply, pack, read_call
+from headrace.scoring.workers.load import load_functions
+
+Functions = list[Callable[..., Any]]
+
+
+def main(arguments: list[str]) -> None:
+    # Not SIGKILL: what the user's function started ends with this process, once it goes on and reads that nobody is there.
+    signal_me_when_orphaned(signal.SIGCONT)
+    answer_signals()
+    calls, answers = _take_pipes()
+    check = arguments[:1] == ["--check"]
+    inbox: queue.SimpleQueue[Call] = queue.SimpleQueue()
+    if not check:
+        threading.Thread(target=_read, args=(calls, inbox), daemon=True).start()
+    specs = arguments[1:] if check else arguments
+    try:
+        functions = load_functions(specs)
+    except ConfigError as error:
+        _send(answers, Ready(error=str(error)))
+        return
+    loaded = (
+        Loaded(spec.rpartition(":")[2], is_async(function)) for spec, function in zip(specs, functions, strict=True)
+    )
+    _send(answers, Ready(tuple(loaded)))
+    if not check:
+        _serve(inbox, answers, functions)
+
+
+def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
+    calls, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    return calls, answers
+
+
+def _read(calls: BinaryIO, inbox: queue.SimpleQueue[Call]) -> None:
+    """In a thread of its own, so that the process ends with its parent whatever the user's function is doing. Whatever ends
+    this thread ends the process: one that hears nothing would wait for ever."""
+    try:
+        while (received := read_call(calls)) is not None:
+            inbox.put(received)
+    except Exception:
+        traceback.print_exc()
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if os.getpgrp() == os.getpid():  # started as the head of its own group, with whatever the function started
+            os.killpg(0, signal.SIGKILL)
+    os._exit(0)
+
+
+def _serve(inbox: queue.SimpleQueue[Call], answers: BinaryIO, functions: Functions) -> None:
+    """Plain functions one after the other here, in the main thread; async ones side by side in a loop beside it."""
+    loop = asyncio.new_event_loop()
+    if any(map(is_async, functions)):
+        threading.Thread(target=loop.run_forever, daemon=True).start()
+    while True:
+        received = inbox.get()
+        function = functions[received.function]
+        if is_async(function):
+            asyncio.run_coroutine_threadsafe(_answer_later(answers, received, function), loop)
+        else:
+            values = call(function, received.job)
+            sys.stdout.flush()
+            _send(answers, Reply(received.id, values))
+
+
+async def _answer_later(answers: BinaryIO, received: Call, function: Callable[..., Any]) -> None:
+    _send(answers, Reply(received.id, await call_async(function, received.job, received.timeout)))
+
+
+_sending = threading.Lock()
+
+
+def _send(answers: BinaryIO, frame: Reply | Ready) -> None:
+    with _sending:
+        answers.write(pack(frame))
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,122 @@
+"""A user's own function, `path/to/file.py:name` -> the function, or a sentence why not."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from headrace.errors import ConfigError
+
+
+def load_function(spec: str, what: str, modules: dict[Path, ModuleType] | None = None) -> Callable[..., Any]:
+    """Raises ConfigError, in sentences about `what`. A file that is in `modules` already is not run again."""
+    modules = {} if modules is None else modules
+    file, _, name = spec.rpartition(":")
+    path = Path(file).expanduser().resolve()
+    if path not in modules:
+        modules[path] = _run(path, what)
+    names = [known for known in vars(modules[path]) if not known.startswith("_")]
+    if not hasattr(modules[path], name):
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"; did you mean {near[0]}?" if near else f"; it defines {', '.join(names) or 'nothing'}"
+        raise ConfigError(f"{what}: {path.name} defines no {name}{hint}")
+    function: Callable[..., Any] = getattr(modules[path], name)
+    return function
+
+
+def defines(spec: str) -> str:
+    """Empty, or why `file.py:name` cannot be a function of that file. The file is read, not run."""
+    file, _, name = spec.rpartition(":")
+    path = Path(file).expanduser()
+    try:
+        tree = ast.parse(path.read_bytes(), str(path))
+    except OSError as error:
+        return f"{path} cannot be read ({error.strerror})" if path.exists() else f"there is no file {path}"
+    except (SyntaxError, ValueError) as error:
+        return f"{path} is not valid Python: {error}"
+    imported = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.names[0].name == "*"]
+    names = {found for node in ast.walk(tree) for found in _bound(node)}
+    if name in names or imported:
+        return ""
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"{path.name} defines no {name}{f'; did you mean {near[0]}?' if near else ''}"
+
+
+def _bound(node: ast.AST) -> list[str]:
+    """Names that a statement gives a meaning to."""
+    match node:
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return [name]
+        case ast.Import(names=names) | ast.ImportFrom(names=names):
+            return [alias.asname or alias.name for alias in names]
+        case ast.Name(id=name, ctx=ast.Store()):
+            return [name]
+    return []
+
+
+def _run(path: Path, what: str) -> ModuleType:
+    if not path.is_file():
+        raise ConfigError(f"{what}: there is no file {path}")
+    found = importlib.util.spec_from_file_location(f"headrace_user_{path.stem}", path)
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    sys.modules[found.name] = module  # dataclasses and pickle look their module up
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # at the end: a neighbour called random.py must not replace Python's
+    try:
+        found.loader.exec_module(module)
+    except SyntaxError as error:
+        raise ConfigError(f"{what}: {error.msg} ({error.filename}:{error.lineno})") from None
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{what}: running the file failed: {one_line(error)}") from None
+    return module
+
+
+def one_line(error: BaseException) -> str:
+    """`ZeroDivisionError: division by zero (rewards.py:12)`: the last place within the file that headrace called."""
+    outside = _outside(error)
+    theirs = [frame for frame in outside if frame.filename == outside[0].filename]
+    place = f" ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else ""
+    return f"{_headline(error)}{place}"
+
+
+def traceback_of(error: BaseException) -> str:
+    """The traceback as Python prints it, without the frames of headrace, of the standard library and of installed packages;
+    the last line is `KeyError: 'b'`. Where no frame is the user's, the last ones outside headrace."""
+    outside = _outside(error)
+    theirs = [frame for frame in outside if not frame.filename.startswith(_LIBRARIES)] or outside[-2:]
+    lines = traceback.format_list(traceback.StackSummary.from_list(theirs[-_FRAMES:]))
+    return "".join(["Traceback (your frames):\n", *lines, _headline(error)])
+
+
+def unreachable(error: BaseException) -> bool:
+    """Whether something on the network did not answer, by the names of the exception's classes: each client has its own."""
+    return any(kind.__name__ in _UNREACHABLE for kind in type(error).__mro__)
+
+
+def _outside(error: BaseException) -> list[traceback.FrameSummary]:
+    frames = traceback.extract_tb(error.__traceback__)
+    return [frame for frame in frames if not frame.filename.startswith((_PACKAGE, "<frozen"))]
+
+
+def _headline(error: BaseException) -> str:
+    said = (str(error).strip().splitlines() or [""])[0][:300]
+    return f"{type(error).__name__}{': ' if said else ''}{said}"
+
+
+_PACKAGE = str(Path(__file__).parent.parent)
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_FRAMES = 8
+_UNREACHABLE = (
+    "ConnectionError", "TimeoutError", "Timeout", "URLError", "gaierror", "TransportError", "ClientConnectionError",
+    "APIConnectionError",
+)  # fmt: skip
+"""Python's own, and those of requests, urllib, httpx, aiohttp and the clients of services."""
