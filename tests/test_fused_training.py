@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -186,6 +187,16 @@ def test_a_weight_in_bfloat16_has_its_gradient_in_bfloat16():
         fused_ops.linears(x, [(PackedWeight(), weight, None)], BF16)[0].backward(slope)
     expected = slopes.double().sum(0).t() @ x.double()
     assert weight.grad.dtype == BF16 and distance(weight.grad, expected) < 2 * ROUNDING[BF16]
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_no_rows_give_a_gradient_of_zero(dtype):
+    packed, weight = PackedWeight(), torch.randn(40, 64, requires_grad=True)
+    for rows in (20, 0):  # the room for the gradient holds something else before
+        weight.grad = None
+        (y,) = fused_ops.linears(torch.randn(rows, 64, requires_grad=True), [(packed, weight, None)], dtype)
+        y.sum().backward()
+    assert y.shape == (0, 40) and not weight.grad.any()
 
 
 def test_a_frozen_weight_gets_no_gradient():
@@ -423,11 +434,19 @@ def test_without_a_compiler_the_model_stays_as_it_is(tmp_path):
     assert result.stdout.strip() == "() False", result.stderr
 
 
+TIERS = {"x86-64-v3": "avx2 fma", "skylake-avx512": "avx512f avx512bw avx512vl", "cooperlake": "avx512_bf16"}
+"""Sets of instructions as the compiler calls them, and what /proc/cpuinfo says of a processor that executes them."""
+
+
 @pytest.mark.slow
-def test_operations_without_matrix_instructions(tmp_path):
-    """The same tests over kernels compiled for a processor that has AVX2 only."""
+@pytest.mark.parametrize("instructions", TIERS)
+def test_operations_with_fewer_instructions(tmp_path, instructions):
+    """The same tests over kernels compiled for another processor, which this one can stand for."""
+    machine = Path("/proc/cpuinfo")
+    if not machine.exists() or not set(TIERS[instructions].split()) <= set(machine.read_text().split()):
+        pytest.skip("this processor does not execute them")
     compiler = tmp_path / "compiler"
-    compiler.write_text('#!/bin/sh\nexec c++ "$@" -march=x86-64-v3\n')
+    compiler.write_text(f'#!/bin/sh\nexec c++ "$@" -march={instructions}\n')
     compiler.chmod(0o755)
     code = f"import pytest, sys; sys.exit(pytest.main(['-q', '-k', 'not model and not operations', {__file__!r}]))"
     result = python(code, CXX=str(compiler), HOME=str(tmp_path))

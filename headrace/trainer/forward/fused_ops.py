@@ -39,7 +39,7 @@ def kernels() -> Any:
 
 class PackedWeight:
     """A matrix [n, k] as the kernels multiply by it. In bfloat16 it is packed once for each of its values, for both directions; in
-    float32, where that would be 8 bytes a parameter, at every use (1 % of a product over 1,024 rows).
+    float32, where that would be 8 bytes a parameter, at every use (5 to 10 % of a product over 1,024 rows).
 
     It also keeps the memory of the gradient: fresh pages cost more than what is computed into them.
     """

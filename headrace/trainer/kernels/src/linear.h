@@ -40,8 +40,9 @@ struct Piece {
     int which, first, steps;
 };
 
-// The sum over all factors, factor i of `steps[i]`, in pieces for which a panel lies in the first-level cache: there it is read once for
-// each few rows. AMX reads it for 32 rows at once, and keeps sums in its tiles as long as possible.
+// The sum over all factors, factor i of `steps[i]`, in pieces of 64 KiB of a panel, which is read anew for every few rows and has to stay
+// near: whole sums over 1,536 inputs and more ran at half the speed in float32; pieces of 32 and 128 KiB are about as fast. AMX reads a
+// panel for 32 rows at once, and keeps sums in its tiles as long as possible.
 template <class T>
 static std::vector<Piece> pieces_of(const int* steps, int count) {
 #if defined(VISIBLE)
@@ -95,8 +96,10 @@ static inline int panels_at_once(const std::vector<Piece>& pieces) {
 #else
     constexpr long cache = 0;
 #endif
+    int longest = 1;
+    for (const Piece& piece : pieces) longest = std::max(longest, piece.steps);
     const long sums = pieces.size() > 1 ? ROWS_AT_ONCE * AREA * sizeof(float) : 0;
-    return std::max<long>(1, std::clamp(cache, 256l << 10, 2048l << 10) / 2 / (pieces[0].steps * AREA * (long)sizeof(T) + sums));
+    return std::max<long>(1, std::clamp(cache, 256l << 10, 2048l << 10) / 2 / (longest * AREA * (long)sizeof(T) + sums));
 }
 
 // Blocks of 32 by 32 of the sum over all pieces of rows times panels. rows(piece, b, ld): 32 rows, from one to the next `ld`.
@@ -194,6 +197,8 @@ static void linear_weight_gradient(const T* x, int rows, int k, const Weight<T>*
     const auto pieces = pieces_of<T>({steps});
     for (const Weight<T>* w = weights; w < weights + count; w++) {
         if (!w->gradient) continue;
+        if (!steps && !w->add) std::memset(w->gradient, 0, (size_t)w->n * k * sizeof(float));
+        if (!steps) continue;
         team::each(steps, [&](int step) {
             alignas(64) T block[AREA];
             size_t from;
