@@ -156,7 +156,8 @@ def _judged(stage: Stage, report: TrainReport, fingerprint: str, expected: Expec
         journaled.report,
         fingerprint,
         expected.fingerprints.get(journaled.version, ""),
-        expected.machines.get(stage.step) == (here := machine_mark(cores_here(config))) and not _on_gpu(config, here),
+        expected.machines.get(stage.step) == (here := machine_mark(cores_here(config), config.train.threads))
+        and not _on_gpu(config, here),
         TOLERANCE["float32" if config.train.dtype == "float32" else "bfloat16"],
     )
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from headrace.algo.groups import algorithm_of
+from headrace.algo.advantage.groups import algorithm_of
 from headrace.config import RunConfig, available_cores, config_of_run, read_config
 from headrace.durable.journal import JOURNAL, Damage, JournalStep, count_steps, read_steps
 from headrace.errors import ConfigError, HeadraceError
@@ -113,7 +113,7 @@ async def _stages(course: Course) -> AsyncGenerator[Stage, None]:
                 algorithm = algorithm_of(config.algo, config.rollout.max_tokens, reward_weights(config))
                 for journaled in islice(steps, end - at):
                     batch = plan.batch(journaled.step, journaled.groups, algorithm)
-                    batch = replace(batch, skippable=bool(journaled.report.skipped))
+                    batch = replace(batch, skippable=bool(journaled.report.skipped), steps=journaled.steps)
                     yield Stage(trainer, config, journaled, batch)
                 at, restore = end, Path(scratch) / f"after-{end}"
                 if end < course.last:  # the next settings go on from here

@@ -18,8 +18,10 @@ from headrace.observe.facts import (
     Evaluated,
     Fact,
     FirstFailure,
+    FirstText,
     GroupEnded,
     IdentityChecked,
+    Planned,
     RunEnded,
     RunStarted,
     StepTrained,
@@ -94,6 +96,8 @@ MetricsFact = (
     | WorkerLost
     | Waited
     | Warned
+    | Planned
+    | FirstText
     | RunEnded
 )
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from headrace.algo.groups import algorithm_of
+from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.noise import NoiseWatch, inside_rounding
 from headrace.config import RunConfig
 from headrace.durable.journal import JournalStep
@@ -23,9 +23,11 @@ from headrace.models.resolve import resolve_model
 from headrace.observe.facts import Books, RunStarted, Warned, WeightsLive
 from headrace.observe.health.waits import Waits
 from headrace.observe.machine import machine_mark
+from headrace.orchestration.choosing import allowance_of
 from headrace.orchestration.handed import Handed
 from headrace.orchestration.loops.evaluation import Evaluator
 from headrace.orchestration.loops.identity import PROBE, TOLERANCE, IdentityProbe
+from headrace.orchestration.loops.minutes import Minutes
 from headrace.orchestration.loops.parts import Parts, told_of
 from headrace.orchestration.loops.pipeline import Pipeline
 from headrace.orchestration.loops.utilisation import Utilisation
@@ -98,8 +100,9 @@ class Built:
             where(config, self.pools.engine.capabilities.path),
             step,
             books,
-            machine_mark(config.train.cores),
+            machine_mark(config.train.cores, config.train.threads),
             config.rollout.max_tokens,
+            config.chosen.why,
         )
 
     async def go_live(self) -> None:
@@ -246,6 +249,7 @@ def _assemble(
         ),
         turns=pools.turns,
         noise=NoiseWatch(config.algo),
+        minutes=Minutes(allowance_of(config), storage.keep_steps, observer.record, clock),
         sentinels=(pools.teaching.watch,),
     )
     pipeline = Pipeline(parts, plan, clock, past.saved_step if past else 0, told_of(storage.recorder.state))

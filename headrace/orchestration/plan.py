@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headrace.algo.groups import Algorithm
+from headrace.algo.advantage.groups import Algorithm
 from headrace.rollouts.rollout import RolloutConfig, name_of, seed_of
 from headrace.rollouts.staleness import StalenessConfig, judge
 from headrace.settings.process_config import WatchConfig
@@ -35,7 +35,7 @@ class Plan:
         kept = [judge(group, step, self.staleness) for group in groups]
         assembled = algorithm.assemble(tuple(group for group in kept if group))
         assert len(assembled) == len(groups), "a group that is trained was judged before"
-        return Batch(step, assembled, self.rollout.temperature, self.adapter)
+        return Batch(step, assembled, self.rollout.temperature, self.adapter, steps=self.steps)
 
     def names(self, ticket: int) -> list[str]:
         """Of its requests."""

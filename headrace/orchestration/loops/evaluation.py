@@ -11,7 +11,7 @@ from typing import Literal
 
 from headrace.observe.facts import Evaluated
 from headrace.observe.health.waits import Waits
-from headrace.orchestration.loops.outcomes import Firsts
+from headrace.orchestration.loops.outcomes import Firsts, FirstTexts
 from headrace.protocols import Observer, Scorer
 from headrace.rollouts.rollout import Decode, Generate, RolloutConfig, roll_out, seed_of
 from headrace.settings.process_config import EvalConfig
@@ -36,6 +36,7 @@ class Evaluator:
         self._prompts, self._config, self._rollout = prompts, config, rollout
         self._decode, self._waits, self._clock, self._adapter = decode, waits, clock, adapter
         self._firsts = Firsts(observer.record, clock, held_out=True)
+        self._texts = FirstTexts(observer.record, clock)
         self._numbers = itertools.count()
         """Of the measurements: two may be under way at once."""
 
@@ -79,6 +80,7 @@ class Evaluator:
         async with self._waits.named("evaluation", "the engine"):
             rolled = await roll_out(self._generate, prompt, requests, self._decode)
         episodes = [one for one in rolled if isinstance(one, Episode)]
+        self._texts.tell(prompt, episodes)
         found: list[Scored | Failure] = [one for one in rolled if isinstance(one, Failure)]
         if episodes:
             async with self._waits.named("evaluation", "the scorer"):

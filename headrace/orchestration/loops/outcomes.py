@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from headrace.observe.facts import Fact, FirstFailure, GroupEnded, StepTrained
+from headrace.observe.facts import Fact, FirstFailure, FirstText, GroupEnded, StepTrained
 from headrace.reports import TrainReport
-from headrace.types import Failure, Group, Prompt, Scored
+from headrace.types import Episode, Failure, Group, Prompt, Scored
 
 Outcome = Literal["ready", "dropped", "failed"]
 
@@ -66,6 +66,20 @@ class Firsts:
                 self._kinds.add(one.kind)
                 told = (one.reason, one.kind, one.detail, one.traceback, prompt_id, self._held_out)
                 self._record(FirstFailure(self._clock(), *told))
+
+
+class FirstTexts:
+    """Shows the first completion of a process, so that one sees early what the model writes."""
+
+    def __init__(self, record: Callable[[Fact], None], clock: Callable[[], float]) -> None:
+        self._record, self._clock, self._shown = record, clock, False
+
+    def tell(self, prompt: Prompt, episodes: Iterable[Episode]) -> None:
+        for one in episodes if not self._shown else ():
+            last, self._shown = one.last, True
+            version = last.spans[0].version if last.spans else 0
+            self._record(FirstText(self._clock(), prompt.text, last.text, len(last.tokens), last.stop, version))
+            return
 
 
 def rolled_of(group: Group) -> Rolled:

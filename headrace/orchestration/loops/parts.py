@@ -6,13 +6,14 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from headrace.algo.groups import Algorithm
+from headrace.algo.advantage.groups import Algorithm
 from headrace.algo.noise import NoiseWatch
 from headrace.durable.journal import Journal
 from headrace.observe.health.waits import Waits
 from headrace.observe.numbers.state import RunState
 from headrace.orchestration.loops.evaluation import Evaluator
 from headrace.orchestration.loops.identity import IdentityProbe
+from headrace.orchestration.loops.minutes import Minutes
 from headrace.orchestration.loops.turns import Turns
 from headrace.orchestration.store.snapshots import Snapshots
 from headrace.protocols import Engine, Observer, Scorer, Task, Trainer
@@ -43,6 +44,8 @@ class Parts:
     turns: Turns = field(default_factory=Turns)
     """At the trainer, where several pipelines share it."""
     noise: NoiseWatch = field(default_factory=NoiseWatch)
+    minutes: Minutes = field(default_factory=Minutes)
+    """Those that the run may take."""
     sentinels: Sequence[Callable[[], Awaitable[None]]] = ()
     """Each raises what ends something beside engine and trainer that the run cannot do without: a teacher, say."""
 

@@ -23,6 +23,7 @@ anywhere goes on from the newest checkpoint by doing the journaled steps again (
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
@@ -48,6 +49,12 @@ _REMEDIES = {
 }
 _OTHERWISE = "Lower train.learning_rate or train.max_grad_norm, or look at the rewards of these groups in the report"
 """Of the other reasons why a step is skipped."""
+
+_OUTDATED = (
+    "finished groups of the checkpoint are dropped (settings_changed): algorithm, rewards or teachers are not those that their rows "
+    "were made by"
+)
+_GONE = "of which the metrics have none; those weights are gone, so"
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -81,19 +88,10 @@ class Pipeline:
     async def redo(self, steps: Sequence[JournalStep]) -> None:
         """Steps that were done after the checkpoint, by a process that was killed."""
         for step in steps:
-            batch = replace(self._batch(step.groups), skippable=bool(step.report.skipped))
+            skipped = bool(step.report.skipped)
+            batch = replace(self._batch(step.groups), skippable=skipped, steps=step.steps)
             report = await self._busy("step, again", self._parts.trainer.step, batch)
-            if bool(report.skipped) != bool(step.report.skipped):
-                raise CheckpointError(
-                    f"step {step.step} was done again from the journal and was {report.skipped or 'not skipped'}, where it had been "
-                    f"{step.report.skipped or 'not skipped'}: this machine does not compute what that one did. Move journal.jsonl away "
-                    "to go on from the checkpoint alone"
-                )
-            if difference := differs(report, step.report):
-                message = (
-                    f"step {step.step} was done again from the journal and came out otherwise ({difference}): rollouts that go "
-                    "on were begun under slightly different weights"
-                )
+            if message := unlike(step, report):
                 self._warn(message)
             if step.report.skipped:
                 continue
@@ -108,11 +106,7 @@ class Pipeline:
         groups = [group for group in self._parts.buffer.finished if group.ticket in tickets]
         if not groups:
             return
-        message = (
-            f"{len(groups)} finished groups of the checkpoint are dropped (settings_changed): algorithm, rewards or teachers are not "
-            "those that their rows were made by"
-        )
-        self._warn(message)
+        self._warn(f"{len(groups)} {_OUTDATED}")
         for group in groups:
             self._rolling.end(rolled_of(group), "dropped", "settings_changed")
 
@@ -178,20 +172,18 @@ class Pipeline:
             await self._whole(self._checkpoint())
         if due := _due(plan.evaluate_every, self._told.evaluated, self.step):
             if due < self.step:
-                message = (
-                    f"an evaluation was due at step {due}, of which the metrics have none; those weights are gone, so step {self.step} "
-                    "is measured instead"
-                )
-                self._warn(message)
+                self._warn(f"an evaluation was due at step {due}, {_GONE} step {self.step} is measured instead")
             self._evaluations.append(loops.create_task(self._parts.evaluator.measure("during", self.step)))
 
     async def _train(self, loops: asyncio.TaskGroup) -> None:
         parts, plan = self._parts, self._plan
         delivery: asyncio.Task[None] | None = None
-        while self.step < plan.steps:
+        parts.minutes.begin(self.step)
+        while self.step < self._plan.steps and parts.minutes.another(self.step):
             waited = self._clock()
             async with parts.waits.named("trainer", f"{plan.staleness.groups_per_step} scored groups"):
-                groups = await parts.buffer.take(plan.staleness.groups_per_step, self._judge)
+                with parts.minutes.curfew(self.step, parts.buffer):
+                    groups = await parts.buffer.take(plan.staleness.groups_per_step, self._judge)
             if groups is None:
                 break
             report = await self._whole(self._step(groups, self._clock() - waited))
@@ -203,10 +195,20 @@ class Pipeline:
             delivery = await self._leaving.unless(self._publish(loops, groups))
             if plan.checkpoint_every and self.step % plan.checkpoint_every == 0:
                 await self._whole(self._checkpoint())
+            self._replan(parts.minutes.stepped(self.step, report.seconds))
+        if self.step < self._plan.steps and not self.interrupted:
+            parts.minutes.over(self.step)
+            self._replan(self.step)
         if delivery:
             await self._leaving.unless(self._delivered(delivery, "the last version"))
-        if self.step >= plan.steps:
+        if self.step >= self._plan.steps:
             await self._save_result()
+
+    def _replan(self, steps: int | None) -> None:
+        """So many steps fit into `train.minutes`."""
+        if steps is not None:
+            self._plan = dataclasses.replace(self._plan, steps=steps)
+            self._parts.buffer.want(steps * self._plan.staleness.groups_per_step)
 
     async def _delivered(self, delivery: asyncio.Task[None], which: str) -> bool:
         async with self._parts.waits.named("trainer", f"the swap in the engine (of {which})"):
@@ -225,7 +227,7 @@ class Pipeline:
         """Nothing comes between what the trainer does and what is written of it."""
         parts, batch = self._parts, self._batch(groups)
         report = await self._busy("step", parts.trainer.step, batch)
-        parts.journal.write(Stepped(self._clock(), report, tuple(group.ticket for group in groups)))
+        parts.journal.write(Stepped(self._clock(), report, tuple(group.ticket for group in groups), batch.steps))
         parts.journal.flush()
         for sentence in parts.noise.told(report):
             self._record(Warned(self._clock(), sentence))
@@ -295,7 +297,10 @@ class Pipeline:
 
     async def _checkpoint(self) -> str:
         """Why it could not be written; empty where it is on the disk."""
-        return await self._busy("checkpoint", self._parts.snapshots.save, self.step, self._parts)
+        began = self._clock()
+        failure = await self._busy("checkpoint", self._parts.snapshots.save, self.step, self._parts)
+        self._parts.minutes.measured(save=self._clock() - began)
+        return failure
 
     async def _busy(self, what: str, work: Callable[P, Awaitable[T]], *given: P.args, **named: P.kwargs) -> T:
         """Awaits the trainer's work under a named wait, when it is our turn, and counts its time as busy."""
@@ -312,6 +317,23 @@ def _due(every: int, done: int, step: int) -> int:
     """The last multiple of `every` up to `step`, where nothing was done at it or since (`done`: at which step last); else 0."""
     last = step // every * every if every else 0
     return last if last > done else 0
+
+
+def unlike(step: JournalStep, report: TrainReport) -> str:
+    """What came otherwise of a step that was done again; empty where nothing did. Raises CheckpointError where one of the two was
+    skipped."""
+    if bool(report.skipped) != bool(step.report.skipped):
+        raise CheckpointError(
+            f"step {step.step} was done again from the journal and was {report.skipped or 'not skipped'}, where it had been "
+            f"{step.report.skipped or 'not skipped'}: this machine does not compute what that one did. Move journal.jsonl away "
+            "to go on from the checkpoint alone"
+        )
+    if difference := differs(report, step.report):
+        return (
+            f"step {step.step} was done again from the journal and came out otherwise ({difference}): rollouts that go "
+            "on were begun under slightly different weights"
+        )
+    return ""
 
 
 def differs(report: TrainReport, before: TrainReport) -> str:

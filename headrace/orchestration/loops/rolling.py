@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from headrace.durable.journal import Drawn, Gone, Ready
 from headrace.observe.facts import GroupEnded, TicketDrawn
 from headrace.orchestration.loops.budgets import Budgets
-from headrace.orchestration.loops.outcomes import Outcome, Rolled
+from headrace.orchestration.loops.outcomes import FirstTexts, Outcome, Rolled
 from headrace.orchestration.loops.parts import Parts, Told
 from headrace.orchestration.plan import Plan
 from headrace.rollouts.rollout import roll_out
@@ -25,6 +25,7 @@ class Rolling:
         self._cancelled: dict[int, str] = {}
         """Why, by ticket."""
         self._budgets = Budgets(plan.watch, plan.rollout.patience, self._record, clock)
+        self._texts = FirstTexts(self._record, clock)
         self._rewards = list(told.rewards)
         """Of the groups that ended since the last step."""
         self._mean_drawn = told.reward_drawn
@@ -125,6 +126,7 @@ class Rolling:
                 parts.interrupts.generate, prompt, self._plan.requests(ticket, prompt), parts.decode
             )
         episodes = [result for result in results if isinstance(result, Episode)]
+        self._texts.tell(prompt, episodes)
         judged: list[Scored | Failure] = []
         if episodes:
             async with parts.waits.named("rollouts", "the scorer"):

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from headrace.auto.measurer import Measurer
 from headrace.config import RunConfig, adapter_runs, config_of_run, dump_config, read_config
 from headrace.durable.files import full_disk_is_said
 from headrace.errors import HeadraceError
@@ -38,10 +39,17 @@ from headrace.protocols import Observer
 
 
 def train_together(
-    config: RunConfig, handed: Handed, resume: Path | None, callbacks: Callbacks | None
+    config: RunConfig,
+    handed: Handed,
+    resume: Path | None,
+    callbacks: Callbacks | None,
+    measurer: Measurer | None = None,
 ) -> dict[str, Lane]:
     """All adapters to their ends. Where one fails the others leave with a checkpoint, and its error is raised."""
-    notes = [] if resume else complete(rehearse(config, handed)).notes
+    notes: list[str] = []
+    if not resume:
+        rehearsed = complete(rehearse(config, handed, measurer=measurer))
+        config, notes = rehearsed.config, rehearsed.notes
     with full_disk_is_said(resume or config.run_dir), ExitStack() as undo:
         directory = undo.enter_context(RunDirectory.of(resume or config.run_dir, bool(resume)))
         if resume:

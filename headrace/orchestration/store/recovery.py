@@ -240,7 +240,7 @@ def _stepped(record: Stepped, buffer: Buffer) -> JournalStep:
     else:
         buffer.trained(groups)
         buffer.release(groups)
-    return JournalStep(report.step, record.t, report.version, groups, report)
+    return JournalStep(report.step, record.t, report.version, groups, report, record.steps)
 
 
 def _of_checkpoint(past: Past, requests: Container[str]) -> dict[str, Completion]:

@@ -32,6 +32,7 @@ def build_trainer_core(start: TrainerStart, weights_fd: int) -> tuple[TrainerCor
     from headrace.weight_sync.shared_memory import SharedMemorySender, lay_out
 
     train, algo = TrainConfig(**start.train), AlgoConfig(**start.algo)
+    torch.set_num_threads(train.threads or torch.get_num_threads())
     adapters = {
         name: Assignment(TrainConfig(**one.train), AlgoConfig(**one.algo), LoraConfig(**one.lora))
         for name, one in start.adapters.items()
@@ -76,6 +77,7 @@ def build_engine_core(start: EngineStart, weights_fd: int) -> tuple[EngineCore, 
     from headrace.weight_sync.shared_memory import SharedMemoryReceiver
 
     directory, config = Path(start.model_dir), EngineConfig(**start.engine)
+    torch.set_num_threads(config.threads or torch.get_num_threads())
     core = NativeEngine(directory, config)
     if start.manifests:
         return core, SharedMemoryReceiver(weights_fd, start.manifests)

@@ -25,6 +25,7 @@ from headrace.trainer.forward.forward import Forward, own_hidden, packed_hidden
 from headrace.trainer.forward.fused_ops import PackedWeight, Segments
 from headrace.trainer.forward.tree_attention import Tree, tree_of
 from headrace.trainer.kernels import binding
+from headrace.trainer.kernels.build import built
 
 TOLERANCE = 1e-4
 """Largest difference of hidden states and gradients from the model's own, relative to their norm. Rounding gives 1e-6."""
@@ -67,6 +68,15 @@ def fuse(forward: Forward) -> tuple[str, ...]:
         if _holds(forward, expected):
             break
     return tuple(done)
+
+
+def why_none(device: torch.device) -> str:
+    """For a model that uses no kernels."""
+    if device.type != "cpu":
+        return "they are for the CPU"
+    if binding.library() is None:
+        return f"there are none here ({built().reason})"
+    return "they do not reproduce this model's own numbers"
 
 
 def reserve(model: Any, tokens: int, dtype: torch.dtype) -> None:

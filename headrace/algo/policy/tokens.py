@@ -1,0 +1,117 @@
+"""What every loss sees and gives. Shapes: M loss tokens of a microbatch, S sequences, k teacher tokens a position.
+
+The settings name the losses, and settings are read without torch: it is imported here only where it is called by name.
+"""
+
+from __future__ import annotations
+
+import operator
+from functools import reduce
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAX_LOG_RATIO = 20.0
+"""A ratio beyond exp(±20) only says that something is broken; the clamp keeps it finite."""
+MIN_REST = 1e-6
+"""A log-prob nearer to 0 leaves "any other token" no probability that a binary divergence could divide by."""
+
+
+class TopTokens(NamedTuple):
+    """For top-k distillation: the teacher's k most probable tokens of each position."""
+
+    student: Tensor
+    """[M, k] their log-probs under the weights being trained, with gradient."""
+    teacher: Tensor
+    """[M, k] the teacher's; -inf pads, and a row of nothing else has no teacher."""
+
+
+class Tokens(NamedTuple):
+    """The loss tokens of a microbatch. Those of one sequence follow each other, and sequences are whole."""
+
+    logprob: Tensor
+    """[M] log π of the weights being trained, with gradient."""
+    sampled: Tensor
+    """[M] the sampler's, finite: what is not was taken out of numerator and denominator when the step was packed."""
+    advantage: Tensor
+    """[M]"""
+    sequence: Tensor
+    """[M] int64: 0..S-1, ascending."""
+    lag: Tensor
+    """[M] float32: optimizer steps between the sampler's weights and those being trained."""
+    reference: Tensor | None = None
+    """[M] the reference model's log-prob."""
+    teacher: Tensor | None = None
+    """[M] the teacher's log-prob of the sampled token; NaN where there is none."""
+    top: TopTokens | None = None
+    """Nothing where no teacher has seen any of these tokens."""
+    keep: Tensor | None = None
+    """[M] bool: what the step's selection chose (`objective.selection_of`)."""
+
+
+class TokenLoss(NamedTuple):
+    loss: Tensor
+    """[M]"""
+    clipped: Tensor
+    """[M] bool: the ratio was outside what the loss lets through."""
+    masked: dict[str, Tensor] = {}
+    """Name of a rule -> [M] bool: tokens whose policy loss it took out."""
+
+    @property
+    def rejected(self) -> Tensor:
+        """[M] bool: taken out by any rule."""
+        return reduce(operator.or_, self.masked.values(), self.clipped.new_zeros(self.clipped.shape))
+
+
+def unclipped(loss: Tensor) -> TokenLoss:
+    """Of a loss without a bound."""
+    return TokenLoss(loss, loss.new_zeros(loss.shape).bool())
+
+
+def ratio_of(logprob: Tensor, old: Tensor) -> Tensor:
+    """[M] r = exp(clamp(logprob - old, ±20))."""
+    return (logprob - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def log_ratio(logprob: Tensor, old: Tensor) -> Tensor:
+    """[M] logprob - old, its value within ±20, its gradient that of the difference everywhere.
+
+    For what pulls two policies together: a token beyond the bound needs the pull most. (`ratio_of` has no gradient there.)
+    """
+    from headrace.algo.policy.bounded import Bounded
+
+    return Bounded.apply(logprob - old, MAX_LOG_RATIO)
+
+
+def binary_kl(of: Tensor, to: Tensor) -> Tensor:
+    """[M] KL of "this token" against "any other", from two log-probs of it. Probabilities of 1 are kept a hair below it."""
+    of, to = _inside(of), _inside(to)
+    rest_of, rest_to = (-of.expm1()).log(), (-to.expm1()).log()
+    return of.exp() * (of - to) + rest_of.exp() * (rest_of - rest_to)
+
+
+def _inside(logprob: Tensor) -> Tensor:
+    return logprob.clamp(max=-MIN_REST)
+
+
+def k3(logprob: Tensor, old: Tensor) -> Tensor:
+    """[M] unbiased, non-negative estimate of KL(old || current) on tokens of `old` (Schulman 2020): r - log r - 1."""
+    log_ratio = (logprob - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return log_ratio.expm1() - log_ratio
+
+
+def sequence_sum(values: Tensor, sequence: Tensor) -> Tensor:
+    """[M] at every token, the sum over its sequence. Carries gradients.
+
+    Not `index_add`, whose sum on CUDA differs from call to call: a step has to be replayed bit for bit (C8).
+    """
+    import torch
+
+    lengths = sequence.bincount()
+    return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)[sequence] if len(values) else values
+
+
+def sequence_mean(values: Tensor, sequence: Tensor) -> Tensor:
+    """[M] at every token, the mean over the loss tokens of its sequence. Carries gradients."""
+    return sequence_sum(values, sequence) / sequence_sum(values.new_ones(values.shape), sequence)
