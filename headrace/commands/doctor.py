@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from headrace.rehearsal.machine import ask_torch, cores, memory, torch_facts
+from headrace.native.cores import usable_cores
+from headrace.rehearsal.machine import ask_torch, memory, torch_facts
 from headrace.settings.extras import EXTRAS, install
 
 State = Literal["ok", "note", "bad"]
@@ -142,7 +143,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _machine() -> Iterator[Finding]:
-    count = cores()
+    count = usable_cores()
     advice = "engine and trainer will take turns" if count < 2 else ""
     yield Finding("CPU cores", "note" if count < 2 else "ok", str(count), advice)
     present = memory()
@@ -219,7 +220,7 @@ def _chosen() -> dict[str, str]:
     from headrace.engine.config import EngineConfig
     from headrace.trainer.config import TrainConfig
 
-    engine, train, counts = EngineConfig(), TrainConfig(), thread_counts(cores())
+    engine, train, counts = EngineConfig(), TrainConfig(), thread_counts(usable_cores())
     figures = ProbeMeasurer().measure(known_config("smollm2-135m-instruct"), counts)
     allowed, threads = candidates(engine, train), choose_threads(counts, figures)
     return {

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.config import RunConfig
+from headrace.native.cores import usable_cores
 from headrace.observe.facts import RunStarted
 from headrace.observe.text import plural
 
@@ -52,6 +52,6 @@ def elsewhere(before: RunStarted, now: RunStarted) -> str:
 
 
 def _place(device: str, cores: Sequence[int], threads: int) -> str:
-    cpu = f"CPU cores {', '.join(map(str, cores))}" if cores else f"all {os.cpu_count()} CPU cores, shared"
+    cpu = f"CPU cores {', '.join(map(str, cores))}" if cores else f"all {usable_cores()} CPU cores, shared"
     cpu += f", {plural(threads, 'thread')}" if threads else ""
     return {"cpu": cpu, "cuda": "cuda", "auto": f"cuda if there is one, else {cpu}"}[device]

@@ -205,7 +205,9 @@ async def _reward(config: RunConfig, rewards: Sequence[RewardFunction], prompt: 
                 return [("", "none: the teachers are all there is to learn from")]
             tags = any(spec.extract == "answer_tag" for spec in config.reward.specs)
             size = config.rollout.group_size
-            tried = await try_reward(scorer, prompt, config.task.answer, tags, size, encoder.encode_completion)
+            tried = await try_reward(
+                scorer, prompt, answer=config.task.answer, tags=tags, group_size=size, encode=encoder.encode_completion
+            )
         finally:
             await scorer.close()
         printed = log.read_text(errors="replace").strip().splitlines() if log.exists() else []

@@ -37,7 +37,14 @@ def build_trainer_core(start: TrainerStart, weights_fd: int) -> tuple[TrainerCor
         name: Assignment(TrainConfig(**one.train), AlgoConfig(**one.algo), LoraConfig(**one.lora))
         for name, one in start.adapters.items()
     }
-    core = TorchTrainer(Path(start.model_dir), train, algo, start.seed, start.keep_routing, adapters)
+    core = TorchTrainer(
+        model_dir=Path(start.model_dir),
+        config=train,
+        algo=algo,
+        seed=start.seed,
+        keep_routing=start.keep_routing,
+        adapters=adapters,
+    )
     for name, checkpoint in start.restore.items():
         core.restore(Path(checkpoint), name)
     served = [spec.name for spec in core.adapters()]
@@ -62,7 +69,15 @@ def build_shadow(
     told, dtype = start.shadow, getattr(torch, start.shadow.dtype)
     behind = lay_out(core.parameters(), dtype, offset=max(manifest.end for manifest in manifests.values()))
     sender = SharedMemorySender(weights_fd, {"": behind})
-    shadow = Shadow(told.kind, told.every, told.decay, dtype, sender, core.version, core.parameters())
+    shadow = Shadow(
+        kind=told.kind,
+        every=told.every,
+        decay=told.decay,
+        dtype=dtype,
+        sender=sender,
+        version=core.version,
+        parameters=core.parameters(),
+    )
     if checkpoint := start.restore.get(""):
         shadow.restore(Path(checkpoint))
     return shadow, behind
