@@ -131,7 +131,6 @@ class _Linears(torch.autograd.Function):
         ctx: Any, x: Tensor, dtype: torch.dtype, packed: list[PackedWeight], *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
         weights = [weight for weight in tensors[: len(packed)] if weight is not None]
-        rows = x.numel() // x.shape[-1]
         low = x.to(dtype).contiguous()
         outputs = [low.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights]
         wide = [None if bias is None else bias.float() for bias in tensors[len(packed) :]]
@@ -144,7 +143,8 @@ class _Linears(torch.autograd.Function):
                 for (across, down), bias, y in zip(held, wide, outputs, strict=True)
             )
         )
-        kernels().headrace_linear(dtype == torch.float32, address(low), rows, x.shape[-1], table, len(packed))
+        shape = low.numel() // low.shape[-1], low.shape[-1]
+        kernels().headrace_linear(dtype == torch.float32, address(low), *shape, table, len(packed))
         ctx.packed, ctx.dtype = packed, x.dtype
         ctx.save_for_backward(low, *weights)
         return tuple(outputs)
@@ -153,8 +153,8 @@ class _Linears(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         low, *weights = ctx.saved_tensors
-        count, k = len(weights), low.shape[-1]
-        rows, wide = low.numel() // k, low.dtype == torch.float32
+        count, wide = len(weights), low.dtype == torch.float32
+        shape = low.numel() // low.shape[-1], low.shape[-1]
         d_y = [grad.to(low.dtype).contiguous() for grad in grads]
         trained = ctx.needs_input_grad[3 : 3 + count]
         into = [
@@ -179,10 +179,10 @@ class _Linears(torch.autograd.Function):
         d_x = None
         if ctx.needs_input_grad[0]:
             d_x = torch.empty_like(low)
-            kernels().headrace_linear_input_gradient(wide, address(d_x), rows, k, table, count)
+            kernels().headrace_linear_input_gradient(wide, address(d_x), *shape, table, count)
             d_x = d_x.to(ctx.dtype)
         if any(trained):
-            kernels().headrace_linear_weight_gradient(wide, address(low), rows, k, table, count)
+            kernels().headrace_linear_weight_gradient(wide, address(low), *shape, table, count)
         for weight, (gradient, add) in zip(weights, into, strict=True):
             if gradient is not None and not add:
                 _give(weight, gradient)
