@@ -163,18 +163,18 @@ def plan(arguments: argparse.Namespace) -> int:
     if chip == "cpu" and not file:
         raise ConfigError("--hardware cpu:FILE names a file of measured rates; --calibrate writes one")
     question = Question(
-        config_for(arguments.source, run_dir, arguments.set),
-        run_dir if chip != "cpu" else None,
-        arguments.calibrate,
-        Path(file) if file else None,
-        "" if file else chip,
-        arguments.model,
-        arguments.gpus,
-        arguments.trainer_gpus,
-        arguments.steps,
-        arguments.lengths,
-        arguments.prompts,
-        arguments.reward_seconds,
+        config=config_for(arguments.source, run_dir, arguments.set),
+        run=run_dir if chip != "cpu" else None,
+        calibrate=arguments.calibrate,
+        rates=Path(file) if file else None,
+        hardware="" if file else chip,
+        model=arguments.model,
+        gpus=arguments.gpus,
+        trainer_gpus=arguments.trainer_gpus,
+        steps=arguments.steps,
+        lengths=arguments.lengths,
+        prompts=arguments.prompts,
+        latency=arguments.reward_seconds,
         sweep=arguments.sweep,
     )
     return tell(question, arguments.price, arguments.json, arguments.picture)

@@ -225,10 +225,10 @@ def _teacher_problems(config: RunConfig) -> Iterator[str]:
     yield from teacher_problems(
         config.teachers,
         f"algo.name = {algo.name}",
-        algo.recipe.distill.kind != "none",
-        algo.reference_in_reward,
-        rollout.temperature,
-        rollout.truncates,
+        distils=algo.recipe.distill.kind != "none",
+        reference=algo.reference_in_reward,
+        temperature=rollout.temperature,
+        truncates=rollout.truncates,
     )
     for teacher in config.teachers:
         try:

@@ -107,12 +107,21 @@ def choose(
     threads = 0 if config.cores or config.threads else threads
     if not mine:
         why = figures.problem or "nothing was measured for what the settings ask for"
-        return Choice(part, config.dtype, config.path, threads, 0.0, f"not measured: {why}")
+        return Choice(
+            part=part, dtype=config.dtype, path=config.path, threads=threads, rate=0.0, why=f"not measured: {why}"
+        )
     rates = {one: figures.tokens[one.name] for one in mine}
     best = next(one for one in mine if rates[one] >= NEAR * max(rates.values()))
     alone = [one for one in mine if one.dtype == best.dtype]
     path = config.path if best == alone[0] else best.path  # `auto` takes the first of the table too
-    return Choice(part, best.dtype, path, threads, rates[best], _why(part, best, rates, figures.rows))
+    return Choice(
+        part=part,
+        dtype=best.dtype,
+        path=path,
+        threads=threads,
+        rate=rates[best],
+        why=_why(part, best, rates, figures.rows),
+    )
 
 
 def choose_threads(counts: Sequence[int], figures: Figures) -> int:

@@ -107,7 +107,16 @@ def fit(wish: Wish, speeds: Speeds, seconds: float) -> Fitted:
         saves = 1 + (max(0, steps - 1) // wish.save_every if wish.save_every else 0)
         total = speeds.start + steps * one + looks * look + saves * speeds.save
         warmup = math.ceil(wish.warmup * steps / wish.steps)
-        return Fitted(steps, groups, prompts, min(warmup, steps - 1), total, one, look, total <= usable)
+        return Fitted(
+            steps=steps,
+            groups=groups,
+            prompts=prompts,
+            warmup=min(warmup, steps - 1),
+            seconds=total,
+            step_seconds=one,
+            evaluation_seconds=look,
+            fits=total <= usable,
+        )
 
     whole = taken(wish.steps, wish.groups, wish.prompts)
     if whole.fits:

@@ -114,12 +114,12 @@ def _engine_pass(one: Candidate, directory: Path) -> Callable[[], Any]:
     model.runner.allocate(ROWS * blocks)
     model.runner.use(model.prepare({name: tensor.to(model.dtype) for name, tensor in tensors.items()}))
     batch = Batch(
-        np.arange(ROWS, dtype=np.int64) % model.vocabulary,
-        np.arange(ROWS + 1, dtype=np.int32),
-        np.full(ROWS, CONTEXT, dtype=np.int32),
-        np.arange(ROWS * blocks, dtype=np.int32).reshape(ROWS, blocks),
-        np.arange(ROWS, dtype=np.int64),
-        np.full(ROWS, -1, dtype=np.int32),
+        tokens=np.arange(ROWS, dtype=np.int64) % model.vocabulary,
+        starts=np.arange(ROWS + 1, dtype=np.int32),
+        context=np.full(ROWS, CONTEXT, dtype=np.int32),
+        tables=np.arange(ROWS * blocks, dtype=np.int32).reshape(ROWS, blocks),
+        rows=np.arange(ROWS, dtype=np.int64),
+        adapters=np.full(ROWS, -1, dtype=np.int32),
     )
 
     def forward() -> Any:
@@ -197,7 +197,14 @@ def _group(count: int, vocabulary: int) -> Any:
     prompt, zeros = tuple(tokens[: PROMPT * length]), (0.0,) * length
     starts = range(PROMPT * length, len(tokens), length)
     rows = [
-        Row(prompt, tuple(tokens[start : start + length]), zeros, zeros, (True,) * length, (0,) * length)
+        Row(
+            prompt=prompt,
+            tokens=tuple(tokens[start : start + length]),
+            logprobs=zeros,
+            advantages=zeros,
+            mask=(True,) * length,
+            versions=(0,) * length,
+        )
         for start in starts
     ]
     return pack_rows(rows, lambda counts, _: [1.0] * len(counts), 0, len(tokens), step=0).packs[0]

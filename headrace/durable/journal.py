@@ -265,7 +265,9 @@ def _step(record: Stepped, bodies: list[bytes]) -> JournalStep:
         assert isinstance(ready, Ready)
         groups.append(ready.group)
     report = record.report
-    return JournalStep(report.step, record.t, report.version, tuple(groups), report, record.steps)
+    return JournalStep(
+        step=report.step, t=record.t, version=report.version, groups=tuple(groups), report=report, steps=record.steps
+    )
 
 
 def _readable(run_dir: Path, damage: Damage | None) -> Iterator[tuple[int, int, bytes]]:

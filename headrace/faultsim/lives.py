@@ -26,12 +26,14 @@ from headrace.faultsim.checks import Ledger, Referee
 from headrace.faultsim.engine_worker import MAX_TOKENS, SimulatedEngineProcess
 from headrace.faultsim.faults import Disk, Fault, Killed, Kind
 from headrace.faultsim.oracles import WatchedBuffer
-from headrace.faultsim.processes import Chance, SimulatedWorker
+from headrace.faultsim.processes import Chance
 from headrace.faultsim.scorer import SeededScorer
 from headrace.faultsim.trainer_worker import SimulatedTrainerProcess
 from headrace.observe.facts import Books, RunEnded, RunStarted, WeightsLive
 from headrace.observe.health.waits import Waits
 from headrace.observe.recorder import Recorder
+from headrace.orchestration.clients.engine import ProcessEngine
+from headrace.orchestration.clients.trainer import ProcessTrainer
 from headrace.orchestration.loops.evaluation import Evaluator
 from headrace.orchestration.loops.identity import IdentityProbe
 from headrace.orchestration.loops.parts import Parts, told_of
@@ -42,15 +44,16 @@ from headrace.orchestration.store.checkpoints import Checkpoints
 from headrace.orchestration.store.recovery import Past, read_past, recover
 from headrace.orchestration.store.snapshots import Snapshots, load_controller
 from headrace.orchestration.store.storage import Storage
-from headrace.orchestration.workers.clients import ProcessEngine, ProcessTrainer
+from headrace.orchestration.workers.fake import FakeLauncher
 from headrace.orchestration.workers.messages import EngineStart, TrainerStart
-from headrace.protocols import Task
+from headrace.protocols import Engine, Job, Task, Trainer
 from headrace.rollouts.partial import Interrupts, PartialConfig
 from headrace.rollouts.rollout import RolloutConfig
 from headrace.settings.process_config import EvalConfig, WatchConfig
 from headrace.simulate.distributions import fixed
 from headrace.simulate.surroundings import SimulatedTask
 from headrace.simulate.virtual_time import VirtualTimeLoop
+from headrace.weight_sync.shared_memory import SharedMemory
 
 PATIENCE = 600.0
 """Virtual seconds until a wait stops the run. Without a fault nothing takes that long."""
@@ -103,7 +106,16 @@ class Life:
             saved = self._parts.snapshots.saved_step == pipeline.step
             books = self._buffer.accounting(in_checkpoint=saved)
             with suppress(HeadraceError):
-                self._recorder.record(RunEnded(self._clock(), reason, pipeline.step, books, 0.0, 0.0))
+                self._recorder.record(
+                    RunEnded(
+                        t=self._clock(),
+                        reason=reason,
+                        step=pipeline.step,
+                        accounting=books,
+                        engine_idle=0.0,
+                        trainer_idle=0.0,
+                    )
+                )
         if not self._disk.dead:
             self._left_behind(saved, pipeline.step)
         self.finished = reason == "finished"
@@ -123,7 +135,14 @@ class Life:
         checkpoint, past = self._behind() if self._number else (None, None)
         self._clock = run_clock(past.seconds if past else 0.0)
         self._recorder = Recorder(directory, (), past.resume if past else None, waits=True)
-        self._storage = Storage(directory, self._recorder, self._checkpoints, True, checkpoint, past)
+        self._storage = Storage(
+            run_dir=directory,
+            recorder=self._recorder,
+            checkpoints=self._checkpoints,
+            flush=True,
+            checkpoint=checkpoint,
+            past=past,
+        )
         self._buffer = WatchedBuffer(case.staleness, case.steps * case.groups)
         self._referee = Referee(case, self._storage, self._buffer, self._ledger, self._disk)
         self._waits = Waits(self._referee.record, self._clock, PATIENCE / 2, PATIENCE)
@@ -152,27 +171,28 @@ class Life:
         def trainer_process() -> SimulatedTrainerProcess:
             return SimulatedTrainerProcess(chance, memory, lambda: next(self._trainer_turns), self._case.skips)
 
-        class Engine(ProcessEngine):
-            async def launch(self) -> None:
-                self.worker = SimulatedWorker("engine", engine_process, chance, self._on_push)
-                await self.worker.start("engine", [], [])
-
+        launcher = FakeLauncher({"engine": engine_process, "trainer": trainer_process}, chance)
         checkpoint = self._storage.checkpoint
-        start = TrainerStart("", {}, {}, 0, "", False, {"": str(checkpoint)} if checkpoint else {})
-        trainer = ProcessTrainer(start, [], -1, Path("simulated.log"))
-        trainer.worker = SimulatedWorker("trainer", trainer_process, chance)
+        start = TrainerStart(
+            model_dir="",
+            train={},
+            algo={},
+            seed=0,
+            serving_dtype="",
+            keep_routing=False,
+            transport=SharedMemory(-1),  # never opened: weights are words in `_memory`
+            restore={"": str(checkpoint)} if checkpoint else {},
+        )
+        trainer = ProcessTrainer(launcher, start)
         max_deaths = chance.random.choice([0, 1, 3])
         if any(one.kind == "engine_lost" and one.life == self._number for one in self._case.faults):
             max_deaths = 0
-        return trainer, Engine([], -1, Path("simulated.log"), max_deaths, self._referee, self._clock)
+        return trainer, ProcessEngine(launcher, Job("engine", "engine"), max_deaths, self._referee, self._clock)
 
-    def _join(self, trainer: ProcessTrainer, engine: ProcessEngine) -> Pipeline:
+    def _join(self, trainer: Trainer, engine: Engine) -> Pipeline:
         case, clock, referee, storage = self._case, self._clock, self._referee, self._storage
         rollout = RolloutConfig(group_size=case.group_size, max_tokens=MAX_TOKENS, patience=1000)
-        every = case.checkpoint_every, case.evaluate_every
-        never = WatchConfig(failed_pause=1.0, outages=1000)  # what fails here was made to fail
-        plan = Plan(case.steps, case.staleness, rollout, case.seed, 1000, *every, watch=never)
-        self._plan = plan
+        plan = self._plan = self._plan_of(rollout)
         task: Task = SimulatedTask(fixed(3), case.seed)
         waits = self._waits
         interrupts = Interrupts(engine, PartialConfig(mode=case.mode), waits, clock)
@@ -198,20 +218,40 @@ class Life:
             decode=no_text,
             waits=waits,
             snapshots=Snapshots(
-                storage.checkpoints,
-                storage.passes,
-                referee,
-                clock,
-                "",
-                storage.saved_step,
+                checkpoints=storage.checkpoints,
+                passes=storage.passes,
+                observer=referee,
+                clock=clock,
+                adapter="",
+                saved_step=storage.saved_step,
             ),
             probe=IdentityProbe([1, 2, 3], 2, 1e-9, referee, clock),
             evaluator=Evaluator(
-                interrupts.once, scorer, referee, held_out, EvalConfig(samples=1), rollout, no_text, waits, clock
+                generate=interrupts.once,
+                scorer=scorer,
+                observer=referee,
+                prompts=held_out,
+                config=EvalConfig(samples=1),
+                rollout=rollout,
+                decode=no_text,
+                waits=waits,
+                clock=clock,
             ),
         )
         referee.saved_step = lambda: self._parts.snapshots.saved_step
         return Pipeline(self._parts, plan, clock, past.saved_step if past else 0, told_of(storage.recorder.state))
+
+    def _plan_of(self, rollout: RolloutConfig) -> Plan:
+        return Plan(
+            steps=self._case.steps,
+            staleness=self._case.staleness,
+            rollout=rollout,
+            seed=self._case.seed,
+            max_skipped_steps=1000,
+            checkpoint_every=self._case.checkpoint_every,
+            evaluate_every=self._case.evaluate_every,
+            watch=WatchConfig(failed_pause=1.0, outages=1000),  # what fails here was made to fail
+        )
 
     def _told(self, output: bytes) -> None:
         if not self._disk.dead:
@@ -222,8 +262,8 @@ class Life:
         books = Books(buffer.accounting(), tuple(buffer.in_flight), buffer.ready)
         slots, bound = case.staleness.generating, case.staleness.lag_bound
         return RunStarted(
-            self._clock(), "simulated", "", case.seed, case.steps, case.groups, case.group_size, slots, case.window,
-            bound, {}, step, books,
+            t=self._clock(), name="simulated", headline="", seed=case.seed, steps=case.steps, groups_per_step=case.groups, group_size=case.group_size, slots=slots, window=case.window,
+            max_lag=bound, where={}, resumed_at=step, books=books,
         )  # fmt: skip
 
     async def _go_live(self) -> None:
@@ -233,8 +273,8 @@ class Life:
             load = await parts.engine.load(update)
         parts.observer.record(WeightsLive(self._clock(), update, load))
 
-    def _misfortunes(self, pipeline: Pipeline, engine: ProcessEngine) -> None:
-        acts = {"interrupt": pipeline.interrupt, "jump": self._jump, "engine_lost": lambda: engine.worker.kill()}
+    def _misfortunes(self, pipeline: Pipeline, engine: Engine) -> None:
+        acts = {"interrupt": pipeline.interrupt, "jump": self._jump, "engine_lost": engine.kill}
         loop = asyncio.get_running_loop()
         for fault in self._case.faults:
             if fault.life == self._number and fault.kind in acts:

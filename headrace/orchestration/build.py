@@ -87,22 +87,22 @@ class Built:
         config, buffer = self.config, self.parts.buffer
         books = Books(buffer.accounting(), tuple(buffer.in_flight), buffer.ready)
         return RunStarted(
-            self.clock(),
-            config.name,
-            headline(config),
-            config.seed,
-            config.train.steps,
-            config.staleness.groups_per_step,
-            config.rollout.group_size,
-            config.staleness.generating,
-            config.staleness.window,
-            config.staleness.lag_bound,
-            where(config, self.pools.engine.capabilities.path),
-            step,
-            books,
-            machine_mark(config.train.cores, config.train.threads),
-            config.rollout.max_tokens,
-            config.chosen.why,
+            t=self.clock(),
+            name=config.name,
+            headline=headline(config),
+            seed=config.seed,
+            steps=config.train.steps,
+            groups_per_step=config.staleness.groups_per_step,
+            group_size=config.rollout.group_size,
+            slots=config.staleness.generating,
+            window=config.staleness.window,
+            max_lag=config.staleness.lag_bound,
+            where=where(config, self.pools.engine.capabilities.path),
+            resumed_at=step,
+            books=books,
+            machine=machine_mark(config.train.cores, config.train.threads),
+            max_tokens=config.rollout.max_tokens,
+            chosen=config.chosen.why,
         )
 
     async def go_live(self) -> None:
@@ -141,10 +141,12 @@ async def prepare(config: RunConfig, model_dir: Path, encoder: ChatEncoder, hand
     task = await asyncio.to_thread(build_task, config.task, encoder, config.seed, handed.rows)
     scorer = await asyncio.to_thread(build_scorer, config, handed.rewards, logs / "scorer.log")
     answer, size = config.task.answer, config.rollout.group_size
-    await try_in_loop(handed.rewards, scorer, task, answer, size, encoder.encode_completion)
+    await try_in_loop(
+        handed.rewards, scorer, task=task, answer=answer, group_size=size, encode=encoder.encode_completion
+    )
     lessons = await plan_lessons(config, model_dir, encoder, handed.rows)
     prompts = await asyncio.to_thread(task.held_out, config.eval.prompts)
-    return Prepared(model_dir, encoder, task, scorer, prompts, lessons)
+    return Prepared(model_dir=model_dir, encoder=encoder, task=task, scorer=scorer, prompts=prompts, lessons=lessons)
 
 
 async def build(
@@ -164,9 +166,13 @@ async def build(
         undo.push_async_callback(prepared.scorer.close)
         adapter = config.lora.served_name
         restore = {adapter: storage.checkpoint} if storage.checkpoint else {}
-        pools = await open_pools(config, prepared.model_dir, logs, observer, waits, clock, restore)
+        pools = await open_pools(
+            config, prepared.model_dir, logs=logs, observer=observer, waits=waits, clock=clock, restore=restore
+        )
         undo.push_async_callback(pools.close)
-        begin = await join(config, prepared, pools, adapter, logs, storage, waits, clock)
+        begin = await join(
+            config, prepared, pools=pools, adapter=adapter, logs=logs, storage=storage, waits=waits, clock=clock
+        )
         built = begin()
         undo.pop_all()
     return built
@@ -185,12 +191,17 @@ async def join(
     """A pipeline over pools that are up. `adapter`: which one it trains; empty where the engine serves full weights.
 
     Here ends what may be refused: only what is returned, and begins the run, changes its directory."""
-    if config.rollout.stop and not pools.engine.capabilities.stop_strings:
-        raise ConfigError(
-            "this engine cannot end completions at strings (the model has no tokenizer it can use); remove rollout.stop"
-        )
-    student = Student(prepared.model_dir, pools.trainer, pools.engine, bool(adapter), pools.shadow, pools.weights_fd)
-    pools.teaching = await open_teaching(config, prepared.lessons, student, logs, storage.recorder, waits, clock)
+    student = Student(
+        model_dir=prepared.model_dir,
+        trainer=pools.trainer,
+        engine=pools.engine,
+        serves_base=bool(adapter),
+        shadow=pools.shadow,
+        launcher=pools.launcher,
+    )
+    pools.teaching = await open_teaching(
+        config, prepared.lessons, student=student, observer=storage.recorder, waits=waits, clock=clock
+    )
     buffer = Buffer(config.staleness, config.train.steps * config.staleness.groups_per_step)
     interrupts = Interrupts(pools.engine, config.partial, waits, clock)
     past = storage.past
@@ -199,7 +210,18 @@ async def join(
     def begin() -> Built:
         storage.begin(outlived)
         pools.engine.listen(storage.passes.write)
-        return _assemble(config, prepared, pools, adapter, storage, waits, clock, buffer, interrupts, redo)
+        return _assemble(
+            config,
+            prepared,
+            pools=pools,
+            adapter=adapter,
+            storage=storage,
+            waits=waits,
+            clock=clock,
+            buffer=buffer,
+            interrupts=interrupts,
+            redo=redo,
+        )
 
     return begin
 
@@ -216,7 +238,7 @@ def _assemble(
         task=task,
         engine=pools.engine,
         interrupts=interrupts,
-        trainer=pools.trainer,
+        trainer=pools.teaching.publishing(pools.trainer),
         scorer=pools.teaching.tracing(
             punished(config.reward.soft_overlong_punishment, config.rollout.max_tokens, rewarding)
         ),
@@ -226,26 +248,26 @@ def _assemble(
         algorithm=algorithm_of(config.algo, config.rollout.max_tokens, reward_weights(config)),
         decode=encoder.decode,
         waits=waits,
-        snapshots=Snapshots(storage.checkpoints, storage.passes, observer, clock, adapter, storage.saved_step, mark),
+        snapshots=_snapshots(storage, clock, adapter, mark),
         probe=IdentityProbe(
-            encoder.encode_text(PROBE)[: pools.engine.capabilities.context_length],
-            config.watch.identity_every,
-            max(TOLERANCE[config.engine.serving_dtype], TOLERANCE[pools.trainer_dtype]),
-            observer,
-            clock,
-            adapter,
+            tokens=encoder.encode_text(PROBE)[: pools.engine.capabilities.context_length],
+            every=config.watch.identity_every,
+            tolerance=max(TOLERANCE[config.engine.serving_dtype], TOLERANCE[pools.trainer_dtype]),
+            observer=observer,
+            clock=clock,
+            adapter=adapter,
         ),
         evaluator=Evaluator(
-            interrupts.once,
-            rewarding,
-            observer,
-            prepared.prompts,
-            config.eval,
-            config.rollout,
-            encoder.decode,
-            waits,
-            clock,
-            adapter,
+            generate=interrupts.once,
+            scorer=rewarding,
+            observer=observer,
+            prompts=prepared.prompts,
+            config=config.eval,
+            rollout=config.rollout,
+            decode=encoder.decode,
+            waits=waits,
+            clock=clock,
+            adapter=adapter,
         ),
         turns=pools.turns,
         noise=NoiseWatch(config.algo),
@@ -253,23 +275,43 @@ def _assemble(
         sentinels=(pools.teaching.watch,),
     )
     pipeline = Pipeline(parts, plan, clock, past.saved_step if past else 0, told_of(storage.recorder.state))
-    utilisation = Utilisation(pools.engine, pools.turns, waits, clock)
-    outdated = past.outdated(mark) if past else ()
-    return Built(pools, parts, pipeline, redo, outdated, utilisation, clock, config, adapter)
+    return Built(
+        pools=pools,
+        parts=parts,
+        pipeline=pipeline,
+        redo=redo,
+        outdated=past.outdated(mark) if past else (),
+        utilisation=Utilisation(pools.engine, pools.turns, waits, clock),
+        clock=clock,
+        config=config,
+        adapter=adapter,
+    )
+
+
+def _snapshots(storage: Storage, clock: Clock, adapter: str, mark: str) -> Snapshots:
+    return Snapshots(
+        checkpoints=storage.checkpoints,
+        passes=storage.passes,
+        observer=storage.recorder,
+        clock=clock,
+        adapter=adapter,
+        saved_step=storage.saved_step,
+        scored_by=mark,
+    )
 
 
 def plan_of(config: RunConfig, adapter: str) -> Plan:
     return Plan(
-        config.train.steps,
-        config.staleness,
-        config.rollout,
-        config.seed,
-        config.train.max_skipped_steps,
-        config.checkpoint.every,
-        config.eval.every,
-        adapter,
-        config.watch,
-        config.checkpoint.patience,
+        steps=config.train.steps,
+        staleness=config.staleness,
+        rollout=config.rollout,
+        seed=config.seed,
+        max_skipped_steps=config.train.max_skipped_steps,
+        checkpoint_every=config.checkpoint.every,
+        evaluate_every=config.eval.every,
+        adapter=adapter,
+        watch=config.watch,
+        save_patience=config.checkpoint.patience,
     )
 
 

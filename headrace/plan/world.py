@@ -50,7 +50,14 @@ class World:
         shared = Shared(rates.engine_slowed, rates.trainer_slowed)
         lengths = Lengths(scenario.completions, scenario.rollout.max_tokens)
         engines = [
-            SimulatedEngine(rates.engine, lengths, shared, grain, scenario.mean_completion, scenario.recompute)
+            SimulatedEngine(
+                rates=rates.engine,
+                length=lengths,
+                shared=shared,
+                grain=grain,
+                expected=scenario.mean_completion,
+                recompute=scenario.recompute,
+            )
             for _ in range(scenario.replicas)
         ]
         self.pool = Replicas(engines)
@@ -58,7 +65,12 @@ class World:
         self.trainer: Trainer = SimulatedTrainer(rates.trainer, shared, grain)
         self.task: Task = SimulatedTask(scenario.prompts, seed)
         self.scorer: Scorer = SimulatedScorer(
-            scenario.latency, scenario.workers, seed, scenario.contrast, scenario.solved, rates.overhead
+            latency=scenario.latency,
+            workers=scenario.workers,
+            seed=seed,
+            contrast=scenario.contrast,
+            solved=scenario.solved,
+            overhead=rates.overhead,
         )
         self.buffer = Buffer(scenario.staleness, scenario.steps * scenario.staleness.groups_per_step)
         self.stop_after, self.checkpoint_every = NEVER, 0
@@ -90,7 +102,15 @@ class World:
             snapshots=snapshots,
             probe=IdentityProbe([1, 2, 3], scenario.identity_every, 1e-3, observer, clock),
             evaluator=Evaluator(
-                interrupts.once, self.scorer, observer, [], EvalConfig(), rollout, _no_text, waits, clock
+                generate=interrupts.once,
+                scorer=self.scorer,
+                observer=observer,
+                prompts=[],
+                config=EvalConfig(),
+                rollout=rollout,
+                decode=_no_text,
+                waits=waits,
+                clock=clock,
             ),
         )
         plan = Plan(

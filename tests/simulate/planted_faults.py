@@ -323,7 +323,7 @@ OF_SNAPSHOTS = (
     ),
     _one(
         "pass_number_off_by_one", SNAPSHOTS, "C7", "a checkpoint skips the first pass behind it",
-        "position, self._passes.number, self._scored_by", "position, self._passes.number + 1, self._scored_by",
+        "=self._passes.number,", "=self._passes.number + 1,",
     ),
     _one(
         "not_flushed_before", SNAPSHOTS, "C7", "a checkpoint is on the disk before the records that it counts",

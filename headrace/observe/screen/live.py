@@ -99,7 +99,19 @@ def _samples(state: RunState) -> tuple[Sample, ...]:
     first = state.first_text
     if state.samples or first is None:
         return tuple(state.samples)
-    return (Sample(0, first.prompt, first.text, math.nan, {}, first.tokens, first.stop, first.version, first.version),)
+    return (
+        Sample(
+            step=0,
+            prompt=first.prompt,
+            text=first.text,
+            reward=math.nan,
+            rewards={},
+            tokens=first.tokens,
+            stop=first.stop,
+            first_version=first.version,
+            last_version=first.version,
+        ),
+    )
 
 
 def _lines(state: RunState) -> list[Line]:

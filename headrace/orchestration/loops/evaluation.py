@@ -52,18 +52,18 @@ class Evaluator:
         means = [_mean([one.reward for one in group if isinstance(one, Scored)]) for group in results]
         kept = [mean for mean in means if not math.isnan(mean)]
         fact = Evaluated(
-            self._clock(),
-            phase,
-            step,
-            len(kept),
-            _mean(kept),
-            _standard_error(kept),
-            _mean([len(one.episode.last.tokens) for one in scored]),
-            dict(Counter(one.reason for one in failures)),
-            self._clock() - started,
-            len(self._prompts),
-            dict(Counter(one.kind for one in failures)),
-            sum(one.episode.last.stop == "length" for one in scored),
+            t=self._clock(),
+            phase=phase,
+            step=step,
+            prompts=len(kept),
+            reward_mean=_mean(kept),
+            reward_sem=_standard_error(kept),
+            length_mean=_mean([len(one.episode.last.tokens) for one in scored]),
+            failures=dict(Counter(one.reason for one in failures)),
+            seconds=self._clock() - started,
+            asked=len(self._prompts),
+            kinds=dict(Counter(one.kind for one in failures)),
+            truncated=sum(one.episode.last.stop == "length" for one in scored),
         )
         self._observer.record(fact)
         return fact

@@ -94,7 +94,9 @@ class Rolling:
             if ticket not in self._cancelled:
                 raise
             lost = sum(len(one.tokens) for one in self._parts.interrupts.so_far(self._plan.names(ticket)).values())
-            rolled = Rolled(ticket, prompt, (), (), self._clock() - started, lost)
+            rolled = Rolled(
+                ticket=ticket, prompt=prompt, scored=(), failures=(), seconds=self._clock() - started, lost_tokens=lost
+            )
             self.end(rolled, "dropped", self._cancelled.pop(ticket))
         self._parts.interrupts.forget(self._plan.names(ticket))
 

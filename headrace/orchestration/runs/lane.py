@@ -75,7 +75,16 @@ def open_lane(config: RunConfig, directory: RunDirectory, resume: bool) -> Lane:
         recorder.record(Warned(past.seconds, complaint))
     keep = partial(directory.keep_config, dump_config(config), past.step)
     steps = partial(_keep_steps, config, directory)
-    storage = Storage(path, recorder, checkpoints, config.checkpoint.flush_journal, checkpoint, past, keep, steps)
+    storage = Storage(
+        run_dir=path,
+        recorder=recorder,
+        checkpoints=checkpoints,
+        flush=config.checkpoint.flush_journal,
+        checkpoint=checkpoint,
+        past=past,
+        keep_settings=keep,
+        keep_steps=steps,
+    )
     if finished:
         lane = Lane(config, directory, storage, Session(storage), finished)
         lane.session.recall()
@@ -114,7 +123,16 @@ def _storage_of_new(config: RunConfig, directory: RunDirectory) -> Storage:
     checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep)
     recorder, begin = open_recorder(config.observe, directory.path), partial(directory.begin, dump_config(config))
     steps = partial(_keep_steps, config, directory)
-    return Storage(directory.path, recorder, checkpoints, config.checkpoint.flush_journal, None, None, begin, steps)
+    return Storage(
+        run_dir=directory.path,
+        recorder=recorder,
+        checkpoints=checkpoints,
+        flush=config.checkpoint.flush_journal,
+        checkpoint=None,
+        past=None,
+        keep_settings=begin,
+        keep_steps=steps,
+    )
 
 
 def _keep_steps(config: RunConfig, directory: RunDirectory, steps: int, step: int) -> None:

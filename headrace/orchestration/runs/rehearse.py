@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -60,7 +59,6 @@ class Rehearsal:
     """Teachers."""
     prompt_tokens: int = 0
     """Of a usual prompt."""
-    began: float = field(default_factory=time.monotonic)
     unmeasured: str = ""
     """Why nothing was chosen by measurement."""
 
@@ -205,7 +203,9 @@ async def _reward(config: RunConfig, rewards: Sequence[RewardFunction], prompt: 
                 return [("", "none: the teachers are all there is to learn from")]
             tags = any(spec.extract == "answer_tag" for spec in config.reward.specs)
             size = config.rollout.group_size
-            tried = await try_reward(scorer, prompt, config.task.answer, tags, size, encoder.encode_completion)
+            tried = await try_reward(
+                scorer, prompt, answer=config.task.answer, tags=tags, group_size=size, encode=encoder.encode_completion
+            )
         finally:
             await scorer.close()
         printed = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
@@ -224,7 +224,7 @@ def _choose(found: Rehearsal, machine: Machine, model_dir: Path, measurer: Measu
     if not found.config.train.minutes:
         return
     size = checkpoint_bytes(shape, _plan(found.config, machine))
-    fitted = fit_minutes(settled, share.look(machine.cores), size, found.prompt_tokens, time.monotonic() - found.began)
+    fitted = fit_minutes(settled, share.look(machine.cores), size, found.prompt_tokens)
     found.config = fitted.config
     found.notes += fitted.notes
 

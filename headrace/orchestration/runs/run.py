@@ -84,7 +84,7 @@ def _train(lane: Lane, handed: Handed, callbacks: Callbacks | None, tells: bool)
         waits = open_waits(config, storage.recorder, clock)
         watchdog.add(directory.path, waits)
         watchdog.attach()
-        await lane.session.run(build(config, directory.logs, storage, handed, waits, clock))
+        await lane.session.run(build(config, directory.logs, storage=storage, handed=handed, waits=waits, clock=clock))
 
     with watchdog:
         host(go, callbacks.errands if callbacks else None)

@@ -133,12 +133,12 @@ class Session:
     async def _ended(self, built: Built) -> RunEnded:
         saved = built.parts.snapshots.saved_step == built.pipeline.step
         return RunEnded(
-            built.clock(),
-            self.reason,
-            built.pipeline.step,
-            built.parts.buffer.accounting(in_checkpoint=saved),
-            built.utilisation.engine_idle,
-            built.utilisation.trainer_idle,
-            built.utilisation.prompt_tokens,
-            built.utilisation.sampled_tokens,
+            t=built.clock(),
+            reason=self.reason,
+            step=built.pipeline.step,
+            accounting=built.parts.buffer.accounting(in_checkpoint=saved),
+            engine_idle=built.utilisation.engine_idle,
+            trainer_idle=built.utilisation.trainer_idle,
+            prompt_tokens=built.utilisation.prompt_tokens,
+            sampled_tokens=built.utilisation.sampled_tokens,
         )

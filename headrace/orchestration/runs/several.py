@@ -72,7 +72,15 @@ def train_together(
         watchdog = Watchdog(directory.logs, config.watch.warn_after, config.watch.stop_after, tells=not resume)
         with watchdog:
             keep = partial(directory.keep_config, step=0) if resume else directory.begin
-            together = _Together(config, directory, lanes, handed, watchdog, keep, callbacks)
+            together = _Together(
+                config=config,
+                directory=directory,
+                lanes=lanes,
+                handed=handed,
+                watchdog=watchdog,
+                keep_settings=keep,
+                callbacks=callbacks,
+            )
             host(together.run, callbacks.errands if callbacks else None)
         if callbacks:
             callbacks.raise_error(f"go on with headrace.train(resume={str(directory.path)!r})")
@@ -159,7 +167,15 @@ class _Together:
                     prepared[name] = await prepare(lane.config, model_dir, encoder, self._handed, lane.directory.logs)
                     undo.push_async_callback(prepared[name].scorer.close)
             restore = {name: at for name, lane in self._lanes.items() if (at := lane.storage.checkpoint)}
-            pools = await open_pools(self._config, model_dir, self._directory.logs, everyone, waits, clock, restore)
+            pools = await open_pools(
+                self._config,
+                model_dir,
+                logs=self._directory.logs,
+                observer=everyone,
+                waits=waits,
+                clock=clock,
+                restore=restore,
+            )
             undo.push_async_callback(_close, pools, waits)
             await _serve_base(pools, waits, next(iter(self._lanes.values())).storage.recorder, clock)
             built = await self._begin(prepared, pools, clock)
@@ -176,7 +192,16 @@ class _Together:
                 lent = pools.lend()
                 undo.push_async_callback(lent.close)
                 logs, storage = lane.directory.logs, lane.storage
-                joined[name] = await join(lane.config, prepared[name], lent, name, logs, storage, waits, clock)
+                joined[name] = await join(
+                    lane.config,
+                    prepared[name],
+                    pools=lent,
+                    adapter=name,
+                    logs=logs,
+                    storage=storage,
+                    waits=waits,
+                    clock=clock,
+                )
             built = {name: begin() for name, begin in joined.items()}
             self._keep_settings(dump_config(self._config))
             undo.pop_all()

@@ -97,7 +97,9 @@ class Past:
                     ready.difference_update(record.tickets)
         anew = self.rewinds and self.state is None
         saved = self.state.step if self.state else None
-        return Resume(self.step, saved, drawn, frozenset(flying), frozenset(ready), anew)
+        return Resume(
+            step=self.step, saved=saved, next_ticket=drawn, flying=frozenset(flying), ready=frozenset(ready), anew=anew
+        )
 
     def outdated(self, mark: str) -> frozenset[int]:
         """Tickets of finished groups in the checkpoint whose rows other settings made (`course.scoring_mark`)."""
@@ -135,7 +137,7 @@ def read_past(run_dir: Path, state: ControllerState | None, same_course: bool) -
             "diff will lack what is missing"
         )
     rewinds = bool(behind or lost)
-    return Past(run_dir, state, records, tuple(said), rewinds, lost)
+    return Past(run_dir=run_dir, state=state, records=records, complaints=tuple(said), rewinds=rewinds, lost=lost)
 
 
 _CHANGED = "the settings of training are not those of before"
@@ -240,7 +242,9 @@ def _stepped(record: Stepped, buffer: Buffer) -> JournalStep:
     else:
         buffer.trained(groups)
         buffer.release(groups)
-    return JournalStep(report.step, record.t, report.version, groups, report, record.steps)
+    return JournalStep(
+        step=report.step, t=record.t, version=report.version, groups=groups, report=report, steps=record.steps
+    )
 
 
 def _of_checkpoint(past: Past, requests: Container[str]) -> dict[str, Completion]:

@@ -81,8 +81,8 @@ class TorchTrainer:
             lower_weights(self._model, self._dtype)
         assignments = self._assignments.items()
         self._learners = {name: Learner(one.train, one.algo, self._trained(name)) for name, one in assignments}
-        if self._fused and self._dtype == torch.bfloat16:
-            reserve(self._model, 0 if config.gradient_checkpointing else config.microbatch_tokens)
+        if self._fused:
+            reserve(self._model, 0 if config.gradient_checkpointing else config.microbatch_tokens, self._dtype)
 
     def _trained(self, name: str) -> dict[str, torch.nn.Parameter]:
         return self._adapters.parameters(name) if self._adapters else dict(self._model.named_parameters())
@@ -216,11 +216,25 @@ class TorchTrainer:
     def _plan(self, batch: Batch) -> Plan:
         learner = self._learners[batch.adapter]
         budget, share = learner.config.microbatch_tokens, self._forward.packed
-        return pack_rows(batch.rows, learner.aggregation, learner.algo.length_constant, budget, batch.step, share)
+        return pack_rows(
+            batch.rows,
+            learner.aggregation,
+            constant=learner.algo.length_constant,
+            budget=budget,
+            step=batch.step,
+            share=share,
+        )
 
     def _gradients(self, plan: Plan, temperature: float, adapter: str = "") -> Sums:
         """Fills the parameters' gradients."""
         learner = self._learners[adapter]
         reference = self._reference if learner.algo.reference_in_loss else None
-        gradient = Gradient(self._forward, learner, temperature or 1.0, self._dtype, reference, self._replay)
+        gradient = Gradient(
+            forward=self._forward,
+            learner=learner,
+            temperature=temperature or 1.0,
+            dtype=self._dtype,
+            reference=reference,
+            replay=self._replay,
+        )
         return gradient.of(plan.packs, self._device)
