@@ -38,7 +38,8 @@ class Buffer:
         self._ready: dict[int, Group] = {}
         """In the order in which they were finished."""
         self._taken: dict[int, Group] = {}
-        self._trained_not_live: set[int] = set()
+        self._trained_not_live: dict[int, int] = {}
+        """The version that each made, by ticket."""
         self._drawn = self._trained = 0
         self._dropped: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
@@ -103,16 +104,16 @@ class Buffer:
             self._taken[ticket] = self._ready.pop(ticket)
         return tuple(self._taken[ticket] for ticket in tickets)
 
-    def trained(self, groups: Iterable[Group]) -> None:
-        """Counted as trained; their slots stay taken until `release`."""
-        for group in groups:
-            del self._taken[group.ticket]
-            self._trained_not_live.add(group.ticket)
+    def trained(self, tickets: Sequence[int], version: int) -> None:
+        """Counts them as trained; their slots stay taken until `release`. `version`: of the weights that they made."""
+        for ticket in tickets:
+            del self._taken[ticket]
+            self._trained_not_live[ticket] = version
             self._trained += 1
 
-    def release(self, groups: Iterable[Group]) -> None:
-        """The weights that these groups trained are live."""
-        self._trained_not_live -= {group.ticket for group in groups}
+    def release(self, version: int) -> None:
+        """Weights of this version are live: the slots of the groups that made them, or earlier ones, are free."""
+        self._trained_not_live = {ticket: made for ticket, made in self._trained_not_live.items() if made > version}
         self._notify()
 
     def close(self) -> None:

@@ -30,12 +30,14 @@ class Plan:
     save_patience: float = 300.0
     """Seconds for which the last checkpoint is tried again."""
 
-    def batch(self, step: int, groups: Sequence[Group], algorithm: Algorithm) -> Batch:
-        """What the trainer is given of groups that were taken for `step`: the same ones whenever it is asked."""
-        kept = [judge(group, step, self.staleness) for group in groups]
-        assembled = algorithm.assemble(tuple(group for group in kept if group))
-        assert len(assembled) == len(groups), "a group that is trained was judged before"
-        return Batch(step, assembled, self.rollout.temperature, self.adapter)
+    def batch(self, step: int, judged: tuple[Group, ...], algorithm: Algorithm) -> Batch:
+        """What the trainer is given for `step`. `judged`: as `Buffer.take` returns them, in the order in which they were taken."""
+        return Batch(step, algorithm.assemble(judged), self.rollout.temperature, self.adapter)
+
+    def batch_again(self, step: JournalStep, algorithm: Algorithm) -> Batch:
+        """The same batch, made of what the journal holds: groups as they were finished, before anything of them was trimmed."""
+        judged = [judge(group, step.step, self.staleness) for group in step.groups]
+        return self.batch(step.step, tuple(group for group in judged if group), algorithm)
 
     def names(self, ticket: int) -> list[str]:
         """Of its requests."""

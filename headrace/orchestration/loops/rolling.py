@@ -6,10 +6,8 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 
-from headrace.durable.journal import Drawn, Gone, Ready
-from headrace.observe.facts import GroupEnded, TicketDrawn
 from headrace.orchestration.loops.budgets import Budgets
-from headrace.orchestration.loops.outcomes import Outcome, Rolled
+from headrace.orchestration.loops.outcomes import Rolled
 from headrace.orchestration.loops.parts import Parts, Told
 from headrace.orchestration.plan import Plan
 from headrace.rollout import roll_out
@@ -43,9 +41,7 @@ class Rolling:
             if not parts.interrupts.admits:
                 continue
             ticket, prompt = drawn, parts.task.draw()
-            parts.journal.write(Drawn(self._clock(), ticket, prompt))
-            buffer.start(ticket, prompt)
-            self._record(TicketDrawn(self._clock(), ticket, prompt.id))
+            parts.ledger.drawn(ticket, prompt)
             self._begin(loops, ticket, prompt)
 
     def cancel_older_than(self, version: int, reason: str) -> int:
@@ -94,25 +90,19 @@ class Rolling:
                 raise
             lost = sum(len(one.tokens) for one in self._parts.interrupts.so_far(self._plan.names(ticket)).values())
             rolled = Rolled(ticket, prompt, (), (), self._clock() - started, lost)
-            self.end(rolled, "dropped", self._cancelled.pop(ticket))
+            self._parts.ledger.ended(rolled, "dropped", self._cancelled.pop(ticket))
         self._parts.interrupts.forget(self._plan.names(ticket))
 
     def _judge(self, rolled: Rolled) -> None:
-        algorithm = self._parts.algorithm
+        algorithm, ledger = self._parts.algorithm, self._parts.ledger
         rows = algorithm.rows(rolled.prompt, rolled.scored) if len(rolled.scored) >= algorithm.min_rollouts else ()
         if not rows:
-            fact = self.end(rolled, "failed", rolled.commonest_failure)
+            fact = ledger.ended(rolled, "failed", rolled.commonest_failure)
         elif reason := algorithm.barren(rows):
-            fact = self.end(rolled, "dropped", reason)
+            fact = ledger.ended(rolled, "dropped", reason)
         else:
-            fact = self._ready(Group(rolled.ticket, rolled.prompt, rolled.scored, rows, rolled.failures), rolled)
+            fact = ledger.ready(Group(rolled.ticket, rolled.prompt, rolled.scored, rows, rolled.failures), rolled)
         self._budgets.spend(rolled, fact)
-
-    def _ready(self, group: Group, rolled: Rolled) -> GroupEnded:
-        self._parts.journal.write(Ready(self._clock(), group))
-        self._parts.buffer.put(group)
-        self._record(fact := rolled.ended(self._clock(), "ready"))
-        return fact
 
     async def _rollouts_of(self, ticket: int, prompt: Prompt) -> tuple[tuple[Scored, ...], tuple[Failure, ...]]:
         parts, rollout = self._parts, self._plan.rollout
@@ -131,15 +121,3 @@ class Rolling:
                 judged = await parts.scorer.score(prompt, episodes)
         scored = tuple(result for result in judged if isinstance(result, Scored))
         return scored, tuple(result for result in [*results, *judged] if isinstance(result, Failure))
-
-    # -- groups that are not trained --------------------------------------------------------------------------------------
-
-    def end(self, rolled: Rolled, outcome: Outcome, reason: str) -> GroupEnded:
-        """Of a group that will not be trained, wherever it is."""
-        assert outcome != "ready"
-        failures = rolled.failures if outcome == "dropped" else ()
-        reasons = tuple(failure.reason for failure in failures)
-        self._parts.journal.write(Gone(self._clock(), rolled.ticket, outcome, reason, reasons))
-        self._parts.buffer.end(rolled.ticket, outcome, reason, reasons)
-        self._record(fact := rolled.ended(self._clock(), outcome, reason))
-        return fact

@@ -35,6 +35,7 @@ from headrace.durable.journal import (
 from headrace.durable.passes import discard_passes, read_passes
 from headrace.errors import ConfigError
 from headrace.observe.resume import Resume
+from headrace.orchestration.ledger import count
 from headrace.orchestration.plan import Plan
 from headrace.orchestration.store.snapshots import ControllerState
 from headrace.partial import Interrupts, joined
@@ -204,6 +205,7 @@ def recover(
         task.restore(past.state.task)
         buffer.restore(past.state.buffer)
     steps = list(_apply(past.records, task, buffer))
+    buffer.release(past.step)  # what was trained is live as soon as the run begins
     asked = [plan.requests(ticket, prompt) for ticket, prompt in buffer.in_flight.items()]
     requests = {request.id: request for several in asked for request in several}
     begun = _begun(past, requests, plan.adapter)
@@ -221,26 +223,10 @@ def _apply(records: Iterable[AnyRecord], task: Task, buffer: Buffer) -> Iterator
                         f"the task gives the prompt {found.id} where it gave {record.prompt.id} before the run was killed: its "
                         "data have changed. Put them back, or start a new run"
                     )
-                buffer.start(record.ticket, record.prompt)
-            case Ready():
-                buffer.put(record.group)
-            case Gone():
-                buffer.end(record.ticket, record.outcome, record.reason, record.failures)
-            case Stepped():
-                yield _stepped(record, buffer)
-            case Live():
-                pass  # what was trained is live as soon as the run begins
-
-
-def _stepped(record: Stepped, buffer: Buffer) -> JournalStep:
-    groups, report = buffer.take_again(record.tickets), record.report
-    if report.skipped:
-        for ticket in record.tickets:
-            buffer.end(ticket, "dropped", report.skipped)
-    else:
-        buffer.trained(groups)
-        buffer.release(groups)
-    return JournalStep(report.step, record.t, report.version, groups, report)
+            case Stepped(report=report):
+                groups = buffer.take_again(record.tickets)
+                yield JournalStep(report.step, record.t, report.version, groups, report)
+        count(record, buffer)
 
 
 def _of_checkpoint(past: Past, requests: Container[str]) -> dict[str, Completion]:
