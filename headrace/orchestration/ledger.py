@@ -14,11 +14,10 @@ A run that is killed between two of these columns loses nothing: recovery reads 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from headrace.buffer import Buffer
 from headrace.durable.journal import AnyRecord, Drawn, Gone, Journal, Live, Ready, Stepped
-from headrace.observe.facts import Fact, GroupEnded, TicketDrawn, WeightsLive
+from headrace.observe.facts import GroupEnded, TicketDrawn, WeightsLive
+from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.loops.outcomes import Outcome, Rolled, rolled_of, step_fact
 from headrace.partial import Delivery
 from headrace.reports import TrainReport
@@ -45,10 +44,9 @@ def count(record: AnyRecord, buffer: Buffer) -> None:
 
 
 class Ledger:
-    def __init__(
-        self, journal: Journal, buffer: Buffer, record: Callable[[Fact], None], clock: Callable[[], float]
-    ) -> None:
-        self._journal, self._buffer, self._record, self._clock = journal, buffer, record, clock
+    def __init__(self, journal: Journal, buffer: Buffer, telemetry: Telemetry) -> None:
+        self._journal, self._buffer = journal, buffer
+        self._record, self._clock = telemetry.record, telemetry.clock
 
     def drawn(self, ticket: int, prompt: Prompt) -> None:
         self._enter(Drawn(self._clock(), ticket, prompt))

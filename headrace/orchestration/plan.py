@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headrace.algo.groups import Algorithm
+from headrace.durable.journal import JournalStep
 from headrace.process_config import WatchConfig
 from headrace.rollout import RolloutConfig, name_of, seed_of
 from headrace.staleness import StalenessConfig, judge

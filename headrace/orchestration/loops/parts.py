@@ -10,14 +10,15 @@ from headrace.algo.groups import Algorithm
 from headrace.algo.noise import NoiseWatch
 from headrace.buffer import Buffer
 from headrace.durable.journal import Journal
-from headrace.observe.health.waits import Waits
 from headrace.observe.numbers.state import RunState
+from headrace.observe.telemetry import Telemetry
+from headrace.orchestration.ledger import Ledger
 from headrace.orchestration.loops.evaluation import Evaluator
 from headrace.orchestration.loops.identity import IdentityProbe
 from headrace.orchestration.loops.turns import Turns
 from headrace.orchestration.store.snapshots import Snapshots
 from headrace.partial import Interrupts
-from headrace.protocols import Engine, Observer, Scorer, Task, Trainer
+from headrace.protocols import Engine, Scorer, Task, Trainer
 from headrace.rollout import Decode
 
 
@@ -31,12 +32,12 @@ class Parts:
     """The engine, as rollouts see it."""
     trainer: Trainer
     scorer: Scorer
-    observer: Observer
+    telemetry: Telemetry
     journal: Journal
     buffer: Buffer
+    ledger: Ledger
     algorithm: Algorithm
     decode: Decode
-    waits: Waits
     snapshots: Snapshots
     probe: IdentityProbe
     evaluator: Evaluator

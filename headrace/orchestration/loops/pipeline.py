@@ -32,7 +32,6 @@ from msgspec.structs import replace
 
 from headrace.durable.journal import JournalStep
 from headrace.errors import CheckpointError, HeadraceError, IdentityError, TrainingError, WorkerDied, first_error
-from headrace.observe.facts import Warned
 from headrace.orchestration.loops.leaving import Leaving, until_saved
 from headrace.orchestration.loops.outcomes import rolled_of, step_fact
 from headrace.orchestration.loops.parts import Parts, Told
@@ -55,14 +54,12 @@ P = ParamSpec("P")
 
 
 class Pipeline:
-    def __init__(
-        self, parts: Parts, plan: Plan, clock: Callable[[], float], first_step: int = 0, told: Told | None = None
-    ) -> None:
+    def __init__(self, parts: Parts, plan: Plan, first_step: int = 0, told: Told | None = None) -> None:
         """`told`: what the metrics have of the processes before, in a run that goes on."""
-        self._parts, self._plan, self._clock = parts, plan, clock
-        self._record = parts.observer.record
+        self._parts, self._plan, self._clock = parts, plan, parts.telemetry.clock
+        self._record, self._warn = parts.telemetry.record, parts.telemetry.warn
         self._told = told or Told()
-        self._rolling = Rolling(parts, plan, clock, self._told)
+        self._rolling = Rolling(parts, plan, self._told)
         self.step = first_step
         self._leaving = Leaving()
         self._evaluations: list[asyncio.Task[Any]] = []
@@ -116,9 +113,6 @@ class Pipeline:
         self._warn(message)
         for group in groups:
             self._parts.ledger.ended(rolled_of(group), "dropped", "settings_changed")
-
-    def _warn(self, message: str) -> None:
-        self._record(Warned(self._clock(), message))
 
     async def run(self) -> None:
         """Train until the plan is fulfilled or `interrupt` was called. The current weights must be live already.
@@ -191,7 +185,7 @@ class Pipeline:
         delivery: asyncio.Task[None] | None = None
         while self.step < plan.steps:
             waited = self._clock()
-            async with parts.waits.named("trainer", f"{plan.staleness.groups_per_step} scored groups"):
+            async with parts.telemetry.waits.named("trainer", f"{plan.staleness.groups_per_step} scored groups"):
                 groups = await parts.buffer.take(plan.staleness.groups_per_step, self._judge)
             if groups is None:
                 break
@@ -210,7 +204,7 @@ class Pipeline:
             await self._save_result()
 
     async def _delivered(self, delivery: asyncio.Task[None], which: str) -> bool:
-        async with self._parts.waits.named("trainer", f"the swap in the engine (of {which})"):
+        async with self._parts.telemetry.waits.named("trainer", f"the swap in the engine (of {which})"):
             await delivery
         return True
 
@@ -219,7 +213,7 @@ class Pipeline:
         plan, parts = self._plan, self._parts
         save = lambda: self._whole(self._checkpoint())  # noqa: E731
         await until_saved(
-            save, self.step, plan.save_patience, waits=parts.waits, leaving=self._leaving, warn=self._warn
+            save, self.step, plan.save_patience, waits=parts.telemetry.waits, leaving=self._leaving, warn=self._warn
         )
 
     async def _step(self, groups: tuple[Group, ...], waited: float) -> TrainReport:
@@ -251,10 +245,10 @@ class Pipeline:
 
     async def _deliver(self, loops: asyncio.TaskGroup, update: WeightUpdate, expected: list[float] | None) -> None:
         parts, version = self._parts, update.version
-        async with parts.waits.named("delivery", "the swap in the engine"):
+        async with parts.telemetry.waits.named("delivery", "the swap in the engine"):
             delivery = await parts.interrupts.deliver(update)
         parts.ledger.live(update, delivery, self._cancel_stale(version))
-        async with parts.waits.named("delivery", "the engine (probe)"):
+        async with parts.telemetry.waits.named("delivery", "the engine (probe)"):
             await parts.probe.engine_side(parts.engine, version, expected)
         every = self._plan.evaluate_every
         if every and version % every == 0 and version < self._plan.steps:
@@ -286,7 +280,7 @@ class Pipeline:
     async def _busy(self, what: str, work: Callable[P, Awaitable[T]], *given: P.args, **named: P.kwargs) -> T:
         """Awaits the trainer's work under a named wait, when it is our turn, and counts its time as busy."""
         parts = self._parts
-        async with parts.waits.named("controller", f"the trainer ({what})"), parts.turns.take(self._clock):
+        async with parts.telemetry.waits.named("controller", f"the trainer ({what})"), parts.turns.take(self._clock):
             return await work(*given, **named)
 
 

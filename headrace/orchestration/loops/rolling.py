@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from headrace.orchestration.loops.budgets import Budgets
 from headrace.orchestration.loops.outcomes import Rolled
@@ -15,14 +15,13 @@ from headrace.types import Episode, Failure, Group, Prompt, Scored
 
 
 class Rolling:
-    def __init__(self, parts: Parts, plan: Plan, clock: Callable[[], float], told: Told) -> None:
-        self._parts, self._plan, self._clock = parts, plan, clock
-        self._record = parts.observer.record
+    def __init__(self, parts: Parts, plan: Plan, told: Told) -> None:
+        self._parts, self._plan, self._clock = parts, plan, parts.telemetry.clock
         self._tasks: dict[int, asyncio.Task[None]] = {}
         """By ticket."""
         self._cancelled: dict[int, str] = {}
         """Why, by ticket."""
-        self._budgets = Budgets(plan.watch, plan.rollout.patience, self._record, clock)
+        self._budgets = Budgets(plan.watch, plan.rollout.patience, parts.telemetry.record, self._clock)
         self._rewards = list(told.rewards)
         """Of the groups that ended since the last step."""
         self._mean_drawn = told.reward_drawn
@@ -33,7 +32,7 @@ class Rolling:
         for ticket, prompt in buffer.in_flight.items():
             self._begin(loops, ticket, prompt)
         while True:
-            async with parts.waits.named("admission", "a free slot (weights live, or a group ended)"):
+            async with parts.telemetry.waits.named("admission", "a free slot (weights live, or a group ended)"):
                 await parts.interrupts.admission()
                 drawn = await buffer.draw()
             if drawn is None:
@@ -110,14 +109,14 @@ class Rolling:
         if len(prompt.tokens) + rollout.max_tokens > room:
             detail = f"prompt of {len(prompt.tokens)} tokens + max_tokens {rollout.max_tokens} > context of {room}"
             return (), (Failure("prompt_too_long", detail),) * rollout.group_size
-        async with parts.waits.named("rollouts", "the engine"):
+        async with parts.telemetry.waits.named("rollouts", "the engine"):
             results = await roll_out(
                 parts.interrupts.generate, prompt, self._plan.requests(ticket, prompt), parts.decode
             )
         episodes = [result for result in results if isinstance(result, Episode)]
         judged: list[Scored | Failure] = []
         if episodes:
-            async with parts.waits.named("rollouts", "the scorer"):
+            async with parts.telemetry.waits.named("rollouts", "the scorer"):
                 judged = await parts.scorer.score(prompt, episodes)
         scored = tuple(result for result in judged if isinstance(result, Scored))
         return scored, tuple(result for result in [*results, *judged] if isinstance(result, Failure))

@@ -13,6 +13,7 @@ from headrace.errors import CheckpointError, ConfigError, HeadraceError
 from headrace.models import resolve_model
 from headrace.observe.facts import Evaluated, Fact, FirstFailure, Warned, WorkerLost
 from headrace.observe.records import steps_done
+from headrace.observe.telemetry import Telemetry
 from headrace.observe.text import plural
 from headrace.orchestration.build import (
     build_scorer,
@@ -70,6 +71,7 @@ def evaluate(
 async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int, handed: Handed) -> Evaluated:
     with tempfile.TemporaryDirectory() as logs:
         waits = open_waits(config, _Stderr(), time.monotonic)
+        telemetry = Telemetry(_Stderr().record, time.monotonic, waits)
         async with waits.named("start", "the files of models, task and reward", endless=True):
             model_dir, encoder = await open_model(config)
             reading = for_reading(config)
@@ -82,23 +84,21 @@ async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int, ha
         try:
             async with waits.named("start", "the first weights to be live"):
                 if adapter:
-                    await pools.serve_base(_Stderr(), time.monotonic)
+                    await pools.serve_base(telemetry)
                 await pools.engine.load(await pools.trainer.publish(adapter))
             student = Student(model_dir, pools.trainer, pools.engine, bool(adapter), pools.shadow, pools.weights_fd)
             pools.teaching = await open_teaching(
                 reading, lessons, student, Path(logs), _Stderr(), waits, time.monotonic
             )
             evaluator = Evaluator(
-                pools.engine.generate,
-                pools.teaching.rewarding(scorer),
-                _Stderr(),
-                task.held_out(prompts),
-                config.eval,
-                config.rollout,
-                encoder.decode,
-                waits,
-                time.monotonic,
-                adapter,
+                generate=pools.engine.generate,
+                scorer=pools.teaching.rewarding(scorer),
+                prompts=task.held_out(prompts),
+                config=config.eval,
+                rollout=config.rollout,
+                decode=encoder.decode,
+                telemetry=telemetry,
+                adapter=adapter,
             )
             measured = await evaluator.measure("after", step_of(checkpoint) if checkpoint else 0)
             assert measured is not None

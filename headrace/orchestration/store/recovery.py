@@ -23,7 +23,6 @@ from headrace.durable.journal import (
     Journal,
     JournalDamaged,
     JournalStep,
-    Live,
     Ready,
     Stepped,
     count_steps,
