@@ -45,7 +45,7 @@ test-slow: setup
 MINUTES ?= 60
 
 fuzz: setup
-	$(BIN)/python -m headrace.simulate.fuzz --minutes $(MINUTES) $(ARGS)
+	$(BIN)/python -m headrace.faultsim.fuzz --minutes $(MINUTES) $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -32,7 +32,7 @@ from headrace.engine.native.parts import read_model
 from headrace.engine.native.runners.decoder import FusedRunner
 from headrace.steps import PromptScores
 from headrace.trainer.config import TrainConfig
-from headrace.trainer.torch_trainer import TorchTrainer
+from headrace.trainer.step.trainer import TorchTrainer
 from headrace.types import Batch, Group, Prompt, Request, Row, Sampling, scoring
 from headrace.weights import WeightUpdate
 

@@ -26,7 +26,7 @@ from headrace.engine.native.runners.weights import parameters_from_dir
 from headrace.observe.facts import CheckpointSaved, EngineSample, TicketDrawn, WeightsLive
 from headrace.observe.records import StepRow, read_metrics
 from headrace.orchestration.build import build_task
-from headrace.trainer.torch_checkpoint import MODEL
+from headrace.trainer.step.checkpoint import MODEL
 from headrace.types import Prompt, Request, Sampling
 from headrace.weights import WeightUpdate
 

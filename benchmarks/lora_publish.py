@@ -18,8 +18,8 @@ import torch
 
 from headrace.lora import LoraConfig
 from headrace.models import resolve_model
-from headrace.trainer.torch_lora import Adapters
-from headrace.trainer.torch_model import load_model
+from headrace.trainer.model.adapters import Adapters
+from headrace.trainer.model.causal_lm import load_model
 from headrace.weight_sync.memory import anonymous_memory
 from headrace.weight_sync.shared_memory import SharedMemoryReceiver, SharedMemorySender, lay_out
 from headrace.weights import AdapterSpec

@@ -19,10 +19,10 @@ from pipeline import SKIP, Measured, any_contrast, settings, summarise
 import headrace
 from headrace.config import RunConfig, load_config
 from headrace.observe.records import read_metrics
-from headrace.simulate.calibrate import calibrate
-from headrace.simulate.measure import Prediction, predict
-from headrace.simulate.rates import Rates, load_rates, save_rates
-from headrace.simulate.scenario import Scenario
+from headrace.plan.measure import Prediction, predict
+from headrace.plan.rates.calibrate import calibrate
+from headrace.plan.rates.rates import Rates, load_rates, save_rates
+from headrace.plan.scenario import Scenario
 
 SETTINGS = ("0x1x4", "1x1x4", "2x1x4", "4x1x4", "1x3x4", "2x5x4", "0x1x2", "2x2x2")
 """max_lag x window x groups a step"""

@@ -34,9 +34,9 @@ from headrace.engine.native.runners.weights import parameters_from_dir
 from headrace.models import resolve_model
 from headrace.packing import Pack, pack_rows
 from headrace.steps import Transcript, write_down
-from headrace.trainer.torch_forward import Forward, choose_forward
-from headrace.trainer.torch_model import load_model
-from headrace.trainer.torch_routing import RoutingReplay
+from headrace.trainer.forward.forward import Forward, choose_forward
+from headrace.trainer.forward.routing import RoutingReplay
+from headrace.trainer.model.causal_lm import load_model
 from headrace.types import Request, Row, Sampling
 from headrace.weights import WeightUpdate
 

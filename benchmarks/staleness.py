@@ -68,12 +68,12 @@ class Prompted(NamedTuple):
 
 
 def simulated(given: argparse.Namespace, policy: Json, seed: int) -> Json:
-    from headrace import virtual_time
     from headrace.observe.facts import GroupEnded, StepTrained, WeightsLive
     from headrace.observe.numbers.state import RunState
     from headrace.observe.records import summarise
+    from headrace.plan.world import World
     from headrace.reports import EngineStats
-    from headrace.simulate.world import World
+    from headrace.simulate import virtual_time
 
     class Watcher:
         """An observer that keeps metrics, not tokens."""
@@ -131,10 +131,10 @@ def by_token(truth: Sequence[Prompted], ended: Mapping[int, Any], kept: Mapping[
 
 
 def scenario_of(given: argparse.Namespace, policy: Json, seed: int) -> Any:
+    from headrace.plan.rates import hardware
+    from headrace.plan.scenario import Scenario
     from headrace.rollout import RolloutConfig
-    from headrace.simulate import hardware
     from headrace.simulate.distributions import Distribution, fixed
-    from headrace.simulate.scenario import Scenario
     from headrace.staleness import StalenessConfig
 
     chip, shape = hardware.gpu("h100"), hardware.shape("7b")

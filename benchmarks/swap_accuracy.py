@@ -40,7 +40,7 @@ from headrace.models import resolve_model
 from headrace.tasks.config import TaskConfig
 from headrace.tasks.reasoning_gym import ReasoningGymTask
 from headrace.trainer.config import TrainConfig
-from headrace.trainer.torch_trainer import TorchTrainer
+from headrace.trainer.step.trainer import TorchTrainer
 from headrace.types import Batch as TrainBatch
 from headrace.types import Group, Prompt, Row
 

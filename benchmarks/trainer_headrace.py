@@ -21,7 +21,7 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
 from headrace.engine.native.runners.weights import parameters_from_dir
 from headrace.trainer.config import TrainConfig
-from headrace.trainer.torch_trainer import TorchTrainer
+from headrace.trainer.step.trainer import TorchTrainer
 from headrace.types import Batch, Group, Prompt, Request, Row, Sampling
 from headrace.weights import WeightUpdate
 

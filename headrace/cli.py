@@ -155,8 +155,8 @@ def export(arguments: argparse.Namespace) -> int:
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    from headrace.simulate.command import tell
-    from headrace.simulate.plan import Question, config_for
+    from headrace.plan.answer import Question, config_for
+    from headrace.plan.command import tell
 
     run_dir = None if is_config(arguments.source) else run_directory(arguments.source)
     chip, _, file = arguments.hardware.partition(":")

@@ -8,10 +8,10 @@ import sys
 import traceback
 from pathlib import Path
 
-from headrace.simulate.dst import Life, until_done
-from headrace.simulate.dst_case import Case
-from headrace.simulate.dst_checks import Ledger
-from headrace.simulate.faults import Disk, Fault
+from headrace.faultsim.case import Case
+from headrace.faultsim.checks import Ledger
+from headrace.faultsim.faults import Disk, Fault
+from headrace.faultsim.lives import Life, until_done
 
 FINISHED, FAILED = 0, 9
 

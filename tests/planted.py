@@ -22,15 +22,15 @@ from pathlib import Path
 import msgspec
 from planted_faults import PLANTED, Planted
 
-from headrace.simulate.dst_case import Case
+from headrace.faultsim.case import Case
 
 PACKAGE = Path(__file__).resolve().parent.parent / "headrace"
 SCHEDULES = 200
 
 _HUNT = """
 import json, sys, headrace, msgspec
-from headrace.simulate.dst_case import Case, case_of
-from headrace.simulate.fuzz import problem_of
+from headrace.faultsim.case import Case, case_of
+from headrace.faultsim.fuzz import problem_of
 assert headrace.__file__.startswith(sys.argv[1]), headrace.__file__
 cases = map(case_of, range(*json.loads(sys.argv[2]))) if sys.argv[2].startswith("[") else [msgspec.json.decode(sys.argv[2], type=Case)]
 for number, case in enumerate(cases, 1):

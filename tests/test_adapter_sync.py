@@ -18,8 +18,8 @@ from headrace.engine.native.core import NativeEngine
 from headrace.errors import IdentityError
 from headrace.lora import LoraConfig
 from headrace.trainer.config import TrainConfig
-from headrace.trainer.torch_learner import Assignment
-from headrace.trainer.torch_trainer import TorchTrainer
+from headrace.trainer.step.learner import Assignment
+from headrace.trainer.step.trainer import TorchTrainer
 from headrace.types import scoring
 from headrace.weight_sync.memory import anonymous_memory
 from headrace.weight_sync.shared_memory import SharedMemoryReceiver, SharedMemorySender, lay_out

@@ -17,7 +17,7 @@ from headrace.algo.groups import algorithm_of
 from headrace.algo.recipes import RECIPES
 from headrace.reports import TrainReport
 from headrace.trainer.config import TrainConfig
-from headrace.trainer.torch_trainer import TorchTrainer
+from headrace.trainer.step.trainer import TorchTrainer
 from headrace.types import (
     Batch,
     Completion,

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from test_pipeline import World
 
-from headrace import virtual_time
 from headrace.engine.fake import FakeEngine
 from headrace.errors import RunPaused, TrainingError
 from headrace.observe.facts import Fact, FirstFailure, GroupEnded, StepTrained, Warned
@@ -18,6 +17,7 @@ from headrace.orchestration.loops.outcomes import Rolled
 from headrace.orchestration.store.snapshots import load_controller
 from headrace.process_config import WatchConfig
 from headrace.scoring.fake import FakeScorer
+from headrace.simulate import virtual_time
 from headrace.staleness import StalenessConfig
 from headrace.types import Completion, Episode, Failure, Prompt, Scored, Turn
 

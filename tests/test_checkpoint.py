@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import CheckpointError
+from headrace.faultsim.faults import Disk, Fault, Killed
 from headrace.orchestration.store.checkpoints import FILES, Checkpoints, damage
-from headrace.simulate.faults import Disk, Fault, Killed
 
 
 def _save(checkpoints: Checkpoints, step: int, content: bytes = b"x" * 1000) -> Path:

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace import virtual_time
 from headrace.engine.fake import FakeEngine
+from headrace.simulate import virtual_time
 from headrace.steps import StepOutput, Transcript, write_down
 from headrace.types import Completion, Request, Sampling, scoring
 from headrace.weights import WeightUpdate

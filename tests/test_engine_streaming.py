@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import make, parameters, saved
 
-from headrace import virtual_time
 from headrace.engine.config import EngineConfig
 from headrace.engine.fake import FakeEngine
 from headrace.engine.native.core import NativeEngine
@@ -24,6 +23,7 @@ from headrace.engine.streaming import check_parts, stages
 from headrace.orchestration.workers.engine_loop import EngineLoop
 from headrace.orchestration.workers.wire import Frame, pack_payload
 from headrace.reports import LoadReport
+from headrace.simulate import virtual_time
 from headrace.steps import StepOutput, Transcript, write_down
 from headrace.types import Completion, Request, Sampling, VersionSpan, scoring, spans_of
 from headrace.weights import AdapterSpec, WeightUpdate

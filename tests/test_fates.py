@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from headrace import virtual_time
 from headrace.durable.spelling import encode
 from headrace.observe.diagnosis import verdicts
 from headrace.observe.facts import GroupEnded, StepTrained, WeightsLive
@@ -26,12 +25,13 @@ from headrace.observe.recorder import Recorder
 from headrace.observe.records import StepRow, summarise
 from headrace.observe.report import write_report
 from headrace.observe.screen.summary import summary
+from headrace.plan.rates.rates import EngineRates, Rates, TrainerRates
+from headrace.plan.scenario import Scenario
+from headrace.plan.world import World
 from headrace.reports import LoadReport, TrainReport
 from headrace.rollout import RolloutConfig
+from headrace.simulate import virtual_time
 from headrace.simulate.distributions import Distribution
-from headrace.simulate.rates import EngineRates, Rates, TrainerRates
-from headrace.simulate.scenario import Scenario
-from headrace.simulate.world import World
 from headrace.staleness import StalenessConfig
 from headrace.types import Completion, Episode, Group, Prompt, Row, Scored, Turn, VersionSpan
 from headrace.weights import WeightUpdate

@@ -18,15 +18,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from headrace.packing import Segment
-from headrace.trainer import fused_ops
 from headrace.trainer.config import TrainConfig
-from headrace.trainer.fused_model import fuse, reserve
-from headrace.trainer.fused_ops import PackedWeight, Segments
+from headrace.trainer.forward import fused_ops
+from headrace.trainer.forward.forward import choose_forward, packed_hidden
+from headrace.trainer.forward.fused_model import fuse, reserve
+from headrace.trainer.forward.fused_ops import PackedWeight, Segments
+from headrace.trainer.forward.tree_attention import tree_of
 from headrace.trainer.kernels import binding
-from headrace.trainer.torch_attention import tree_of
-from headrace.trainer.torch_forward import choose_forward, packed_hidden
-from headrace.trainer.torch_model import enable_checkpointing
-from headrace.trainer.torch_optimizer import apply, make_optimizer
+from headrace.trainer.model.causal_lm import enable_checkpointing
+from headrace.trainer.step.optimizer import apply, make_optimizer
 
 pytestmark = pytest.mark.skipif(binding.library() is None, reason="no C++ compiler")
 
@@ -400,8 +400,8 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 def test_without_a_compiler_the_model_stays_as_it_is(tmp_path):
     code = (
         "import tiny_models\n"
-        "from headrace.trainer.fused_model import fuse\n"
-        "from headrace.trainer.torch_forward import choose_forward\n"
+        "from headrace.trainer.forward.fused_model import fuse\n"
+        "from headrace.trainer.forward.forward import choose_forward\n"
         "model = tiny_models.reference('qwen3')\n"
         "print(fuse(choose_forward(model)), any('forward' in vars(module) for module in model.modules()))"
     )

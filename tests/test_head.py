@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.packing import Kept
-from headrace.trainer.torch_head import BLOCK_ELEMENTS, Head, _blocks, dense_logprobs, token_logprobs
+from headrace.trainer.forward.head import BLOCK_ELEMENTS, Head, _blocks, dense_logprobs, token_logprobs
 
 
 def csr(rows: list[list[int]]) -> Kept:

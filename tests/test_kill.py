@@ -1,6 +1,6 @@
 """C7 with real processes: kill -9 anywhere, again and again, and nothing is lost, trained twice, or otherwise than without.
 
-First the simulated run of `headrace/simulate/dst.py` in forked children with real files, hundreds of kills; then whole runs of
+First the simulated run of `headrace/faultsim/lives.py` in forked children with real files, hundreds of kills; then whole runs of
 the tiny model, in which engine, trainer, controller or all of them are killed. `HEADRACE_KILLS=300` sets how many of the latter
 the slow test makes.
 """
@@ -22,12 +22,12 @@ from kill_child import FINISHED, live
 from tiny_run import tiny_config, workers_of
 
 from headrace.durable.journal import read_steps
+from headrace.faultsim.case import Case
+from headrace.faultsim.checks import Ledger, trained_in
+from headrace.faultsim.faults import Fault
+from headrace.faultsim.lives import trial
 from headrace.observe.facts import RunEnded
 from headrace.observe.records import read_metrics
-from headrace.simulate.dst import trial
-from headrace.simulate.dst_case import Case
-from headrace.simulate.dst_checks import Ledger, trained_in
-from headrace.simulate.faults import Fault
 
 # --- the simulated run, and its files -----------------------------------------------------------------------------------
 

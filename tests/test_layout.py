@@ -23,7 +23,6 @@ RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
 FLOORS = {
     "types": 0,
     "errors": 0,
-    "virtual_time": 0,
     "orphans": 0,
     "native": 1,
     "known_models": 1,
@@ -59,8 +58,10 @@ FLOORS = {
     "simulate": 7,
     "commands": 7,
     "__init__": 7,
-    "cli": 8,
-    "__main__": 9,
+    "plan": 8,
+    "faultsim": 8,
+    "cli": 9,
+    "__main__": 10,
 }
 
 # The rooms of a folder, from the lowest up: each imports only from those before it. A folder's own files have no order of their
@@ -69,6 +70,8 @@ ROOMS = {
     "engine.native": ("cache", "sampling", "schedule", "runners", "kernels"),
     "observe": ("numbers", "diagnosis", "health", "screen", "report"),
     "orchestration": ("store", "loops", "workers", "runs"),
+    "plan": ("rates", "parts"),
+    "trainer": ("kernels", "model", "forward", "step"),
 }
 BETWEEN = ("engine.native.sampling.details",)
 """Files that lie in a room and are held to the order of its folder only: this one joins what was planned to what was drawn."""

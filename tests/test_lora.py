@@ -16,10 +16,10 @@ from headrace.config import load_config
 from headrace.errors import ConfigError, IdentityError
 from headrace.lora import LoraConfig
 from headrace.trainer.config import TrainConfig
-from headrace.trainer.torch_learner import Assignment
-from headrace.trainer.torch_lora import Adapters
-from headrace.trainer.torch_quantise import NF4, QuantisedLinear
-from headrace.trainer.torch_trainer import TorchTrainer
+from headrace.trainer.model.adapters import Adapters
+from headrace.trainer.model.quantise import NF4, QuantisedLinear
+from headrace.trainer.step.learner import Assignment
+from headrace.trainer.step.trainer import TorchTrainer
 from headrace.types import Batch, Group, Prompt, Row
 
 PREFIX = "base_model.model."

@@ -17,7 +17,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace import virtual_time
 from headrace.algo.config import AlgoConfig
 from headrace.algo.groups import algorithm_of
 from headrace.algo.noise import NoiseWatch
@@ -45,6 +44,7 @@ from headrace.process_config import EvalConfig, WatchConfig
 from headrace.reports import LagStats, Noise
 from headrace.rollout import RolloutConfig
 from headrace.scoring.fake import FakeScorer
+from headrace.simulate import virtual_time
 from headrace.staleness import StalenessConfig
 from headrace.tasks.fake import FakeTask
 from headrace.trainer.fake import FakeTrainer

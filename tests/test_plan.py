@@ -19,17 +19,17 @@ from headrace.errors import ConfigError
 from headrace.observe.facts import EngineSample, GroupEnded, Waited, WeightsLive
 from headrace.observe.recorder import Recorder
 from headrace.observe.records import METRICS, StepRow
+from headrace.plan.answer import Question, answer
+from headrace.plan.charts import draw
+from headrace.plan.rates import hardware
+from headrace.plan.rates.calibrate import calibrate
+from headrace.plan.rates.from_run import rates_of_run
+from headrace.plan.rates.hardware import GPUS, SHAPES, engine_rates, replica_gpus, shape, trainer_gpus, trainer_rates
+from headrace.plan.rates.rates import EngineRates, Rates, TrainerRates, save_rates
+from headrace.plan.reasons import bias, bottleneck
+from headrace.plan.sweep import Choice, recommended, sweep
 from headrace.reports import EngineStats, LoadReport, TrainReport
-from headrace.simulate import hardware
-from headrace.simulate.calibrate import calibrate
 from headrace.simulate.distributions import fixed, parse
-from headrace.simulate.from_run import rates_of_run
-from headrace.simulate.hardware import GPUS, SHAPES, engine_rates, replica_gpus, shape, trainer_gpus, trainer_rates
-from headrace.simulate.picture import draw
-from headrace.simulate.plan import Question, answer
-from headrace.simulate.rates import EngineRates, Rates, TrainerRates, save_rates
-from headrace.simulate.reasons import bias, bottleneck
-from headrace.simulate.sweep import Choice, recommended, sweep
 from headrace.weights import WeightUpdate
 
 

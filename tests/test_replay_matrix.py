@@ -22,11 +22,11 @@ from headrace.algo.aggregate import seq_mean_token_sum
 from headrace.algo.config import AlgoConfig
 from headrace.packing import pack_rows
 from headrace.trainer.config import TrainConfig
-from headrace.trainer.torch_forward import Forward, choose_forward
-from headrace.trainer.torch_gradient import Gradient
-from headrace.trainer.torch_learner import Learner
-from headrace.trainer.torch_reference import reference_of
-from headrace.trainer.torch_routing import RoutingReplay, no_replay
+from headrace.trainer.forward.forward import Forward, choose_forward
+from headrace.trainer.forward.routing import RoutingReplay, no_replay
+from headrace.trainer.step.gradient import Gradient
+from headrace.trainer.step.learner import Learner
+from headrace.trainer.step.reference import reference_of
 
 TEMPERATURE, KL, TEACHER, TOP, SCALE = 0.8, 0.3, 0.7, 4, 2.0
 FAMILIES = ["llama", "qwen3_moe", "mixtral", "olmoe"]

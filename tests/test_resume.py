@@ -1,6 +1,6 @@
 """Going on with a run: everything is read and checked before anything is changed, and killed in between it can be done again.
 
-The runs are those of the simulation (`headrace/simulate/dst.py`), with settings put beside them: no model is loaded.
+The runs are those of the simulation (`headrace/faultsim/lives.py`), with settings put beside them: no model is loaded.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from headrace.durable.files import read_lines
 from headrace.durable.journal import JOURNAL, AnyRecord, Damage, Drawn, Journal, Stepped, end_of_journal, read_steps
 from headrace.durable.passes import PassLog, read_passes
 from headrace.errors import ConfigError, HeadraceError, WorkerDied
+from headrace.faultsim.faults import Disk, Fault, Killed
+from headrace.faultsim.lives import Case
 from headrace.observe.facts import RunEnded, TicketDrawn, Warned
 from headrace.observe.records import METRICS, StepRow
 from headrace.orchestration.runs.lane import Lane, open_lane
@@ -34,8 +36,6 @@ from headrace.orchestration.store.resume_rules import same_course
 from headrace.orchestration.store.snapshots import ControllerState, load_controller
 from headrace.reports import TrainReport
 from headrace.rollout import name_of
-from headrace.simulate.dst import Case
-from headrace.simulate.faults import Disk, Fault, Killed
 from headrace.steps import Finished, StepOutput
 from headrace.types import Prompt, Request, Sampling
 

@@ -29,11 +29,11 @@ from headrace.errors import ConfigError
 from headrace.models import resolve_model
 from headrace.packing import Pack, pack_rows, pack_sequence
 from headrace.trainer.config import TrainConfig
-from headrace.trainer.torch_forward import Forward, choose_forward
-from headrace.trainer.torch_model import enable_checkpointing
-from headrace.trainer.torch_reference import reference_of
-from headrace.trainer.torch_routing import RoutingReplay
-from headrace.trainer.torch_trainer import TorchTrainer
+from headrace.trainer.forward.forward import Forward, choose_forward
+from headrace.trainer.forward.routing import RoutingReplay
+from headrace.trainer.model.causal_lm import enable_checkpointing
+from headrace.trainer.step.reference import reference_of
+from headrace.trainer.step.trainer import TorchTrainer
 from headrace.types import Batch, Group, Prompt, Request, Row, Sampling
 from headrace.weights import WeightUpdate
 

@@ -10,12 +10,12 @@ from tiny_run import tiny_config
 from headrace.config import RunConfig, load_config
 from headrace.durable.files import full_disk_is_said
 from headrace.errors import ConfigError, HeadraceError
+from headrace.faultsim.faults import Disk, Fault
 from headrace.observe.facts import Warned
 from headrace.observe.health.watchdog import Watchdog
 from headrace.observe.records import read_metrics
 from headrace.orchestration.runs.lane import open_lane
 from headrace.orchestration.store.directory import RunDirectory
-from headrace.simulate.faults import Disk, Fault
 
 
 def _start(config: RunConfig) -> None:

@@ -20,7 +20,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from headrace import virtual_time
 from headrace.errors import ConfigError
 from headrace.scoring.builtin import reasoning_gym_reward
 from headrace.scoring.config import OverlongConfig, RewardConfig, RewardSpec
@@ -29,6 +28,7 @@ from headrace.scoring.fake import FakeScorer
 from headrace.scoring.functions import FunctionScorer
 from headrace.scoring.job import read_values
 from headrace.scoring.overlong import punished, soft_overlong_punishment
+from headrace.simulate import virtual_time
 from headrace.tasks.reasoning_gym import columns_of
 from headrace.types import Completion, Episode, Failure, Prompt, Scored, Turn, VersionSpan
 

@@ -14,24 +14,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace import virtual_time
 from headrace.algo.config import AlgoConfig
 from headrace.errors import ConfigError, IdentityError
 from headrace.observe.facts import StepTrained, WeightsLive
 from headrace.partial import PartialConfig
+from headrace.plan.measure import predict
+from headrace.plan.parts.cores import Shared
+from headrace.plan.parts.engine import SimulatedEngine
+from headrace.plan.parts.pool import Replicas
+from headrace.plan.rates import fits
+from headrace.plan.rates.rates import EngineRates, Rates, TrainerRates, load_rates, save_rates
+from headrace.plan.scenario import Scenario
+from headrace.plan.world import World
 from headrace.reports import EngineStats
 from headrace.rollout import RolloutConfig
-from headrace.simulate import distributions, fits
+from headrace.simulate import distributions, virtual_time
 from headrace.simulate.codes import completion_tokens, prompt_tokens
-from headrace.simulate.cores import Shared
 from headrace.simulate.distributions import Distribution, empirical, fixed, parse
-from headrace.simulate.engine import SimulatedEngine
-from headrace.simulate.measure import predict
-from headrace.simulate.pool import Replicas
-from headrace.simulate.rates import EngineRates, Rates, TrainerRates, load_rates, save_rates
-from headrace.simulate.scenario import Scenario
 from headrace.simulate.surroundings import SimulatedScorer, SimulatedTask
-from headrace.simulate.world import World
 from headrace.staleness import StalenessConfig
 from headrace.steps import StepOutput, write_down
 from headrace.types import Completion, Request, Sampling

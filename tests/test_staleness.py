@@ -14,9 +14,9 @@ from pydantic import ValidationError
 from test_pipeline import World, schedules
 from test_pipeline import _world as plain_world
 
-from headrace import virtual_time
 from headrace.engine.fake import FakeEngine
 from headrace.observe.facts import GroupEnded, StepTrained
+from headrace.simulate import virtual_time
 from headrace.staleness import StalenessConfig, first_version, judge
 from headrace.trainer.fake import FakeTrainer
 from headrace.types import Group, Prompt, Row

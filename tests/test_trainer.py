@@ -23,9 +23,9 @@ from headrace.algo.config import AlgoConfig
 from headrace.errors import CheckpointError, ConfigError
 from headrace.packing.ranks import split_ranks
 from headrace.trainer.config import TrainConfig
-from headrace.trainer.torch_attention import tree_of
-from headrace.trainer.torch_optimizer import learning_rate
-from headrace.trainer.torch_trainer import TorchTrainer
+from headrace.trainer.forward.tree_attention import tree_of
+from headrace.trainer.step.optimizer import learning_rate
+from headrace.trainer.step.trainer import TorchTrainer
 from headrace.types import Batch, Group, Prompt, Row
 
 V = 61

@@ -18,8 +18,8 @@ from headrace.config import load_config
 from headrace.errors import CheckpointError, ConfigError
 from headrace.orchestration.build import export_weights
 from headrace.trainer.config import TrainConfig
-from headrace.trainer.torch_memory import MixedAdamW, lower_weights, round_stochastically
-from headrace.trainer.torch_trainer import TorchTrainer
+from headrace.trainer.model.low_memory import MixedAdamW, lower_weights, round_stochastically
+from headrace.trainer.step.trainer import TorchTrainer
 from headrace.types import Batch, Group, Prompt, Row
 
 LR, BETAS, DECAY = 3e-3, (0.9, 0.95), 0.1

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from headrace.algo.aggregate import token_mean
 from headrace.packing import ROOT, Pack, Segment, pack_rows, split_ranks
-from headrace.trainer.torch_attention import MASK_ELEMENTS, Tree, tree_attention, tree_of
-from headrace.trainer.torch_forward import Forward, choose_forward
-from headrace.trainer.torch_varlen import Varlen, is_right, varlen_kernel, varlen_of
+from headrace.trainer.forward.forward import Forward, choose_forward
+from headrace.trainer.forward.tree_attention import MASK_ELEMENTS, Tree, tree_attention, tree_of
+from headrace.trainer.forward.varlen import Varlen, is_right, varlen_kernel, varlen_of
 from headrace.types import Row, SamplingMask, TeacherTrace, TopLogprobs
 
 V = 61

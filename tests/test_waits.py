@@ -20,7 +20,6 @@ import pytest
 from test_pipeline import Ledger, World
 
 import headrace
-from headrace import virtual_time
 from headrace.config import RunConfig, load_config
 from headrace.engine.config import EngineConfig
 from headrace.engine.fake import FakeEngine
@@ -51,6 +50,7 @@ from headrace.scoring.config import RewardConfig
 from headrace.scoring.fake import FakeScorer
 from headrace.scoring.functions import FunctionScorer
 from headrace.scoring.teachers import Teacher, TextScorer, TextTeacher, TraceScorer
+from headrace.simulate import virtual_time
 from headrace.trainer.fake import FakeTrainer
 from headrace.types import Completion, Episode, Prompt, Turn, VersionSpan
 from headrace.weights import WeightUpdate
@@ -211,10 +211,10 @@ def test_a_witness_that_fails_does_not_save_the_wait():
 def named_waits() -> set[tuple[str, str]]:
     """(owner, what) of every wait in the package, read from its source. What is not literal in an f-string becomes `*`.
 
-    The simulator plays stalls of its own, in `simulate/`.
+    The simulations play stalls of their own, in `plan/` and `faultsim/`.
     """
     found = set()
-    for path in (path for path in PACKAGE.rglob("*.py") if "simulate" not in path.parts):
+    for path in (path for path in PACKAGE.rglob("*.py") if not {"plan", "faultsim"} & set(path.parts)):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "named":
                 found.add((_pattern(node.args[0]), _pattern(node.args[1])))

@@ -180,7 +180,7 @@ class _Published:
         return core
 
     def rescore(self, rows: Sequence[Row]) -> list[list[float]]:
-        from headrace.trainer.torch_rescore import rescore
+        from headrace.trainer.step.rescore import rescore
 
         return rescore(self._trainer, rows, 1.0)
 

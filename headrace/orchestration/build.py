@@ -300,8 +300,8 @@ def export_weights(
 ) -> None:
     """A directory that `transformers` loads: the checkpoint's weights, the model's tokenizer and templates; of an adapter one
     that peft loads, unless it is merged into the base weights (in float32)."""
-    from headrace.trainer.torch_learner import Assignment
-    from headrace.trainer.torch_trainer import TorchTrainer
+    from headrace.trainer.step.learner import Assignment
+    from headrace.trainer.step.trainer import TorchTrainer
 
     algo = config.algo.with_length(config.rollout.max_tokens)
     masters = config.train.weights == "float32" or config.train.offload_optimizer

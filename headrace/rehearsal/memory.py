@@ -1,6 +1,6 @@
 """What each process will take, from the model's shape and the settings; and whether the machine has it.
 
-Bytes a parameter are those of `trainer/torch_memory.py`. Weights lie between trainer and engine twice (one is served while the
+Bytes a parameter are those of `trainer/model/low_memory.py`. Weights lie between trainer and engine twice (one is served while the
 other is written), with an adapter of LoRA once. What a forward pass keeps for its backward pass is an estimate.
 """
 

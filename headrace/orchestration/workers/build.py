@@ -16,21 +16,19 @@ from headrace.trainer.config import TrainConfig
 from headrace.weights import Manifest
 
 if TYPE_CHECKING:
-    from headrace.trainer.torch_shadow import Shadow
+    from headrace.trainer.step.shadow import Shadow
 
 
 def preload(kind: str) -> None:
     """Imports what the worker will need, while the controller is still busy with the other one."""
-    importlib.import_module(
-        {"trainer": "headrace.trainer.torch_trainer", "engine": "headrace.engine.native.core"}[kind]
-    )
+    importlib.import_module({"trainer": "headrace.trainer.step.trainer", "engine": "headrace.engine.native.core"}[kind])
 
 
 def build_trainer_core(start: TrainerStart, weights_fd: int) -> tuple[TrainerCore, WeightSender, dict[str, Manifest]]:
     import torch
 
-    from headrace.trainer.torch_learner import Assignment
-    from headrace.trainer.torch_trainer import TorchTrainer
+    from headrace.trainer.step.learner import Assignment
+    from headrace.trainer.step.trainer import TorchTrainer
     from headrace.weight_sync.shared_memory import SharedMemorySender, lay_out
 
     train, algo = TrainConfig(**start.train), AlgoConfig(**start.algo)
@@ -57,7 +55,7 @@ def build_shadow(
         return None, None
     import torch
 
-    from headrace.trainer.torch_shadow import Shadow
+    from headrace.trainer.step.shadow import Shadow
     from headrace.weight_sync.shared_memory import SharedMemorySender, lay_out
 
     told, dtype = start.shadow, getattr(torch, start.shadow.dtype)

@@ -29,7 +29,7 @@ from headrace.types import Batch
 from headrace.weights import WeightUpdate
 
 if TYPE_CHECKING:
-    from headrace.trainer.torch_shadow import Shadow
+    from headrace.trainer.step.shadow import Shadow
 
 
 def main() -> None:

@@ -35,7 +35,7 @@ class TrainerStart(Struct, frozen=True):
 
 
 class ShadowStart(Struct, frozen=True):
-    """The student's older self, which a teacher's engine serves (`trainer/torch_shadow.py`)."""
+    """The student's older self, which a teacher's engine serves (`trainer/step/shadow.py`)."""
 
     kind: Literal["snapshot", "average"]
     every: int

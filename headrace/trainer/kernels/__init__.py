@@ -2,5 +2,5 @@
 attention over packed trees, each with its gradient.
 
 `src/` is compiled once for the machine it runs on (`build.py`) and needs nothing but a C++ compiler. `binding.py` loads it,
-`fused_ops.py` makes autograd functions of it, `fused_model.py` puts these into a Hugging Face model.
+`forward/fused_ops.py` makes autograd functions of it, `forward/fused_model.py` puts these into a Hugging Face model.
 """

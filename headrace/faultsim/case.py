@@ -1,0 +1,84 @@
+"""One simulated run as a value: its settings, its schedule, its faults. Equal cases run equally."""
+
+from __future__ import annotations
+
+import random
+from typing import Literal
+
+from headrace.faultsim.faults import Fault, some_faults
+from headrace.staleness import StalenessConfig
+from headrace.types import Struct
+
+Mode = Literal["inflight", "stream", "abort_resume", "save_resume", "drain", "barrier", "cancel_group"]
+MODES: tuple[Mode, ...] = (
+    "inflight", "stream", "abort_resume", "save_resume", "drain", "barrier", "cancel_group",
+)  # fmt: skip
+
+
+class Case(Struct, frozen=True):
+    """One run: its settings, its schedule (`seed`) and its faults. Equal cases run equally."""
+
+    seed: int
+    mode: Mode = "inflight"
+    overdue: Literal["wait", "trim", "drop", "cancel"] = "wait"
+    order: Literal["stalest", "finished"] = "stalest"
+    groups: int = 2
+    max_lag: int = 1
+    window: int = 1
+    group_size: int = 2
+    steps: int = 5
+    checkpoint_every: int = 2
+    evaluate_every: int = 0
+    stored: int = 0
+    skips: bool = False
+    """Some steps have a gradient that is not finite."""
+    faults: tuple[Fault, ...] = ()
+    stragglers: int = 0
+    """Rewards of every so many-th prompt come so late that all other groups could pass its group. 0: of none."""
+
+    @property
+    def staleness(self) -> StalenessConfig:
+        return StalenessConfig(
+            groups_per_step=self.groups,
+            max_lag=self.max_lag,
+            window=self.window,
+            order=self.order,
+            overdue=self.overdue,
+            stored=self.stored,
+        )
+
+    @property
+    def loses_nothing(self) -> bool:
+        """Whether which prompts are trained depends on nothing but their rewards."""
+        return self.overdue == "wait" and self.mode != "cancel_group" and not self.skips
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether the weights depend on nothing but settings and seed."""
+        return self.max_lag == 0 and self.overdue == "wait" and self.mode != "cancel_group"
+
+
+def case_of(seed: int) -> Case:
+    rng = random.Random(seed)
+    groups, max_lag = rng.choice([1, 2, 2, 3]), rng.choice([0, 1, 1, 2, 3])
+    overdue = rng.choice(["wait", "wait", "wait", "trim", "drop", "cancel"])
+    window = rng.randint(1, max_lag * groups + 1) if overdue == "wait" and rng.random() < 0.5 else 1
+    steps, size = rng.choice([3, 4, 6]), rng.choice([2, 2, 3, 4])
+    operations = 40 + steps * groups * (10 + 3 * size)
+    return Case(
+        seed,
+        rng.choice(MODES),
+        overdue,  # type: ignore[arg-type]
+        rng.choice(["stalest", "finished"]),
+        groups,
+        max_lag,
+        window,
+        size,
+        steps,
+        rng.choice([0, 1, 2, 2, 3]),
+        rng.choice([0, 0, 1, 2]),
+        0 if overdue == "wait" else groups * rng.choice([1, 2, 4]),
+        rng.random() < 0.25,
+        some_faults(rng, operations),
+        rng.choice([0, 0, 2, 3, 5]),
+    )

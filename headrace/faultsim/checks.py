@@ -1,0 +1,385 @@
+"""The contracts C1 to C8, checked at every fact of a simulated run, at every record of its journal, and at its end.
+
+`Ledger` outlives the kills: it knows what was sampled, told, trained and served in all lives of a run. `Referee` is the observer
+of one life: it looks at every fact before it is written. What they compare with is in `oracles.py`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.buffer import Buffer
+from headrace.durable.journal import JOURNAL, Live, read_journal, read_steps
+from headrace.faultsim.case import Case
+from headrace.faultsim.engine_worker import Truth
+from headrace.faultsim.faults import Disk, Fault, rot, rot_journal
+from headrace.faultsim.oracles import (
+    Admission,
+    Counts,
+    WatchedBuffer,
+    WatchedJournal,
+    fate_of,
+    oldest,
+    one_age,
+    records_in,
+)
+from headrace.faultsim.processes import Chance
+from headrace.faultsim.trainer_worker import SKIPPED, WEIGHTS
+from headrace.observe.facts import CheckpointSaved, GroupEnded, StepTrained, TicketDrawn, Warned, WeightsLive
+from headrace.observe.records import StepRow, read_metrics
+from headrace.orchestration.plan import Plan
+from headrace.orchestration.store.checkpoints import FILES, Checkpoints, damage
+from headrace.orchestration.store.snapshots import load_controller
+from headrace.orchestration.store.storage import Storage
+from headrace.partial import Interrupts
+from headrace.rollout import name_of
+from headrace.steps import StepOutput
+from headrace.types import Completion, Group, Row
+
+_output = msgspec.msgpack.Decoder(StepOutput)
+
+
+class Ledger:
+    """What happened in all lives of a run."""
+
+    def __init__(self, group_size: int, remembers: bool = True) -> None:
+        """`remembers`: whether this one is there in all lives of the run, and not in one of them."""
+        self._group_size = group_size
+        self.truth = Truth(remembers=remembers)
+        self.trained: dict[int, tuple[tuple[int, str], ...]] = {}
+        """By step: tickets and prompts."""
+        self.killed = self.facts = 0
+        self.stopped: list[str] = []
+        self.befell: list[Fault] = []
+        self.reached: Counter[str] = Counter()
+        """By request: tokens that the controller was told."""
+        self.admitted: dict[int, int] = {}
+        """By ticket: the version that was live when it was drawn."""
+        self.journal: WatchedJournal | None = None
+        """Of the latest life."""
+        self.passes_lost = False
+        """Whether a disk was full or without power: what was told then is sampled again."""
+        self.lost_power = False
+        """Since the journal was opened last."""
+        self.changes = False
+        """Whether the settings of training were changed, and no run has begun with them yet."""
+        self.rotten = False
+        """Whether a record of the journal is not as it was written, and no run has begun without it yet."""
+        self.damaged = False
+        """Whether that happened just before this life."""
+        self._spoiled: set[tuple[str, int]] = set()
+        """Checkpoints that are not as they were written: their names, and when they were sealed."""
+        self.weights = ""
+        """Of the trainer, at the end."""
+
+    # -- while it runs --------------------------------------------------------------------------------------------------
+
+    def told(self, output: bytes) -> None:
+        """What is in the passes by now."""
+        told = _output.decode(output)
+        self.reached.update(told.request_ids)
+
+    def meanwhile(self, directory: Path, faults: Sequence[Fault]) -> None:
+        """What happens to a run of which nothing runs."""
+        self.damaged = False
+        sealed = Checkpoints(directory / "checkpoints", 2).all()
+        good = [path for path in sealed if not self.is_spoiled(path)]
+        assert not (wrong := [said for path in good if (said := damage(path))]), f"C7: {wrong}"
+        for fault in faults:
+            self.changes |= fault.kind == "change"
+            if fault.kind == "rot" and fault.share >= 0.5:
+                first = load_controller(good[-1]).journal if good else 0
+                self.damaged |= rot_journal(directory / JOURNAL, fault.share * 2 - 1, first)
+            elif fault.kind == "rot" and len(good) > 1:
+                self._spoiled.add(_sealed(good[-1]))
+                rot(good.pop(), fault.share * 2)
+        self.rotten |= self.damaged
+
+    def is_spoiled(self, checkpoint: Path) -> bool:
+        return _sealed(checkpoint) in self._spoiled
+
+    def opens(self, storage: Storage, counts: Counts) -> None:
+        """C7: a kill costs no record of the journal, and no step that was told of."""
+        past, before = storage.past, self.journal
+        if past is None or before is None or not self.truth.remembers:
+            return
+        found, written = counts.end, before.counts.end
+        if past.rewinds or self.changes or self.rotten:  # by this process, or by one that was killed then
+            written = min(written, past.state.journal if past.state else 0)
+            self._forget(past.saved_step)
+        least = min(written, before.flushed) if self.lost_power else written
+        assert least <= found <= written, f"C7: {written} records were written, {least} are safe, and {found} are there"
+        for step, taken in self.trained.items():
+            tickets = tuple(ticket for ticket, _ in taken)
+            assert counts.steps.get(step) == tickets, f"C7: step {step} was told of, and is not in the journal"
+        self.admitted = {ticket: version for ticket, version in self.admitted.items() if ticket in counts.drawn}
+        self.lost_power = False
+
+    def _forget(self, step: int) -> None:
+        """What came after this step was set aside."""
+        self.trained = {known: taken for known, taken in self.trained.items() if known < step}
+        self.truth.served = {version: one for version, one in self.truth.served.items() if version <= step}
+        self.reached.clear()
+
+    def resumes(self, storage: Storage, buffer: Buffer, interrupts: Interrupts, plan: Plan) -> None:
+        """C7: nothing that had reached the controller is sampled again."""
+        self.changes = self.rotten = False
+        if storage.past is None or not self.truth.remembers:
+            return
+        kept = interrupts.so_far()
+        reached, self.reached = self.reached, Counter()
+        for ticket in buffer.in_flight:
+            for name in plan.names(ticket):
+                have = len(kept[name].tokens) if name in kept else 0
+                known = reached[name]
+                assert have >= known or self.passes_lost, f"C7: {name} had {known} tokens, and goes on from {have}"
+                self.reached[name] = have
+        for name, completion in kept.items():
+            sampled = self.truth.tokens.get(name, [])
+            pairs = list(zip(completion.tokens, completion.versions(), strict=True))
+            assert pairs == sampled[: len(pairs)], f"C5: {name} goes on from other tokens than were sampled"
+
+    def step(self, fact: StepTrained) -> None:
+        taken = tuple((group.ticket, group.prompt.id) for group in fact.groups)
+        known = self.trained.setdefault(fact.report.step, taken)
+        assert known == taken, f"C7: step {fact.report.step} trained {known}, and then {taken}"
+        for group in fact.groups:
+            self._check_tokens(group)
+
+    def _check_tokens(self, group: Group) -> None:
+        """C4, C5"""
+        names = [name_of("", group.ticket, place) for place in range(self._group_size)]
+        sampled = Counter(tuple(self.truth.tokens.get(name, ())) for name in names)
+        for row in group.rows:
+            assert list(row.versions) == sorted(row.versions), f"C4: versions of ticket {group.ticket} decrease"
+            found = tuple(zip(row.tokens, row.versions, strict=True))
+            assert sampled[found] or not self.truth.remembers, (
+                f"C5: ticket {group.ticket} trains {found}, which nobody sampled: {sampled}"
+            )
+            assert row.logprobs == tuple(-token / 100 for token in row.tokens), "C5: other log-probs than sampled"
+            sampled[found] -= 1
+
+    # -- at the end -----------------------------------------------------------------------------------------------------
+
+    def finish(self, directory: Path, steps: int, groups: int) -> None:
+        assert sorted(self.trained) == list(range(steps)), f"C7: steps {sorted(self.trained)} of {steps} were trained"
+        prompts = [prompt for step in sorted(self.trained) for _, prompt in self.trained[step]]
+        assert len(prompts) == steps * groups
+        twice = [prompt for prompt, times in Counter(prompts).items() if times > 1]
+        assert not twice, f"C7: {twice} were trained twice"
+        newest, _ = Checkpoints(directory / "checkpoints", 2).newest_good()
+        whole = newest is not None and newest.name == f"step-{steps:06d}"
+        assert newest and whole, f"C7: the run is finished, and its newest checkpoint is {newest}"
+        self.weights = (newest / WEIGHTS).read_text()
+        replayed = [one.step for one in read_steps(directory)]
+        assert replayed == list(range(steps)), f"C8: the journal gives steps {replayed}"
+        assert trained_in(directory) == self.trained, "C8: the journal has other steps than were trained"
+        for record in read_journal(directory):
+            if isinstance(record, Live):
+                self.truth.serves(record.version, record.fingerprint)
+        told = [fact.report.step for fact in read_metrics(directory) if isinstance(fact, StepRow)]
+        # They are not flushed: a loss of power costs some of them.
+        assert told == list(range(steps)) or self.passes_lost, f"C7: the metrics tell of steps {told}"
+
+    def trained_all(self, seed: int, count: int) -> None:
+        """C7: the prompts of a run in which nothing goes wrong: the first ones that have something to teach."""
+        expected: set[str] = set()
+        ticket = 0
+        while len(expected) < count:
+            if fate_of(seed, ticket, self._group_size)[0] == "ready":
+                expected.add(f"train/{ticket}")
+            ticket += 1
+        found = {prompt for step in self.trained.values() for _, prompt in step}
+        assert found == expected, f"C7: lost {sorted(expected - found)}, and trained {sorted(found - expected)} instead"
+
+
+def _sealed(checkpoint: Path) -> tuple[str, int]:
+    return checkpoint.name, (checkpoint / FILES).stat().st_mtime_ns
+
+
+def trained_in(directory: Path) -> dict[int, tuple[tuple[int, str], ...]]:
+    """As the journal tells it. By step: tickets and prompts."""
+    steps = read_steps(directory)
+    return {one.step: tuple((group.ticket, group.prompt.id) for group in one.groups) for one in steps}
+
+
+class Referee:
+    """Implements `protocols.Observer`."""
+
+    def __init__(self, case: Case, storage: Storage, buffer: WatchedBuffer, ledger: Ledger, disk: Disk) -> None:
+        self._case, self._storage, self._buffer, self._ledger, self._disk = case, storage, buffer, ledger, disk
+        self._reached: Counter[str] = Counter()
+        """What the engine had told when the journal was flushed last."""
+        self._live, self._delivered = -1, -1
+        """The version that is live; the same, if it went live after the start of this life."""
+        self._step = 0
+        self._interrupts: Interrupts | None = None
+        """Once the run goes on."""
+        self.journal: WatchedJournal
+        self._admission: Admission
+        self.saved_step: Callable[[], int]
+        """Of the checkpoint that the run counts on."""
+        self._chance: Chance
+
+    def begins(self, chance: Chance) -> None:
+        """When the files are open."""
+        disk, ledger, buffer, self._chance = self._disk, self._ledger, self._buffer, chance
+        counts = Counts(records_in(Path(disk.root)))
+        ledger.opens(self._storage, counts)
+        self.journal = ledger.journal = WatchedJournal(self._storage.journal, buffer, counts, lambda: disk.dead)
+        self._admission = Admission(self._case.staleness, counts)
+        buffer.on_take, self.journal.on_ready, self.journal.on_flush = self._take, self._ready, self._flush
+
+    def record(self, fact: Any) -> None:
+        if self._disk.dead:
+            return
+        self._ledger.facts += 1
+        assert self._buffer.accounting().balance() == 0, f"C2: {self._buffer.accounting()}"
+        match fact:
+            case TicketDrawn():
+                self._drawn(fact)
+            case GroupEnded():
+                self._ended(fact)
+            case StepTrained():
+                self._trained(fact)
+            case WeightsLive():
+                self._goes_live(fact.update.version)
+            case Warned():
+                assert "came out otherwise" not in fact.message, f"C7: {fact.message}"
+            case CheckpointSaved():
+                self._books()
+                if fact.error:
+                    assert self.saved_step() != fact.step, f"C7: the run counts on step {fact.step}: {fact.error}"
+                else:
+                    self._checkpoint(fact)
+        self._storage.recorder.record(fact)
+
+    def resumes(self, step: int, interrupts: Interrupts, plan: Plan) -> None:
+        self._step, self._interrupts = step, interrupts
+        self.journal.counts.agree(self._buffer.accounting(), "when the run goes on")
+        self._ledger.resumes(self._storage, self._buffer, interrupts, plan)
+
+    # -- tickets ----------------------------------------------------------------------------------------------------------
+
+    def _drawn(self, fact: TicketDrawn) -> None:
+        assert fact.ticket in self.journal.counts.drawn, f"C7: ticket {fact.ticket} is told of, and not in the journal"
+        self._ledger.admitted[fact.ticket] = self._live
+        self._admission.drawn(fact.ticket, self._step, self._live)
+
+    def _take(self, ticket: int) -> None:
+        self._admission.taken(ticket)
+
+    def _ready(self, group: Group) -> None:
+        here = group.ticket in self._admission.here
+        one_age(group, self._case.mode, self._delivered, here, not self._chance.befell)
+        if self._case.overdue == "cancel":
+            first = min(version for one in group.scored for version in one.episode.last.versions())
+            assert first >= self._delivered - self._case.max_lag, f"cancel: ticket {group.ticket} is overdue, and ready"
+
+    def _ended(self, fact: GroupEnded) -> None:
+        counts, case, ticket = self.journal.counts, self._case, fact.ticket
+        written = counts.ready if fact.outcome == "ready" else counts.ended
+        assert ticket in written, f"C7: ticket {ticket} is told of as {fact.outcome}, and not in the journal"
+        self._admission.ended(fact)
+        if fact.reason not in ("overdue", "interrupted", SKIPPED):
+            expected = fate_of(case.seed, ticket, case.group_size)
+            found = fact.outcome, fact.failures
+            assert found == expected, f"C2: ticket {ticket} ends as {found}, and should as {expected}"
+        elif fact.reason != SKIPPED and self._ledger.truth.remembers:
+            limit = self._step - (case.max_lag if fact.reason == "overdue" else 0)
+            names = [name_of("", ticket, place) for place in range(case.group_size)]
+            first = oldest(self._ledger.truth.tokens, names)
+            assert first is not None and first < limit, (
+                f"C2: ticket {ticket} ends as {fact.reason}, with tokens of {first}"
+            )
+
+    # -- steps and weights --------------------------------------------------------------------------------------------------
+
+    def _trained(self, fact: StepTrained) -> None:
+        step, tickets = fact.report.step, tuple(group.ticket for group in fact.groups)
+        assert self.journal.counts.steps.get(step) == tickets, f"C7: step {step} is told of, and not in the journal"
+        lags = [step - version for group in fact.groups for row in group.rows for version in _aged(row)]
+        assert lags and min(lags) >= 0 and max(lags) <= self._case.max_lag, f"C1: lags {sorted(set(lags))}"
+        for group in fact.groups:
+            self._admitted(group, step)
+        self._step = fact.report.version
+        self._admission.trained(tickets, self._step)
+        self._ledger.step(fact)
+
+    def _admitted(self, group: Group, step: int) -> None:
+        """The proof in `staleness.py` speaks of the version that was live when a group was admitted."""
+        admitted = self._ledger.admitted.get(group.ticket)  # None: killed before it was told
+        if admitted is None:
+            return
+        first = min(version for row in group.rows for version in row.versions)
+        assert first >= admitted, f"C4: ticket {group.ticket}, drawn under version {admitted}, has tokens of {first}"
+        waits = self._case.overdue == "wait"
+        assert not waits or step - admitted <= self._case.max_lag, (
+            f"C1: ticket {group.ticket}, drawn under version {admitted}, is trained at step {step}"
+        )
+
+    def _goes_live(self, version: int) -> None:
+        assert version > self._live, "C4: an older version went live"
+        if self._live >= 0:
+            assert version in self.journal.counts.live, f"C8: version {version} is live, and not in the journal"
+            self._delivered = version
+        self._live = version
+        self._admission.live(version)
+        self._nothing_is_missed()
+
+    def _nothing_is_missed(self) -> None:
+        """C7: a checkpoint at this instant would have every token that was told. Swaps are when many requests end at once."""
+        if self._interrupts is not None:
+            kept = self._interrupts.so_far()
+            self._has_all(kept, self._buffer.in_flight, self._ledger.reached, "a checkpoint would have")
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------------------
+
+    def _books(self) -> None:
+        """C2, as a reader of the facts can tell it."""
+        counted, told = self._buffer.accounting(), self._storage.recorder.state.tickets.accounting()
+        assert counted == told, f"C2: the controller counts {counted}, its facts {told}"
+
+    def _flush(self) -> None:
+        """What a checkpoint holds is taken at this instant."""
+        self._reached = self._ledger.reached.copy()
+
+    def _checkpoint(self, fact: CheckpointSaved) -> None:
+        """C7: weights, tickets, journal and tokens of one instant."""
+        assert fact.step != self._storage.saved_step, f"C7: the checkpoint of step {fact.step} is written anew"
+        path = Path(fact.path)
+        self._passes_of()
+        state, version = load_controller(path), int((path / WEIGHTS).read_text().split()[0])
+        assert version == state.step == fact.step, (
+            f"C7: step {fact.step}: weights of {version}, tickets of {state.step}"
+        )
+        assert state.journal <= self.journal.flushed, f"C7: {state.journal} records, {self.journal.flushed} on the disk"
+        counts = self.journal.counts.until(state.journal)
+        counts.agree(state.buffer.accounting, f"at the checkpoint of step {fact.step}")
+        held = list(state.buffer.in_flight), sorted(group.ticket for group in state.buffer.ready)
+        assert held == (counts.flying, sorted(counts.waiting)), f"C7: the checkpoint of step {fact.step} holds {held}"
+        self._has_all(state.begun, counts.flying, self._reached, f"the checkpoint of step {fact.step} has")
+
+    def _has_all(
+        self, kept: Mapping[str, Completion], tickets: Iterable[int], told: Mapping[str, int], what: str
+    ) -> None:
+        for ticket in tickets if self._ledger.truth.remembers else ():
+            for name in (name_of("", ticket, place) for place in range(self._case.group_size)):
+                have = len(kept[name].tokens) if name in kept else 0
+                assert have >= told[name], f"C7: {name} had {told[name]} tokens, and {what} {have}"
+
+    def _passes_of(self) -> None:
+        """C7: a checkpoint is of use with the passes behind it, older ones too."""
+        root, ledger = Path(self._disk.root), self._ledger
+        good = [path for path in self._storage.checkpoints.all() if not ledger.is_spoiled(path)]
+        missing = [path.name for path in good if not (root / "passes" / f"{path.name}.bin").exists()]
+        assert not missing or ledger.passes_lost or self._disk.was_full, f"C7: there are no passes behind {missing}"
+
+
+def _aged(row: Row) -> list[int]:
+    return [version for version, kept in zip(row.versions, row.mask, strict=True) if kept]

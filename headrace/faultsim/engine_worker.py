@@ -1,0 +1,244 @@
+"""A simulated engine process, and the memory it shares with the trainer's: forward passes over all that runs, messages between.
+
+What is sampled depends on the weights, the request's seed and the place, as in an exact engine. `Truth` remembers all of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from headrace.errors import IdentityError
+from headrace.faultsim.processes import Chance, Process
+from headrace.orchestration.workers.wire import Frame, unpack
+from headrace.reports import Capabilities, EngineStats, LoadReport
+from headrace.steps import Finished, PromptScores, StepOutput
+from headrace.types import Request
+from headrace.weights import WeightUpdate
+
+MAX_RUNNING = 12
+
+MAX_TOKENS = 6
+"""Of a completion."""
+
+
+def digest(*parts: object) -> int:
+    """64 bits."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest())
+
+
+def opinion(weights: str, count: int) -> tuple[float, ...]:
+    """Log-probs of a probe: engine and trainer agree where their weights do."""
+    return tuple(-1.0 - digest(weights, place) % 1000 / 100 for place in range(count))
+
+
+def fate(seed: int, max_tokens: int) -> tuple[int, bool]:
+    """How long a completion becomes, and whether it fails then."""
+    rng = random.Random(seed)
+    return min(max(1, int(rng.paretovariate(0.7))), max_tokens), rng.random() < 0.05
+
+
+@dataclass
+class Truth:
+    """What engines sampled and served in all lives of a run, whoever knows of it."""
+
+    tokens: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    """By request: each token with its version. What is sampled again takes the place of what was."""
+    served: dict[int, str] = field(default_factory=dict)
+    """By version: fingerprint of the weights."""
+    remembers: bool = True
+    """Whether it is there in all lives."""
+
+    def sampled(self, request: str, place: int, token: int, version: int) -> None:
+        if not self.remembers:
+            return
+        known = self.tokens.setdefault(request, [])
+        assert place <= len(known), f"{request} goes on at token {place}, and {len(known)} were sampled"
+        del known[place:]
+        known.append((token, version))
+
+    def serves(self, version: int, weights: str) -> None:
+        first = self.served.setdefault(version, weights)
+        assert first == weights, f"C3: version {version} was served as {first} and as {weights}"
+
+
+@dataclass
+class _Row:
+    """A request that runs."""
+
+    request: Request
+    wanted: int
+    fails: bool
+    place: int
+    kv: int
+
+
+class SimulatedEngineProcess(Process):
+    who = "engine"
+
+    def __init__(self, chance: Chance, memory: dict[int, str], truth: Truth, turns: Callable[[], int]) -> None:
+        super().__init__(chance)
+        self._memory, self._truth, self._turns = memory, truth, turns
+        self._version, self._weights = -1, ""
+        self._pass = chance.random.choice([0.01, 0.1, 0.5])
+        self._waiting: dict[str, Request] = {}
+        self._running: dict[str, _Row] = {}
+        self._ended: list[Finished] = []
+        self._swaps: list[Callable[[], None]] = []
+        self._drains: list[Frame] = []
+        self._admits, self._steps, self._mixed = True, True, False
+        self._sampled = self._passes = 0
+        self._loads: set[asyncio.Task[None]] = set()
+
+    async def serve(self) -> None:
+        while not self.inbox:
+            await self.heard()
+        self.reply(self.inbox.popleft(), Capabilities(context_length=1000, path="simulated"))
+        while True:
+            await self.step_into(self._turns())
+            while not (self.inbox or self._swaps or self._has_work()):
+                await self.heard()
+            while self.inbox:
+                self._obey(self.inbox.popleft())
+            if self._swaps:
+                self._swaps.pop(0)()
+            if self._has_work():
+                await asyncio.sleep(self.chance.seconds(self._pass))
+                self.push("output", self._forward())
+            if self._drains and not self._running and not any(map(self._may_begin, self._waiting.values())):
+                for frame in self._drains:
+                    self.reply(frame, None)
+                self._drains.clear()
+            if self._passes % 16 == 1:
+                self.push("stats", self._stats())
+
+    def _has_work(self) -> bool:
+        admitted = self._steps and (self._running or any(map(self._may_begin, self._waiting.values())))
+        return bool(self._ended or admitted)
+
+    def _may_begin(self, request: Request) -> bool:
+        return (self._admits or bool(request.prefix)) and len(self._running) < MAX_RUNNING
+
+    def _obey(self, frame: Frame) -> None:
+        match frame.method:
+            case "add":
+                self._add(unpack(frame.payload, Request))
+            case "cancel":
+                name = unpack(frame.payload, str)
+                self._waiting.pop(name, None)
+                self._running.pop(name, None)
+            case "load":
+                task = asyncio.get_running_loop().create_task(self._load(frame))
+                self._loads.add(task)
+                task.add_done_callback(self._loads.discard)
+            case "stats":
+                self.reply(frame, self._stats())
+            case "pause":
+                self._steps = False
+                self.reply(frame, None)
+            case "resume":
+                self._steps = self._admits = True
+                self.reply(frame, None)
+            case "drain":
+                self._admits, self._steps = False, True
+                self._drains.append(frame)
+            case "abort":
+                self._abort()
+                self.reply(frame, None)
+            case method:
+                raise AssertionError(f"unknown message {method}")
+
+    def _add(self, request: Request) -> None:
+        if request.id in self._waiting or request.id in self._running:
+            self.push("refused", (request.id, f"a request {request.id} is here already"))
+        else:
+            self._waiting[request.id] = request
+
+    def _abort(self) -> None:
+        self._ended += [Finished(name, "interrupted") for name in [*self._running, *self._waiting]]
+        self._running.clear()
+        self._waiting.clear()
+
+    def _stats(self) -> EngineStats:
+        return EngineStats(len(self._running), len(self._waiting), sampled_tokens=self._sampled, version=self._version)
+
+    # -- one forward pass -------------------------------------------------------------------------------------------------
+
+    def _forward(self) -> StepOutput:
+        self._passes += 1
+        ended, self._ended = self._ended, []
+        scores: list[PromptScores] = []
+        if self._steps:
+            self._admit(ended, scores)
+            rows = list(self._running.values())
+        else:
+            rows = []
+        tokens = [self._sample(row, ended) for row in rows]
+        names = tuple(row.request.id for row in rows)
+        kvs = tuple(row.kv for row in rows)
+        logprobs = tuple(-token / 100 for token in tokens)
+        return StepOutput(
+            self._version, names, tuple(tokens), logprobs, kvs, tuple(ended), scores=tuple(scores), mixed=self._mixed
+        )
+
+    def _admit(self, ended: list[Finished], scores: list[PromptScores]) -> None:
+        for name, request in sorted(self._waiting.items(), key=lambda item: item[1].priority):
+            if not self._may_begin(request):
+                continue
+            del self._waiting[name]
+            if request.prompt_logprobs:
+                told = opinion(self._weights, len(request.prompt) - 1)
+                scores.append(PromptScores(name, self._version, told, mixed=self._mixed))
+                ended.append(Finished(name, "length"))
+                continue
+            wanted, fails = fate(request.sampling.seed, request.sampling.max_tokens)
+            assert len(request.prefix) < wanted, f"{name} had ended, and is asked for again"
+            self._running[name] = _Row(request, wanted, fails, len(request.prefix), self._version)
+
+    def _sample(self, row: _Row, ended: list[Finished]) -> int:
+        request = row.request
+        token = digest(self._weights, request.sampling.seed, row.place) % 97 + 1
+        self._truth.serves(self._version, self._weights)
+        if not request.id.startswith("eval"):
+            self._truth.sampled(request.id, row.place, token, self._version)
+        row.place += 1
+        self._sampled += 1
+        if row.place == row.wanted:
+            del self._running[request.id]
+            limit = row.wanted == request.sampling.max_tokens
+            stop = Finished(request.id, "length" if limit else "stop")
+            ended.append(Finished(request.id, "error", "injected failure") if row.fails else stop)
+        return token
+
+    # -- weights ----------------------------------------------------------------------------------------------------------
+
+    async def _load(self, frame: Frame) -> None:
+        update, parts = unpack(frame.payload, tuple[WeightUpdate, int])
+        found = self._memory[update.slot]
+        await asyncio.sleep(self.chance.seconds(0.3))
+        if not found == update.fingerprint == self._memory[update.slot]:
+            self.fail(frame, IdentityError(f"version {update.version}: {found} instead of {update.fingerprint}"))
+            return
+        before = self._sampled
+        for _ in range(parts - 1 if self._version >= 0 else 0):
+            self._swaps.append(self._begin_mixed)
+            self.wake()
+            await asyncio.sleep(self.chance.seconds(0.1))
+
+        def swap() -> None:
+            self._version, self._weights, self._mixed = update.version, update.fingerprint, False
+            self.reply(frame, LoadReport(update.version, 0.0, 0.0, self._sampled - before))
+
+        self._swaps.append(swap)
+        self.wake()
+
+    def _begin_mixed(self) -> None:
+        self._mixed = True
+
+    def die(self, how: str) -> None:
+        super().die(how)
+        for task in self._loads:
+            task.cancel()

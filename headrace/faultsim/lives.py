@@ -1,0 +1,331 @@
+"""Deterministic simulation testing: a whole run with all its lives, faults included, from one seed, in milliseconds.
+
+Pipeline, buffer, staleness, interrupts, recovery, journal, passes, checkpoints, facts and the clients of the worker processes
+are those of a run. Worker processes, sockets, clock and disk are simulated (`processes.py`, `faults.py`). A run that is
+killed goes on from what lies on its disk, until it has finished; `checks.py` watches every fact of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import tempfile
+from collections.abc import Coroutine
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from headrace.algo.config import AlgoConfig
+from headrace.algo.groups import algorithm_of
+from headrace.durable.journal import Journal
+from headrace.errors import HeadraceError, StalledError, WorkerDied
+<<<<<<< HEAD:headrace/simulate/dst.py
+from headrace.observe.facts import Books, RunEnded, RunStarted
+=======
+from headrace.faultsim.case import Case
+from headrace.faultsim.checks import Ledger, Referee
+from headrace.faultsim.engine_worker import MAX_TOKENS, SimulatedEngineProcess
+from headrace.faultsim.faults import Disk, Fault, Killed, Kind
+from headrace.faultsim.oracles import WatchedBuffer
+from headrace.faultsim.processes import Chance, SimulatedWorker
+from headrace.faultsim.scorer import SeededScorer
+from headrace.faultsim.trainer_worker import SimulatedTrainerProcess
+from headrace.observe.facts import Books, RunEnded, RunStarted, WeightsLive
+>>>>>>> main:headrace/faultsim/lives.py
+from headrace.observe.health.waits import Waits
+from headrace.observe.recorder import Recorder
+from headrace.observe.telemetry import Telemetry
+from headrace.orchestration.assembly import assemble, go_live, stand
+from headrace.orchestration.loops.identity import IdentityProbe
+from headrace.orchestration.loops.parts import told_of
+from headrace.orchestration.loops.pipeline import Pipeline
+from headrace.orchestration.plan import Plan
+from headrace.orchestration.runs.session import run_clock
+from headrace.orchestration.store.checkpoints import Checkpoints
+from headrace.orchestration.store.recovery import Past, read_past
+from headrace.orchestration.store.snapshots import Snapshots, load_controller
+from headrace.orchestration.store.storage import Storage
+from headrace.orchestration.workers.clients import ProcessEngine, ProcessTrainer
+from headrace.orchestration.workers.messages import EngineStart, TrainerStart
+from headrace.partial import PartialConfig
+from headrace.process_config import EvalConfig, WatchConfig
+from headrace.protocols import Task
+from headrace.rollout import RolloutConfig
+from headrace.simulate.distributions import fixed
+from headrace.simulate.surroundings import SimulatedTask
+from headrace.simulate.virtual_time import VirtualTimeLoop
+
+PATIENCE = 600.0
+"""Virtual seconds until a wait stops the run. Without a fault nothing takes that long."""
+
+ENDLESS = 40_000
+"""Turns of the loop in one life. Without a mistake a life takes a tenth of that at most."""
+
+
+class Life:
+    """One process of the controller, from its start to its end, its kill or an error."""
+
+    def __init__(self, case: Case, number: int, ledger: Ledger, disk: Disk, directory: Path) -> None:
+        self._case, self._number, self._ledger, self._disk, self._directory = case, number, ledger, disk, directory
+        faults = tuple(one for one in case.faults if one.life == number)
+        self.chance = Chance(f"{case.seed}/{number}", faults, PATIENCE)
+        self._memory: dict[int, str] = {}
+        self._engine_turns, self._trainer_turns = itertools.count(), itertools.count()
+        self.finished = False
+
+    async def run(self) -> None:
+        self._open()
+        recorder = self._recorder
+        trainer, engine = self._workers()
+        try:
+            async with self._waits.named("start", "the worker processes"):
+                await trainer.open()
+                await engine.launch()
+                await engine.open(EngineStart("", {}, {}))
+            pipeline = self._join(trainer, engine)
+            await pipeline.redo(self._standing.redo)
+            recorder.record(self._started(pipeline.step))
+            self._referee.resumes(pipeline.step, self._parts.interrupts, self._plan)
+            await go_live(self._parts)
+            self._misfortunes(pipeline, engine)
+            await self._pipeline_to_its_end(pipeline)
+        finally:
+            await engine.close()
+            await trainer.close()
+            self._storage.close()
+
+    async def _pipeline_to_its_end(self, pipeline: Pipeline) -> None:
+        reason = "finished"
+        try:
+            await pipeline.run()
+            reason = "interrupted" if pipeline.interrupted else reason
+        except HeadraceError as error:
+            reason = str(error)
+            raise
+        finally:
+            saved = self._parts.snapshots.saved_step == pipeline.step
+            books = self._buffer.accounting(in_checkpoint=saved)
+            with suppress(HeadraceError):
+                self._recorder.record(RunEnded(self._clock(), reason, pipeline.step, books, 0.0, 0.0))
+        if not self._disk.dead:
+            self._left_behind(saved, pipeline.step)
+        self.finished = reason == "finished"
+        if self.finished and not self._disk.dead:
+            assert books.in_pipeline + books.in_checkpoint == 0, f"C2: the run has finished, and {books} is left over"
+            assert not (kept := self._parts.interrupts.so_far()), (
+                f"memory: {list(kept)} are kept, and nobody needs them"
+            )
+
+    def _left_behind(self, saved: bool, step: int) -> None:
+        sealed = any(path.name == f"step-{step:06d}" for path in self._storage.checkpoints.all())
+        assert sealed or not saved, f"C7: the run counts on a checkpoint of step {step}, and there is none"
+
+    def _open(self) -> None:
+        case, directory = self._case, self._directory
+        self._checkpoints = Checkpoints(directory / "checkpoints", keep=2)
+        checkpoint, past = self._behind() if self._number else (None, None)
+        self._clock = run_clock(past.seconds if past else 0.0)
+        self._recorder = Recorder(directory, (), past.resume if past else None, waits=True)
+        self._storage = Storage(directory, self._recorder, self._checkpoints, True, checkpoint, past)
+        self._buffer = WatchedBuffer(case.staleness, case.steps * case.groups)
+        self._referee = Referee(case, self._storage, self._buffer, self._ledger, self._disk)
+        self._waits = Waits(self._referee.record, self._clock, PATIENCE / 2, PATIENCE)
+
+    def _behind(self) -> tuple[Path | None, Past]:
+        """What the lives before this one left, and what became of it since."""
+        ledger, checkpoints = self._ledger, self._checkpoints
+        checkpoint, complaints = checkpoints.newest_good()
+        newest = checkpoints.all()[-1:]
+        assert checkpoint or not newest, f"C7: no checkpoint can be used: {complaints}"
+        assert bool(complaints) == any(map(ledger.is_spoiled, newest)), f"C7: {complaints}"
+        past = read_past(self._directory, load_controller(checkpoint) if checkpoint else None, not ledger.changes)
+        rewinds = ledger.damaged or ledger.changes or (ledger.rotten and past.rewinds)
+        assert past.complaints or not ledger.damaged, "C7: damage of the journal is not told"
+        assert past.rewinds == rewinds, (
+            f"C7: is what came after the checkpoint set aside? {past.rewinds}: {past.complaints}"
+        )
+        return checkpoint, past
+
+    def _workers(self) -> tuple[ProcessTrainer, ProcessEngine]:
+        chance, memory, truth = self.chance, self._memory, self._ledger.truth
+
+        def engine_process() -> SimulatedEngineProcess:
+            return SimulatedEngineProcess(chance, memory, truth, lambda: next(self._engine_turns))
+
+        def trainer_process() -> SimulatedTrainerProcess:
+            return SimulatedTrainerProcess(chance, memory, lambda: next(self._trainer_turns), self._case.skips)
+
+        class Engine(ProcessEngine):
+            async def launch(self) -> None:
+                self.worker = SimulatedWorker("engine", engine_process, chance, self._on_push)
+                await self.worker.start("engine", [], [])
+
+        checkpoint = self._storage.checkpoint
+        start = TrainerStart("", {}, {}, 0, "", False, {"": str(checkpoint)} if checkpoint else {})
+        trainer = ProcessTrainer(start, [], -1, Path("simulated.log"))
+        trainer.worker = SimulatedWorker("trainer", trainer_process, chance)
+        max_deaths = chance.random.choice([0, 1, 3])
+        if any(one.kind == "engine_lost" and one.life == self._number for one in self._case.faults):
+            max_deaths = 0
+        return trainer, Engine([], -1, Path("simulated.log"), max_deaths, self._referee, self._clock)
+
+    def _join(self, trainer: ProcessTrainer, engine: ProcessEngine) -> Pipeline:
+        case, clock, referee, storage = self._case, self._clock, self._referee, self._storage
+        rollout = RolloutConfig(group_size=case.group_size, max_tokens=MAX_TOKENS, patience=1000)
+        every = case.checkpoint_every, case.evaluate_every
+        never = WatchConfig(failed_pause=1.0, outages=1000)  # what fails here was made to fail
+        plan = Plan(case.steps, case.staleness, rollout, case.seed, 1000, *every, watch=never)
+        self._plan = plan
+        task: Task = SimulatedTask(fixed(3), case.seed)
+        telemetry = Telemetry(referee.record, clock, self._waits)
+        self._standing = stand(
+            plan=plan,
+            task=task,
+            engine=engine,
+            partial=PartialConfig(mode=case.mode),
+            telemetry=telemetry,
+            past=storage.past,
+            buffer=self._buffer,
+        )
+        storage.begin(self._standing.outlived)
+        referee.begins(self.chance)
+        engine.listen(storage.passes.write)
+        engine.listen(self._told)
+        scorer = SeededScorer(case.seed, self.chance, case.stragglers)
+        held_out = task.held_out(2) if case.evaluate_every else []
+        self._parts = assemble(
+            plan=plan,
+            standing=self._standing,
+            telemetry=telemetry,
+            task=task,
+            engine=engine,
+            trainer=trainer,
+            scorer=scorer,
+            evaluated_by=scorer,
+            held_out=held_out,
+            evaluation=EvalConfig(samples=1),
+            algorithm=algorithm_of(AlgoConfig(name="dr_grpo"), rollout.max_tokens),
+            decode=lambda tokens: "",
+            journal=cast(Journal, referee.journal),
+            snapshots=Snapshots(storage.checkpoints, storage.passes, telemetry, saved_step=storage.saved_step),
+            probe=IdentityProbe([1, 2, 3], 2, 1e-9, telemetry),
+        )
+        referee.saved_step = lambda: self._parts.snapshots.saved_step
+        return Pipeline(self._parts, plan, self._standing.step, told_of(storage.recorder.state))
+
+    def _told(self, output: bytes) -> None:
+        if not self._disk.dead:
+            self._ledger.told(output)
+
+    def _started(self, step: int) -> RunStarted:
+        case, buffer = self._case, self._buffer
+        books = Books(buffer.accounting(), tuple(buffer.in_flight), buffer.ready)
+        slots, bound = case.staleness.generating, case.staleness.lag_bound
+        return RunStarted(
+            self._clock(), "simulated", "", case.seed, case.steps, case.groups, case.group_size, slots, case.window,
+            bound, {}, step, books,
+        )  # fmt: skip
+
+    def _misfortunes(self, pipeline: Pipeline, engine: ProcessEngine) -> None:
+        acts = {"interrupt": pipeline.interrupt, "jump": self._jump, "engine_lost": lambda: engine.worker.kill()}
+        loop = asyncio.get_running_loop()
+        for fault in self._case.faults:
+            if fault.life == self._number and fault.kind in acts:
+                loop.call_later(fault.at / 100, self._befall, fault, acts[fault.kind])
+
+    def _befall(self, fault: Fault, act: Any) -> None:
+        self.chance.befell.append(fault)
+        act()
+
+    def _jump(self) -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualTimeLoop)
+        loop.jump(PATIENCE * 0.7)
+
+
+def trial(case: Case) -> Ledger:
+    """Runs a case to its end and returns what happened. Raises `AssertionError` where a contract does not hold."""
+    ledger = Ledger(case.group_size)
+    with tempfile.TemporaryDirectory(dir=_fast_directory()) as name:
+        lives = 0
+        while not _live(case, lives, ledger, name):
+            lives += 1
+            assert lives <= len(case.faults) + 1, "C6: the run does not end, though nothing goes wrong any more"
+        ledger.finish(Path(name), case.steps, case.groups)
+    if case.loses_nothing:
+        ledger.trained_all(case.seed, case.steps * case.groups)
+    if case.synchronous and case.faults and ledger.weights:
+        undisturbed = trial(msgspec.structs.replace(case, faults=()))
+        assert ledger.weights == undisturbed.weights, "C7: other weights than the undisturbed run's"
+    return ledger
+
+
+def _fast_directory() -> str | None:
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+
+
+def _live(case: Case, number: int, ledger: Ledger, name: str) -> bool:
+    """Whether the run is finished."""
+    faults = [one for one in case.faults if one.life == number]
+    ledger.meanwhile(Path(name), faults)
+    disk = Disk(Path(name), faults)
+    with disk.mounted() as directory:
+        life = Life(case, number, ledger, disk, directory)
+        try:
+            until_done(life.run(), disk)
+        except Killed:
+            ledger.killed += 1
+        except HeadraceError as error:
+            kinds = {fault.kind for fault in life.chance.befell}
+            assert _explained(error, kinds, disk), f"C6: nothing explains that it stopped: {error!r}"
+            ledger.stopped.append(str(error))
+        ledger.befell += life.chance.befell
+        ledger.passes_lost |= disk.was_full or disk.lost_power
+        ledger.lost_power |= disk.lost_power
+    disk.lose()
+    return life.finished and not disk.dead
+
+
+def _explained(error: HeadraceError, kinds: set[Kind], disk: Disk) -> bool:
+    if isinstance(error, StalledError):
+        return any(kind.endswith(("hangs", "slow")) or kind in ("jump", "lose") for kind in kinds)
+    if isinstance(error, WorkerDied):
+        return bool(kinds & {"engine_dies", "engine_lost", "trainer_dies", "lose"})
+    return disk.was_full
+
+
+class _Loop(VirtualTimeLoop):
+    def __init__(self, disk: Disk) -> None:
+        super().__init__()
+        self._disk, self._turns = disk, 0
+
+    def _run_once(self) -> None:
+        if self._disk.dead:  # a task group would still tidy up
+            raise Killed
+        self._turns += 1
+        assert self._turns < ENDLESS, "C6: the loop turns and turns, and nothing comes of it"
+        super()._run_once()  # type: ignore[misc]
+
+
+def until_done(main: Coroutine[Any, Any, None], disk: Disk) -> None:
+    """As `virtual_time.run`, but a kill leaves everything as it is: nothing is cancelled, nothing is closed in order."""
+    loop = _Loop(disk)
+    lost: list[dict[str, Any]] = []
+    loop.set_exception_handler(lambda _, context: lost.append(context))
+    task = loop.create_task(main)
+    try:
+        loop.run_until_complete(task)
+    finally:
+        _forget(loop)
+    assert not lost, f"C6: nobody heard of {lost[0]}"
+
+
+def _forget(loop: VirtualTimeLoop) -> None:
+    for task in asyncio.all_tasks(loop):
+        task._log_destroy_pending = False  # type: ignore[attr-defined]
+        for _ in range(3):  # one that waits in its clean-up does not end at once
+            with suppress(BaseException):
+                task.get_coro().close()
+    loop.close()

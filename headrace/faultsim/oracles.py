@@ -1,0 +1,253 @@
+"""What must be so, computed from seeds, facts and records alone: of the code that is checked nothing takes part.
+
+`Counts`: C2 as the journal has it. `Admission`: who may be drawn and taken, and when (C1). `fate_of`: what becomes of a group.
+`one_age`: which versions a group may have, by `partial.mode`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.buffer import Buffer
+from headrace.durable.journal import JOURNAL, AnyRecord, Drawn, Gone, Journal, Live, Ready, Stepped
+from headrace.faultsim.engine_worker import MAX_TOKENS, fate
+from headrace.faultsim.scorer import reward_of
+from headrace.observe.facts import Accounting, GroupEnded
+from headrace.rollout import seed_of
+from headrace.staleness import StalenessConfig
+from headrace.types import Group, VersionSpan
+
+MIN_ROLLOUTS = 2
+"""That a group needs to be compared with itself."""
+
+
+class _Line(msgspec.Struct):
+    n: int
+    record: AnyRecord
+
+
+_line = msgspec.json.Decoder(_Line, strict=False)
+
+
+def records_in(directory: Path) -> list[tuple[int, AnyRecord]]:
+    """All whole lines of the journal, with their numbers, whatever their checksums."""
+    path = directory / JOURNAL
+    lines = map(_line.decode, path.read_bytes().split(b"\n")[:-1] if path.is_file() else [])
+    return [(line.n, line.record) for line in lines]
+
+
+class Counts:
+    """What a journal says: of every ticket, and in sum."""
+
+    def __init__(self, records: Iterable[tuple[int, AnyRecord]] = ()) -> None:
+        self.drawn: set[int] = set()
+        self.ready: dict[int, None] = {}
+        """In order, those that have ended since too."""
+        self.ended: set[int] = set()
+        self.steps: dict[int, tuple[int, ...]] = {}
+        self.live: set[int] = set()
+        self.records: list[tuple[int, AnyRecord]] = []
+        self._trained = 0
+        self._dropped: Counter[str] = Counter()
+        self._failed: Counter[str] = Counter()
+        self._failures: Counter[str] = Counter()
+        for number, record in records:
+            self.fold(number, record)
+
+    def until(self, position: int) -> Counts:
+        """What the records before this number say."""
+        return Counts((number, record) for number, record in self.records if number < position)
+
+    @property
+    def end(self) -> int:
+        return self.records[-1][0] + 1 if self.records else 0
+
+    def fold(self, number: int, record: AnyRecord) -> None:
+        self.records.append((number, record))
+        match record:
+            case Drawn():
+                self.drawn.add(record.ticket)
+            case Ready():
+                self.ready[record.group.ticket] = None
+                self._failures.update(failure.reason for failure in record.group.failures)
+            case Gone():
+                self.ended.add(record.ticket)
+                (self._dropped if record.outcome == "dropped" else self._failed)[record.reason] += 1
+                if record.ticket not in self.ready:
+                    self._failures.update(record.failures)
+            case Stepped():
+                self.ended.update(record.tickets)
+                if reason := record.report.skipped:
+                    self._dropped[reason] += len(record.tickets)
+                else:
+                    self.steps[record.report.step] = record.tickets
+                    self._trained += len(record.tickets)
+            case Live():
+                self.live.add(record.version)
+
+    @property
+    def flying(self) -> list[int]:
+        return sorted(self.drawn - self.ended - set(self.ready))
+
+    @property
+    def waiting(self) -> list[int]:
+        return [ticket for ticket in self.ready if ticket not in self.ended]
+
+    def agree(self, counted: Accounting, when: str) -> None:
+        """C2, C7: nothing is counted that is not in the journal, and all that is."""
+        mine = len(self.drawn), self._trained, self._dropped, self._failed, self._failures
+        theirs = counted.drawn, counted.trained, counted.dropped, counted.failed, counted.rollout_failures
+        assert mine == theirs, f"C7: {when} the journal counts {mine}, the controller {theirs}"
+
+
+class WatchedJournal:
+    """A journal whose every record is looked at before it is written: all before it is counted, and nothing else is."""
+
+    def __init__(self, journal: Journal, buffer: Buffer, counts: Counts, dead: Callable[[], bool]) -> None:
+        self._journal, self._buffer, self.counts, self._dead = journal, buffer, counts, dead
+        self.flushed = journal.position
+        """Records that a loss of power leaves."""
+        self.on_ready: Callable[[Group], None] = lambda group: None
+        self.on_flush: Callable[[], None] = lambda: None
+
+    @property
+    def position(self) -> int:
+        return self._journal.position
+
+    def write(self, record: AnyRecord) -> None:
+        if self._dead():
+            return
+        self.counts.agree(self._buffer.accounting(), f"before {type(record).__name__}")
+        if isinstance(record, Ready):
+            self.on_ready(record.group)
+        number = self._journal.position
+        self._journal.write(record)
+        self.counts.fold(number, record)
+
+    def flush(self) -> None:
+        self._journal.flush()
+        if not self._dead():
+            self.flushed = self._journal.position
+            self.on_flush()
+
+
+class WatchedBuffer(Buffer):
+    """A buffer that says whom the trainer takes, and when."""
+
+    on_take: Callable[[int], None] = staticmethod(lambda ticket: None)
+
+    async def take(self, count: int, judge: Callable[[Group], Group | None]) -> tuple[Group, ...] | None:
+        def watched(group: Group) -> Group | None:
+            self.on_take(group.ticket)
+            return judge(group)
+
+        return await super().take(count, watched)
+
+
+class Admission:
+    """C1: tickets that are out, the window, the order, from the facts of one life."""
+
+    def __init__(self, config: StalenessConfig, counts: Counts) -> None:
+        self._config = config
+        self._flying = dict.fromkeys(counts.flying)
+        self._ready = dict.fromkeys(counts.waiting)
+        self._restored = frozenset(self._ready)
+        """The order in which these were finished is not kept."""
+        self._not_live: dict[int, int] = {}
+        """The version that a ticket's group made."""
+        self._next = len(counts.drawn)
+        self.here: set[int] = set()
+        """Drawn in this life."""
+
+    def drawn(self, ticket: int, step: int, live: int) -> None:
+        config = self._config
+        self._flying[ticket] = None
+        self._next = ticket + 1
+        self.here.add(ticket)
+        most = (config.max_lag + 1) * config.groups_per_step - (config.window - 1)
+        inside = len(self._flying) + len(self._ready)
+        if config.overdue == "wait":
+            out = inside + len(self._not_live)
+            assert out <= most, f"C1: {out} tickets are out, of {most} slots"
+            return
+        limit = config.in_flight or most
+        assert len(self._flying) <= limit, f"C1: {len(self._flying)} groups in flight, of {limit}"
+        assert not config.stored or inside <= config.stored + limit, f"C1: {inside} groups wait or are in flight"
+        assert step - live <= config.max_lag, f"C1: ticket {ticket} is drawn under version {live}, at step {step}"
+
+    def ended(self, fact: GroupEnded) -> None:
+        self._flying.pop(fact.ticket, None)
+        self._ready.pop(fact.ticket, None)
+        if fact.outcome == "ready":
+            self._ready[fact.ticket] = None
+
+    def taken(self, ticket: int) -> None:
+        config = self._config
+        assert ticket in self._ready, f"C2: ticket {ticket} is taken, and is not ready"
+        may = list(self._ready)
+        if config.overdue == "wait":
+            behind = min([*self._flying, *self._ready, self._next]) + config.window
+            assert ticket < behind, f"C1: ticket {ticket} is taken, and the window ends at {behind}"
+            may = [one for one in may if one < behind]
+        if config.order == "stalest":
+            first = min(may)
+        else:
+            first = next((one for one in may if one in self._restored), may[0])
+        either = config.order == "finished" and {ticket, first} <= self._restored
+        assert ticket == first or either, f"order: ticket {ticket} is taken, and it was the turn of {first}"
+        del self._ready[ticket]
+
+    def trained(self, tickets: Iterable[int], version: int) -> None:
+        self._not_live.update(dict.fromkeys(tickets, version))
+
+    def live(self, version: int) -> None:
+        self._not_live = {ticket: made for ticket, made in self._not_live.items() if made > version}
+
+
+def fate_of(seed: int, ticket: int, size: int) -> tuple[str, dict[str, int]]:
+    """What becomes of a group that nobody ends: its outcome, and the rollouts of it that fail, by reason."""
+    whole = sum(not fate(seed_of(seed, "rollout", ticket, place), MAX_TOKENS)[1] for place in range(size))
+    rewards = [reward_of(seed, f"train/{ticket}", place) for place in range(whole)]
+    scored = [reward for reward in rewards if reward is not None]
+    failures = {"engine_error": size - whole, "reward_raised": whole - len(scored)}
+    outcome = "failed" if len(scored) < MIN_ROLLOUTS else "ready" if len(set(scored)) > 1 else "dropped"
+    return outcome, {reason: count for reason, count in failures.items() if count}
+
+
+def one_age(group: Group, mode: str, delivered: int, here: bool, quiet: bool) -> None:
+    """What `partial.mode` promises of a group that becomes ready. `delivered`: the version that went live last in this life, and
+    not at its start; `here`: whether it began in this life; `quiet`: whether nothing went wrong in it."""
+    completions = [one.episode.last for one in group.scored]
+    versions = [completion.versions() for completion in completions]
+    said = f"{mode}: ticket {group.ticket} has tokens of versions {versions}"
+    if mode == "barrier" and here:
+        assert len({version for one in versions for version in one}) <= 1, said
+    if mode == "drain" and here and quiet:
+        assert all(len(set(one)) <= 1 for one in versions), said
+    if mode == "cancel_group":
+        assert min((version for one in versions for version in one), default=delivered) >= delivered, (
+            f"{said}, at {delivered}"
+        )
+    if mode in ("barrier", "drain", "abort_resume", "save_resume"):
+        assert not any(map(_over_older, _spans(completions))), (
+            f"{mode}: ticket {group.ticket} was sampled over an older cache"
+        )
+
+
+def _spans(completions: Sequence[Any]) -> Iterator[VersionSpan]:
+    for completion in completions:
+        yield from completion.spans
+
+
+def _over_older(span: VersionSpan) -> bool:
+    return span.kv_version < span.version
+
+
+def oldest(tokens: Mapping[str, list[tuple[int, int]]], names: Iterable[str]) -> int | None:
+    """Version of the oldest token that an engine sampled for these requests."""
+    return min((version for name in names for _, version in tokens.get(name, ())), default=None)

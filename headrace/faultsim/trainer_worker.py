@@ -1,0 +1,90 @@
+"""A simulated trainer process. Its weights are a checksum over all that it ever trained, in order: where the weights of two runs
+are the same, so are all their batches, token by token, log-prob by log-prob, version by version."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+
+from headrace.errors import HeadraceError
+from headrace.faultsim.engine_worker import opinion
+from headrace.faultsim.processes import Chance, Process
+from headrace.orchestration.workers.messages import TrainerReady, TrainerStart
+from headrace.orchestration.workers.wire import Frame, unpack
+from headrace.reports import TrainReport
+from headrace.types import Batch
+from headrace.weights import WeightUpdate
+
+WEIGHTS = "weights.txt"
+
+SKIPPED = "nonfinite_gradient"
+"""Why some steps are."""
+
+
+class SimulatedTrainerProcess(Process):
+    who = "trainer"
+
+    def __init__(self, chance: Chance, memory: dict[int, str], turns: Callable[[], int], skips: bool) -> None:
+        super().__init__(chance)
+        self._memory, self._turns, self._skips = memory, turns, skips
+        self._version, self._weights = 0, "begin"
+        self._seconds = chance.random.choice([0.1, 1.0, 5.0])
+
+    async def serve(self) -> None:
+        """One call after the other, whoever still waits for the answer."""
+        while True:
+            while not self.inbox:
+                await self.heard()
+            frame = self.inbox.popleft()
+            await self.step_into(self._turns())
+            try:
+                result = await self._obey(frame)
+            except (HeadraceError, OSError) as error:
+                self.fail(frame, error)
+            else:
+                await self.step_into(self._turns())
+                self.reply(frame, result)
+
+    async def _obey(self, frame: Frame) -> Any:
+        match frame.method:
+            case "start":
+                return self._start(unpack(frame.payload, TrainerStart))
+            case "step":
+                return await self._step(unpack(frame.payload, Batch))
+            case "publish":
+                await asyncio.sleep(self.chance.seconds(0.1))
+                slot = self._version % 2
+                self._memory[slot] = self._weights
+                return WeightUpdate(self._version, "full", self._weights, slot, 0, 0.0)
+            case "score":
+                tokens, _ = unpack(frame.payload, tuple[list[int], str])
+                return list(opinion(self._weights, len(tokens) - 1))
+            case "save":
+                directory = Path(unpack(frame.payload, tuple[str, str])[0])
+                await asyncio.sleep(self.chance.seconds(0.5))
+                (directory / WEIGHTS).write_text(f"{self._version} {self._weights}")
+                return None
+            case method:
+                raise AssertionError(f"unknown call {method}")
+
+    def _start(self, start: TrainerStart) -> TrainerReady:
+        if checkpoint := start.restore.get(""):
+            version, self._weights = (Path(checkpoint) / WEIGHTS).read_text().split()
+            self._version = int(version)
+        return TrainerReady({}, self._version)
+
+    async def _step(self, batch: Batch) -> TrainReport:
+        await asyncio.sleep(self.chance.seconds(self._seconds))
+        assert batch.step == self._version, f"step {batch.step} is asked of weights of version {self._version}"
+        learned = msgspec.structs.replace(batch, skippable=True)  # how it is asked is no part of what it is
+        weights = xxhash.xxh3_64_hexdigest(self._weights.encode() + msgspec.msgpack.encode(learned))
+        if self._skips and int(weights, 16) % 5 == 0:
+            return TrainReport(batch.step, self._version, skipped=SKIPPED)
+        self._version, self._weights = self._version + 1, weights
+        tokens = sum(len(row.tokens) for row in batch.rows)
+        return TrainReport(batch.step, self._version, grad_norm=int(weights, 16) / 2**64, loss_tokens=tokens)

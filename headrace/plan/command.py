@@ -1,0 +1,118 @@
+"""What `headrace plan` prints."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.observe.text import number, short_time
+from headrace.plan.answer import Answer, Question, answer
+from headrace.plan.reasons import bias, bottleneck, recommendation
+from headrace.plan.sweep import Choice
+
+
+def tell(question: Question, price: float, as_json: bool, picture: Path | None) -> int:
+    """Prints the answer, and draws it."""
+    found = answer(question, _progress)
+    print(
+        json.dumps(report(found, price, question.config.train.steps), indent=1)
+        if as_json
+        else text(found, question, price)
+    )
+    if picture:
+        from headrace.plan.charts import draw
+
+        picture.write_text(draw(found, question.config.name, price))
+        print(f"the picture is in {picture}", file=sys.stderr)
+    return 0
+
+
+def _progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def text(found: Answer, question: Question, price: float) -> str:
+    asked, run_steps = found.asked, question.config.train.steps
+    scenario, prediction = asked.scenario, asked.prediction
+    lines = [
+        f"rates: {scenario.rates.source or 'as given'}; completions {scenario.completions.told}; prompts {scenario.prompts.told}",
+        *(f"note: {note}" for note in found.notes),
+        "",
+        *_details(asked, price, run_steps),
+    ]
+    if biased := bias(prediction):
+        lines.append(f"  {biased}")
+    if found.recommended:
+        lines += ["", *table(found.choices, price, found.recommended), ""]
+        lines.append(f"recommended: {recommendation(found.recommended, found.choices)}")
+    return "\n".join(lines)
+
+
+def _details(choice: Choice, price: float, run_steps: int) -> list[str]:
+    one = choice.prediction
+    lags = ", ".join(f"{lag}: {share:.0%}" for lag, share in one.lags.items())
+    total = one.seconds_per_step * run_steps
+    lines = [
+        choice.name,
+        f"  {short_time(one.seconds_per_step)} a step, {number(one.tokens_per_second)} trained tokens/s"
+        + (f" ({number(one.tokens_per_gpu)} a GPU)" if one.gpus > 2 else ""),
+        f"  {bottleneck(one)}",
+        f"  {one.running:.1f} sequences decode at once in an engine that works",
+        f"  lag of trained tokens {one.lag_mean:.2f} on average ({lags})",
+        f"  {run_steps} steps take {short_time(total)}" + _cost(choice, price, run_steps),
+    ]
+    if one.dropped:
+        lines.append("  dropped: " + ", ".join(f"{count} × {reason}" for reason, count in one.dropped.items()))
+    return lines
+
+
+def _cost(choice: Choice, price: float, steps: int) -> str:
+    return f" and cost {choice.prediction.cost(price, steps):,.2f} at {price:g} a GPU-hour" if price else ""
+
+
+def table(choices: Sequence[Choice], price: float, best: Choice) -> list[str]:
+    width = max(len(choice.name) for choice in choices)
+    head = f"  {'setting':<{width}}  tokens/s    s a step  engine idle  trainer idle  mean lag" + (
+        "  cost/step" if price else ""
+    )
+    lines = [head]
+    for choice in choices:
+        one = choice.prediction
+        line = (
+            f"{'>' if choice is best else ' '} {choice.name:<{width}}  {one.tokens_per_second:>8,.0f}  {one.seconds_per_step:>10,.2f}"
+            f"  {one.engine_idle:>11.0%}  {one.trainer_idle:>12.0%}  {one.lag_mean:>8.2f}"
+        )
+        lines.append(line + (f"  {one.cost(price, 1):>9,.2f}" if price else ""))
+    return lines
+
+
+def report(found: Answer, price: float, run_steps: int) -> dict[str, Any]:
+    """JSON-able."""
+    return {
+        "rates": msgspec.to_builtins(found.asked.scenario.rates.source),
+        "notes": list(found.notes),
+        "choices": [_entry(choice, price, run_steps) for choice in found.choices],
+        "recommended": found.choices.index(found.recommended) if found.recommended else None,
+        "reason": recommendation(found.recommended, found.choices)
+        if found.recommended
+        else bottleneck(found.asked.prediction),
+    }
+
+
+def _entry(choice: Choice, price: float, run_steps: int) -> dict[str, Any]:
+    scenario, prediction = choice.scenario, choice.prediction
+    return {
+        "max_lag": scenario.staleness.max_lag,
+        "window": scenario.staleness.window,
+        "max_running": scenario.rates.engine.max_running,
+        "replicas": scenario.replicas,
+        "replica_gpus": scenario.rates.engine.gpus,
+        "trainer_gpus": scenario.rates.trainer.gpus,
+        "cost": prediction.cost(price, run_steps),
+        **msgspec.to_builtins(prediction),
+    }

@@ -1,0 +1,163 @@
+"""Simulates a scenario and says what came of it."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from headrace.errors import ConfigError
+from headrace.observe.facts import GroupEnded, StepTrained, Waited
+from headrace.observe.numbers.fates import Histogram
+from headrace.plan.parts.pool import Replicas
+from headrace.plan.scenario import Scenario
+from headrace.plan.world import World
+from headrace.reports import EngineStats
+from headrace.simulate import virtual_time
+from headrace.types import Struct
+
+FILLING = 4
+"""Steps at the start that are not counted, beside max_lag: the pipeline fills."""
+
+
+class Prediction(Struct, frozen=True):
+    """Of the steps after the pipeline has filled, but for `lengths` and the totals."""
+
+    seconds_per_step: float
+    tokens_per_second: float
+    """Trained."""
+    sampled_per_second: float
+    engine_idle: float
+    """Share of the time in which a replica had nothing to do, 0 to 1."""
+    trainer_idle: float
+    running: float
+    """Sequences that decode at once in one replica, on average over the time that it works."""
+    lags: dict[int, float]
+    """Share of the trained tokens."""
+    lag_mean: float
+    lag_max: int
+    step_seconds: tuple[float, ...]
+    """Of every step from the first on, from the one before it."""
+    drawn_length: float
+    """Mean tokens of a completion, of all groups that ended,"""
+    trained_length: float
+    """and of those that were trained: where they differ, the settings are biased against long ones."""
+    dropped: dict[str, int]
+    gpus: int
+    waits: dict[str, float]
+    """Seconds a step, by who waits for what."""
+    seconds: float
+    """Of the whole run."""
+    rollouts: int
+
+    @property
+    def tokens_per_gpu(self) -> float:
+        """Trained tokens a second."""
+        return self.tokens_per_second / self.gpus
+
+    def cost(self, price: float, steps: int) -> float:
+        """Of so many steps, at a price of one GPU for an hour."""
+        return self.seconds_per_step * steps / 3600 * self.gpus * price
+
+
+class _Step(NamedTuple):
+    """At its end."""
+
+    t: float
+    tokens: int
+    lags: dict[int, int]
+    trainer: float
+    """Seconds of the trainer's work so far."""
+    engine: EngineStats
+
+
+class Gauge:
+    """An observer that keeps what a prediction needs: of a step its numbers, not its tokens."""
+
+    def __init__(self) -> None:
+        self.steps: list[_Step] = []
+        self.waits: list[Waited] = []
+        self.dropped: Counter[str] = Counter()
+        self.drawn, self.trained = Histogram(), Histogram()
+        self.pool: Replicas | None = None
+        self._trainer = 0.0
+
+    def record(self, fact: Any) -> None:
+        match fact:
+            case StepTrained():
+                assert self.pool is not None
+                self.trained.add(len(row.tokens) for group in fact.groups for row in group.rows)
+                self.steps.append(
+                    _Step(fact.t, fact.report.loss_tokens, fact.lags, self._trainer, self.pool.snapshot())
+                )
+            case GroupEnded():
+                self.drawn.add(fact.lengths)
+                if fact.outcome != "ready":
+                    self.dropped[fact.reason] += 1
+            case Waited(owner="controller"):
+                self._trainer += fact.seconds
+            case Waited(owner="trainer" | "admission" | "delivery"):
+                self.waits.append(fact)
+
+
+def margins(scenario: Scenario) -> tuple[int, int]:
+    """Steps that are not counted at the start, while the pipeline fills, and at the end, when it draws no new prompts."""
+    return FILLING + scenario.staleness.max_lag, scenario.staleness.max_lag + 1
+
+
+def predict(scenario: Scenario, skip: int | None = None, tail: int | None = None) -> Prediction:
+    """Counts the steps but for the first `skip` and the last `tail` (`margins`, where None).
+
+    Raises ConfigError where fewer than two are left."""
+    first, last = margins(scenario)
+    first, last = first if skip is None else skip, last if tail is None else tail
+    if scenario.steps - first - last < 2:
+        raise ConfigError(f"{scenario.steps} steps are too few: {first} fill the pipeline and {last} empty it")
+    gauge = Gauge()
+    world = World(scenario, gauge)
+    gauge.pool = world.pool
+    virtual_time.run(world.run())
+    return _summary(scenario, gauge, gauge.steps[first - 1 : len(gauge.steps) - last] if first else gauge.steps)
+
+
+def _summary(scenario: Scenario, gauge: Gauge, steps: Sequence[_Step]) -> Prediction:
+    """`steps`: those that are counted, and the one before them."""
+    begin, end, counted = steps[0], steps[-1], steps[1:]
+    seconds = end.t - begin.t
+    lags: Counter[int] = Counter()
+    for step in counted:
+        lags.update(step.lags)
+    total = lags.total()
+    engine_busy = end.engine.busy_seconds - begin.engine.busy_seconds
+    sampled = end.engine.sampled_tokens - begin.engine.sampled_tokens
+    passes = end.engine.steps - begin.engine.steps
+    real = sum(step.tokens for step in gauge.steps) / gauge.trained.count
+    trained, drawn = gauge.trained.mean or 1.0, gauge.drawn.mean or 1.0
+    return Prediction(
+        seconds_per_step=seconds / len(counted),
+        tokens_per_second=sum(step.tokens for step in counted) / seconds,
+        sampled_per_second=sampled / seconds,
+        engine_idle=max(0.0, 1 - engine_busy / seconds),
+        trainer_idle=max(0.0, 1 - (end.trainer - begin.trainer) / seconds),
+        running=sampled / passes if passes else 0.0,
+        lags={lag: count / total for lag, count in sorted(lags.items())},
+        lag_mean=sum(lag * count for lag, count in lags.items()) / total,
+        lag_max=max(lags),
+        step_seconds=tuple(after.t - before.t for before, after in pairwise(gauge.steps)),
+        drawn_length=real * drawn / trained,
+        trained_length=real,
+        dropped=dict(gauge.dropped),
+        gpus=scenario.gpus,
+        waits=_waits(gauge, begin.t, end.t, len(counted)),
+        seconds=gauge.steps[-1].t,
+        rollouts=gauge.drawn.count,
+    )
+
+
+def _waits(gauge: Gauge, since: float, until: float, steps: int) -> dict[str, float]:
+    totals: defaultdict[str, float] = defaultdict(float)
+    for wait in gauge.waits:
+        if since < wait.t <= until:
+            totals[f"{wait.owner} for {wait.what}"] += wait.seconds
+    return {name: seconds / steps for name, seconds in sorted(totals.items(), key=lambda pair: -pair[1])}

@@ -1,0 +1,104 @@
+"""Many replicas behind one engine: protocol `Engine`. Every prompt goes where the fewest requests are; its group stays together,
+so that the prompt is computed once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from headrace.plan.parts.engine import SimulatedEngine
+from headrace.reports import EngineStats, LoadReport
+from headrace.steps import Transcript
+from headrace.types import Completion, Request
+from headrace.weights import WeightUpdate
+
+
+class Replicas:
+    def __init__(self, engines: Sequence[SimulatedEngine]) -> None:
+        assert engines
+        self._engines = list(engines)
+        self.capabilities = engines[0].capabilities
+        self._homes: dict[tuple[int, ...], tuple[SimulatedEngine, int]] = {}
+        """By prompt: where its requests are, and how many."""
+
+    @property
+    def version(self) -> int:
+        return min(engine.version for engine in self._engines)
+
+    async def generate(self, request: Request) -> Completion:
+        key = request.prompt
+        engine, users = self._homes.get(key) or (min(self._engines, key=_burden), 0)
+        self._homes[key] = engine, users + 1
+        try:
+            return await engine.generate(request)
+        finally:
+            engine, users = self._homes.pop(key)
+            if users > 1:
+                self._homes[key] = engine, users - 1
+
+    async def load(self, update: WeightUpdate, parts: int = 1) -> LoadReport:
+        reports = await asyncio.gather(*(engine.load(update, parts) for engine in self._engines))
+        return max(reports, key=lambda report: report.verify_seconds)
+
+    async def unload(self, adapter: str) -> None:
+        await self._engines[0].unload(adapter)
+
+    async def score(self, tokens: Sequence[int], adapter: str = "") -> Completion:
+        return await self._engines[0].score(tokens, adapter)
+
+    async def pause(self) -> None:
+        for engine in self._engines:
+            await engine.pause()
+
+    async def drain(self) -> None:
+        await asyncio.gather(*(engine.drain() for engine in self._engines))
+
+    async def resume(self) -> None:
+        for engine in self._engines:
+            await engine.resume()
+
+    async def abort(self) -> None:
+        for engine in self._engines:
+            await engine.abort()
+
+    def unfinished(self, among: Iterable[str] | None = None) -> Mapping[str, Transcript]:
+        names = None if among is None else list(among)
+        return {name: told for engine in self._engines for name, told in engine.unfinished(names).items()}
+
+    def listen(self, listener: Callable[[bytes], None]) -> None:
+        for engine in self._engines:
+            engine.listen(listener)
+
+    def unlisten(self, listener: Callable[[bytes], None]) -> None:
+        for engine in self._engines:
+            engine.unlisten(listener)
+
+    async def stats(self) -> EngineStats:
+        return self.snapshot()
+
+    def snapshot(self) -> EngineStats:
+        """Totals; `busy_seconds` is the mean, so that it stays a share of the time."""
+        all_of = [engine.snapshot() for engine in self._engines]
+        count = len(all_of)
+        return EngineStats(
+            running=sum(one.running for one in all_of),
+            waiting=sum(one.waiting for one in all_of),
+            kv_used=sum(one.kv_used for one in all_of) / count,
+            sampled_tokens=sum(one.sampled_tokens for one in all_of),
+            prompt_tokens=sum(one.prompt_tokens for one in all_of),
+            steps=sum(one.steps for one in all_of),
+            busy_seconds=sum(one.busy_seconds for one in all_of) / count,
+            version=self.version,
+            swaps=all_of[0].swaps,
+        )
+
+    async def watch(self) -> None:
+        """It never dies: deaths are what `faultsim/lives.py` simulates."""
+        await asyncio.Event().wait()
+
+    async def close(self) -> None:
+        pass
+
+
+def _burden(engine: SimulatedEngine) -> int:
+    return engine.burden

@@ -1,0 +1,57 @@
+"""What a simulated engine tells to those who listen: nothing is encoded while nobody does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from headrace.plan.parts.flight import Flight
+from headrace.steps import Finished, StepOutput, Transcript
+from headrace.types import Completion, Request, Stop
+
+Listener = Callable[[bytes], None]
+
+
+class Telling:
+    def __init__(self) -> None:
+        self.listeners: list[Listener] = []
+
+    def tell(self, flight: Flight, so_far: Completion, version: int, stop: Stop | None) -> None:
+        """What is new of a request, as one pass; `stop`: that it has ended."""
+        if not self.listeners:
+            return
+        new, name = slice(flight.told, None), flight.request.id
+        tokens, versions = so_far.tokens[new], tuple(so_far.versions()[new])
+        flight.told = len(so_far.tokens)
+        ends = (Finished(name, stop),) if stop else ()
+        output = StepOutput(version, (name,) * len(tokens), tokens, so_far.logprobs[new], versions, ends, versions)
+        encoded = msgspec.msgpack.encode(output)
+        for listener in list(self.listeners):
+            listener(encoded)
+
+
+def transcript(request: Request, so_far: Completion) -> Transcript:
+    versions = so_far.versions()
+    return Transcript(
+        request, list(so_far.tokens), list(so_far.logprobs), versions, list(versions), [False] * len(versions)
+    )
+
+
+class Prompts:
+    """Of the requests that run: a group's prompt is computed once under each version of the weights."""
+
+    def __init__(self) -> None:
+        self._used: dict[tuple[int, ...], tuple[int, int]] = {}
+        """(Version under which it was computed last, how many use it)."""
+
+    def enter(self, prompt: tuple[int, ...], version: int) -> bool:
+        """Whether it has to be computed."""
+        computed, users = self._used.get(prompt, (-1, 0))
+        self._used[prompt] = version, users + 1
+        return computed != version
+
+    def leave(self, prompt: tuple[int, ...]) -> None:
+        version, users = self._used.pop(prompt)
+        if users > 1:
+            self._used[prompt] = version, users - 1

@@ -1,0 +1,65 @@
+"""A simulated trainer: protocol `Trainer`. A step takes what the tokens in it take."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+from headrace.plan.parts.cores import Shared
+from headrace.plan.rates.rates import TrainerRates
+from headrace.reports import TrainReport
+from headrace.simulate.codes import loss_tokens, real_tokens
+from headrace.types import Batch
+from headrace.weights import WeightUpdate
+
+
+class SimulatedTrainer:
+    def __init__(self, rates: TrainerRates, shared: Shared, grain: int = 1, version: int = 0) -> None:
+        self._rates, self._shared, self._grain = rates, shared, grain
+        self.version = version
+        self.busy = 0.0
+        """Seconds of work so far, waits for others not counted."""
+
+    async def step(self, batch: Batch) -> TrainReport:
+        clock = asyncio.get_running_loop().time
+        started, forward = clock(), self._forward_tokens(batch)
+        await self._work(self._rates.step + self._rates.token * forward)
+        self.version += 1
+        return TrainReport(
+            batch.step,
+            self.version,
+            loss_tokens=sum(loss_tokens(row, self._grain) for row in batch.rows),
+            forward_tokens=forward,
+            seconds=clock() - started,
+        )
+
+    def _forward_tokens(self, batch: Batch) -> int:
+        """A prompt that a group shares is forwarded once."""
+        prompts = sum(group.rows[0].prompt[1] for group in batch.groups if group.rows)
+        return prompts + sum(real_tokens(row, self._grain) for row in batch.rows)
+
+    async def publish(self, adapter: str = "") -> WeightUpdate:
+        await self._work(self._rates.publish)
+        return WeightUpdate(self.version, "full", f"simulated-{self.version}", self.version % 2, 0, self._rates.publish)
+
+    async def score(self, tokens: Sequence[int], adapter: str = "") -> list[float]:
+        await self._work(self._rates.score)
+        return [-1.0] * (len(tokens) - 1)
+
+    async def save(self, directory: Path, adapter: str = "") -> None:
+        await self._work(self._rates.save)
+        (directory / "simulated_trainer.txt").write_text(str(self.version))
+
+    async def _work(self, seconds: float) -> None:
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        await self._shared.train(seconds)
+        self.busy += clock() - started
+
+    async def watch(self) -> None:
+        """It never dies: deaths are what `faultsim/lives.py` simulates."""
+        await asyncio.Event().wait()
+
+    async def close(self) -> None:
+        pass

@@ -1,0 +1,332 @@
+"""Measures this machine's rates: the real engine and trainer, each alone and both at once, for a minute or so.
+
+Everything is timed from outside, where the pipeline stands, so that what the processes' messages cost is in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import json
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from headrace.algo.groups import algorithm_of
+from headrace.config import RunConfig
+from headrace.errors import ConfigError
+from headrace.orchestration.build import build_scorer, build_task, open_model, open_waits
+from headrace.orchestration.pools import Pools, open_pools
+from headrace.plan.rates.fits import alike, line
+from headrace.plan.rates.rates import EngineRates, Rates, TrainerRates
+from headrace.protocols import Scorer, Task
+from headrace.rollout import roll_out, seed_of
+from headrace.simulate.distributions import empirical
+from headrace.types import Batch, Episode, Group, Prompt, Request, Sampling, Scored
+
+Say = Callable[[str], None]
+Reward = Callable[..., Any]
+
+SHORT, LONG = 8, 40
+"""Tokens of the two completions whose difference gives the time of a pass."""
+ROUNDS = 2
+GROUPS = 24
+"""Prompts whose completions are sampled for the distribution of lengths."""
+SETTLES, WINDOW = 0.5, 3.0
+"""Seconds before, and over which, the engine's pace is measured."""
+
+
+class _Silent:
+    def record(self, fact: Any) -> None:
+        pass
+
+
+def calibrate(config: RunConfig, say: Say, reward: Reward | None = None, window: float = WINDOW) -> Rates:
+    """Starts the two processes of a run, and ends them. The weights stay what they are. `window`: seconds over which the engine's
+    pace is measured."""
+    if config.lora.served_name or config.adapters:
+        raise ConfigError("--calibrate measures full weights; plan an adapter's run from a finished run of it")
+    still = dataclasses.replace(config.train, learning_rate=1e-12)
+    return asyncio.run(_calibrate(dataclasses.replace(config, train=still), say, reward, window))
+
+
+async def _calibrate(config: RunConfig, say: Say, reward: Reward | None, window: float) -> Rates:
+    with tempfile.TemporaryDirectory() as logs:
+        model_dir, encoder = await open_model(config)
+        waits = open_waits(config, _Silent(), time.monotonic)
+        task, scorer = build_task(config.task, encoder, config.seed), build_scorer(config, [reward] if reward else [])
+        say("starting engine and trainer")
+        pools = await open_pools(config, model_dir, Path(logs), _Silent(), waits, time.monotonic, {})
+        try:
+            await pools.engine.load(await pools.trainer.publish())
+            bench = Bench(config, pools, task, scorer, encoder.decode, say, window)
+            return await bench.rates(model_dir.name, kv_tokens(model_dir, config))
+        finally:
+            await scorer.close()
+            await pools.close()
+
+
+def kv_tokens(model_dir: Path, config: RunConfig) -> float:
+    """That engine.kv_gib holds; no limit where the model's shape does not say."""
+    try:
+        shape = json.loads((model_dir / "config.json").read_text())
+        heads = shape.get("num_key_value_heads") or shape["num_attention_heads"]
+        head = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
+        width = 4 if config.engine.serving_dtype == "float32" else 2
+        return float(int(config.engine.kv_gib * 2**30 / (2 * shape["num_hidden_layers"] * heads * head * width)))
+    except (KeyError, TypeError):
+        return math.inf
+
+
+class Bench:
+    def __init__(
+        self,
+        config: RunConfig,
+        pools: Pools,
+        task: Task,
+        scorer: Scorer,
+        decode: Callable[[Sequence[int]], str],
+        say: Say,
+        window: float,
+    ) -> None:
+        self._config, self._engine, self._trainer = config, pools.engine, pools.trainer
+        self._task, self._scorer, self._decode, self._say = task, scorer, decode, say
+        self._names, self._version, self._window = itertools.count(), 0, window
+        self._algorithm = algorithm_of(config.algo, config.rollout.max_tokens)
+
+    async def rates(self, model: str, kv_tokens: float) -> Rates:
+        self._say("sampling completions of the task")
+        before = await self._engine.stats()
+        groups, overhead = await self._groups()
+        computed = (await self._engine.stats()).prompt_tokens - before.prompt_tokens
+        prompts = [group.prompt for group in groups]
+        self._say("the engine's batch curve")
+        decode = [(float(n), await self._pass_seconds(n, prompts)) for n in self._sizes()]
+        # Prompts of a task often begin alike, and the engine computes that once.
+        new = min(1.0, computed / sum(len(prompt.tokens) for prompt in prompts))
+        prefill = new * await self._prefill(prompts)
+        context = await self._context(decode, prompts)
+        self._say("the trainer's steps")
+        step, token = await self._steps(groups)
+        self._say("publishing, swapping, and both at once")
+        publish, verify, verify_slows, swap = await self._publish(groups)
+        engine_slowed, trainer_slowed = await self._together(groups)
+        probe = min([await _timed(lambda: self._trainer.score(prompts[0].tokens)) for _ in range(2)])
+        engine = EngineRates(
+            tuple(decode),
+            prefill,
+            context,
+            self._config.engine.max_running,
+            kv_tokens,
+            verify=verify,
+            verify_slows=verify_slows,
+            swap=swap,
+        )
+        trainer = TrainerRates(token, step, publish, score=probe)
+        lengths = [[len(row.tokens) for row in group.rows] for group in groups]
+        return Rates(
+            engine,
+            trainer,
+            engine_slowed,
+            trainer_slowed,
+            overhead,
+            empirical([n for group in lengths for n in group], alike(lengths)),
+            empirical([len(prompt.tokens) for prompt in prompts]),
+            f"measured on this machine, {time.strftime('%Y-%m-%d')}",
+            model,
+        )
+
+    # -- completions ----------------------------------------------------------------------------------------------------
+
+    async def _groups(self) -> tuple[list[Group], float]:
+        """Rollouts of the task's own prompts, and the seconds that scoring a group takes."""
+        prompts = [self._task.draw() for _ in range(GROUPS)]
+        rolled = await asyncio.gather(*(self._roll(prompt) for prompt in prompts))
+        groups = [self._group(i, prompt, found) for i, (prompt, found) in enumerate(zip(prompts, rolled, strict=True))]
+        seconds = []
+        for group in groups[:4]:
+            episodes = [one.episode for one in group.scored]
+            seconds.append(await _timed(lambda g=group, e=episodes: self._scorer.score(g.prompt, e)))  # type: ignore[misc]
+        return groups, statistics.median(seconds)
+
+    async def _roll(self, prompt: Prompt) -> list[Episode]:
+        rollout = self._config.rollout
+        numbers = [next(self._names) for _ in range(rollout.group_size)]
+        requests = [rollout.request(f"calibrate/{n}", prompt, seed_of("calibrate", n), 0) for n in numbers]
+        results = await roll_out(self._engine.generate, prompt, requests, self._decode)
+        episodes = [one for one in results if isinstance(one, Episode)]
+        if len(episodes) < len(requests):
+            failed = next(one for one in results if not isinstance(one, Episode))
+            raise ConfigError(
+                f"a rollout of the task failed ({failed.reason}: {failed.detail}); train a few steps first"
+            )
+        return episodes
+
+    def _group(self, ticket: int, prompt: Prompt, episodes: Sequence[Episode]) -> Group:
+        """With rewards that make every row count, whatever the task's are."""
+        scored = tuple(Scored(one, float(i % 2), {"calibrate": float(i % 2)}) for i, one in enumerate(episodes))
+        return Group(ticket, prompt, scored, self._algorithm.rows(prompt, scored))
+
+    # -- the engine -----------------------------------------------------------------------------------------------------
+
+    def _sizes(self) -> list[int]:
+        most = self._config.engine.max_running
+        return sorted({most} | {1 << k for k in range(10) if 1 << k < most})
+
+    async def _pass_seconds(self, running: int, prompts: Sequence[Prompt]) -> float:
+        """From two lengths, so that prompts and messages cancel out."""
+        long = self._long(prompts)
+        tokens = [prompt.tokens for prompt in prompts]
+        times = []
+        for _ in range(ROUNDS):
+            first = await self._generate(running, tokens, SHORT)
+            times.append((await self._generate(running, tokens, long) - first) / (long - SHORT))
+        return max(1e-6, statistics.median(times))
+
+    def _long(self, prompts: Sequence[Prompt]) -> int:
+        longest = max(len(prompt.tokens) for prompt in prompts)
+        long = min(LONG, self._config.engine.context_length - longest - 1)
+        if long < SHORT + 4:
+            raise ConfigError("engine.context_length leaves no room to measure passes; raise it")
+        return long
+
+    async def _generate(self, count: int, prompts: Sequence[tuple[int, ...]], length: int) -> float:
+        return await _timed(lambda: self._all(count, prompts, length))
+
+    async def _all(self, count: int, prompts: Sequence[tuple[int, ...]], length: int) -> None:
+        requests = [self._request(prompts[i % len(prompts)], length) for i in range(count)]
+        await asyncio.gather(*(self._engine.generate(request) for request in requests))
+
+    def _request(self, prompt: tuple[int, ...], length: int) -> Request:
+        number = next(self._names)
+        sampling = Sampling(max_tokens=length, temperature=1.0, seed=number, ignore_eos=True)
+        return Request(f"calibrate/{number}", prompt, sampling)
+
+    async def _prefill(self, prompts: Sequence[Prompt]) -> float:
+        """Of a prompt token: from prompts that nobody has computed, short and long."""
+        room = self._config.engine.context_length - 2
+        short, long, count = min(8, room // 2), min(room, 256), 16
+        times = []
+        for _ in range(ROUNDS):
+            spent = [await self._generate(count, self._new(prompts, size, count), 1) for size in (short, long)]
+            times.append((spent[1] - spent[0]) / (count * (long - short)))
+        return max(0.0, statistics.median(times))
+
+    def _new(self, prompts: Sequence[Prompt], size: int, count: int) -> list[tuple[int, ...]]:
+        """Prompts made of the task's tokens, each with a beginning of its own."""
+        pool = [token for prompt in prompts for token in prompt.tokens]
+        made = []
+        for _ in range(count):
+            start = next(self._names) * 7919
+            made.append(tuple(pool[(start + i * (1 + start % 5)) % len(pool)] for i in range(size)))
+        return made
+
+    async def _context(self, decode: Sequence[tuple[float, float]], prompts: Sequence[Prompt]) -> float:
+        """Seconds a pass for every token in the caches. Where contexts are short, it is within the batch curve."""
+        room, longest = self._config.engine.context_length, max(len(prompt.tokens) for prompt in prompts)
+        size = min(1024, room - LONG - 2)
+        if size < longest + 200:
+            return 0.0
+        count = min(16, self._config.engine.max_running)
+        base = dict(decode).get(float(count)) or decode[-1][1]
+        new = self._new(prompts, size, count)
+        await self._generate(count, new, 1)
+        spent = [await self._generate(count, new, length) for length in (SHORT, LONG)]
+        mean = statistics.mean(len(prompt.tokens) for prompt in prompts)
+        return max(0.0, ((spent[1] - spent[0]) / (LONG - SHORT) - base) / (count * (size - mean)))
+
+    # -- the trainer ----------------------------------------------------------------------------------------------------
+
+    async def _steps(self, groups: Sequence[Group]) -> tuple[float, float]:
+        """Seconds of a step whatever is in it, and of every token: a line through steps of up to three sizes."""
+        whole = min(self._config.staleness.groups_per_step, len(groups))
+        for _ in range(2):  # the first ones set up their memory
+            await self._step(groups[:whole])
+        sizes = sorted({max(1, whole // 4), max(1, whole // 2), whole})
+        found = [await self._step(groups[:size]) for size in sizes * ROUNDS]
+        return line(found)
+
+    async def _step(self, groups: Sequence[Group]) -> tuple[float, float]:
+        """(Tokens as the simulated trainer counts them, seconds). It forwards fewer: what rollouts have in common goes once."""
+        started = time.perf_counter()
+        report = await self._trainer.step(
+            Batch(self._version, self._algorithm.assemble(tuple(groups)), self._config.rollout.temperature)
+        )
+        self._version = report.version
+        tokens = sum(len(group.prompt.tokens) + sum(len(row.tokens) for row in group.rows) for group in groups)
+        return float(tokens), time.perf_counter() - started
+
+    async def _publish(self, groups: Sequence[Group]) -> tuple[float, float, float, float]:
+        """Publish, verification beside generation, by how much it slows generation, and the swap: seconds."""
+        published: list[float] = []
+        idle: list[float] = []
+        beside: list[float] = []
+        swaps: list[float] = []
+        for _ in range(ROUNDS + 1):
+            for loaded, seconds in ((False, idle), (True, beside)):
+                await self._step(groups[:1])  # a new version
+                started = time.perf_counter()
+                update = await self._trainer.publish()
+                published.append(time.perf_counter() - started)
+                async with self._generating(groups) if loaded else contextlib.nullcontext():
+                    report = await self._engine.load(update)
+                seconds.append(report.verify_seconds)
+                swaps.append(report.swap_seconds)
+        alone = statistics.median(idle)
+        slows = max(1.0, statistics.median(beside) / alone) if alone else 1.0
+        return statistics.median(published), alone, slows, statistics.median(swaps)
+
+    # -- both -----------------------------------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def _generating(self, groups: Sequence[Group]) -> AsyncIterator[None]:
+        """Meanwhile the engine has as many requests as a step has rollouts, and for each that ends another."""
+        room = self._config.engine.max_running
+        count = min(room, self._config.staleness.groups_per_step * self._config.rollout.group_size)
+        length = self._long([group.prompt for group in groups])
+
+        async def without_end(prompt: Prompt) -> None:
+            while True:
+                await self._engine.generate(self._request(prompt.tokens, length))
+
+        loops = [asyncio.ensure_future(without_end(groups[i % len(groups)].prompt)) for i in range(count)]
+        await asyncio.sleep(SETTLES)
+        try:
+            yield
+        finally:
+            for loop in loops:
+                loop.cancel()
+            await asyncio.gather(*loops, return_exceptions=True)
+
+    async def _together(self, groups: Sequence[Group]) -> tuple[float, float]:
+        """How many times longer a pass takes while the trainer works, and a step while the engine works."""
+        batch = groups[: min(self._config.staleness.groups_per_step, len(groups))]
+        steps_alone = [(await self._step(batch))[1] for _ in range(2)]
+        async with self._generating(groups):
+            alone = await self._pace(lambda: asyncio.sleep(self._window))
+            steps_beside: list[float] = []
+
+            async def steps() -> None:
+                steps_beside.extend([(await self._step(batch))[1] for _ in range(2)])
+
+            beside = await self._pace(steps)
+        return max(1.0, alone / beside), max(1.0, statistics.mean(steps_beside) / statistics.mean(steps_alone))
+
+    async def _pace(self, meanwhile: Callable[[], Awaitable[None]]) -> float:
+        """Sampled tokens a second."""
+        before, started = await self._engine.stats(), time.perf_counter()
+        await meanwhile()
+        after = await self._engine.stats()
+        return (after.sampled_tokens - before.sampled_tokens) / (time.perf_counter() - started)
+
+
+async def _timed(work: Callable[[], Awaitable[Any]]) -> float:
+    started = time.perf_counter()
+    await work()
+    return time.perf_counter() - started

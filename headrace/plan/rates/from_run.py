@@ -1,0 +1,93 @@
+"""Rates from the metrics of a run: what its engine and trainer took, as far as it tells.
+
+They are rates of parts that worked at the same time, as they did in that run: nothing more is added for slowing each other down.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+
+from headrace.config import RunConfig
+from headrace.errors import ConfigError
+from headrace.observe.facts import EngineSample, GroupEnded, Waited, WeightsLive
+from headrace.observe.records import MetricsFact, StepRow, read_metrics
+from headrace.plan.rates.fits import alike, line, nonnegative
+from headrace.plan.rates.rates import EngineRates, Rates, TrainerRates
+from headrace.simulate.distributions import empirical, fixed
+
+F = TypeVar("F")
+
+
+def rates_of_run(run_dir: Path, config: RunConfig) -> tuple[Rates, float]:
+    """And the share of its groups that had contrast. Raises ConfigError when the run was too short to tell."""
+    facts = read_metrics(run_dir)
+    steps, groups = _of(facts, StepRow), _of(facts, GroupEnded)
+    samples, live = _of(facts, EngineSample), _of(facts, WeightsLive)
+    if len(steps) < 3 or len(samples) < 5:
+        raise ConfigError(
+            f"{run_dir} has {len(steps)} steps and {len(samples)} samples of its engine, too few to take rates from; let it run "
+            "on, or plan from its config.toml with --calibrate"
+        )
+    lengths = [group.lengths for group in groups if group.lengths]
+    # What is forwarded beside the completions: less than the prompt, where rollouts begin alike.
+    prompt = statistics.mean(
+        max(1.0, (step.report.forward_tokens - sum(step.lengths)) / len(step.tickets)) for step in steps
+    )
+    computed = samples[-1].stats.prompt_tokens / max(1, len(groups))
+    engine = _engine(samples, live, config.engine.max_running)
+    rates = Rates(
+        msgspec.structs.replace(engine, prefill=engine.prefill * computed / prompt),
+        _trainer(steps, _of(facts, Waited), live),
+        overhead=_waited(_of(facts, Waited), "rollouts", "the scorer"),
+        completions=empirical([n for group in lengths for n in group], alike(lengths)),
+        prompts=fixed(round(prompt)),
+        source=f"metrics of the run {run_dir.name}",
+        model=Path(config.model.path).name,
+    )
+    barren = sum(group.reason == "no_contrast" for group in groups)
+    return rates, 1 - barren / max(1, sum(group.outcome != "failed" for group in groups))
+
+
+def _of(facts: Iterable[MetricsFact], kind: type[F]) -> list[F]:
+    return [fact for fact in facts if isinstance(fact, kind)]
+
+
+def _engine(samples: Sequence[EngineSample], live: Sequence[WeightsLive], max_running: int) -> EngineRates:
+    """Seconds of work between two samples = a · passes + b · tokens sampled + c · prompt tokens, by least squares."""
+    rows, busy = [], []
+    for before, after in itertools.pairwise(samples):
+        old, new = before.stats, after.stats
+        if new.steps > old.steps and new.busy_seconds > old.busy_seconds:  # a smaller number belongs to a new process
+            sampled, prompt = new.sampled_tokens - old.sampled_tokens, new.prompt_tokens - old.prompt_tokens
+            rows.append((new.steps - old.steps, sampled, prompt))
+            busy.append(new.busy_seconds - old.busy_seconds)
+    a, b, c = (float(one) for one in nonnegative(np.array(rows, float), np.array(busy)))
+    return EngineRates(
+        ((1.0, a + b), (float(max(2, max_running)), a + b * max(2, max_running))),
+        c,
+        max_running=max_running,
+        verify=statistics.median(one.load.verify_seconds for one in live),
+        swap=statistics.median(one.load.swap_seconds for one in live),
+    )
+
+
+def _trainer(steps: Sequence[StepRow], waits: Sequence[Waited], live: Sequence[WeightsLive]) -> TrainerRates:
+    fixed_part, token = line([(float(step.report.forward_tokens), step.report.seconds) for step in steps[1:]])
+    inside = statistics.median(step.report.seconds for step in steps)
+    messages = max(0.0, _waited(waits, "controller", "the trainer (step)") - inside)
+    publish = _waited(waits, "controller", "the trainer (publish)")
+    score = _waited(waits, "controller", "the trainer (probe)")
+    published = publish or statistics.median(one.update.seconds for one in live)
+    return TrainerRates(token, fixed_part + messages, published, score=score)
+
+
+def _waited(waits: Sequence[Waited], owner: str, what: str) -> float:
+    """Median seconds; 0 where waits were too short to be recorded."""
+    return statistics.median([wait.seconds for wait in waits if (wait.owner, wait.what) == (owner, what)] or [0.0])

@@ -1,0 +1,186 @@
+"""Rates of accelerators that are not here: a roofline from data sheets and the shape of the model.
+
+    a pass of n sequences   fixed + max(weights read / bandwidth, 2 · active parameters · n / compute) + cache read / bandwidth
+    a prompt token          2 · active parameters / compute
+    a trained token         6 · active parameters / (compute of the pool)        forward and backward; Kaplan et al., 2020
+    an update on its way    bytes of the weights / network
+
+Peaks are the makers'; the shares of them that are reached are assumptions, written below: what well-tuned stacks show. A short
+run on the machine itself (`--calibrate`), or a finished run, gives better figures.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from headrace.errors import ConfigError
+from headrace.plan.rates.rates import EngineRates, Rates, TrainerRates
+
+READS, COMPUTES, TRAINS = 0.8, 0.5, 0.4
+"""Shares of peak bandwidth, of peak compute in forward passes, and of peak compute in training (MFU), that are reached."""
+FIXED = 3e-3
+"""Seconds a pass that neither reads nor computes: scheduling, launches, sampling."""
+DOUBLING = 0.95
+"""What is left of the speed per GPU with every doubling of a pool beyond eight, or of a tensor-parallel replica."""
+NETWORK = 40e9
+"""Bytes a second of a weight broadcast: a link of 400 Gbit/s, at four fifths."""
+WEIGHTS_SHARE, USABLE = 0.65, 0.9
+"""Of a replica's memory: what weights may take at most, and what weights and cache take together."""
+TRAINING_BYTES, TRAINING_USABLE = 16, 0.8
+"""Bytes a parameter of weights, gradients and AdamW's state in mixed precision, and the memory they may take."""
+BFLOAT16 = 2
+SHARED = 2.0
+"""How many times longer engine and trainer take on one GPU while both work: their kernels take turns."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    memory: float
+    """Bytes."""
+    bandwidth: float
+    """Bytes a second."""
+    compute: float
+    """Dense bfloat16 operations a second."""
+    name: str
+
+
+GPUS = {
+    "h100": Gpu(80e9, 3.35e12, 989e12, "H100 SXM"),  # NVIDIA H100 Tensor Core GPU data sheet (without sparsity)
+    "h200": Gpu(141e9, 4.8e12, 989e12, "H200 SXM"),  # NVIDIA H200 Tensor Core GPU data sheet
+    "a100": Gpu(80e9, 2.039e12, 312e12, "A100 SXM 80 GB"),  # NVIDIA A100 Tensor Core GPU data sheet
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    parameters: float
+    active: float
+    """Those that a token passes: fewer than all with mixtures of experts."""
+    layers: int
+    kv_heads: int
+    head: int
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of one token, keys and values."""
+        return 2 * BFLOAT16 * self.layers * self.kv_heads * self.head
+
+
+# From the published config.json of each: Qwen2.5 (dense), Qwen3 (mixtures of experts).
+SHAPES = {
+    "0.5b": Shape(0.494e9, 0.494e9, 24, 2, 64),
+    "1.5b": Shape(1.54e9, 1.54e9, 28, 2, 128),
+    "3b": Shape(3.09e9, 3.09e9, 36, 2, 128),
+    "7b": Shape(7.62e9, 7.62e9, 28, 4, 128),
+    "14b": Shape(14.8e9, 14.8e9, 48, 8, 128),
+    "32b": Shape(32.8e9, 32.8e9, 64, 8, 128),
+    "72b": Shape(72.7e9, 72.7e9, 80, 8, 128),
+    "30b-a3b": Shape(30.5e9, 3.3e9, 48, 4, 128),
+    "235b-a22b": Shape(235e9, 22e9, 94, 4, 128),
+}
+
+
+def gpu(name: str) -> Gpu:
+    if name not in GPUS:
+        raise ConfigError(
+            f"--hardware {name} is not known; there are {', '.join(GPUS)}, and cpu:FILE for rates that were measured"
+        )
+    return GPUS[name]
+
+
+def shape(name: str) -> Shape:
+    """A known one, or one of any other size between them (`8b`). Raises ConfigError with what may be written."""
+    key = name.lower()
+    if key in SHAPES:
+        return SHAPES[key]
+    if not (match := re.fullmatch(r"(\d+(?:\.\d+)?)b", key)):
+        raise ConfigError(f"--model {name}: write a size such as 8b, or one of {', '.join(SHAPES)}")
+    parameters = float(match[1]) * 1e9
+    dense = [one for one in SHAPES.values() if one.active == one.parameters]
+    near = min(dense, key=lambda one: abs(math.log(one.parameters / parameters))) if parameters else dense[0]
+    if not 0.1e9 <= parameters <= 1e12:
+        raise ConfigError(f"--model {name}: plans are for models of 0.1b to 1000b")
+    return Shape(parameters, parameters, near.layers, near.kv_heads, near.head)
+
+
+def replica_gpus(chip: Gpu, model: Shape) -> int:
+    """The fewest, a power of two, that hold the weights beside a cache worth having."""
+    return _power_of_two(model.parameters * BFLOAT16 / (WEIGHTS_SHARE * chip.memory))
+
+
+def trainer_gpus(chip: Gpu, model: Shape) -> int:
+    """The fewest that hold what training needs, sharded."""
+    return _power_of_two(model.parameters * TRAINING_BYTES / (TRAINING_USABLE * chip.memory))
+
+
+def fits_one(chip: Gpu, model: Shape) -> bool:
+    """Whether one GPU holds both pools: training, two versions of the served weights, and a cache worth having."""
+    return (TRAINING_BYTES + 2 * BFLOAT16) * model.parameters <= TRAINING_USABLE * chip.memory
+
+
+def _power_of_two(least: float) -> int:
+    return 1 << max(0, math.ceil(math.log2(least))) if least > 1 else 1
+
+
+def engine_rates(chip: Gpu, model: Shape, gpus: int, max_running: int) -> EngineRates:
+    """Of one replica, tensor-parallel over so many GPUs. A mixture of experts reads, with n sequences, at most n times what
+    one of them passes."""
+    joint = gpus * DOUBLING ** math.log2(gpus)
+    bandwidth, compute = READS * chip.bandwidth * joint, COMPUTES * chip.compute * joint
+    room = (USABLE * chip.memory * gpus - model.parameters * BFLOAT16) / model.cache_bytes
+    sizes = [1 << k for k in range(13)]
+
+    def pass_seconds(n: int) -> float:
+        read = min(model.parameters, model.active * n) * BFLOAT16 / bandwidth
+        return FIXED + max(read, 2 * model.active * n / compute)
+
+    return EngineRates(
+        decode=tuple((float(n), pass_seconds(n)) for n in sizes),
+        prefill=2 * model.active / compute,
+        context=model.cache_bytes / bandwidth,
+        max_running=max_running,
+        kv_tokens=float(max(0, int(room))),
+        verify=model.parameters * BFLOAT16 / NETWORK,
+        swap=0.02,
+        gpus=gpus,
+    )
+
+
+def trainer_rates(chip: Gpu, model: Shape, gpus: int) -> TrainerRates:
+    """Of the whole pool. The optimizer reads and writes its state once a step; publishing casts the weights once."""
+    joint = gpus * DOUBLING ** max(0.0, math.log2(gpus / 8))
+    memory = READS * chip.bandwidth * joint
+    return TrainerRates(
+        token=6 * model.active / (TRAINS * chip.compute * joint),
+        step=0.2 + 2 * TRAINING_BYTES * model.parameters / memory,
+        publish=0.05 + 3 * BFLOAT16 * model.parameters / memory,
+        gpus=gpus,
+    )
+
+
+def rates(chip: Gpu, model: Shape, replica: int, trainer: int, max_running: int, name: str = "") -> Rates:
+    return Rates(
+        engine_rates(chip, model, replica, max_running),
+        trainer_rates(chip, model, trainer),
+        source=f"roofline of {chip.name} ({READS:.0%} of bandwidth, {COMPUTES:.0%} of compute, training at {TRAINS:.0%})",
+        model=name,
+    )
+
+
+def shared_rates(chip: Gpu, model: Shape, max_running: int, name: str = "") -> Rates:
+    """Engine and trainer on one GPU, as headrace runs today. The trainer's GPU is the engine's, and is counted there."""
+    engine, trainer = engine_rates(chip, model, 1, max_running), trainer_rates(chip, model, 1)
+    room = (USABLE * chip.memory - (TRAINING_BYTES + 2 * BFLOAT16) * model.parameters) / model.cache_bytes
+    return Rates(
+        replace(engine, kv_tokens=float(max(0, int(room)))),
+        replace(trainer, gpus=0),
+        engine_slowed=SHARED,
+        trainer_slowed=SHARED,
+        source=f"roofline of one {chip.name} that both pools share ({READS:.0%} of bandwidth, {COMPUTES:.0%} of compute, training at "
+        f"{TRAINS:.0%}; each takes {SHARED:g} times as long while the other works)",
+        model=name,
+    )

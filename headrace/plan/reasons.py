@@ -1,0 +1,56 @@
+"""What a prediction means, in a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headrace.plan.measure import Prediction
+from headrace.plan.scenario import Scenario
+from headrace.plan.sweep import Choice, fastest
+
+BUSY = 0.1
+"""Idle share below which a pool is the one that the others wait for."""
+BIASED = 0.02
+"""Share by which trained completions may be shorter than drawn ones before it is said."""
+
+
+def bottleneck(prediction: Prediction) -> str:
+    engine, trainer = prediction.engine_idle, prediction.trainer_idle
+    if trainer < BUSY and engine < BUSY:
+        return f"both pools are busy (engine idle {engine:.0%}, trainer idle {trainer:.0%})"
+    if trainer <= engine and trainer < BUSY:
+        return f"the trainer is the bottleneck (idle {trainer:.0%}); the engine is idle {engine:.0%} of the time"
+    if engine < BUSY:
+        return f"generation is the bottleneck (engine idle {engine:.0%}); the trainer is idle {trainer:.0%} of the time"
+    return f"each pool waits for the other (engine idle {engine:.0%}, trainer idle {trainer:.0%})"
+
+
+def bias(prediction: Prediction) -> str:
+    """Empty where completions are trained as long as they are drawn."""
+    share = prediction.trained_length / prediction.drawn_length if prediction.drawn_length else 1.0
+    if abs(share - 1) < BIASED:
+        return ""
+    word = "shorter" if share < 1 else "longer"
+    return f"trained completions are {abs(share - 1):.0%} {word} than drawn ones: these settings are biased"
+
+
+def recommendation(choice: Choice, choices: Sequence[Choice]) -> str:
+    """Why this one, beside the fastest and the synchronous one of its split."""
+    best, own = fastest(choices), choice.prediction
+    said = f"{choice.name}: {own.tokens_per_second:,.0f} tokens/s"
+    synchronous = [one for one in choices if _same_pools(one.scenario, choice.scenario) and _is_synchronous(one)]
+    if synchronous and not _is_synchronous(choice):
+        gain = own.tokens_per_second / max(one.prediction.tokens_per_second for one in synchronous)
+        said += f", {gain:.2f} times the synchronous run's"
+    if best is not choice:
+        share = own.tokens_per_second / best.prediction.tokens_per_second
+        said += f", {share:.1%} of the fastest setting's ({best.name})"
+    return f"{said}; {bottleneck(own)}"
+
+
+def _is_synchronous(choice: Choice) -> bool:
+    return choice.scenario.staleness.max_lag == 0
+
+
+def _same_pools(a: Scenario, b: Scenario) -> bool:
+    return (a.replicas, a.rates.trainer.gpus) == (b.replicas, b.rates.trainer.gpus)

@@ -1,0 +1,57 @@
+"""What is simulated: settings of a run, how fast its parts are, how long its completions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from headrace.algo.config import AlgoConfig
+from headrace.partial import PartialConfig
+from headrace.plan.rates.rates import Rates
+from headrace.rollout import RolloutConfig
+from headrace.simulate.distributions import Distribution, fixed
+from headrace.staleness import StalenessConfig
+
+COARSENESS = 16
+"""Simulated tokens of a mean completion, at most: enough to see in which part of it weights were swapped."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    rates: Rates
+    completions: Distribution
+    staleness: StalenessConfig = field(default_factory=StalenessConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    algo: AlgoConfig = field(default_factory=AlgoConfig)
+    partial: PartialConfig = field(default_factory=PartialConfig)
+    steps: int = 20
+    replicas: int = 1
+    """Engines, each with `rates.engine`."""
+    prompts: Distribution = fixed(100)
+    latency: Distribution = fixed(0)
+    """Seconds that the reward of one rollout takes."""
+    workers: int = 1
+    """Rollouts that are scored at once."""
+    contrast: float = 1.0
+    """Share of groups whose rewards differ."""
+    solved: float | None = None
+    """Instead: the mean reward of rollouts that are right or wrong, by the prompt's difficulty."""
+    recompute: bool = False
+    """Caches are computed again after a swap."""
+    identity_every: int = 0
+    """Versions between two probes of C3."""
+    seed: int = 0
+    grain: int = 0
+    """Real tokens that one simulated token stands for; 0 chooses. The lag is told in multiples of it."""
+
+    @property
+    def mean_completion(self) -> float:
+        """Tokens, as far as max_tokens lets it."""
+        return self.completions.mean_below(self.rollout.max_tokens)
+
+    @property
+    def token_grain(self) -> int:
+        return self.grain or max(1, int(self.mean_completion / COARSENESS))
+
+    @property
+    def gpus(self) -> int:
+        return self.replicas * self.rates.engine.gpus + self.rates.trainer.gpus

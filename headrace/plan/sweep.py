@@ -1,0 +1,132 @@
+"""Which settings are worth their lag? Pools are split, depths tried, and one setting is recommended with its reason."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from headrace.plan.measure import Prediction, margins, predict
+from headrace.plan.scenario import Scenario
+from headrace.staleness import StalenessConfig
+
+LAGS = (0, 1, 2, 4)
+SPLITS = 7
+"""Splits of the pools that are tried, evenly spaced; then the neighbours of the best one."""
+GOOD_ENOUGH = 0.98
+"""Share of the best throughput for which less lag, and then a stricter order, is preferred."""
+STEPS = 12
+"""That count of every setting tried."""
+
+Split = Callable[[int], Scenario | None]
+"""The scenario with so many GPUs in the trainer; None where they do not go."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    scenario: Scenario
+    prediction: Prediction
+
+    @property
+    def name(self) -> str:
+        staleness, rates = self.scenario.staleness, self.scenario.rates
+        parts = [
+            f"max_lag {staleness.max_lag}",
+            f"window {staleness.window}",
+            f"max_running {rates.engine.max_running}",
+        ]
+        if self.scenario.gpus > 2:
+            parts.append(f"{self.scenario.replicas * rates.engine.gpus} + {rates.trainer.gpus} GPUs")
+        return ", ".join(parts)
+
+
+def try_out(scenario: Scenario, steps: int = STEPS) -> Choice:
+    """`steps`: that count at least, beside those in which the pipeline fills and empties.
+
+    Where generation is paced, slots come back together and batches come in bursts of max_lag + 1: whole bursts are counted."""
+    burst = scenario.staleness.max_lag + 1
+    steps = -(-steps // burst) * burst
+    whole = dataclasses.replace(scenario, steps=steps + sum(margins(scenario)))
+    return Choice(whole, predict(whole))
+
+
+class Sweep:
+    """Every setting that is tried is simulated, once."""
+
+    def __init__(self, scenario: Scenario, say: Callable[[str], None]) -> None:
+        self.tried: list[Choice] = []
+        self._say = say
+        self.explore([scenario])
+
+    def explore(self, scenarios: Iterable[Scenario | None]) -> None:
+        known = {_identity(choice.scenario) for choice in self.tried}
+        for one in scenarios:
+            if one is None or _identity(one) in known:
+                continue
+            known.add(_identity(one))
+            self.tried.append(choice := try_out(one))
+            self._say(f"{choice.name}: {choice.prediction.tokens_per_second:,.0f} tokens/s")
+
+
+def sweep(scenario: Scenario, split: Split | None, say: Callable[[str], None]) -> list[Choice]:
+    """The scenario itself first. Then its pools are split in other ways (where `split` can), then depths are tried at the best
+    split, then splits at the best depth, then batch sizes."""
+    found = Sweep(scenario, say)
+    if split:
+        found.explore(splits(split, scenario.gpus, scenario.staleness))
+    found.explore(deeper(fastest(found.tried).scenario))
+    if split:
+        best = recommended(found.tried).scenario
+        found.explore(splits(split, scenario.gpus, best.staleness))
+        own = fastest(found.tried).scenario.rates.trainer.gpus
+        apart = max(1, scenario.gpus // (SPLITS + 1) // 2)
+        near = (split(gpus) for gpus in (own - apart, own + apart))
+        found.explore(one and dataclasses.replace(one, staleness=best.staleness) for one in near)
+    found.explore(wider(recommended(found.tried).scenario))
+    return found.tried
+
+
+def splits(split: Split, total: int, staleness: StalenessConfig) -> Iterable[Scenario]:
+    apart = max(1, total // (SPLITS + 1))
+    for trainer in range(apart, total, apart):
+        if one := split(trainer):
+            yield dataclasses.replace(one, staleness=staleness)
+
+
+def _identity(scenario: Scenario) -> tuple[object, ...]:
+    """What a sweep changes."""
+    rates = scenario.rates
+    return scenario.staleness, scenario.replicas, rates.trainer.gpus, rates.engine.max_running
+
+
+def deeper(scenario: Scenario) -> Iterable[Scenario]:
+    """Every depth, in strict order and with a window of half the room there is for one."""
+    if not scenario.staleness.paced:
+        return
+    for lag in LAGS:
+        groups = scenario.staleness.groups_per_step
+        for window in sorted({1, lag * groups // 2 + 1}):
+            staleness = dataclasses.replace(scenario.staleness, max_lag=lag, window=window)
+            yield dataclasses.replace(scenario, staleness=staleness)
+
+
+def wider(scenario: Scenario) -> Iterable[Scenario]:
+    """Fewer and more sequences at once in an engine, as far as its batch curve was measured."""
+    engine = scenario.rates.engine
+    for running in (engine.max_running // 2, engine.max_running * 2):
+        if 0 < running <= engine.decode[-1][0]:
+            narrowed = msgspec.structs.replace(engine, max_running=running)
+            yield dataclasses.replace(scenario, rates=msgspec.structs.replace(scenario.rates, engine=narrowed))
+
+
+def fastest(choices: Sequence[Choice]) -> Choice:
+    return max(choices, key=lambda choice: choice.prediction.tokens_per_second)
+
+
+def recommended(choices: Sequence[Choice]) -> Choice:
+    """Of those nearly as fast as the fastest, the one with the least lag; then the strictest order."""
+    best = fastest(choices).prediction.tokens_per_second
+    good = [choice for choice in choices if choice.prediction.tokens_per_second >= GOOD_ENOUGH * best]
+    return min(good, key=lambda choice: (choice.scenario.staleness.max_lag, choice.scenario.staleness.window))

@@ -1,0 +1,230 @@
+"""How log-probs are had from a model: packed trees and a chunked head where these are exact, Hugging Face's own ways otherwise.
+
+Which way is not read off a list of model names but tried: the fast way must reproduce the model's own hidden states and
+logits on a few tokens, or a slower one is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headrace.packing import ROOT, Kept, Pack, Segment
+from headrace.trainer.forward.head import Head, Scale, dense_logprobs, token_logprobs
+from headrace.trainer.forward.tree_attention import NAME, Tree, register, tree_of
+
+TOLERANCE = 1e-3
+"""Largest difference from the model's own numbers, relative to their root mean square. Rounding gives 1e-6, a wrong mask 1."""
+
+LARGE_LOGIT = 100.0
+"""Far above the caps that models set (30 to 50)."""
+
+
+class Scores(NamedTuple):
+    """Of the M loss tokens of a pack; all float32."""
+
+    logprob: Tensor
+    """[M] with gradient, of the distribution that was sampled from: temperature and sampling mask applied."""
+    entropy: Tensor
+    """[M] in nats, of the whole vocabulary; without gradient"""
+    top: Tensor | None = None
+    """[M, k] with gradient: log-probs of `Pack.top_ids`, of the whole vocabulary."""
+    outside: int = 0
+    """Loss tokens that lie outside their sampling mask; their log-prob is that of the whole vocabulary."""
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The way that was chosen for a model."""
+
+    model: Any
+    packed: bool
+    """Whole trees at once; otherwise row after row through the model's own attention."""
+    chunked_head: bool
+    """Logits are made in chunks; otherwise by the model itself, [T, V] for one row at a time."""
+
+    @property
+    def path(self) -> str:
+        """For people."""
+        return f"{'packed trees' if self.packed else 'row by row'}, {'chunked' if self.chunked_head else 'own'} head"
+
+    def logprobs(self, pack: Pack, temperature: float, dtype: torch.dtype) -> Scores:
+        """Of the pack's targets."""
+        if not self.chunked_head:
+            return self._own_logprobs(pack, temperature)
+        if self.packed:
+            hidden = packed_hidden(self.model, pack.tokens, pack.positions, tree_of(pack.segments, pack.tokens.device))
+        else:
+            hidden = torch.cat([own_hidden(self.model, pack.tokens[s.start : s.end]) for s in pack.segments])
+        head = self.model.get_output_embeddings()
+        bias, softcap = getattr(head, "bias", None), softcap_of(self.model)
+        asked = _asked(pack, pack.predictor)
+        return _scores(
+            pack, token_logprobs(hidden, head.weight, bias, *asked[:2], temperature, dtype, asked[2], softcap)
+        )
+
+    def _own_logprobs(self, pack: Pack, temperature: float) -> Scores:
+        """Every row is one segment, and loss tokens lie in the order of their rows."""
+        scores = []
+        start = 0
+        for segment in pack.segments:
+            logits = own_logits(self.model, pack.tokens[segment.start : segment.end])
+            end = start + int(((pack.predictor >= segment.start) & (pack.predictor < segment.end)).sum())
+            mine = _loss_tokens(pack, start, end)
+            scores.append(
+                _scores(mine, dense_logprobs(logits, *_asked(mine, mine.predictor - segment.start), temperature))
+            )
+            start = end
+        return _joined(scores)
+
+
+def _asked(pack: Pack, predictor: Tensor) -> tuple[Tensor, Tensor, Kept | None]:
+    """Predictors, targets and kept ids: of the loss tokens, then of the teacher's top tokens, which no mask concerns."""
+    if pack.top_ids is None:
+        return predictor, pack.target, pack.kept
+    more = predictor.repeat_interleave(pack.top_ids.shape[1])
+    kept = None if pack.kept is None else pack.kept.padded(len(more))
+    return torch.cat([predictor, more]), torch.cat([pack.target, pack.top_ids.flatten()]), kept
+
+
+def _scores(pack: Pack, head: Head) -> Scores:
+    count = len(pack.target)
+    top = None if pack.top_ids is None else head.logprob[count:].view(pack.top_ids.shape)
+    return Scores(head.logprob[:count], head.entropy[:count], top, head.outside)
+
+
+def _loss_tokens(pack: Pack, start: int, end: int) -> Pack:
+    """With the columns that a head reads cut to some of the loss tokens."""
+    kept = None if pack.kept is None else pack.kept.rows(start, end)
+    top = None if pack.top_ids is None else pack.top_ids[start:end]
+    return replace(pack, predictor=pack.predictor[start:end], target=pack.target[start:end], kept=kept, top_ids=top)
+
+
+def _joined(scores: Sequence[Scores]) -> Scores:
+    tops = [one.top for one in scores if one.top is not None]
+    return Scores(
+        torch.cat([one.logprob for one in scores]),
+        torch.cat([one.entropy for one in scores]),
+        torch.cat(tops) if tops else None,
+        sum(one.outside for one in scores),
+    )
+
+
+def softcap_of(model: Any) -> float:
+    """cap · tanh(logits / cap) is what the model makes of its logits; 0 where it leaves them as they are."""
+    return getattr(model.config.get_text_config(), "final_logit_softcapping", None) or 0.0
+
+
+def packed_hidden(model: Any, tokens: Tensor, positions: Tensor, tree: Tree) -> Tensor:
+    """[N, H] of a pack."""
+    output = model.base_model(input_ids=tokens[None], position_ids=positions[None], use_cache=False, tree=tree)
+    return output.last_hidden_state[0]
+
+
+def own_hidden(model: Any, tokens: Tensor) -> Tensor:
+    """[T, H] of one sequence."""
+    return model.base_model(input_ids=tokens[None], use_cache=False).last_hidden_state[0]
+
+
+def own_logits(model: Any, tokens: Tensor) -> Tensor:
+    """[T, V] of one sequence."""
+    return model(input_ids=tokens[None], use_cache=False).logits[0]
+
+
+# -- the choice -------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def choose_forward(model: Any) -> Forward:
+    """The fastest way that gives the model's own numbers. Leaves the model's attention set accordingly.
+
+    The model is in float32, evaluation mode. Costs a few forward passes of a dozen tokens.
+    """
+    shared, one, two, other = _probe(model)
+    expected = [own_logits(model, tokens) for tokens in (torch.cat([shared, one]), torch.cat([shared, two]), other)]
+    if not _head_agrees(model, torch.cat([shared, one]), expected[0]):
+        return Forward(model, packed=False, chunked_head=False)
+    previous = model.config._attn_implementation
+    if _packs(model, shared, one, two, other):
+        return Forward(model, packed=True, chunked_head=True)
+    model.set_attn_implementation(previous)
+    return Forward(model, packed=False, chunked_head=True)
+
+
+def _probe(model: Any) -> list[Tensor]:
+    """A shared prompt, two completions of it, and another sequence; fixed tokens from all over the vocabulary."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    tokens = torch.arange(1, 18, device=model.device) * 7919 % vocabulary
+    return list(tokens.split([5, 3, 4, 5]))
+
+
+def _head_agrees(model: Any, tokens: Tensor, expected: Tensor) -> bool:
+    """Whether logits are nothing but a matrix (and a bias) times the hidden states, capped as the config says.
+
+    Tried with hidden states as they are, and with larger ones: small logits would not show a cap.
+    """
+    larger = float(LARGE_LOGIT / expected.abs().max())
+    try:
+        head = model.get_output_embeddings()
+        hook = head.register_forward_pre_hook(lambda _, inputs: (inputs[0] * larger,))
+        try:
+            expected_large = own_logits(model, tokens)
+        finally:
+            hook.remove()
+        hidden = own_hidden(model, tokens)
+        return all(
+            _close(_capped(torch.nn.functional.linear(states, head.weight, getattr(head, "bias", None)), model), logits)
+            for states, logits in ((hidden, expected), (hidden * larger, expected_large))
+        )
+    except (AttributeError, TypeError, RuntimeError):
+        return False
+
+
+def _capped(logits: Tensor, model: Any) -> Tensor:
+    return Scale(softcap=softcap_of(model)).of(logits)
+
+
+def _packs(model: Any, shared: Tensor, one: Tensor, two: Tensor, other: Tensor) -> bool:
+    if not getattr(model, "_supports_attention_backend", False):
+        return False
+    a, b, c, d = len(shared), len(one), len(two), len(other)
+    segments = (Segment(0, a), Segment(a, b, 0), Segment(a + b, c, 0), Segment(a + b + c, d, ROOT))
+    lengths = (range(a), range(a, a + b), range(a, a + c), range(d))
+    positions = torch.tensor([i for places in lengths for i in places], device=shared.device)
+    first, second = own_hidden(model, torch.cat([shared, one])), own_hidden(model, torch.cat([shared, two]))
+    expected = torch.cat([first, second[a:], own_hidden(model, other)])
+    tree = tree_of(segments, shared.device)
+    register()
+    try:
+        model.set_attn_implementation(NAME)
+        hidden = packed_hidden(model, torch.cat([shared, one, two, other]), positions, tree)
+    except (
+        AttributeError,
+        KeyError,
+        TypeError,
+        ValueError,
+        RuntimeError,
+    ):  # whatever it was, the model cannot go this way
+        return False
+    return _close(hidden, expected) and _windows_are_told(model, tree)
+
+
+def _windows_are_told(model: Any, tree: Tree) -> bool:
+    """Whether the attention function is told of every window. A window longer than the probe shows in no number."""
+    config = model.config.get_text_config()
+    layers = getattr(config, "layer_types", None)
+    if layers is None:
+        windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+        layers = ["sliding_attention" if windowed else "full_attention"] * config.num_hidden_layers
+    if getattr(config, "attention_chunk_size", None) or set(layers) - {"full_attention", "sliding_attention"}:
+        return False
+    return [window is not None for window in tree.windows] == [kind == "sliding_attention" for kind in layers]
+
+
+def _close(actual: Tensor, expected: Tensor) -> bool:
+    scale = expected.square().mean().sqrt()
+    return actual.shape == expected.shape and bool((actual - expected).abs().max() <= TOLERANCE * scale)

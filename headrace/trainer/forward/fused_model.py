@@ -1,0 +1,313 @@
+"""Puts the kernels into a Hugging Face model: modules of known shape are given another `forward`, everything else stays.
+
+A module is not known by its family's name but by its parts, and believed only after trial: norms and activations must
+reproduce their own numbers, and the whole model its own hidden states and gradients, or what was put in is taken out again.
+
+Parameters, names and hooks are untouched, so adapters wrap the same layers, checkpointing wraps the same blocks, and a
+checkpoint has the same keys. Products are fused under bfloat16 autocast only; in float32 PyTorch's own are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headrace.native.memory import keep_freed_memory, touch
+from headrace.packing import ROOT, Segment
+from headrace.trainer.forward import fused_ops
+from headrace.trainer.forward.forward import Forward, own_hidden, packed_hidden
+from headrace.trainer.forward.fused_ops import PackedWeight, Segments
+from headrace.trainer.forward.tree_attention import Tree, tree_of
+from headrace.trainer.kernels import binding
+
+TOLERANCE = 1e-4
+"""Largest difference of hidden states and gradients from the model's own, relative to their norm. Rounding gives 1e-6."""
+
+
+ROOM = 64 << 20
+"""Bytes that are touched at once."""
+MOST_TOKENS = 2048
+"""A budget may be far above what a batch fills."""
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    eps: float
+    unit: float
+    """Added to the weight."""
+
+
+def fuse(forward: Forward) -> tuple[str, ...]:
+    """Replace what can be replaced in the model, which is in float32. Returns the kinds of modules that now use kernels; none
+    on other devices than the CPU, or without a compiler."""
+    model = forward.model
+    if model.device.type != "cpu" or binding.library() is None:
+        return ()
+    kinds: dict[str, Callable[[Any, Forward], list[Any]]] = {
+        "norms": _fuse_norms,
+        "activations": _fuse_gated,
+        "products": _fuse_linears,
+        "attention": _fuse_attention,
+        "layers": _fuse_layers,
+    }
+    expected = _numbers(forward)
+    done = {kind: fused for kind, put in kinds.items() if (fused := put(model, forward))}
+    if _holds(forward, expected):
+        return tuple(done)
+    for kind, modules in reversed(list(done.items())):
+        for module in modules:
+            del module.forward
+        del done[kind]
+        if _holds(forward, expected):
+            break
+    return tuple(done)
+
+
+def reserve(model: Any, tokens: int) -> None:
+    """What the first steps would wait for: packs the weights, and has the system hand out the memory of the weights that will
+    change (until then it may be the file's), of their gradients, of the optimizer's state, and of what is kept of `tokens`
+    tokens (at most MOST_TOKENS) for the backward pass."""
+    keep_freed_memory()
+    layers = [module for module in model.modules() if hasattr(module, "packed")]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    state = sum(parameter.nbytes + 8 * parameter.numel() for parameter in trained)
+    kept = 2 * sum(sum(module.weight.shape) for module in layers) * min(tokens, MOST_TOKENS)
+    rooms = [touch(torch.empty(ROOM, dtype=torch.uint8)) for _ in range((state + kept) // ROOM)]
+    del rooms  # freed, and kept for what comes next
+    for parameter in trained:
+        parameter.data = parameter.data.clone()
+    for module in layers:
+        module.packed.packed(module.weight)
+        if module.weight.requires_grad and module.weight.dtype == torch.float32:
+            module.packed.gradient(module.weight)
+
+
+def _numbers(forward: Forward) -> list[Tensor]:
+    """Hidden states of a few tokens, and gradients of all vectors among the parameters, which lie all along the way."""
+    tokens, positions, tree = _probe(forward.model)
+    vectors = [p for p in forward.model.base_model.parameters() if p.ndim == 1 and p.requires_grad]
+    with torch.enable_grad():
+        if forward.packed:
+            hidden = packed_hidden(forward.model, tokens, positions, tree)
+        else:
+            hidden = own_hidden(forward.model, tokens)
+        slope = torch.linspace(-1, 1, hidden.numel()).view_as(hidden).cos()
+        grads = torch.autograd.grad((hidden * slope).sum(), vectors, allow_unused=True) if vectors else ()
+    return [hidden.detach(), *(torch.zeros(1) if grad is None else grad for grad in grads)]
+
+
+def _holds(forward: Forward, expected: list[Tensor]) -> bool:
+    try:
+        return _agree(_numbers(forward), expected)
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):  # whatever it was, it cannot go this way
+        return False
+
+
+def _probe(model: Any) -> tuple[Tensor, Tensor, Tree]:
+    """A prompt of five tokens with two completions, one of which forks, and another sequence."""
+    segments = (Segment(0, 5), Segment(5, 3, 0), Segment(8, 4, 0), Segment(12, 2, 2), Segment(14, 6, ROOT))
+    positions = torch.tensor([*range(8), *range(5, 11), *range(6)])
+    tokens = torch.arange(1, 21) * 7919 % model.get_input_embeddings().weight.shape[0]
+    return tokens, positions, tree_of(segments, torch.device("cpu"))
+
+
+def _agree(actual: list[Tensor], expected: list[Tensor]) -> bool:
+    return all((a - e).norm() <= TOLERANCE * e.norm() for a, e in zip(actual, expected, strict=True))
+
+
+# -- products ---------------------------------------------------------------------------------------------------------------
+
+
+def _low() -> bool:
+    return torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
+
+
+def _fuse_linears(model: Any, forward: Forward) -> list[Any]:
+    head = model.get_output_embeddings()
+    found: list[Any] = [module for module in model.modules() if type(module) is nn.Linear and module is not head]
+    for module in found:
+        module.packed = PackedWeight()
+        module.forward = MethodType(_linear, module)
+    return found
+
+
+def _linear(module: Any, x: Tensor) -> Tensor:
+    return _together(x, module)[0]
+
+
+def _together(x: Tensor, *modules: Any) -> tuple[Tensor, ...]:
+    """Several layers over the same x: in one operation where all of them are plain."""
+    plain = all(type(module) is nn.Linear and hasattr(module, "packed") for module in modules)
+    if plain and _low():
+        return fused_ops.linears(x, [(module.packed, module.weight, module.bias) for module in modules])
+    if plain:
+        return tuple(nn.functional.linear(x, module.weight, module.bias) for module in modules)
+    return tuple(module(x) for module in modules)
+
+
+# -- norms and activations --------------------------------------------------------------------------------------------------
+
+
+def _fuse_norms(model: Any, forward: Forward) -> list[Any]:
+    found = []
+    for module in model.modules():
+        spec = _norm_spec(module)
+        if spec is not None:
+            module.fused = spec
+            module.forward = MethodType(_norm, module)
+            found.append(module)
+    return found
+
+
+def _norm_spec(module: Any) -> NormSpec | None:
+    weight: Any = getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if "RMSNorm" not in type(module).__name__ or not isinstance(eps, float) or [*module.parameters()] != [weight]:
+        return None
+    x = torch.linspace(-2, 3, 2 * len(weight), device=weight.device).view(2, -1)
+    with torch.no_grad():
+        expected = module(x)
+        for unit in (0.0, 1.0):
+            if torch.allclose(fused_ops.rms_norm(x, weight, eps, unit, x.dtype), expected, rtol=1e-4, atol=1e-5):
+                return NormSpec(eps, unit)
+    return None
+
+
+def _norm(module: Any, x: Tensor) -> Tensor:
+    return fused_ops.rms_norm(x, module.weight, module.fused.eps, module.fused.unit, _dtype(x))
+
+
+def _dtype(x: Tensor) -> torch.dtype:
+    """Of what goes into products."""
+    return torch.bfloat16 if _low() else x.dtype
+
+
+def _fuse_gated(model: Any, forward: Forward) -> list[Any]:
+    found = []
+    for module in model.modules():
+        parts = {"gate_proj", "up_proj", "down_proj"}
+        if parts <= (names := {name for name, _ in module.named_children()}) and names <= parts | {"act_fn"}:
+            gelu = _is_gelu(module.act_fn)
+            if gelu is not None:
+                module.gelu = gelu
+                module.forward = MethodType(_gated, module)
+                found.append(module)
+    return found
+
+
+def _is_gelu(function: Callable[[Tensor], Tensor]) -> bool | None:
+    """Whether it is GELU's tanh form, or SiLU; None if neither."""
+    x = torch.linspace(-6, 6, 97)
+    for gelu, known in ((False, nn.functional.silu(x)), (True, nn.functional.gelu(x, approximate="tanh"))):
+        if torch.allclose(function(x), known, rtol=1e-5, atol=1e-6):
+            return gelu
+    return None
+
+
+def _gated(module: Any, x: Tensor) -> Tensor:
+    gate, up = _together(x, module.gate_proj, module.up_proj)
+    return module.down_proj(fused_ops.gated(gate, up, module.gelu))
+
+
+# -- attention --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    dim: int
+    scale: float
+    window: int | None
+    """As the module tells its attention function."""
+
+
+def _fuse_attention(model: Any, forward: Forward) -> list[Any]:
+    if not forward.packed:
+        return []
+    tokens, positions, tree = _probe(model)
+    with torch.no_grad():
+        packed_hidden(model, tokens, positions, tree)
+    windows: Iterator[int | None] = iter(tree.windows)
+    found = []
+    for module in model.modules():
+        if not all(hasattr(module, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "scaling")):
+            continue
+        spec = AttentionSpec(module.head_dim, float(module.scaling), next(windows, None))
+        if _is_plain(module, spec):
+            module.fused = spec
+            module.forward = MethodType(_attention, module)
+            found.append(module)
+    return found
+
+
+def _is_plain(module: Any, spec: AttentionSpec) -> bool:
+    """Whether it is made of projections, rotary embeddings and norms of single heads, and of nothing else."""
+    names = {name for name, _ in module.named_children()}
+    norms = [getattr(module, name) for name in ("q_norm", "k_norm") if name in names]
+    odd = ("attn_logit_softcapping", "sinks", "clip_qkv", "qkv_bias_gate")
+    return (
+        names <= {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}
+        and len(norms) in (0, 2)
+        and all(isinstance(getattr(norm, "fused", None), NormSpec) and len(norm.weight) == spec.dim for norm in norms)
+        and all(getattr(module, name, None) is None for name in odd)
+        and getattr(module.config, "clip_qkv", None) is None
+    )
+
+
+def _attention(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+    tree, places = kwargs.get("tree"), kwargs.get("position_embeddings")
+    if tree is None or places is None or args or kwargs.get("past_key_values") is not None:
+        return type(module).forward(module, hidden_states, *args, **kwargs)
+    spec: AttentionSpec = module.fused
+    tree.windows.append(spec.window)
+    count = hidden_states.shape[-2]
+    q, k, v = (
+        x.view(count, -1, spec.dim) for x in _together(hidden_states, module.q_proj, module.k_proj, module.v_proj)
+    )
+    cos, sin = (x.reshape(-1, spec.dim).float().contiguous() for x in places)
+    q, k = (_rotated(x, cos, sin, getattr(module, name, None)) for x, name in ((q, "q_norm"), (k, "k_norm")))
+    out = fused_ops.attention(q, k, v, _segments(tree), spec.scale, spec.window or 0)
+    return module.o_proj(out.view(*hidden_states.shape[:-1], -1)), None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, norm: Any) -> Tensor:
+    if norm is None:
+        return fused_ops.rotary(x, cos, sin, None, 0.0, 0.0)
+    return fused_ops.rotary(x, cos, sin, norm.weight, norm.fused.eps, norm.fused.unit)
+
+
+def _segments(tree: Any) -> Segments:
+    """Kept with the tree: every layer asks."""
+    if not hasattr(tree, "fused"):
+        tree.fused = Segments.of(tree.segments)
+    return tree.fused
+
+
+# -- layers -----------------------------------------------------------------------------------------------------------------
+
+
+def _fuse_layers(model: Any, forward: Forward) -> list[Any]:
+    parts = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+    found = []
+    for module in model.modules():
+        if {name for name, _ in module.named_children()} == parts:
+            norm = module.post_attention_layernorm
+            if isinstance(getattr(norm, "fused", None), NormSpec):
+                module.forward = MethodType(_layer, module)
+                found.append(module)
+    return found
+
+
+def _layer(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """x + attention(norm(x)), then x + mlp(norm(x)): the first sum and the norm behind it are one operation."""
+    if args:
+        return type(module).forward(module, hidden_states, *args, **kwargs)
+    attended, _ = module.self_attn(hidden_states=module.input_layernorm(hidden_states), **kwargs)
+    norm = module.post_attention_layernorm
+    spec: NormSpec = norm.fused
+    normed, total = fused_ops.add_norm(hidden_states, attended, norm.weight, spec.eps, spec.unit, _dtype(attended))
+    return total + module.mlp(normed)

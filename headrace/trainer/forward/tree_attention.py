@@ -1,0 +1,268 @@
+"""Attention over packed trees, plugged into Hugging Face models through transformers' AttentionInterface.
+
+transformers builds no mask for an attention function whose name it does not know, and hands that function the keyword
+arguments of the model's forward: the tree travels as `tree=`.
+
+On CUDA in half precision one varlen call serves the whole pack (`varlen.py`). Elsewhere a tree is cut into calls of
+scaled_dot_product_attention: one for each segment with what lies above it, or a single masked one for a whole subtree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from headrace.packing import ROOT, Segment
+from headrace.trainer.forward.varlen import Varlen, varlen_kernel, varlen_of
+
+NAME = "headrace_tree"
+
+# The price of a call with q queries and k keys, in pairs of tokens: q·k + ROW_PRICE·(q + k) + CALL_PRICE. Measured on CPU
+# (fp32 and bf16, 9/3 heads of 64, forward and backward): 40 to 60 ns a pair, seen or masked alike.
+ROW_PRICE, CALL_PRICE = 25, 6_000
+
+CAUSAL_BLOCK = 256
+"""Without a mask, L queries cost about L·(L / 2 + CAUSAL_BLOCK) pairs where that is less than all L²."""
+
+FLOAT32_UP_TO = 256
+"""Keys of a call up to which CPU attention is done in float32: there the bf16 kernel takes up to three times as long."""
+
+
+MASK_ELEMENTS = 1 << 22
+"""Of one mask: calls with more queries and keys are made in parts, each with the keys that its queries can see."""
+
+
+class UnsupportedModel(ValueError):
+    """The model's attention needs something that trees do not offer."""
+
+
+class Part(NamedTuple):
+    """Some queries of a block, and a stretch of its keys that holds all which these see."""
+
+    queries: slice
+    keys: slice
+    mask: Tensor | None
+    """[queries, keys], to be added to the scores: 0 or -inf. None where plain causal attention says the same."""
+
+
+@dataclass
+class Block:
+    """One attention call: a segment with its ancestors, or a whole subtree with them."""
+
+    queries: int
+    """Number of the piece of the pack that asks."""
+    keys: tuple[int, ...]
+    """Numbers of the pieces that it may see, the root first and its own last."""
+    seen: Tensor
+    """[3, keys] int64, the queries last: place in the pack; where the subtree ends to whose root segment the key belongs;
+    position in the sequence. Segments lie in preorder, so a query at place p sees exactly the keys with place <= p < end."""
+    query_count: int
+    alone: bool
+    """A root segment: plain causal attention."""
+    _parts: dict[tuple[int, torch.dtype], list[Part]] = field(default_factory=dict)
+
+    def parts(self, window: int | None, dtype: torch.dtype) -> list[Part]:
+        """What the call is made of. Every layer asks, and autograd keeps what it gets: it is made once."""
+        asked = window or 0, dtype
+        if asked not in self._parts:
+            self._parts[asked] = self._make_parts(*asked)
+        return self._parts[asked]
+
+    def _make_parts(self, reach: int, dtype: torch.dtype) -> list[Part]:
+        count, total = self.query_count, self.seen.shape[1]
+        if self.alone and not 0 < reach < total:
+            return [Part(slice(0, count), slice(0, total), None)]
+        size = max(MASK_ELEMENTS // total, 128)
+        return [self._part(slice(start, min(start + size, count)), reach, dtype) for start in range(0, count, size)]
+
+    def _part(self, queries: slice, reach: int, dtype: torch.dtype) -> Part:
+        mine = self.seen[:, self.seen.shape[1] - self.query_count :][:, queries]
+        place, end, position = self.seen
+        candidates = (place <= mine[0].max()) & (end > mine[0].min())
+        if reach:
+            candidates &= position > mine[2].min() - reach
+        first, last = candidates.nonzero()[[0, -1], 0].tolist()
+        keys = slice(first, last + 1)
+        place, end, position = self.seen[:, keys]
+        hidden = (place > mine[0][:, None]) | (end <= mine[0][:, None])
+        if reach:
+            hidden |= mine[2][:, None] - position >= reach
+        return Part(queries, keys, torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -torch.inf))
+
+
+@dataclass
+class Tree:
+    """Who sees whom in a pack."""
+
+    segments: tuple[Segment, ...]
+    pieces: list[int]
+    """Lengths: the pack is cut into these, once, which costs less in the backward pass than slicing it for every call."""
+    blocks: list[Block]
+    """One for each piece, in order."""
+    windows: list[int | None] = field(default_factory=list)
+    """The sliding window that each attention call asked for, in order."""
+    _varlen: Varlen | None = None
+
+    def varlen(self, device: torch.device) -> Varlen:
+        self._varlen = self._varlen or varlen_of(self.segments, device)
+        return self._varlen
+
+
+def tree_of(segments: Sequence[Segment], device: torch.device, call_price: int = CALL_PRICE) -> Tree:
+    """The attention calls for the segments of a pack, which lie in preorder. The dearer a call, the fewer of them."""
+    above = [0] * len(segments)  # tokens of all ancestors
+    for i, segment in enumerate(segments):
+        if segment.parent != ROOT:
+            above[i] = above[segment.parent] + segments[segment.parent].length
+    ends = _subtree_ends(segments)
+    whole = _whole_is_cheaper(segments, above, ends, call_price)
+    tree = Tree(tuple(segments), [], [])
+    columns = _columns(segments, above, ends)
+    piece_of: dict[int, int] = {}
+    i = 0
+    while i < len(segments):
+        segment, piece, chain = segments[i], len(tree.pieces), _ancestors(segments, i)
+        piece_of[i] = piece
+        own = slice(segment.start, segments[ends[i] - 1].end if whole[i] else segment.end)
+        seen = columns[:, own]
+        if chain:
+            spans = [slice(segments[j].start, segments[j].end) for j in chain]
+            seen = torch.cat([*(columns[:, span] for span in spans), seen], 1)
+        keys = (*(piece_of[j] for j in chain), piece)
+        alone = segment.parent == ROOT and own.stop == segment.end
+        tree.blocks.append(Block(piece, keys, seen.to(device), own.stop - own.start, alone))
+        tree.pieces.append(own.stop - own.start)
+        i = ends[i] if whole[i] else i + 1
+    return tree
+
+
+def _columns(segments: Sequence[Segment], above: Sequence[int], ends: Sequence[int]) -> Tensor:
+    """[3, N]: `Block.seen` of every token of the pack."""
+    columns = torch.arange(segments[-1].end).repeat(3, 1)
+    for i, segment in enumerate(segments):
+        columns[1, segment.start : segment.end] = segments[ends[i] - 1].end
+        columns[2, segment.start : segment.end] -= segment.start - above[i]
+    return columns
+
+
+def _ancestors(segments: Sequence[Segment], i: int) -> list[int]:
+    """The root first."""
+    chain = []
+    while (i := segments[i].parent) != ROOT:
+        chain.append(i)
+    return chain[::-1]
+
+
+def _subtree_ends(segments: Sequence[Segment]) -> list[int]:
+    """For each segment, the number behind its last descendant."""
+    ends = list(range(1, len(segments) + 1))
+    for i in reversed(range(len(segments))):
+        if (parent := segments[i].parent) != ROOT:
+            ends[parent] = max(ends[parent], ends[i])
+    return ends
+
+
+def _whole_is_cheaper(
+    segments: Sequence[Segment], above: Sequence[int], ends: Sequence[int], call_price: int
+) -> list[bool]:
+    """For each segment, whether one masked call for its subtree costs less than the best way to cut that up."""
+    whole = [False] * len(segments)
+    below = [0] * len(segments)  # the best price of all that descends from a segment
+    for i in reversed(range(len(segments))):
+        segment = segments[i]
+        size = segments[ends[i] - 1].end - segment.start
+        split = _own_price(segment.length, above[i]) + call_price + below[i]
+        together = _price(size, above[i] + size) + call_price
+        whole[i] = together <= split
+        if segment.parent != ROOT:
+            below[segment.parent] += min(together, split)
+    return whole
+
+
+def _own_price(length: int, above: int) -> int:
+    """Without ancestors no mask is needed, and of long segments the kernel skips what nobody sees."""
+    skipped = 0 if above else max(length * (length // 2 - CAUSAL_BLOCK), 0)
+    return _price(length, above + length) - skipped
+
+
+def _price(queries: int, keys: int) -> int:
+    return queries * keys + ROW_PRICE * (queries + keys)
+
+
+def tree_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    tree: Tree | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """query [1, H, N, D], key and value [1, H_kv, N, D] -> ([1, N, H, D], None). Dropout is ignored: RL has none."""
+    if tree is None or attention_mask is not None or query.shape[0] != 1:
+        raise UnsupportedModel("the model does not hand the tree to its attention")
+    foreign = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
+    if foreign:
+        raise UnsupportedModel(f"the model's attention uses {', '.join(foreign)}")
+    tree.windows.append(sliding_window)
+    if kernel := varlen_kernel(query.device, value.dtype, value.shape[3]):
+        return tree.varlen(query.device).attend(kernel, query, key, value, scaling, sliding_window), None
+    queries, keys, values = (x.split(tree.pieces, 2) for x in (query, key, value))
+    outputs = [
+        _attend(
+            block,
+            queries[block.queries],
+            _join([keys[i] for i in block.keys]),
+            _join([values[i] for i in block.keys]),
+            scaling,
+            sliding_window,
+        )
+        for block in tree.blocks
+    ]
+    return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
+
+
+def _attend(block: Block, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None) -> Tensor:
+    small = q.device.type == "cpu" and k.shape[2] <= FLOAT32_UP_TO
+    # under autocast, rotary embeddings leave q and k in float32 and v in bf16
+    dtype = torch.float32 if small else v.dtype
+    lowered, outputs = [x.to(dtype) for x in (q, k, v)], []
+    with torch.autocast(q.device.type, enabled=False):
+        for part in block.parts(window, dtype):
+            places = (part.queries, part.keys, part.keys)
+            mine, keys, values = (_cut(x, place) for x, place in zip(lowered, places, strict=True))
+            outputs.append(
+                scaled_dot_product_attention(
+                    mine,
+                    keys,
+                    values,
+                    attn_mask=part.mask,
+                    is_causal=part.mask is None,
+                    scale=scaling,
+                    enable_gqa=q.shape[1] != k.shape[1],
+                )
+            )
+    return _join(outputs).to(v.dtype)
+
+
+def _cut(x: Tensor, place: slice) -> Tensor:
+    """The backward pass of a slice costs a copy, also where it is the whole."""
+    return x if place.stop - place.start == x.shape[2] else x[:, :, place]
+
+
+def _join(pieces: Sequence[Tensor]) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), 2)
+
+
+def register() -> None:
+    """Make `set_attn_implementation(NAME)` known to transformers."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, tree_attention)

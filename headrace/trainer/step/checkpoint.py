@@ -1,0 +1,186 @@
+"""The trainer's part of a checkpoint, bit for bit: three files, no pickles.
+
+    model.safetensors       (of an adapter `adapter_model.safetensors`, beside peft's `adapter_config.json`)
+                            what is trained under its own name, tied ones once, and buffers that are part of the model:
+                            float32, masters of offloaded weights too, or bfloat16 where nothing more exact is kept
+    optimizer.safetensors   exp_avg/<name>, exp_avg_sq/<name>, step/<name>, rng/cpu, rng/cuda:<i>
+    trainer.json            format, version, seed; of an adapter, the fingerprint of the base it belongs to
+
+The learning rate is a function of the version, so a schedule has no state of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from headrace.durable.files import put_on_disk
+from headrace.errors import CheckpointError
+from headrace.trainer.model.low_memory import MixedAdamW
+
+FORMAT = 1
+MODEL, OPTIMIZER, TRAINER = "model.safetensors", "optimizer.safetensors", "trainer.json"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a checkpoint holds of a model: live tensors, which are read when it is saved and written when it is restored."""
+
+    file: str
+    weights: Mapping[str, Tensor]
+    parameters: Mapping[str, torch.nn.Parameter]
+    """Those that are trained, by the names that their optimizer state goes by."""
+    base: str = ""
+    """Fingerprint of the frozen weights beside them."""
+
+
+def save(directory: Path, kept: Kept, optimizer: torch.optim.Optimizer, version: int, seed: int) -> None:
+    """Writes and flushes the three files; the caller renames the directory. Raises OSError (disk full, say)."""
+    directory.mkdir(parents=True, exist_ok=True)
+    _write(directory / kept.file, _trained(kept, optimizer))
+    _write(directory / OPTIMIZER, {**_moments(kept, optimizer), **_rng()})
+    text = json.dumps({"format": FORMAT, "version": version, "seed": seed, "base": kept.base})
+    (directory / TRAINER).write_text(text)
+    for name in (kept.file, OPTIMIZER, TRAINER):
+        put_on_disk(directory / name)
+
+
+def restore(directory: Path, kept: Kept, optimizer: torch.optim.Optimizer) -> int:
+    """Puts everything back and returns the version. Raises CheckpointError before anything is changed."""
+    version, base = _read_facts(directory)
+    if base != kept.base:
+        problem = "it holds an adapter of other base weights" if base else "it holds all weights of a model, no adapter"
+        raise _foreign(directory, problem if kept.base else "it holds an adapter, not all weights of a model")
+    weights, rest = _read(directory / kept.file), _read(directory / OPTIMIZER)
+    _check(directory / kept.file, weights, _trained(kept, optimizer))
+    state = _optimizer_state(directory, rest, kept, optimizer)
+    with torch.no_grad():
+        for name, tensor in _trained(kept, optimizer).items():
+            tensor.copy_(weights[name])
+    if isinstance(optimizer, MixedAdamW):
+        optimizer.show_masters()
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    _restore_rng(rest)
+    return version
+
+
+def whole(model: Any) -> Kept:
+    """Parameters in canonical order, tied ones once, then the buffers that `state_dict` would save."""
+    parameters, saved = dict(model.named_parameters()), model.state_dict()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    return Kept(MODEL, {name: p.detach() for name, p in parameters.items()} | buffers, parameters)
+
+
+def _trained(kept: Kept, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """With the masters of offloaded weights in their place."""
+    masters = optimizer.masters if isinstance(optimizer, MixedAdamW) else {}
+    by_memory = {p.data_ptr(): masters[p] for p in kept.parameters.values() if p in masters}
+    return {name: by_memory.get(tensor.data_ptr(), tensor) for name, tensor in kept.weights.items()}
+
+
+def _moments(kept: Kept, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """AdamW's state by parameter name. A parameter that never had a gradient has none."""
+    return {
+        f"{key}/{name}": tensor
+        for name, parameter in kept.parameters.items()
+        for key, tensor in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def _optimizer_state(
+    directory: Path, rest: Mapping[str, Tensor], kept: Kept, optimizer: torch.optim.Optimizer
+) -> dict[int, dict[str, Tensor]]:
+    """In torch's form: by the parameter's number in the groups."""
+    names = {parameter: name for name, parameter in kept.parameters.items()}
+    ordered = [(names[p], p) for group in optimizer.param_groups for p in group["params"]]
+    known = {f"{key}/{name}" for name, _ in ordered for key in ("exp_avg", "exp_avg_sq", "step")}
+    state: dict[int, dict[str, Tensor]] = {}
+    for number, (name, parameter) in enumerate(ordered):
+        found = {key: rest[f"{key}/{name}"] for key in ("exp_avg", "exp_avg_sq", "step") if f"{key}/{name}" in rest}
+        shapes = [found[key].shape for key in ("exp_avg", "exp_avg_sq") if key in found]
+        if found and (len(found) != 3 or shapes != [parameter.shape] * 2):
+            raise _foreign(directory, f"the optimizer state of {name} does not fit")
+        if found:
+            state[number] = found
+    strangers = [name for name in rest if name not in known and not name.startswith("rng/")]
+    if strangers:
+        raise _foreign(directory, f"{OPTIMIZER} holds {strangers[0]}, which the model does not have")
+    return state
+
+
+def _check(file: Path, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    missing = [name for name in expected if name not in found]
+    strangers = [name for name in found if name not in expected]
+    if missing or strangers:
+        problem = f"lacks {missing[0]}" if missing else f"holds {strangers[0]}, which the model does not have"
+        raise _foreign(file.parent, f"{file.name} {problem}")
+    for name, tensor in expected.items():
+        if found[name].shape != tensor.shape:
+            shapes = f"{list(found[name].shape)} instead of {list(tensor.shape)}"
+            raise _foreign(file.parent, f"{name} has shape {shapes}")
+        if found[name].dtype != tensor.dtype:
+            written = str(found[name].dtype).removeprefix("torch.")
+            raise CheckpointError(
+                f"checkpoint {file.parent.name} holds {name} in {written}, which train.weights or train.offload_optimizer have "
+                "made another; resume with those it was written with"
+            )
+
+
+def _foreign(directory: Path, problem: str) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint {directory.name}: {problem}; it belongs to another model: resume with the model it was written for"
+    )
+
+
+def _rng() -> dict[str, Tensor]:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {"rng/cpu": torch.get_rng_state(), **{f"rng/cuda:{i}": state for i, state in enumerate(cuda)}}
+
+
+def _restore_rng(rest: Mapping[str, Tensor]) -> None:
+    if "rng/cpu" in rest:
+        torch.set_rng_state(rest["rng/cpu"])
+    for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        if f"rng/cuda:{i}" in rest:
+            torch.cuda.set_rng_state(rest[f"rng/cuda:{i}"], i)
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    except SafetensorError as error:
+        raise OSError(f"could not write {path.name}: {error}") from error
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _read_facts(directory: Path) -> tuple[int, str]:
+    """Version, and fingerprint of the base."""
+    path = directory / TRAINER
+    try:
+        facts = json.loads(path.read_text())
+        version, form, base = int(facts["version"]), facts["format"], str(facts.get("base", ""))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _unreadable(path, error) from error
+    if form != FORMAT:
+        raise CheckpointError(f"checkpoint {directory.name} has format {form}; this version of headrace reads {FORMAT}")
+    return version, base
+
+
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint {path.parent.name}: {path.name} cannot be read ({error}); resume from an older checkpoint"
+    )

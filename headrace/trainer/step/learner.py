@@ -1,0 +1,71 @@
+"""What one set of trained parameters has of its own: all weights of the model, or one adapter among several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from headrace.algo.aggregate import AGGREGATIONS, AggregationFunction
+from headrace.algo.config import AlgoConfig
+from headrace.algo.objective import Objective, Selection, objective_of, selection_of
+from headrace.errors import ConfigError
+from headrace.lora import LoraConfig
+from headrace.trainer.config import TrainConfig
+from headrace.trainer.step.optimizer import apply, learning_rate, make_optimizer
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """With what one set of parameters is trained."""
+
+    train: TrainConfig
+    algo: AlgoConfig
+    lora: LoraConfig = LoraConfig()
+
+
+@dataclass
+class Learner:
+    """Raises ConfigError when the settings cannot work."""
+
+    config: TrainConfig
+    algo: AlgoConfig
+    parameters: Mapping[str, torch.nn.Parameter]
+    """Those that are trained, by name, in canonical order."""
+    version: int = 0
+    optimizer: torch.optim.Optimizer = field(init=False)
+    objective: Objective = field(init=False)
+    selection: Selection | None = field(init=False)
+    """Looks at the whole step before its gradient is taken."""
+
+    def __post_init__(self) -> None:
+        if self.algo.recipe.aggregation == "token_sum" and not self.algo.length_constant:
+            raise ConfigError(
+                f"algo.name = {self.algo.name} divides by the longest completion there can be: set algo.length_constant, "
+                "usually to rollout.max_tokens"
+            )
+        self.optimizer = make_optimizer(self.parameters.items(), self.config)
+        self.objective, self.selection = objective_of(self.algo), selection_of(self.algo)
+
+    @property
+    def aggregation(self) -> AggregationFunction:
+        return AGGREGATIONS[self.algo.recipe.aggregation]
+
+    @property
+    def lr(self) -> float:
+        """Of the next step."""
+        return learning_rate(self.version, self.config)
+
+    def update(self, loss: float, unless_zero: bool = False) -> float:
+        """Updates parameters and version unless loss or gradient is not finite. Returns the gradient's norm before clipping.
+
+        `unless_zero`: a gradient of zero updates nothing either (momentum and decay alone would).
+        """
+        if not torch.isfinite(torch.tensor(loss)):
+            self.optimizer.zero_grad(set_to_none=True)
+            return float("nan")
+        norm = apply(self.optimizer, self.lr, self.config.max_grad_norm, unless_zero)
+        if norm < float("inf") and not (unless_zero and norm == 0):
+            self.version += 1
+        return norm
