@@ -457,7 +457,7 @@ def test_a_stall_where_things_are_fetched_is_said_again_and_again(tmp_path: Path
 
 def test_processes_that_do_not_close_are_told_and_hide_no_error(capsys: pytest.CaptureFixture[str]) -> None:
     async def main() -> None:
-        parts = SimpleNamespace(waits=here(lambda fact: None))
+        parts = SimpleNamespace(telemetry=SimpleNamespace(waits=here(lambda fact: None)))
         await Session._close(None, SimpleNamespace(parts=parts, close=for_ever))  # type: ignore[arg-type]
 
     virtual_time.run(main())

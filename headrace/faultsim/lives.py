@@ -21,9 +21,6 @@ from headrace.algo.config import AlgoConfig
 from headrace.algo.groups import algorithm_of
 from headrace.durable.journal import Journal
 from headrace.errors import HeadraceError, StalledError, WorkerDied
-<<<<<<< HEAD:headrace/simulate/dst.py
-from headrace.observe.facts import Books, RunEnded, RunStarted
-=======
 from headrace.faultsim.case import Case
 from headrace.faultsim.checks import Ledger, Referee
 from headrace.faultsim.engine_worker import MAX_TOKENS, SimulatedEngineProcess
@@ -32,8 +29,7 @@ from headrace.faultsim.oracles import WatchedBuffer
 from headrace.faultsim.processes import Chance, SimulatedWorker
 from headrace.faultsim.scorer import SeededScorer
 from headrace.faultsim.trainer_worker import SimulatedTrainerProcess
-from headrace.observe.facts import Books, RunEnded, RunStarted, WeightsLive
->>>>>>> main:headrace/faultsim/lives.py
+from headrace.observe.facts import Books, RunEnded, RunStarted
 from headrace.observe.health.waits import Waits
 from headrace.observe.recorder import Recorder
 from headrace.observe.telemetry import Telemetry
