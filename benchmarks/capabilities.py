@@ -28,11 +28,11 @@ import torch
 from swap_accuracy import ASKED
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from headrace.chat import ChatEncoder
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
 from headrace.engine.native.runners.weights import parameters_from_dir
-from headrace.models import resolve_model
+from headrace.models.chat import ChatEncoder
+from headrace.models.resolve import resolve_model
 from headrace.orchestration.workers.process import environment
 from headrace.types import Request, Sampling
 from headrace.weights import AdapterSpec, WeightUpdate

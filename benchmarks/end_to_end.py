@@ -38,7 +38,7 @@ from pathlib import Path
 from engine_process import Failed
 from trainer_process import ROOT, TRL, VLLM, Child, Json, Results, end, machine
 
-from headrace.models import resolve_model
+from headrace.models.resolve import resolve_model
 from headrace.orchestration.workers.process import environment
 
 SYSTEMS = {

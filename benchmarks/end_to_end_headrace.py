@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 from trainer_process import Json, child_main
 
 import headrace
-from headrace.chat import ChatEncoder
 from headrace.config import load_config
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
 from headrace.engine.native.runners.weights import parameters_from_dir
+from headrace.models.chat import ChatEncoder
 from headrace.observe.facts import CheckpointSaved, EngineSample, TicketDrawn, WeightsLive
 from headrace.observe.records import StepRow, read_metrics
 from headrace.orchestration.build import build_task

@@ -31,7 +31,7 @@ from engine_loads import LOADS, OURS_ALONE, Load, Text, warm_up
 from engine_process import Contender, Failed, Measured
 from engine_table import tables
 
-from headrace.models import resolve_model
+from headrace.models.resolve import resolve_model
 from headrace.orchestration.workers.process import environment
 
 HERE = Path(__file__).resolve().parent

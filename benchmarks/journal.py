@@ -22,13 +22,13 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.buffer import BufferState
 from headrace.durable.journal import Drawn, Journal, JournalStep, Live, Ready, Stepped, read_steps
 from headrace.durable.passes import PassLog
 from headrace.observe.facts import Accounting
 from headrace.observe.records import StepRow, read_metrics
 from headrace.orchestration.store.snapshots import ControllerState
 from headrace.reports import TrainReport
+from headrace.rollouts.buffer import BufferState
 from headrace.steps import StepOutput
 from headrace.types import Completion, Episode, Group, Prompt, Row, Scored, Turn, VersionSpan
 

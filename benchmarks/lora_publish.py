@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from headrace.lora import LoraConfig
-from headrace.models import resolve_model
+from headrace.models.lora import LoraConfig
+from headrace.models.resolve import resolve_model
 from headrace.trainer.model.adapters import Adapters
 from headrace.trainer.model.causal_lm import load_model
 from headrace.weight_sync.memory import anonymous_memory

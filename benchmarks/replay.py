@@ -27,11 +27,11 @@ from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from headrace.algo.aggregate import token_mean
-from headrace.chat import ChatEncoder
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
 from headrace.engine.native.runners.weights import parameters_from_dir
-from headrace.models import resolve_model
+from headrace.models.chat import ChatEncoder
+from headrace.models.resolve import resolve_model
 from headrace.packing import Pack, pack_rows
 from headrace.steps import Transcript, write_down
 from headrace.trainer.forward.forward import Forward, choose_forward

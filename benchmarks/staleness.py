@@ -133,9 +133,9 @@ def by_token(truth: Sequence[Prompted], ended: Mapping[int, Any], kept: Mapping[
 def scenario_of(given: argparse.Namespace, policy: Json, seed: int) -> Any:
     from headrace.plan.rates import hardware
     from headrace.plan.scenario import Scenario
-    from headrace.rollout import RolloutConfig
+    from headrace.rollouts.rollout import RolloutConfig
+    from headrace.rollouts.staleness import StalenessConfig
     from headrace.simulate.distributions import Distribution, fixed
-    from headrace.staleness import StalenessConfig
 
     chip, shape = hardware.gpu("h100"), hardware.shape("7b")
     return Scenario(
@@ -153,7 +153,7 @@ def scenario_of(given: argparse.Namespace, policy: Json, seed: int) -> Any:
 
 def asked(scenario: Any, tickets: int) -> list[Prompted]:
     """Of the first tickets, as the simulated engine and scorer decide it."""
-    from headrace.rollout import seed_of
+    from headrace.rollouts.rollout import seed_of
     from headrace.simulate.codes import difficulty
     from headrace.simulate.distributions import solve_shift
     from headrace.simulate.surroundings import Lengths, SimulatedScorer, SimulatedTask

@@ -29,14 +29,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headrace.algo.config import AlgoConfig
-from headrace.chat import ChatEncoder
 from headrace.config import load_config
 from headrace.engine.native.batch import BLOCK, Batch
 from headrace.engine.native.runners import skeleton
 from headrace.engine.native.runners.decoder import FusedRunner
 from headrace.engine.native.runners.weights import parameters_from_dir
 from headrace.engine.native.sampling.sampler import Settings, sample, token_logprobs
-from headrace.models import resolve_model
+from headrace.models.chat import ChatEncoder
+from headrace.models.resolve import resolve_model
 from headrace.tasks.config import TaskConfig
 from headrace.tasks.reasoning_gym import ReasoningGymTask
 from headrace.trainer.config import TrainConfig

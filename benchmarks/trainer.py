@@ -27,7 +27,7 @@ import torch
 from safetensors.torch import load_file
 from trainer_process import ROOT, TRL, Child, Json, Results, machine
 
-from headrace.models import resolve_model
+from headrace.models.resolve import resolve_model
 from headrace.orchestration.workers.process import environment
 
 SMALL = {"prompts": 2, "samples": 4}

@@ -19,17 +19,17 @@ from headrace.algo.config import AlgoConfig
 from headrace.algo.earlier import as_it_was
 from headrace.engine.config import EngineConfig
 from headrace.errors import ConfigError
-from headrace.lora import AdapterConfig, LoraConfig, lora_problems
-from headrace.models import ModelConfig
+from headrace.models.lora import AdapterConfig, LoraConfig, lora_problems
+from headrace.models.resolve import ModelConfig
 from headrace.observe.config import ObserveConfig, check_installed
-from headrace.other_names import meaning
-from headrace.partial import PartialConfig, partial_problems
-from headrace.process_config import CheckpointConfig, EvalConfig, WatchConfig
-from headrace.rollout import RolloutConfig
+from headrace.rollouts.partial import PartialConfig, partial_problems
+from headrace.rollouts.rollout import RolloutConfig
+from headrace.rollouts.staleness import StalenessConfig
 from headrace.scoring.config import RewardConfig
-from headrace.scoring.teacher_config import TeacherConfig, teacher_problems
-from headrace.settings import Tree, build, dump, merge, parse_sets, read_toml
-from headrace.staleness import StalenessConfig
+from headrace.scoring.teacher.config import TeacherConfig, teacher_problems
+from headrace.settings.other_names import meaning
+from headrace.settings.process_config import CheckpointConfig, EvalConfig, WatchConfig
+from headrace.settings.toml import Tree, build, dump, merge, parse_sets, read_toml
 from headrace.tasks.config import TaskConfig
 from headrace.trainer.config import TrainConfig
 

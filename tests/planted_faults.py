@@ -33,7 +33,7 @@ PIPELINE, ROLLING = "orchestration/loops/pipeline.py", "orchestration/loops/roll
 RECOVERY, SNAPSHOTS, CHECKPOINT = (
     "orchestration/store/recovery.py", "orchestration/store/snapshots.py", "orchestration/store/checkpoints.py",
 )  # fmt: skip
-BUFFER, PARTIAL, STALENESS = "buffer.py", "partial.py", "staleness.py"
+BUFFER, PARTIAL, STALENESS = "rollouts/buffer.py", "rollouts/partial.py", "rollouts/staleness.py"
 JOURNAL, TICKETS, FILES = "durable/journal.py", "observe/numbers/tickets.py", "durable/files.py"
 
 OF_BUFFER = (

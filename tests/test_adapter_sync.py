@@ -16,7 +16,7 @@ from headrace.algo.config import AlgoConfig
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
 from headrace.errors import IdentityError
-from headrace.lora import LoraConfig
+from headrace.models.lora import LoraConfig
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.step.learner import Assignment
 from headrace.trainer.step.trainer import TorchTrainer

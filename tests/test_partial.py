@@ -19,9 +19,9 @@ from test_pipeline import _world as plain_world
 from headrace.engine.fake import FakeEngine
 from headrace.observe.facts import GroupEnded, WeightsLive
 from headrace.observe.health.waits import Waits
-from headrace.partial import Interrupts, PartialConfig, joined, partial_problems
+from headrace.rollouts.partial import Interrupts, PartialConfig, joined, partial_problems
+from headrace.rollouts.staleness import StalenessConfig
 from headrace.simulate import virtual_time
-from headrace.staleness import StalenessConfig
 from headrace.trainer.fake import FakeTrainer
 from headrace.types import Completion, Request, Sampling, SamplingMask, VersionSpan
 

@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from headrace.algo.config import AlgoConfig
 from headrace.algo.groups import algorithm_of
 from headrace.algo.noise import NoiseWatch
-from headrace.buffer import Buffer
 from headrace.durable.journal import Journal
 from headrace.durable.passes import PassLog
 from headrace.engine.fake import FakeEngine
@@ -39,13 +38,14 @@ from headrace.orchestration.plan import Plan
 from headrace.orchestration.store.checkpoints import Checkpoints
 from headrace.orchestration.store.recovery import read_past
 from headrace.orchestration.store.snapshots import Snapshots, load_controller
-from headrace.partial import PartialConfig
-from headrace.process_config import EvalConfig, WatchConfig
 from headrace.reports import LagStats, Noise
-from headrace.rollout import RolloutConfig
+from headrace.rollouts.buffer import Buffer
+from headrace.rollouts.partial import PartialConfig
+from headrace.rollouts.rollout import RolloutConfig
+from headrace.rollouts.staleness import StalenessConfig
 from headrace.scoring.fake import FakeScorer
+from headrace.settings.process_config import EvalConfig, WatchConfig
 from headrace.simulate import virtual_time
-from headrace.staleness import StalenessConfig
 from headrace.tasks.fake import FakeTask
 from headrace.trainer.fake import FakeTrainer
 from headrace.types import Completion

@@ -350,7 +350,7 @@ def test_what_is_no_table_of_rows_is_refused(dataset, said):
     ],
 )
 def test_rows_are_checked_as_those_of_a_file_are(rows, said, tiny_llama):
-    from headrace.chat import ChatEncoder
+    from headrace.models.chat import ChatEncoder
     from headrace.orchestration.build import build_task
 
     config, handed = taken(dataset=rows)
@@ -359,7 +359,7 @@ def test_rows_are_checked_as_those_of_a_file_are(rows, said, tiny_llama):
 
 
 def test_rows_that_are_not_passed_again_are_missed(tiny_llama):
-    from headrace.chat import ChatEncoder
+    from headrace.models.chat import ChatEncoder
     from headrace.orchestration.build import build_task
 
     with pytest.raises(ConfigError, match="kept in no file: pass the same rows from Python again"):

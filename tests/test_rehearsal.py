@@ -14,15 +14,14 @@ from tiny_run import tiny_config
 import headrace
 from headrace import cli
 from headrace.algo.config import AlgoConfig
-from headrace.chat import ChatEncoder
 from headrace.config import RunConfig, dump_config, load_config
 from headrace.engine.config import EngineConfig
 from headrace.errors import ConfigError
-from headrace.lora import LoraConfig
+from headrace.models.chat import ChatEncoder
+from headrace.models.lora import LoraConfig
 from headrace.orchestration.build import build_task
 from headrace.orchestration.handed import take_over
 from headrace.orchestration.runs.rehearse import Rehearsal, rehearse
-from headrace.other_names import MEANINGS
 from headrace.rehearsal import memory
 from headrace.rehearsal.machine import GIB, Machine, gib
 from headrace.rehearsal.memory import Plan, needs, notes, refusals
@@ -30,10 +29,11 @@ from headrace.rehearsal.place import place_problem
 from headrace.rehearsal.prompts import first_prompts, length_problem, lengths
 from headrace.rehearsal.shape import Shape, read_shape
 from headrace.rehearsal.words import algorithm, page
-from headrace.settings import setting_names
+from headrace.settings.other_names import MEANINGS
+from headrace.settings.toml import setting_names
+from headrace.settings.user_code import defines
 from headrace.tasks.config import TaskConfig
 from headrace.trainer.config import TrainConfig
-from headrace.user_code import defines
 
 Config = dict[str, Any]
 

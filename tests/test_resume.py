@@ -35,7 +35,7 @@ from headrace.orchestration.store.recovery import Past, _begun, read_past
 from headrace.orchestration.store.resume_rules import same_course
 from headrace.orchestration.store.snapshots import ControllerState, load_controller
 from headrace.reports import TrainReport
-from headrace.rollout import name_of
+from headrace.rollouts.rollout import name_of
 from headrace.steps import Finished, StepOutput
 from headrace.types import Prompt, Request, Sampling
 

@@ -26,7 +26,7 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
 from headrace.engine.native.runners.weights import parameters_from_dir
 from headrace.errors import ConfigError
-from headrace.models import resolve_model
+from headrace.models.resolve import resolve_model
 from headrace.packing import Pack, pack_rows, pack_sequence
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.forward import Forward, choose_forward

@@ -629,7 +629,7 @@ def starts(completions):
 """)
     code = f"""
 import asyncio, pathlib
-from headrace.scoring.processes import WorkerProcess
+from headrace.scoring.workers.processes import WorkerProcess
 from headrace.scoring.job import Job
 async def main():
     worker = WorkerProcess(["{file}:starts"], None)

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from headrace.algo.config import AlgoConfig
 from headrace.errors import ConfigError, IdentityError
 from headrace.observe.facts import StepTrained, WeightsLive
-from headrace.partial import PartialConfig
 from headrace.plan.measure import predict
 from headrace.plan.parts.cores import Shared
 from headrace.plan.parts.engine import SimulatedEngine
@@ -27,12 +26,13 @@ from headrace.plan.rates.rates import EngineRates, Rates, TrainerRates, load_rat
 from headrace.plan.scenario import Scenario
 from headrace.plan.world import World
 from headrace.reports import EngineStats
-from headrace.rollout import RolloutConfig
+from headrace.rollouts.partial import PartialConfig
+from headrace.rollouts.rollout import RolloutConfig
+from headrace.rollouts.staleness import StalenessConfig
 from headrace.simulate import distributions, virtual_time
 from headrace.simulate.codes import completion_tokens, prompt_tokens
 from headrace.simulate.distributions import Distribution, empirical, fixed, parse
 from headrace.simulate.surroundings import SimulatedScorer, SimulatedTask
-from headrace.staleness import StalenessConfig
 from headrace.steps import StepOutput, write_down
 from headrace.types import Completion, Request, Sampling
 from headrace.weights import WeightUpdate

@@ -16,8 +16,8 @@ from test_pipeline import _world as plain_world
 
 from headrace.engine.fake import FakeEngine
 from headrace.observe.facts import GroupEnded, StepTrained
+from headrace.rollouts.staleness import StalenessConfig, first_version, judge
 from headrace.simulate import virtual_time
-from headrace.staleness import StalenessConfig, first_version, judge
 from headrace.trainer.fake import FakeTrainer
 from headrace.types import Group, Prompt, Row
 

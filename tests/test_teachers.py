@@ -22,8 +22,8 @@ from headrace.observe.facts import Waited
 from headrace.observe.health.waits import Waits
 from headrace.orchestration.teaching import messages_of
 from headrace.scoring.fake import FakeScorer
-from headrace.scoring.teachers import NoReward, Teacher, TextScorer, TextTeacher, TraceScorer, score_episode
-from headrace.scoring.vocabulary import vocabulary_problem
+from headrace.scoring.teacher.stage import NoReward, Teacher, TextScorer, TextTeacher, TraceScorer, score_episode
+from headrace.scoring.teacher.vocabulary import vocabulary_problem
 from headrace.trainer.step.shadow import Shadow
 from headrace.types import Completion, Episode, Failure, Prompt, Scored, Stop, Turn, VersionSpan
 from headrace.weight_sync.directory import DirectoryReceiver, offer

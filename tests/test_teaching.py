@@ -250,7 +250,7 @@ def test_a_teacher_of_another_vocabulary_is_refused_by_token_and_a_reward_by_tex
     headrace.train(config)
     directory = tmp_path / "runs" / "by-text"
     exact = said_by(stranger)
-    from headrace.chat import ChatEncoder
+    from headrace.models.chat import ChatEncoder
 
     encoder = ChatEncoder(stranger)
     for group in groups_of(directory):
@@ -291,7 +291,7 @@ def test_a_part_of_a_real_model_learns_from_the_whole(tmp_path: Path) -> None:
     """SmolLM2 teaches a copy of itself that lacks every fifth layer."""
     from transformers import AutoModelForCausalLM
 
-    from headrace.models import resolve_model
+    from headrace.models.resolve import resolve_model
 
     whole, part = resolve_model("smollm2-135m-instruct"), tmp_path / "part"
     model = AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32)

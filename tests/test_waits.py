@@ -43,13 +43,13 @@ from headrace.orchestration.pools import open_pools
 from headrace.orchestration.runs.session import Session, on_unheard
 from headrace.orchestration.runs.several import _close, _serve_base, _Together
 from headrace.orchestration.teaching import Classroom, SelfTeaching
-from headrace.partial import PartialConfig
-from headrace.process_config import EvalConfig
-from headrace.rollout import RolloutConfig
+from headrace.rollouts.partial import PartialConfig
+from headrace.rollouts.rollout import RolloutConfig
 from headrace.scoring.config import RewardConfig
 from headrace.scoring.fake import FakeScorer
 from headrace.scoring.functions import FunctionScorer
-from headrace.scoring.teachers import Teacher, TextScorer, TextTeacher, TraceScorer
+from headrace.scoring.teacher.stage import Teacher, TextScorer, TextTeacher, TraceScorer
+from headrace.settings.process_config import EvalConfig
 from headrace.simulate import virtual_time
 from headrace.trainer.fake import FakeTrainer
 from headrace.types import Completion, Episode, Prompt, Turn, VersionSpan

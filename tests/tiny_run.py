@@ -69,8 +69,8 @@ def workers_of(pid: int) -> dict[str, int]:
             parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
         except (OSError, IndexError, ValueError):  # no process, or gone meanwhile
             continue
-        if parent == pid and b"headrace.orchestration.workers.main" in words:
-            found[words[words.index(b"headrace.orchestration.workers.main") + 1].decode()] = int(entry.name)
+        if parent == pid and b"headrace.orchestration.workers.worker" in words:
+            found[words[words.index(b"headrace.orchestration.workers.worker") + 1].decode()] = int(entry.name)
     return found
 
 

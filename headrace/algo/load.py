@@ -6,8 +6,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from headrace import user_code
 from headrace.errors import ConfigError
+from headrace.settings import user_code
 
 
 def load_function(spec: str, setting: str) -> Callable[[Any], Any]:

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from headrace.extras import EXTRAS, install
 from headrace.rehearsal.machine import ask_torch, cores, memory, torch_facts
+from headrace.settings.extras import EXTRAS, install
 
 State = Literal["ok", "note", "bad"]
 
@@ -169,7 +169,7 @@ def _existing(path: Path) -> Path:
 
 
 def _cache_dir() -> Path:
-    from headrace.models import cache_dir
+    from headrace.models.resolve import cache_dir
 
     return cache_dir()
 
@@ -182,7 +182,7 @@ def _gib(count: float) -> str:
 
 
 def _models(full: bool) -> Iterator[Finding]:
-    from headrace.models import model_states
+    from headrace.models.resolve import model_states
 
     marks: dict[str, State] = {"ready": "ok", "absent": "note", "damaged": "bad"}
     for found in model_states(full):

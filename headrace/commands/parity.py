@@ -20,9 +20,9 @@ from typing import Any, Literal
 import msgspec
 
 from headrace.algo.config import AlgoConfig
-from headrace.chat import ChatEncoder
 from headrace.engine.config import EngineConfig
 from headrace.errors import ConfigError
+from headrace.models.chat import ChatEncoder
 from headrace.orchestration.workers.build import build_engine_core, build_trainer_core
 from headrace.orchestration.workers.messages import EngineStart, TrainerStart
 from headrace.protocols import EngineCore, TrainerCore

@@ -11,7 +11,7 @@ from rich.status import Status
 from rich.table import Table
 
 from headrace.commands.parity import DTYPES, LIMITS, Difference, Dtype, measure
-from headrace.models import resolve_model
+from headrace.models.resolve import resolve_model
 
 COLUMNS = ("dtype", "engine", "sampling", "replayed in the trainer", "tokens", "mean", "p99", "max", "")
 

@@ -19,7 +19,7 @@ from headrace.algo.groups import algorithm_of
 from headrace.config import RunConfig, available_cores, config_of_run, read_config
 from headrace.durable.journal import JOURNAL, Damage, JournalStep, count_steps, read_steps
 from headrace.errors import ConfigError, HeadraceError
-from headrace.models import resolve_model
+from headrace.models.resolve import resolve_model
 from headrace.orchestration.build import plan_of
 from headrace.orchestration.pools import trainer_start
 from headrace.orchestration.store.checkpoints import Checkpoints, damage

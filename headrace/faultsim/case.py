@@ -6,7 +6,7 @@ import random
 from typing import Literal
 
 from headrace.faultsim.faults import Fault, some_faults
-from headrace.staleness import StalenessConfig
+from headrace.rollouts.staleness import StalenessConfig
 from headrace.types import Struct
 
 Mode = Literal["inflight", "stream", "abort_resume", "save_resume", "drain", "barrier", "cancel_group"]

@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 
-from headrace.buffer import Buffer
 from headrace.durable.journal import JOURNAL, Live, read_journal, read_steps
 from headrace.faultsim.case import Case
 from headrace.faultsim.engine_worker import Truth
@@ -36,8 +35,9 @@ from headrace.orchestration.plan import Plan
 from headrace.orchestration.store.checkpoints import FILES, Checkpoints, damage
 from headrace.orchestration.store.snapshots import load_controller
 from headrace.orchestration.store.storage import Storage
-from headrace.partial import Interrupts
-from headrace.rollout import name_of
+from headrace.rollouts.buffer import Buffer
+from headrace.rollouts.partial import Interrupts
+from headrace.rollouts.rollout import name_of
 from headrace.steps import StepOutput
 from headrace.types import Completion, Group, Row
 
@@ -312,7 +312,7 @@ class Referee:
         self._ledger.step(fact)
 
     def _admitted(self, group: Group, step: int) -> None:
-        """The proof in `staleness.py` speaks of the version that was live when a group was admitted."""
+        """The proof in `rollouts/staleness.py` speaks of the version that was live when a group was admitted."""
         admitted = self._ledger.admitted.get(group.ticket)  # None: killed before it was told
         if admitted is None:
             return

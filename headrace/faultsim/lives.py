@@ -45,10 +45,10 @@ from headrace.orchestration.store.snapshots import Snapshots, load_controller
 from headrace.orchestration.store.storage import Storage
 from headrace.orchestration.workers.clients import ProcessEngine, ProcessTrainer
 from headrace.orchestration.workers.messages import EngineStart, TrainerStart
-from headrace.partial import PartialConfig
-from headrace.process_config import EvalConfig, WatchConfig
 from headrace.protocols import Task
-from headrace.rollout import RolloutConfig
+from headrace.rollouts.partial import PartialConfig
+from headrace.rollouts.rollout import RolloutConfig
+from headrace.settings.process_config import EvalConfig, WatchConfig
 from headrace.simulate.distributions import fixed
 from headrace.simulate.surroundings import SimulatedTask
 from headrace.simulate.virtual_time import VirtualTimeLoop

@@ -13,13 +13,13 @@ from typing import Any
 
 import msgspec
 
-from headrace.buffer import Buffer
 from headrace.durable.journal import JOURNAL, AnyRecord, Drawn, Gone, Journal, Live, Ready, Stepped
 from headrace.faultsim.engine_worker import MAX_TOKENS, fate
 from headrace.faultsim.scorer import reward_of
 from headrace.observe.facts import Accounting, GroupEnded
-from headrace.rollout import seed_of
-from headrace.staleness import StalenessConfig
+from headrace.rollouts.buffer import Buffer
+from headrace.rollouts.rollout import seed_of
+from headrace.rollouts.staleness import StalenessConfig
 from headrace.types import Group, VersionSpan
 
 MIN_ROLLOUTS = 2

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from headrace.faultsim.processes import Chance
-from headrace.rollout import seed_of
+from headrace.rollouts.rollout import seed_of
 from headrace.types import Episode, Failure, Prompt, Scored
 
 LATE = 40.0

@@ -10,7 +10,7 @@ from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
 from headrace.errors import ConfigError
-from headrace.extras import install
+from headrace.settings.extras import install
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))

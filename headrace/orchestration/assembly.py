@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from headrace.algo.groups import Algorithm
 from headrace.algo.noise import NoiseWatch
-from headrace.buffer import Buffer
 from headrace.durable.journal import Journal, JournalStep
 from headrace.observe.facts import WeightsLive
 from headrace.observe.telemetry import Telemetry
@@ -23,10 +22,11 @@ from headrace.orchestration.loops.turns import Turns
 from headrace.orchestration.plan import Plan
 from headrace.orchestration.store.recovery import Past, recover
 from headrace.orchestration.store.snapshots import Snapshots
-from headrace.partial import Interrupts, PartialConfig
-from headrace.process_config import EvalConfig
 from headrace.protocols import Engine, Scorer, Task, Trainer
-from headrace.rollout import Decode
+from headrace.rollouts.buffer import Buffer
+from headrace.rollouts.partial import Interrupts, PartialConfig
+from headrace.rollouts.rollout import Decode
+from headrace.settings.process_config import EvalConfig
 from headrace.types import Prompt
 
 

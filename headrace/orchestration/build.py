@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Literal
 
 from headrace.algo.groups import algorithm_of
 from headrace.algo.noise import NoiseWatch, inside_rounding
-from headrace.chat import ChatEncoder
 from headrace.config import RunConfig
 from headrace.durable.journal import JournalStep
 from headrace.errors import ConfigError
-from headrace.models import resolve_model
+from headrace.models.chat import ChatEncoder
+from headrace.models.resolve import resolve_model
 from headrace.observe.facts import Books, RunStarted
 from headrace.observe.health.waits import Waits
 from headrace.observe.machine import machine_mark
@@ -283,7 +283,7 @@ def build_task(config: TaskConfig, encoder: ChatEncoder, seed: int, rows: Sequen
 def build_scorer(config: RunConfig, rewards: Sequence[RewardFunction] = (), log: Path | None = None) -> Scorer:
     """Of reward functions, `rewards` being those that Python passed; or of none, where teachers are all there is to learn from."""
     from headrace.scoring.functions import FunctionScorer
-    from headrace.scoring.teachers import NoReward
+    from headrace.scoring.teacher.stage import NoReward
 
     if config.teachers and not config.reward.specs and not rewards:
         if config.eval.prompts and all(teacher.mode == "tokens" for teacher in config.teachers):

@@ -14,9 +14,9 @@ from typing import Any
 
 from headrace.config import RunConfig, checked, config_of_run, read_tree
 from headrace.errors import ConfigError
-from headrace.other_names import meaning
 from headrace.scoring.handed import RewardFunction, Rewards, rewards_of
-from headrace.settings import Tree, build
+from headrace.settings.other_names import meaning
+from headrace.settings.toml import Tree, build
 from headrace.tasks.handed import fingerprint, rows_of
 from headrace.tasks.read import Row
 

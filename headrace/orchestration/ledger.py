@@ -14,13 +14,13 @@ A run that is killed between two of these columns loses nothing: recovery reads 
 
 from __future__ import annotations
 
-from headrace.buffer import Buffer
 from headrace.durable.journal import AnyRecord, Drawn, Gone, Journal, Live, Ready, Stepped
 from headrace.observe.facts import GroupEnded, TicketDrawn, WeightsLive
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.loops.outcomes import Outcome, Rolled, rolled_of, step_fact
-from headrace.partial import Delivery
 from headrace.reports import TrainReport
+from headrace.rollouts.buffer import Buffer
+from headrace.rollouts.partial import Delivery
 from headrace.types import Group, Prompt
 from headrace.weights import WeightUpdate
 

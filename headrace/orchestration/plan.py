@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from headrace.algo.groups import Algorithm
 from headrace.durable.journal import JournalStep
-from headrace.process_config import WatchConfig
-from headrace.rollout import RolloutConfig, name_of, seed_of
-from headrace.staleness import StalenessConfig, judge
+from headrace.rollouts.rollout import RolloutConfig, name_of, seed_of
+from headrace.rollouts.staleness import StalenessConfig, judge
+from headrace.settings.process_config import WatchConfig
 from headrace.types import Batch, Group, Prompt, Request
 
 

@@ -15,19 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from headrace.algo.config import AlgoConfig
-from headrace.chat import ChatEncoder
 from headrace.config import RunConfig, teacher_engine
 from headrace.engine.config import EngineConfig
 from headrace.errors import ConfigError, first_error
-from headrace.models import resolve_model
+from headrace.models.chat import ChatEncoder
+from headrace.models.resolve import resolve_model
 from headrace.observe.facts import EngineSample, Fact, Warned
 from headrace.observe.health.waits import Waits
 from headrace.orchestration.workers.clients import ProcessEngine, ProcessTrainer
 from headrace.orchestration.workers.messages import EngineStart, ShadowStart
 from headrace.protocols import Engine, Observer, Scorer
-from headrace.scoring.teacher_config import TeacherConfig
-from headrace.scoring.teachers import Teacher, TextScorer, TextTeacher, TraceScorer
-from headrace.scoring.vocabulary import vocabulary_problem, width_of
+from headrace.scoring.teacher.config import TeacherConfig
+from headrace.scoring.teacher.stage import Teacher, TextScorer, TextTeacher, TraceScorer
+from headrace.scoring.teacher.vocabulary import vocabulary_problem, width_of
 from headrace.tasks.config import TaskConfig
 from headrace.tasks.read import Row, read_rows
 from headrace.types import Prompt

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from headrace.config import RunConfig, load_config
 from headrace.errors import ConfigError
-from headrace.models import cache_dir
+from headrace.models.resolve import cache_dir
 from headrace.plan.rates import hardware
 from headrace.plan.rates.rates import Rates, load_rates, save_rates
 from headrace.plan.scenario import Scenario

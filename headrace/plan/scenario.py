@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from headrace.algo.config import AlgoConfig
-from headrace.partial import PartialConfig
 from headrace.plan.rates.rates import Rates
-from headrace.rollout import RolloutConfig
+from headrace.rollouts.partial import PartialConfig
+from headrace.rollouts.rollout import RolloutConfig
+from headrace.rollouts.staleness import StalenessConfig
 from headrace.simulate.distributions import Distribution, fixed
-from headrace.staleness import StalenessConfig
 
 COARSENESS = 16
 """Simulated tokens of a mean completion, at most: enough to see in which part of it weights were swapped."""

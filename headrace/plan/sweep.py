@@ -10,7 +10,7 @@ import msgspec
 
 from headrace.plan.measure import Prediction, margins, predict
 from headrace.plan.scenario import Scenario
-from headrace.staleness import StalenessConfig
+from headrace.rollouts.staleness import StalenessConfig
 
 LAGS = (0, 1, 2, 4)
 SPLITS = 7

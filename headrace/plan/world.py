@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from headrace.algo.groups import algorithm_of
-from headrace.buffer import Buffer
 from headrace.durable.journal import Journal
 from headrace.durable.passes import PassLog
 from headrace.observe.health.waits import Waits
@@ -28,9 +27,10 @@ from headrace.plan.parts.engine import SimulatedEngine
 from headrace.plan.parts.pool import Replicas
 from headrace.plan.parts.trainer import SimulatedTrainer
 from headrace.plan.scenario import Scenario
-from headrace.process_config import EvalConfig
 from headrace.protocols import Engine, Observer, Scorer, Task, Trainer
-from headrace.rollout import RolloutConfig
+from headrace.rollouts.buffer import Buffer
+from headrace.rollouts.rollout import RolloutConfig
+from headrace.settings.process_config import EvalConfig
 from headrace.simulate.surroundings import Lengths, SimulatedScorer, SimulatedTask
 
 NEVER = 1e12

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from headrace.engine.config import EngineConfig
-from headrace.lora import LoraConfig
+from headrace.models.lora import LoraConfig
 from headrace.rehearsal.machine import GIB, Machine, gib
 from headrace.rehearsal.shape import Shape
 from headrace.trainer.config import TrainConfig

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.lora import LoraConfig
-from headrace.model_files import read_header
+from headrace.models.lora import LoraConfig
+from headrace.models.model_files import read_header
 
 
 @dataclass(frozen=True)

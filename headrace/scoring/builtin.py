@@ -8,8 +8,8 @@ from functools import cache
 from typing import Any
 
 from headrace.errors import ConfigError
-from headrace.extras import install
 from headrace.scoring.job import fail_raised
+from headrace.settings.extras import install
 from headrace.types import Failure
 
 

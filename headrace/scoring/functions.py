@@ -17,8 +17,8 @@ from headrace.scoring.config import RewardConfig, distinct
 from headrace.scoring.extract import Extractor
 from headrace.scoring.handed import rewards_of
 from headrace.scoring.job import Job, Values, is_async
-from headrace.scoring.processes import PrivatePool, SharedProcess, check_functions
-from headrace.scoring.threads import ThreadPool
+from headrace.scoring.workers.processes import PrivatePool, SharedProcess, check_functions
+from headrace.scoring.workers.threads import ThreadPool
 from headrace.types import Episode, Failure, Prompt, Scored
 
 

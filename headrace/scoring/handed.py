@@ -9,7 +9,7 @@ from typing import Any
 from headrace.errors import ConfigError
 from headrace.scoring.config import HANDED, RewardSpec
 from headrace.scoring.job import signature_problem
-from headrace.scoring.threads import name_of
+from headrace.scoring.workers.threads import name_of
 
 RewardFunction = Callable[..., Any]
 Rewards = (

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from headrace.scoring.trl import ONLY_THERE, TrlReward, conversation
+from headrace.settings.user_code import one_line, traceback_of, unreachable
 from headrace.types import Failure, Struct
-from headrace.user_code import one_line, traceback_of, unreachable
 
 Values = list[float | Failure | None]
 """One per completion: a finite number, why there is none, or None where a function written for TRL does not apply."""

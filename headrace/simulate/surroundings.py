@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import NormalDist
 from typing import Any
 
-from headrace.rollout import seed_of
+from headrace.rollouts.rollout import seed_of
 from headrace.simulate.codes import difficulty, prompt_tokens
 from headrace.simulate.distributions import Distribution, solve_shift
 from headrace.types import Episode, Failure, Prompt, Request, Scored

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError
-from headrace.extras import install
+from headrace.settings.extras import install
 from headrace.tasks.prompts import nearest
 
 Row = dict[str, Any]

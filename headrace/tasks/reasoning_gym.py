@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.errors import ConfigError
-from headrace.extras import install
+from headrace.settings.extras import install
 from headrace.tasks.config import TaskConfig
 from headrace.tasks.prompts import (
     Encoder,

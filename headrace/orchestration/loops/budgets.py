@@ -28,7 +28,7 @@ from headrace.observe.facts import Fact, GroupEnded, Warned
 from headrace.observe.numbers.shares import PROMPTS, WINDOW, Recent
 from headrace.observe.text import counted, percent
 from headrace.orchestration.loops.outcomes import Firsts, Rolled
-from headrace.process_config import WatchConfig
+from headrace.settings.process_config import WatchConfig
 from headrace.types import Failure
 
 _LONG = 8

@@ -12,9 +12,9 @@ from typing import Literal
 from headrace.observe.facts import Evaluated
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.loops.outcomes import Firsts
-from headrace.process_config import EvalConfig
 from headrace.protocols import Scorer
-from headrace.rollout import Decode, Generate, RolloutConfig, roll_out, seed_of
+from headrace.rollouts.rollout import Decode, Generate, RolloutConfig, roll_out, seed_of
+from headrace.settings.process_config import EvalConfig
 from headrace.types import Episode, Failure, Prompt, Scored
 
 

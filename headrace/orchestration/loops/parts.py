@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from headrace.algo.groups import Algorithm
 from headrace.algo.noise import NoiseWatch
-from headrace.buffer import Buffer
 from headrace.durable.journal import Journal
 from headrace.observe.numbers.state import RunState
 from headrace.observe.telemetry import Telemetry
@@ -17,9 +16,10 @@ from headrace.orchestration.loops.evaluation import Evaluator
 from headrace.orchestration.loops.identity import IdentityProbe
 from headrace.orchestration.loops.turns import Turns
 from headrace.orchestration.store.snapshots import Snapshots
-from headrace.partial import Interrupts
 from headrace.protocols import Engine, Scorer, Task, Trainer
-from headrace.rollout import Decode
+from headrace.rollouts.buffer import Buffer
+from headrace.rollouts.partial import Interrupts
+from headrace.rollouts.rollout import Decode
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from headrace.orchestration.loops.parts import Parts, Told
 from headrace.orchestration.loops.rolling import Rolling
 from headrace.orchestration.plan import Plan
 from headrace.reports import TrainReport, differing
-from headrace.staleness import judge
+from headrace.rollouts.staleness import judge
 from headrace.types import Group
 from headrace.weights import WeightUpdate
 

@@ -10,7 +10,7 @@ from headrace.orchestration.loops.budgets import Budgets
 from headrace.orchestration.loops.outcomes import Rolled
 from headrace.orchestration.loops.parts import Parts, Told
 from headrace.orchestration.plan import Plan
-from headrace.rollout import roll_out
+from headrace.rollouts.rollout import roll_out
 from headrace.types import Episode, Failure, Group, Prompt, Scored
 
 

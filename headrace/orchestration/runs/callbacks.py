@@ -15,7 +15,7 @@ from headrace.observe.numbers.progress import Evaluation, Step
 from headrace.observe.numbers.state import RunState
 from headrace.observe.records import MetricsFact, StepRow
 from headrace.orchestration.runs.hosting import Errands
-from headrace.user_code import one_line
+from headrace.settings.user_code import one_line
 
 Stop = Callable[[str, str], None]
 """Why, for people; and the reason that the run ends with."""

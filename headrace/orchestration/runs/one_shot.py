@@ -10,7 +10,7 @@ from typing import Literal
 
 from headrace.config import RunConfig
 from headrace.errors import CheckpointError, ConfigError, HeadraceError
-from headrace.models import resolve_model
+from headrace.models.resolve import resolve_model
 from headrace.observe.facts import Evaluated, Fact, FirstFailure, Warned, WorkerLost
 from headrace.observe.records import steps_done
 from headrace.observe.telemetry import Telemetry

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from headrace.chat import ChatEncoder
 from headrace.errors import HeadraceError
-from headrace.models import model_states
+from headrace.models.chat import ChatEncoder
+from headrace.models.resolve import model_states
 from headrace.observe.numbers.rollout_view import Pieces, settings_of
 
 _WINDOW = 8

@@ -15,11 +15,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from headrace.algo.config import AlgoConfig, is_user_function
-from headrace.chat import ChatEncoder
 from headrace.config import RunConfig, adapter_runs
 from headrace.errors import ConfigError
-from headrace.model_files import check_model_dir
-from headrace.models import resolve_model
+from headrace.models.chat import ChatEncoder
+from headrace.models.model_files import check_model_dir
+from headrace.models.resolve import resolve_model
 from headrace.orchestration.build import build_scorer, build_task
 from headrace.orchestration.handed import NOTHING, Handed
 from headrace.orchestration.store.directory import refuse_used
@@ -35,8 +35,8 @@ from headrace.rehearsal.shape import Shape, read_shape
 from headrace.rehearsal.words import Lines, algorithm, memory_lines, page
 from headrace.scoring.handed import RewardFunction
 from headrace.scoring.job import is_async
+from headrace.settings.user_code import defines
 from headrace.types import Prompt
-from headrace.user_code import defines
 
 _ORDER = ("Run", "Prompts", "Reward", "Algorithm", "Where", "Memory")
 

@@ -13,7 +13,6 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.buffer import Buffer
 from headrace.durable.journal import (
     JOURNAL,
     AnyRecord,
@@ -37,9 +36,10 @@ from headrace.observe.resume import Resume
 from headrace.orchestration.ledger import count
 from headrace.orchestration.plan import Plan
 from headrace.orchestration.store.snapshots import ControllerState
-from headrace.partial import Interrupts, joined
 from headrace.protocols import Task
-from headrace.rollout import ticket_of
+from headrace.rollouts.buffer import Buffer
+from headrace.rollouts.partial import Interrupts, joined
+from headrace.rollouts.rollout import ticket_of
 from headrace.steps import Finished, StepOutput, Transcript, write_down
 from headrace.types import Completion, Request
 

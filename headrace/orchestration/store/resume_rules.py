@@ -10,8 +10,8 @@ from typing import Any
 
 from headrace.config import RunConfig
 from headrace.errors import ConfigError
+from headrace.rollouts.staleness import still_bounded
 from headrace.scoring.config import RewardConfig
-from headrace.staleness import still_bounded
 
 
 def check_resumable(old: RunConfig, new: RunConfig) -> None:

@@ -7,16 +7,16 @@ from typing import Any, Protocol
 
 import msgspec
 
-from headrace.buffer import Buffer, BufferState
 from headrace.durable.journal import Journal
 from headrace.durable.passes import PassLog
 from headrace.errors import CheckpointError
 from headrace.observe.facts import CheckpointSaved
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.store.checkpoints import Checkpoints
-from headrace.partial import Interrupts
 from headrace.protocols import Task, Trainer
-from headrace.rollout import ticket_of
+from headrace.rollouts.buffer import Buffer, BufferState
+from headrace.rollouts.partial import Interrupts
+from headrace.rollouts.rollout import ticket_of
 from headrace.types import Completion, Struct
 
 CONTROLLER = "controller.msgpack"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from headrace.algo.config import AlgoConfig
 from headrace.engine.config import EngineConfig
-from headrace.lora import LoraConfig
+from headrace.models.lora import LoraConfig
 from headrace.orchestration.workers.messages import EngineStart, TrainerStart
 from headrace.protocols import EngineCore, TrainerCore, WeightReceiver, WeightSender
 from headrace.trainer.config import TrainConfig

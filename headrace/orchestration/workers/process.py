@@ -43,7 +43,7 @@ class Worker:
         return self._process.pid
 
     async def start(self, kind: str, fds: Sequence[int], cores: Sequence[int]) -> None:
-        """Runs `python -m headrace.orchestration.workers.main KIND`: no `__main__` guard needed in the user's script.
+        """Runs `python -m headrace.orchestration.workers.worker KIND`: no `__main__` guard needed in the user's script.
 
         Raises WorkerDied where the process cannot be started."""
         self._ended = asyncio.get_running_loop().create_future()
@@ -62,7 +62,7 @@ class Worker:
         command = [
             sys.executable,
             "-m",
-            "headrace.orchestration.workers.main",
+            "headrace.orchestration.workers.worker",
             kind,
             str(theirs.fileno()),
             *map(str, fds),

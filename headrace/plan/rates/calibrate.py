@@ -26,7 +26,7 @@ from headrace.orchestration.pools import Pools, open_pools
 from headrace.plan.rates.fits import alike, line
 from headrace.plan.rates.rates import EngineRates, Rates, TrainerRates
 from headrace.protocols import Scorer, Task
-from headrace.rollout import roll_out, seed_of
+from headrace.rollouts.rollout import roll_out, seed_of
 from headrace.simulate.distributions import empirical
 from headrace.types import Batch, Episode, Group, Prompt, Request, Sampling, Scored
 

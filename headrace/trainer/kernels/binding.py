@@ -5,15 +5,9 @@ from __future__ import annotations
 import ctypes
 from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-import torch
-
 from headrace.trainer.kernels.build import built
-
-RUNTIMES = ("libgomp", "libiomp5", "libomp")
-"""OpenMP libraries that may come with torch, all of which know GOMP_parallel (on Linux)."""
 
 
 class Weight(Structure):
@@ -34,7 +28,7 @@ class Trees(Structure):
 
 _POINTERS = POINTER(Weight)
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
-    "headrace_begin": (c_int, [c_void_p]),
+    "headrace_begin": (c_int, []),
     "headrace_threads": (None, [c_int]),
     "headrace_pack_weight": (None, [c_void_p, c_int, c_int, c_void_p, c_void_p]),
     "headrace_linear": (None, [c_void_p, c_int, c_int, _POINTERS, c_int]),
@@ -61,16 +55,4 @@ def library(instructions: str = "native") -> Any | None:
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(functions, name)
         function.restype, function.argtypes = result, arguments
-    return functions if functions.headrace_begin(_parallel()) else None
-
-
-def _parallel() -> int | None:
-    """The address by which torch's own OpenMP runtime starts a parallel region: a second pool would fight with its threads."""
-    folder = Path(torch.__file__).parent
-    for place in (folder / "lib", folder.parent / "torch.libs"):
-        for path in sorted(place.glob("lib*omp*")):
-            if path.name.startswith(RUNTIMES):
-                start = getattr(ctypes.CDLL(str(path)), "GOMP_parallel", None)
-                if start is not None:
-                    return ctypes.cast(start, c_void_p).value
-    return None
+    return functions if functions.headrace_begin() else None

@@ -9,7 +9,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from headrace.models import cache_dir
+from headrace.models.resolve import cache_dir
 from headrace.native.build import Built, compiled
 
 SOURCE = Path(__file__).parent / "src"

@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from headrace.errors import ConfigError, IdentityError
-from headrace.extras import install
-from headrace.lora import LoraConfig
+from headrace.models.lora import LoraConfig
+from headrace.settings.extras import install
 from headrace.trainer.model.quantise import quantise
 
 ADAPTER_MODEL = "adapter_model.safetensors"

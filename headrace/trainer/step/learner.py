@@ -11,7 +11,7 @@ from headrace.algo.aggregate import AGGREGATIONS, AggregationFunction
 from headrace.algo.config import AlgoConfig
 from headrace.algo.objective import Objective, Selection, objective_of, selection_of
 from headrace.errors import ConfigError
-from headrace.lora import LoraConfig
+from headrace.models.lora import LoraConfig
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.step.optimizer import apply, learning_rate, make_optimizer
 

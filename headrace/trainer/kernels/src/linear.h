@@ -1,6 +1,6 @@
 // y = x W^T for one or several W over the same x, and both of its gradients, in bf16 with float32 sums.
 #pragma once
-#include "team.h"
+#include "loops.h"
 
 struct Weight {
     const bf16 *across, *down;  // packed for y = x W^T: [up(n)][up(k)][AREA], and for dx = dy W: [up(k)][up(n)][AREA]

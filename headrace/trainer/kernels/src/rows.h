@@ -1,7 +1,7 @@
 // What stands between the products, row by row: norms (with the residual sum before them), gated activations, rotary embeddings.
 // Each is one pass over memory in each direction; everything inside is float32.
 #pragma once
-#include "team.h"
+#include "loops.h"
 
 static inline int lanes(int n) { return (n + 15) / 16 * 16; }
 

@@ -17,11 +17,11 @@ void norm_back(const Norm<S, T>& n, const void* dy, const void* d_total, void* d
 
 extern "C" {
 
-int headrace_begin(void* start) {
-    team::start = (team::Start)start;
+int headrace_begin() {
+    team::use_threads(1);
     return tiles_allowed();
 }
-void headrace_threads(int threads) { team::threads = threads; }
+void headrace_threads(int threads) { team::use_threads(threads); }
 
 void headrace_pack_weight(const float* w, int n, int k, bf16* across, bf16* down) { pack_weight(w, n, k, across, down); }
 void headrace_linear(const bf16* x, int rows, int k, const Weight* weights, int count) { linear(x, rows, k, weights, count); }

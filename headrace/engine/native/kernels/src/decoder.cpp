@@ -1,9 +1,10 @@
-// One forward pass of a Llama-like decoder as one job of a team of threads.
+// One forward pass of a Llama-like decoder as one plan for a team of threads.
 //
 //   embed | norm  qkv  rotate+store  attend  out(+=)  norm  gate_up*act  down(+=) | ... | norm  head
 //
-// Each word is a phase: its items are shared out among the threads, and a barrier stands behind it. The residual stream is
-// float32 and lies in the blocks of gemm.h, so `out` and `down` add to it where they store their tiles.
+// Each word is a phase: its items are shared out among the threads, and the next begins when all are done (team.h). The functions
+// below write the phases down before the first begins. The residual stream is float32 and lies in the blocks of gemm.h, so `out`
+// and `down` add to it where they store their tiles.
 #include "mixture.h"
 #include "sampling.h"
 
@@ -14,18 +15,15 @@ struct Decoder : Mixture {
 
     void forward(const Pass& p) {
         arrange(p);
-        team.run([&] {
-            NoDenormals flushed;
-            tiles_begin();
-            embed(p);
-            for (int i = 0; i < m.layers; i++) layer(p, i, m.layer[i]);
-            head(p);
-            tiles_end();
-        });
+        plan.phases.clear();
+        embed(p);
+        for (int i = 0; i < m.layers; i++) layer(p, i, m.layer[i]);
+        head(p);
+        team.run(plan.phases.data(), (int)plan.phases.size());
     }
 
     void embed(const Pass& p) {
-        team.each(p.tokens_count, [&](int row) {
+        plan.each(p.tokens_count, [=, &p](int row) {
             const bf16* from = m.embed + p.tokens[row] * m.hidden;
             p.broken[row] = -1;
             for (int c = 0; c < up(m.hidden) * SIDE; c++) *x.at(row, c) = c < m.hidden ? widen1(from[c]) * m.embed_scale : 0;
@@ -49,7 +47,7 @@ struct Decoder : Mixture {
         int n = p.rows_count, steps = up(m.head.k);
         size_t ld = (size_t)up(m.vocabulary) * SIDE;
         normalise(n, m.norm, p.rows, p.broken, m.layers - 1);
-        team.each(up(m.head.n), [&](int panel) {
+        plan.each(up(m.head.n), [=, &p](int panel) {
             for (int b = 0; b < up(n); b++)
                 multiply<false>(h.block(b, 0), m.head.packed + (size_t)panel * steps * AREA, steps, p.logits + b * SIDE * ld + panel * SIDE, ld, n - b * SIDE <= 16);
         });
@@ -74,14 +72,13 @@ void headrace_pack(const bf16* w, int k, const int32_t* rows, int n, bf16* packe
 // One draw for each of `rows` of logits [?, ld]; see sampling.h.
 void headrace_draw(void* decoder, const float* logits, const int64_t* rows, int count, int vocabulary, int64_t ld,
                    const float* inverse_temperature, const double* u, int64_t* tokens, double* logprobs) {
-    Team& team = ((Decoder*)decoder)->team;
-    team.run([&] {
-        NoDenormals flushed;
-        std::vector<double> sums(vocabulary / SEARCH + 1);
-        team.each(count, [&](int r) {
-            Draw one = draw(logits + rows[r] * ld, vocabulary, inverse_temperature[r], u[r], sums.data());
-            tokens[r] = one.token, logprobs[r] = one.logprob;
-        });
-    });
+    const Phase all = {count, [&](int first, int last) {
+                           std::vector<double> sums(vocabulary / SEARCH + 1);
+                           for (int r = first; r < last; r++) {
+                               Draw one = draw(logits + rows[r] * ld, vocabulary, inverse_temperature[r], u[r], sums.data());
+                               tokens[r] = one.token, logprobs[r] = one.logprob;
+                           }
+                       }};
+    ((Decoder*)decoder)->team.run(&all, 1);
 }
 }

@@ -9,14 +9,14 @@ struct Dense : State {
     void add(const Pass& p, int index, int which, const Linear& w, Blocks<bf16>& from, const float* norm) {
         if (!norm) return product<true>(p, index, which, w, from, x);
         product<false>(p, index, which, w, from, side);
-        team.each(p.tokens_count, [&](int row) {
+        plan.each(p.tokens_count, [=](int row) {
             float by = inverse_rms(side, row);
             for (int c = 0; c < m.hidden; c += 16)
                 store(x.at(row, c), load(x.at(row, c)) + load(side.at(row, c)) * by * load(norm + c));
         });
     }
 
-    float inverse_rms(Blocks<float>& from, int row) {
+    float inverse_rms(const Blocks<float>& from, int row) const {
         f16x squares = {};
         for (int c = 0; c < up(m.hidden) * SIDE; c += 16) squares += load(from.at(row, c)) * load(from.at(row, c));
         return 1.f / std::sqrt(sum(squares) / m.hidden + m.eps);
@@ -25,7 +25,7 @@ struct Dense : State {
     // h = RMSNorm(x) of all rows, or of the chosen ones. Notes the rows that are not finite: the layer before is to blame.
     void normalise(int count, const float* weight, const int64_t* chosen, int32_t* broken, int before) {
         constexpr int EACH = 8;
-        team.each((count + EACH - 1) / EACH, [&](int item) {
+        plan.each((count + EACH - 1) / EACH, [=](int item) {
             for (int to = item * EACH; to < std::min(count, (item + 1) * EACH); to++) {
                 int row = chosen ? chosen[to] : to;
                 float by = inverse_rms(x, row);
@@ -39,7 +39,7 @@ struct Dense : State {
     void product(const Pass& p, int index, int which, const Linear& w, Blocks<bf16>& from, Blocks<float>& into) {
         int n = p.tokens_count, steps = up(w.k);
         shrink(p, index, which, from);
-        team.each(up(w.n), [&](int panel) {
+        plan.each(up(w.n), [=, &p, &w, &from, &into](int panel) {
             for (int b = 0; b < up(n); b++) {
                 float* c = into.block(b, panel);
                 multiply<ADD>(from.block(b, 0), w.packed + (size_t)panel * steps * AREA, steps, c, SIDE, n - b * SIDE <= 16);
@@ -64,7 +64,7 @@ struct Dense : State {
     void shrink(const Pass& p, int index, int which, Blocks<bf16>& from) {
         if (!p.slots) return;
         int blocks = up(p.tokens_count), steps = up(which == 0 || which == 2 ? m.hidden : which == 1 ? m.heads * m.head_dim : m.layer[index].down.k);
-        team.each(p.slots * blocks, [&](int item) {
+        plan.each(p.slots * blocks, [=, &p, &from](int item) {
             int slot = item / blocks, b = item % blocks;
             const LowRank& l = p.low_rank[((size_t)slot * m.layers + index) * 4 + which];
             if (!l.a || !present[item]) return;
@@ -85,7 +85,7 @@ struct Dense : State {
     void gate(const Pass& p, int index, const Linear& w) {
         int n = p.tokens_count, steps = up(w.k);
         shrink(p, index, 2, h);
-        team.each(up(w.n), [&](int panel) {
+        plan.each(up(w.n), [=, &p, &w](int panel) {
             alignas(64) float c[AREA];
             for (int b = 0; b < up(n); b++) {
                 multiply<false>(h.block(b, 0), w.packed + (size_t)panel * steps * AREA, steps, c, SIDE, n - b * SIDE <= 16);

@@ -8,7 +8,7 @@ struct Heads : Dense {
     // Rotary embedding (and norms of queries and keys) of every head. Keys and values of longer segments go into the cache, for
     // the whole segment looks at them; that of a single token is stored by who attends for it, next to reading the block.
     void rotate(const Pass& p, int index, const Layer& l) {
-        team.each(p.tokens_count, [&](int row) {
+        plan.each(p.tokens_count, [=, &p, &l](int row) {
             const int d = m.head_dim, half = d / 2, s = segment[row];
             const bool chunk = p.starts[s + 1] - p.starts[s] > 1;
             const float *cos = m.cos[l.rotary] + (size_t)position[row] * half, *sin = m.sin[l.rotary] + (size_t)position[row] * half;
@@ -73,7 +73,7 @@ struct Heads : Dense {
     // items every head is a job of its own.
     void attend(const Pass& p, int index, const Layer& l) {
         const int jobs = (int)items.size() < 4 * team.size ? m.kv_heads : 1, heads = m.kv_heads / jobs;
-        team.each(items.size() * jobs, [&](int i) {
+        plan.each(items.size() * jobs, [=, &p, &l](int i) {
             thread_local Arena room;
             const int tiles = (group + ROWS - 1) / ROWS;
             room.grow((size_t)2 * heads * tiles * (sizeof(Queries) + ROWS * dim * 6));

@@ -14,26 +14,26 @@ struct Mixture : Heads {
 
     void mix(const Pass& p, const Layer& l) {
         const int n = p.tokens_count, k = l.chosen, most = n * k / SIDE + std::min(l.experts, n * k);
-        team.each(1, [&](int) {
+        plan.each(1, [=](int) {
             chosen.resize((size_t)n * k), weights.resize((size_t)n * k), place.resize((size_t)n * k);
             gathered.size(most * SIDE, m.hidden), inner.size(most * SIDE, l.down.k), told.size(most * SIDE, m.hidden);
         });
-        team.each(n, [&](int row) { choose(p, l, row); });
-        team.each(1, [&](int) { settle(n, l); });
-        team.each(n, [&](int row) {
+        plan.each(n, [=, &p, &l](int row) { choose(p, l, row); });
+        plan.each(1, [=, &l](int) { settle(n, l); });
+        plan.each(n, [=](int row) {
             for (int i = 0; i < k; i++)
                 for (int c = 0; c < m.hidden; c += SIDE) std::memcpy(gathered.at(place[row * k + i], c), h.at(row, c), SIDE * 2);
         });
-        each_expert(l, l.gate_up, [&](const bf16* w, int panel, int b, bool half) {
+        each_expert(l, l.gate_up, [=](const bf16* w, int panel, int b, bool half) {
             alignas(64) float c[AREA];
             multiply<false>(gathered.block(b, 0), w, up(m.hidden), c, SIDE, half);
             bf16* to = inner.block(b, panel / 2) + panel % 2 * 16;
             for (int r = 0; r < (half ? 16 : SIDE); r++) narrow(to + r * SIDE, activate(load(c + r * SIDE)) * load(c + r * SIDE + 16));
         });
-        each_expert(l, l.down, [&](const bf16* w, int panel, int b, bool half) {
+        each_expert(l, l.down, [=, &l](const bf16* w, int panel, int b, bool half) {
             multiply<false>(inner.block(b, 0), w, up(l.down.k), told.block(b, panel), SIDE, half);
         });
-        team.each(n, [&](int row) {
+        plan.each(n, [=](int row) {
             for (int c = 0; c < m.hidden; c += 16) {
                 f16x all = {};
                 for (int i = 0; i < k; i++) all += load(told.at(place[row * k + i], c)) * weights[row * k + i];
@@ -78,7 +78,7 @@ struct Mixture : Heads {
     void each_expert(const Layer& l, const Linear& w, const F& f) {
         const int panels = up(w.n);
         const size_t panel_size = (size_t)up(w.k) * AREA;
-        team.each(l.experts * panels, [&](int item) {
+        plan.each(l.experts * panels, [=, &w](int item) {
             int expert = item / panels, panel = item % panels;
             for (int b = 0; b < up(count[expert]); b++)
                 f(w.packed + item * panel_size, panel, first[expert] + b, count[expert] - b * SIDE <= 16);

@@ -3,7 +3,7 @@
 #include <vector>
 
 #include "decoder.h"
-#include "pool.h"
+#include "team.h"
 
 template <class T>
 struct Blocks {  // [rows / 32][panels][32][32]; grows, and is zero where nothing was written
@@ -21,10 +21,17 @@ struct Item {  // of attention: the single tokens of `count` segments (in `order
     int place, count, first, tokens, shared;
 };
 
+struct Ready {  // what a thread needs to take part
+    NoDenormals flushed;
+    Ready() { tiles_begin(); }
+    ~Ready() { tiles_end(); }
+};
+
 struct State {
     Model m = {};
     const Cache cache;
-    Team team;
+    Team<Ready> team;
+    Plan plan;  // of the pass
     int dim = 0, group = 0;  // head size in the cache; query heads of a key-value head
     Blocks<float> x, qkv, side;
     Blocks<bf16> h, mixed, act, thin;
@@ -32,7 +39,6 @@ struct State {
     std::vector<int> segment, position, order;
     std::vector<Item> items;
     std::vector<char> present;  // [slots][row blocks]: whether an adapter has rows there
-
 
     State(const Cache& cache, int threads) : cache(cache), team(threads) {}
 

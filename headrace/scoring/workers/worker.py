@@ -1,4 +1,4 @@
-"""A process that runs reward functions: `python -m headrace.scoring.worker [--check] FUNCTION...`, driven by `processes.py`.
+"""A process that runs reward functions: `python -m headrace.scoring.workers.worker [--check] FUNCTION...`, driven by `processes.py`.
 
 Frames come in on what was standard input and leave on what was standard output. Before the user's code runs, both are
 moved away: what it prints goes to standard error, and it can read nothing.
@@ -20,9 +20,9 @@ from typing import Any, BinaryIO
 from headrace.errors import ConfigError
 from headrace.observe.health.frames import answer_signals
 from headrace.orphans import signal_me_when_orphaned
-from headrace.scoring.frames import Call, Ready, Reply, pack, read_call
 from headrace.scoring.job import Loaded, call, call_async, is_async
-from headrace.scoring.load import load_functions
+from headrace.scoring.workers.frames import Call, Ready, Reply, pack, read_call
+from headrace.scoring.workers.load import load_functions
 
 Functions = list[Callable[..., Any]]
 

@@ -19,8 +19,8 @@ from headrace import orphans
 from headrace.errors import ConfigError
 from headrace.observe.health.family import Child, current_family
 from headrace.observe.health.frames import VARIABLE
-from headrace.scoring.frames import Call, Ready, pack, read_answer, receive
 from headrace.scoring.job import Job, Loaded, Values, fail_all, too_late
+from headrace.scoring.workers.frames import Call, Ready, pack, read_answer, receive
 
 LOAD_SECONDS = 120.0
 """How long importing the user's file may take."""
@@ -57,14 +57,14 @@ def check_functions(specs: Sequence[str]) -> tuple[Loaded, ...]:
 
 def _command(arguments: Sequence[str]) -> list[str]:
     # -P: a file random.py in the working directory must not replace Python's; reward files find their neighbours anyway
-    return [sys.executable, "-P", "-m", "headrace.scoring.worker", *arguments]
+    return [sys.executable, "-P", "-m", "headrace.scoring.workers.worker", *arguments]
 
 
 def _environment(file: Path | None = None) -> dict[str, str]:
     """`file`: where it writes its stacks when it is asked for them."""
     # A worker is one of several: one core each, and no spinning beside the engine, unless the user says otherwise.
     environment = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", **os.environ}
-    package = str(Path(__file__).resolve().parent.parent.parent)
+    package = str(Path(__file__).resolve().parents[3])
     if package not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):  # run from a checkout
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     return environment | orphans.of_this_process() | ({VARIABLE: str(file)} if file else {})

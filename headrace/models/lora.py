@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from headrace.extras import install
+from headrace.settings.extras import install
 from headrace.weights import AdapterSpec
 
 POLICY = "policy"

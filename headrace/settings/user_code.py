@@ -112,7 +112,7 @@ def _headline(error: BaseException) -> str:
     return f"{type(error).__name__}{': ' if said else ''}{said}"
 
 
-_PACKAGE = str(Path(__file__).parent)
+_PACKAGE = str(Path(__file__).parent.parent)
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _FRAMES = 8
 _UNREACHABLE = (

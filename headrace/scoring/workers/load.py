@@ -10,7 +10,7 @@ from typing import Any
 from headrace.errors import ConfigError
 from headrace.scoring.builtin import load_reasoning_gym
 from headrace.scoring.job import signature_problem
-from headrace.user_code import load_function
+from headrace.settings.user_code import load_function
 
 BUILTIN: dict[str, Callable[[], Callable[..., Any]]] = {"reasoning_gym": load_reasoning_gym}
 

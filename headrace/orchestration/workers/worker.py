@@ -1,4 +1,4 @@
-"""What a worker process runs: `python -m headrace.orchestration.workers.main (engine|trainer) SOCKET_FD WEIGHTS_FD`.
+"""What a worker process runs: `python -m headrace.orchestration.workers.worker (engine|trainer) SOCKET_FD WEIGHTS_FD`.
 
 Reads frames in one thread, works in another, and leaves as soon as the controller's end of the socket is closed: a killed
 controller leaves no orphan behind, not even a stopped one (`orphans.py`).

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from headrace.observe.facts import Accounting
-from headrace.staleness import StalenessConfig
+from headrace.rollouts.staleness import StalenessConfig
 from headrace.types import Group, Prompt, Struct
 
 

@@ -1,4 +1,4 @@
-"""The models that headrace knows by name: a table, and nothing that fetches them (see `models.py`)."""
+"""The models that headrace knows by name: a table, and nothing that fetches them (see `resolve.py`)."""
 
 from __future__ import annotations
 

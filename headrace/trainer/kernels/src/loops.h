@@ -1,0 +1,44 @@
+// Loops shared out among a team of threads. Autograd calls one operation after the other, so each loop is a run of its own.
+#pragma once
+#include <mutex>
+
+#include "team.h"
+#include "tiles.h"
+
+namespace team {
+struct Ready {  // what a thread needs to take part
+    NoDenormals flushed;
+    Ready() { tiles_begin(); }
+    ~Ready() { tiles_end(); }
+};
+
+static std::mutex one_loop;  // Python may call from several threads
+static Team<Ready>* members = nullptr;
+
+static void use_threads(int threads) {
+    std::lock_guard<std::mutex> hold(one_loop);
+    if (members && members->size == threads) return;
+    delete members;
+    members = new Team<Ready>(threads);  // never deleted at the process's end: its threads are asleep
+}
+
+// f(i) for all i in [0, n), each by one thread. What a thread does must not depend on who does the rest.
+template <class F>
+void each(int n, const F& f) {
+    const Phase all = {n, [&](int first, int last) {
+                           for (int i = first; i < last; i++) f(i);
+                       }};
+    std::lock_guard<std::mutex> hold(one_loop);
+    members->run(&all, 1);
+}
+
+// Room that a thread keeps from one loop to the next; `which` tells several apart.
+template <class T>
+static inline T* room(size_t count, int which = 0) {
+    static thread_local std::vector<char> kept[12];
+    auto& mine = kept[which];
+    size_t bytes = count * sizeof(T) + 64;
+    if (mine.size() < bytes) mine.resize(bytes);
+    return (T*)(((uintptr_t)mine.data() + 63) / 64 * 64);
+}
+}  // namespace team
