@@ -28,7 +28,7 @@ def _one(name: str, file: str, contract: str, mistake: str, old: str, new: str, 
     return Planted(name, file, contract, mistake, ((old, new), *more))
 
 
-LEDGER = "orchestration/ledger.py"
+LEDGER = "orchestration/loops/ledger.py"
 PIPELINE, ROLLING = "orchestration/loops/pipeline.py", "orchestration/loops/rolling.py"
 RECOVERY, SNAPSHOTS, CHECKPOINT = (
     "orchestration/store/recovery.py", "orchestration/store/snapshots.py", "orchestration/store/checkpoints.py",
@@ -168,16 +168,16 @@ OF_ROLLING = (
 OF_LEDGER = (
     _one(
         "counted_first", LEDGER, "C7", "a transition is counted, and then written into the journal",
-        "        self._journal.write(record)\n        if flush:\n            self._journal.flush()\n        count(record, self._buffer)\n",
-        "        count(record, self._buffer)\n        self._journal.write(record)\n        if flush:\n            self._journal.flush()\n",
+        "        self._journal.write(record)\n        if flush:\n            self._journal.flush()\n        self._buffer.count(record)\n",
+        "        self._buffer.count(record)\n        self._journal.write(record)\n        if flush:\n            self._journal.flush()\n",
     ),
     _one(
         "step_not_flushed", LEDGER, "C7", "a step is in the journal, and the journal not on the disk",
         "for group in groups)), flush=True)", "for group in groups)))",
     ),
     _one(
-        "skipped_is_trained", LEDGER, "C2", "groups of a skipped step are counted as trained, in a run and when it goes on",
-        "        case Stepped(report=report) if report.skipped:", "        case Stepped(report=report) if report.skipped and False:",
+        "skipped_is_trained", BUFFER, "C2", "groups of a skipped step are counted as trained, in a run and when it goes on",
+        "case Stepped(report=report) if report.skipped:", "case Stepped(report=report) if report.skipped and False:",
     ),
     _one(
         "live_not_told", LEDGER, "C3", "which weights were served is not in the journal",
@@ -193,14 +193,14 @@ OF_LEDGER = (
     _one(
         "gone_not_written", LEDGER, "C7", "a group that ends is not written into the journal",
         "self._enter(Gone(self._clock(), rolled.ticket, outcome, reason, reasons))",
-        "count(Gone(self._clock(), rolled.ticket, outcome, reason, reasons), self._buffer)",
+        "self._buffer.count(Gone(self._clock(), rolled.ticket, outcome, reason, reasons))",
     ),
     _one(
         "gone_without_failures", LEDGER, "C2", "failures inside a dropped group are not counted",
         'failures = rolled.failures if outcome == "dropped" else ()', "failures = ()",
     ),
     _one(
-        "failures_forgotten", LEDGER, "C2", "a recovered group is dropped without its failures",
+        "failures_forgotten", BUFFER, "C2", "a recovered group is dropped without its failures",
         "record.outcome, record.reason, record.failures)", "record.outcome, record.reason)",
     ),
 )  # fmt: skip

@@ -14,9 +14,9 @@ from headrace.algo.noise import NoiseWatch
 from headrace.durable.journal import Journal, JournalStep
 from headrace.observe.facts import WeightsLive
 from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.ledger import Ledger
 from headrace.orchestration.loops.evaluation import Evaluator
 from headrace.orchestration.loops.identity import IdentityProbe
+from headrace.orchestration.loops.ledger import Ledger
 from headrace.orchestration.loops.parts import Parts
 from headrace.orchestration.loops.turns import Turns
 from headrace.orchestration.plan import Plan

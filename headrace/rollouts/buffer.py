@@ -10,6 +10,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
+from headrace.durable.journal import AnyRecord, Drawn, Gone, Live, Ready, Stepped
 from headrace.observe.facts import Accounting
 from headrace.rollouts.staleness import StalenessConfig
 from headrace.types import Group, Prompt, Struct
@@ -46,6 +47,23 @@ class Buffer:
         self._rollout_failures: Counter[str] = Counter()
         self._closed = False
         self._sleepers: list[asyncio.Future[None]] = []
+
+    def count(self, record: AnyRecord) -> None:
+        """Does what a record of the journal says: in a run right after it was written, and once more when the run is recovered."""
+        match record:
+            case Drawn():
+                self.start(record.ticket, record.prompt)
+            case Ready():
+                self.put(record.group)
+            case Gone():
+                self.end(record.ticket, record.outcome, record.reason, record.failures)
+            case Stepped(report=report) if report.skipped:
+                for ticket in record.tickets:
+                    self.end(ticket, "dropped", report.skipped)
+            case Stepped():
+                self.trained(record.tickets, record.report.version)
+            case Live():
+                self.release(record.version)
 
     # -- the producer's side ------------------------------------------------------------------------------------------
 

@@ -11,9 +11,9 @@ from headrace.algo.noise import NoiseWatch
 from headrace.durable.journal import Journal
 from headrace.observe.numbers.state import RunState
 from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.ledger import Ledger
 from headrace.orchestration.loops.evaluation import Evaluator
 from headrace.orchestration.loops.identity import IdentityProbe
+from headrace.orchestration.loops.ledger import Ledger
 from headrace.orchestration.loops.turns import Turns
 from headrace.orchestration.store.snapshots import Snapshots
 from headrace.protocols import Engine, Scorer, Task, Trainer

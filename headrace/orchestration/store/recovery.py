@@ -33,7 +33,6 @@ from headrace.durable.journal import (
 from headrace.durable.passes import discard_passes, read_passes
 from headrace.errors import ConfigError
 from headrace.observe.resume import Resume
-from headrace.orchestration.ledger import count
 from headrace.orchestration.plan import Plan
 from headrace.orchestration.store.snapshots import ControllerState
 from headrace.protocols import Task
@@ -225,7 +224,7 @@ def _apply(records: Iterable[AnyRecord], task: Task, buffer: Buffer) -> Iterator
             case Stepped(report=report):
                 groups = buffer.take_again(record.tickets)
                 yield JournalStep(report.step, record.t, report.version, groups, report)
-        count(record, buffer)
+        buffer.count(record)
 
 
 def _of_checkpoint(past: Past, requests: Container[str]) -> dict[str, Completion]:

@@ -8,8 +8,8 @@
     trained      `Stepped`   trained; dropped where skipped     `StepTrained`; `GroupEnded` (dropped) for each
     live         `Live`      the slots are free                 `WeightsLive`
 
-A run that is killed between two of these columns loses nothing: recovery reads the journal and does to the buffer, by the same
-`count`, what the killed process may not have come to.
+A run that is killed between two of these columns loses nothing: recovery reads the journal and does to the buffer, by the
+same `Buffer.count`, what the killed process may not have come to.
 """
 
 from __future__ import annotations
@@ -23,24 +23,6 @@ from headrace.rollouts.buffer import Buffer
 from headrace.rollouts.partial import Delivery
 from headrace.types import Group, Prompt
 from headrace.weights import WeightUpdate
-
-
-def count(record: AnyRecord, buffer: Buffer) -> None:
-    """Does to the buffer what a record of the journal says."""
-    match record:
-        case Drawn():
-            buffer.start(record.ticket, record.prompt)
-        case Ready():
-            buffer.put(record.group)
-        case Gone():
-            buffer.end(record.ticket, record.outcome, record.reason, record.failures)
-        case Stepped(report=report) if report.skipped:
-            for ticket in record.tickets:
-                buffer.end(ticket, "dropped", report.skipped)
-        case Stepped():
-            buffer.trained(record.tickets, record.report.version)
-        case Live():
-            buffer.release(record.version)
 
 
 class Ledger:
@@ -83,7 +65,7 @@ class Ledger:
         self._journal.write(record)
         if flush:
             self._journal.flush()
-        count(record, self._buffer)
+        self._buffer.count(record)
 
     def _ended(self, rolled: Rolled, outcome: Outcome, reason: str = "") -> GroupEnded:
         self._record(fact := rolled.ended(self._clock(), outcome, reason))
