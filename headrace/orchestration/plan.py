@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from headrace.algo.advantage.groups import Algorithm
 from headrace.algo.groups import Algorithm
 from headrace.durable.journal import JournalStep
-from headrace.rollouts.rollout import RolloutConfig, name_of, seed_of
+from headrace.rollouts.rollout import RolloutConfig, seed_of
 from headrace.rollouts.staleness import StalenessConfig, judge
 from headrace.settings.process_config import WatchConfig
-from headrace.types import Batch, Group, Prompt, Request
+from headrace.types import Batch, Group, Prompt, Request, RolloutKey
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,19 @@ class Plan:
         judged = [judge(group, step.step, self.staleness) for group in step.groups]
         return self.batch(step.step, tuple(group for group in judged if group), algorithm)
 
+    def keys(self, ticket: int) -> list[RolloutKey]:
+        """Those of its rollouts."""
+        return [RolloutKey(ticket, i, adapter=self.adapter) for i in range(self.rollout.group_size)]
+
     def names(self, ticket: int) -> list[str]:
         """Of its requests."""
-        return [name_of(self.adapter, ticket, i) for i in range(self.rollout.group_size)]
+        return [str(key) for key in self.keys(ticket)]
 
     def requests(self, ticket: int, prompt: Prompt) -> list[Request]:
         """The same ones whenever, and in whichever process, they are made."""
         return [
-            self.rollout.request(name, prompt, seed_of(self.seed, "rollout", ticket, i), ticket, self.adapter)
-            for i, name in enumerate(self.names(ticket))
+            self.rollout.request(
+                str(key), prompt, seed_of(self.seed, "rollout", ticket, key.index), ticket, self.adapter
+            )
+            for key in self.keys(ticket)
         ]

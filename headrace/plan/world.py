@@ -11,7 +11,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from headrace.algo.groups import algorithm_of
+from headrace.algo.advantage.groups import algorithm_of
 from headrace.durable.journal import Journal
 from headrace.durable.passes import PassLog
 from headrace.observe.health.waits import Waits

@@ -38,9 +38,8 @@ from headrace.orchestration.store.snapshots import ControllerState
 from headrace.protocols import Task
 from headrace.rollouts.buffer import Buffer
 from headrace.rollouts.partial import Interrupts, joined
-from headrace.rollouts.rollout import ticket_of
 from headrace.steps import Finished, StepOutput, Transcript, write_down
-from headrace.types import Completion, Request
+from headrace.types import Completion, Request, RolloutKey
 
 
 @dataclass(frozen=True)
@@ -253,8 +252,8 @@ def _begun(past: Past, requests: Mapping[str, Request], adapter: str) -> dict[st
                 del since[end.request_id]
     for name, transcript in since.items():
         _keep(found, transcript, Finished(name, "interrupted"))
-    tickets = [ticket for name in others if (ticket := ticket_of(name, adapter)) is not None]
-    return None if tickets and max(tickets) >= past.resume.next_ticket else found
+    keys = [key for name in others if (key := RolloutKey.read(name)) and key.adapter == adapter]
+    return None if any(key.ticket >= past.resume.next_ticket for key in keys) else found
 
 
 def _passes(past: Past) -> Iterable[StepOutput]:

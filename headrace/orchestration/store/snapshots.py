@@ -16,8 +16,7 @@ from headrace.orchestration.store.checkpoints import Checkpoints
 from headrace.protocols import Task, Trainer
 from headrace.rollouts.buffer import Buffer, BufferState
 from headrace.rollouts.partial import Interrupts
-from headrace.rollouts.rollout import ticket_of
-from headrace.types import Completion, Struct
+from headrace.types import Completion, RolloutKey, Struct
 
 CONTROLLER = "controller.msgpack"
 
@@ -106,9 +105,13 @@ class Snapshots:
     def _state(self, step: int, seconds: float, parts: _Parts) -> ControllerState:
         buffer = parts.buffer.state()
         so_far = parts.interrupts.so_far()
-        begun = {name: one for name, one in so_far.items() if ticket_of(name, self._adapter) in buffer.in_flight}
+        begun = {name: one for name, one in so_far.items() if self._in_flight(name, buffer)}
         task, position = dict(parts.task.state()), parts.journal.position
         return ControllerState(step, seconds, task, buffer, begun, position, self._passes.number, self._scored_by)
+
+    def _in_flight(self, name: str, buffer: BufferState) -> bool:
+        key = RolloutKey.read(name)
+        return key is not None and key.adapter == self._adapter and key.ticket in buffer.in_flight
 
 
 def load_controller(checkpoint: Path) -> ControllerState:
