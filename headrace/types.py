@@ -92,11 +92,13 @@ class RolloutKey(Struct, frozen=True):
         """None for a request that is no rollout's: a probe's, or an evaluation's."""
         adapter, _, name = request_id.rpartition(":")
         ticket, _, place = name.partition("/")
-        numbers = [ticket[1:], *place.split(".")]
-        if ticket[:1] != "t" or len(numbers) > 3 or not all(one.isascii() and one.isdigit() for one in numbers):
+        index, _, turn = place.partition(".")
+        try:
+            key = cls(int(ticket[1:]), int(index), int(turn or 0), adapter)
+        except ValueError:
             return None
-        key = cls(*map(int, numbers), adapter=adapter)
-        return key if str(key) == request_id else None
+        right = str(key) == request_id and min(key.ticket, key.index, key.turn) >= 0
+        return key if right else None  # `int` takes more than we write: "01", say
 
 
 class Request(Struct, frozen=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from headrace.algo.groups import Algorithm
+from headrace.algo.advantage.groups import Algorithm
 from headrace.algo.noise import NoiseWatch
 from headrace.durable.journal import Journal, JournalStep
 from headrace.observe.facts import WeightsLive

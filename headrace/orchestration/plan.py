@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headrace.algo.advantage.groups import Algorithm
-from headrace.algo.groups import Algorithm
 from headrace.durable.journal import JournalStep
 from headrace.rollouts.rollout import RolloutConfig, seed_of
 from headrace.rollouts.staleness import StalenessConfig, judge
