@@ -126,7 +126,9 @@ def export(
     from headrace.config import config_of_run, read_config
     from headrace.orchestration.runs import one_shot
 
-    return one_shot.export(read_config(config_of_run(Path(run))), Path(run), Path(to), dtype, merge, step)
+    return one_shot.export(
+        read_config(config_of_run(Path(run))), Path(run), to=Path(to), dtype=dtype, merge=merge, step=step
+    )
 
 
 def __getattr__(name: str) -> Any:

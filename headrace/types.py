@@ -327,6 +327,8 @@ class Batch(Struct, frozen=True):
     skippable: bool = True
     """Whether it is skipped where everything in it is rejected. Of a step that is done again the journal says whether it was: before
     2026-11-22 none was."""
+    steps: int = 0
+    """Optimizer steps of the run as they are planned now, which the learning rate goes by; 0: `train.steps`."""
 
     @property
     def rows(self) -> list[Row]:

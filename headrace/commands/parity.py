@@ -123,15 +123,15 @@ def _told(published: _Published, engine: EngineCore, sampling: str, rows: Sequen
         stripped = [msgspec.structs.replace(row, **dict.fromkeys(dropped)) for row in rows]
         differences = _differences(rows, published.rescore(stripped))
         yield Difference(
-            published.dtype,
-            engine.capabilities.path,
-            sampling,
-            said,
-            not dropped,
-            len(differences),
-            sum(differences) / len(differences),
-            differences[int(0.99 * (len(differences) - 1))],
-            differences[-1],
+            dtype=published.dtype,
+            path=engine.capabilities.path,
+            sampling=sampling,
+            replayed=said,
+            judged=not dropped,
+            tokens=len(differences),
+            mean=sum(differences) / len(differences),
+            p99=differences[int(0.99 * (len(differences) - 1))],
+            largest=differences[-1],
         )
 
 
@@ -162,7 +162,14 @@ class _Published:
 
     def __enter__(self) -> _Published:
         train, algo = dataclasses.asdict(TrainConfig(dtype=self.dtype)), dataclasses.asdict(AlgoConfig())
-        start = TrainerStart(str(self.model_dir), train, algo, 0, self.dtype, self.routed)
+        start = TrainerStart(
+            model_dir=str(self.model_dir),
+            train=train,
+            algo=algo,
+            seed=0,
+            serving_dtype=self.dtype,
+            keep_routing=self.routed,
+        )
         self._trainer, sender, self._manifests = build_trainer_core(start, self._fd)
         self._update = sender.send(0, self._trainer.parameters())
         return self
@@ -224,12 +231,12 @@ def _row(request: Request, completion: Completion) -> Row:
     if not count:
         raise ConfigError(f"the engine sampled nothing: {completion.stop} {completion.error}".rstrip())
     return Row(
-        request.prompt,
-        completion.tokens,
-        completion.logprobs,
-        (0.0,) * count,
-        (True,) * count,
-        (0,) * count,
+        prompt=request.prompt,
+        tokens=completion.tokens,
+        logprobs=completion.logprobs,
+        advantages=(0.0,) * count,
+        mask=(True,) * count,
+        versions=(0,) * count,
         sampling_mask=completion.mask,
         routing=completion.routing,
     )

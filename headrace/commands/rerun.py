@@ -113,7 +113,7 @@ async def _stages(course: Course) -> AsyncGenerator[Stage, None]:
                 algorithm = algorithm_of(config.algo, config.rollout.max_tokens, reward_weights(config))
                 for journaled in islice(steps, end - at):
                     batch = plan.batch_again(journaled, algorithm)
-                    batch = replace(batch, skippable=bool(journaled.report.skipped))
+                    batch = replace(batch, skippable=bool(journaled.report.skipped), steps=journaled.steps)
                     yield Stage(trainer, config, journaled, batch)
                 at, restore = end, Path(scratch) / f"after-{end}"
                 if end < course.last:  # the next settings go on from here

@@ -181,7 +181,14 @@ class SimulatedEngineProcess(Process):
         kvs = tuple(row.kv for row in rows)
         logprobs = tuple(-token / 100 for token in tokens)
         return StepOutput(
-            self._version, names, tuple(tokens), logprobs, kvs, tuple(ended), scores=tuple(scores), mixed=self._mixed
+            version=self._version,
+            request_ids=names,
+            tokens=tuple(tokens),
+            logprobs=logprobs,
+            kv_versions=kvs,
+            finished=tuple(ended),
+            scores=tuple(scores),
+            mixed=self._mixed,
         )
 
     def _admit(self, ended: list[Finished], scores: list[PromptScores]) -> None:

@@ -104,7 +104,16 @@ class Life:
             saved = self._parts.snapshots.saved_step == pipeline.step
             books = self._buffer.accounting(in_checkpoint=saved)
             with suppress(HeadraceError):
-                self._recorder.record(RunEnded(self._clock(), reason, pipeline.step, books, 0.0, 0.0))
+                self._recorder.record(
+                    RunEnded(
+                        t=self._clock(),
+                        reason=reason,
+                        step=pipeline.step,
+                        accounting=books,
+                        engine_idle=0.0,
+                        trainer_idle=0.0,
+                    )
+                )
         if not self._disk.dead:
             self._left_behind(saved, pipeline.step)
         self.finished = reason == "finished"
@@ -124,7 +133,14 @@ class Life:
         checkpoint, past = self._behind() if self._number else (None, None)
         self._clock = run_clock(past.seconds if past else 0.0)
         self._recorder = Recorder(directory, (), past.resume if past else None, waits=True)
-        self._storage = Storage(directory, self._recorder, self._checkpoints, True, checkpoint, past)
+        self._storage = Storage(
+            run_dir=directory,
+            recorder=self._recorder,
+            checkpoints=self._checkpoints,
+            flush=True,
+            checkpoint=checkpoint,
+            past=past,
+        )
         self._buffer = WatchedBuffer(case.staleness, case.steps * case.groups)
         self._referee = Referee(case, self._storage, self._buffer, self._ledger, self._disk)
         self._waits = Waits(self._referee.record, self._clock, PATIENCE / 2, PATIENCE)
@@ -159,21 +175,28 @@ class Life:
                 await self.worker.start("engine", [], [])
 
         checkpoint = self._storage.checkpoint
-        start = TrainerStart("", {}, {}, 0, "", False, {"": str(checkpoint)} if checkpoint else {})
+        start = TrainerStart(
+            model_dir="",
+            train={},
+            algo={},
+            seed=0,
+            serving_dtype="",
+            keep_routing=False,
+            restore={"": str(checkpoint)} if checkpoint else {},
+        )
         trainer = ProcessTrainer(start, [], -1, Path("simulated.log"))
         trainer.worker = SimulatedWorker("trainer", trainer_process, chance)
         max_deaths = chance.random.choice([0, 1, 3])
         if any(one.kind == "engine_lost" and one.life == self._number for one in self._case.faults):
             max_deaths = 0
-        return trainer, Engine([], -1, Path("simulated.log"), max_deaths, self._referee, self._clock)
+        return trainer, Engine(
+            [], -1, Path("simulated.log"), max_deaths=max_deaths, observer=self._referee, clock=self._clock
+        )
 
     def _join(self, trainer: ProcessTrainer, engine: ProcessEngine) -> Pipeline:
         case, clock, referee, storage = self._case, self._clock, self._referee, self._storage
         rollout = RolloutConfig(group_size=case.group_size, max_tokens=MAX_TOKENS, patience=1000)
-        every = case.checkpoint_every, case.evaluate_every
-        never = WatchConfig(failed_pause=1.0, outages=1000)  # what fails here was made to fail
-        plan = Plan(case.steps, case.staleness, rollout, case.seed, 1000, *every, watch=never)
-        self._plan = plan
+        plan = self._plan = self._plan_of(rollout)
         task: Task = SimulatedTask(fixed(3), case.seed)
         telemetry = Telemetry(referee.record, clock, self._waits)
         self._standing = stand(
@@ -211,6 +234,18 @@ class Life:
         referee.saved_step = lambda: self._parts.snapshots.saved_step
         return Pipeline(self._parts, plan, self._standing.step, told_of(storage.recorder.state))
 
+    def _plan_of(self, rollout: RolloutConfig) -> Plan:
+        return Plan(
+            steps=self._case.steps,
+            staleness=self._case.staleness,
+            rollout=rollout,
+            seed=self._case.seed,
+            max_skipped_steps=1000,
+            checkpoint_every=self._case.checkpoint_every,
+            evaluate_every=self._case.evaluate_every,
+            watch=WatchConfig(failed_pause=1.0, outages=1000),  # what fails here was made to fail
+        )
+
     def _told(self, output: bytes) -> None:
         if not self._disk.dead:
             self._ledger.told(output)
@@ -220,8 +255,8 @@ class Life:
         books = Books(buffer.accounting(), tuple(buffer.in_flight), buffer.ready)
         slots, bound = case.staleness.generating, case.staleness.lag_bound
         return RunStarted(
-            self._clock(), "simulated", "", case.seed, case.steps, case.groups, case.group_size, slots, case.window,
-            bound, {}, step, books,
+            t=self._clock(), name="simulated", headline="", seed=case.seed, steps=case.steps, groups_per_step=case.groups, group_size=case.group_size, slots=slots, window=case.window,
+            max_lag=bound, where={}, resumed_at=step, books=books,
         )  # fmt: skip
 
     def _misfortunes(self, pipeline: Pipeline, engine: ProcessEngine) -> None:

@@ -60,7 +60,9 @@ class SimulatedTrainerProcess(Process):
                 await asyncio.sleep(self.chance.seconds(0.1))
                 slot = self._version % 2
                 self._memory[slot] = self._weights
-                return WeightUpdate(self._version, "full", self._weights, slot, 0, 0.0)
+                return WeightUpdate(
+                    version=self._version, kind="full", fingerprint=self._weights, slot=slot, nbytes=0, seconds=0.0
+                )
             case "score":
                 tokens, _ = unpack(frame.payload, tuple[list[int], str])
                 return list(opinion(self._weights, len(tokens) - 1))

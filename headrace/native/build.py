@@ -13,8 +13,8 @@ from pathlib import Path
 
 SHARED = Path(__file__).parent / "src"
 COMPILERS = ("c++", "g++", "clang++")
-SECONDS = 300
-"""Enough for a machine that is busy; about 5 are usual."""
+SECONDS = 1800
+"""Enough for a machine that is slow and busy; about 5 are usual."""
 
 
 @dataclass(frozen=True)

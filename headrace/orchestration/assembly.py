@@ -17,6 +17,7 @@ from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.loops.evaluation import Evaluator
 from headrace.orchestration.loops.identity import IdentityProbe
 from headrace.orchestration.loops.ledger import Ledger
+from headrace.orchestration.loops.minutes import Minutes
 from headrace.orchestration.loops.parts import Parts
 from headrace.orchestration.loops.turns import Turns
 from headrace.orchestration.plan import Plan
@@ -80,6 +81,7 @@ def assemble(
     probe: IdentityProbe,
     turns: Turns | None = None,
     noise: NoiseWatch | None = None,
+    minutes: Minutes | None = None,
     sentinels: Sequence[Callable[[], Awaitable[None]]] = (),
 ) -> Parts:
     """`scorer`: of what is trained on; `evaluated_by`: of the held-out prompts, without penalties and teachers' traces."""
@@ -110,6 +112,7 @@ def assemble(
         ),
         turns=turns or Turns(),
         noise=noise or NoiseWatch(),
+        minutes=minutes or Minutes(),
         sentinels=sentinels,
     )
 

@@ -26,8 +26,10 @@ from headrace.observe.health.waits import Waits
 from headrace.observe.machine import machine_mark
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.assembly import Standing, assemble, go_live, stand
+from headrace.orchestration.choosing import allowance_of
 from headrace.orchestration.handed import Handed
 from headrace.orchestration.loops.identity import PROBE, TOLERANCE, IdentityProbe
+from headrace.orchestration.loops.minutes import Minutes
 from headrace.orchestration.loops.parts import Parts, told_of
 from headrace.orchestration.loops.pipeline import Pipeline
 from headrace.orchestration.loops.utilisation import Utilisation
@@ -84,21 +86,22 @@ class Built:
         config, buffer = self.config, self.parts.buffer
         books = Books(buffer.accounting(), tuple(buffer.in_flight), buffer.ready)
         return RunStarted(
-            self.clock(),
-            config.name,
-            headline(config),
-            config.seed,
-            config.train.steps,
-            config.staleness.groups_per_step,
-            config.rollout.group_size,
-            config.staleness.generating,
-            config.staleness.window,
-            config.staleness.lag_bound,
-            where(config, self.pools.engine.capabilities.path),
-            step,
-            books,
-            machine_mark(config.train.cores),
-            config.rollout.max_tokens,
+            t=self.clock(),
+            name=config.name,
+            headline=headline(config),
+            seed=config.seed,
+            steps=config.train.steps,
+            groups_per_step=config.staleness.groups_per_step,
+            group_size=config.rollout.group_size,
+            slots=config.staleness.generating,
+            window=config.staleness.window,
+            max_lag=config.staleness.lag_bound,
+            where=where(config, self.pools.engine.capabilities.path),
+            resumed_at=step,
+            books=books,
+            machine=machine_mark(config.train.cores, config.train.threads),
+            max_tokens=config.rollout.max_tokens,
+            chosen=config.chosen.why,
         )
 
     async def go_live(self) -> None:
@@ -131,10 +134,12 @@ async def prepare(config: RunConfig, model_dir: Path, encoder: ChatEncoder, hand
     task = await asyncio.to_thread(build_task, config.task, encoder, config.seed, handed.rows)
     scorer = await asyncio.to_thread(build_scorer, config, handed.rewards, logs / "scorer.log")
     answer, size = config.task.answer, config.rollout.group_size
-    await try_in_loop(handed.rewards, scorer, task, answer, size, encoder.encode_completion)
+    await try_in_loop(
+        handed.rewards, scorer, task=task, answer=answer, group_size=size, encode=encoder.encode_completion
+    )
     lessons = await plan_lessons(config, model_dir, encoder, handed.rows)
     prompts = await asyncio.to_thread(task.held_out, config.eval.prompts)
-    return Prepared(model_dir, encoder, task, scorer, prompts, lessons)
+    return Prepared(model_dir=model_dir, encoder=encoder, task=task, scorer=scorer, prompts=prompts, lessons=lessons)
 
 
 async def build(
@@ -154,9 +159,13 @@ async def build(
         undo.push_async_callback(prepared.scorer.close)
         adapter = config.lora.served_name
         restore = {adapter: storage.checkpoint} if storage.checkpoint else {}
-        pools = await open_pools(config, prepared.model_dir, logs, observer, waits, clock, restore)
+        pools = await open_pools(
+            config, prepared.model_dir, logs=logs, observer=observer, waits=waits, clock=clock, restore=restore
+        )
         undo.push_async_callback(pools.close)
-        begin = await join(config, prepared, pools, adapter, logs, storage, waits, clock)
+        begin = await join(
+            config, prepared, pools=pools, adapter=adapter, logs=logs, storage=storage, waits=waits, clock=clock
+        )
         built = begin()
         undo.pop_all()
     return built
@@ -179,8 +188,17 @@ async def join(
         raise ConfigError(
             "this engine cannot end completions at strings (the model has no tokenizer it can use); remove rollout.stop"
         )
-    student = Student(prepared.model_dir, pools.trainer, pools.engine, bool(adapter), pools.shadow, pools.weights_fd)
-    pools.teaching = await open_teaching(config, prepared.lessons, student, logs, storage.recorder, waits, clock)
+    student = Student(
+        model_dir=prepared.model_dir,
+        trainer=pools.trainer,
+        engine=pools.engine,
+        serves_base=bool(adapter),
+        shadow=pools.shadow,
+        weights_fd=pools.weights_fd,
+    )
+    pools.teaching = await open_teaching(
+        config, prepared.lessons, student=student, logs=logs, observer=storage.recorder, waits=waits, clock=clock
+    )
     telemetry = Telemetry(storage.recorder.record, clock, waits)
     standing = stand(
         plan=plan_of(config, adapter),
@@ -194,7 +212,15 @@ async def join(
     def begin() -> Built:
         storage.begin(standing.outlived)
         pools.engine.listen(storage.passes.write)
-        return _built(config, prepared, pools, adapter, storage, standing, telemetry)
+        return _built(
+            config,
+            prepared,
+            pools=pools,
+            adapter=adapter,
+            storage=storage,
+            standing=standing,
+            telemetry=telemetry,
+        )
 
     return begin
 
@@ -228,9 +254,9 @@ def _built(
         algorithm=algorithm_of(config.algo, config.rollout.max_tokens, reward_weights(config)),
         decode=encoder.decode,
         snapshots=Snapshots(
-            storage.checkpoints,
-            storage.passes,
-            telemetry,
+            checkpoints=storage.checkpoints,
+            passes=storage.passes,
+            telemetry=telemetry,
             adapter=adapter,
             saved_step=storage.saved_step,
             scored_by=mark,
@@ -244,26 +270,35 @@ def _built(
         ),
         turns=pools.turns,
         noise=NoiseWatch(config.algo),
+        minutes=Minutes(allowance_of(config), storage.keep_steps, telemetry.record, telemetry.clock),
         sentinels=(pools.teaching.watch,),
     )
     pipeline = Pipeline(parts, plan, standing.step, told_of(storage.recorder.state))
-    utilisation = Utilisation(pools.engine, pools.turns, telemetry)
-    outdated = past.outdated(mark) if past else ()
-    return Built(pools, parts, pipeline, standing.redo, outdated, utilisation, telemetry.clock, config, adapter)
+    return Built(
+        pools=pools,
+        parts=parts,
+        pipeline=pipeline,
+        redo=standing.redo,
+        outdated=past.outdated(mark) if past else (),
+        utilisation=Utilisation(pools.engine, pools.turns, telemetry),
+        clock=telemetry.clock,
+        config=config,
+        adapter=adapter,
+    )
 
 
 def plan_of(config: RunConfig, adapter: str) -> Plan:
     return Plan(
-        config.train.steps,
-        config.staleness,
-        config.rollout,
-        config.seed,
-        config.train.max_skipped_steps,
-        config.checkpoint.every,
-        config.eval.every,
-        adapter,
-        config.watch,
-        config.checkpoint.patience,
+        steps=config.train.steps,
+        staleness=config.staleness,
+        rollout=config.rollout,
+        seed=config.seed,
+        max_skipped_steps=config.train.max_skipped_steps,
+        checkpoint_every=config.checkpoint.every,
+        evaluate_every=config.eval.every,
+        adapter=adapter,
+        watch=config.watch,
+        save_patience=config.checkpoint.patience,
     )
 
 

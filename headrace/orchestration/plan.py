@@ -32,7 +32,7 @@ class Plan:
 
     def batch(self, step: int, judged: tuple[Group, ...], algorithm: Algorithm) -> Batch:
         """What the trainer is given for `step`. `judged`: as `Buffer.take` returns them, in the order in which they were taken."""
-        return Batch(step, algorithm.assemble(judged), self.rollout.temperature, self.adapter)
+        return Batch(step, algorithm.assemble(judged), self.rollout.temperature, self.adapter, steps=self.steps)
 
     def batch_again(self, step: JournalStep, algorithm: Algorithm) -> Batch:
         """The same batch, made of what the journal holds: groups as they were finished, before anything of them was trimmed."""

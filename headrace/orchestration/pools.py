@@ -89,7 +89,12 @@ async def open_pools(
         undo.callback(os.close, weights_fd)
         start = trainer_start(config, model_dir, restore)
         engine = ProcessEngine(
-            config.engine.cores, weights_fd, logs / "engine.log", config.engine.max_deaths, observer, clock
+            cores=config.engine.cores,
+            weights_fd=weights_fd,
+            log=logs / "engine.log",
+            max_deaths=config.engine.max_deaths,
+            observer=observer,
+            clock=clock,
         )
         undo.push_async_callback(engine.close)
         await engine.launch()
@@ -107,15 +112,15 @@ async def open_pools(
 def trainer_start(config: RunConfig, model_dir: Path, restore: Mapping[str, Path]) -> TrainerStart:
     """`restore`: as in `open_pools`."""
     return TrainerStart(
-        str(model_dir),
-        dataclasses.asdict(config.train),
-        algo_settings(config),
-        config.seed,
-        config.engine.serving_dtype,
-        config.rollout.keep_routing,
-        {name: str(checkpoint) for name, checkpoint in restore.items()},
-        shadow_of(config),
-        {name: _assignment(run) for name, run in trained_in(config).items() if run.lora.rank},
+        model_dir=str(model_dir),
+        train=dataclasses.asdict(config.train),
+        algo=algo_settings(config),
+        seed=config.seed,
+        serving_dtype=config.engine.serving_dtype,
+        keep_routing=config.rollout.keep_routing,
+        restore={name: str(checkpoint) for name, checkpoint in restore.items()},
+        shadow=shadow_of(config),
+        adapters={name: _assignment(run) for name, run in trained_in(config).items() if run.lora.rank},
     )
 
 

@@ -149,7 +149,15 @@ class Classroom:
     async def open(self, who: str, model_dir: Path, config: EngineConfig, manifest: Manifest | None) -> ProcessEngine:
         """With a manifest, weights will be loaded from the trainer's memory; without, those in the directory are live now."""
         log = self._logs / f"{who.replace(' ', '-')}.log"
-        engine = ProcessEngine(config.cores, self._weights_fd, log, config.max_deaths, self._observer, self._clock, who)
+        engine = ProcessEngine(
+            cores=config.cores,
+            weights_fd=self._weights_fd,
+            log=log,
+            max_deaths=config.max_deaths,
+            observer=self._observer,
+            clock=self._clock,
+            who=who,
+        )
         self.engines.append(engine)
         async with self._waits.named("start", f"the {who}"):
             await engine.launch()
@@ -287,13 +295,13 @@ async def open_teaching(
         undo.pop_all()
     top = config.algo.teacher_top
     return Teaching(
-        classroom,
-        [_teacher(lesson, engine, top) for lesson, engine in pairs if lesson.config.mode == "tokens"],
-        [_text_teacher(lesson, engine, config.task) for lesson, engine in pairs if lesson.config.mode == "text"],
-        reference,
-        self_teaching,
-        waits,
-        lambda message: observer.record(Warned(clock(), message)),
+        classroom=classroom,
+        teachers=[_teacher(lesson, engine, top) for lesson, engine in pairs if lesson.config.mode == "tokens"],
+        texts=[_text_teacher(lesson, engine, config.task) for lesson, engine in pairs if lesson.config.mode == "text"],
+        reference=reference,
+        self_teaching=self_teaching,
+        waits=waits,
+        warn=lambda message: observer.record(Warned(clock(), message)),
     )
 
 
@@ -336,12 +344,12 @@ def _text_teacher(lesson: Lesson, engine: Engine, task: TaskConfig) -> TextTeach
         return encoder.encode_messages(messages_of(prompt, task.prompt, system))[1]
 
     return TextTeacher(
-        config.name,
-        engine,
-        lambda prompt: config.takes(prompt.columns),
-        config.weight,
-        encode_prompt,
-        encoder.encode_completion,
+        name=config.name,
+        engine=engine,
+        takes=lambda prompt: config.takes(prompt.columns),
+        weight=config.weight,
+        encode_prompt=encode_prompt,
+        encode_completion=encoder.encode_completion,
     )
 
 

@@ -47,7 +47,14 @@ class World:
         shared = Shared(rates.engine_slowed, rates.trainer_slowed)
         lengths = Lengths(scenario.completions, scenario.rollout.max_tokens)
         engines = [
-            SimulatedEngine(rates.engine, lengths, shared, grain, scenario.mean_completion, scenario.recompute)
+            SimulatedEngine(
+                rates=rates.engine,
+                length=lengths,
+                shared=shared,
+                grain=grain,
+                expected=scenario.mean_completion,
+                recompute=scenario.recompute,
+            )
             for _ in range(scenario.replicas)
         ]
         self.pool = Replicas(engines)
@@ -55,7 +62,12 @@ class World:
         self.trainer: Trainer = SimulatedTrainer(rates.trainer, shared, grain)
         self.task: Task = SimulatedTask(scenario.prompts, seed)
         self.scorer: Scorer = SimulatedScorer(
-            scenario.latency, scenario.workers, seed, scenario.contrast, scenario.solved, rates.overhead
+            latency=scenario.latency,
+            workers=scenario.workers,
+            seed=seed,
+            contrast=scenario.contrast,
+            solved=scenario.solved,
+            overhead=rates.overhead,
         )
         self.buffer = Buffer(scenario.staleness, scenario.steps * scenario.staleness.groups_per_step)
         self.stop_after, self.checkpoint_every = NEVER, 0

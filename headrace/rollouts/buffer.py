@@ -134,6 +134,11 @@ class Buffer:
         self._trained_not_live = {ticket: made for ticket, made in self._trained_not_live.items() if made > version}
         self._notify()
 
+    def want(self, groups: int) -> None:
+        """So many groups are trained by the whole run, and not as many as was said before."""
+        self._wanted = groups
+        self._notify()
+
     def close(self) -> None:
         """Ends the run: `draw` and `take` return None from now on."""
         self._closed = True

@@ -56,7 +56,15 @@ class FakeTrainer:
         await asyncio.sleep(self.publish_seconds)
         version, spec = self.versions.get(adapter, 0), AdapterSpec(adapter, 1, 1.0) if adapter else None
         kind: Literal["adapter", "full"] = "adapter" if adapter else "full"
-        return WeightUpdate(version, kind, f"fake-{version}", version % 2, 0, self.publish_seconds, spec)
+        return WeightUpdate(
+            version=version,
+            kind=kind,
+            fingerprint=f"fake-{version}",
+            slot=version % 2,
+            nbytes=0,
+            seconds=self.publish_seconds,
+            adapter=spec,
+        )
 
     async def score(self, tokens: Sequence[int], adapter: str = "") -> list[float]:
         return [-1.0] * (len(tokens) - 1)

@@ -113,7 +113,13 @@ class SharedMemorySender:
             slots.views[slot][name].copy_(tensor)
         mark, seconds = slots.fingerprint(slot), time.perf_counter() - started
         return WeightUpdate(
-            version, "adapter" if adapter else "full", mark, slot, slots.nbytes, seconds, adapter=adapter
+            version=version,
+            kind="adapter" if adapter else "full",
+            fingerprint=mark,
+            slot=slot,
+            nbytes=slots.nbytes,
+            seconds=seconds,
+            adapter=adapter,
         )
 
 

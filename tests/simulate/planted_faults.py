@@ -123,7 +123,7 @@ OF_PIPELINE = (
     ),
     _one(
         "no_last_checkpoint", PIPELINE, "C7", "a run that has finished writes no checkpoint",
-        "        if self.step >= plan.steps:\n            await", "        if self.step > plan.steps:\n            await",
+        "        if self.step >= self._plan.steps:\n            await", "        if self.step > self._plan.steps:\n            await",
     ),
     _one(
         "judged_a_step_late", PIPELINE, "C1", "a group's age is looked at as if it were trained one step earlier",
@@ -173,7 +173,7 @@ OF_LEDGER = (
     ),
     _one(
         "step_not_flushed", LEDGER, "C7", "a step is in the journal, and the journal not on the disk",
-        "for group in groups)), flush=True)", "for group in groups)))",
+        "batch.steps), flush=True)", "batch.steps))",
     ),
     _one(
         "skipped_is_trained", BUFFER, "C2", "groups of a skipped step are counted as trained, in a run and when it goes on",
@@ -314,7 +314,7 @@ OF_SNAPSHOTS = (
     ),
     _one(
         "pass_number_off_by_one", SNAPSHOTS, "C7", "a checkpoint skips the first pass behind it",
-        "position, self._passes.number, self._scored_by", "position, self._passes.number + 1, self._scored_by",
+        "=self._passes.number,", "=self._passes.number + 1,",
     ),
     _one(
         "not_flushed_before", SNAPSHOTS, "C7", "a checkpoint is on the disk before the records that it counts",

@@ -60,7 +60,15 @@ class Core:
         )
         ends = np.isin(np.arange(model.vocabulary), list(model.ends))
         planner = Planner(config.max_running, config.prefill_chunk, config.exact, config.routing)
-        self._step = Stepper(self._runner, self._schedule, planner, self._served, self._forks, routing, ends)
+        self._step = Stepper(
+            runner=self._runner,
+            schedule=self._schedule,
+            planner=planner,
+            served=self._served,
+            forks=self._forks,
+            routing=routing,
+            ends=ends,
+        )
         self._ended: list[Finished] = []
         """Ends that the next step tells."""
         self._paused = False

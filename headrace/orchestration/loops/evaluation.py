@@ -11,7 +11,7 @@ from typing import Literal
 
 from headrace.observe.facts import Evaluated
 from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.loops.outcomes import Firsts
+from headrace.orchestration.loops.outcomes import Firsts, FirstTexts
 from headrace.protocols import Scorer
 from headrace.rollouts.rollout import Decode, Generate, RolloutConfig, roll_out, seed_of
 from headrace.settings.process_config import EvalConfig
@@ -35,6 +35,7 @@ class Evaluator:
         self._prompts, self._config, self._rollout = prompts, config, rollout
         self._decode, self._adapter = decode, adapter
         self._firsts = Firsts(telemetry.record, telemetry.clock, held_out=True)
+        self._texts = FirstTexts(telemetry.record, telemetry.clock)
         self._numbers = itertools.count()
         """Of the measurements: two may be under way at once."""
 
@@ -51,18 +52,18 @@ class Evaluator:
         means = [_mean([one.reward for one in group if isinstance(one, Scored)]) for group in results]
         kept = [mean for mean in means if not math.isnan(mean)]
         fact = Evaluated(
-            clock(),
-            phase,
-            step,
-            len(kept),
-            _mean(kept),
-            _standard_error(kept),
-            _mean([len(one.episode.last.tokens) for one in scored]),
-            dict(Counter(one.reason for one in failures)),
-            clock() - started,
-            len(self._prompts),
-            dict(Counter(one.kind for one in failures)),
-            sum(one.episode.last.stop == "length" for one in scored),
+            t=clock(),
+            phase=phase,
+            step=step,
+            prompts=len(kept),
+            reward_mean=_mean(kept),
+            reward_sem=_standard_error(kept),
+            length_mean=_mean([len(one.episode.last.tokens) for one in scored]),
+            failures=dict(Counter(one.reason for one in failures)),
+            seconds=clock() - started,
+            asked=len(self._prompts),
+            kinds=dict(Counter(one.kind for one in failures)),
+            truncated=sum(one.episode.last.stop == "length" for one in scored),
         )
         self._telemetry.record(fact)
         return fact
@@ -79,6 +80,7 @@ class Evaluator:
         async with self._telemetry.waits.named("evaluation", "the engine"):
             rolled = await roll_out(self._generate, prompt, requests, self._decode)
         episodes = [one for one in rolled if isinstance(one, Episode)]
+        self._texts.tell(prompt, episodes)
         found: list[Scored | Failure] = [one for one in rolled if isinstance(one, Failure)]
         if episodes:
             async with self._telemetry.waits.named("evaluation", "the scorer"):

@@ -54,8 +54,16 @@ class IdentityProbe:
         differences = [abs(a - b) for a, b in zip(found, expected, strict=True)]
         mean = sum(differences) / len(differences)
         ok = mean <= self._tolerance  # False for NaN too
-        checked = IdentityChecked(self._telemetry.clock(), version, mean, max(differences), self._tolerance, ok)
-        self._telemetry.record(checked)
+        self._telemetry.record(
+            IdentityChecked(
+                t=self._telemetry.clock(),
+                version=version,
+                mean_abs_diff=mean,
+                max_abs_diff=max(differences),
+                tolerance=self._tolerance,
+                ok=ok,
+            )
+        )
         if not ok:
             raise IdentityError(
                 f"at version {version} the engine's log-probs of the probe differ from the trainer's by {mean:.3g} on average "

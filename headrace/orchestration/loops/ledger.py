@@ -21,7 +21,7 @@ from headrace.orchestration.loops.outcomes import Outcome, Rolled, rolled_of, st
 from headrace.reports import TrainReport
 from headrace.rollouts.buffer import Buffer
 from headrace.rollouts.partial import Delivery
-from headrace.types import Group, Prompt
+from headrace.types import Batch, Group, Prompt
 from headrace.weights import WeightUpdate
 
 
@@ -46,9 +46,11 @@ class Ledger:
         self._enter(Gone(self._clock(), rolled.ticket, outcome, reason, reasons))
         return self._ended(rolled, outcome, reason)
 
-    def trained(self, report: TrainReport, groups: tuple[Group, ...], drawn: float, waited: float) -> None:
+    def trained(self, report: TrainReport, batch: Batch, drawn: float, waited: float) -> None:
         """An optimizer step, also a skipped one. `drawn` and `waited`: see `step_fact`. Returns with the journal on the disk."""
-        self._enter(Stepped(self._clock(), report, tuple(group.ticket for group in groups)), flush=True)
+        groups = batch.groups
+        tickets = tuple(group.ticket for group in groups)
+        self._enter(Stepped(self._clock(), report, tickets, batch.steps), flush=True)
         if not report.skipped:
             self._record(step_fact(self._clock(), report, groups, drawn, waited))
             return

@@ -14,6 +14,7 @@ from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.loops.evaluation import Evaluator
 from headrace.orchestration.loops.identity import IdentityProbe
 from headrace.orchestration.loops.ledger import Ledger
+from headrace.orchestration.loops.minutes import Minutes
 from headrace.orchestration.loops.turns import Turns
 from headrace.orchestration.store.snapshots import Snapshots
 from headrace.protocols import Engine, Scorer, Task, Trainer
@@ -44,6 +45,8 @@ class Parts:
     turns: Turns = field(default_factory=Turns)
     """At the trainer, where several pipelines share it."""
     noise: NoiseWatch = field(default_factory=NoiseWatch)
+    minutes: Minutes = field(default_factory=Minutes)
+    """Those that the run may take."""
     sentinels: Sequence[Callable[[], Awaitable[None]]] = ()
     """Each raises what ends something beside engine and trainer that the run cannot do without: a teacher, say."""
 

@@ -23,6 +23,7 @@ anywhere goes on from the newest checkpoint by doing the journaled steps again (
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
@@ -48,6 +49,12 @@ _REMEDIES = {
 }
 _OTHERWISE = "Lower train.learning_rate or train.max_grad_norm, or look at the rewards of these groups in the report"
 """Of the other reasons why a step is skipped."""
+
+_OUTDATED = (
+    "finished groups of the checkpoint are dropped (settings_changed): algorithm, rewards or teachers are not those that their rows "
+    "were made by"
+)
+_GONE = "of which the metrics have none; those weights are gone, so"
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -79,19 +86,10 @@ class Pipeline:
     async def redo(self, steps: Sequence[JournalStep]) -> None:
         """Steps that were done after the checkpoint, by a process that was killed."""
         for step in steps:
-            batch = replace(self._plan.batch_again(step, self._parts.algorithm), skippable=bool(step.report.skipped))
+            batch = self._plan.batch_again(step, self._parts.algorithm)
+            batch = replace(batch, skippable=bool(step.report.skipped), steps=step.steps)
             report = await self._busy("step, again", self._parts.trainer.step, batch)
-            if bool(report.skipped) != bool(step.report.skipped):
-                raise CheckpointError(
-                    f"step {step.step} was done again from the journal and was {report.skipped or 'not skipped'}, where it had been "
-                    f"{step.report.skipped or 'not skipped'}: this machine does not compute what that one did. Move journal.jsonl away "
-                    "to go on from the checkpoint alone"
-                )
-            if difference := differs(report, step.report):
-                message = (
-                    f"step {step.step} was done again from the journal and came out otherwise ({difference}): rollouts that go "
-                    "on were begun under slightly different weights"
-                )
+            if message := unlike(step, report):
                 self._warn(message)
             if step.report.skipped:
                 continue
@@ -106,11 +104,7 @@ class Pipeline:
         groups = [group for group in self._parts.buffer.finished if group.ticket in tickets]
         if not groups:
             return
-        message = (
-            f"{len(groups)} finished groups of the checkpoint are dropped (settings_changed): algorithm, rewards or teachers are not "
-            "those that their rows were made by"
-        )
-        self._warn(message)
+        self._warn(f"{len(groups)} {_OUTDATED}")
         for group in groups:
             self._parts.ledger.ended(rolled_of(group), "dropped", "settings_changed")
 
@@ -173,20 +167,18 @@ class Pipeline:
             await self._whole(self._checkpoint())
         if due := _due(plan.evaluate_every, self._told.evaluated, self.step):
             if due < self.step:
-                message = (
-                    f"an evaluation was due at step {due}, of which the metrics have none; those weights are gone, so step {self.step} "
-                    "is measured instead"
-                )
-                self._warn(message)
+                self._warn(f"an evaluation was due at step {due}, {_GONE} step {self.step} is measured instead")
             self._evaluations.append(loops.create_task(self._parts.evaluator.measure("during", self.step)))
 
     async def _train(self, loops: asyncio.TaskGroup) -> None:
         parts, plan = self._parts, self._plan
         delivery: asyncio.Task[None] | None = None
-        while self.step < plan.steps:
+        parts.minutes.begin(self.step)
+        while self.step < self._plan.steps and parts.minutes.another(self.step):
             waited = self._clock()
             async with parts.telemetry.waits.named("trainer", f"{plan.staleness.groups_per_step} scored groups"):
-                groups = await parts.buffer.take(plan.staleness.groups_per_step, self._judge)
+                with parts.minutes.curfew(self.step, parts.buffer):
+                    groups = await parts.buffer.take(plan.staleness.groups_per_step, self._judge)
             if groups is None:
                 break
             report = await self._whole(self._step(groups, self._clock() - waited))
@@ -198,10 +190,20 @@ class Pipeline:
             delivery = await self._leaving.unless(self._publish(loops))
             if plan.checkpoint_every and self.step % plan.checkpoint_every == 0:
                 await self._whole(self._checkpoint())
+            self._replan(parts.minutes.stepped(self.step, report.seconds))
+        if self.step < self._plan.steps and not self.interrupted:
+            parts.minutes.over(self.step)
+            self._replan(self.step)
         if delivery:
             await self._leaving.unless(self._delivered(delivery, "the last version"))
-        if self.step >= plan.steps:
+        if self.step >= self._plan.steps:
             await self._save_result()
+
+    def _replan(self, steps: int | None) -> None:
+        """So many steps fit into `train.minutes`."""
+        if steps is not None:
+            self._plan = dataclasses.replace(self._plan, steps=steps)
+            self._parts.buffer.want(steps * self._plan.staleness.groups_per_step)
 
     async def _delivered(self, delivery: asyncio.Task[None], which: str) -> bool:
         async with self._parts.telemetry.waits.named("trainer", f"the swap in the engine (of {which})"):
@@ -221,7 +223,7 @@ class Pipeline:
         parts, batch = self._parts, self._plan.batch(self.step, groups, self._parts.algorithm)
         report = await self._busy("step", parts.trainer.step, batch)
         drawn = math.nan if report.skipped else self._rolling.mean_drawn(batch.groups)
-        parts.ledger.trained(report, batch.groups, drawn, waited)
+        parts.ledger.trained(report, batch, drawn, waited)
         for sentence in parts.noise.told(report):
             self._warn(sentence)
         if report.skipped:
@@ -275,7 +277,10 @@ class Pipeline:
 
     async def _checkpoint(self) -> str:
         """Why it could not be written; empty where it is on the disk."""
-        return await self._busy("checkpoint", self._parts.snapshots.save, self.step, self._parts)
+        began = self._clock()
+        failure = await self._busy("checkpoint", self._parts.snapshots.save, self.step, self._parts)
+        self._parts.minutes.measured(save=self._clock() - began)
+        return failure
 
     async def _busy(self, what: str, work: Callable[P, Awaitable[T]], *given: P.args, **named: P.kwargs) -> T:
         """Awaits the trainer's work under a named wait, when it is our turn, and counts its time as busy."""
@@ -292,6 +297,23 @@ def _due(every: int, done: int, step: int) -> int:
     """The last multiple of `every` up to `step`, where nothing was done at it or since (`done`: at which step last); else 0."""
     last = step // every * every if every else 0
     return last if last > done else 0
+
+
+def unlike(step: JournalStep, report: TrainReport) -> str:
+    """What came otherwise of a step that was done again; empty where nothing did. Raises CheckpointError where one of the two was
+    skipped."""
+    if bool(report.skipped) != bool(step.report.skipped):
+        raise CheckpointError(
+            f"step {step.step} was done again from the journal and was {report.skipped or 'not skipped'}, where it had been "
+            f"{step.report.skipped or 'not skipped'}: this machine does not compute what that one did. Move journal.jsonl away "
+            "to go on from the checkpoint alone"
+        )
+    if difference := differs(report, step.report):
+        return (
+            f"step {step.step} was done again from the journal and came out otherwise ({difference}): rollouts that go "
+            "on were begun under slightly different weights"
+        )
+    return ""
 
 
 def differs(report: TrainReport, before: TrainReport) -> str:

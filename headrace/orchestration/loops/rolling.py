@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from headrace.orchestration.loops.budgets import Budgets
-from headrace.orchestration.loops.outcomes import Rolled
+from headrace.orchestration.loops.outcomes import FirstTexts, Rolled
 from headrace.orchestration.loops.parts import Parts, Told
 from headrace.orchestration.plan import Plan
 from headrace.rollouts.rollout import roll_out
@@ -22,6 +22,7 @@ class Rolling:
         self._cancelled: dict[int, str] = {}
         """Why, by ticket."""
         self._budgets = Budgets(plan.watch, plan.rollout.patience, parts.telemetry.record, self._clock)
+        self._texts = FirstTexts(parts.telemetry.record, self._clock)
         self._rewards = list(told.rewards)
         """Of the groups that ended since the last step."""
         self._mean_drawn = told.reward_drawn
@@ -88,7 +89,9 @@ class Rolling:
             if ticket not in self._cancelled:
                 raise
             lost = sum(len(one.tokens) for one in self._parts.interrupts.so_far(self._plan.names(ticket)).values())
-            rolled = Rolled(ticket, prompt, (), (), self._clock() - started, lost)
+            rolled = Rolled(
+                ticket=ticket, prompt=prompt, scored=(), failures=(), seconds=self._clock() - started, lost_tokens=lost
+            )
             self._parts.ledger.ended(rolled, "dropped", self._cancelled.pop(ticket))
         self._parts.interrupts.forget(self._plan.names(ticket))
 
@@ -114,6 +117,7 @@ class Rolling:
                 parts.interrupts.generate, prompt, self._plan.requests(ticket, prompt), parts.decode
             )
         episodes = [result for result in results if isinstance(result, Episode)]
+        self._texts.tell(prompt, episodes)
         judged: list[Scored | Failure] = []
         if episodes:
             async with parts.telemetry.waits.named("rollouts", "the scorer"):

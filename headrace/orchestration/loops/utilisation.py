@@ -11,8 +11,8 @@ from headrace.orchestration.loops.turns import Turns
 from headrace.protocols import Engine
 from headrace.reports import EngineStats
 
-LAST_WORD = 5.0
-"""Seconds that the engine gets to report once training is over."""
+LAST_WORD = 30.0
+"""Seconds that the engine gets to report once training is over: it answers between two passes."""
 
 
 class Utilisation:

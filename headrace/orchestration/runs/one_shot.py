@@ -80,15 +80,30 @@ async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int, ha
         scorer = build_scorer(config, handed.rewards)
         adapter = config.lora.served_name
         restore = {adapter: checkpoint} if checkpoint else {}
-        pools = await open_pools(config, model_dir, Path(logs), _Stderr(), waits, time.monotonic, restore)
+        pools = await open_pools(
+            config, model_dir, logs=Path(logs), observer=_Stderr(), waits=waits, clock=time.monotonic, restore=restore
+        )
         try:
             async with waits.named("start", "the first weights to be live"):
                 if adapter:
                     await pools.serve_base(telemetry)
                 await pools.engine.load(await pools.trainer.publish(adapter))
-            student = Student(model_dir, pools.trainer, pools.engine, bool(adapter), pools.shadow, pools.weights_fd)
+            student = Student(
+                model_dir=model_dir,
+                trainer=pools.trainer,
+                engine=pools.engine,
+                serves_base=bool(adapter),
+                shadow=pools.shadow,
+                weights_fd=pools.weights_fd,
+            )
             pools.teaching = await open_teaching(
-                reading, lessons, student, Path(logs), _Stderr(), waits, time.monotonic
+                reading,
+                lessons,
+                student=student,
+                logs=Path(logs),
+                observer=_Stderr(),
+                waits=waits,
+                clock=time.monotonic,
             )
             evaluator = Evaluator(
                 generate=pools.engine.generate,
@@ -158,7 +173,7 @@ def export(
         print(f"{said}: --merge writes the one that was trained", file=sys.stderr)
     model_dir = resolve_model(config.model.path)
     try:
-        export_weights(config, model_dir, checkpoint, to, dtype, merge)
+        export_weights(config, model_dir, checkpoint=checkpoint, to=to, dtype=dtype, merge=merge)
     except OSError as error:
         raise HeadraceError(
             f"could not write {to}: {error}. What is there is not whole: delete it, and export to a disk with room"

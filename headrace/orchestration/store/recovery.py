@@ -95,7 +95,9 @@ class Past:
                     ready.difference_update(record.tickets)
         anew = self.rewinds and self.state is None
         saved = self.state.step if self.state else None
-        return Resume(self.step, saved, drawn, frozenset(flying), frozenset(ready), anew)
+        return Resume(
+            step=self.step, saved=saved, next_ticket=drawn, flying=frozenset(flying), ready=frozenset(ready), anew=anew
+        )
 
     def outdated(self, mark: str) -> frozenset[int]:
         """Tickets of finished groups in the checkpoint whose rows other settings made (`course.scoring_mark`)."""
@@ -133,7 +135,7 @@ def read_past(run_dir: Path, state: ControllerState | None, same_course: bool) -
             "diff will lack what is missing"
         )
     rewinds = bool(behind or lost)
-    return Past(run_dir, state, records, tuple(said), rewinds, lost)
+    return Past(run_dir=run_dir, state=state, records=records, complaints=tuple(said), rewinds=rewinds, lost=lost)
 
 
 _CHANGED = "the settings of training are not those of before"
@@ -222,7 +224,14 @@ def _apply(records: Iterable[AnyRecord], task: Task, buffer: Buffer) -> Iterator
                     )
             case Stepped(report=report):
                 groups = buffer.take_again(record.tickets)
-                yield JournalStep(report.step, record.t, report.version, groups, report)
+                yield JournalStep(
+                    step=report.step,
+                    t=record.t,
+                    version=report.version,
+                    groups=groups,
+                    report=report,
+                    steps=record.steps,
+                )
         buffer.count(record)
 
 

@@ -107,7 +107,16 @@ class Snapshots:
         so_far = parts.interrupts.so_far()
         begun = {name: one for name, one in so_far.items() if self._in_flight(name, buffer)}
         task, position = dict(parts.task.state()), parts.journal.position
-        return ControllerState(step, seconds, task, buffer, begun, position, self._passes.number, self._scored_by)
+        return ControllerState(
+            step=step,
+            seconds=seconds,
+            task=task,
+            buffer=buffer,
+            begun=begun,
+            journal=position,
+            passes=self._passes.number,
+            scored_by=self._scored_by,
+        )
 
     def _in_flight(self, name: str, buffer: BufferState) -> bool:
         key = RolloutKey.read(name)

@@ -32,11 +32,19 @@ def build_trainer_core(start: TrainerStart, weights_fd: int) -> tuple[TrainerCor
     from headrace.weight_sync.shared_memory import SharedMemorySender, lay_out
 
     train, algo = TrainConfig(**start.train), AlgoConfig(**start.algo)
+    torch.set_num_threads(train.threads or torch.get_num_threads())
     adapters = {
         name: Assignment(TrainConfig(**one.train), AlgoConfig(**one.algo), LoraConfig(**one.lora))
         for name, one in start.adapters.items()
     }
-    core = TorchTrainer(Path(start.model_dir), train, algo, start.seed, start.keep_routing, adapters)
+    core = TorchTrainer(
+        model_dir=Path(start.model_dir),
+        config=train,
+        algo=algo,
+        seed=start.seed,
+        keep_routing=start.keep_routing,
+        adapters=adapters,
+    )
     for name, checkpoint in start.restore.items():
         core.restore(Path(checkpoint), name)
     served = [spec.name for spec in core.adapters()]
@@ -61,7 +69,15 @@ def build_shadow(
     told, dtype = start.shadow, getattr(torch, start.shadow.dtype)
     behind = lay_out(core.parameters(), dtype, offset=max(manifest.end for manifest in manifests.values()))
     sender = SharedMemorySender(weights_fd, {"": behind})
-    shadow = Shadow(told.kind, told.every, told.decay, dtype, sender, core.version, core.parameters())
+    shadow = Shadow(
+        kind=told.kind,
+        every=told.every,
+        decay=told.decay,
+        dtype=dtype,
+        sender=sender,
+        version=core.version,
+        parameters=core.parameters(),
+    )
     if checkpoint := start.restore.get(""):
         shadow.restore(Path(checkpoint))
     return shadow, behind
@@ -76,6 +92,7 @@ def build_engine_core(start: EngineStart, weights_fd: int) -> tuple[EngineCore, 
     from headrace.weight_sync.shared_memory import SharedMemoryReceiver
 
     directory, config = Path(start.model_dir), EngineConfig(**start.engine)
+    torch.set_num_threads(config.threads or torch.get_num_threads())
     core = NativeEngine(directory, config)
     if start.manifests:
         return core, SharedMemoryReceiver(weights_fd, start.manifests)

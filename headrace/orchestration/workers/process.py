@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 from headrace import orphans
 from headrace.errors import WorkerDied
+from headrace.native.cores import usable_cores
+from headrace.observe.health import patience
 from headrace.observe.health.family import Child, current_family
 from headrace.observe.health.frames import VARIABLE
 from headrace.observe.health.stacks import process_state
@@ -101,7 +103,7 @@ class Worker:
         if self._process is None:
             return
         with contextlib.suppress(subprocess.TimeoutExpired):
-            await asyncio.to_thread(self._process.wait, GRACE)
+            await asyncio.to_thread(patience.wait, self._process, GRACE)
         if self._process.poll() is None:
             self._process.kill()
             if said := await asyncio.to_thread(_bury, self._process):
@@ -121,7 +123,7 @@ class Worker:
 
         def wait() -> str:
             try:
-                code = process.wait(GRACE)
+                code = patience.wait(process, GRACE)
             except subprocess.TimeoutExpired:
                 process.kill()
                 return f"closed its connection and hung; it {_bury(process) or 'was killed'}"
@@ -145,7 +147,7 @@ class Worker:
 def _bury(process: subprocess.Popen[bytes]) -> str:
     """Waits for the end of a process that was killed. Empty, or why it cannot end: it hangs in the kernel."""
     try:
-        process.wait(GRACE)
+        patience.wait(process, GRACE)
     except subprocess.TimeoutExpired:
         return f"cannot be killed: it is {process_state(process.pid)}"
     return ""
@@ -157,7 +159,7 @@ def environment(cores: Sequence[int]) -> dict[str, str]:
     Waiting threads sleep instead of spinning: where two pools share cores, spinning costs a factor of up to ten (measured;
     see docs/design-notes.md).
     """
-    threads = str(len(cores) or os.cpu_count() or 1)
+    threads = str(len(cores) or usable_cores())
     chosen = {
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,

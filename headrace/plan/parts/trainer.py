@@ -41,7 +41,14 @@ class SimulatedTrainer:
 
     async def publish(self, adapter: str = "") -> WeightUpdate:
         await self._work(self._rates.publish)
-        return WeightUpdate(self.version, "full", f"simulated-{self.version}", self.version % 2, 0, self._rates.publish)
+        return WeightUpdate(
+            version=self.version,
+            kind="full",
+            fingerprint=f"simulated-{self.version}",
+            slot=self.version % 2,
+            nbytes=0,
+            seconds=self._rates.publish,
+        )
 
     async def score(self, tokens: Sequence[int], adapter: str = "") -> list[float]:
         await self._work(self._rates.score)

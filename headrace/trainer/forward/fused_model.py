@@ -24,6 +24,7 @@ from headrace.trainer.forward.forward import Forward, own_hidden, packed_hidden
 from headrace.trainer.forward.fused_ops import PackedWeight, Segments
 from headrace.trainer.forward.tree_attention import Tree, tree_of
 from headrace.trainer.kernels import binding
+from headrace.trainer.kernels.build import built
 
 TOLERANCE = 1e-4
 """Largest difference of hidden states and gradients from the model's own, relative to their norm. Rounding gives 1e-6."""
@@ -66,6 +67,15 @@ def fuse(forward: Forward) -> tuple[str, ...]:
         if _holds(forward, expected):
             break
     return tuple(done)
+
+
+def why_none(device: torch.device) -> str:
+    """For a model that uses no kernels."""
+    if device.type != "cpu":
+        return "they are for the CPU"
+    if binding.library() is None:
+        return f"there are none here ({built().reason})"
+    return "they do not reproduce this model's own numbers"
 
 
 def reserve(model: Any, tokens: int) -> None:
@@ -270,14 +280,14 @@ def _attention(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) ->
     )
     cos, sin = (x.reshape(-1, spec.dim).float().contiguous() for x in places)
     q, k = (_rotated(x, cos, sin, getattr(module, name, None)) for x, name in ((q, "q_norm"), (k, "k_norm")))
-    out = fused_ops.attention(q, k, v, _segments(tree), spec.scale, spec.window or 0)
+    out = fused_ops.attention(q, k, v=v, segments=_segments(tree), scale=spec.scale, window=spec.window or 0)
     return module.o_proj(out.view(*hidden_states.shape[:-1], -1)), None
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, norm: Any) -> Tensor:
     if norm is None:
-        return fused_ops.rotary(x, cos, sin, None, 0.0, 0.0)
-    return fused_ops.rotary(x, cos, sin, norm.weight, norm.fused.eps, norm.fused.unit)
+        return fused_ops.rotary(x, cos, sin=sin, weight=None, eps=0.0, unit=0.0)
+    return fused_ops.rotary(x, cos, sin=sin, weight=norm.weight, eps=norm.fused.eps, unit=norm.fused.unit)
 
 
 def _segments(tree: Any) -> Segments:
@@ -309,5 +319,7 @@ def _layer(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any
     attended, _ = module.self_attn(hidden_states=module.input_layernorm(hidden_states), **kwargs)
     norm = module.post_attention_layernorm
     spec: NormSpec = norm.fused
-    normed, total = fused_ops.add_norm(hidden_states, attended, norm.weight, spec.eps, spec.unit, _dtype(attended))
+    normed, total = fused_ops.add_norm(
+        hidden_states, attended, weight=norm.weight, eps=spec.eps, unit=spec.unit, dtype=_dtype(attended)
+    )
     return total + module.mlp(normed)

@@ -95,7 +95,9 @@ class _Linears(torch.autograd.Function):
         held = [one.packed(weight) for one, weight in zip(packed, weights, strict=True) if weight is not None]
         table = (binding.Weight * len(packed))(
             *(
-                binding.Weight(address(across), address(down), address(bias), address(y), None, y.shape[-1], 0)
+                binding.Weight(
+                    across=address(across), down=address(down), bias=address(bias), y=address(y), n=y.shape[-1]
+                )
                 for (across, down), bias, y in zip(held, wide, outputs, strict=True)
             )
         )
@@ -119,7 +121,14 @@ class _Linears(torch.autograd.Function):
         ]
         table = (binding.Weight * count)(
             *(
-                binding.Weight(address(across), address(down), None, address(d), address(g), d.shape[-1], add)
+                binding.Weight(
+                    across=address(across),
+                    down=address(down),
+                    y=address(d),
+                    gradient=address(g),
+                    n=d.shape[-1],
+                    add=add,
+                )
                 for (across, down), d, (g, add) in zip(held, d_y, into, strict=True)
             )
         )
@@ -277,8 +286,18 @@ class Segments:
         return cls(*(torch.tensor(column, dtype=torch.int32) for column in columns))
 
     def trees(self, q: Tensor, k: Tensor, scale: float, window: int) -> binding.Trees:
-        places = [address(column) for column in (self.start, self.length, self.parent)]
-        return binding.Trees(len(q), len(self.start), q.shape[1], k.shape[1], q.shape[2], window, scale, *places)
+        return binding.Trees(
+            tokens=len(q),
+            segments=len(self.start),
+            heads=q.shape[1],
+            kv_heads=k.shape[1],
+            dim=q.shape[2],
+            window=window,
+            scale=scale,
+            start=address(self.start),
+            length=address(self.length),
+            parent=address(self.parent),
+        )
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int = 0) -> Tensor:

@@ -73,7 +73,7 @@ def token_logprobs(
     place, ids = (which, target) if kept is None else _pairs(which, target, kept)
     scale = Scale(temperature, softcap)
     values, logsumexp, entropy = _Logits.apply(hidden.index_select(0, places), weight, bias, place, ids, scale, dtype)
-    return _compose(values, logsumexp, entropy, which, target, kept)
+    return _compose(values, logsumexp, entropy=entropy, which=which, target=target, kept=kept)
 
 
 def dense_logprobs(logits: Tensor, predictor: Tensor, target: Tensor, kept: Kept | None, temperature: float) -> Head:
@@ -83,7 +83,7 @@ def dense_logprobs(logits: Tensor, predictor: Tensor, target: Tensor, kept: Kept
     place, ids = (which, target) if kept is None else _pairs(which, target, kept)
     log_p = logits.detach().log_softmax(-1).clamp(min=-1e30)  # 0 · -inf is NaN
     entropy = -(log_p.exp() * log_p).sum(-1)
-    return _compose(logits[place, ids], logits.logsumexp(-1), entropy, which, target, kept)
+    return _compose(logits[place, ids], logits.logsumexp(-1), entropy=entropy, which=which, target=target, kept=kept)
 
 
 def _pairs(which: Tensor, target: Tensor, kept: Kept) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from headrace.algo.loss.denominator import Kept
 from headrace.algo.loss.diagnostics import Diagnostics
 from headrace.algo.loss.kl import kl_estimate
-from headrace.algo.loss.tokens import TokenLoss, Tokens, TopTokens, k3, ratio_of
+from headrace.algo.policy.tokens import TokenLoss, Tokens, TopTokens, k3, ratio_of
 from headrace.packing import Pack
 from headrace.trainer.forward.forward import Forward, Scores
 from headrace.trainer.forward.routing import Replayed, no_replay
@@ -155,13 +155,13 @@ def _tokens(pack: Pack, scores: Scores, reference: Tensor | None, keep: Tensor |
     if scores.top is not None and pack.top_logprobs is not None:
         top = TopTokens(scores.top, pack.top_logprobs)
     return Tokens(
-        scores.logprob,
-        pack.sampled,
-        pack.advantage,
-        pack.sequence,
-        pack.lag,
-        reference,
-        pack.teacher,
-        top,
-        keep,
+        logprob=scores.logprob,
+        sampled=pack.sampled,
+        advantage=pack.advantage,
+        sequence=pack.sequence,
+        lag=pack.lag,
+        reference=reference,
+        teacher=pack.teacher,
+        top=top,
+        keep=keep,
     )

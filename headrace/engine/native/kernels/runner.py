@@ -133,21 +133,21 @@ class KernelRunner:
                 into.mixture = sum(before.experts for before in spec.layers[:index])
         embed = packer.copy(weights.embed)
         model = binding.Model(
-            len(layers),
-            spec.hidden,
-            spec.heads,
-            spec.kv_heads,
-            spec.head_dim,
-            max((layer.inner for layer in spec.layers if not layer.experts), default=0),
-            spec.vocabulary,
-            int(spec.activation == "gelu_tanh"),
-            self.experts[0],
-            spec.eps,
-            spec.embed_scale,
-            address(embed),
-            layers,
-            packer.wide(weights.norm),
-            packer.linear((weights.head, None)),
+            layers=len(layers),
+            hidden=spec.hidden,
+            heads=spec.heads,
+            kv_heads=spec.kv_heads,
+            head_dim=spec.head_dim,
+            inter=max((layer.inner for layer in spec.layers if not layer.experts), default=0),
+            vocabulary=spec.vocabulary,
+            gelu=int(spec.activation == "gelu_tanh"),
+            mixtures=self.experts[0],
+            eps=spec.eps,
+            embed_scale=spec.embed_scale,
+            embed=address(embed),
+            layer=layers,
+            norm=packer.wide(weights.norm),
+            head=packer.linear((weights.head, None)),
         )
         for i, (_, (cos, sin)) in enumerate(sorted(self._tables.items())):
             model.cos[i], model.sin[i] = address(cos), address(sin)
@@ -186,16 +186,21 @@ class KernelRunner:
         self._broken = np.empty(len(batch.tokens), np.int32)
         routing = np.empty((len(batch.tokens), *self.experts), np.uint16) if batch.routing and self.experts[0] else None
         what = binding.Pass(
-            len(batch.tokens),
-            len(batch.context),
-            batch.tables.shape[1],
-            len(batch.rows),
-            len(self._adapters) if self._adapters and (batch.adapters >= 0).any() else 0,
-            *(address(array) for array in (wide[0], *narrow[:3], wide[1], narrow[3])),
-            self._low_rank,
-            self._room(len(batch.rows)),
-            address(routing),
-            address(self._broken),
+            tokens_count=len(batch.tokens),
+            segments=len(batch.context),
+            width=batch.tables.shape[1],
+            rows_count=len(batch.rows),
+            slots=len(self._adapters) if self._adapters and (batch.adapters >= 0).any() else 0,
+            tokens=address(wide[0]),
+            starts=address(narrow[0]),
+            context=address(narrow[1]),
+            tables=address(narrow[2]),
+            rows=address(wide[1]),
+            adapters=address(narrow[3]),
+            low_rank=self._low_rank,
+            logits=self._room(len(batch.rows)),
+            routing=address(routing),
+            broken=address(self._broken),
         )
         self._library.headrace_forward(self._decoder, ctypes.byref(what))
         if routing is not None and self.spec.routing and self.spec.routing.experts <= 256:

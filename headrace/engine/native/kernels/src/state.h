@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "decoder.h"
+#include "ready.h"
 #include "team.h"
 
 template <class T>
@@ -19,12 +20,6 @@ struct Blocks {  // [rows / 32][panels][32][32]; grows, and is zero where nothin
 
 struct Item {  // of attention: the single tokens of `count` segments (in `order`), or tokens [first, first + tokens) of one segment
     int place, count, first, tokens, shared;
-};
-
-struct Ready {  // what a thread needs to take part
-    NoDenormals flushed;
-    Ready() { tiles_begin(); }
-    ~Ready() { tiles_end(); }
 };
 
 struct State {
