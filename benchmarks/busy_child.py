@@ -75,7 +75,7 @@ def engine(sequences: int) -> Callable[[], int]:
 
     made = NativeEngine(model(), EngineConfig(dtype="bfloat16", kv_gib=0.5, max_running=sequences, context_length=256))
     weights = parameters_from_dir(model(), torch.bfloat16)
-    made.swap(made.prepare(WeightUpdate(0, "full", "", 0, 0, 0.0), weights))
+    made.swap(made.prepare(WeightUpdate(version=0, kind="full", fingerprint="", nbytes=0, seconds=0.0), weights))
     numbers, sent = random.Random(0), 0
 
     def add(tokens: int) -> None:

@@ -23,6 +23,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
 FLOORS = {
     "types": 0,
     "errors": 0,
+    "version": 0,
     "orphans": 0,
     "native": 1,
     "weights": 1,
@@ -60,7 +61,7 @@ ROOMS = {
     "algo": ("policy", "advantage", "loss"),
     "engine.native": ("cache", "sampling", "schedule", "runners", "kernels"),
     "observe": ("numbers", "diagnosis", "health", "screen", "report"),
-    "orchestration": ("store", "loops", "workers", "runs"),
+    "orchestration": ("store", "loops", "workers", "clients", "runs"),
     "plan": ("rates", "parts"),
     "scoring": ("workers", "teacher"),
     "trainer": ("kernels", "model", "forward", "step"),

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,13 +22,12 @@ from headrace.algo.config import AlgoConfig
 from headrace.engine.config import EngineConfig
 from headrace.errors import ConfigError
 from headrace.models.chat import ChatEncoder
-from headrace.orchestration.workers.build import build_engine_core, build_trainer_core
+from headrace.orchestration.workers.build import build_engine_core, build_trainer_core, open_transport
 from headrace.orchestration.workers.messages import EngineStart, TrainerStart
 from headrace.protocols import EngineCore, TrainerCore
 from headrace.steps import Transcript, write_down
 from headrace.trainer.config import TrainConfig
 from headrace.types import Completion, Request, Row, Sampling
-from headrace.weight_sync.memory import anonymous_memory
 from headrace.weights import Manifest, WeightUpdate
 
 Dtype = Literal["bfloat16", "float32"]
@@ -155,7 +153,7 @@ class _Published:
     def __init__(self, model_dir: Path, dtype: Dtype) -> None:
         self.model_dir, self.dtype = model_dir, dtype
         self.routed = _has_experts(model_dir)
-        self._fd = anonymous_memory()
+        self._transport = open_transport()
         self._trainer: TrainerCore
         self._manifests: dict[str, Manifest]
         self._update: WeightUpdate
@@ -169,20 +167,21 @@ class _Published:
             seed=0,
             serving_dtype=self.dtype,
             keep_routing=self.routed,
+            transport=self._transport,
         )
-        self._trainer, sender, self._manifests = build_trainer_core(start, self._fd)
+        self._trainer, sender, self._manifests = build_trainer_core(start)
         self._update = sender.send(0, self._trainer.parameters())
         return self
 
     def __exit__(self, *error: object) -> None:
-        os.close(self._fd)
+        self._transport.close()
 
     def engine(self, path: Path_) -> EngineCore:
         config = EngineConfig(
             dtype=self.dtype, kv_gib=0.5, max_running=16, context_length=CONTEXT, routing=self.routed, path=path
         )
-        start = EngineStart(str(self.model_dir), dataclasses.asdict(config), self._manifests)
-        core, receiver = build_engine_core(start, self._fd)
+        start = EngineStart(str(self.model_dir), dataclasses.asdict(config), self._manifests, self._transport)
+        core, receiver = build_engine_core(start)
         core.swap(core.prepare(self._update, receiver.receive(self._update)))
         return core
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, field_validator
 from pydantic.dataclasses import dataclass
+
+from headrace.engine.kinds import ENGINES
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class EngineConfig:
+    kind: str = "native"
+    """Which engine serves the policy. native: headrace's own, in a process of this machine."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda if there is one."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
@@ -44,6 +48,13 @@ class EngineConfig:
     path: Literal["auto", "kernels", "fused", "hf"] = "auto"
     """kernels: our own C++; fused: the decoder in plain PyTorch; hf: Hugging Face's own forward; auto: the first of these
     that serves the model on this machine, unless another one was measured to be faster."""
+
+    @field_validator("kind")
+    @classmethod
+    def _is_there(cls, kind: str) -> str:
+        if kind not in ENGINES:
+            raise ValueError(f'engine.kind = "{kind}" is not one of the engines there are: {", ".join(ENGINES)}')
+        return kind
 
     @property
     def serving_dtype(self) -> str:

@@ -26,7 +26,7 @@ from headrace.faultsim.checks import Ledger, Referee
 from headrace.faultsim.engine_worker import MAX_TOKENS, SimulatedEngineProcess
 from headrace.faultsim.faults import Disk, Fault, Killed, Kind
 from headrace.faultsim.oracles import WatchedBuffer
-from headrace.faultsim.processes import Chance, SimulatedWorker
+from headrace.faultsim.processes import Chance
 from headrace.faultsim.scorer import SeededScorer
 from headrace.faultsim.trainer_worker import SimulatedTrainerProcess
 from headrace.observe.facts import Books, RunEnded, RunStarted
@@ -34,6 +34,8 @@ from headrace.observe.health.waits import Waits
 from headrace.observe.recorder import Recorder
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.assembly import assemble, go_live, stand
+from headrace.orchestration.clients.engine import ProcessEngine
+from headrace.orchestration.clients.trainer import ProcessTrainer
 from headrace.orchestration.loops.identity import IdentityProbe
 from headrace.orchestration.loops.parts import told_of
 from headrace.orchestration.loops.pipeline import Pipeline
@@ -43,15 +45,16 @@ from headrace.orchestration.store.checkpoints import Checkpoints
 from headrace.orchestration.store.recovery import Past, read_past
 from headrace.orchestration.store.snapshots import Snapshots, load_controller
 from headrace.orchestration.store.storage import Storage
-from headrace.orchestration.workers.clients import ProcessEngine, ProcessTrainer
+from headrace.orchestration.workers.fake import FakeLauncher
 from headrace.orchestration.workers.messages import EngineStart, TrainerStart
-from headrace.protocols import Task
+from headrace.protocols import Engine, Job, Task, Trainer
 from headrace.rollouts.partial import PartialConfig
 from headrace.rollouts.rollout import RolloutConfig
 from headrace.settings.process_config import EvalConfig, WatchConfig
 from headrace.simulate.distributions import fixed
 from headrace.simulate.surroundings import SimulatedTask
 from headrace.simulate.virtual_time import VirtualTimeLoop
+from headrace.weight_sync.shared_memory import SharedMemory
 
 PATIENCE = 600.0
 """Virtual seconds until a wait stops the run. Without a fault nothing takes that long."""
@@ -169,11 +172,7 @@ class Life:
         def trainer_process() -> SimulatedTrainerProcess:
             return SimulatedTrainerProcess(chance, memory, lambda: next(self._trainer_turns), self._case.skips)
 
-        class Engine(ProcessEngine):
-            async def launch(self) -> None:
-                self.worker = SimulatedWorker("engine", engine_process, chance, self._on_push)
-                await self.worker.start("engine", [], [])
-
+        launcher = FakeLauncher({"engine": engine_process, "trainer": trainer_process}, chance)
         checkpoint = self._storage.checkpoint
         start = TrainerStart(
             model_dir="",
@@ -182,18 +181,16 @@ class Life:
             seed=0,
             serving_dtype="",
             keep_routing=False,
+            transport=SharedMemory(-1),  # never opened: weights are words in `_memory`
             restore={"": str(checkpoint)} if checkpoint else {},
         )
-        trainer = ProcessTrainer(start, [], -1, Path("simulated.log"))
-        trainer.worker = SimulatedWorker("trainer", trainer_process, chance)
+        trainer = ProcessTrainer(launcher, start)
         max_deaths = chance.random.choice([0, 1, 3])
         if any(one.kind == "engine_lost" and one.life == self._number for one in self._case.faults):
             max_deaths = 0
-        return trainer, Engine(
-            [], -1, Path("simulated.log"), max_deaths=max_deaths, observer=self._referee, clock=self._clock
-        )
+        return trainer, ProcessEngine(launcher, Job("engine", "engine"), max_deaths, self._referee, self._clock)
 
-    def _join(self, trainer: ProcessTrainer, engine: ProcessEngine) -> Pipeline:
+    def _join(self, trainer: Trainer, engine: Engine) -> Pipeline:
         case, clock, referee, storage = self._case, self._clock, self._referee, self._storage
         rollout = RolloutConfig(group_size=case.group_size, max_tokens=MAX_TOKENS, patience=1000)
         plan = self._plan = self._plan_of(rollout)
@@ -259,8 +256,8 @@ class Life:
             max_lag=bound, where={}, resumed_at=step, books=books,
         )  # fmt: skip
 
-    def _misfortunes(self, pipeline: Pipeline, engine: ProcessEngine) -> None:
-        acts = {"interrupt": pipeline.interrupt, "jump": self._jump, "engine_lost": lambda: engine.worker.kill()}
+    def _misfortunes(self, pipeline: Pipeline, engine: Engine) -> None:
+        acts = {"interrupt": pipeline.interrupt, "jump": self._jump, "engine_lost": engine.kill}
         loop = asyncio.get_running_loop()
         for fault in self._case.faults:
             if fault.life == self._number and fault.kind in acts:

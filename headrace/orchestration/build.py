@@ -184,20 +184,16 @@ async def join(
     """A pipeline over pools that are up. `adapter`: which one it trains; empty where the engine serves full weights.
 
     Here ends what may be refused: only what is returned, and begins the run, changes its directory."""
-    if config.rollout.stop and not pools.engine.capabilities.stop_strings:
-        raise ConfigError(
-            "this engine cannot end completions at strings (the model has no tokenizer it can use); remove rollout.stop"
-        )
     student = Student(
         model_dir=prepared.model_dir,
         trainer=pools.trainer,
         engine=pools.engine,
         serves_base=bool(adapter),
         shadow=pools.shadow,
-        weights_fd=pools.weights_fd,
+        launcher=pools.launcher,
     )
     pools.teaching = await open_teaching(
-        config, prepared.lessons, student=student, logs=logs, observer=storage.recorder, waits=waits, clock=clock
+        config, prepared.lessons, student=student, observer=storage.recorder, waits=waits, clock=clock
     )
     telemetry = Telemetry(storage.recorder.record, clock, waits)
     standing = stand(
@@ -243,7 +239,7 @@ def _built(
         telemetry=telemetry,
         task=prepared.task,
         engine=pools.engine,
-        trainer=pools.trainer,
+        trainer=pools.teaching.publishing(pools.trainer),
         scorer=pools.teaching.tracing(
             punished(config.reward.soft_overlong_punishment, config.rollout.max_tokens, rewarding)
         ),

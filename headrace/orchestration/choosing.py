@@ -124,8 +124,8 @@ def wish_of(config: RunConfig, prompt_tokens: int) -> Wish:
     )
 
 
-def fit_minutes(settled: Settled, share: Share, checkpoint: int, prompt_tokens: int, spent: float) -> Settled:
-    """What fits into `train.minutes`. `checkpoint`: bytes of one; `spent`: seconds since the command was given.
+def fit_minutes(settled: Settled, share: Share, checkpoint: int, prompt_tokens: int) -> Settled:
+    """What fits into `train.minutes`. `checkpoint`: bytes of one.
 
     Where a part was not measured everything is planned, and the first steps tell what fits."""
     config = settled.config
@@ -133,18 +133,18 @@ def fit_minutes(settled: Settled, share: Share, checkpoint: int, prompt_tokens: 
     speeds = speeds_of(settled, share, checkpoint)
     if speeds is None:
         unknown = f"{plural(wish.steps, 'step')} are planned; how many fit into {duration(60 * config.train.minutes)} the first of them show"
-        return dataclasses.replace(settled, config=_planned(config, {}, unknown, {"spent": spent}))
-    found = fit(wish, speeds, 60 * config.train.minutes - spent)
+        return dataclasses.replace(settled, config=_planned(config, {}, unknown, {"save": checkpoint / SAVING}))
+    found = fit(wish, speeds, 60 * config.train.minutes)
     values = {
         "train.steps": found.steps,
         "train.warmup_steps": found.warmup,
         "staleness.groups_per_step": found.groups,
         "eval.prompts": found.prompts,
     }
-    expected = f"about {duration(found.seconds + spent)} of {duration(60 * config.train.minutes)}"
+    expected = f"about {duration(found.seconds)} of {duration(60 * config.train.minutes)}"
     each = f"{found.step_seconds:.3g} s a step and {found.evaluation_seconds:.3g} s an evaluation"
-    kept = {"step": found.step_seconds, "evaluation": found.evaluation_seconds, "save": speeds.save, "spent": spent}
-    notes = () if found.fits else (too_slow(config, found, spent),)
+    kept = {"step": found.step_seconds, "evaluation": found.evaluation_seconds, "save": speeds.save}
+    notes = () if found.fits else (too_slow(config, found),)
     config = _planned(config, values, f"{found.of(wish)}: {expected}, {each}{share.words}", kept)
     return dataclasses.replace(settled, config=config, notes=notes)
 
@@ -160,7 +160,7 @@ def allowance_of(config: RunConfig) -> Allowance | None:
         return None
     speeds, wished = config.chosen.speeds, config.chosen.wishes.get("train.steps", config.train.steps)
     return Allowance(
-        end=60 * config.train.minutes - speeds.get("spent", 0.0),
+        end=60 * config.train.minutes,
         steps=config.train.steps,
         most=max(int(wished), config.train.steps),
         evaluation=speeds.get("evaluation", 0.0),
@@ -188,9 +188,9 @@ def speeds_of(settled: Settled, share: Share, checkpoint: int) -> Speeds | None:
     )
 
 
-def too_slow(config: RunConfig, found: Fitted, spent: float) -> str:
+def too_slow(config: RunConfig, found: Fitted) -> str:
     """For a machine on which not even the least of which one can learn something fits."""
-    minutes = math.ceil((found.seconds + spent) / (1 - SPARE) / 60)
+    minutes = math.ceil(found.seconds / (1 - SPARE) / 60)
     smaller = (
         "take a smaller model" if config.lora.rank else "train an adapter (lora.rank = 16) or take a smaller model"
     )

@@ -13,7 +13,7 @@ class TrainConfig:
     steps: int = Field(default=100, gt=0)
     """Optimizer steps of the run; with `minutes` at most."""
     minutes: float = Field(default=0.0, ge=0)
-    """That the run may take, from the command to its last checkpoint: `steps`, `staleness.groups_per_step` and `eval.prompts` are then
+    """That the run may take, from the start of its processes to its last checkpoint: `steps`, `staleness.groups_per_step` and `eval.prompts` are then
     the most that is done, and are fitted to what this machine can do. 0: as long as it takes."""
     learning_rate: float = Field(default=1e-6, gt=0)
     """Full fine-tuning by RL: 1e-6 for billions of parameters, up to 1e-5 for 100 million."""

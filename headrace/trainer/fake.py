@@ -60,11 +60,13 @@ class FakeTrainer:
             version=version,
             kind=kind,
             fingerprint=f"fake-{version}",
-            slot=version % 2,
             nbytes=0,
             seconds=self.publish_seconds,
             adapter=spec,
         )
+
+    async def publish_shadow(self) -> WeightUpdate | None:
+        return None
 
     async def score(self, tokens: Sequence[int], adapter: str = "") -> list[float]:
         return [-1.0] * (len(tokens) - 1)
@@ -83,6 +85,9 @@ class FakeTrainer:
     def die(self) -> None:
         assert self._died is not None
         self._died.set_exception(WorkerDied("trainer", "was killed (fake)"))
+
+    def kill(self) -> None:
+        pass
 
     async def close(self) -> None:
         pass

@@ -21,14 +21,17 @@ from headrace.auto.candidates import Figures
 from headrace.auto.measurer import FakeMeasurer
 from headrace.auto.share import share_of
 from headrace.config import config_of_run, load_config, read_config
+from headrace.durable.journal import read_steps
 from headrace.engine.fake import FakeEngine
 from headrace.observe.facts import FirstText, Planned, RunStarted, Warned
 from headrace.orchestration.choosing import allowance_of, fit_minutes, going_on, settle
 from headrace.orchestration.loops.minutes import Minutes
 from headrace.orchestration.runs import run
 from headrace.orchestration.runs.rehearse import rehearse
+from headrace.orchestration.wording import elsewhere
 from headrace.rehearsal.machine import Machine
 from headrace.simulate import virtual_time
+from headrace.trainer.config import TrainConfig
 from headrace.trainer.fake import FakeTrainer
 
 SMOLLM = {
@@ -164,12 +167,12 @@ def test_minutes_are_fitted_and_written_down(tmp_path, tiny_llama):
     settled = settle(
         config, model_of(tmp_path / "m"), MACHINE, 135_000_000, FakeMeasurer(Figures(OLD_XEON, 0.1, rows=32))
     )
-    fitted = fit_minutes(settled, share_of(2, 0, 0), 10**8, 46, spent=10.0)
+    fitted = fit_minutes(settled, share_of(2, 0, 0), 10**8, 46)
     assert fitted.config.staleness.groups_per_step == 2 < 8 and fitted.config.train.steps < 60
     assert fitted.config.chosen.wishes["staleness.groups_per_step"] == 8
     one = allowance_of(fitted.config)
-    assert one is not None and (one.end, one.most, one.steps) == (110.0, 60, fitted.config.train.steps)
-    busy = fit_minutes(settled, share_of(2, 30, 0), 10**8, 46, spent=10.0)
+    assert one is not None and (one.end, one.most, one.steps) == (120.0, 60, fitted.config.train.steps)
+    busy = fit_minutes(settled, share_of(2, 30, 0), 10**8, 46)
     assert (
         "too little for this machine" in busy.notes[0] and "others use the machine" in busy.config.chosen.why["minutes"]
     )
@@ -181,7 +184,7 @@ def test_where_nothing_was_measured_everything_is_planned_and_the_first_steps_te
     assert found.config.train.steps == 500 and found.config.chosen.wishes == {}
     assert "500 steps are planned" in dict(found.sections["Where"])["minutes"]
     one = allowance_of(found.config)
-    assert one is not None and one.step == 0 and 200 < one.end <= 300
+    assert one is not None and one.step == 0 and one.end == 300
 
 
 def test_a_run_keeps_what_was_chosen_when_it_goes_on(tmp_path, tiny_llama):
@@ -210,3 +213,28 @@ def test_a_run_keeps_what_was_chosen_when_it_goes_on(tmp_path, tiny_llama):
     result = headrace.train({**source, "train": {**source["train"], "steps": 5}}, resume=directory)
     assert result.step == 5 and read_config(config_of_run(directory)).train.path == "torch"
     assert msgspec.structs.asdict(started[0])["steps"] == 3
+
+
+def test_what_is_otherwise_than_at_the_beginning_is_said():
+    def started(cpu: str, engine: str) -> RunStarted:
+        where = {"engine": engine, "trainer": "2 threads"}
+        return RunStarted(0.0, "a", "b", 0, 5, 2, 2, 4, 1, 1, where, machine={"cpu": cpu, "threads": "2"})
+
+    assert elsewhere(started("Xeon", "kernels llama"), started("Xeon", "kernels llama")) == ""
+    said = elsewhere(started("Xeon", "kernels llama"), started("EPYC", "fused llama"))
+    assert "cpu was Xeon, now EPYC" in said and "engine: it was kernels llama, now fused llama" in said
+
+
+def test_the_learning_rate_falls_to_the_end_that_is_planned_now():
+    config = TrainConfig(steps=100, learning_rate=1.0, schedule="cosine", warmup_steps=2)
+    from headrace.trainer.step.optimizer import learning_rate
+
+    assert learning_rate(11, config) > 0.9 and learning_rate(11, config, 12) < 0.1
+    assert learning_rate(11, config, 100) == learning_rate(11, config)
+
+
+def test_a_step_that_is_done_again_has_the_number_of_steps_that_it_had(tmp_path):
+    world = Timed(tmp_path, steps=5, trainer=FakeTrainer(0.1), allowance=Allowance(360, 5, 30, 1.0, 0.0, 10.0))
+    virtual_time.run(world.timed(1.0))
+    assert [step.steps for step in read_steps(tmp_path)][:4] == [5, 5, 5, 30]
+    assert [batch.steps for batch in world.trainer.batches] == [step.steps for step in read_steps(tmp_path)]

@@ -43,6 +43,7 @@ from headrace.orchestration.pools import open_pools
 from headrace.orchestration.runs.session import Session, on_unheard
 from headrace.orchestration.runs.several import _close, _serve_base, _Together
 from headrace.orchestration.teaching import Classroom, SelfTeaching
+from headrace.orchestration.workers.process import LocalLauncher
 from headrace.rollouts.partial import PartialConfig
 from headrace.rollouts.rollout import RolloutConfig
 from headrace.scoring.config import RewardConfig
@@ -262,7 +263,7 @@ def of_pipeline(**settings: Any) -> Scenario:
 async def of_evaluation(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
     clock = asyncio.get_running_loop().time
     engine, rollout, waits = FakeEngine(), RolloutConfig(max_tokens=4), spoil(here(lambda fact: None))
-    await engine.load(WeightUpdate(0, "full", "fake-0", 0, 0, 0.0))
+    await engine.load(WeightUpdate(version=0, kind="full", fingerprint="fake-0", nbytes=0, seconds=0.0))
     prompts = [Prompt("p", "a text", (1, 2))]
     evaluator = Evaluator(
         generate=engine.generate,
@@ -291,15 +292,15 @@ async def of_start(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
 
 async def of_teacher_s_start(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
     clock = asyncio.get_running_loop().time
-    classroom = Classroom(tmp, Ledger(), spoil(here(lambda fact: None)), clock, 0)  # type: ignore[arg-type]
-    await classroom.open("teacher math", tmp, EngineConfig(), None)
+    classroom = Classroom(LocalLauncher(tmp), Ledger(), spoil(here(lambda fact: None)), clock)
+    await classroom.open("teacher math", tmp, EngineConfig())
 
 
 class Publishing:
     """What `SelfTeaching` asks of a trainer."""
 
     async def publish_shadow(self) -> WeightUpdate:
-        return WeightUpdate(0, "full", "fake-0", 0, 0, 0.0)
+        return WeightUpdate(version=0, kind="full", fingerprint="fake-0", nbytes=0, seconds=0.0)
 
 
 async def of_self_teaching(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
@@ -321,7 +322,7 @@ def an_episode(text: str = "said") -> Episode:
 
 async def of_scoring(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
     engine, waits = FakeEngine(), spoil(here(lambda fact: None))
-    await engine.load(WeightUpdate(0, "full", "fake-0", 0, 0, 0.0))
+    await engine.load(WeightUpdate(version=0, kind="full", fingerprint="fake-0", nbytes=0, seconds=0.0))
     everybody: Callable[[Prompt], bool] = lambda prompt: True  # noqa: E731
     text = TextTeacher("text", engine, everybody, 1.0, lambda prompt: (1,), lambda said, ended: (2, 3))
     inner = TextScorer(FakeScorer(), [text], waits)
@@ -690,7 +691,7 @@ def test_a_swap_in_the_teacher_that_fails_is_raised_when_it_fails(tmp_path: Path
 
         async def publish_shadow(self) -> WeightUpdate:
             self.version += 1
-            return WeightUpdate(self.version, "full", "fake-0", 0, 0, 0.0)
+            return WeightUpdate(version=self.version, kind="full", fingerprint="fake-0", nbytes=0, seconds=0.0)
 
     async def main() -> None:
         teaching = SelfTeaching(Wrong(), FakeEngine(), here(lambda fact: None))  # type: ignore[arg-type]

@@ -170,7 +170,11 @@ def plain_line(fact: MetricsFact, state: RunState) -> str:
             chosen = [f"{name}: {why}" for name, why in fact.chosen.items()]
             return "\n    ".join([f"{fact.name}: {fact.headline}; {plural(fact.steps, 'step')}{resumed}", *chosen])
         case FirstText():
-            return f"the first completion: {clip(' '.join(fact.text.split()), 400) or '(empty)'}"
+            return (
+                ""
+                if state.first_text not in (None, fact)
+                else f"the first completion: {clip(' '.join(fact.text.split()), 400) or '(empty)'}"
+            )
         case Planned():
             return f"PLAN {fact.message}"
         case StepRow():

@@ -73,9 +73,9 @@ class Minutes:
     def over(self, step: int) -> None:
         """The run ends before its last step."""
         assert self._allowance is not None
-        left = duration(max(0.0, self._allowance.end - self._clock()))
-        planned = self._allowance.steps
-        said = f"no more steps: the last evaluation and the checkpoint need the {left} that are left ({_instead(step, planned)})"
+        left = self._allowance.end - self._clock()
+        rest = f"need the {duration(left)} that are left" if left > 0 else "are all that is done when the time is over"
+        said = f"no more steps: the last evaluation and the checkpoint {rest} ({_instead(step, self._allowance.steps)})"
         self.changed(step, step, said)
 
     def changed(self, step: int, steps: int, said: str) -> None:

@@ -94,16 +94,10 @@ async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int, ha
                 engine=pools.engine,
                 serves_base=bool(adapter),
                 shadow=pools.shadow,
-                weights_fd=pools.weights_fd,
+                launcher=pools.launcher,
             )
             pools.teaching = await open_teaching(
-                reading,
-                lessons,
-                student=student,
-                logs=Path(logs),
-                observer=_Stderr(),
-                waits=waits,
-                clock=time.monotonic,
+                reading, lessons, student=student, observer=_Stderr(), waits=waits, clock=time.monotonic
             )
             evaluator = Evaluator(
                 generate=pools.engine.generate,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -60,7 +59,6 @@ class Rehearsal:
     """Teachers."""
     prompt_tokens: int = 0
     """Of a usual prompt."""
-    began: float = field(default_factory=time.monotonic)
     unmeasured: str = ""
     """Why nothing was chosen by measurement."""
 
@@ -226,7 +224,7 @@ def _choose(found: Rehearsal, machine: Machine, model_dir: Path, measurer: Measu
     if not found.config.train.minutes:
         return
     size = checkpoint_bytes(shape, _plan(found.config, machine))
-    fitted = fit_minutes(settled, share.look(machine.cores), size, found.prompt_tokens, time.monotonic() - found.began)
+    fitted = fit_minutes(settled, share.look(machine.cores), size, found.prompt_tokens)
     found.config = fitted.config
     found.notes += fitted.notes
 
