@@ -59,7 +59,7 @@ def count() -> int:
 
 
 def model() -> Path:
-    from headrace.models import resolve_model
+    from headrace.models.resolve import resolve_model
 
     return resolve_model("smollm2-135m-instruct", lambda line: print(line, file=sys.stderr))
 

@@ -69,15 +69,22 @@ def torch_findings(torch: dict[str, Any] | str) -> Iterator[Finding]:
 
 
 def _kernels() -> Iterator[Finding]:
+    from headrace.engine.native.kernels import binding
     from headrace.engine.native.kernels import build as engine
+    from headrace.native.build import LIMIT
     from headrace.trainer.kernels import build as trainer
 
+    tier = binding.tier()  # the same for both: one file of products serves them
     for who, found in (("engine", engine.built()), ("trainer", trainer.built())):
         if found.library is None:
             remedy = f"install a C++ compiler: on a CPU the {who} is slower without"
             yield Finding(f"{who}'s kernels", "note", found.reason, remedy)
+        elif tier is None:
+            yield Finding(
+                f"{who}'s kernels", "note", "this processor cannot execute them", f"name others in ${LIMIT}, or none"
+            )
         else:
-            yield Finding(f"{who}'s kernels", "ok", found.reason)
+            yield Finding(f"{who}'s kernels", "ok", f"for {tier}, {found.reason}")
 
 
 def _built_for(torch: dict[str, Any]) -> str:

@@ -112,7 +112,7 @@ async def _stages(course: Course) -> AsyncGenerator[Stage, None]:
                 plan = plan_of(config, config.lora.served_name)
                 algorithm = algorithm_of(config.algo, config.rollout.max_tokens, reward_weights(config))
                 for journaled in islice(steps, end - at):
-                    batch = plan.batch(journaled.step, journaled.groups, algorithm)
+                    batch = plan.batch_again(journaled, algorithm)
                     batch = replace(batch, skippable=bool(journaled.report.skipped), steps=journaled.steps)
                     yield Stage(trainer, config, journaled, batch)
                 at, restore = end, Path(scratch) / f"after-{end}"

@@ -29,25 +29,26 @@ from headrace.faultsim.oracles import WatchedBuffer
 from headrace.faultsim.processes import Chance
 from headrace.faultsim.scorer import SeededScorer
 from headrace.faultsim.trainer_worker import SimulatedTrainerProcess
-from headrace.observe.facts import Books, RunEnded, RunStarted, WeightsLive
+from headrace.observe.facts import Books, RunEnded, RunStarted
 from headrace.observe.health.waits import Waits
 from headrace.observe.recorder import Recorder
+from headrace.observe.telemetry import Telemetry
+from headrace.orchestration.assembly import assemble, go_live, stand
 from headrace.orchestration.clients.engine import ProcessEngine
 from headrace.orchestration.clients.trainer import ProcessTrainer
-from headrace.orchestration.loops.evaluation import Evaluator
 from headrace.orchestration.loops.identity import IdentityProbe
-from headrace.orchestration.loops.parts import Parts, told_of
+from headrace.orchestration.loops.parts import told_of
 from headrace.orchestration.loops.pipeline import Pipeline
 from headrace.orchestration.plan import Plan
 from headrace.orchestration.runs.session import run_clock
 from headrace.orchestration.store.checkpoints import Checkpoints
-from headrace.orchestration.store.recovery import Past, read_past, recover
+from headrace.orchestration.store.recovery import Past, read_past
 from headrace.orchestration.store.snapshots import Snapshots, load_controller
 from headrace.orchestration.store.storage import Storage
 from headrace.orchestration.workers.fake import FakeLauncher
 from headrace.orchestration.workers.messages import EngineStart, TrainerStart
 from headrace.protocols import Engine, Job, Task, Trainer
-from headrace.rollouts.partial import Interrupts, PartialConfig
+from headrace.rollouts.partial import PartialConfig
 from headrace.rollouts.rollout import RolloutConfig
 from headrace.settings.process_config import EvalConfig, WatchConfig
 from headrace.simulate.distributions import fixed
@@ -83,10 +84,10 @@ class Life:
                 await engine.launch()
                 await engine.open(EngineStart("", {}, {}))
             pipeline = self._join(trainer, engine)
-            await pipeline.redo(self._redo)
+            await pipeline.redo(self._standing.redo)
             recorder.record(self._started(pipeline.step))
             self._referee.resumes(pipeline.step, self._parts.interrupts, self._plan)
-            await self._go_live()
+            await go_live(self._parts)
             self._misfortunes(pipeline, engine)
             await self._pipeline_to_its_end(pipeline)
         finally:
@@ -194,52 +195,41 @@ class Life:
         rollout = RolloutConfig(group_size=case.group_size, max_tokens=MAX_TOKENS, patience=1000)
         plan = self._plan = self._plan_of(rollout)
         task: Task = SimulatedTask(fixed(3), case.seed)
-        waits = self._waits
-        interrupts = Interrupts(engine, PartialConfig(mode=case.mode), waits, clock)
-        past = storage.past
-        self._redo, outlived = recover(past, task, self._buffer, interrupts, plan) if past else ([], False)
-        storage.begin(outlived)
+        telemetry = Telemetry(referee.record, clock, self._waits)
+        self._standing = stand(
+            plan=plan,
+            task=task,
+            engine=engine,
+            partial=PartialConfig(mode=case.mode),
+            telemetry=telemetry,
+            past=storage.past,
+            buffer=self._buffer,
+        )
+        storage.begin(self._standing.outlived)
         referee.begins(self.chance)
         engine.listen(storage.passes.write)
         engine.listen(self._told)
         scorer = SeededScorer(case.seed, self.chance, case.stragglers)
         held_out = task.held_out(2) if case.evaluate_every else []
-        no_text = lambda tokens: ""  # noqa: E731
-        self._parts = Parts(
+        self._parts = assemble(
+            plan=plan,
+            standing=self._standing,
+            telemetry=telemetry,
             task=task,
             engine=engine,
-            interrupts=interrupts,
             trainer=trainer,
             scorer=scorer,
-            observer=referee,
-            journal=cast(Journal, self._referee.journal),
-            buffer=self._buffer,
+            evaluated_by=scorer,
+            held_out=held_out,
+            evaluation=EvalConfig(samples=1),
             algorithm=algorithm_of(AlgoConfig(name="dr_grpo"), rollout.max_tokens),
-            decode=no_text,
-            waits=waits,
-            snapshots=Snapshots(
-                checkpoints=storage.checkpoints,
-                passes=storage.passes,
-                observer=referee,
-                clock=clock,
-                adapter="",
-                saved_step=storage.saved_step,
-            ),
-            probe=IdentityProbe([1, 2, 3], 2, 1e-9, referee, clock),
-            evaluator=Evaluator(
-                generate=interrupts.once,
-                scorer=scorer,
-                observer=referee,
-                prompts=held_out,
-                config=EvalConfig(samples=1),
-                rollout=rollout,
-                decode=no_text,
-                waits=waits,
-                clock=clock,
-            ),
+            decode=lambda tokens: "",
+            journal=cast(Journal, referee.journal),
+            snapshots=Snapshots(storage.checkpoints, storage.passes, telemetry, saved_step=storage.saved_step),
+            probe=IdentityProbe([1, 2, 3], 2, 1e-9, telemetry),
         )
         referee.saved_step = lambda: self._parts.snapshots.saved_step
-        return Pipeline(self._parts, plan, clock, past.saved_step if past else 0, told_of(storage.recorder.state))
+        return Pipeline(self._parts, plan, self._standing.step, told_of(storage.recorder.state))
 
     def _plan_of(self, rollout: RolloutConfig) -> Plan:
         return Plan(
@@ -265,13 +255,6 @@ class Life:
             t=self._clock(), name="simulated", headline="", seed=case.seed, steps=case.steps, groups_per_step=case.groups, group_size=case.group_size, slots=slots, window=case.window,
             max_lag=bound, where={}, resumed_at=step, books=books,
         )  # fmt: skip
-
-    async def _go_live(self) -> None:
-        parts = self._parts
-        async with parts.waits.named("start", "the first weights to be live"):
-            update = await parts.trainer.publish()
-            load = await parts.engine.load(update)
-        parts.observer.record(WeightsLive(self._clock(), update, load))
 
     def _misfortunes(self, pipeline: Pipeline, engine: Engine) -> None:
         acts = {"interrupt": pipeline.interrupt, "jump": self._jump, "engine_lost": engine.kill}

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -20,12 +21,13 @@ from headrace.durable.journal import JournalStep
 from headrace.errors import ConfigError
 from headrace.models.chat import ChatEncoder
 from headrace.models.resolve import resolve_model
-from headrace.observe.facts import Books, RunStarted, Warned, WeightsLive
+from headrace.observe.facts import Books, RunStarted
 from headrace.observe.health.waits import Waits
 from headrace.observe.machine import machine_mark
+from headrace.observe.telemetry import Telemetry
+from headrace.orchestration.assembly import Standing, assemble, go_live, stand
 from headrace.orchestration.choosing import allowance_of
 from headrace.orchestration.handed import Handed
-from headrace.orchestration.loops.evaluation import Evaluator
 from headrace.orchestration.loops.identity import PROBE, TOLERANCE, IdentityProbe
 from headrace.orchestration.loops.minutes import Minutes
 from headrace.orchestration.loops.parts import Parts, told_of
@@ -33,7 +35,6 @@ from headrace.orchestration.loops.pipeline import Pipeline
 from headrace.orchestration.loops.utilisation import Utilisation
 from headrace.orchestration.plan import Plan
 from headrace.orchestration.pools import Pools, open_pools
-from headrace.orchestration.store.recovery import recover
 from headrace.orchestration.store.resume_rules import scoring_mark
 from headrace.orchestration.store.snapshots import Snapshots
 from headrace.orchestration.store.storage import Storage
@@ -41,8 +42,6 @@ from headrace.orchestration.teaching import Lesson, Student, open_teaching, plan
 from headrace.orchestration.wording import headline, where
 from headrace.protocols import Observer, Scorer, Task
 from headrace.rehearsal.reward import try_in_loop
-from headrace.rollouts.buffer import Buffer
-from headrace.rollouts.partial import Interrupts
 from headrace.scoring.handed import RewardFunction
 from headrace.scoring.overlong import punished
 from headrace.tasks.config import TaskConfig
@@ -107,17 +106,11 @@ class Built:
 
     async def go_live(self) -> None:
         """Publishes the trainer's weights, loads them into the engine, and proves that they are the same (C3)."""
-        parts = self.parts
-        async with parts.waits.named("start", "the first weights to be live"):
-            if self.adapter:
-                await self.pools.serve_base(parts.observer, self.clock)
-            update = await parts.trainer.publish(self.adapter)
-            expected = await parts.probe.trainer_side(parts.trainer, update.version, always=True)
-            load = await parts.engine.load(update)
-            parts.observer.record(WeightsLive(self.clock(), update, load))
-            rounding = await parts.probe.engine_side(parts.engine, update.version, expected)
+        telemetry = self.parts.telemetry
+        serve_base = partial(self.pools.serve_base, telemetry) if self.adapter else None
+        rounding = await go_live(self.parts, self.adapter, serve_base)
         for sentence in inside_rounding(self.config.algo, rounding, self.config.rollout.max_tokens):
-            parts.observer.record(Warned(self.clock(), sentence))
+            telemetry.warn(sentence)
 
     async def close(self) -> None:
         await self.parts.scorer.close()
@@ -202,101 +195,91 @@ async def join(
     pools.teaching = await open_teaching(
         config, prepared.lessons, student=student, observer=storage.recorder, waits=waits, clock=clock
     )
-    buffer = Buffer(config.staleness, config.train.steps * config.staleness.groups_per_step)
-    interrupts = Interrupts(pools.engine, config.partial, waits, clock)
-    past = storage.past
-    redo, outlived = recover(past, prepared.task, buffer, interrupts, plan_of(config, adapter)) if past else ([], False)
+    telemetry = Telemetry(storage.recorder.record, clock, waits)
+    standing = stand(
+        plan=plan_of(config, adapter),
+        task=prepared.task,
+        engine=pools.engine,
+        partial=config.partial,
+        telemetry=telemetry,
+        past=storage.past,
+    )
 
     def begin() -> Built:
-        storage.begin(outlived)
+        storage.begin(standing.outlived)
         pools.engine.listen(storage.passes.write)
-        return _assemble(
+        return _built(
             config,
             prepared,
             pools=pools,
             adapter=adapter,
             storage=storage,
-            waits=waits,
-            clock=clock,
-            buffer=buffer,
-            interrupts=interrupts,
-            redo=redo,
+            standing=standing,
+            telemetry=telemetry,
         )
 
     return begin
 
 
-def _assemble(
-    config: RunConfig, prepared: Prepared, pools: Pools, adapter: str, storage: Storage, waits: Waits, clock: Clock,
-    buffer: Buffer, interrupts: Interrupts, redo: Sequence[JournalStep],
-) -> Built:  # fmt: skip
-    task, encoder, observer = prepared.task, prepared.encoder, storage.recorder
-    plan, past, mark = plan_of(config, adapter), storage.past, scoring_mark(config)
+def _built(
+    config: RunConfig,
+    prepared: Prepared,
+    pools: Pools,
+    adapter: str,
+    storage: Storage,
+    standing: Standing,
+    telemetry: Telemetry,
+) -> Built:
+    encoder, plan, past, mark = prepared.encoder, plan_of(config, adapter), storage.past, scoring_mark(config)
     assert pools.teaching is not None
     rewarding = pools.teaching.rewarding(prepared.scorer)
-    parts = Parts(
-        task=task,
+    parts = assemble(
+        plan=plan,
+        standing=standing,
+        telemetry=telemetry,
+        task=prepared.task,
         engine=pools.engine,
-        interrupts=interrupts,
         trainer=pools.teaching.publishing(pools.trainer),
         scorer=pools.teaching.tracing(
             punished(config.reward.soft_overlong_punishment, config.rollout.max_tokens, rewarding)
         ),
-        observer=observer,
+        evaluated_by=rewarding,
+        held_out=prepared.prompts,
+        evaluation=config.eval,
         journal=storage.journal,
-        buffer=buffer,
         algorithm=algorithm_of(config.algo, config.rollout.max_tokens, reward_weights(config)),
         decode=encoder.decode,
-        waits=waits,
-        snapshots=_snapshots(storage, clock, adapter, mark),
-        probe=IdentityProbe(
-            tokens=encoder.encode_text(PROBE)[: pools.engine.capabilities.context_length],
-            every=config.watch.identity_every,
-            tolerance=max(TOLERANCE[config.engine.serving_dtype], TOLERANCE[pools.trainer_dtype]),
-            observer=observer,
-            clock=clock,
+        snapshots=Snapshots(
+            checkpoints=storage.checkpoints,
+            passes=storage.passes,
+            telemetry=telemetry,
             adapter=adapter,
+            saved_step=storage.saved_step,
+            scored_by=mark,
         ),
-        evaluator=Evaluator(
-            generate=interrupts.once,
-            scorer=rewarding,
-            observer=observer,
-            prompts=prepared.prompts,
-            config=config.eval,
-            rollout=config.rollout,
-            decode=encoder.decode,
-            waits=waits,
-            clock=clock,
-            adapter=adapter,
+        probe=IdentityProbe(
+            encoder.encode_text(PROBE)[: pools.engine.capabilities.context_length],
+            config.watch.identity_every,
+            max(TOLERANCE[config.engine.serving_dtype], TOLERANCE[pools.trainer_dtype]),
+            telemetry,
+            adapter,
         ),
         turns=pools.turns,
         noise=NoiseWatch(config.algo),
-        minutes=Minutes(allowance_of(config), storage.keep_steps, observer.record, clock),
+        minutes=Minutes(allowance_of(config), storage.keep_steps, telemetry.record, telemetry.clock),
         sentinels=(pools.teaching.watch,),
     )
-    pipeline = Pipeline(parts, plan, clock, past.saved_step if past else 0, told_of(storage.recorder.state))
+    pipeline = Pipeline(parts, plan, standing.step, told_of(storage.recorder.state))
     return Built(
         pools=pools,
         parts=parts,
         pipeline=pipeline,
-        redo=redo,
+        redo=standing.redo,
         outdated=past.outdated(mark) if past else (),
-        utilisation=Utilisation(pools.engine, pools.turns, waits, clock),
-        clock=clock,
+        utilisation=Utilisation(pools.engine, pools.turns, telemetry),
+        clock=telemetry.clock,
         config=config,
         adapter=adapter,
-    )
-
-
-def _snapshots(storage: Storage, clock: Clock, adapter: str, mark: str) -> Snapshots:
-    return Snapshots(
-        checkpoints=storage.checkpoints,
-        passes=storage.passes,
-        observer=storage.recorder,
-        clock=clock,
-        adapter=adapter,
-        saved_step=storage.saved_step,
-        scored_by=mark,
     )
 
 

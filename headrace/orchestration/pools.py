@@ -13,6 +13,7 @@ from typing import Any
 from headrace.config import RunConfig, adapter_runs
 from headrace.observe.facts import WeightsLive
 from headrace.observe.health.waits import Waits
+from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.clients.engine import ProcessEngine
 from headrace.orchestration.clients.trainer import ProcessTrainer
 from headrace.orchestration.loops.turns import Turns
@@ -45,13 +46,13 @@ class Pools:
     _serving: asyncio.Lock = field(default_factory=asyncio.Lock)
     _base_is_live: bool = False
 
-    async def serve_base(self, observer: Observer, clock: Clock) -> None:
+    async def serve_base(self, telemetry: Telemetry) -> None:
         """Publishes the frozen weights beside which adapters are served: once, whoever of them comes first."""
         async with self._serving:
             if not self._base_is_live:
                 update = await self.trainer.publish()
                 load = await self.engine.load(update)
-                observer.record(WeightsLive(clock(), update, load))
+                telemetry.record(WeightsLive(telemetry.clock(), update, load))
                 self._base_is_live = True
 
     def lend(self) -> Pools:

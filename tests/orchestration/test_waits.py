@@ -33,6 +33,7 @@ from headrace.observe.health.status import read_live
 from headrace.observe.health.waits import Lasting, Waits, counted
 from headrace.observe.health.waits import Testimony as Told
 from headrace.observe.health.watchdog import STALLED, Watchdog
+from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.build import Built, build, open_waits
 from headrace.orchestration.handed import NOTHING
 from headrace.orchestration.loops.evaluation import Evaluator
@@ -252,7 +253,7 @@ def of_pipeline(**settings: Any) -> Scenario:
     async def scenario(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
         world = World(tmp / "run", stop_after=600.0, **settings)
         pipeline = world.build()
-        spoil(world.parts.waits)
+        spoil(world.parts.telemetry.waits)
         await world.go_live()
         await pipeline.run()
 
@@ -265,20 +266,27 @@ async def of_evaluation(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
     await engine.load(WeightUpdate(version=0, kind="full", fingerprint="fake-0", nbytes=0, seconds=0.0))
     prompts = [Prompt("p", "a text", (1, 2))]
     evaluator = Evaluator(
-        engine.generate, FakeScorer(), Ledger(), prompts, EvalConfig(), rollout, str, waits, clock
-    )  # fmt: skip
+        generate=engine.generate,
+        scorer=FakeScorer(),
+        prompts=prompts,
+        config=EvalConfig(),
+        rollout=rollout,
+        decode=str,
+        telemetry=Telemetry(Ledger().record, clock, waits),
+    )
     await evaluator.measure("before", 0)
 
 
 async def of_statistics(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
     waits = spoil(here(lambda fact: None))
-    await Utilisation(FakeEngine(), Turns(), waits, asyncio.get_running_loop().time).start()
+    telemetry = Telemetry(Ledger().record, asyncio.get_running_loop().time, waits)
+    await Utilisation(FakeEngine(), Turns(), telemetry).start()
 
 
 async def of_start(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
     world = World(tmp / "run", stop_after=600.0)
     pipeline = world.build()
-    spoil(world.parts.waits)
+    spoil(world.parts.telemetry.waits)
     await Built(None, world.parts, pipeline, (), (), None, None, None, "").go_live()  # type: ignore[arg-type]
 
 
@@ -369,7 +377,8 @@ async def of_several(tmp: Path, spoil: Callable[[Waits], Waits], ledger: Ledger)
 
 
 async def of_adapter(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
-    await _serve_base(None, spoil(here(lambda fact: None)), Ledger(), asyncio.get_running_loop().time)  # type: ignore[arg-type]
+    telemetry = Telemetry(Ledger().record, asyncio.get_running_loop().time, spoil(here(lambda fact: None)))
+    await _serve_base(None, telemetry)  # type: ignore[arg-type]
 
 
 async def of_closing(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
@@ -449,7 +458,7 @@ def test_a_stall_where_things_are_fetched_is_said_again_and_again(tmp_path: Path
 
 def test_processes_that_do_not_close_are_told_and_hide_no_error(capsys: pytest.CaptureFixture[str]) -> None:
     async def main() -> None:
-        parts = SimpleNamespace(waits=here(lambda fact: None))
+        parts = SimpleNamespace(telemetry=SimpleNamespace(waits=here(lambda fact: None)))
         await Session._close(None, SimpleNamespace(parts=parts, close=for_ever))  # type: ignore[arg-type]
 
     virtual_time.run(main())

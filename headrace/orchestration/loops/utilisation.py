@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
 
 from headrace.errors import HeadraceError
-from headrace.observe.health.waits import Waits
+from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.loops.turns import Turns
 from headrace.protocols import Engine
 from headrace.reports import EngineStats
@@ -19,8 +18,9 @@ LAST_WORD = 30.0
 class Utilisation:
     """Idle shares over the time between `start` and `stop`: the training proper, without loading and evaluation."""
 
-    def __init__(self, engine: Engine, turns: Turns, waits: Waits, clock: Callable[[], float]) -> None:
-        self._engine, self._turns, self._waits, self._clock = engine, turns, waits, clock
+    def __init__(self, engine: Engine, turns: Turns, telemetry: Telemetry) -> None:
+        self._engine, self._turns = engine, turns
+        self._waits, self._clock = telemetry.waits, telemetry.clock
         self._first = self._last = EngineStats()
         self._began = self._ended = 0.0
         self._worked_first = self._worked_last = 0.0

@@ -13,6 +13,7 @@ from headrace.errors import CheckpointError, ConfigError, HeadraceError
 from headrace.models.resolve import resolve_model
 from headrace.observe.facts import Evaluated, Fact, FirstFailure, Warned, WorkerLost
 from headrace.observe.records import steps_done
+from headrace.observe.telemetry import Telemetry
 from headrace.observe.text import plural
 from headrace.orchestration.build import (
     build_scorer,
@@ -70,6 +71,7 @@ def evaluate(
 async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int, handed: Handed) -> Evaluated:
     with tempfile.TemporaryDirectory() as logs:
         waits = open_waits(config, _Stderr(), time.monotonic)
+        telemetry = Telemetry(_Stderr().record, time.monotonic, waits)
         async with waits.named("start", "the files of models, task and reward", endless=True):
             model_dir, encoder = await open_model(config)
             reading = for_reading(config)
@@ -84,7 +86,7 @@ async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int, ha
         try:
             async with waits.named("start", "the first weights to be live"):
                 if adapter:
-                    await pools.serve_base(_Stderr(), time.monotonic)
+                    await pools.serve_base(telemetry)
                 await pools.engine.load(await pools.trainer.publish(adapter))
             student = Student(
                 model_dir=model_dir,
@@ -100,13 +102,11 @@ async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int, ha
             evaluator = Evaluator(
                 generate=pools.engine.generate,
                 scorer=pools.teaching.rewarding(scorer),
-                observer=_Stderr(),
                 prompts=task.held_out(prompts),
                 config=config.eval,
                 rollout=config.rollout,
                 decode=encoder.decode,
-                waits=waits,
-                clock=time.monotonic,
+                telemetry=telemetry,
                 adapter=adapter,
             )
             measured = await evaluator.measure("after", step_of(checkpoint) if checkpoint else 0)

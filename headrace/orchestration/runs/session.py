@@ -97,7 +97,7 @@ class Session:
 
     async def _close(self, built: Built) -> None:
         try:
-            async with built.parts.waits.named("closing", "the worker processes"):
+            async with built.parts.telemetry.waits.named("closing", "the worker processes"):
                 await built.close()
         except StalledError as error:  # nor may a process that cannot even be killed
             print(f"headrace: {error}", file=sys.stderr)

@@ -25,6 +25,7 @@ from headrace.observe.facts import Warned
 from headrace.observe.health.waits import Waits
 from headrace.observe.health.watchdog import Watchdog
 from headrace.observe.screen.board import Board, open_board
+from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.build import Built, Clock, Pools, Prepared, join, open_model, open_waits, prepare
 from headrace.orchestration.handed import Handed
 from headrace.orchestration.pools import open_pools
@@ -35,7 +36,6 @@ from headrace.orchestration.runs.rehearse import rehearse
 from headrace.orchestration.runs.session import on_unheard, run_clock
 from headrace.orchestration.store.directory import CONFIG, RunDirectory
 from headrace.orchestration.store.resume_rules import check_resumable
-from headrace.protocols import Observer
 
 
 def train_together(
@@ -101,9 +101,9 @@ def _open(config: RunConfig, directory: RunDirectory, resume: bool, board: Board
     return lane
 
 
-async def _serve_base(pools: Pools, waits: Waits, observer: Observer, clock: Clock) -> None:
-    async with waits.named("start", "the base weights to be live"):
-        await pools.serve_base(observer, clock)
+async def _serve_base(pools: Pools, telemetry: Telemetry) -> None:
+    async with telemetry.waits.named("start", "the base weights to be live"):
+        await pools.serve_base(telemetry)
 
 
 async def _close(pools: Pools, waits: Waits) -> None:
@@ -177,7 +177,8 @@ class _Together:
                 restore=restore,
             )
             undo.push_async_callback(_close, pools, waits)
-            await _serve_base(pools, waits, next(iter(self._lanes.values())).storage.recorder, clock)
+            first = next(iter(self._lanes.values())).storage.recorder
+            await _serve_base(pools, Telemetry(first.record, clock, waits))
             built = await self._begin(prepared, pools, clock)
             self._loading = None
             await self._train(built)

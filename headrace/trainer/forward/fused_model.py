@@ -4,12 +4,13 @@ A module is not known by its family's name but by its parts, and believed only a
 reproduce their own numbers, and the whole model its own hidden states and gradients, or what was put in is taken out again.
 
 Parameters, names and hooks are untouched, so adapters wrap the same layers, checkpointing wraps the same blocks, and a
-checkpoint has the same keys. Products are fused under bfloat16 autocast only; in float32 PyTorch's own are used.
+checkpoint has the same keys.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -78,21 +79,22 @@ def why_none(device: torch.device) -> str:
     return "they do not reproduce this model's own numbers"
 
 
-def reserve(model: Any, tokens: int) -> None:
-    """What the first steps would wait for: packs the weights, and has the system hand out the memory of the weights that will
-    change (until then it may be the file's), of their gradients, of the optimizer's state, and of what is kept of `tokens`
-    tokens (at most MOST_TOKENS) for the backward pass."""
+def reserve(model: Any, tokens: int, dtype: torch.dtype) -> None:
+    """What the first steps would wait for: packs the weights for bfloat16, and has the system hand out the memory of the weights that
+    will change (until then it may be the file's), of their gradients, of the optimizer's state, and of what is kept of `tokens`
+    tokens (at most MOST_TOKENS) in `dtype` for the backward pass."""
     keep_freed_memory()
     layers = [module for module in model.modules() if hasattr(module, "packed")]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     state = sum(parameter.nbytes + 8 * parameter.numel() for parameter in trained)
-    kept = 2 * sum(sum(module.weight.shape) for module in layers) * min(tokens, MOST_TOKENS)
+    kept = dtype.itemsize * sum(sum(module.weight.shape) for module in layers) * min(tokens, MOST_TOKENS)
     rooms = [touch(torch.empty(ROOM, dtype=torch.uint8)) for _ in range((state + kept) // ROOM)]
     del rooms  # freed, and kept for what comes next
     for parameter in trained:
         parameter.data = parameter.data.clone()
     for module in layers:
-        module.packed.packed(module.weight)
+        if dtype == torch.bfloat16:
+            module.packed.packed(module.weight)
         if module.weight.requires_grad and module.weight.dtype == torch.float32:
             module.packed.gradient(module.weight)
 
@@ -100,8 +102,9 @@ def reserve(model: Any, tokens: int) -> None:
 def _numbers(forward: Forward) -> list[Tensor]:
     """Hidden states of a few tokens, and gradients of all vectors among the parameters, which lie all along the way."""
     tokens, positions, tree = _probe(forward.model)
-    vectors = [p for p in forward.model.base_model.parameters() if p.ndim == 1 and p.requires_grad]
-    with torch.enable_grad():
+    trained = [p for p in forward.model.base_model.parameters() if p.requires_grad]
+    vectors = [p for p in trained if p.ndim == 1]
+    with torch.enable_grad(), _frozen([p for p in trained if p.ndim > 1]):
         if forward.packed:
             hidden = packed_hidden(forward.model, tokens, positions, tree)
         else:
@@ -109,6 +112,18 @@ def _numbers(forward: Forward) -> list[Tensor]:
         slope = torch.linspace(-1, 1, hidden.numel()).view_as(hidden).cos()
         grads = torch.autograd.grad((hidden * slope).sum(), vectors, allow_unused=True) if vectors else ()
     return [hidden.detach(), *(torch.zeros(1) if grad is None else grad for grad in grads)]
+
+
+@contextmanager
+def _frozen(parameters: list[Tensor]) -> Iterator[None]:
+    """The gradients of matrices would be left in their `.grad`."""
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(True)
 
 
 def _holds(forward: Forward, expected: list[Tensor]) -> bool:
@@ -153,10 +168,9 @@ def _linear(module: Any, x: Tensor) -> Tensor:
 def _together(x: Tensor, *modules: Any) -> tuple[Tensor, ...]:
     """Several layers over the same x: in one operation where all of them are plain."""
     plain = all(type(module) is nn.Linear and hasattr(module, "packed") for module in modules)
-    if plain and _low():
-        return fused_ops.linears(x, [(module.packed, module.weight, module.bias) for module in modules])
     if plain:
-        return tuple(nn.functional.linear(x, module.weight, module.bias) for module in modules)
+        layers = [(module.packed, module.weight, module.bias) for module in modules]
+        return fused_ops.linears(x, layers, torch.bfloat16 if _low() else torch.float32)
     return tuple(module(x) for module in modules)
 
 

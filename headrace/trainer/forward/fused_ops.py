@@ -7,6 +7,7 @@ threads. They compose with checkpointing: what the backward pass needs is saved 
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +38,8 @@ def kernels() -> Any:
 
 
 class PackedWeight:
-    """A matrix [n, k] as the kernels multiply by it: bfloat16, packed once for each of its values, for both directions.
+    """A matrix [n, k] as the kernels multiply by it. In bfloat16 it is packed once for each of its values, for both directions; in
+    float32, where that would be 8 bytes a parameter, at every use (5 to 10 % of a product over 1,024 rows).
 
     It also keeps the memory of the gradient: fresh pages cost more than what is computed into them.
     """
@@ -51,14 +53,12 @@ class PackedWeight:
         return PackedWeight()
 
     def packed(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """(for y = x Wᵀ, for dx = dy W). Packed again if the weight was written to since."""
+        """bfloat16, (for y = x Wᵀ, for dx = dy W). Packed again if the weight was written to since."""
         now = weight.data_ptr(), weight._version
         if self._packed is None or now != self._packed_from:
-            (n, k), area = weight.shape, SIDE * SIDE
-            size = -(-n // SIDE) * -(-k // SIDE) * area
+            size = _packed_size(weight)
             self._packed = self._packed or (zeros(size, torch.bfloat16), zeros(size, torch.bfloat16))
-            source = weight.detach().float().contiguous()
-            kernels().headrace_pack_weight(address(source), n, k, *map(address, self._packed))
+            _pack(weight, *self._packed)
             self._packed_from = now
         return self._packed
 
@@ -74,25 +74,67 @@ class PackedWeight:
         return self._gradient.view(weight.shape), False
 
 
-def linears(x: Tensor, layers: Sequence[tuple[PackedWeight, Tensor, Tensor | None]]) -> tuple[Tensor, ...]:
-    """x [..., k] times the transpose of each weight [n, k], plus its bias: bfloat16 [..., n] each, from one reading of x.
+def _packed_size(weight: Tensor) -> int:
+    n, k = weight.shape
+    return -(-n // SIDE) * -(-k // SIDE) * SIDE * SIDE
+
+
+def _pack(weight: Tensor, across: Tensor | None, down: Tensor | None) -> None:
+    source = weight.detach().float().contiguous()
+    wide = (down if across is None else across).dtype == torch.float32  # type: ignore[union-attr]
+    kernels().headrace_pack_weight(wide, address(source), *weight.shape, address(across), address(down))
+
+
+class _Room(threading.local):
+    """Where float32 weights are packed: one room for all layers, for the largest of them."""
+
+    held: Tensor | None = None
+
+    def __call__(self, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+        if self.held is None or self.held.numel() < sum(sizes):
+            self.held = zeros(sum(sizes), torch.float32)
+        return self.held[: sum(sizes)].split(list(sizes))
+
+
+_room = _Room()
+
+
+def _operands(
+    packed: Sequence[PackedWeight], weights: Sequence[Tensor], dtype: torch.dtype, backward: bool
+) -> list[tuple[Tensor | None, Tensor | None]]:
+    """Of each weight what `binding.Weight` calls across and down, of which a direction reads one."""
+    if dtype == torch.bfloat16:
+        return [one.packed(weight) for one, weight in zip(packed, weights, strict=True)]
+    rooms = _room([_packed_size(weight) for weight in weights])
+    held: list[tuple[Tensor | None, Tensor | None]] = [(None, room) if backward else (room, None) for room in rooms]
+    for weight, into in zip(weights, held, strict=True):
+        _pack(weight, *into)
+    return held
+
+
+def linears(
+    x: Tensor, layers: Sequence[tuple[PackedWeight, Tensor, Tensor | None]], dtype: torch.dtype
+) -> tuple[Tensor, ...]:
+    """x [..., k] times the transpose of each weight [n, k], plus its bias: [..., n] each, from one reading of x. `dtype`, bfloat16 or
+    float32, is that of the factors and of the results; sums are float32.
 
     A weight's gradient is not handed to autograd but added to its `.grad` where the product is made.
     """
     weights = [weight for _, weight, _ in layers]
     biases = [bias for _, _, bias in layers]
-    return _Linears.apply(x, [packed for packed, _, _ in layers], *weights, *biases)
+    return _Linears.apply(x, dtype, [packed for packed, _, _ in layers], *weights, *biases)
 
 
 class _Linears(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, packed: list[PackedWeight], *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        weights, biases = tensors[: len(packed)], tensors[len(packed) :]
-        rows = x.numel() // x.shape[-1]
-        low = x.to(torch.bfloat16).contiguous()
-        outputs = [low.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights if weight is not None]
-        wide = [None if bias is None else bias.float() for bias in biases]
-        held = [one.packed(weight) for one, weight in zip(packed, weights, strict=True) if weight is not None]
+    def forward(
+        ctx: Any, x: Tensor, dtype: torch.dtype, packed: list[PackedWeight], *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        weights = [weight for weight in tensors[: len(packed)] if weight is not None]
+        low = x.to(dtype).contiguous()
+        outputs = [low.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights]
+        wide = [None if bias is None else bias.float() for bias in tensors[len(packed) :]]
+        held = _operands(packed, weights, dtype, backward=False)
         table = (binding.Weight * len(packed))(
             *(
                 binding.Weight(
@@ -101,7 +143,8 @@ class _Linears(torch.autograd.Function):
                 for (across, down), bias, y in zip(held, wide, outputs, strict=True)
             )
         )
-        kernels().headrace_linear(address(low), rows, x.shape[-1], table, len(packed))
+        shape = low.numel() // low.shape[-1], low.shape[-1]
+        kernels().headrace_linear(dtype == torch.float32, address(low), *shape, table, len(packed))
         ctx.packed, ctx.dtype = packed, x.dtype
         ctx.save_for_backward(low, *weights)
         return tuple(outputs)
@@ -110,15 +153,16 @@ class _Linears(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         low, *weights = ctx.saved_tensors
-        count, k = len(weights), low.shape[-1]
-        rows = low.numel() // k
-        d_y = [grad.to(torch.bfloat16).contiguous() for grad in grads]
-        held = [one.packed(weight) for one, weight in zip(ctx.packed, weights, strict=True)]
-        trained = ctx.needs_input_grad[2 : 2 + count]
+        count, wide = len(weights), low.dtype == torch.float32
+        shape = low.numel() // low.shape[-1], low.shape[-1]
+        d_y = [grad.to(low.dtype).contiguous() for grad in grads]
+        trained = ctx.needs_input_grad[3 : 3 + count]
         into = [
             one.gradient(weight) if train else (None, False)
             for one, weight, train in zip(ctx.packed, weights, trained, strict=True)
         ]
+        none = [(None, None)] * count
+        held = _operands(ctx.packed, weights, low.dtype, backward=True) if ctx.needs_input_grad[0] else none
         table = (binding.Weight * count)(
             *(
                 binding.Weight(
@@ -135,16 +179,16 @@ class _Linears(torch.autograd.Function):
         d_x = None
         if ctx.needs_input_grad[0]:
             d_x = torch.empty_like(low)
-            kernels().headrace_linear_input_gradient(address(d_x), rows, k, table, count)
+            kernels().headrace_linear_input_gradient(wide, address(d_x), *shape, table, count)
             d_x = d_x.to(ctx.dtype)
         if any(trained):
-            kernels().headrace_linear_weight_gradient(address(low), rows, k, table, count)
+            kernels().headrace_linear_weight_gradient(wide, address(low), *shape, table, count)
         for weight, (gradient, add) in zip(weights, into, strict=True):
             if gradient is not None and not add:
                 _give(weight, gradient)
-        needs_bias = ctx.needs_input_grad[2 + count :]
+        needs_bias = ctx.needs_input_grad[3 + count :]
         d_bias = [d.float().flatten(0, -2).sum(0) if need else None for d, need in zip(d_y, needs_bias, strict=True)]
-        return d_x, None, *[None] * count, *d_bias
+        return d_x, None, None, *[None] * count, *d_bias
 
 
 def _give(weight: Tensor, gradient: Tensor) -> None:

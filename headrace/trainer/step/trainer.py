@@ -81,8 +81,8 @@ class TorchTrainer:
             lower_weights(self._model, self._dtype)
         assignments = self._assignments.items()
         self._learners = {name: Learner(one.train, one.algo, self._trained(name)) for name, one in assignments}
-        if self._fused and self._dtype == torch.bfloat16:
-            reserve(self._model, 0 if config.gradient_checkpointing else config.microbatch_tokens)
+        if self._fused:
+            reserve(self._model, 0 if config.gradient_checkpointing else config.microbatch_tokens, self._dtype)
 
     def _trained(self, name: str) -> dict[str, torch.nn.Parameter]:
         return self._adapters.parameters(name) if self._adapters else dict(self._model.named_parameters())
