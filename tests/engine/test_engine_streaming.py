@@ -233,7 +233,7 @@ def test_a_pass_at_least_runs_between_two_parts_and_all_that_is_mixed_is_told(pr
 def test_a_paused_engine_and_an_idle_one_take_all_parts(process: Process) -> None:
     assert process.load(101, 3).mixed_tokens == 0
     process.send(0, "add", request("r", prompt(5), 20))
-    process.send(1, "pause", None)
+    process.core.pause()
     assert process.load(102, 3).version == 102
     assert not process.outputs(), "not a single pass"
 

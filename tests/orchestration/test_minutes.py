@@ -59,9 +59,8 @@ class Timed(World):
     def build(self, resume: bool = False):
         pipeline = super().build(resume)
         self.kept: list[tuple[int, int]] = []
-        minutes = Minutes(
-            self.allowance, lambda *told: self.kept.append(told), self.ledger.record, self.parts.evaluator._clock
-        )
+        telemetry = self.parts.telemetry
+        minutes = Minutes(self.allowance, lambda *told: self.kept.append(told), telemetry.record, telemetry.clock)
         pipeline._parts = self.parts = dataclasses.replace(self.parts, minutes=minutes)
         return pipeline
 
