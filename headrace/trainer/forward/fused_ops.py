@@ -146,13 +146,15 @@ class _Linears(torch.autograd.Function):
         shape = low.numel() // low.shape[-1], low.shape[-1]
         kernels().headrace_linear(dtype == torch.float32, address(low), *shape, table, len(packed))
         ctx.packed, ctx.dtype = packed, x.dtype
-        ctx.save_for_backward(low, *weights)
+        # Not saved as tensors: checkpointing would give back detached ones, and a gradient left in the `.grad` of those is lost.
+        ctx.weights = weights
+        ctx.save_for_backward(low)
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        low, *weights = ctx.saved_tensors
+        (low,), weights = ctx.saved_tensors, ctx.weights
         count, wide = len(weights), low.dtype == torch.float32
         shape = low.numel() // low.shape[-1], low.shape[-1]
         d_y = [grad.to(low.dtype).contiguous() for grad in grads]
@@ -250,7 +252,8 @@ class _Norm(torch.autograd.Function):
         d_total = d_total.contiguous() if ctx.delta and d_total is not None else None
         d_weight, parts = _parts(rows, width, ctx.needs_input_grad[2])
         wide = total.dtype == torch.float32, ctx.dtype == torch.float32
-        given = (total, weight, scale, d_y.contiguous(), d_total, d_x, d_delta, d_weight, parts)
+        d_y = d_y.contiguous()  # by a name: nothing else would hold a copy while the kernel reads it
+        given = (total, weight, scale, d_y, d_total, d_x, d_delta, d_weight, parts)
         kernels().headrace_norm_backward(*wide, *map(address, given), rows, width, ctx.unit)
         if ctx.delta and d_delta is None:
             d_delta = d_x
@@ -277,7 +280,8 @@ class _Gated(torch.autograd.Function):
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
-        given = map(address, (gate, up, d_y.contiguous(), d_gate, d_up))
+        d_y = d_y.contiguous()  # see `_Norm.backward`
+        given = map(address, (gate, up, d_y, d_gate, d_up))
         kernels().headrace_gated_backward(gate.dtype == torch.float32, *given, gate.numel(), ctx.gelu)
         return d_gate, d_up, None
 
@@ -367,6 +371,7 @@ class _Attention(torch.autograd.Function):
         q, k, v = ctx.saved_tensors
         d_q, d_k, d_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         trees = ctx.segments.trees(q, k, *ctx.constants)
-        given = map(address, (q, k, v, d_out.contiguous(), d_q, d_k, d_v))
+        d_out = d_out.contiguous()  # see `_Norm.backward`
+        given = map(address, (q, k, v, d_out, d_q, d_k, d_v))
         kernels().headrace_attention_backward(v.dtype == torch.float32, ctypes.byref(trees), *given)
         return d_q, d_k, d_v, None, None, None
