@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import ConfigError
+from headrace.models import resolve
 from headrace.models.chat import ChatEncoder
 from headrace.models.known_models import KNOWN_MODELS, KnownModel
 from headrace.models.model_files import read_header
@@ -21,7 +22,6 @@ from headrace.models.resolve import (
     check_model_dir,
     damage,
     model_states,
-    resolve,
     resolve_model,
     write_record,
 )
