@@ -35,7 +35,11 @@ class Utilisation:
         self._ended = self._clock()
         self._worked_last = self._turns.busy
         with contextlib.suppress(TimeoutError, HeadraceError):
-            async with asyncio.timeout(patience):
+            # By name, or the watchdog would take this wait for a hang; endless, because it has a deadline of its own.
+            async with (
+                asyncio.timeout(patience),
+                self._waits.named("controller", "the engine's last word", endless=True),
+            ):
                 self._last = await self._engine.stats()
 
     async def _stats(self) -> EngineStats:
