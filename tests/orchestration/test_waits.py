@@ -424,8 +424,22 @@ WITH_PROCESSES = {("start", "the trainer to load the model"), ("start", "the eng
 """Those that are between the controller and real processes; see below."""
 
 
+LAST = ("controller", "the engine's last word")
+"""It has a deadline of its own, and a name so that the watchdog takes it for no hang."""
+
+
+def test_an_engine_without_a_last_word_is_waited_for_in_name_and_not_for_long() -> None:
+    async def main() -> float:
+        clock = asyncio.get_running_loop().time
+        telemetry = Telemetry(Ledger().record, clock, stall_at(here(lambda fact: None), *LAST))
+        await Utilisation(FakeEngine(), Turns(), telemetry).stop(patience=30.0)
+        return clock()
+
+    assert virtual_time.run(main()) == 30.0
+
+
 def test_every_named_wait_has_a_stall_injected_below():
-    covered = STALLS.keys() | ENDLESS.keys() | WITH_PROCESSES
+    covered = STALLS.keys() | ENDLESS.keys() | WITH_PROCESSES | {LAST}
     assert named_waits() == covered, "a new wait needs a scenario here, and one that is gone has none"
 
 
