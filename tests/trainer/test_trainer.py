@@ -243,6 +243,14 @@ def test_checkpointing_changes_nothing(name, model_dir):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_checkpointing_in_bfloat16_reaches_the_same_parameters(name, model_dir):
+    """The kernels leave gradients in `.grad`, and checkpointing gives back detached copies of what was saved."""
+    expected = gradients(trainer(model_dir(name), dtype="bfloat16"), batch(8))[1]
+    found = gradients(trainer(model_dir(name), dtype="bfloat16", gradient_checkpointing=True), batch(8))[1]
+    assert found.keys() == expected.keys() and len(expected) > 15
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_long_completions_attend_segment_by_segment_to_the_same_end(name, model_dir):
     rng = random.Random(0)
     long = tuple(
