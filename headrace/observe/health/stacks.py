@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.observe.health.family import Child
-from headrace.observe.health.frames import innermost, main_frames
 from headrace.observe.health.outside import stacks_from_outside
+from headrace.observe.health.own_stacks import innermost, main_frames
 from headrace.observe.health.patience import Patience
 
 PATIENCE, SETTLED, POLL = 2.0, 0.3, 0.05

@@ -31,7 +31,7 @@ from headrace.observe.health import frames, stacks
 from headrace.observe.health.family import Family, family
 from headrace.observe.health.monitor import Monitor
 from headrace.observe.health.snapshot import Camera, blame
-from headrace.observe.health.status import Live, write_live
+from headrace.observe.health.status import LiveStatus, write_live
 from headrace.observe.health.waits import Lasting, Testimony, Waits, picture
 
 STALLED = 3
@@ -237,7 +237,7 @@ class Watchdog:
             with suppress(OSError, HeadraceError):  # a full disk is the recorder's to tell
                 write_live(
                     path,
-                    Live(
+                    LiveStatus(
                         pid=os.getpid(),
                         written=time.time(),
                         waits=every,

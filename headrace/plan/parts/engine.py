@@ -18,9 +18,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from headrace.errors import IdentityError
 from headrace.plan.parts.cores import Shared, work
-from headrace.plan.parts.flight import ROUNDING, Ends, Flight, LengthOf
+from headrace.plan.parts.flight import ROUNDING, EndTimes, Flight, LengthOf
 from headrace.plan.parts.forward_passes import Passes
-from headrace.plan.parts.telling import Listener, Prompts, Telling, transcript
+from headrace.plan.parts.listeners import Listener, Listeners, Prompts, transcript
 from headrace.plan.rates.rates import EngineRates
 from headrace.reports import EngineStats, LoadReport, capable
 from headrace.steps import Transcript
@@ -44,9 +44,9 @@ class SimulatedEngine:
         self._passes = Passes(rates, shared)
         self._swaps: list[tuple[float, int, bool]] = []
         self._running: dict[str, Flight] = {}
-        self._ends = Ends()
+        self._ends = EndTimes()
         self._waiting: list[tuple[int, int, Flight]] = []
-        self._prompts, self._telling = Prompts(), Telling()
+        self._prompts, self._telling = Prompts(), Listeners()
         self._reserved = self._prompted = 0.0
         self._order = itertools.count()
         self._draining = self._settling = False

@@ -85,7 +85,7 @@ class Flight:
         return tuple(spans)
 
 
-class Ends:
+class EndTimes:
     """When those that run will end."""
 
     def __init__(self) -> None:

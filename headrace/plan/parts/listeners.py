@@ -13,7 +13,7 @@ from headrace.types import Completion, Request, Stop
 Listener = Callable[[bytes], None]
 
 
-class Telling:
+class Listeners:
     def __init__(self) -> None:
         self.listeners: list[Listener] = []
 
