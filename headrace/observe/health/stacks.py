@@ -1,6 +1,6 @@
 """Where the worker processes stand: their Python stacks, and what the kernel says of them.
 
-A worker is asked by SIGUSR1 and writes its stacks to a file itself (`health/frames.py`). One that does not answer, because native
+A worker is asked by SIGUSR1 and writes its stacks to a file itself (`health/own_stacks.py`). One that does not answer, because native
 code keeps its interpreter's lock or because it is stopped, is read from outside (`health/outside.py`).
 """
 
