@@ -35,10 +35,11 @@ from headrace.orchestration.plan import Plan
 from headrace.orchestration.store.checkpoints import FILES, Checkpoints, damage
 from headrace.orchestration.store.snapshots import load_controller
 from headrace.orchestration.store.storage import Storage
+from headrace.rollout_key import RolloutKey
 from headrace.rollouts.buffer import Buffer
 from headrace.rollouts.partial import Interrupts
 from headrace.steps import StepOutput
-from headrace.types import Completion, Group, RolloutKey, Row
+from headrace.types import Completion, Group, Row
 
 _output = msgspec.msgpack.Decoder(StepOutput)
 
