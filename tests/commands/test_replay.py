@@ -34,7 +34,7 @@ from headrace.durable.journal import (
 )
 from headrace.errors import CheckpointError, ConfigError
 from headrace.observe.health.family import Family, family
-from headrace.observe.machine import machine_mark
+from headrace.observe.machine_mark import machine_mark
 from headrace.orchestration.store.run_directory import RunDirectory, configs_until
 from headrace.reports import LagStats, Noise, TrainReport
 
