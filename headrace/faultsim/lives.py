@@ -155,7 +155,9 @@ class Life:
         newest = checkpoints.all()[-1:]
         assert checkpoint or not newest, f"C7: no checkpoint can be used: {complaints}"
         assert bool(complaints) == any(map(history.is_spoiled, newest)), f"C7: {complaints}"
-        saved = read_saved_run(self._directory, load_controller(checkpoint) if checkpoint else None, not history.changes)
+        saved = read_saved_run(
+            self._directory, load_controller(checkpoint) if checkpoint else None, not history.changes
+        )
         rewinds = history.damaged or history.changes or (history.rotten and saved.rewinds)
         assert saved.complaints or not history.damaged, "C7: damage of the journal is not told"
         assert saved.rewinds == rewinds, (

@@ -315,17 +315,17 @@ def test_a_disk_that_fills_leaves_whole_records_and_their_numbers(tmp_path: Path
 import resource, signal, sys
 from pathlib import Path
 from headrace.errors import HeadraceError
-from headrace.durable.journal import Journal, Live
+from headrace.durable.journal import Journal, LiveRecord
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 journal = Journal(Path(sys.argv[1]))
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
 try:
     for version in range(100):
-        journal.write(Live(1.0, version, "f" * 40))
+        journal.write(LiveRecord(1.0, version, "f" * 40))
 except HeadraceError as error:
     print(version, journal.position)
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-journal.write(Live(2.0, 1000, "room again"))
+journal.write(LiveRecord(2.0, 1000, "room again"))
 """
     failed, position = map(int, run(script, tmp_path).split())
     assert failed == position and 3 < position < 10
