@@ -133,9 +133,15 @@ def replay(arguments: argparse.Namespace) -> int:
 def inspect(arguments: argparse.Namespace) -> int:
     from headrace.commands import inspect
 
-    run_dir = run_directory(arguments.run)
-    wanted = (arguments.step, arguments.ticket, arguments.worst, arguments.rescore, arguments.json, arguments.tokens)
-    return inspect.inspect(run_dir, *wanted)
+    return inspect.inspect(
+        run_directory(arguments.run),
+        arguments.step,
+        ticket=arguments.ticket,
+        worst=arguments.worst,
+        rescore=arguments.rescore,
+        as_json=arguments.json,
+        tokens=arguments.tokens,
+    )
 
 
 def diff(arguments: argparse.Namespace) -> int:

@@ -106,8 +106,16 @@ class World:
         self.checkpoints = Checkpoints(self.directory / "checkpoints", keep=2)
         rollout = RolloutConfig(group_size=self.group_size, max_tokens=8, patience=self.patience)
         waits = Waits(self.ledger.record, clock, self.stop_after / 2, self.stop_after)
-        every = self.checkpoint_every, self.evaluate_every
-        plan = LoopPlan(self.steps, self.staleness, rollout, 0, 3, *every, watch=self.watch)
+        plan = LoopPlan(
+            steps=self.steps,
+            staleness=self.staleness,
+            rollout=rollout,
+            seed=0,
+            max_skipped_steps=3,
+            checkpoint_every=self.checkpoint_every,
+            evaluate_every=self.evaluate_every,
+            watch=self.watch,
+        )
         telemetry = Telemetry(self.ledger.record, clock, waits)
         checkpoint, _ = self.checkpoints.newest_good() if resume else (None, [])
         saved = None

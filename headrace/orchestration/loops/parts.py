@@ -23,7 +23,7 @@ from headrace.rollouts.partial import Interrupts
 from headrace.rollouts.rollout import Decode
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Parts:
     """Everything the pipeline joins."""
 
