@@ -13,7 +13,7 @@ from headrace.plan.parts.trainer import SimulatedTrainer
 from headrace.plan.scenario import Scenario
 from headrace.protocols import Observer
 from headrace.rollouts.rollout import RolloutConfig
-from headrace.simulate.surroundings import Lengths, SimulatedScorer, SimulatedTask
+from headrace.simulate.surroundings import CompletionLengths, SimulatedScorer, SimulatedTask
 from headrace.simulate.world import World
 
 NEVER = 1e12
@@ -30,7 +30,7 @@ def planned_world(scenario: Scenario, observer: Observer) -> PlannedWorld:
     """The world of a scenario, which writes nothing to the disk."""
     rates, grain, seed = scenario.rates, scenario.token_grain, scenario.seed
     shared = Shared(rates.engine_slowed, rates.trainer_slowed)
-    lengths = Lengths(scenario.completions, scenario.rollout.max_tokens)
+    lengths = CompletionLengths(scenario.completions, scenario.rollout.max_tokens)
     engines = [
         SimulatedEngine(
             rates=rates.engine,
