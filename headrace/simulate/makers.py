@@ -45,7 +45,8 @@ def row(tokens: Sequence[int], versions: Sequence[int] | int = 0, *, advantage: 
 
 def group(ticket: int, *rows: Row, **more: Any) -> Group:
     """A finished group. `more`: other fields of `Group`, or other values for these."""
-    return Group(**{"ticket": ticket, "prompt": prompt(ticket), "scored": (), "rows": rows} | more)
+    fields: dict[str, Any] = {"prompt": prompt(ticket), "scored": (), "rows": rows}
+    return Group(ticket, **fields | more)
 
 
 def update(version: int, fingerprint: str = "fake") -> WeightUpdate:

@@ -94,7 +94,7 @@ class World:
         self.buffer = Buffer(self.staleness, self.steps * self.staleness.groups_per_step)
         clock, record = asyncio.get_running_loop().time, self._record
         telemetry = Telemetry(record, clock, Waits(record, clock, self.stop_after / 2, self.stop_after))
-        plan = Plan(
+        self.plan = plan = Plan(
             steps=self.steps,
             staleness=self.staleness,
             rollout=self.rollout,
