@@ -20,17 +20,17 @@ from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.config import AlgoConfig
 from headrace.algo.noise import NoiseWatch
 from headrace.durable.journal import Journal
-from headrace.durable.passes import PassLog
+from headrace.durable.pass_log import PassLog
 from headrace.observe.facts import Fact
 from headrace.observe.health.waits import Waits
 from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.assembly import assemble, go_live, stand
+from headrace.orchestration.assembly import assemble, go_live, restore_state
+from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.loops.identity import IdentityProbe
 from headrace.orchestration.loops.parts import Told
 from headrace.orchestration.loops.pipeline import Pipeline
-from headrace.orchestration.plan import Plan
 from headrace.orchestration.store.checkpoints import Checkpoints
-from headrace.orchestration.store.recovery import Past, read_past
+from headrace.orchestration.store.recovery import SavedRun, read_saved_run
 from headrace.orchestration.store.snapshots import Snapshots, load_controller
 from headrace.protocols import Engine, Observer, Scorer, Task, Trainer
 from headrace.rollouts.buffer import Buffer
@@ -94,7 +94,7 @@ class World:
         self.buffer = Buffer(self.staleness, self.steps * self.staleness.groups_per_step)
         clock, record = asyncio.get_running_loop().time, self._record
         telemetry = Telemetry(record, clock, Waits(record, clock, self.stop_after / 2, self.stop_after))
-        self.plan = plan = Plan(
+        self.plan = plan = LoopPlan(
             steps=self.steps,
             staleness=self.staleness,
             rollout=self.rollout,
@@ -104,20 +104,20 @@ class World:
             evaluate_every=self.evaluate_every,
             watch=self.watch,
         )
-        self._past = self._read_past() if resume else None
-        self.standing = stand(
+        self._saved = self._read_saved() if resume else None
+        self.restored = restore_state(
             plan=plan,
             task=self.task,
             engine=self.engine,
             partial=self.partial,
             telemetry=telemetry,
-            past=self._past,
+            saved=self._saved,
             buffer=self.buffer,
         )
-        journal, snapshots = self._storage(telemetry, self.standing.step)
+        journal, snapshots = self._storage(telemetry, self.restored.step)
         self.parts = assemble(
             plan=plan,
-            standing=self.standing,
+            restored=self.restored,
             telemetry=telemetry,
             task=self.task,
             engine=self.engine,
@@ -134,7 +134,7 @@ class World:
             noise=self.noise,
             sentinels=self.sentinels,
         )
-        self.pipeline = Pipeline(self.parts, plan, self.standing.step, self.told)
+        self.pipeline = Pipeline(self.parts, plan, self.restored.step, self.told)
         return self.pipeline
 
     async def go_live(self) -> None:
@@ -143,9 +143,9 @@ class World:
     async def run(self, resume: bool = False, interrupt_after: float | None = None) -> None:
         """From the first publish to the last step. `interrupt_after`: seconds until the run is asked to stop."""
         pipeline = self.build(resume)
-        if self._past:
-            pipeline.discard(self._past.outdated(self.mark))
-        await pipeline.redo(self.standing.redo)
+        if self._saved:
+            pipeline.discard(self._saved.outdated(self.mark))
+        await pipeline.redo(self.restored.redo)
         await self.go_live()
         if interrupt_after is not None:
             asyncio.get_running_loop().call_later(interrupt_after, pipeline.interrupt)
@@ -155,12 +155,12 @@ class World:
         self.observer.record(fact)
         assert self.buffer.accounting().balance() == 0, "C2 holds at every instant, not only at the end"
 
-    def _read_past(self) -> Past:
+    def _read_saved(self) -> SavedRun:
         assert self.directory is not None, "nothing was written that could be resumed"
         checkpoint, _ = Checkpoints(self.directory / "checkpoints", keep=2).newest_good()
-        past = read_past(self.directory, load_controller(checkpoint) if checkpoint else None, True)
-        assert not past.complaints, past.complaints
-        return past
+        saved = read_saved_run(self.directory, load_controller(checkpoint) if checkpoint else None, True)
+        assert not saved.complaints, saved.complaints
+        return saved
 
     def _storage(self, telemetry: Telemetry, step: int) -> tuple[Journal, Snapshots]:
         if self.directory is None:
@@ -169,8 +169,8 @@ class World:
         self.checkpoints = Checkpoints(self.directory / "checkpoints", keep=2)
         passes = PassLog(self.directory, step, _fail)
         self.engine.listen(passes.write)
-        saved = step if self._past and self._past.state else -1
-        snapshots = Snapshots(self.checkpoints, passes, telemetry, saved_step=saved, scored_by=self.mark)
+        saved_step = step if self._saved and self._saved.state else -1
+        snapshots = Snapshots(self.checkpoints, passes, telemetry, saved_step=saved_step, scored_by=self.mark)
         return Journal(self.directory, flushes=False), snapshots
 
 
