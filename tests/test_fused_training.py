@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from headrace.packing import Segment
 from headrace.trainer.config import TrainConfig
-from headrace.trainer.forward import fused_ops
+from headrace.trainer.forward import fused_ops, fused_served
 from headrace.trainer.forward.forward import choose_forward, packed_hidden
 from headrace.trainer.forward.fused_model import fuse, reserve
 from headrace.trainer.forward.fused_ops import PackedWeight, Segments
@@ -83,17 +83,6 @@ def test_norm(given_dtype, dtype, width, unit):
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_norm_of_a_sum(dtype):
-    x, delta, weight = torch.randn(70, 48), torch.randn(70, 48).to(dtype), torch.randn(48)
-    check(
-        lambda x, d, w: fused_ops.add_norm(x, d, w, 1e-5, 0.0, dtype),
-        lambda x, d, w: (plain_norm(x + d, w, 1e-5, 0.0), x + d),
-        [x, delta, weight],
-        dtype,
-    )
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("gelu", [False, True])
 def test_gated_activation(dtype, gelu):
     def plain(gate, up):
@@ -120,7 +109,7 @@ def test_rotary(dtype, dim, normed):
         return x * cos[:, None].double() + turned * sin[:, None].double()
 
     inputs = [torch.randn(50, 3, dim).to(dtype), *([torch.randn(dim)] if normed else [])]
-    check(lambda x, w=None: fused_ops.rotary(x, cos, sin, w, 1e-6, 1.0), plain, inputs, dtype)
+    check(lambda x, w=None: fused_ops.rotary(x, cos, sin, w, 1e-6, 1.0, dtype), plain, inputs, dtype)
 
 
 @pytest.mark.parametrize("rows, k, widths", [(37, 64, (96,)), (50, 33, (70, 41)), (300, 160, (64, 32, 32))])
@@ -139,6 +128,36 @@ def test_products(rows, k, widths):
         return tuple(functional.linear(x, w, b) for w, b in zip(rest[:half], rest[half:], strict=True))
 
     check(fused, plain, [x, *weights, *biases], BF16)
+
+
+@pytest.mark.parametrize("rows, k, n", [(37, 64, 96), (50, 33, 70)])
+def test_a_product_onto_what_there_is(rows, k, n):
+    total, x, weight, bias = torch.randn(rows, n), torch.randn(rows, k).bfloat16(), torch.randn(n, k), torch.randn(n)
+    weight, bias = weight.bfloat16().float(), bias.bfloat16().float()
+    check(
+        lambda t, x, w, b: fused_ops.linear_onto(t, x, (PackedWeight(), w, b)),
+        lambda t, x, w, b: t + functional.linear(x, w, b),
+        [total, x, weight, bias],
+        BF16,
+    )
+    exact = total.double() + functional.linear(x.double(), weight.double(), bias.double())
+    assert distance(fused_ops.linear_onto(total, x, (PackedWeight(), weight, bias)), exact) < ROUNDING[F32]
+
+
+@pytest.mark.parametrize("gelu", [False, True])
+@pytest.mark.parametrize("rows, k, n", [(37, 64, 96), (50, 33, 70)])
+def test_a_gated_product(rows, k, n, gelu):
+    def plain(x, gate, up, gate_bias, up_bias):
+        gate, up = functional.linear(x, gate, gate_bias), functional.linear(x, up, up_bias)
+        return (functional.gelu(gate, approximate="tanh") if gelu else functional.silu(gate)) * up
+
+    def fused(x, gate, up, gate_bias, up_bias):
+        layers = [(PackedWeight(), gate, gate_bias), (PackedWeight(), up, up_bias)]
+        return fused_served.gated_linear(x, *layers, gelu)
+
+    weights = [torch.randn(*shape).bfloat16().float() / k**0.5 for shape in ((n, k), (n, k), (n,), (n,))]
+    weights = [weight.bfloat16().float() for weight in weights]
+    check(fused, plain, [torch.randn(rows, k).bfloat16(), *weights], BF16)
 
 
 def test_gradients_of_products_add_up_and_are_forgotten():
@@ -218,8 +237,8 @@ def check_attention(segments, heads, kv_heads, dim, window, dtype):
         scores = torch.einsum("nhd,mhd->hnm", q, k) * scale
         return torch.einsum("hnm,mhd->nhd", scores.masked_fill(~mask, -torch.inf).softmax(-1), v)
 
-    q, k, v = (torch.randn(count, h, dim) for h in (heads, kv_heads, kv_heads))
-    inputs = [q, k, v.to(dtype)]
+    q, k, v = (torch.randn(count, h, dim).to(dtype) for h in (heads, kv_heads, kv_heads))
+    inputs = [q.float(), k.float(), v]
     check(lambda q, k, v: fused_ops.attention(q, k, v, Segments.of(segments), scale, window), plain, inputs, dtype)
 
 
@@ -303,6 +322,9 @@ def test_float32_gradients_are_the_models_own(name):
 @pytest.mark.parametrize("name", ["llama-tied-biased", "qwen3", "gemma3_text", "mixtral"])
 def test_bfloat16_is_as_near_to_float32_as_autocast(name):
     own, own_forward, mine, my_forward, _ = pair(name)
+    with torch.no_grad():  # what is served is rounded anyway, vectors too
+        for parameter in [*own.parameters(), *mine.parameters()]:
+            parameter.copy_(parameter.bfloat16())
     truth = gradients(own, own_forward, F32)
     theirs, ours = gradients(own, own_forward, BF16), gradients(mine, my_forward, BF16)
 

@@ -64,7 +64,10 @@ class Forward:
         bias, softcap = getattr(head, "bias", None), softcap_of(self.model)
         asked = _asked(pack, pack.predictor)
         return _scores(
-            pack, token_logprobs(hidden, head.weight, bias, *asked[:2], temperature, dtype, asked[2], softcap)
+            pack,
+            token_logprobs(
+                hidden, head.weight, bias, *asked[:2], temperature, dtype, asked[2], softcap, getattr(head, "packed", None)
+            ),
         )
 
     def _own_logprobs(self, pack: Pack, temperature: float) -> Scores:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from headrace.native.memory import keep_freed_memory, touch
 from headrace.packing import ROOT, Segment
-from headrace.trainer.forward import fused_ops
+from headrace.trainer.forward import fused_ops, fused_served
 from headrace.trainer.forward.forward import Forward, own_hidden, packed_hidden
 from headrace.trainer.forward.fused_ops import PackedWeight, Segments
 from headrace.trainer.forward.tree_attention import Tree, tree_of
@@ -57,14 +57,13 @@ def fuse(forward: Forward) -> tuple[str, ...]:
     }
     expected = _numbers(forward)
     done = {kind: fused for kind, put in kinds.items() if (fused := put(model, forward))}
-    if _holds(forward, expected):
-        return tuple(done)
     for kind, modules in reversed(list(done.items())):
+        if _holds(forward, expected):
+            break
         for module in modules:
             del module.forward
         del done[kind]
-        if _holds(forward, expected):
-            break
+    _fuse_ends(model, "layers" in done)
     return tuple(done)
 
 
@@ -73,7 +72,8 @@ def reserve(model: Any, tokens: int) -> None:
     change (until then it may be the file's), of their gradients, of the optimizer's state, and of what is kept of `tokens`
     tokens (at most MOST_TOKENS) for the backward pass."""
     keep_freed_memory()
-    layers = [module for module in model.modules() if hasattr(module, "packed")]
+    head = model.get_output_embeddings()
+    layers = [module for module in model.modules() if hasattr(module, "packed") and module is not head]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     state = sum(parameter.nbytes + 8 * parameter.numel() for parameter in trained)
     kept = 2 * sum(sum(module.weight.shape) for module in layers) * min(tokens, MOST_TOKENS)
@@ -81,6 +81,8 @@ def reserve(model: Any, tokens: int) -> None:
     del rooms  # freed, and kept for what comes next
     for parameter in trained:
         parameter.data = parameter.data.clone()
+    if hasattr(head, "packed"):
+        head.packed.packed(head.weight, backward=False)
     for module in layers:
         module.packed.packed(module.weight)
         if module.weight.requires_grad and module.weight.dtype == torch.float32:
@@ -136,15 +138,45 @@ def _fuse_linears(model: Any, forward: Forward) -> list[Any]:
     return found
 
 
+def _fuse_ends(model: Any, served: bool) -> None:
+    """Log-probs are those of logits in float32, where a head without a bias is all that makes them. Where the layers are computed
+    as they are served, the embedding is as well."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if type(head) is nn.Linear and head.bias is None:
+        head.packed = PackedWeight()
+    if served and type(embedding) is nn.Embedding and embedding.max_norm is None:
+        embedding.forward = MethodType(_embedding, embedding)
+
+
 def _linear(module: Any, x: Tensor) -> Tensor:
     return _together(x, module)[0]
 
 
-def _together(x: Tensor, *modules: Any) -> tuple[Tensor, ...]:
-    """Several layers over the same x: in one operation where all of them are plain."""
-    plain = all(type(module) is nn.Linear and hasattr(module, "packed") for module in modules)
+def _plain(*modules: Any) -> bool:
+    """Whether a product of the module's weight is all it does: an adapter's layer does more."""
+    return all(type(module) is nn.Linear and hasattr(module, "packed") for module in modules)
+
+
+def _parts(module: Any) -> fused_ops.Layer:
+    return module.packed, module.weight, module.bias
+
+
+def _onto(total: Tensor, x: Tensor, module: Any) -> Tensor:
+    """total + module(x): in one operation where the layer is plain."""
+    if not _plain(module):
+        return total + module(x)
+    if _low():
+        return fused_ops.linear_onto(total, x, _parts(module))
+    flat = torch.addmm(total.flatten(0, -2), x.flatten(0, -2), module.weight.t())
+    return (flat if module.bias is None else flat + module.bias).view(total.shape)
+
+
+def _together(x: Tensor, *modules: Any, wide: tuple[bool, ...] = ()) -> tuple[Tensor, ...]:
+    """Several layers over the same x: in one operation where all of them are plain. `wide`: which results are float32, at least
+    where they are."""
+    plain = _plain(*modules)
     if plain and _low():
-        return fused_ops.linears(x, [(module.packed, module.weight, module.bias) for module in modules])
+        return fused_ops.linears(x, [_parts(module) for module in modules], wide)
     if plain:
         return tuple(nn.functional.linear(x, module.weight, module.bias) for module in modules)
     return tuple(module(x) for module in modules)
@@ -210,8 +242,21 @@ def _is_gelu(function: Callable[[Tensor], Tensor]) -> bool | None:
 
 
 def _gated(module: Any, x: Tensor) -> Tensor:
+    return module.down_proj(_inner(module, x))
+
+
+def _inner(module: Any, x: Tensor) -> Tensor:
+    """What the last product is made of."""
+    if _low() and _plain(module.gate_proj, module.up_proj):
+        return fused_served.gated_linear(x, _parts(module.gate_proj), _parts(module.up_proj), module.gelu)
     gate, up = _together(x, module.gate_proj, module.up_proj)
-    return module.down_proj(fused_ops.gated(gate, up, module.gelu))
+    return fused_ops.gated(gate, up, module.gelu)
+
+
+def _embedding(module: Any, tokens: Tensor) -> Tensor:
+    """As it is served."""
+    found = type(module).forward(module, tokens)
+    return fused_ops.rounded(found.float()) if _low() else found
 
 
 # -- attention --------------------------------------------------------------------------------------------------------------
@@ -259,25 +304,35 @@ def _is_plain(module: Any, spec: AttentionSpec) -> bool:
 
 
 def _attention(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-    tree, places = kwargs.get("tree"), kwargs.get("position_embeddings")
-    if tree is None or places is None or args or kwargs.get("past_key_values") is not None:
+    mixed = None if args else _mixed(module, hidden_states, **kwargs)
+    if mixed is None:
         return type(module).forward(module, hidden_states, *args, **kwargs)
+    return module.o_proj(mixed), None
+
+
+def _mixed(module: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor | None:
+    """What the last product is made of; None where the module's own forward is asked for."""
+    tree, places = kwargs.get("tree"), kwargs.get("position_embeddings")
+    if tree is None or places is None or kwargs.get("past_key_values") is not None:
+        return None
     spec: AttentionSpec = module.fused
     tree.windows.append(spec.window)
     count = hidden_states.shape[-2]
     q, k, v = (
-        x.view(count, -1, spec.dim) for x in _together(hidden_states, module.q_proj, module.k_proj, module.v_proj)
+        x.view(count, -1, spec.dim)
+        for x in _together(
+            hidden_states, module.q_proj, module.k_proj, module.v_proj, wide=(True, True, False)
+        )
     )
     cos, sin = (x.reshape(-1, spec.dim).float().contiguous() for x in places)
-    q, k = (_rotated(x, cos, sin, getattr(module, name, None)) for x, name in ((q, "q_norm"), (k, "k_norm")))
+    q, k = (_rotated(x, cos, sin, getattr(module, name, None), v.dtype) for x, name in ((q, "q_norm"), (k, "k_norm")))
     out = fused_ops.attention(q, k, v, _segments(tree), spec.scale, spec.window or 0)
-    return module.o_proj(out.view(*hidden_states.shape[:-1], -1)), None
+    return out.view(*hidden_states.shape[:-1], -1)
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, norm: Any) -> Tensor:
-    if norm is None:
-        return fused_ops.rotary(x, cos, sin, None, 0.0, 0.0)
-    return fused_ops.rotary(x, cos, sin, norm.weight, norm.fused.eps, norm.fused.unit)
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, norm: Any, dtype: torch.dtype) -> Tensor:
+    weight, eps, unit = (None, 0.0, 0.0) if norm is None else (norm.weight, norm.fused.eps, norm.fused.unit)
+    return fused_ops.rotary(x, cos, sin, weight, eps, unit, dtype)
 
 
 def _segments(tree: Any) -> Segments:
@@ -303,11 +358,17 @@ def _fuse_layers(model: Any, forward: Forward) -> list[Any]:
 
 
 def _layer(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """x + attention(norm(x)), then x + mlp(norm(x)): the first sum and the norm behind it are one operation."""
-    if args:
+    """x + attention(norm(x)), then x + mlp(norm(x)): sums begin with x, as the engine's do."""
+    attention, mlp = module.self_attn, module.mlp
+    normed = module.input_layernorm(hidden_states)
+    mixed = None if args or not _is_fused(attention) else _mixed(attention, normed, **kwargs)
+    if mixed is None:
         return type(module).forward(module, hidden_states, *args, **kwargs)
-    attended, _ = module.self_attn(hidden_states=module.input_layernorm(hidden_states), **kwargs)
-    norm = module.post_attention_layernorm
-    spec: NormSpec = norm.fused
-    normed, total = fused_ops.add_norm(hidden_states, attended, norm.weight, spec.eps, spec.unit, _dtype(attended))
-    return total + module.mlp(normed)
+    total = _onto(hidden_states, mixed, attention.o_proj)
+    normed = module.post_attention_layernorm(total)
+    return _onto(total, _inner(mlp, normed), mlp.down_proj) if _is_fused(mlp) and hasattr(mlp, "gelu") else total + mlp(normed)
+
+
+def _is_fused(module: Any) -> bool:
+    """Whether a `forward` of ours was put in, and nobody wrapped the module since."""
+    return "forward" in vars(module)

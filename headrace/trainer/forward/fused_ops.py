@@ -50,15 +50,18 @@ class PackedWeight:
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
         return PackedWeight()
 
-    def packed(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """(for y = x Wᵀ, for dx = dy W). Packed again if the weight was written to since."""
+    def packed(self, weight: Tensor, backward: bool = True) -> tuple[Tensor, Tensor]:
+        """(for y = x Wᵀ, for dx = dy W, empty unless `backward`). Packed again if the weight was written to since."""
         now = weight.data_ptr(), weight._version
         if self._packed is None or now != self._packed_from:
             (n, k), area = weight.shape, SIDE * SIDE
             size = -(-n // SIDE) * -(-k // SIDE) * area
-            self._packed = self._packed or (zeros(size, torch.bfloat16), zeros(size, torch.bfloat16))
+            if self._packed is None:
+                down = zeros(size, torch.bfloat16) if backward else torch.empty(0, dtype=torch.bfloat16)
+                self._packed = zeros(size, torch.bfloat16), down
             source = weight.detach().float().contiguous()
-            kernels().headrace_pack_weight(address(source), n, k, *map(address, self._packed))
+            places = [address(one) if len(one) else None for one in self._packed]
+            kernels().headrace_pack_weight(address(source), n, k, *places)
             self._packed_from = now
         return self._packed
 
@@ -74,33 +77,66 @@ class PackedWeight:
         return self._gradient.view(weight.shape), False
 
 
-def linears(x: Tensor, layers: Sequence[tuple[PackedWeight, Tensor, Tensor | None]]) -> tuple[Tensor, ...]:
-    """x [..., k] times the transpose of each weight [n, k], plus its bias: bfloat16 [..., n] each, from one reading of x.
+Layer = tuple[PackedWeight, Tensor, Tensor | None]
+"""A weight [n, k] and its bias [n]."""
+
+
+def linears(x: Tensor, layers: Sequence[Layer], wide: Sequence[bool] = ()) -> tuple[Tensor, ...]:
+    """x [..., k] times the transpose of each weight, plus its bias: [..., n] each, in bfloat16 or float32 (`wide`), from one
+    reading of x.
 
     A weight's gradient is not handed to autograd but added to its `.grad` where the product is made.
     """
-    weights = [weight for _, weight, _ in layers]
-    biases = [bias for _, _, bias in layers]
-    return _Linears.apply(x, [packed for packed, _, _ in layers], *weights, *biases)
+    return _apply_linears(x, None, layers, wide or [False] * len(layers))
+
+
+def linear_onto(total: Tensor, x: Tensor, layer: Layer) -> Tensor:
+    """total [..., n] float32 plus the product, summed from `total` on as the engine does; float32."""
+    return _apply_linears(x, total, [layer], [True])[0]
+
+
+def _apply_linears(x: Tensor, onto: Tensor | None, layers: Sequence[Layer], wide: Sequence[bool]) -> tuple[Tensor, ...]:
+    packed, weights, biases = zip(*layers, strict=True)
+    return _Linears.apply(x, onto, packed, wide, *weights, *biases)
+
+
+def low_bias(bias: Tensor | None) -> Tensor | None:
+    """As it is served: float32, of numbers that bfloat16 has."""
+    return None if bias is None else bias.detach().bfloat16().float()
 
 
 class _Linears(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, packed: list[PackedWeight], *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        onto: Tensor | None,
+        packed: Sequence[PackedWeight],
+        wide: Sequence[bool],
+        *tensors: Tensor | None,
+    ) -> tuple[Tensor, ...]:
         weights, biases = tensors[: len(packed)], tensors[len(packed) :]
         rows = x.numel() // x.shape[-1]
         low = x.to(torch.bfloat16).contiguous()
-        outputs = [low.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights if weight is not None]
-        wide = [None if bias is None else bias.float() for bias in biases]
+        dtypes = [torch.float32 if one else torch.bfloat16 for one in wide]
+        outputs = [
+            low.new_empty(*x.shape[:-1], weight.shape[0], dtype=dtype)
+            for weight, dtype in zip(weights, dtypes, strict=True)
+            if weight is not None
+        ]
+        onto = None if onto is None else onto.contiguous()
+        low_biases = [low_bias(bias) for bias in biases]
         held = [one.packed(weight) for one, weight in zip(packed, weights, strict=True) if weight is not None]
         table = (binding.Weight * len(packed))(
             *(
-                binding.Weight(address(across), address(down), address(bias), address(y), None, y.shape[-1], 0)
-                for (across, down), bias, y in zip(held, wide, outputs, strict=True)
+                binding.Weight(
+                    *map(address, (across, down, bias, y, None, onto)), y.shape[-1], 0, y.dtype == torch.float32
+                )
+                for (across, down), bias, y in zip(held, low_biases, outputs, strict=True)
             )
         )
         kernels().headrace_linear(address(low), rows, x.shape[-1], table, len(packed))
-        ctx.packed, ctx.dtype = packed, x.dtype
+        ctx.packed, ctx.dtype, ctx.onto = packed, x.dtype, onto is not None
         ctx.save_for_backward(low, *weights)
         return tuple(outputs)
 
@@ -108,34 +144,44 @@ class _Linears(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         low, *weights = ctx.saved_tensors
-        count, k = len(weights), low.shape[-1]
-        rows = low.numel() // k
-        d_y = [grad.to(torch.bfloat16).contiguous() for grad in grads]
-        held = [one.packed(weight) for one, weight in zip(ctx.packed, weights, strict=True)]
-        trained = ctx.needs_input_grad[2 : 2 + count]
-        into = [
-            one.gradient(weight) if train else (None, False)
-            for one, weight, train in zip(ctx.packed, weights, trained, strict=True)
-        ]
-        table = (binding.Weight * count)(
-            *(
-                binding.Weight(address(across), address(down), None, address(d), address(g), d.shape[-1], add)
-                for (across, down), d, (g, add) in zip(held, d_y, into, strict=True)
-            )
+        needs = (ctx.needs_input_grad[0], *ctx.needs_input_grad[4:])
+        d_x, *d_bias = linears_backward(low, ctx.packed, weights, grads, needs)
+        d_x = None if d_x is None else d_x.to(ctx.dtype)
+        return d_x, grads[0] if ctx.onto else None, None, None, *[None] * len(weights), *d_bias
+
+
+def linears_backward(
+    low: Tensor, packed: Sequence[PackedWeight], weights: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]
+) -> list[Tensor | None]:
+    """[dx in bfloat16, gradients of the biases] of products of `low`; the weights' gradients are added to their `.grad`.
+
+    `needs`: whether x, each weight and each bias wants one.
+    """
+    count, k = len(weights), low.shape[-1]
+    rows = low.numel() // k
+    d_y = [grad.to(torch.bfloat16).contiguous() for grad in grads]
+    held = [one.packed(weight) for one, weight in zip(packed, weights, strict=True)]
+    trained, biased = needs[1 : 1 + count], needs[1 + count :]
+    into = [
+        one.gradient(weight) if train else (None, False)
+        for one, weight, train in zip(packed, weights, trained, strict=True)
+    ]
+    table = (binding.Weight * count)(
+        *(
+            binding.Weight(*map(address, (across, down, None, d, g, None)), d.shape[-1], add, 0)
+            for (across, down), d, (g, add) in zip(held, d_y, into, strict=True)
         )
-        d_x = None
-        if ctx.needs_input_grad[0]:
-            d_x = torch.empty_like(low)
-            kernels().headrace_linear_input_gradient(address(d_x), rows, k, table, count)
-            d_x = d_x.to(ctx.dtype)
-        if any(trained):
-            kernels().headrace_linear_weight_gradient(address(low), rows, k, table, count)
-        for weight, (gradient, add) in zip(weights, into, strict=True):
-            if gradient is not None and not add:
-                _give(weight, gradient)
-        needs_bias = ctx.needs_input_grad[2 + count :]
-        d_bias = [d.float().flatten(0, -2).sum(0) if need else None for d, need in zip(d_y, needs_bias, strict=True)]
-        return d_x, None, *[None] * count, *d_bias
+    )
+    d_x = None
+    if needs[0]:
+        d_x = torch.empty_like(low)
+        kernels().headrace_linear_input_gradient(address(d_x), rows, k, table, count)
+    if any(trained):
+        kernels().headrace_linear_weight_gradient(address(low), rows, k, table, count)
+    for weight, (gradient, add) in zip(weights, into, strict=True):
+        if gradient is not None and not add:
+            _give(weight, gradient)
+    return [d_x, *(d.float().flatten(0, -2).sum(0) if need else None for d, need in zip(d_y, biased, strict=True))]
 
 
 def _give(weight: Tensor, gradient: Tensor) -> None:
@@ -150,14 +196,28 @@ def _give(weight: Tensor, gradient: Tensor) -> None:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, unit: float, dtype: torch.dtype) -> Tensor:
     """x / rms(x) · (weight + unit) over the last dimension, in `dtype` (arXiv:1910.07467). unit is 1 for Gemma, else 0."""
-    return _Norm.apply(x, None, weight.float(), eps, unit, dtype)[0]
+    return _Norm.apply(x, _served(weight, dtype), eps, unit, dtype)
 
 
-def add_norm(
-    x: Tensor, delta: Tensor, weight: Tensor, eps: float, unit: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + delta), x + delta), the sum in the dtype of x, which is float32; delta has `dtype`."""
-    return _Norm.apply(x, delta, weight.float(), eps, unit, dtype)
+def _served(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32, of numbers that `dtype` has: as the engine has it. The gradient passes as it is."""
+    return _Rounded.apply(weight.float(), dtype) if dtype != torch.float32 else weight.float()
+
+
+def rounded(x: Tensor) -> Tensor:
+    """float32 x, of numbers that bfloat16 has."""
+    return _Rounded.apply(x, torch.bfloat16)
+
+
+class _Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return x.to(dtype).float()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
+        return d_y, None
 
 
 def _parts(rows: int, width: int, wanted: bool) -> tuple[Tensor | None, Tensor | None]:
@@ -169,39 +229,28 @@ def _parts(rows: int, width: int, wanted: bool) -> tuple[Tensor | None, Tensor |
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, unit: float, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, unit: float, dtype: torch.dtype) -> Tensor:
         x, width = x.contiguous(), x.shape[-1]
         rows = x.numel() // width
-        delta = None if delta is None else delta.to(dtype).contiguous()
-        total = x if delta is None else torch.empty_like(x)
         y, scale = torch.empty(x.shape, dtype=dtype), torch.empty(rows)
         wide = x.dtype == torch.float32, dtype == torch.float32
-        kernels().headrace_norm(*wide, *map(address, (x, delta, total, weight, y, scale)), rows, width, eps, unit)
-        ctx.save_for_backward(total, weight, scale)
-        ctx.unit, ctx.dtype, ctx.delta = unit, dtype, delta is not None
-        if delta is None:
-            total = x.new_empty(0)
-            ctx.mark_non_differentiable(total)
-        return y, total
+        kernels().headrace_norm(*wide, *map(address, (x, weight, y, scale)), rows, width, eps, unit)
+        ctx.save_for_backward(x, weight, scale)
+        ctx.unit, ctx.dtype = unit, dtype
+        return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_y: Tensor, d_total: Tensor | None) -> tuple[Tensor | None, ...]:
-        total, weight, scale = ctx.saved_tensors
-        width = total.shape[-1]
-        rows = total.numel() // width
-        d_x = torch.empty_like(total)
-        d_delta = torch.empty_like(d_y) if ctx.delta and ctx.dtype != total.dtype else None
-        d_total = d_total.contiguous() if ctx.delta and d_total is not None else None
-        d_weight, parts = _parts(rows, width, ctx.needs_input_grad[2])
-        wide = total.dtype == torch.float32, ctx.dtype == torch.float32
-        given = (total, weight, scale, d_y.contiguous(), d_total, d_x, d_delta, d_weight, parts)
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, scale = ctx.saved_tensors
+        width = x.shape[-1]
+        rows = x.numel() // width
+        d_x = torch.empty_like(x)
+        d_weight, parts = _parts(rows, width, ctx.needs_input_grad[1])
+        wide = x.dtype == torch.float32, ctx.dtype == torch.float32
+        given = (x, weight, scale, d_y.contiguous(), d_x, d_weight, parts)
         kernels().headrace_norm_backward(*wide, *map(address, given), rows, width, ctx.unit)
-        if ctx.delta and d_delta is None:
-            d_delta = d_x
-        return d_x, d_delta, d_weight, None, None, None
+        return d_x, d_weight, None, None, None
 
 
 def gated(gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
@@ -229,21 +278,30 @@ class _Gated(torch.autograd.Function):
         return d_gate, d_up, None
 
 
-def rotary(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float, unit: float) -> Tensor:
+def rotary(
+    x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float, unit: float, dtype: torch.dtype
+) -> Tensor:
     """Rotary embedding (arXiv:2104.09864) of x [N, heads, D] by cos and sin [N, D] float32, halves as in `rotate_half`; after
-    an RMSNorm of each head where there is a weight [D]. The result is float32."""
-    return _Rotary.apply(x, cos, sin, None if weight is None else weight.float(), eps, unit)
+    an RMSNorm of each head where there is a weight [D]. The result is float32, of numbers that `dtype` has."""
+    return _Rotary.apply(x, cos, sin, None if weight is None else _served(weight, dtype), eps, unit, dtype)
 
 
 class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float, unit: float
+        ctx: Any,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        weight: Tensor | None,
+        eps: float,
+        unit: float,
+        dtype: torch.dtype,
     ) -> Tensor:
         x = x.contiguous()
         y = torch.empty_like(x, dtype=torch.float32)
         given = map(address, (x, y, cos, sin, weight))
-        kernels().headrace_rotary(x.dtype == torch.float32, *given, *x.shape, eps, unit)
+        kernels().headrace_rotary(x.dtype == torch.float32, *given, *x.shape, eps, unit, dtype != torch.float32)
         ctx.save_for_backward(x if weight is not None else None, cos, sin, weight)
         ctx.constants, ctx.dtype = (eps, unit), x.dtype
         return y
@@ -257,7 +315,7 @@ class _Rotary(torch.autograd.Function):
         d_weight, parts = _parts(d_y.shape[0], d_y.shape[2], weight is not None and ctx.needs_input_grad[3])
         given = map(address, (x, d_y, d_x, cos, sin, weight, d_weight, parts))
         kernels().headrace_rotary_backward(ctx.dtype == torch.float32, *given, *d_y.shape, *ctx.constants)
-        return d_x, None, None, d_weight, None, None
+        return d_x, None, None, d_weight, None, None, None
 
 
 # -- attention --------------------------------------------------------------------------------------------------------------
@@ -283,7 +341,8 @@ class Segments:
 
 def attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int = 0) -> Tensor:
     """q [N, heads, D] and k [N, kv_heads, D] float32, v [N, kv_heads, D] -> [N, heads, D] in the dtype of v. A token sees itself, what comes before it in its segment, and
-    all ancestors of that, as far back as `window` tokens (0: all). Nothing of the size of the scores is kept."""
+    all ancestors of that, as far back as `window` tokens (0: all). Nothing of the size of the scores is kept. In bfloat16 q and k
+    are rounded, and the forward pass is the engine's, block by block."""
     return _Attention.apply(q, k, v, segments, scale, window)
 
 

@@ -5,9 +5,10 @@
 struct Weight {
     const bf16 *across, *down;  // packed for y = x W^T: [up(n)][up(k)][AREA], and for dx = dy W: [up(k)][up(n)][AREA]
     const float* bias;          // [n] or null
-    bf16* y;                    // [rows, n]; in the backward pass dy
+    bf16* y;                    // [rows, n], in float32 where `wide`; in the backward pass dy
     float* gradient;            // [n, k] or null
-    int32_t n, add;             // add: to what the gradient holds
+    const float* onto;          // [rows, n]: what the sums begin with, or null for zero
+    int32_t n, add, wide;       // add: to what the gradient holds
 };
 
 // Both packings of a matrix [n, k] of float32.
@@ -17,7 +18,7 @@ static void pack_weight(const float* w, int n, int k, bf16* across, bf16* down) 
         for (int step = 0; step < up(k); step++) {
             cut(w + (size_t)panel * SIDE * k + step * SIDE, k, std::min(SIDE, n - panel * SIDE), std::min(SIDE, k - step * SIDE), block, SIDE);
             pack_across(block, SIDE, across + ((size_t)panel * up(k) + step) * AREA);
-            pack_down(block, SIDE, down + ((size_t)step * up(n) + panel) * AREA);
+            if (down) pack_down(block, SIDE, down + ((size_t)step * up(n) + panel) * AREA);
         }
     });
 }
@@ -32,13 +33,14 @@ static inline const bf16* whole(const bf16* x, int rows, int k, int first, size_
     return copy;
 }
 
-// A block of results [32, 32] to rows of bf16.
-static inline void put(const float* c, const float* bias, bf16* to, size_t ld, int rows, int columns) {
+// A block of results [32, 32] to rows of bf16 or float32.
+template <class T>
+static inline void put(const float* c, const float* bias, T* to, size_t ld, int rows, int columns) {
     for (int r = 0; r < rows; r++)
         for (int j = 0; j < columns; j += 16) {
-            if (j + 16 <= columns) narrow(to + r * ld + j, bias ? load(c + r * SIDE + j) + load(bias + j) : load(c + r * SIDE + j));
+            if (j + 16 <= columns) write(to + r * ld + j, bias ? load(c + r * SIDE + j) + load(bias + j) : load(c + r * SIDE + j));
             else
-                for (int i = j; i < columns; i++) to[r * ld + i] = narrow1(c[r * SIDE + i] + (bias ? bias[i] : 0.f));
+                for (int i = j; i < columns; i++) write1(to + r * ld + i, c[r * SIDE + i] + (bias ? bias[i] : 0.f));
         }
 }
 
@@ -63,9 +65,16 @@ static void linear(const bf16* x, int rows, int k, const Weight* weights, int co
             const bf16* a = whole(x, rows, k, b * SIDE, ld, 0);
             alignas(64) float c[AREA];
             for (int panel = from; panel < to; panel++) {
-                multiply<false>(a, ld, w->across + (size_t)panel * up(k) * AREA, AREA, up(k), c, SIDE);
-                put(c, w->bias ? w->bias + panel * SIDE : nullptr, w->y + (size_t)b * SIDE * w->n + panel * SIDE, w->n,
-                    std::min(SIDE, rows - b * SIDE), std::min(SIDE, w->n - panel * SIDE));
+                const size_t at = (size_t)b * SIDE * w->n + panel * SIDE;
+                const int high = std::min(SIDE, rows - b * SIDE), columns = std::min(SIDE, w->n - panel * SIDE);
+                const bf16* across = w->across + (size_t)panel * up(k) * AREA;
+                const float* bias = w->bias ? w->bias + panel * SIDE : nullptr;
+                if (w->onto) {
+                    cut(w->onto + at, w->n, high, columns, c, SIDE);
+                    multiply<true>(a, ld, across, AREA, up(k), c, SIDE);
+                } else multiply<false>(a, ld, across, AREA, up(k), c, SIDE);
+                if (w->wide) put(c, bias, (float*)w->y + at, w->n, high, columns);
+                else put(c, bias, w->y + at, w->n, high, columns);
             }
         });
 }

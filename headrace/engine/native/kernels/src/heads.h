@@ -26,8 +26,8 @@ struct Heads : Dense {
                         else normalise_head(in, query ? over_q : over_k, weight + (query ? head : head - m.heads) * d);
                     }
                     for (int c = 0; c < half; c++) {
-                        out[c] = in[c] * cos[c] - in[c + half] * sin[c];
-                        out[c + half] = in[c + half] * cos[c] + in[c] * sin[c];
+                        const Turned both = turned(in[c], in[c + half], cos[c], sin[c]);
+                        out[c] = both.first, out[c + half] = both.second;
                     }
                     from = out;
                 }
@@ -63,7 +63,7 @@ struct Heads : Dense {
     float inverse_rms_of(int row, int column, int count) const {
         f16x squares = {};
         for (int c = 0; c < count; c += 16) squares += load(qkv.at(row, column + c)) * load(qkv.at(row, column + c));
-        return 1.f / std::sqrt(sum(squares) / count + m.eps);
+        return ::inverse_rms(squares, count, m.eps);
     }
     void normalise_head(float* in, float by, const float* weight) const {
         for (int c = 0; c < m.head_dim; c += 16) store(in + c, load(in + c) * by * load(weight + c));

@@ -1,13 +1,13 @@
 // Attention over blocks of KV cache, sixteen query rows at a time.
 //
 // A block holds 32 tokens of one key-value head: keys as [pairs of dimensions][32 tokens][2], values as [pairs of tokens][dim][2],
-// so that both products read it as `gemm.h` reads weights. The head's size is rounded up to 32, with zeros.
+// so that both products read it as `gemm.h` reads weights; products are those of the file that includes this one. The head's size is rounded up to 32, with zeros.
 //
 // One block after the other, with a running maximum (online softmax: Milakov & Gimelshein, arXiv:1805.02867). A row's result
 // depends on its own blocks alone and on their order, so it is the same alone, in a batch, in prefill and in decoding, and
 // whether blocks that several sequences share are read once for all of them or once for each.
 #pragma once
-#include "gemm.h"
+#include "vec.h"
 
 constexpr int ROWS = 16;
 constexpr float LOWEST = -1e30f;
