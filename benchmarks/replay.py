@@ -26,7 +26,7 @@ from swap_accuracy import ASKED
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from headrace.algo.aggregate import token_mean
+from headrace.algo.loss.aggregate import token_mean
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
 from headrace.engine.native.runners.weights import parameters_from_dir

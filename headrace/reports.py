@@ -6,7 +6,7 @@ from headrace.types import Struct
 
 
 class LagStats(Struct, frozen=True):
-    """Sampler against trainer on the loss tokens of one lag (`algo/diagnostics.py`)."""
+    """Sampler against trainer on the loss tokens of one lag (`algo/loss/diagnostics.py`)."""
 
     name: str
     """`0`, `1`, `2`, `3+`, or `swapped`: tokens of sequences that more than one version sampled."""

@@ -56,6 +56,7 @@ FLOORS = {
 # The rooms of a folder, from the lowest up: each imports only from those before it. A folder's own files have no order of their
 # own, but a folder has no circle among its rooms and files.
 ROOMS = {
+    "algo": ("advantage", "loss"),
     "engine.native": ("cache", "sampling", "schedule", "runners", "kernels"),
     "observe": ("numbers", "diagnosis", "health", "screen", "report"),
     "orchestration": ("store", "loops", "workers", "runs"),
@@ -82,6 +83,8 @@ CONCRETE = {
 }
 BUILD = ("orchestration/build.py", "orchestration/workers/build.py")
 
+MAX_FILES = 12
+"""Of one folder, beside its `__init__.py`."""
 MAX_FUNCTION, MAX_FILE, MAX_CLASS, MAX_MEDIAN = 60, 400, 250, 15
 
 
@@ -186,6 +189,23 @@ def _inside(folder: str, edges: dict[str, set[str]]) -> dict[str, set[str]]:
     return graph
 
 
+def crowded(root: Path) -> Iterator[str]:
+    for folder in sorted({path.parent for path in root.rglob("*.py")}):
+        count = sum(path.name != "__init__.py" for path in folder.glob("*.py"))
+        if count > MAX_FILES:
+            yield f"{folder.relative_to(root.parent)} has {count} files"
+
+
+def unordered(package: Path) -> Iterator[str]:
+    """Folders whose `__init__.py` does not say in which order to read their files."""
+    for folder in sorted({path.parent for path in package.rglob("*.py")} - {package}):
+        init = folder / "__init__.py"
+        said = (ast.get_docstring(parsed(init)) or "") if init.exists() else ""
+        names = [path.name for path in sorted(folder.glob("*.py")) if path != init]
+        if missing := [name for name in names if name not in said]:
+            yield f"{folder.relative_to(package)}/__init__.py does not say when to read {', '.join(missing)}"
+
+
 def budget_violations(package: Path) -> Iterator[str]:
     for name, path in modules(package).items():
         text = path.read_text()
@@ -232,6 +252,14 @@ def test_floors():
 
 def test_rooms_of_a_folder_have_an_order():
     assert list(room_violations(PACKAGE, ROOMS)) == []
+
+
+def test_no_folder_is_crowded():
+    assert [*crowded(PACKAGE), *crowded(ROOT / "tests")] == []
+
+
+def test_every_folder_says_in_which_order_to_read_it():
+    assert list(unordered(PACKAGE)) == []
 
 
 def test_no_order_without_a_folder():
@@ -336,6 +364,16 @@ def test_room_checker_sees_upward_imports_circles_through_files_and_rooms_withou
     assert len(list(room_violations(around, order))) == 1
     without = list(room_violations(plant(tmp_path / "c", **files, a__low__x=""), {}))
     assert without == ["a has the rooms ['high', 'low'], and ROOMS []"]
+
+
+def test_crowd_and_order_checkers_see_the_thirteenth_file_and_the_one_that_is_not_named(tmp_path):
+    package = plant(tmp_path / "a", **{f"room__f{number}": "" for number in range(12)})
+    init = package / "room" / "__init__.py"
+    init.write_text('"""Read ' + ", ".join(f"`f{number}.py`" for number in range(12)) + '."""')
+    assert list(crowded(package)) == list(unordered(package)) == []
+    plant(package, room__more="")
+    assert list(crowded(package)) == ["a/room has 13 files"]
+    assert list(unordered(package)) == ["room/__init__.py does not say when to read more.py"]
 
 
 def test_budget_checker_counts(tmp_path):

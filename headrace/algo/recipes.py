@@ -21,7 +21,7 @@ Estimator = Literal["k1", "k2", "k3"]
 
 
 class Correction(NamedTuple):
-    """Weights against the gap between sampler and trainer (`corrections.py`)."""
+    """Weights against the gap between sampler and trainer (`algo/loss/corrections.py`)."""
 
     mode: Mode = "none"
     level: Level = "token"
@@ -33,7 +33,7 @@ class Correction(NamedTuple):
 
 
 class LagWeight(NamedTuple):
-    """What a token's lag makes of its loss (`corrections.py`)."""
+    """What a token's lag makes of its loss (`algo/loss/corrections.py`)."""
 
     kind: Literal["constant", "exponential", "trim"] = "constant"
     decay: float = 0.9
@@ -41,7 +41,7 @@ class LagWeight(NamedTuple):
 
 
 class Select(NamedTuple):
-    """Tokens chosen by looking at the whole optimizer step (`selection.py`)."""
+    """Tokens chosen by looking at the whole optimizer step (`algo/loss/selection.py`)."""
 
     kind: Literal["none", "m2po", "clip_cov", "kl_cov"] = "none"
     tau: float = 0.04
@@ -49,7 +49,7 @@ class Select(NamedTuple):
 
 
 class KL(NamedTuple):
-    """Divergence from a reference model (`kl.py`)."""
+    """Divergence from a reference model (`algo/loss/kl.py`)."""
 
     coef: float = 0.0
     estimator: Estimator = "k3"
@@ -58,7 +58,7 @@ class KL(NamedTuple):
 
 
 class Distill(NamedTuple):
-    """What a teacher adds (`distill.py`)."""
+    """What a teacher adds (`algo/loss/distill.py`)."""
 
     kind: Literal["none", "sampled", "forward", "reverse", "jsd"] = "none"
     coef: float = 1.0

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from headrace.algo.groups import algorithm_of
+from headrace.algo.advantage.groups import algorithm_of
 from headrace.config import RunConfig, available_cores, config_of_run, read_config
 from headrace.durable.journal import JOURNAL, Damage, JournalStep, count_steps, read_steps
 from headrace.errors import ConfigError, HeadraceError

@@ -1,0 +1,5 @@
+"""Engines: prompts and weights in, completions out.
+
+Read `config.py`, `streaming.py` (an update that goes live in parts), `native/` (the engine; its docstring has the order) and `fake.py`
+(the engine without a model).
+"""

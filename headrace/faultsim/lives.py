@@ -17,8 +17,8 @@ from typing import Any, cast
 
 import msgspec
 
+from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.config import AlgoConfig
-from headrace.algo.groups import algorithm_of
 from headrace.durable.journal import Journal
 from headrace.errors import HeadraceError, StalledError, WorkerDied
 from headrace.faultsim.case import Case

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headrace.algo.groups import Algorithm
+from headrace.algo.advantage.groups import Algorithm
 from headrace.rollouts.rollout import RolloutConfig, name_of, seed_of
 from headrace.rollouts.staleness import StalenessConfig, judge
 from headrace.settings.process_config import WatchConfig

@@ -1,4 +1,8 @@
-"""A batch -> packed microbatches without padding: every token that rows share is forwarded once."""
+"""A batch -> packed microbatches without padding: every token that rows share is forwarded once.
+
+Read `pack.py` (what a microbatch is), `tree.py` (rows that begin alike), `columns.py`, `plan.py` (within a token budget), `ranks.py`
+(over devices).
+"""
 
 from headrace.packing.pack import ROOT, Kept, Pack, Plan, Segment
 from headrace.packing.plan import loss_places, pack_rows, pack_sequence

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from headrace.algo.aggregate import AggregationFunction
+from headrace.algo.loss.aggregate import AggregationFunction
 from headrace.packing.pack import ROOT, Pack, Plan, Segment
 from headrace.packing.plan import dropped, loss_places, plan_of, routed_of, trees_of
 from headrace.packing.tree import LEAST_SAVED, Node, first_fit, preorder, size_of

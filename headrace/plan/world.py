@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from headrace.algo.groups import algorithm_of
+from headrace.algo.advantage.groups import algorithm_of
 from headrace.durable.journal import Journal
 from headrace.durable.passes import PassLog
 from headrace.observe.facts import Warned, WeightsLive

@@ -8,4 +8,5 @@ cache/         the blocks of the KV cache, the prefixes that are kept, who may s
 sampling/      from logits to tokens: filters, draws, masks; when a completion ends
 runners/       forward passes in PyTorch: the known families, LoRA, experts, CUDA graphs; any other model
 kernels/       the known families' forward pass in C++
+parts.py, requests.py and served.py hold what `core.py` is made of.
 """

@@ -1,13 +1,13 @@
 // Attention over blocks of KV cache, sixteen query rows at a time.
 //
 // A block holds 32 tokens of one key-value head: keys as [pairs of dimensions][32 tokens][2], values as [pairs of tokens][dim][2],
-// so that both products read it as `gemm.h` reads weights; products are those of the file that includes this one. The head's size is rounded up to 32, with zeros.
+// so that both products read it as `product.h` reads weights. The head's size is rounded up to 32, with zeros.
 //
 // One block after the other, with a running maximum (online softmax: Milakov & Gimelshein, arXiv:1805.02867). A row's result
 // depends on its own blocks alone and on their order, so it is the same alone, in a batch, in prefill and in decoding, and
 // whether blocks that several sequences share are read once for all of them or once for each.
 #pragma once
-#include "vec.h"
+#include "product.h"
 
 constexpr int ROWS = 16;
 constexpr float LOWEST = -1e30f;
@@ -35,59 +35,11 @@ struct alignas(64) Queries {
     }
 };
 
-#if defined(VISIBLE)
-static inline void scores(const Queries& a, const bf16* keys, float* s) {
-    VISIBLE();
-    _tile_zero(0);
-    _tile_zero(1);
-    for (int d = 0; d < a.dim / 32; d++) {
-        _tile_loadd(4, a.q + d * 32, a.dim * 2);
-        _tile_loadd(6, keys + d * AREA, 128);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, keys + d * AREA + 32, 128);
-        _tile_dpbf16ps(1, 4, 7);
-    }
-    _tile_stored(0, s, 128);
-    _tile_stored(1, s + 16, 128);
-}
-static inline void add_values(Queries& a, const bf16* weights, const bf16* values) {
-    VISIBLE();
-    _tile_loadd(4, weights, 64);
-    for (int d = 0; d < a.dim; d += 32) {
-        _tile_loadd(0, a.out + d, a.dim * 4);
-        _tile_loadd(6, values + d * 2, a.dim * 4);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(1, a.out + d + 16, a.dim * 4);
-        _tile_loadd(7, values + d * 2 + 32, a.dim * 4);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_stored(0, a.out + d, a.dim * 4);
-        _tile_stored(1, a.out + d + 16, a.dim * 4);
-    }
-}
-#else
-static inline void scores(const Queries& a, const bf16* keys, float* s) {
-    for (int r = 0; r < a.rows; r++) {
-        f16x acc[2] = {};
-        for (int i = 0; i < a.dim / 2; i++)
-            for (int t = 0; t < 2; t++) acc[t] = pair(acc[t], a.q + r * a.dim + 2 * i, keys + i * 64 + t * 32);
-        store(s + r * SIDE, acc[0]), store(s + r * SIDE + 16, acc[1]);
-    }
-}
-static inline void add_values(Queries& a, const bf16* weights, const bf16* values) {
-    for (int r = 0; r < a.rows; r++)
-        for (int d = 0; d < a.dim; d += 16) {
-            f16x acc = load(a.out + r * a.dim + d);
-            for (int i = 0; i < 16; i++) acc = pair(acc, weights + r * SIDE + 2 * i, values + (i * a.dim + d) * 2);
-            store(a.out + r * a.dim + d, acc);
-        }
-}
-#endif
-
 // All rows look at one block, whose first token is at position `first`. `scale`: of the scores, times log2(e).
 static inline void look(Queries& a, const bf16* keys, const bf16* values, int first, float scale) {
     alignas(64) float s[ROWS * SIDE];
     alignas(64) bf16 weights[ROWS * SIDE];
-    scores(a, keys, s);
+    multiply<false>(Inputs<bf16>{a.q, (size_t)a.dim, SIDE}, Panel<bf16>{keys, AREA, 2 * SIDE, SIDE}, a.dim / SIDE, s, SIDE, a.rows);
     for (int r = 0; r < a.rows; r++) {
         f16x left = load(s + r * SIDE) * scale, right = load(s + r * SIDE + 16) * scale;
         if (first < a.from[r] || first + SIDE > a.to[r]) {
@@ -106,5 +58,6 @@ static inline void look(Queries& a, const bf16* keys, const bf16* values, int fi
         narrow(weights + r * SIDE, left);
         narrow(weights + r * SIDE + 16, right);
     }
-    add_values(a, weights, values);
+    for (int d = 0; d < a.dim; d += SIDE)
+        multiply<true>(Inputs<bf16>{weights}, Panel<bf16>{values + d * 2, 0, (size_t)a.dim * 2, SIDE}, 1, a.out + d, a.dim, a.rows);
 }

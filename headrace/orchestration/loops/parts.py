@@ -6,7 +6,7 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from headrace.algo.groups import Algorithm
+from headrace.algo.advantage.groups import Algorithm
 from headrace.algo.noise import NoiseWatch
 from headrace.durable.journal import Journal
 from headrace.observe.health.waits import Waits

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace.algo.groups import algorithm_of
+from headrace.algo.advantage.groups import algorithm_of
 from headrace.config import RunConfig
 from headrace.errors import ConfigError
 from headrace.orchestration.build import build_scorer, build_task, open_model, open_waits

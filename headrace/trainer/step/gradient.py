@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from headrace.algo.denominator import Kept
-from headrace.algo.diagnostics import Diagnostics
-from headrace.algo.kl import kl_estimate
-from headrace.algo.tokens import TokenLoss, Tokens, TopTokens, k3, ratio_of
+from headrace.algo.loss.denominator import Kept
+from headrace.algo.loss.diagnostics import Diagnostics
+from headrace.algo.loss.kl import kl_estimate
+from headrace.algo.loss.tokens import TokenLoss, Tokens, TopTokens, k3, ratio_of
 from headrace.packing import Pack
 from headrace.trainer.forward.forward import Forward, Scores
 from headrace.trainer.forward.routing import Replayed, no_replay

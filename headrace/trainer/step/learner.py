@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from headrace.algo.aggregate import AGGREGATIONS, AggregationFunction
 from headrace.algo.config import AlgoConfig
-from headrace.algo.objective import Objective, Selection, objective_of, selection_of
+from headrace.algo.loss.aggregate import AGGREGATIONS, AggregationFunction
+from headrace.algo.loss.objective import Objective, Selection, objective_of, selection_of
 from headrace.errors import ConfigError
 from headrace.models.lora import LoraConfig
 from headrace.trainer.config import TrainConfig

@@ -1,4 +1,4 @@
-"""Weights in the layout of `src/gemm.h`."""
+"""Weights in the layout of `native/src/product.h`."""
 
 from __future__ import annotations
 

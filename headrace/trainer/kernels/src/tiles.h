@@ -1,13 +1,6 @@
-// Products of blocks of 32 by 32, in bf16 with float32 sums (Intel's matrix instructions where there are) or all in float32.
-//
-// The first operand is rows as they lie in memory. The second is packed in panels of 32 columns; a panel is a list of steps of
-// 32 along the sum. In bf16 a step is two tiles of [16 pairs along the sum][16 columns][2], in float32 [32 along the sum][32].
-// Every sum runs in one order, so results depend neither on the number of threads nor on what else is computed.
+// Blocks of 32 by 32 of bf16 or float32: cut out of matrices, turned, and packed as the second operand of product.h.
 #pragma once
-#include "amx.h"
-
-constexpr int SIDE = 32, AREA = SIDE * SIDE;
-static inline int up(int n) { return (n + SIDE - 1) / SIDE; }
+#include "product.h"
 
 static inline f16x read(const float* p) { return load(p); }
 static inline f16x read(const bf16* p) { return widen(p); }
@@ -89,88 +82,8 @@ static inline void turn(const bf16* block, size_t ld, bf16* to, size_t to_ld) {
         transpose16((const uint32_t*)(pairs + tile * 512), 16, (uint32_t*)(to + tile * 16 * to_ld), to_ld / 2);
 }
 
-// c [32, 32] = a [32, steps * 32] times a panel whose steps lie `apart`, added to what c holds where ADD.
-template <bool ADD>
-static inline void multiply(const float* a, size_t lda, const float* b, size_t apart, int steps, float* c, size_t ldc) {
-    constexpr int ROWS = 4;
-    for (int first = 0; first < SIDE; first += ROWS, a += ROWS * lda, c += ROWS * ldc) {
-        f16x acc[ROWS][2] = {};
-        for (int r = 0; ADD && r < ROWS; r++) acc[r][0] = load(c + r * ldc), acc[r][1] = load(c + r * ldc + 16);
-        for (int s = 0; s < steps; s++)
-            for (int i = 0; i < SIDE; i++) {
-                f16x left = load(b + s * apart + i * SIDE), right = load(b + s * apart + i * SIDE + 16);
-                for (int r = 0; r < ROWS; r++) {
-                    float x = a[r * lda + s * SIDE + i];
-                    acc[r][0] += left * x, acc[r][1] += right * x;
-                }
-            }
-        for (int r = 0; r < ROWS; r++) store(c + r * ldc, acc[r][0]), store(c + r * ldc + 16, acc[r][1]);
-    }
+// c [32, 32] = a [32, steps * 32], rows as they lie in memory, times a panel whose steps lie `apart`, added to c where ADD.
+template <bool ADD, class T>
+static inline void multiply(const T* a, size_t lda, const T* b, size_t apart, int steps, float* c, size_t ldc) {
+    multiply<ADD>(Inputs<T>{a, lda, SIDE}, Panel<T>{b, apart}, steps, c, ldc, SIDE);
 }
-
-#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__)
-template <bool ADD>
-static inline void multiply(const bf16* a, size_t lda, const bf16* b, size_t apart, int steps, float* c, size_t ldc) {
-    VISIBLE();
-    if (ADD) {
-        _tile_loadd(0, c, ldc * 4);
-        _tile_loadd(1, c + 16, ldc * 4);
-        _tile_loadd(2, c + 16 * ldc, ldc * 4);
-        _tile_loadd(3, c + 16 * ldc + 16, ldc * 4);
-    } else {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-    }
-    for (int s = 0; s < steps; s++, a += SIDE, b += apart) {
-        _tile_loadd(4, a, lda * 2);
-        _tile_loadd(6, b, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, b + 512, 64);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_loadd(5, a + 16 * lda, lda * 2);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-    }
-    _tile_stored(0, c, ldc * 4);
-    _tile_stored(1, c + 16, ldc * 4);
-    _tile_stored(2, c + 16 * ldc, ldc * 4);
-    _tile_stored(3, c + 16 * ldc + 16, ldc * 4);
-    VISIBLE();
-}
-#else
-static inline bool tiles_allowed() { return true; }
-static inline void tiles_begin() {}
-static inline void tiles_end() {}
-
-// acc + x0 * even + x1 * odd for sixteen columns, from one pair along the sum.
-static inline f16x pair(f16x acc, const bf16* x, const bf16* w) {
-#if defined(__AVX512BF16__)
-    int both;
-    std::memcpy(&both, x, 4);
-    return (f16x)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_set1_epi32(both), (__m512bh)_mm512_loadu_si512(w));
-#else
-    u16x bits;
-    std::memcpy(&bits, w, 64);
-    acc += (f16x)(bits << 16) * widen1(x[0]);
-    return acc + (f16x)(bits & 0xffff0000u) * widen1(x[1]);
-#endif
-}
-template <bool ADD>
-static inline void multiply(const bf16* a, size_t lda, const bf16* b, size_t apart, int steps, float* c, size_t ldc) {
-    constexpr int ROWS = 4;
-    for (int first = 0; first < SIDE; first += ROWS, a += ROWS * lda, c += ROWS * ldc) {
-        f16x acc[ROWS][2] = {};
-        for (int r = 0; ADD && r < ROWS; r++) acc[r][0] = load(c + r * ldc), acc[r][1] = load(c + r * ldc + 16);
-        for (int s = 0; s < steps; s++)
-            for (int i = 0; i < 16; i++)
-                for (int r = 0; r < ROWS; r++) {
-                    const bf16* two = a + r * lda + s * SIDE + 2 * i;
-                    acc[r][0] = pair(acc[r][0], two, b + s * apart + 32 * i);
-                    acc[r][1] = pair(acc[r][1], two, b + s * apart + 512 + 32 * i);
-                }
-        for (int r = 0; r < ROWS; r++) store(c + r * ldc, acc[r][0]), store(c + r * ldc + 16, acc[r][1]);
-    }
-}
-#endif

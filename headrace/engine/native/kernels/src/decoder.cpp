@@ -3,7 +3,7 @@
 //   embed | norm  qkv  rotate+store  attend  out(+=)  norm  gate_up*act  down(+=) | ... | norm  head
 //
 // Each word is a phase: its items are shared out among the threads, and the next begins when all are done (team.h). The functions
-// below write the phases down before the first begins. The residual stream is float32 and lies in the blocks of gemm.h, so `out`
+// below write the phases down before the first begins. The residual stream is float32 and lies in the blocks of packing.h, so `out`
 // and `down` add to it where they store their tiles.
 #include "mixture.h"
 #include "sampling.h"
@@ -49,7 +49,7 @@ struct Decoder : Mixture {
         normalise(n, m.norm, p.rows, p.broken, m.layers - 1);
         plan.each(up(m.head.n), [=, &p](int panel) {
             for (int b = 0; b < up(n); b++)
-                multiply<false>(h.block(b, 0), m.head.packed + (size_t)panel * steps * AREA, steps, p.logits + b * SIDE * ld + panel * SIDE, ld, n - b * SIDE <= 16);
+                multiply<false>(Inputs<bf16>{h.block(b, 0)}, m.head.panel(panel), steps, p.logits + b * SIDE * ld + panel * SIDE, ld, std::min(SIDE, n - b * SIDE));
         });
     }
 };

@@ -1,15 +1,17 @@
 // What the decoder is told: plain structs that `binding.py` mirrors field by field. Pointers stay owned by Python.
 #pragma once
 #include "formulas.h"
-#include "gemm.h"
 #include "look.h"
+#include "packing.h"
 
 constexpr int MOST_EXPERTS = 1024;
 
 struct Linear {
-    const bf16* packed;  // panels of outputs; see gemm.h
+    const bf16* packed;  // panels of outputs; see product.h
     const float* bias;   // [n] or null
     int32_t n, k;
+
+    Panel<bf16> panel(int i) const { return {packed + (size_t)i * up(k) * AREA}; }
 };
 struct Layer {
     Linear qkv, out, gate_up, down;  // gate_up: 16 gates, then their 16 ups, and so on; experts' lie behind one another

@@ -37,12 +37,12 @@ struct Dense : State {
 
     template <bool ADD>
     void product(const Pass& p, int index, int which, const Linear& w, Blocks<bf16>& from, Blocks<float>& into) {
-        int n = p.tokens_count, steps = up(w.k);
+        int n = p.tokens_count;
         shrink(p, index, which, from);
         plan.each(up(w.n), [=, &p, &w, &from, &into](int panel) {
             for (int b = 0; b < up(n); b++) {
                 float* c = into.block(b, panel);
-                multiply<ADD>(from.block(b, 0), w.packed + (size_t)panel * steps * AREA, steps, c, SIDE, n - b * SIDE <= 16);
+                multiply<ADD>(Inputs<bf16>{from.block(b, 0)}, w.panel(panel), up(w.k), c, SIDE, std::min(SIDE, n - b * SIDE));
                 finish(p, index, which, w, panel, b, c);
             }
         });
@@ -50,13 +50,13 @@ struct Dense : State {
 
     // What stands beside the product: bias and adapters.
     void finish(const Pass& p, int index, int which, const Linear& w, int panel, int b, float* c) {
-        bool half = p.tokens_count - b * SIDE <= 16;
         for (int r = 0; w.bias && r < SIDE; r++)
             for (int j = 0; j < SIDE; j += 16) store(c + r * SIDE + j, load(c + r * SIDE + j) + load(w.bias + panel * SIDE + j));
         for (int slot = 0; slot < p.slots; slot++) {
             const LowRank& l = p.low_rank[((size_t)slot * m.layers + index) * 4 + which];
             if (!l.a || !present[(size_t)slot * up(p.tokens_count) + b]) continue;
-            multiply<true>(thin.block(b, slot * (thin.panels / p.slots)), l.b + (size_t)panel * up(l.rank) * AREA, up(l.rank), c, SIDE, half);
+            multiply<true>(Inputs<bf16>{thin.block(b, slot * (thin.panels / p.slots))}, Panel<bf16>{l.b + (size_t)panel * up(l.rank) * AREA}, up(l.rank), c, SIDE,
+                           std::min(SIDE, p.tokens_count - b * SIDE));
         }
     }
 
@@ -70,7 +70,7 @@ struct Dense : State {
             if (!l.a || !present[item]) return;
             alignas(64) float c[AREA];
             for (int panel = 0; panel < up(l.rank); panel++) {
-                multiply<false>(from.block(b, 0), l.a + (size_t)panel * steps * AREA, steps, c, SIDE, false);
+                multiply<false>(Inputs<bf16>{from.block(b, 0)}, Panel<bf16>{l.a + (size_t)panel * steps * AREA}, steps, c, SIDE, SIDE);
                 for (int r = 0; r < SIDE; r++) {
                     int row = b * SIDE + r;
                     bool mine = row < p.tokens_count && p.adapters[segment[row]] == slot;
@@ -83,12 +83,12 @@ struct Dense : State {
 
     // act(gate) * up, rounded to bf16: sixteen of each lie in one panel.
     void gate(const Pass& p, int index, const Linear& w) {
-        int n = p.tokens_count, steps = up(w.k);
+        int n = p.tokens_count;
         shrink(p, index, 2, h);
         plan.each(up(w.n), [=, &p, &w](int panel) {
             alignas(64) float c[AREA];
             for (int b = 0; b < up(n); b++) {
-                multiply<false>(h.block(b, 0), w.packed + (size_t)panel * steps * AREA, steps, c, SIDE, n - b * SIDE <= 16);
+                multiply<false>(Inputs<bf16>{h.block(b, 0)}, w.panel(panel), up(w.k), c, SIDE, std::min(SIDE, n - b * SIDE));
                 finish(p, index, 2, w, panel, b, c);
                 bf16* to = act.block(b, panel / 2) + panel % 2 * 16;
                 for (int r = 0; r < std::min(SIDE, n - b * SIDE); r++)

@@ -24,14 +24,14 @@ struct Mixture : Heads {
             for (int i = 0; i < k; i++)
                 for (int c = 0; c < m.hidden; c += SIDE) std::memcpy(gathered.at(place[row * k + i], c), h.at(row, c), SIDE * 2);
         });
-        each_expert(l, l.gate_up, [=](const bf16* w, int panel, int b, bool half) {
+        each_expert(l, l.gate_up, [=](Panel<bf16> w, int panel, int b, int rows) {
             alignas(64) float c[AREA];
-            multiply<false>(gathered.block(b, 0), w, up(m.hidden), c, SIDE, half);
+            multiply<false>(Inputs<bf16>{gathered.block(b, 0)}, w, up(m.hidden), c, SIDE, rows);
             bf16* to = inner.block(b, panel / 2) + panel % 2 * 16;
-            for (int r = 0; r < (half ? 16 : SIDE); r++) narrow(to + r * SIDE, activate(load(c + r * SIDE)) * load(c + r * SIDE + 16));
+            for (int r = 0; r < rows; r++) narrow(to + r * SIDE, activate(load(c + r * SIDE)) * load(c + r * SIDE + 16));
         });
-        each_expert(l, l.down, [=, &l](const bf16* w, int panel, int b, bool half) {
-            multiply<false>(inner.block(b, 0), w, up(l.down.k), told.block(b, panel), SIDE, half);
+        each_expert(l, l.down, [=, &l](Panel<bf16> w, int panel, int b, int rows) {
+            multiply<false>(Inputs<bf16>{inner.block(b, 0)}, w, up(l.down.k), told.block(b, panel), SIDE, rows);
         });
         plan.each(n, [=](int row) {
             for (int c = 0; c < m.hidden; c += 16) {
@@ -77,11 +77,10 @@ struct Mixture : Heads {
     template <class F>
     void each_expert(const Layer& l, const Linear& w, const F& f) {
         const int panels = up(w.n);
-        const size_t panel_size = (size_t)up(w.k) * AREA;
         plan.each(l.experts * panels, [=, &w](int item) {
             int expert = item / panels, panel = item % panels;
             for (int b = 0; b < up(count[expert]); b++)
-                f(w.packed + item * panel_size, panel, first[expert] + b, count[expert] - b * SIDE <= 16);
+                f(w.panel(item), panel, first[expert] + b, std::min(SIDE, count[expert] - b * SIDE));
         });
     }
 };

@@ -1,0 +1,104 @@
+"""Credit within a rollout and across a batch: returns, advantages of tokens and turns, whitening. Plain floats, no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+from headrace.algo.advantage.advantages import GroupRewards, leave_one_out, z_scores
+from headrace.algo.recipes import MAX_LOG_RATIO
+
+EPSILON = 1e-8
+
+
+def return_to_go(rewards: Sequence[float], mask: Sequence[bool], gamma: float = 1.0) -> list[float]:
+    """[T] Σ of the rewards from a token on, discounted per *sampled* token (REINFORCE++, arXiv 2501.03262).
+
+    What was not sampled (tool results) carries the running return on to what came before it: an action before a tool call
+    caused what came after. SkyRL resets there, as verl did until August 2026.
+    """
+    returns, running = [0.0] * len(rewards), 0.0
+    for t in reversed(range(len(rewards))):
+        running = rewards[t] + (gamma * running if mask[t] else running)
+        returns[t] = running
+    return returns
+
+
+def gae(
+    rewards: Sequence[float], values: Sequence[float], mask: Sequence[bool], gamma: float = 1.0, lam: float = 0.95
+) -> list[float]:
+    """[T] Σ_l (γλ)^l δ_{t+l}, δ_t = r_t + γ·V_{t+1} - V_t (GAE, arXiv 1506.02438); zero where nothing was sampled.
+
+    Tokens that were not sampled are skipped: the next value and the trace are carried across them. Needs a critic's values.
+    """
+    advantages, trace, following, pending = [0.0] * len(rewards), 0.0, 0.0, 0.0
+    for t in reversed(range(len(rewards))):
+        if not mask[t]:
+            pending += rewards[t]  # belongs to the last action before it
+            continue
+        delta = rewards[t] + pending + gamma * following - values[t]
+        trace = delta + gamma * lam * trace
+        advantages[t], following, pending = trace, values[t], 0.0
+    return advantages
+
+
+def turn_advantages(
+    rewards: Sequence[Sequence[float]], kind: Literal["leave_one_out", "z_score"] = "leave_one_out"
+) -> list[list[float]]:
+    """Per rollout, per turn: each turn compared with the turns of the same index in the group's other rollouts.
+
+    Rollouts may have different numbers of turns; a turn that no other rollout reached gets zero.
+    """
+    advantages: list[list[float]] = [[] for _ in rewards]
+    for index in range(max(map(len, rewards), default=0)):
+        there = [i for i, turns in enumerate(rewards) if index < len(turns)]
+        column = tuple(rewards[i][index] for i in there)
+        compared = z_scores(column) if kind == "z_score" else leave_one_out(GroupRewards(column))
+        for i, advantage in zip(there, compared, strict=True):
+            advantages[i].append(advantage)
+    return advantages
+
+
+def process_advantages(rewards: Sequence[float], lengths: Sequence[int], gamma: float = 1.0) -> list[float]:
+    """[Σ lengths] every token gets its segment's return: that segment's reward and the later ones, discounted per segment.
+
+    Process rewards (Math-Shepherd, arXiv 2312.08935; DeepSeekMath, arXiv 2402.03300, section 4.1.3).
+    """
+    returns = return_to_go(rewards, [True] * len(rewards), gamma)
+    return [value for value, length in zip(returns, lengths, strict=True) for _ in range(length)]
+
+
+def rae(rewards: Sequence[float], baseline: float = 0.0, decay: float = 0.95) -> tuple[list[float], float]:
+    """(advantages, baseline after them) of one agent in self-play, in the order of its games (SPIRAL, arXiv 2506.24119).
+
+    A = R - b first, *then* b <- decay·b + (1 - decay)·R: a baseline that has seen R already would take part of it away.
+    """
+    advantages = []
+    for reward in rewards:
+        advantages.append(reward - baseline)
+        baseline = decay * baseline + (1 - decay) * reward
+    return advantages, baseline
+
+
+def whiten(rows: Sequence[Sequence[float]], valid: Sequence[Sequence[bool]]) -> list[list[float]]:
+    """(x - mean) / sqrt(var + 1e-8) over the valid tokens of all rows; variance unbiased; other tokens get zero."""
+    kept = [x for row, ok in zip(rows, valid, strict=True) for x, v in zip(row, ok, strict=True) if v]
+    mean = sum(kept) / max(len(kept), 1)
+    var = sum((x - mean) ** 2 for x in kept) / max(len(kept) - 1, 1)
+    scale = 1 / (var + EPSILON) ** 0.5
+    return [
+        [(x - mean) * scale if v else 0.0 for x, v in zip(row, ok, strict=True)]
+        for row, ok in zip(rows, valid, strict=True)
+    ]
+
+
+def kl_penalty(sampled: float, reference: float) -> float:
+    """KL(sampler || reference) on one sampled token, for the reward: k1, the log ratio, within ±20. 0 where not finite.
+
+    No other estimator: a reward passes on its value, not its gradient, and of k2 and k3 the value alone pushes the policy away from
+    the reference (descent on it ends with one token of probability 1, from wherever it starts).
+    """
+    if not (math.isfinite(sampled) and math.isfinite(reference)):
+        return 0.0
+    return min(max(sampled - reference, -MAX_LOG_RATIO), MAX_LOG_RATIO)

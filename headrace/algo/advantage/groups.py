@@ -1,0 +1,117 @@
+"""From a scored group to training rows, and from groups to a batch. Runs in the controller: no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from msgspec.structs import replace
+
+from headrace.algo.advantage.advantages import ADVANTAGES, AdvantageFunction, GroupRewards, penalised, user_advantage
+from headrace.algo.advantage.credit import kl_penalty, return_to_go, whiten
+from headrace.algo.advantage.rows import reference_of, rows_of
+from headrace.algo.config import AlgoConfig, is_user_function
+from headrace.algo.recipes import WHITENED
+from headrace.types import Group, Prompt, Row, Scored
+
+
+def algorithm_of(algo: AlgoConfig, max_tokens: int, weights: Mapping[str, float] | None = None) -> Algorithm:
+    """`max_tokens`: of the longest completion there can be; `weights`: of the named rewards, 1 where missing.
+
+    Raises ConfigError where the user's advantage function cannot be loaded.
+    """
+    name = algo.recipe.advantage
+    advantage = user_advantage(name) if is_user_function(name) else ADVANTAGES[name]
+    return Algorithm(algo, advantage, max_tokens, weights or {})
+
+
+class Algorithm:
+    """The algorithm as the pipeline sees it."""
+
+    def __init__(
+        self, algo: AlgoConfig, advantage: AdvantageFunction, max_tokens: int, weights: Mapping[str, float]
+    ) -> None:
+        self._algo, self._recipe = algo, algo.recipe
+        self._advantage, self._max_tokens, self._weights = advantage, max_tokens, weights
+        self._weighs = self._recipe.loss == "ce"
+        self._spreads = self._recipe.advantage == "return_to_go"
+        self._kl_in_reward = algo.reference_in_reward  # asked for every rollout, and worked out anew each time
+        self._needs_contrast = algo.compares or self._weighs
+        self._needs_teacher = self._recipe.advantage == "zero"
+        self.min_rollouts = algo.min_rollouts
+
+    def rows(self, prompt: Prompt, scored: Sequence[Scored]) -> tuple[Row, ...]:
+        """One row per root-to-leaf path of every episode; no sampled token counts twice."""
+        advantages = self._advantage(self._group(scored))
+        idle = any(advantages) if self._weighs else False
+        rows: list[Row] = []
+        for one, advantage in zip(scored, advantages, strict=True):
+            for path, row in rows_of(prompt, one, advantage, self._algo.overlong):
+                if idle and not advantage:
+                    row = replace(row, mask=(False,) * len(row.mask))  # cross-entropy: its own denominator
+                rows.append(self._spread(row, one, path, advantage) if self._spreads else row)
+        return tuple(rows)
+
+    def barren(self, rows: Sequence[Row]) -> str:
+        """Why these rows of a group teach nothing, so that it is dropped; empty where they teach something."""
+        if not any(any(row.mask) for row in rows):
+            return "overlong"
+        if self._needs_contrast and not any(any(row.advantages) for row in rows):
+            return "no_contrast"
+        if self._needs_teacher and not any(map(_taught, rows)):
+            return "no_teacher"
+        return ""
+
+    def assemble(self, groups: tuple[Group, ...]) -> tuple[Group, ...]:
+        """What needs the whole batch: whitening over its valid tokens, for the advantages that ask for it."""
+        if self._recipe.advantage not in WHITENED:
+            return groups
+        rows = [row for group in groups for row in group.rows]
+        valid = [[m and math.isfinite(p) for m, p in zip(row.mask, row.logprobs, strict=True)] for row in rows]
+        white = iter(whiten([row.advantages for row in rows], valid))
+        return tuple(
+            replace(group, rows=tuple(replace(row, advantages=tuple(next(white))) for row in group.rows))
+            for group in groups
+        )
+
+    def _group(self, scored: Sequence[Scored]) -> GroupRewards:
+        rewards = tuple(one.reward - self._kl(one) for one in scored)
+        lengths = tuple(sum(len(turn.completion.tokens) for turn in one.episode.turns) for one in scored)
+        if self._algo.length_penalty and rewards:
+            rewards = penalised(rewards, lengths, self._algo.length_penalty, self._max_tokens)
+        names = dict.fromkeys(name for one in scored for name in one.rewards)
+        named = {name: tuple(one.rewards.get(name, math.nan) for one in scored) for name in names}
+        return GroupRewards(rewards, lengths, named, self._weights)
+
+    def _kl(self, one: Scored) -> float:
+        """coef · Σ_t of the rollout's divergence from the reference; zero where it goes to its tokens instead."""
+        if not self._kl_in_reward or self._spreads:
+            return 0.0
+        _needs_references(one)
+        turns = zip(one.episode.turns, one.references, strict=True)
+        return sum(sum(self._penalties(turn.completion.logprobs, reference)) for turn, reference in turns)
+
+    def _penalties(self, sampled: Sequence[float], reference: Sequence[float]) -> list[float]:
+        coef = self._recipe.kl.coef
+        return [coef * kl_penalty(s, r) for s, r in zip(sampled, reference, strict=True)]
+
+    def _spread(self, row: Row, one: Scored, path: Sequence[int], reward: float) -> Row:
+        """Every token's return: the reward comes with the row's last token in the loss, the divergence with each."""
+        last = max((t for t, sampled in enumerate(row.mask) if sampled), default=None)
+        if last is None:
+            return row
+        rewards = [0.0] * len(row.tokens)
+        if self._kl_in_reward:
+            _needs_references(one)
+            penalties = self._penalties(row.logprobs, reference_of(one, path))
+            rewards = [-penalty if sampled else 0.0 for penalty, sampled in zip(penalties, row.mask, strict=True)]
+        rewards[last] += reward
+        return replace(row, advantages=tuple(return_to_go(rewards, row.mask)))
+
+
+def _taught(row: Row) -> bool:
+    return row.teacher is not None and any(map(math.isfinite, row.teacher.logprobs))
+
+
+def _needs_references(one: Scored) -> None:
+    assert one.references, "algo.kl.place = reward: the scoring stage fills Scored.references"

@@ -1,0 +1,70 @@
+// Intel's matrix instructions (AMX): a product of 16 by 16 by 32 is one of them. float32 takes vector registers.
+#pragma once
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "tier_avx512_bf16.h"
+#undef TIER
+#define TIER "AMX"
+
+// Tile loads are opaque to some compilers: what was written before them must really be in memory.
+#define VISIBLE() asm volatile("" ::: "memory")
+
+// Linux must be asked once a process before tiles may be used (ARCH_REQ_XCOMP_PERM, XTILEDATA).
+static inline bool tiles_allowed() { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
+
+// All tiles are 16 rows of 64 bytes.
+static inline void tiles_begin() {
+    struct alignas(64) {
+        uint8_t palette = 1, start = 0, reserved[14] = {};
+        uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+        uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    } config;
+    _tile_loadconfig(&config);
+}
+static inline void tiles_end() { _tile_release(); }
+
+// Rows that are not there are computed too, sixteen at a time, and never read: it costs less than to ask.
+template <bool ADD>
+static inline void multiply(Inputs<bf16> x, Panel<bf16> w, int steps, float* c, size_t ld, int rows) {
+    const bool half = rows <= 16;
+    VISIBLE();
+    if (ADD) {
+        _tile_loadd(0, c, ld * 4);
+        _tile_loadd(1, c + 16, ld * 4);
+        if (!half) {
+            _tile_loadd(2, c + 16 * ld, ld * 4);
+            _tile_loadd(3, c + 16 * ld + 16, ld * 4);
+        }
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    if (half) {
+        for (int s = 0; s < steps; s++, x.data += x.step, w.data += w.apart) {
+            _tile_loadd(4, x.data, x.row * 2);
+            _tile_loadd(6, w.data, w.next * 2);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(7, w.data + w.beside, w.next * 2);
+            _tile_dpbf16ps(1, 4, 7);
+        }
+    } else {
+        for (int s = 0; s < steps; s++, x.data += x.step, w.data += w.apart) {
+            _tile_loadd(4, x.data, x.row * 2);
+            _tile_loadd(6, w.data, w.next * 2);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(7, w.data + w.beside, w.next * 2);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_loadd(5, x.data + 16 * x.row, x.row * 2);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+        _tile_stored(2, c + 16 * ld, ld * 4);
+        _tile_stored(3, c + 16 * ld + 16, ld * 4);
+    }
+    _tile_stored(0, c, ld * 4);
+    _tile_stored(1, c + 16, ld * 4);
+    VISIBLE();
+}

@@ -1,0 +1,387 @@
+"""Advantages of rollouts, tokens, turns and batches against numpy; from scored groups to rows."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from headrace.algo.advantage.advantages import (
+    ADVANTAGES,
+    GroupRewards,
+    centred,
+    gdpo,
+    group_norm,
+    has_contrast,
+    leave_one_out,
+    maxrl,
+    opo,
+    pass_at_k,
+    penalised,
+    raw,
+)
+from headrace.algo.advantage.credit import (
+    gae,
+    kl_penalty,
+    process_advantages,
+    rae,
+    return_to_go,
+    turn_advantages,
+    whiten,
+)
+from headrace.algo.advantage.groups import algorithm_of
+from headrace.algo.config import AlgoConfig
+from headrace.algo.recipes import COMPARING
+from headrace.errors import ConfigError
+from headrace.types import Completion, Episode, Group, Prompt, Scored, TeacherTrace, Turn, VersionSpan
+
+rewards = st.lists(st.floats(-10, 10).map(lambda x: round(x, 3)), min_size=2, max_size=12)
+
+
+def group(*values: float, lengths: tuple[int, ...] = ()) -> GroupRewards:
+    return GroupRewards(tuple(values), lengths or tuple(range(1, len(values) + 1)))
+
+
+# -- one number per rollout -------------------------------------------------------------------------------------------------
+
+
+def maxrl_by_hand(r: np.ndarray) -> np.ndarray:
+    """Scaled down to what one success among as many could have."""
+    if r.mean() < 1e-8:
+        return 0 * r
+    advantages = (r - r.mean()) / r.mean()
+    return advantages * min(1.0, (len(r) - 1) / np.abs(advantages).max())
+
+
+@given(rewards)
+def test_advantages_against_numpy(values):
+    r, n = np.array(values), np.arange(1, len(values) + 1)
+    best, second = np.sort(r)[-1], np.sort(r)[-2]
+    if len(set(values)) == 1:
+        expected = dict.fromkeys(COMPARING, np.zeros_like(r))
+    else:
+        z = (r - r.mean()) / (r.std(ddof=1) + 1e-6)
+        expected = {
+            "group_norm": z,
+            "centred": r - r.mean(),
+            "group_baseline": r - r.mean(),
+            "leave_one_out": np.array([r[i] - np.delete(r, i).mean() for i in range(len(r))]),
+            "maxrl": maxrl_by_hand(r),
+            "opo": r - (n * r).sum() / n.sum(),
+            "gdpo": z,
+            "pass@k": np.where(np.arange(len(r)) == r.argmax(), best - second, 0.0),
+        }
+    expected |= {"raw": r, "return_to_go": r, "zero": 0 * r}
+    assert set(expected) == set(ADVANTAGES)
+    for name, function in ADVANTAGES.items():
+        np.testing.assert_allclose(function(group(*values)), expected[name], rtol=1e-6, atol=1e-9, err_msg=name)
+
+
+@given(rewards, st.randoms(use_true_random=False))
+def test_the_order_of_a_groups_rollouts_does_not_matter(values, random):
+    order = list(range(len(values)))
+    random.shuffle(order)
+    for name, function in ADVANTAGES.items():
+        there, back = group(*values), [0.0] * len(values)
+        shuffled = GroupRewards(*(tuple(column[i] for i in order) for column in there[:2]))
+        for place, advantage in zip(order, function(shuffled), strict=True):
+            back[place] = advantage
+        np.testing.assert_allclose(back, function(there), rtol=1e-6, atol=1e-9, err_msg=name)
+
+
+def test_known_values():
+    assert group_norm(group(1, 0)) == pytest.approx([math.sqrt(0.5), -math.sqrt(0.5)], abs=1e-5)
+    assert centred(group(1, 0, 0, 0)) == [0.75, -0.25, -0.25, -0.25]
+    assert leave_one_out(group(1, 0, 0, 0)) == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3])
+    assert raw(group(1, 0.5)) == [1, 0.5]
+    assert maxrl(group(1, 0, 0, 0)) == [3, -1, -1, -1] and maxrl(group(-1, 0)) == [0, 0]
+    assert opo(group(1, 0, lengths=(3, 1))) == [0.25, -0.75]
+    assert pass_at_k(group(0.5, 2, 1.5)) == [0, 0.5, 0] and pass_at_k(group(1, 1, 0)) == [0, 0, 0]
+
+
+@given(st.lists(st.floats(-1, 1), min_size=2, max_size=12))
+def test_maxrl_never_explodes_where_the_mean_comes_near_zero(values):
+    assert all(abs(a) <= len(values) - 1 + 1e-9 for a in maxrl(group(*values)))
+
+
+def test_maxrl_near_a_mean_of_zero():
+    assert maxrl(group(1, -0.999)) == pytest.approx([1, -1])  # by the formula 1999
+    assert maxrl(group(0.1 + 0.2, -0.3)) == [0, 0]  # a mean that is rounding
+    assert maxrl(group(0, 0, 0, 5)) == [-1, -1, -1, 3]  # what rewards without a sign give stays
+
+
+@pytest.mark.parametrize(
+    "values", [[0.3], [0.1] * 3, [0.7, 0.7], [], [0.3, 0.1 + 0.2], [0.1 + 0.2 - 0.3, 0.0], [1e9, 1e9 + 1e-7]]
+)
+def test_no_contrast_is_exactly_zero(values):
+    """The mean of equal floats need not equal them: 0.1 · 3 / 3 would leave a trace that 1e-6 blows up."""
+    assert not has_contrast(values)
+    for name in COMPARING:
+        assert ADVANTAGES[name](group(*values)) == [0.0] * len(values), name
+
+
+def test_contrast_is_seen():
+    assert has_contrast([0, 0, 1]) and not has_contrast([1])
+    assert has_contrast([0.3, 0.3 + 1e-6]) and has_contrast([0.0, 1e-9])
+    assert pass_at_k(group(0, 0.3, 0.1 + 0.2)) == [0, 0, 0]
+
+
+def test_a_group_is_normalised_by_its_own_members():
+    small, large = group(1, 0), group(1, 0, 0, 0, 0)
+    assert group_norm(small)[0] != pytest.approx(group_norm(large)[0], abs=0.1)
+    assert sum(group_norm(large)) == pytest.approx(0, abs=1e-9)
+
+
+def test_gdpo_hears_a_quiet_reward_beside_a_loud_one():
+    named = {"loud": (100.0, -100.0, 0.0), "quiet": (0.0, 0.01, 0.0), "constant": (1.0, 1.0, 1.0)}
+    columns = [np.array(named["loud"]), np.array(named["quiet"])]
+    z = [(c - c.mean()) / (c.std(ddof=1) + 1e-6) for c in columns]
+    out = gdpo(GroupRewards((100.0, -99.99, 0.0), named=named, weights={"quiet": 2.0}))
+    np.testing.assert_allclose(out, z[0] + 2 * z[1], rtol=1e-9)
+
+
+def test_length_penalty_is_a_share_of_the_groups_mean():
+    assert penalised([1.0, 0.0], [10, 5], 0.2, 10) == pytest.approx((1 - 0.5 * 0.2, -0.5 * 0.2 * 0.5))
+    assert penalised([0.0, 0.0], [10, 5], 0.2, 10) == (0.0, 0.0)  # nothing is won by short wrong answers
+
+
+# -- tokens, turns, batches -------------------------------------------------------------------------------------------------
+
+
+def test_returns_are_carried_through_what_was_not_sampled():
+    mask = [True, True, False, False, True]
+    assert return_to_go([0, 0, 0, 0, 1.0], mask) == [1, 1, 1, 1, 1]
+    out = return_to_go([1.0, 0, 0, 0, 2.0], mask, gamma=0.5)
+    assert out[4] == 2 and out[3] == out[2] == 2 and out[1] == 1 and out[0] == 1.5
+
+
+@given(
+    st.lists(st.tuples(st.floats(-1, 1), st.floats(-1, 1), st.booleans()), max_size=12),
+    st.floats(0.5, 1),
+    st.floats(0, 1),
+)
+def test_gae_is_the_sum_of_the_definition_over_sampled_tokens(steps, gamma, lam):
+    reward, value, mask = ([step[i] for step in steps] for i in range(3))
+    sampled = [t for t, m in enumerate(mask) if m]
+    ends = [*sampled[1:], len(steps)]
+    r = [sum(reward[a:b]) for a, b in zip(sampled, ends, strict=False)]  # what an action earned until the next one
+    v = [value[t] for t in sampled] + [0.0]
+    delta = [r[i] + gamma * v[i + 1] - v[i] for i in range(len(r))]
+    expected = [sum((gamma * lam) ** (j - i) * delta[j] for j in range(i, len(r))) for i in range(len(r))]
+    out = gae(reward, value, mask, gamma, lam)
+    np.testing.assert_allclose([out[t] for t in sampled], expected, atol=1e-9)
+    assert all(out[t] == 0 for t in range(len(steps)) if not mask[t])
+
+
+def test_turns_are_compared_with_their_like():
+    out = turn_advantages([[1.0, 0.0], [0.0, 1.0, 5.0], [0.5]])
+    assert out[0] == pytest.approx([1 - 0.25, -1]) and out[1] == pytest.approx([-0.75, 1, 0]) and out[2] == [0.0]
+    scores = turn_advantages([[1.0], [0.0], [0.0]], "z_score")
+    np.testing.assert_allclose(np.ravel(scores), (np.array([1, 0, 0]) - 1 / 3) / (np.std([1, 0, 0], ddof=1) + 1e-6))
+
+
+def test_process_rewards_reach_the_tokens_of_their_segment_and_before():
+    assert process_advantages([1.0, 0.0, 2.0], [2, 1, 3], gamma=0.5) == [1.5, 1.5, 1.0, 2.0, 2.0, 2.0]
+
+
+def test_self_play_baseline_is_updated_after_it_was_used():
+    advantages, baseline = rae([1.0, 1.0, 0.0])
+    assert advantages == pytest.approx([1.0, 0.95, -(0.95 * 0.05 + 0.05)])
+    assert baseline == pytest.approx(0.95 * 0.0975) and rae([0.5], baseline)[0] == [0.5 - baseline]
+
+
+@given(st.lists(st.lists(st.tuples(st.floats(-3, 3), st.booleans()), max_size=5), max_size=6))
+def test_whitening_against_numpy(rows):
+    values, valid = [[x for x, _ in row] for row in rows], [[v for _, v in row] for row in rows]
+    kept = np.array([x for row in rows for x, v in row if v])
+    out = whiten(values, valid)
+    assert [len(row) for row in out] == [len(row) for row in rows]
+    assert all(x == 0 for row, ok in zip(out, valid, strict=True) for x, v in zip(row, ok, strict=True) if not v)
+    if len(kept) > 1:
+        expected = (kept - kept.mean()) / np.sqrt(kept.var(ddof=1) + 1e-8)
+        white = [x for row, ok in zip(out, valid, strict=True) for x, v in zip(row, ok, strict=True) if v]
+        np.testing.assert_allclose(white, expected, atol=1e-6)
+
+
+def test_kl_penalty_is_the_log_ratio_and_survives_a_missing_number():
+    assert kl_penalty(-1.0, -1.5) == 0.5 and kl_penalty(-13.0, -1.0) == -12.0
+    assert kl_penalty(-1.0, math.nan) == kl_penalty(-math.inf, -1.0) == 0.0
+    assert kl_penalty(0.0, -500.0) == 20.0 and kl_penalty(-500.0, 0.0) == -20.0
+
+
+# -- the algorithm as the pipeline sees it ------------------------------------------------------------------------------------
+
+PROMPT = Prompt("p", "?", (1, 2))
+
+
+def completion(count: int, stop: str = "stop", logprob: float = -1.0) -> Completion:
+    spans = (VersionSpan(0, 0, 0),) if count else ()
+    return Completion(tuple(range(5, 5 + count)), (logprob,) * count, spans, stop)
+
+
+def scored(reward: float, count: int = 2, references: tuple[tuple[float, ...], ...] = (), **named: float) -> Scored:
+    return Scored(Episode((Turn((1, 2), completion(count)),)), reward, named, references=references)
+
+
+def rows_by(algo: AlgoConfig, *group: Scored):
+    return algorithm_of(algo, 10).rows(PROMPT, group)
+
+
+def test_rows_get_their_rollouts_advantage():
+    rows = rows_by(AlgoConfig("dr_grpo"), scored(1.0), scored(0.0, 3))
+    assert [row.advantages for row in rows] == [(0.5, 0.5), (-0.5, -0.5, -0.5)]
+
+
+def test_failed_rollouts_leave_an_uneven_group_to_its_own_members():
+    algorithm = algorithm_of(AlgoConfig(), 10)
+    assert algorithm.min_rollouts == 2  # of four rollouts two have failed: `scored` is what came through
+    first, _ = algorithm.rows(PROMPT, [scored(1.0), scored(0.0)])
+    assert first.advantages[0] == pytest.approx(math.sqrt(0.5), abs=1e-5)
+
+
+def test_kl_in_the_reward_comes_before_the_advantage():
+    kl = {"coef": 0.1, "place": "reward", "estimator": "k1"}
+    near, far = scored(1.0, references=((-1.0, -1.0),)), scored(1.0, references=((-2.0, -3.0),))
+    rows = rows_by(AlgoConfig("dr_grpo", kl=kl), near, far)
+    assert [row.advantages[0] for row in rows] == pytest.approx([0.15, -0.15])
+
+
+def test_reinforce_plus_plus_returns_are_per_token_and_whitened_over_the_batch():
+    algo = AlgoConfig("reinforce++", kl={"coef": 0.5, "place": "reward", "estimator": "k1"})
+    algorithm = algorithm_of(algo, 10)
+    assert algorithm.min_rollouts == 1
+    (a,) = algorithm.rows(PROMPT, [scored(1.0, references=((-2.0, -1.0),))])
+    (b,) = algorithm.rows(PROMPT, [scored(0.0, references=((-1.0, -1.0),))])
+    assert a.advantages == (0.5, 1.0) and b.advantages == (0.0, 0.0)
+    masked = replace(b, logprobs=(-1.0, math.nan))
+    groups = (Group(0, PROMPT, (), (a,)), Group(1, PROMPT, (), (masked,)))
+    white = [row.advantages for group in algorithm.assemble(groups) for row in group.rows]
+    valid = np.array([0.5, 1.0, 0.0])  # a token without a sampler's log-prob is in no statistic
+    expected = (valid - valid.mean()) / np.sqrt(valid.var(ddof=1) + 1e-8)
+    np.testing.assert_allclose([*white[0], white[1][0]], expected)
+    assert white[1][1] == 0.0
+
+
+def test_returns_cross_a_tool_call():
+    turns = (Turn((1, 2), completion(2)), Turn((8, 9), completion(1), parents=(0,)))
+    (row,) = rows_by(AlgoConfig("reinforce++"), Scored(Episode(turns), 1.0, {}))
+    assert row.mask == (True, True, False, False, True) and row.advantages == (1.0,) * 5
+
+
+def test_overlong_completions_take_the_reward_at_their_last_token_in_the_loss():
+    turns = (Turn((1, 2), completion(2)), Turn((8,), completion(2, stop="length"), parents=(0,)))
+    (row,) = rows_by(AlgoConfig("reinforce++", overlong="mask"), Scored(Episode(turns), 1.0, {}))
+    assert row.mask == (True, True, False, False, False) and row.advantages[:2] == (1.0, 1.0)
+
+
+def test_most_algorithms_leave_the_batch_alone():
+    rows = rows_by(AlgoConfig(), scored(1.0), scored(0.0))
+    groups = (Group(0, PROMPT, (), rows),)
+    assert algorithm_of(AlgoConfig(), 10).assemble(groups) is groups
+
+
+@pytest.mark.parametrize("name", ["reinforce++_baseline", "gdpo"])
+def test_group_advantages_are_whitened_over_the_valid_tokens_of_the_batch(name):
+    algorithm = algorithm_of(AlgoConfig(name), 10)
+    many = [
+        [scored(1.0, 3, only=1.0), scored(0.0, 1, only=0.0)],
+        [scored(5.0, 2, only=5.0), scored(1.0, 2, only=1.0), scored(0.0, 4, only=0.0)],
+    ]
+    groups = tuple(Group(i, PROMPT, (), algorithm.rows(PROMPT, members)) for i, members in enumerate(many))
+    plain = np.array([a for group in groups for row in group.rows for a in row.advantages])
+    white = np.array([a for group in algorithm.assemble(groups) for row in group.rows for a in row.advantages])
+    np.testing.assert_allclose(white, (plain - plain.mean()) / np.sqrt(plain.var(ddof=1) + 1e-8))
+
+
+def test_gdpo_gets_the_weights_of_the_rewards():
+    both = [scored(3.0, exact=1.0, short=1.0), scored(0.0, exact=0.0, short=0.0), scored(1.0, exact=1.0, short=0.0)]
+    plain = algorithm_of(AlgoConfig("gdpo"), 10).rows(PROMPT, both)
+    heavy = algorithm_of(AlgoConfig("gdpo"), 10, {"short": 3.0}).rows(PROMPT, both)
+    named = {"exact": (1.0, 0.0, 1.0), "short": (1.0, 0.0, 0.0)}
+    assert plain[2].advantages[0] == pytest.approx(gdpo(GroupRewards((), named=named))[2])
+    assert heavy[2].advantages[0] == pytest.approx(gdpo(GroupRewards((), named=named, weights={"short": 3.0}))[2])
+
+
+def test_length_penalty_prefers_the_shorter_of_two_right_answers():
+    long, short = rows_by(AlgoConfig("dr_grpo", length_penalty=0.5), scored(1.0, 10), scored(1.0, 2))
+    assert short.advantages[0] == pytest.approx(0.2) == -long.advantages[0]
+
+
+def test_length_penalty_never_rewards_length():
+    """Not where the mean is negative either: by rewards of -1, or by a divergence that was taken off first."""
+    assert penalised((-1.0, -1.0), (10, 2), 0.5, 10) == (-1.0, -1.0)
+    kl = {"coef": 0.1, "place": "reward", "estimator": "k1"}
+    wrong = [scored(0.0, n, references=((-2.0,) * n,)) for n in (2, 2)]
+    rows = rows_by(AlgoConfig("dr_grpo", kl=kl, length_penalty=0.5), *wrong)
+    assert all(row.advantages == (0.0, 0.0) for row in rows)
+
+
+def test_what_teaches_nothing_has_a_name():
+    def barren(algo: AlgoConfig, *rows):
+        return algorithm_of(algo, 10).barren(rows)
+
+    good, same = (
+        rows_by(AlgoConfig("dr_grpo"), scored(1.0), scored(0.0)),
+        rows_by(AlgoConfig(), scored(1.0), scored(1.0)),
+    )
+    assert barren(AlgoConfig(), *good) == "" and barren(AlgoConfig(), *same) == "no_contrast"
+    assert barren(AlgoConfig("reinforce"), *same) == ""
+    assert barren(AlgoConfig(), replace(good[0], mask=(False, False))) == "overlong"
+    untaught = replace(same[0], teacher=TeacherTrace("", (0, 0), (math.nan, math.nan)))
+    taught = replace(same[0], teacher=TeacherTrace("t", (0, 0), (-1.0, math.nan)))
+    assert barren(AlgoConfig("opd"), untaught) == barren(AlgoConfig("opd"), same[0]) == "no_teacher"
+    assert barren(AlgoConfig("opd"), untaught, taught) == ""
+    assert barren(AlgoConfig("reinforce", distill={"kind": "sampled"}), untaught) == ""  # learns from its reward
+
+
+def test_cross_entropy_has_its_own_denominator():
+    rows = rows_by(AlgoConfig("ce"), scored(1.0), scored(0.0, 3))
+    assert [row.mask for row in rows] == [(True, True), (False, False, False)]
+    nothing = rows_by(AlgoConfig("ce"), scored(0.0), scored(0.0))  # a group of weight zero is dropped, not masked
+    assert algorithm_of(AlgoConfig("ce"), 10).barren(nothing) == "no_contrast"
+    assert all(all(row.mask) for row in rows_by(AlgoConfig("ce"), scored(0.0)))
+
+
+# -- a user's own advantage ----------------------------------------------------------------------------------------------------
+
+
+def user(tmp_path, body: str) -> AlgoConfig:
+    (tmp_path / "mine.py").write_text(body)
+    return AlgoConfig(advantage=f"{tmp_path / 'mine.py'}:advantage")
+
+
+def test_a_users_advantage_is_used(tmp_path):
+    algo = user(tmp_path, "def advantage(group):\n    return [r * n for r, n in zip(group.rewards, group.lengths)]\n")
+    rows = rows_by(algo, scored(1.0, 2), scored(0.5, 3))
+    assert [row.advantages[0] for row in rows] == [2.0, 1.5]
+
+
+@pytest.mark.parametrize("result", ["[1.0]", "None", "[float('nan'), 1.0]", "3.0", "['a', 'b']"])
+def test_a_wrong_result_is_refused_at_the_first_call(tmp_path, result):
+    algo = user(tmp_path, f"def advantage(group):\n    return {result}\n")
+    with pytest.raises(ConfigError, match=r"for a group of 2; return one finite number per rollout"):
+        rows_by(algo, scored(1.0), scored(0.0))
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("def advantages(group): ...", "did you mean advantages?"),
+        ("def advantage(): ...", "cannot be called with one argument"),
+        ("def advantage(group:", "mine.py:1"),
+        ("1 / 0", "ZeroDivisionError"),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused_at_start(tmp_path, body, words):
+    with pytest.raises(ConfigError, match=r"algo\.advantage = ") as refused:
+        algorithm_of(user(tmp_path, body), 10)
+    assert words in str(refused.value)
+
+
+def test_a_missing_file_is_refused():
+    with pytest.raises(ConfigError, match="there is no file"):
+        algorithm_of(AlgoConfig(advantage="gone.py:advantage"), 10)

@@ -1,0 +1,257 @@
+"""Recipes and settings of the algorithm: what they resolve to, what is refused and with which remedy."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from headrace.algo.advantage.advantages import ADVANTAGES
+from headrace.algo.caveats import caveats
+from headrace.algo.config import AlgoConfig
+from headrace.algo.loss.aggregate import AGGREGATIONS
+from headrace.algo.loss.losses import LOSSES
+from headrace.algo.loss.objective import objective_of, selection_of
+from headrace.algo.recipes import ADVANTAGE_NAMES, CONSTANTS, KL, READS, RECIPES, WHITENED, Correction, Recipe
+from headrace.config import load_config
+
+MINIMAL = {
+    "model": {"path": "m"},
+    "task": {"kind": "reasoning_gym", "name": "chain_sum"},
+    "reward": {"function": "reasoning_gym"},
+}
+
+
+def test_every_recipe_names_functions_that_exist():
+    for name, recipe in RECIPES.items():
+        assert recipe.advantage in ADVANTAGES and recipe.loss in LOSSES and recipe.aggregation in AGGREGATIONS, name
+    assert set(ADVANTAGE_NAMES) == set(ADVANTAGES)
+    assert all(set(reads) <= set(CONSTANTS) for reads in READS.values())
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_every_recipe_is_a_valid_algorithm(name):
+    algo = AlgoConfig(name)
+    assert algo.recipe == RECIPES[name] and callable(objective_of(algo))
+    assert (selection_of(algo) is not None) == (RECIPES[name].select.kind != "none")
+
+
+def test_constants_are_those_of_the_papers():
+    """Written down a second time, from the reference and the papers: a typo in the table would train another algorithm."""
+    of = {name: AlgoConfig(name).recipe for name in RECIPES}
+    clips = {name: (recipe.clip_low, recipe.clip_high) for name, recipe in of.items()}
+    assert {name: clip for name, clip in clips.items() if clip != (0.2, 0.2)} == {
+        "dapo": (0.2, 0.28),
+        "gspo": (0.05, 0.05),
+        "gspo_token": (0.05, 0.05),
+        "cispo": (1.0, 4.0),
+        "gmpo": (0.4, 0.4),
+    }
+    assert all(recipe.dual_clip == 0 for recipe in of.values())
+    assert (of["sapo"].tau, of["sapo"].tau_negative, of["kimi"].tau) == (1.0, 1.05, 0.1)
+    assert (of["dppo_tv"].delta, of["dppo_tv"].cap) == (0.2, 20.0)
+    assert (of["dppo_kl"].delta, of["dppo_kl"].cap) == (0.05, 20.0)
+    assert (of["dppo_tv_quadratic"].delta, of["dppo_tv_quadratic"].penalty) == (0.2, 1e-3)
+    assert (of["ipo"].delta, of["ipo"].penalty) == (0.3, 0.0)
+    assert (of["m2po"].select.kind, of["m2po"].select.tau) == ("m2po", 0.04)
+    assert [(of[name].select.kind, of[name].select.fraction) for name in ("clip_cov", "kl_cov")] == [
+        ("clip_cov", 2e-4),
+        ("kl_cov", 2e-4),
+    ]
+    assert of["kl_cov"].penalty == 1.0
+    corrections = {name: recipe.correction for name, recipe in of.items() if recipe.correction != Correction()}
+    assert corrections == {
+        "decoupled_ppo": Correction(mode="mask", level="token", low=0.0, high=5.0),
+        "tis": Correction(mode="truncate", level="token", low=0.0, high=2.0),
+        "icepop": Correction(mode="mask", level="token", low=0.5, high=5.0),
+        "mis": Correction(mode="mask", level="sequence", low=0.5, high=2.0),
+        "mis_geometric": Correction(mode="mask", level="geometric", low=0.95, high=1.05, veto=1e-4),
+        "kpop": Correction(kpop=2.0),
+        "opsm": Correction(opsm=0.05),
+    }
+    assert {name for name, recipe in of.items() if recipe.old == "trainer"} == {"tis", "icepop", "mis", "mis_geometric"}
+    assert {name for name, recipe in of.items() if recipe.old == "loglinear"} == {"decoupled_ppo"}
+    assert set(WHITENED) == {"return_to_go", "group_baseline", "gdpo"}
+    assert (of["opd"].distill.kind, of["opd"].distill.coef, of["opd_topk"].distill.kind) == ("sampled", 1.0, "reverse")
+
+
+@pytest.mark.parametrize("loss", sorted(LOSSES))
+def test_a_loss_brings_the_constants_of_its_own_recipe(loss):
+    own = next(recipe for recipe in RECIPES.values() if recipe.loss == loss)
+    select = {"kind": "kl_cov"} if loss == "kl_cov" else {}
+    found = AlgoConfig("dapo", loss=loss, select=select).recipe
+    if loss == "ppo_clip":
+        assert found == RECIPES["dapo"]  # which it is made of: its own choice stays
+        return
+    assert all(getattr(found, name) == getattr(own, name) for name in READS[loss])
+    assert (found.advantage, found.aggregation) == ("group_norm", "token_mean")
+
+
+def test_a_constant_that_is_given_beats_that_of_the_loss():
+    assert (
+        AlgoConfig(loss="cispo", clip_high=2.0).recipe.clip_high == 2.0
+        and AlgoConfig(loss="cispo").recipe.clip_high == 4.0
+    )
+
+
+@pytest.mark.parametrize("name", ["pass@k", "reinforce++_baseline"])
+def test_names_with_signs_are_valid_toml(name):
+    assert load_config(MINIMAL, [f'algo.name="{name}"']).algo.name == name
+    assert load_config(MINIMAL, [f"algo.name={name}"]).algo.name == name
+
+
+def test_every_function_is_reached_by_a_recipe():
+    assert {recipe.loss for recipe in RECIPES.values()} == set(LOSSES)
+    assert {recipe.advantage for recipe in RECIPES.values()} == set(ADVANTAGES)
+
+
+def test_every_recipe_is_documented():
+    page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    table = page.split("## Recipes")[1].split("##")[0]
+    assert [name for name in RECIPES if f"`{name}`" not in table] == []
+
+
+def test_the_default_is_grpo():
+    assert AlgoConfig().recipe == Recipe(
+        "group_norm", "ppo_clip", "token_mean", clip_low=0.2, clip_high=0.2, dual_clip=0.0, old="sampler"
+    )
+
+
+def test_settings_replace_the_values_of_the_recipe():
+    recipe = AlgoConfig("rloo", clip_high=0.28, aggregation="token_mean").recipe
+    assert recipe == RECIPES["rloo"]._replace(clip_high=0.28, aggregation="token_mean")
+    nested = AlgoConfig("icepop", correction={"high": 3.0}, kl={"coef": 0.01}).recipe
+    assert nested.correction == Correction("mask", "token", 0.5, 3.0) and nested.kl == KL(0.01)
+    assert nested._replace(correction=RECIPES["icepop"].correction, kl=KL()) == RECIPES["icepop"]
+
+
+def test_a_config_survives_the_way_to_the_trainer():
+    algo = AlgoConfig(
+        "tis", correction={"high": 1.2}, kl={"coef": 0.1, "place": "reward"}, lag={"kind": "trim", "maximum": 2}
+    )
+    assert AlgoConfig(**dataclasses.asdict(algo)) == algo
+
+
+def test_settings_come_from_toml_and_sets():
+    config = load_config(MINIMAL, ["algo.name=tis", "algo.correction.high=1.2", "algo.kl.coef=0.01"])
+    assert config.algo.recipe.correction == Correction("truncate", "token", 0.0, 1.2)
+    assert config.algo.reference_in_loss and not config.algo.reference_in_reward
+
+
+def test_a_users_functions_are_seen_from_the_config(tmp_path):
+    (tmp_path / "run.toml").write_text(
+        '[model]\npath = "m"\n[task]\nkind = "reasoning_gym"\nname = "chain_sum"\n[reward]\nfunction = "reasoning_gym"\n'
+        '[algo]\nloss = "mine.py:loss"\nadvantage = "raw"\n'
+    )
+    algo = load_config(tmp_path / "run.toml").algo
+    assert algo.loss == f"{tmp_path / 'mine.py'}:loss" and algo.advantage == "raw"
+
+
+def test_length_constant_is_filled_in_once():
+    assert AlgoConfig("dr_grpo").with_length(12).length_constant == 12
+    assert AlgoConfig("dr_grpo", length_constant=7).with_length(12).length_constant == 7
+    assert AlgoConfig().with_length(12) == AlgoConfig()
+
+
+def test_what_a_group_needs():
+    assert AlgoConfig().compares and AlgoConfig().min_rollouts == 2
+    for name in ("reinforce", "reinforce++", "opd", "ce"):
+        assert not AlgoConfig(name).compares and AlgoConfig(name).min_rollouts == 1
+    assert not AlgoConfig(distill={"kind": "sampled"}).compares  # the teacher teaches where rewards are equal
+    assert AlgoConfig("opd").teacher_top == 0 and AlgoConfig("opd_topk", distill={"k": 8}).teacher_top == 8
+
+
+def test_a_product_over_long_sequences_is_warned_of():
+    (told,) = caveats(AlgoConfig("mis"), 2048, max_lag=1)
+    assert "2048 tokens" in told and "geometric" in told
+    assert (
+        caveats(AlgoConfig("mis"), 64)
+        == caveats(AlgoConfig("mis_geometric"), 2048)
+        == caveats(AlgoConfig(), 2048)
+        == []
+    )
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [{"loss": "ce"}, {"loss": "importance"}, {"old": "trainer"}, {"name": "tis", "correction": {"mode": "none"}}],
+)
+def test_lag_without_clip_or_correction_is_warned_of(plain):
+    (told,) = caveats(AlgoConfig(**plain), 64, max_lag=2)
+    assert "staleness.max_lag = 2" in told and "2 of 128" in told and "algo.name = tis" in told
+    assert caveats(AlgoConfig(**plain), 64, max_lag=0) == []
+
+
+def test_every_recipe_but_cross_entropy_has_a_trust_region():
+    assert [name for name in RECIPES if caveats(AlgoConfig(name), 64, max_lag=1)] == ["ce"]
+    assert caveats(AlgoConfig(loss="mine.py:loss"), 64, max_lag=1) == [], "nobody knows"
+    assert caveats(AlgoConfig(old="trainer", correction={"veto": 1e-4}), 64, max_lag=1) == []
+
+
+@pytest.mark.parametrize("wrong", [{"clip_low": 0}, {"clip_low": 1.5}, {"clip_hi": 0.2}, {"correction": {"lo": 1}}])
+def test_bad_settings_are_refused(wrong):
+    with pytest.raises(ValidationError):
+        AlgoConfig(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"name": "grop"}, "did you mean grpo?"),
+        ({"loss": "ppo"}, "algo.loss = ppo does not exist"),
+        ({"advantage": "group_nrom"}, "did you mean group_norm?"),
+        ({"loss": "kimi", "clip_low": 0.1}, "no meaning with algo.loss = kimi; remove it"),
+        (
+            {"loss": "reinforce", "clip_low": 0.1, "clip_high": 0.1},
+            "have no meaning with algo.loss = reinforce; remove them",
+        ),
+        ({"old": "trainer", "clip_high": 0.1}, "no effect with algo.old = trainer"),
+        ({"dual_clip": 0.5}, "use more than 1"),
+        ({"name": "kimi", "old": "trainer"}, "use algo.old = sampler"),
+        ({"denominator": "kept"}, "no rule takes anything out"),
+        ({"correction": {"mode": "truncate"}}, "twice"),
+        ({"correction": {"high": 3.0}}, "need algo.correction.mode"),
+        ({"name": "icepop", "correction": {"low": 6.0}}, "is not below"),
+        ({"lag": {"decay": 0.5}}, "needs algo.lag.kind = exponential"),
+        ({"lag": {"kind": "exponential", "maximum": 2}}, "needs algo.lag.kind = trim"),
+        ({"lag": {"kind": "trim"}}, "needs algo.lag.maximum"),
+        ({"length_constant": 512}, "use token_sum, or remove it"),
+        ({"name": "ce", "distill": {"kind": "forward"}}, "algo.loss = reinforce"),
+        ({"name": "opd_topk", "lag": {"kind": "exponential"}}, "algo.lag is about the policy loss"),
+        ({"name": "opd_topk", "correction": {"veto": 1e-4}}, "algo.correction is about the policy loss"),
+        ({"name": "opd_topk", "cap": 3.0}, "algo.cap is about the policy loss"),
+        ({"select": {"tau": 0.1}}, "needs algo.select.kind = m2po"),
+        ({"name": "m2po", "select": {"fraction": 0.1}}, "clip_cov or kl_cov"),
+        ({"loss": "kl_cov"}, "belong together"),
+        ({"select": {"kind": "clip_cov"}, "distill": {"kind": "sampled"}}, "remove one of them"),
+        ({"kl": {"coef": 0.1, "estimator": "k1"}}, "expected gradient of zero on policy"),
+        ({"kl": {"coef": 0.1, "place": "reward", "unbiased": True}}, "remove it"),
+        ({"kl": {"coef": 0.1, "estimator": "k2", "unbiased": True}}, "use k3"),
+        ({"kl": {"estimator": "k2"}}, "algo.kl.coef > 0"),
+        ({"distill": {"coef": 2.0}}, "needs algo.distill.kind"),
+        ({"name": "opd", "distill": {"k": 4}}, "forward, reverse or jsd"),
+        ({"name": "opd_topk", "distill": {"beta": 0.1}}, "needs algo.distill.kind = jsd"),
+        ({"advantage": "zero"}, "would teach nothing"),
+        ({"name": "gdpo", "length_penalty": 0.1}, "does not look at; remove it"),
+        ({"name": "opd", "kl": {"coef": 0.1, "place": "reward"}}, "does not look at; remove it"),
+        ({"loss": "my.py:fn", "old": "trainer"}, "remove algo.old"),
+        ({"loss": "my.py:fn", "clip_low": 0.2}, "no meaning with algo.loss = my.py:fn"),
+    ],
+)
+def test_bad_pairs_are_refused_with_the_remedy(given, words):
+    with pytest.raises(ValidationError) as refused:
+        AlgoConfig(**given)
+    assert words in str(refused.value)
+
+
+def test_k1_is_offered_in_the_reward():
+    assert AlgoConfig(kl={"coef": 0.1, "place": "reward", "estimator": "k1"}).reference_in_reward
+
+
+def test_the_controllers_half_imports_no_torch():
+    code = "import sys, headrace.algo.advantage.groups, headrace.trainer.config; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

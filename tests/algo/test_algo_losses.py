@@ -1,0 +1,314 @@
+"""Every policy loss against its formula: values in float64 numpy, gradients by finite differences of the same formula.
+
+A reference is written from the paper, token by token: `lp` are the log-probs that carry gradients, `sg` the same numbers where
+the formula stops the gradient. Differences are taken with `sg` held fixed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.algo.loss.losses import LOSSES, bound_loss, ppo_clip
+from headrace.algo.loss.tokens import Tokens, k3, ratio_of, sequence_mean, sequence_sum
+from headrace.algo.recipes import READS, RECIPES
+
+Array = np.ndarray
+SEQUENCE = np.array([0, 0, 0, 0, 1, 2, 2, 2, 2, 2, 2, 3, 3])
+
+
+def members(seq: Array, t: int) -> Array:
+    return np.flatnonzero(seq == seq[t])
+
+
+def ppo(lp: float, old: float, adv: float, low: float, high: float, dual: float = 0.0) -> float:
+    """By cases: a good token stops gaining above 1 + high, a bad one stops losing below 1 - low and, dual, above `dual`."""
+    r = math.exp(lp - old)
+    if adv > 0:
+        return -adv * min(r, 1 + high)
+    bad = -adv * max(r, 1 - low)
+    return min(bad, -adv * dual) if dual else bad
+
+
+def ref_ppo(lp, sg, old, adv, seq, c):
+    return [ppo(*x, c["clip_low"], c["clip_high"], c["dual_clip"]) for x in zip(lp, old, adv, strict=True)]
+
+
+def ref_importance(lp, sg, old, adv, seq, c):
+    return [-math.exp(a - b) * x for a, b, x in zip(lp, old, adv, strict=True)]
+
+
+def ref_reinforce(lp, sg, old, adv, seq, c):
+    return [-min(math.exp(s - o), c["cap"]) * a * x for x, s, o, a in zip(lp, sg, old, adv, strict=True)]
+
+
+def ref_gspo(lp, sg, old, adv, seq, c):
+    means = [np.mean([lp[u] - old[u] for u in members(seq, t)]) for t in range(len(lp))]
+    return [ppo(mean, 0.0, a, c["clip_low"], c["clip_high"]) for mean, a in zip(means, adv, strict=True)]
+
+
+def ref_gspo_token(lp, sg, old, adv, seq, c):
+    means = [np.mean([sg[u] - old[u] for u in members(seq, t)]) for t in range(len(lp))]
+    return [ppo(means[t] + lp[t] - sg[t], 0.0, adv[t], c["clip_low"], c["clip_high"]) for t in range(len(lp))]
+
+
+def ref_cispo(lp, sg, old, adv, seq, c):
+    weights = [min(max(math.exp(s - o), 1 - c["clip_low"]), 1 + c["clip_high"]) for s, o in zip(sg, old, strict=True)]
+    return [-w * a * x for w, a, x in zip(weights, adv, lp, strict=True)]
+
+
+def ref_sapo(lp, sg, old, adv, seq, c):
+    def gate(r: float, a: float) -> float:
+        tau = c["tau"] if a > 0 else c["tau_negative"]
+        return 4 / tau / (1 + math.exp(-tau * (r - 1)))
+
+    return [-gate(math.exp(x - o), a) * a for x, o, a in zip(lp, old, adv, strict=True)]
+
+
+def too_far(sg: float, old: float, adv: float, delta: float) -> bool:
+    moved = math.exp(sg) - math.exp(old)
+    return moved > delta if adv > 0 else moved < -delta
+
+
+def ref_dppo_tv(lp, sg, old, adv, seq, c):
+    return [
+        0.0 if too_far(s, o, a, c["delta"]) else -a * min(math.exp(s - o), c["cap"]) * x
+        for x, s, o, a in zip(lp, sg, old, adv, strict=True)
+    ]
+
+
+def binary_divergence(old: float, now: float) -> float:
+    q, p = math.exp(old), math.exp(now)
+    return q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+
+
+def ref_dppo_kl(lp, sg, old, adv, seq, c):
+    def left(s: float, o: float, a: float) -> bool:
+        return (s > o if a > 0 else s < o) and binary_divergence(o, s) > c["delta"]
+
+    return [
+        0.0 if left(s, o, a) else -a * min(math.exp(s - o), c["cap"]) * x
+        for x, s, o, a in zip(lp, sg, old, adv, strict=True)
+    ]
+
+
+def ref_dppo_tv_quadratic(lp, sg, old, adv, seq, c):
+    return [
+        (0.0 if too_far(s, o, a, c["delta"]) else -a * math.exp(x - o)) + c["penalty"] * (x - o) ** 2
+        for x, s, o, a in zip(lp, sg, old, adv, strict=True)
+    ]
+
+
+def ref_ipo(lp, sg, old, adv, seq, c):
+    return [
+        (0.0 if abs(math.exp(s) - math.exp(o)) > c["delta"] else -a * math.exp(x - o)) + c["penalty"] * (x - o) ** 2
+        for x, s, o, a in zip(lp, sg, old, adv, strict=True)
+    ]
+
+
+def ref_kimi(lp, sg, old, adv, seq, c):
+    return [-a * x + c["tau"] / 2 * (x - o) ** 2 for x, o, a in zip(lp, old, adv, strict=True)]
+
+
+def ref_topr(lp, sg, old, adv, seq, c):
+    ratios = [math.exp(sum(sg[u] - old[u] for u in members(seq, t))) for t in range(len(lp))]
+    return [-a * x if a > 0 else -min(r, 1.0) * a * x for x, a, r in zip(lp, adv, ratios, strict=True)]
+
+
+def ref_topr_token(lp, sg, old, adv, seq, c):
+    return [
+        -a * x if a > 0 else -min(math.exp(s - o), 1.0) * a * x for x, s, o, a in zip(lp, sg, old, adv, strict=True)
+    ]
+
+
+def ref_gmpo(lp, sg, old, adv, seq, c):
+    def inside(t: int) -> float:
+        return min(lp[t] - old[t], c["clip_high"]) if adv[t] > 0 else max(lp[t] - old[t], -c["clip_low"])
+
+    products = [np.prod([math.exp(inside(u)) for u in members(seq, t)]) for t in range(len(lp))]
+    return [-a * p ** (1 / len(members(seq, t))) for t, (a, p) in enumerate(zip(adv, products, strict=True))]
+
+
+def ref_ce(lp, sg, old, adv, seq, c):
+    return [-a * x for x, a in zip(lp, adv, strict=True)]
+
+
+def ref_kl_cov(lp, sg, old, adv, seq, c):
+    keep = np.arange(len(lp)) % 3 > 0
+    return [
+        -math.exp(x - o) * a + (0.0 if k else c["penalty"] * abs(x - o))
+        for x, o, a, k in zip(lp, old, adv, keep, strict=True)
+    ]
+
+
+CONSTANTS: dict[str, dict[str, float]] = {  # such that both sides of every bound are met
+    "ppo_clip": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 1.3},
+    "reinforce": {"cap": 1.2},
+    "gspo": {"clip_low": 0.05, "clip_high": 0.04},
+    "gspo_token": {"clip_low": 0.05, "clip_high": 0.04},
+    "cispo": {"clip_low": 0.2, "clip_high": 0.3},
+    "sapo": {"tau": 1.0, "tau_negative": 1.05},
+    "dppo_tv": {"delta": 0.05, "cap": 1.2},
+    "dppo_kl": {"delta": 0.03, "cap": 1.2},
+    "dppo_tv_quadratic": {"delta": 0.05, "penalty": 0.1},
+    "ipo": {"delta": 0.05, "penalty": 0.1},
+    "kimi": {"tau": 0.3},
+    "gmpo": {"clip_low": 0.2, "clip_high": 0.3},
+    "kl_cov": {"penalty": 0.7},
+}
+REFERENCES: dict[str, Callable[..., list[float]]] = {
+    "ppo_clip": ref_ppo,
+    "importance": ref_importance,
+    "reinforce": ref_reinforce,
+    "gspo": ref_gspo,
+    "gspo_token": ref_gspo_token,
+    "cispo": ref_cispo,
+    "sapo": ref_sapo,
+    "dppo_tv": ref_dppo_tv,
+    "dppo_kl": ref_dppo_kl,
+    "dppo_tv_quadratic": ref_dppo_tv_quadratic,
+    "ipo": ref_ipo,
+    "kimi": ref_kimi,
+    "topr": ref_topr,
+    "topr_token": ref_topr_token,
+    "gmpo": ref_gmpo,
+    "kl_cov": ref_kl_cov,
+    "ce": ref_ce,
+}
+
+
+def numbers(seed: int, spread: float = 0.4) -> tuple[Array, Array, Array]:
+    """Log-probs, those of the sampler, advantages; of tokens likely enough for probabilities to move."""
+    rng = np.random.default_rng(seed)
+    count = len(SEQUENCE)
+    old = -rng.exponential(0.7, count) - 0.1
+    lp = np.minimum(old + rng.normal(0, spread, count), -1e-3)
+    return lp, old, rng.normal(0, 1, count)
+
+
+def tokens_of(lp: Any, old: Array, adv: Array) -> Tokens:
+    keep = torch.tensor(np.arange(len(adv)) % 3 > 0)
+    lag = torch.zeros(len(adv))
+    return Tokens(lp, torch.tensor(old), torch.tensor(adv), torch.tensor(SEQUENCE), lag, keep=keep)
+
+
+def test_every_loss_has_a_reference_and_every_constant_a_reader():
+    assert set(REFERENCES) == set(LOSSES) == set(READS)
+    assert all(set(CONSTANTS.get(name, {})) == set(reads) for name, reads in READS.items())
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_loss_and_gradient_against_the_formula(name, seed):
+    lp, old, adv = numbers(seed)
+    constants = CONSTANTS.get(name, {})
+    weight = np.random.default_rng(seed + 10).uniform(0.5, 1.5, len(lp))
+    moving = torch.tensor(lp, requires_grad=True)
+    out = LOSSES[name](tokens_of(moving, old, adv), torch.tensor(old), **constants)
+    np.testing.assert_allclose(out.loss.detach(), REFERENCES[name](lp, lp, old, adv, SEQUENCE, constants), rtol=1e-10)
+
+    def weighted(values: Array) -> float:
+        return float(np.dot(weight, REFERENCES[name](values, lp, old, adv, SEQUENCE, constants)))
+
+    step = 1e-6 * np.eye(len(lp))
+    expected = [(weighted(lp + e) - weighted(lp - e)) / 2e-6 for e in step]
+    (grad,) = torch.autograd.grad((out.loss * torch.tensor(weight)).sum(), moving)
+    np.testing.assert_allclose(grad, expected, rtol=1e-6, atol=1e-8)
+
+
+def clips(name: str, lp: Array, old: Array, adv: Array) -> Array:
+    out = LOSSES[name](tokens_of(torch.tensor(lp), old, adv), torch.tensor(old), **CONSTANTS[name])
+    return out.clipped.numpy()
+
+
+def test_clipped_is_what_lost_its_gradient():
+    """For the losses that cut the gradient off; the others report where a weight hit its bound."""
+    for name in ("ppo_clip", "gspo_token", "dppo_tv", "dppo_kl"):
+        lp, old, adv = numbers(1)
+        moving = torch.tensor(lp, requires_grad=True)
+        out = LOSSES[name](tokens_of(moving, old, adv), torch.tensor(old), **CONSTANTS[name])
+        (grad,) = torch.autograd.grad(out.loss.sum(), moving)
+        assert out.clipped.any() and not out.clipped.all(), name
+        assert torch.equal(grad == 0, out.clipped), name
+
+
+def test_clipped_counts_weights_at_their_bound():
+    lp, old, adv = numbers(2)
+    ratio = np.exp(lp - old)
+    assert clips("reinforce", lp, old, adv).tolist() == (ratio > 1.2).tolist()
+    assert clips("cispo", lp, old, adv).tolist() == ((ratio > 1.3) | (ratio < 0.8)).tolist()
+    np.testing.assert_array_equal(clips("gmpo", lp, old, adv), np.where(adv > 0, lp - old > 0.3, lp - old < -0.2))
+    assert not clips("sapo", lp, old, adv).any()
+
+
+def test_dual_clip_bounds_the_loss_of_a_bad_token():
+    tokens = tokens_of(torch.zeros(13).double(), np.full(13, -3.0), np.full(13, -2.0))
+    assert ppo_clip(tokens, tokens.sampled, 0.2, 0.2).loss[0].item() == pytest.approx(2 * math.exp(3))
+    assert ppo_clip(tokens, tokens.sampled, 0.2, 0.2, 3.0).loss[0].item() == pytest.approx(6.0)
+    good = tokens._replace(advantage=-tokens.advantage)
+    assert ppo_clip(good, good.sampled, 0.2, 0.2, 3.0).loss[0].item() == pytest.approx(-2.4)
+
+
+def test_cispo_of_the_paper_clamps_above_five_and_not_below():
+    loss = bound_loss(RECIPES["cispo"])
+    tokens = tokens_of(
+        torch.tensor([-0.1, -9.0] + [-1.0] * 11).double(), np.array([-9.0, -0.1] + [-1.0] * 11), np.ones(13)
+    )
+    expected = [5 * 0.1, math.exp(-8.9) * 9.0, 1.0]
+    assert loss(tokens, tokens.sampled).loss[:3].tolist() == pytest.approx(expected)
+
+
+def test_both_gspo_forms_have_one_value_and_spread_the_gradient_differently():
+    lp, old, adv = numbers(4, spread=0.01)  # inside the bounds
+    for advantage, alike in ((np.where(SEQUENCE % 2, 1.0, -1.0), True), (adv, False)):
+        grads = []
+        for name in ("gspo", "gspo_token"):
+            moving = torch.tensor(lp, requires_grad=True)
+            out = LOSSES[name](tokens_of(moving, old, advantage), torch.tensor(old), clip_low=0.5, clip_high=0.5)
+            grads.append(torch.autograd.grad(out.loss.sum(), moving)[0])
+        assert torch.allclose(grads[0], grads[1]) == alike  # one advantage a sequence makes them the same
+
+
+def test_topr_goes_by_the_trajectory_and_topr_token_by_the_token():
+    lp, old = np.full(13, -1.0), np.full(13, -1.0)
+    lp[0], lp[1] = -2.0, -0.5  # product exp(-0.5), tokens exp(-1) and exp(0.5)
+    tokens = tokens_of(torch.tensor(lp), old, np.full(13, -1.0))
+    trajectory, token = (LOSSES[name](tokens, tokens.sampled).loss[:3].tolist() for name in ("topr", "topr_token"))
+    assert trajectory == pytest.approx([math.exp(-0.5) * x for x in (-2.0, -0.5, -1.0)])
+    assert token == pytest.approx([math.exp(-1) * -2.0, -0.5, -1.0])
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_no_loss_explodes_on_an_absurd_gap(name):
+    lp, old, adv = numbers(0)
+    lp[0], old[0], lp[5], old[5] = -1e-3, -300.0, -300.0, -1e-3
+    moving = torch.tensor(lp, requires_grad=True)
+    out = LOSSES[name](tokens_of(moving, old, adv), torch.tensor(old), **CONSTANTS.get(name, {}))
+    (grad,) = torch.autograd.grad(out.loss.sum(), moving)
+    assert out.loss.isfinite().all() and grad.isfinite().all()
+
+
+def test_ratio_stays_finite():
+    ratio = ratio_of(torch.tensor([0.0, -1000.0]), torch.tensor([-1000.0, 0.0]))
+    assert ratio.tolist() == pytest.approx([math.exp(20), math.exp(-20)])
+
+
+def test_k3_estimates_the_divergence_of_sampler_from_trainer():
+    p, q = torch.tensor([0.5, 0.3, 0.2]).double(), torch.tensor([0.2, 0.2, 0.6]).double()
+    estimate = (p * k3(q.log(), p.log())).sum()  # the expectation under the sampler p
+    torch.testing.assert_close(estimate, (p * (p / q).log()).sum())
+    assert (k3(q.log(), p.log()) >= 0).all()
+
+
+def test_sums_and_means_over_sequences():
+    values = torch.arange(13.0)
+    sums = [sum(float(i) for i in members(SEQUENCE, t)) for t in range(13)]
+    assert sequence_sum(values, torch.tensor(SEQUENCE)).tolist() == sums
+    means = [s / len(members(SEQUENCE, t)) for t, s in enumerate(sums)]
+    assert sequence_mean(values, torch.tensor(SEQUENCE)).tolist() == pytest.approx(means)
+    assert sequence_sum(values[:0], torch.tensor(SEQUENCE[:0])).shape == (0,)

@@ -1,0 +1,201 @@
+"""Every recipe through the real trainer: from scored groups to a step that does what the objective says."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from headrace.algo.advantage.groups import algorithm_of
+from headrace.algo.config import AlgoConfig
+from headrace.algo.recipes import RECIPES
+from headrace.reports import TrainReport
+from headrace.trainer.config import TrainConfig
+from headrace.trainer.step.trainer import TorchTrainer
+from headrace.types import (
+    Batch,
+    Completion,
+    Episode,
+    Group,
+    Prompt,
+    Row,
+    Scored,
+    TeacherTrace,
+    TopLogprobs,
+    Turn,
+    spans_of,
+)
+
+V, K = 32, 4
+PROMPT = Prompt("p", "?", (1, 2, 3))
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory) -> Path:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=V, num_key_value_heads=1, max_position_embeddings=64, **sizes))
+    directory = tmp_path_factory.mktemp("model")
+    model.save_pretrained(directory)
+    (directory / "chat_template.jinja").write_text("{{ messages }}")
+    return directory
+
+
+def teacher(rng: random.Random, count: int) -> TeacherTrace:
+    ids = np.array([rng.sample(range(V), K) for _ in range(count)], np.int32)
+    logprobs = np.log(np.array([[0.4, 0.2, 0.1, 0.05]] * count, np.float32))
+    top = TopLogprobs(K, ids.tobytes(), logprobs.tobytes())
+    return TeacherTrace("t", (0,) * count, tuple(rng.gauss(-3, 0.3) for _ in range(count)), top)
+
+
+def scored(rng: random.Random, reward: float) -> Scored:
+    count = rng.randint(2, 8)
+    versions = sorted(rng.randint(0, 1) for _ in range(count))
+    logprobs = tuple(rng.gauss(-3.5, 0.5) for _ in range(count))
+    tokens = tuple(rng.randrange(V) for _ in range(count))
+    done = Completion(tokens, logprobs, spans_of(versions, versions), "stop")
+    return Scored(Episode((Turn(PROMPT.tokens, done),)), reward, {"exact": reward}, teachers=(teacher(rng, count),))
+
+
+def recipe(name: str) -> AlgoConfig:
+    return AlgoConfig(name, distill={"k": K}) if name == "opd_topk" else AlgoConfig(name)
+
+
+def step(
+    model_dir: Path,
+    algo: AlgoConfig,
+    microbatch_tokens: int,
+    rewards: tuple[float, ...] = (1.0, 0.0, 0.25, 0.0),
+    pushed: bool = False,
+    skippable: bool = True,
+) -> TrainReport:
+    """`pushed`: every token lies far on the side to which its advantage pushes."""
+    rng = random.Random(0)
+    algorithm = algorithm_of(algo, 8)
+    groups = []
+    for ticket in range(3):
+        rollouts = tuple(scored(rng, reward) for reward in rewards)
+        rows = algorithm.rows(PROMPT, rollouts)
+        if pushed:
+            rows = tuple(replace(row, logprobs=tuple(-30.0 if a > 0 else 0.0 for a in row.advantages)) for row in rows)
+        groups.append(Group(ticket, PROMPT, rollouts, rows))
+    config = TrainConfig(device="cpu", dtype="float32", learning_rate=1e-2, microbatch_tokens=microbatch_tokens)
+    trainer = TorchTrainer(model_dir, config, algo.with_length(8), seed=0)
+    return trainer.step(Batch(0, algorithm.assemble(tuple(groups)), skippable=skippable))
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_every_recipe_takes_a_step(model_dir, name):
+    report = step(model_dir, recipe(name), 16)
+    assert report.skipped == "" and report.microbatches > 1
+    assert math.isfinite(report.loss) and math.isfinite(report.grad_norm)
+    if not name.startswith("mis"):  # which drop everything that is this far off policy, and rightly
+        assert report.grad_norm > 0
+    assert sum(one.tokens for one in report.lags) == report.loss_tokens
+
+
+REJECTING = {"correction": {"mode": "mask", "low": 0.7, "high": 1.4}, "old": "trainer"}
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_sum"])
+def test_microbatches_do_not_change_the_denominator_of_what_is_kept(model_dir, aggregation):
+    algo = AlgoConfig(aggregation=aggregation, denominator="kept", **REJECTING).with_length(8)
+    whole, split = (step(model_dir, algo, budget) for budget in (10_000, 16))
+    assert whole.microbatches == 1 and split.microbatches > 1
+    assert whole.loss == pytest.approx(split.loss, abs=1e-5)
+    assert whole.grad_norm == pytest.approx(split.grad_norm, rel=1e-4)
+    taken = sum(one.masked["mask"] * one.tokens for one in whole.lags)
+    assert 0 < taken < whole.loss_tokens
+    everything = step(model_dir, AlgoConfig(aggregation=aggregation, **REJECTING).with_length(8), 10_000)
+    if aggregation == "token_mean":  # the same step, longer
+        assert whole.grad_norm * (whole.loss_tokens - taken) == pytest.approx(everything.grad_norm * whole.loss_tokens)
+    else:
+        assert whole.grad_norm > everything.grad_norm
+
+
+def test_a_step_of_which_everything_was_rejected_is_skipped_by_name(model_dir):
+    """Momentum and weight decay would move the weights without any gradient."""
+    correction = {"mode": "mask", "low": 50.0, "high": 60.0}
+    report = step(model_dir, AlgoConfig(old="trainer", correction=correction), 16)
+    assert (report.skipped, report.version, report.grad_norm) == ("all_rejected", 0, 0.0)
+    assert all(one.masked == {"mask": 1.0} for one in report.lags)
+    again = step(model_dir, AlgoConfig(old="trainer", correction=correction), 16, skippable=False)
+    assert (again.skipped, again.version) == ("", 1)  # a step of an earlier version, done again
+
+
+def test_a_step_that_the_clip_stopped_whole_is_skipped_too_and_one_without_advantages_is_not(model_dir):
+    clipped = AlgoConfig(clip_low=1e-9, clip_high=1e-9)
+    report = step(model_dir, clipped, 16, pushed=True)
+    assert (report.skipped, report.clip_fraction) == ("all_rejected", 1.0)
+    assert step(model_dir, AlgoConfig("reinforce"), 16, rewards=(0.0,) * 4).skipped == ""
+
+
+@pytest.mark.parametrize("name", ["gspo", "m2po", "clip_cov", "reinforce++", "topr", "opd_topk"])
+def test_microbatches_do_not_change_the_step(model_dir, name):
+    """Of those that look beyond a token: at its sequence, at the batch, at the whole step."""
+    whole, split = (step(model_dir, recipe(name), budget) for budget in (10_000, 16))
+    assert whole.microbatches == 1 and split.microbatches > 1
+    assert whole.loss == pytest.approx(split.loss, abs=1e-5) and whole.grad_norm == pytest.approx(
+        split.grad_norm, rel=1e-4
+    )
+    assert [one.name for one in whole.lags] == [one.name for one in split.lags]
+
+
+@pytest.mark.parametrize(("estimator", "unbiased"), [("k2", False), ("k3", False), ("k3", True)])
+def test_without_advantages_the_divergence_brings_the_trainer_back_from_far_away(
+    model_dir, tmp_path, estimator, unbiased
+):
+    """The reference is the model that training began with; the weights are others, far from it."""
+    reference = LlamaForCausalLM.from_pretrained(model_dir)
+    torch.manual_seed(7)
+    other = LlamaForCausalLM(reference.config)
+    other.get_output_embeddings().weight.data *= 120
+    (tmp_path / "checkpoint").mkdir()
+    other.save_pretrained(tmp_path / "other")
+    (tmp_path / "other" / "chat_template.jinja").write_text("{{ messages }}")
+    settings = {"device": "cpu", "dtype": "float32", "learning_rate": 5e-2, "weight_decay": 0.0}
+    TorchTrainer(tmp_path / "other", TrainConfig(**settings), AlgoConfig(), seed=0).save(tmp_path / "checkpoint")
+    algo = AlgoConfig(kl={"coef": 1.0, "estimator": estimator, "unbiased": unbiased})
+    trainer = TorchTrainer(model_dir, TrainConfig(**settings), algo, seed=0)
+    trainer.restore(tmp_path / "checkpoint")
+    unmoved = TorchTrainer(model_dir, TrainConfig(**settings), AlgoConfig(), seed=0)
+    rng = random.Random(1)
+    rows = [tuple(rng.randrange(V) for _ in range(8)) for _ in range(2)]
+
+    def gap() -> float:
+        pairs = [(trainer.score(PROMPT.tokens + row), unmoved.score(PROMPT.tokens + row)) for row in rows]
+        return float(np.mean([abs(a - b) for one, two in pairs for a, b in zip(one[2:], two[2:], strict=True)]))
+
+    before = gap()
+    for number in range(40):
+        made = [
+            Row(
+                PROMPT.tokens,
+                row,
+                tuple(trainer.score(PROMPT.tokens + row)[2:]),
+                (0.0,) * 8,
+                (True,) * 8,
+                (number,) * 8,
+            )
+            for row in rows
+        ]
+        trainer.step(Batch(number, (Group(0, PROMPT, (), tuple(made)),)))
+    assert before > 4 and gap() < before / 4
+
+
+def test_selected_tokens_are_in_the_report(model_dir):
+    report = step(model_dir, AlgoConfig("clip_cov", select={"fraction": 0.3}), 32)
+    taken = sum(one.masked.get("clip_cov", 0) * one.tokens for one in report.lags)
+    assert taken == pytest.approx(int(0.3 * report.loss_tokens))
+
+
+def test_a_users_loss_trains(model_dir, tmp_path):
+    (tmp_path / "mine.py").write_text("def loss(tokens):\n    return -tokens.advantage * tokens.logprob\n")
+    mine = step(model_dir, AlgoConfig(loss=f"{tmp_path / 'mine.py'}:loss"), 64)
+    assert mine.grad_norm == pytest.approx(step(model_dir, AlgoConfig(loss="ce"), 64).grad_norm) and mine.grad_norm > 0

@@ -1,0 +1,120 @@
+"""`python tests/simulate/planted.py`: does the simulation find the mistakes of `planted_faults.py`? After how many schedules, by which check?
+
+Each is made in a copy of the package, in a temporary directory; a process of its own runs schedules there until one fails.
+
+    python tests/simulate/planted.py                          # all of them; prints the table of docs/simulation.md
+    python tests/simulate/planted.py no_window --count 1000   # this one, in so many schedules
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from planted_faults import PLANTED, Planted
+
+from headrace.faultsim.case import Case
+
+PACKAGE = Path(__file__).resolve().parents[2] / "headrace"
+SCHEDULES = 200
+
+_HUNT = """
+import json, sys, headrace, msgspec
+from headrace.faultsim.case import Case, case_of
+from headrace.faultsim.fuzz import problem_of
+assert headrace.__file__.startswith(sys.argv[1]), headrace.__file__
+cases = map(case_of, range(*json.loads(sys.argv[2]))) if sys.argv[2].startswith("[") else [msgspec.json.decode(sys.argv[2], type=Case)]
+for number, case in enumerate(cases, 1):
+    if problem := problem_of(case):
+        print(json.dumps([number, problem]))
+        break
+"""
+
+
+@dataclass(frozen=True)
+class Hunt:
+    planted: Planted
+    schedule: int | None
+    """The number of the first that failed, from 1 on; None where none did."""
+    problem: str = ""
+
+    @property
+    def check(self) -> str:
+        """Who said it."""
+        kind, _, said = self.problem.partition(": ")
+        if kind != "AssertionError":
+            return kind
+        named = re.match(r"(\w+): ", said)  # by the simulation; else by the code itself
+        return named[1] if named else "assert"
+
+    @property
+    def line(self) -> str:
+        one, at = self.planted, "**not found**" if self.schedule is None else str(self.schedule)
+        return f"| {one.name} | {one.module} | {one.contract} | {one.mistake} | {self.check} | {at} |"
+
+
+def apply(planted: Planted, package: Path) -> None:
+    """Raises `AssertionError` where the code has moved away from the table."""
+    path = package / planted.file
+    text = path.read_text()
+    for old, new in planted.edits:
+        found = text.count(old)
+        assert found == 1, f"{planted.name}: {planted.file} has this {found} times instead of once:\n{old}"
+        text = text.replace(old, new)
+    path.write_text(text)
+
+
+def hunt(planted: Planted, schedules: range | Case = range(SCHEDULES)) -> Hunt:
+    """Runs these, or one case, on a copy with the mistake until one fails."""
+    told = schedules if isinstance(schedules, Case) else [schedules.start, schedules.stop]
+    with tempfile.TemporaryDirectory() as name:
+        # Without compiled files: one of an edit in the same second and of the same size would be taken for the original's.
+        package = shutil.copytree(
+            PACKAGE, Path(name) / "headrace", ignore=shutil.ignore_patterns("__pycache__", "*.so")
+        )
+        apply(planted, package)
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-c",
+            _HUNT,
+            str(Path(name).resolve()),
+            msgspec.json.encode(told).decode(),
+        ]
+        environment = {**os.environ, "PYTHONPATH": str(Path(name).resolve())}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=name)
+    assert done.returncode == 0, done.stderr
+    return Hunt(planted, *(json.loads(done.stdout) if done.stdout else (None, "")))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--count", type=int, default=SCHEDULES)
+    told = parser.parse_args()
+    chosen = [one for one in PLANTED if not told.names or one.name in told.names]
+    print("| name | module | breaks | mistake | said by | schedule |\n|---|---|---|---|---|---|")
+    hunts = []
+    for planted in chosen:
+        hunts.append(hunt(planted, range(told.count)))
+        print(hunts[-1].line, flush=True)
+        print(f"  {planted.name}: {hunts[-1].problem[:300]}", file=sys.stderr, flush=True)
+    missed = [one.planted.name for one in hunts if one.schedule is None]
+    print(
+        f"\n{len(hunts) - len(missed)} of {len(hunts)} were found within {told.count} schedules each; not: {missed or 'none'}"
+    )
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
