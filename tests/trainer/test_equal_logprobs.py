@@ -78,7 +78,9 @@ def sampled(name: str, model: Any, requests: Sequence[Request], **options: Any) 
             transcript = transcripts[end.request_id]
             done, count = transcript.completion(end), len(transcript.tokens)
             rows.append(
-                Row(transcript.request.prompt, done.tokens, done.logprobs, (1.0,) * count, (True,) * count, (0,) * count)
+                Row(
+                    transcript.request.prompt, done.tokens, done.logprobs, (1.0,) * count, (True,) * count, (0,) * count
+                )
             )
     assert len(rows) == len(requests)
     return rows

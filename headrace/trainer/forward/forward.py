@@ -66,7 +66,15 @@ class Forward:
         return _scores(
             pack,
             token_logprobs(
-                hidden, head.weight, bias, *asked[:2], temperature, dtype, asked[2], softcap, getattr(head, "packed", None)
+                hidden,
+                head.weight,
+                bias,
+                *asked[:2],
+                temperature,
+                dtype,
+                asked[2],
+                softcap,
+                getattr(head, "packed", None),
             ),
         )
 

@@ -320,9 +320,7 @@ def _mixed(module: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor | None:
     count = hidden_states.shape[-2]
     q, k, v = (
         x.view(count, -1, spec.dim)
-        for x in _together(
-            hidden_states, module.q_proj, module.k_proj, module.v_proj, wide=(True, True, False)
-        )
+        for x in _together(hidden_states, module.q_proj, module.k_proj, module.v_proj, wide=(True, True, False))
     )
     cos, sin = (x.reshape(-1, spec.dim).float().contiguous() for x in places)
     q, k = (_rotated(x, cos, sin, getattr(module, name, None), v.dtype) for x, name in ((q, "q_norm"), (k, "k_norm")))
@@ -366,7 +364,11 @@ def _layer(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any
         return type(module).forward(module, hidden_states, *args, **kwargs)
     total = _onto(hidden_states, mixed, attention.o_proj)
     normed = module.post_attention_layernorm(total)
-    return _onto(total, _inner(mlp, normed), mlp.down_proj) if _is_fused(mlp) and hasattr(mlp, "gelu") else total + mlp(normed)
+    return (
+        _onto(total, _inner(mlp, normed), mlp.down_proj)
+        if _is_fused(mlp) and hasattr(mlp, "gelu")
+        else total + mlp(normed)
+    )
 
 
 def _is_fused(module: Any) -> bool:

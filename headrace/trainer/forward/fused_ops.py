@@ -151,7 +151,11 @@ class _Linears(torch.autograd.Function):
 
 
 def linears_backward(
-    low: Tensor, packed: Sequence[PackedWeight], weights: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]
+    low: Tensor,
+    packed: Sequence[PackedWeight],
+    weights: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    needs: Sequence[bool],
 ) -> list[Tensor | None]:
     """[dx in bfloat16, gradients of the biases] of products of `low`; the weights' gradients are added to their `.grad`.
 
