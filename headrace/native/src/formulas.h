@@ -24,14 +24,20 @@ static inline f16x within_sigmoid(f16x g, bool gelu) { return gelu ? 1.595769121
 static inline f16x activated(f16x g, bool gelu) { return g * sigmoid(within_sigmoid(g, gelu)); }
 
 // Softmax over a vocabulary: the sum of exp((logit - peak) / temperature). `scale`: log2(e) / temperature. Logits are readable up
-// to the next multiple of 16. sums [vocabulary / SEARCH + 1]: the sum up to the end of each stretch.
+// to the next multiple of 16. sums [vocabulary / SEARCH + 1]: the sum up to the end of each stretch. `also` is
+// given sixteen terms at a time, and how far their logits lie below the peak.
 constexpr int SEARCH = 256;
-static inline double mass_of(const float* logits, int vocabulary, float peak, float scale, double* sums) {
+template <class F>
+static inline double mass_of(const float* logits, int vocabulary, float peak, float scale, double* sums, const F& also) {
     double total = 0;
     for (int i = 0, stretch = 0; i < vocabulary; i += SEARCH, stretch++) {
         f16x part = {};
-        for (int j = i; j < i + SEARCH && j < vocabulary; j += 16)
-            part += exp2_16(((j + 16 <= vocabulary ? load(logits + j) : within(load(logits + j), j, 0, vocabulary)) - peak) * scale);
+        for (int j = i; j < i + SEARCH && j < vocabulary; j += 16) {
+            const f16x below = (j + 16 <= vocabulary ? load(logits + j) : within(load(logits + j), j, 0, vocabulary)) - peak;
+            const f16x term = exp2_16(below * scale);
+            part += term;
+            also(term, below);
+        }
         sums[stretch] = total += sum(part);
     }
     return total;

@@ -135,11 +135,8 @@ static void log_probabilities(const bf16* hidden, int rows, int k, const bf16* p
             auto logit = [&](int i) { return i + 16 <= vocabulary ? load(mine + i) : within(load(mine + i), i, 0, vocabulary); };
             for (int i = 0; i < vocabulary; i += 16) high = max16(logit(i), high);
             const float peak = largest(high);
-            const double mass = mass_of(mine, vocabulary, peak, scale, team::room<double>(vocabulary / SEARCH + 1, 2));
-            for (int i = 0; i < vocabulary; i += 16) {
-                const f16x below = max16(logit(i) - peak, splat(-1e30f));
-                moment += exp2_16(below * scale) * below;
-            }
+            const double mass = mass_of(mine, vocabulary, peak, scale, team::room<double>(vocabulary / SEARCH + 1, 2),
+                                        [&](f16x term, f16x below) { moment += term * max16(below, splat(-1e30f)); });
             for (int64_t i = offsets[begin + r]; i < offsets[begin + r + 1]; i++)
                 found[i] = (float)log_probability(mine[ids[i]], peak, inverse_temperature, mass);
             logsumexp[begin + r] = (float)((double)peak * inverse_temperature + std::log(mass));

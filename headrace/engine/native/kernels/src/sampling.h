@@ -22,7 +22,7 @@ static inline Draw draw(const float* logits, int vocabulary, float inverse_tempe
     for (int lane = 0; lane < 16; lane++)
         if (whole[lane] || !(peak > -INFINITY)) return {0, NAN};
     auto weight = [&](int i) { return exp2_16((logit(i) - peak) * scale); };
-    const double total = mass_of(logits, vocabulary, peak, scale, sums);
+    const double total = mass_of(logits, vocabulary, peak, scale, sums, [](f16x, f16x) {});
     const int stretches = (vocabulary + SEARCH - 1) / SEARCH;
     int64_t token = 0;
     if (u < 0) {
