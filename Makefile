@@ -54,6 +54,7 @@ lint: setup
 
 docs: setup
 	$(BIN)/python docs/make_settings.py
+	$(BIN)/python docs/make_algorithms.py
 
 bench: setup
 	$(BIN)/python benchmarks/pipeline.py $(ARGS)

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from headrace.algo.config import AlgoConfig
+from headrace.algo.recipes import LOSSES
 from headrace.config import RunConfig
 
 TARGET = Path(__file__).with_name("settings.md")
@@ -47,7 +49,7 @@ def sections(
     kind: type, path: str = "", title: str = "The run, above all tables", about: str = ""
 ) -> Iterator[Section]:
     """Of a dataclass of settings: its own, those of its tables, those of its lists of tables."""
-    hints, told = typing.get_type_hints(kind), docstrings(kind)
+    hints, told = typing.get_type_hints(kind), docstrings(kind) | (constants() if kind is AlgoConfig else {})
     own, tables, lists = [], [], []
     for name, field in kind.__pydantic_fields__.items():  # type: ignore[attr-defined]
         here, hint = f"{path}{name}", hints[name]
@@ -72,6 +74,20 @@ def docstrings(kind: type) -> dict[str, str]:
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
             found[field.target.id] = inspect.cleandoc(str(ast.literal_eval(below.value)))
     return found
+
+
+def constants() -> dict[str, str]:
+    """Beside each constant of the losses, what it does in which of them."""
+    said: dict[str, dict[str, list[str]]] = {}
+    for loss in LOSSES.values():
+        inherited = [docstrings(one) for one in reversed(loss.__mro__) if dataclasses.is_dataclass(one)]
+        told = {name: text for own in inherited for name, text in own.items()}
+        for name in loss.reads():
+            said.setdefault(name, {}).setdefault(told.get(name, ""), []).append(loss.name)
+    return {
+        name: " ".join(f"{', '.join(names)}: {text}" for text, names in texts.items()) if all(texts) else ""
+        for name, texts in said.items()
+    }
 
 
 def type_of(hint: Any, metadata: list[Any]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.algo.config import AlgoConfig, is_user_function
+from headrace.algo.config import AlgoConfig
 
 LONG = 512
 """Tokens, from which on a product over a sequence deserves a warning (NeMo-RL #2269)."""
@@ -17,9 +17,9 @@ def trusts_a_region(algo: AlgoConfig) -> bool:
     """Whether something keeps the policy near the one that sampled: a bound on the ratio to it, or a correction. What a user's
     own loss does is not known, and taken to be enough."""
     recipe, correction = algo.recipe, algo.recipe.correction
-    bounds = recipe.loss not in ("importance", "ce") and recipe.old != "trainer"  # where every ratio is 1
+    bounds = recipe.loss.holds and recipe.old != "trainer"  # where every ratio is 1
     corrects = correction.mode != "none" or any((correction.veto, correction.kpop, correction.opsm))
-    return bounds or corrects or recipe.select.kind == "m2po" or is_user_function(recipe.loss)
+    return bounds or corrects or recipe.select.kind == "m2po"
 
 
 def _of_lag(algo: AlgoConfig, max_lag: int) -> list[str]:

@@ -4,39 +4,50 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
-from dataclasses import fields, replace
-from typing import Any, Literal, NamedTuple, TypeVar
+from dataclasses import KW_ONLY, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
-from headrace.algo.recipes import (
-    ADVANTAGE_NAMES,
-    COMPARING,
-    CONSTANTS,
-    READS,
-    RECIPES,
+from headrace.algo.advantages import ADVANTAGES
+from headrace.algo.policy.constants import settings_of
+from headrace.algo.policy.loss import Loss
+from headrace.algo.policy.user import UserLoss
+from headrace.algo.recipes import LOSSES, RECIPES, Recipe
+from headrace.algo.tables import (
     Aggregation,
     Correction,
+    CorrectionConfig,
     Denominator,
+    DistillConfig,
+    KLConfig,
+    LagWeightConfig,
     Old,
-    Recipe,
+    SelectConfig,
 )
-from headrace.algo.tables import CorrectionConfig, DistillConfig, KLConfig, LagWeightConfig, SelectConfig
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    P = TypeVar("P", bound=DataclassInstance)
 
 _STRICT = ConfigDict(extra="forbid")
-N = TypeVar("N", bound=NamedTuple)
 
 
 @dataclass(frozen=True, config=_STRICT)
+@settings_of(LOSSES.values(), before="correction")
 class AlgoConfig:
+    """A recipe, and the settings that replace its values. Every constant of a loss is one of them."""
+
     name: str = "grpo"
     """A row of `recipes.RECIPES`; the settings below that are not given are the recipe's."""
+    _: KW_ONLY
     advantage: str | None = None
     """Of the rewards of a group. A name, or `file.py:name`: your function GroupRewards -> one number per rollout."""
     loss: str | None = None
-    """Of the tokens. A name, or `file.py:name`: your function Tokens -> Tensor [M]. It comes with the constants of the recipe that
-    it belongs to, whatever `name` says."""
+    """Of the tokens. A name, or `file.py:name`: your function Tokens -> Tensor [M]. It comes with its own constants,
+    unless it is the loss of the recipe."""
     aggregation: Aggregation | None = None
     """How per-token losses become one number, over the whole optimizer step."""
     denominator: Denominator = "all"
@@ -45,22 +56,6 @@ class AlgoConfig:
     old: Old | None = None
     """What ratios are anchored at: the sampler's log-probs; the trainer's own before the update (every batch gets exactly one
     update, so that they are the current ones, exactly and for free); or between both, log-linear in the lag."""
-    clip_low: float | None = Field(default=None, gt=0, le=1)
-    """A ratio below 1 - clip_low no longer pushes a bad token down."""
-    clip_high: float | None = Field(default=None, gt=0)
-    """A ratio above 1 + clip_high no longer pushes a good token up (DAPO: 0.28)."""
-    dual_clip: float | None = Field(default=None, ge=0)
-    """The loss of a bad token is at most this often its advantage, however large the ratio (3 is usual); 0 is off."""
-    tau: float | None = Field(default=None, gt=0)
-    """sapo: temperature of the gate for good tokens; kimi: strength of the pull towards the sampler."""
-    tau_negative: float | None = Field(default=None, gt=0)
-    """sapo: temperature of the gate for bad tokens."""
-    delta: float | None = Field(default=None, gt=0, le=1)
-    """dppo, ipo: how far a token's probability may move; dppo_kl: by how many nats of binary KL."""
-    cap: float | None = Field(default=None, gt=0)
-    """reinforce, dppo: largest importance weight."""
-    penalty: float | None = Field(default=None, ge=0)
-    """dppo_tv_quadratic, ipo: of the squared log ratio; kl_cov: of its absolute value on the chosen tokens."""
     correction: CorrectionConfig = Field(default_factory=CorrectionConfig)
     lag: LagWeightConfig = Field(default_factory=LagWeightConfig)
     select: SelectConfig = Field(default_factory=SelectConfig)
@@ -83,7 +78,7 @@ class AlgoConfig:
     def _known_function(cls, name: str | None, info: Any) -> str | None:
         if name is None or is_user_function(name):
             return name
-        known = ADVANTAGE_NAMES if info.field_name == "advantage" else tuple(READS)
+        known = tuple(ADVANTAGES) if info.field_name == "advantage" else tuple(LOSSES)
         return _known(f"algo.{info.field_name}", name, known, "path/to/file.py:name")
 
     @model_validator(mode="after")
@@ -95,17 +90,31 @@ class AlgoConfig:
     @property
     def recipe(self) -> Recipe:
         """The table's row with the settings given here."""
-        row = _with_loss(RECIPES[self.name], self.loss)
-        given = {name: getattr(self, name) for name in ("advantage", "loss", "aggregation", "old", *CONSTANTS)}
+        row = RECIPES[self.name]
+        given = {name: getattr(self, name) for name in ("advantage", "aggregation", "old")}
         nested = {name: _with(getattr(row, name), getattr(self, name)) for name in _NESTED}
         if nested["kl"].place == "reward" and self.kl.estimator is None:
-            nested["kl"] = nested["kl"]._replace(estimator="k1")
-        return row._replace(**nested, **{name: value for name, value in given.items() if value is not None})
+            nested["kl"] = replace(nested["kl"], estimator="k1")
+        replaced = {name: value for name, value in given.items() if value is not None}
+        return replace(row, loss=self._loss(row.loss), **nested, **replaced)
+
+    def _loss(self, of_recipe: Loss) -> Loss:
+        """The one that is named, with the constants that are given."""
+        if self.loss is not None and is_user_function(self.loss):
+            return UserLoss(self.loss)
+        loss = of_recipe if self.loss in (None, of_recipe.name) else LOSSES[self.loss]()
+        return replace(loss, **{name: value for name, value in self.constants.items() if name in loss.reads()})
+
+    @property
+    def constants(self) -> dict[str, float]:
+        """Those that are given."""
+        return {name: value for name in _CONSTANTS if (value := getattr(self, name)) is not None}
 
     @property
     def compares(self) -> bool:
         """Whether the rollouts of a group are compared, so that one without contrast teaches nothing."""
-        return self.recipe.advantage in COMPARING and self.recipe.distill.kind == "none"
+        advantage = ADVANTAGES.get(self.recipe.advantage)
+        return advantage is not None and advantage.compares and self.recipe.distill.kind == "none"
 
     @property
     def min_rollouts(self) -> int:
@@ -135,6 +144,9 @@ class AlgoConfig:
 
 
 _NESTED = ("correction", "lag", "select", "kl", "distill")
+_OF_A_LOSS = {loss.selection: loss.name for loss in LOSSES.values() if loss.selection}
+"""Selection -> the loss without which it means nothing."""
+_CONSTANTS = tuple(dict.fromkeys(name for loss in LOSSES.values() for name in loss.reads()))
 
 
 def is_user_function(name: str) -> bool:
@@ -151,16 +163,8 @@ def _known(setting: str, name: str, known: tuple[str, ...], other: str = "") -> 
     raise ValueError(f"{setting} = {name} does not exist; {hint}")
 
 
-def _with_loss(row: Recipe, loss: str | None) -> Recipe:
-    """The row with another loss and what it reads, as the first recipe of the table has it that is made of this loss."""
-    if loss is None or loss == row.loss or is_user_function(loss):
-        return row
-    own = next(one for one in RECIPES.values() if one.loss == loss)
-    return row._replace(loss=loss, **{name: getattr(own, name) for name in READS[loss]})
-
-
-def _with(value: N, settings: Any) -> N:
-    return value._replace(**_given(settings))
+def _with(part: P, settings: Any) -> P:
+    return replace(part, **_given(settings))
 
 
 def _given(settings: Any) -> dict[str, Any]:
@@ -179,25 +183,23 @@ def _problems(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
 
 
 def _constants(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
-    reads = READS.get(recipe.loss, ())
-    unread = [f"algo.{name}" for name in CONSTANTS if getattr(config, name) is not None and name not in reads]
+    loss, given = recipe.loss, [f"algo.{name}" for name in config.constants]
+    unread = [name for name in given if name.removeprefix("algo.") not in loss.reads()]
     if unread:
-        yield f"{' and '.join(unread)} {_have(unread)} no meaning with algo.loss = {recipe.loss}; remove {_them(unread)}"
-    idle = [f"algo.{name}" for name in CONSTANTS if getattr(config, name) is not None]
-    if idle and recipe.old == "trainer":
+        yield f"{' and '.join(unread)} {_have(unread)} no meaning with algo.loss = {loss}; remove {_them(unread)}"
+    if given and recipe.old == "trainer":
         yield (
-            f"{' and '.join(idle)} {_have(idle)} no effect with algo.old = trainer, where every ratio is 1; remove "
-            f"{_them(idle)}, or use algo.old = sampler"
+            f"{' and '.join(given)} {_have(given)} no effect with algo.old = trainer, where every ratio is 1; remove "
+            f"{_them(given)}, or use algo.old = sampler"
         )
-    if 0 < recipe.dual_clip <= 1:
-        yield f"algo.dual_clip = {recipe.dual_clip} would clip ratios of 1; use more than 1 (3 is usual), or 0 for none"
-    if recipe.old == "trainer" and recipe.loss in ("kimi", "dppo_tv", "dppo_kl", "dppo_tv_quadratic", "ipo", "kl_cov"):
+    yield from loss.problems()
+    if recipe.old == "trainer" and loss.needs_gap:
         yield (
-            f"algo.loss = {recipe.loss} holds the policy near the sampler's by the ratio between them, which is 1 with "
+            f"algo.loss = {loss} holds the policy near the sampler's by the ratio between them, which is 1 with "
             "algo.old = trainer; use algo.old = sampler"
         )
-    if is_user_function(recipe.loss) and recipe.old != "sampler":
-        yield f"algo.old = {recipe.old} does not reach algo.loss = {recipe.loss}, which gets the tokens alone; remove algo.old"
+    if not loss.anchored and recipe.old != "sampler":
+        yield f"algo.old = {recipe.old} does not reach algo.loss = {loss}, which gets the tokens alone; remove algo.old"
 
 
 def _lengths(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
@@ -211,14 +213,14 @@ def _lengths(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
 
 
 def _rejects(recipe: Recipe) -> bool:
-    mode, *_, veto, kpop, opsm = recipe.correction
-    chosen = recipe.lag.kind == "trim" or recipe.select.kind in ("m2po", "clip_cov") or is_user_function(recipe.loss)
-    return chosen or mode == "mask" or any((veto, kpop, opsm))
+    chosen = recipe.lag.kind == "trim" or recipe.select.kind in ("m2po", "clip_cov") or recipe.loss.rejects
+    one = recipe.correction
+    return chosen or one.mode == "mask" or any((one.veto, one.kpop, one.opsm))
 
 
 def _corrections(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
     correction, lag = recipe.correction, recipe.lag
-    if correction.mode != "none" and recipe.old == "sampler" and not is_user_function(recipe.loss):
+    if correction.mode != "none" and recipe.old == "sampler" and recipe.loss.anchored:
         yield (
             f"algo.correction.mode = {correction.mode} with algo.old = sampler would count the gap between sampler and "
             "trainer twice, because the loss's own ratio holds it already; use algo.old = trainer, or remove the correction"
@@ -240,8 +242,9 @@ def _selections(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
         yield "algo.select.tau needs algo.select.kind = m2po; set it, or remove algo.select.tau"
     if "fraction" in given and select.kind not in ("clip_cov", "kl_cov"):
         yield "algo.select.fraction needs algo.select.kind = clip_cov or kl_cov; set it, or remove algo.select.fraction"
-    if (recipe.loss == "kl_cov") != (select.kind == "kl_cov"):
-        yield "algo.loss = kl_cov and algo.select.kind = kl_cov belong together; set both, or use algo.name = kl_cov"
+    if recipe.loss.selection != (select.kind if select.kind in _OF_A_LOSS else ""):
+        needed = recipe.loss.selection or select.kind
+        yield f"algo.loss = {_OF_A_LOSS[needed]} and algo.select.kind = {needed} belong together; set both, or use algo.name = {_OF_A_LOSS[needed]}"
     if select.kind in ("clip_cov", "kl_cov") and recipe.distill.kind == "sampled":
         yield (
             f"algo.select.kind = {select.kind} chooses by the advantage, which algo.distill.kind = sampled only makes in "
@@ -277,14 +280,14 @@ def _divergences(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
         ("algo.kl.place = reward", kl.coef > 0 and kl.place == "reward"),
         ("algo.length_penalty", config.length_penalty > 0),
     ):
-        if given_here and recipe.advantage in ("gdpo", "zero"):
+        if given_here and recipe.advantage in ADVANTAGES and not ADVANTAGES[recipe.advantage].reads_sum:
             yield (
                 f"{name} changes the sum of the rewards, which algo.advantage = {recipe.advantage} does not look at; "
                 "remove it, or use another advantage"
             )
     if recipe.advantage == "zero" and config.teacher_top:
         about_policy = {
-            "cap": config.cap is not None,
+            **dict.fromkeys(config.constants, True),
             "correction": recipe.correction != Correction(),
             "lag": recipe.lag.kind != "constant",
             "select": recipe.select.kind != "none",
@@ -294,9 +297,9 @@ def _divergences(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
                 f"algo.{idle[0]} is about the policy loss, which algo.advantage = zero makes nothing of; the divergence to the teacher's "
                 f"top tokens needs no importance weight: remove it, or use algo.distill.kind = sampled"
             )
-    if recipe.loss == "ce" and distill.kind != "none":
+    if recipe.loss.weighs_rollouts and distill.kind != "none":
         yield (
-            "algo.loss = ce leaves out what has no reward, and a teacher's word on it; remove algo.distill, or use "
+            f"algo.loss = {recipe.loss} leaves out what has no reward, and a teacher's word on it; remove algo.distill, or use "
             "algo.loss = reinforce"
         )
     if recipe.advantage == "zero" and distill.kind == "none":

@@ -54,7 +54,7 @@ def _in_todays_words(algo: Tree) -> Tree:
     if recipe is None:  # refused elsewhere
         return told
     if told.get("old") != "trainer":  # where no ratio reaches a bound
-        told = {**_CONSTANTS.get(str(told.get("loss", recipe.loss)), {}), **told}
+        told = {**_CONSTANTS.get(str(told.get("loss", recipe.loss.name)), {}), **told}
     correction = dict(told.get("correction", {}))
     if name in _CORRECTIONS and correction.get("mode") != "none":
         told["correction"] = {**_CORRECTIONS[name], **correction}

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from headrace.algo.config import AlgoConfig
-from headrace.algo.recipes import CUTS, READS, Recipe
+from headrace.algo.recipes import Recipe
 from headrace.reports import Noise, TrainReport
 
 COSTLY = 0.02
@@ -57,10 +57,8 @@ def inside_rounding(algo: AlgoConfig, token_rms: float | None, tokens: int) -> l
 
 def bounds_of(recipe: Recipe) -> Iterator[Bound]:
     """Those that look at a log ratio. (The bounds of dppo, ipo, kpop and veto lie far outside rounding.)"""
-    if recipe.old == "sampler" and recipe.loss in ("ppo_clip", "gspo", "gspo_token", "gmpo"):
-        low, high = recipe.clip_low, recipe.clip_high
-        inside = (-low, high) if recipe.loss == "gmpo" else (_log(1 - low), math.log1p(high))
-        yield Bound(_names(recipe), *inside, one_sided=True, of_sequence=recipe.loss.startswith("gspo"))
+    if recipe.old == "sampler" and (bounds := recipe.loss.log_bounds()):
+        yield Bound(_names(recipe), *bounds, one_sided=True, of_sequence=recipe.loss.of_sequence)
     correction = recipe.correction
     if correction.mode == "mask" and correction.level != "sequence":
         inside = (_log(correction.low), math.log(correction.high))
@@ -97,7 +95,7 @@ class NoiseWatch:
             return []
         self._tokens += fresh.tokens
         stopped = {rule: fresh.masked.get(rule, 0.0) for rule in ("mask", "veto", "kpop", "opsm")}
-        stopped["clip"] = fresh.clipped if self._recipe.loss in CUTS else 0.0
+        stopped["clip"] = fresh.clipped if self._recipe.loss.cuts else 0.0
         for rule, share in stopped.items():
             self._stopped[rule] = self._stopped.get(rule, 0.0) + share * fresh.tokens
         if self._tokens < LEAST_TOKENS:
@@ -108,7 +106,7 @@ class NoiseWatch:
         return [self._sentence(rule, report.noise) for rule in new]
 
     def _sentence(self, rule: str, noise: Noise) -> str:
-        whole = rule == "opsm" or (rule == "clip" and self._recipe.loss.startswith("gspo"))
+        whole = rule == "opsm" or (rule == "clip" and self._recipe.loss.of_sequence)
         whole = whole or (rule == "mask" and self._recipe.correction.level == "geometric")
         spread = noise.sequence_rms if whole else noise.token_rms
         return (
@@ -122,15 +120,12 @@ def _names(recipe: Recipe, rule: str = "clip") -> str:
     correction = recipe.correction
     match rule:
         case "clip":
-            given = {f"algo.{name}": getattr(recipe, name) for name in READS[recipe.loss] if name in _BOUNDS}
+            given = {f"algo.{name}": recipe.loss.constants()[name] for name in recipe.loss.cuts}
         case "mask":
             given = {"algo.correction.low": correction.low, "algo.correction.high": correction.high}
         case _:
             given = {f"algo.correction.{rule}": getattr(correction, rule)}
     return " and ".join(f"{name} = {value:g}" for name, value in given.items())
-
-
-_BOUNDS = ("clip_low", "clip_high", "delta")
 
 
 def _remedy(spread: float) -> str:

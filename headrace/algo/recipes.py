@@ -1,127 +1,44 @@
-"""An algorithm is a value: one literal table of recipes. Imports no torch.
+"""An algorithm is a value: one literal table of recipes, which is also the list of all losses. Imports no torch.
 
 A recipe is an advantage function, a loss, an aggregation and a handful of constants; `AlgoConfig` may replace each of them.
+docs/algorithms.md prints the table.
 """
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from dataclasses import KW_ONLY, dataclass, field
 
-MAX_LOG_RATIO = 20.0
-"""A ratio beyond exp(±20) only says that something is broken; the clamp keeps it finite."""
-MIN_REST = 1e-6
-"""A log-prob nearer to 0 leaves "any other token" no probability that a binary divergence could divide by."""
-
-Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_sum"]
-Denominator = Literal["all", "kept"]
-Old = Literal["sampler", "trainer", "loglinear"]
-Level = Literal["token", "sequence", "geometric"]
-Mode = Literal["none", "truncate", "mask"]
-Estimator = Literal["k1", "k2", "k3"]
+from headrace.algo.policy.clipped import GMPO, GSPO, GSPOToken, PPOClip
+from headrace.algo.policy.loss import Loss
+from headrace.algo.policy.region import DPPOKL, DPPOTV, IPO, DPPOTVQuadratic
+from headrace.algo.policy.smooth import SAPO, Kimi, KLCov
+from headrace.algo.policy.weighted import CISPO, TOPR, CrossEntropy, Importance, Reinforce, TOPRToken
+from headrace.algo.tables import KL, Aggregation, Correction, Distill, LagWeight, Old, Select
 
 
-class Correction(NamedTuple):
-    """Weights against the gap between sampler and trainer (`algo/loss/corrections.py`)."""
-
-    mode: Mode = "none"
-    level: Level = "token"
-    low: float = 0.0
-    high: float = 2.0
-    veto: float = 0.0
-    kpop: float = 0.0
-    opsm: float = 0.0
-
-
-class LagWeight(NamedTuple):
-    """What a token's lag makes of its loss (`algo/loss/corrections.py`)."""
-
-    kind: Literal["constant", "exponential", "trim"] = "constant"
-    decay: float = 0.9
-    maximum: float = 1.0
-
-
-class Select(NamedTuple):
-    """Tokens chosen by looking at the whole optimizer step (`algo/loss/selection.py`)."""
-
-    kind: Literal["none", "m2po", "clip_cov", "kl_cov"] = "none"
-    tau: float = 0.04
-    fraction: float = 2e-4
-
-
-class KL(NamedTuple):
-    """Divergence from a reference model (`algo/loss/kl.py`)."""
-
-    coef: float = 0.0
-    estimator: Estimator = "k3"
-    place: Literal["loss", "reward"] = "loss"
-    unbiased: bool = False
-
-
-class Distill(NamedTuple):
-    """What a teacher adds (`algo/loss/distill.py`)."""
-
-    kind: Literal["none", "sampled", "forward", "reverse", "jsd"] = "none"
-    coef: float = 1.0
-    k: int = 32
-    beta: float = 0.5
-
-
-class Recipe(NamedTuple):
-    """An algorithm. The constants are read by the losses that `READS` names."""
+@dataclass(frozen=True)
+class Recipe:
+    """An algorithm."""
 
     advantage: str
-    loss: str
+    """A row of `advantages.ADVANTAGES`, or the user's `file.py:name`."""
+    loss: Loss
     aggregation: Aggregation
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float = 0.0
-    tau: float = 1.0
-    tau_negative: float = 1.05
-    delta: float = 0.2
-    cap: float = 2.0
-    penalty: float = 1e-3
+    _: KW_ONLY
     old: Old = "sampler"
     correction: Correction = Correction()
     lag: LagWeight = LagWeight()
     select: Select = Select()
     kl: KL = KL()
     distill: Distill = Distill()
+    about: str = field(default="", compare=False)
+    """What is special, for docs/algorithms.md."""
+    papers: tuple[str, ...] = field(default=(), compare=False)
+    """Numbers of arXiv, or an author and a year."""
 
-
-READS: dict[str, tuple[str, ...]] = {
-    "ppo_clip": ("clip_low", "clip_high", "dual_clip"),
-    "importance": (),
-    "reinforce": ("cap",),
-    "gspo": ("clip_low", "clip_high"),
-    "gspo_token": ("clip_low", "clip_high"),
-    "cispo": ("clip_low", "clip_high"),
-    "sapo": ("tau", "tau_negative"),
-    "dppo_tv": ("delta", "cap"),
-    "dppo_kl": ("delta", "cap"),
-    "dppo_tv_quadratic": ("delta", "penalty"),
-    "ipo": ("delta", "penalty"),
-    "kimi": ("tau",),
-    "topr": (),
-    "topr_token": (),
-    "gmpo": ("clip_low", "clip_high"),
-    "kl_cov": ("penalty",),
-    "ce": (),
-}
-"""Loss -> the constants of the recipe that it is called with; one that it does not read is refused when it is given."""
-
-CUTS = ("ppo_clip", "gspo", "gspo_token", "gmpo", "dppo_tv", "dppo_kl", "dppo_tv_quadratic", "ipo")
-"""Losses whose bound takes a token's gradient away; that of the others, where they have one, holds a weight."""
 
 RULES = ("mask", "veto", "kpop", "opsm", "lag", "m2po", "clip_cov", "mine")
 """What may take a token's policy loss out; `mine` is a user's own loss."""
-
-CONSTANTS = ("clip_low", "clip_high", "dual_clip", "tau", "tau_negative", "delta", "cap", "penalty")
-
-COMPARING = ("group_norm", "centred", "leave_one_out", "maxrl", "opo", "gdpo", "pass@k", "group_baseline")
-"""Advantages that compare the rollouts of a group: one without contrast gives zeros."""
-ADVANTAGE_NAMES = (*COMPARING, "raw", "return_to_go", "zero")
-WHITENED = ("return_to_go", "group_baseline", "gdpo")
-"""Advantages that are whitened over the valid tokens of the whole batch."""
 
 # The default clip is around the *sampler's* log-probs, so that its ratio holds staleness and engine/trainer mismatch
 # together: a second importance weight would count them twice. Recipes with a correction anchor at the trainer's.
@@ -131,52 +48,137 @@ WHITENED = ("return_to_go", "group_baseline", "gdpo")
 # decoupled_ppo: what is above its cap of 5 is taken out, as AReaL does it, rather than clamped.
 # rloo, reinforce: the sum over a sequence's tokens is the unbiased policy gradient (arXiv 2402.14740).
 RECIPES: dict[str, Recipe] = {
-    "grpo": Recipe("group_norm", "ppo_clip", "token_mean"),
-    "dapo": Recipe("group_norm", "ppo_clip", "token_mean", clip_high=0.28),
-    "dr_grpo": Recipe("centred", "ppo_clip", "token_sum"),
-    "gspo": Recipe("group_norm", "gspo", "seq_mean_token_mean", clip_low=0.05, clip_high=0.05),
-    "gspo_token": Recipe("group_norm", "gspo_token", "seq_mean_token_mean", clip_low=0.05, clip_high=0.05),
-    "cispo": Recipe("group_norm", "cispo", "token_mean", clip_low=1.0, clip_high=4.0),
-    "sapo": Recipe("group_norm", "sapo", "seq_mean_token_mean", tau=1.0, tau_negative=1.05),
-    "rloo": Recipe("leave_one_out", "ppo_clip", "seq_mean_token_sum"),
-    "reinforce": Recipe("raw", "reinforce", "seq_mean_token_sum"),
-    "reinforce++": Recipe("return_to_go", "ppo_clip", "token_mean"),
-    "reinforce++_baseline": Recipe("group_baseline", "ppo_clip", "token_mean"),
-    "maxrl": Recipe("maxrl", "ppo_clip", "seq_mean_token_sum"),
-    "topr": Recipe("centred", "topr", "seq_mean_token_sum"),
-    "topr_token": Recipe("centred", "topr_token", "seq_mean_token_sum"),
-    "kimi": Recipe("centred", "kimi", "seq_mean_token_sum", tau=0.1),
-    "gmpo": Recipe("group_norm", "gmpo", "seq_mean_token_mean", clip_low=0.4, clip_high=0.4),
-    "m2po": Recipe("group_norm", "importance", "token_mean", select=Select("m2po")),
-    "decoupled_ppo": Recipe(
-        "group_norm", "ppo_clip", "token_mean", old="loglinear", correction=Correction("mask", high=5.0)
+    "grpo": Recipe("group_norm", PPOClip(), "token_mean", papers=("2402.03300",)),
+    "dapo": Recipe("group_norm", PPOClip(clip_high=0.28), "token_mean", papers=("2503.14476",)),
+    "dr_grpo": Recipe("centred", PPOClip(), "token_sum", papers=("2503.20783",)),
+    "rloo": Recipe("leave_one_out", PPOClip(), "seq_mean_token_sum", papers=("2402.14740",)),
+    "reinforce": Recipe(
+        "raw", Reinforce(), "seq_mean_token_sum", about="no baseline: groups of one", papers=("Williams 1992",)
     ),
-    "tis": Recipe("group_norm", "ppo_clip", "token_mean", old="trainer", correction=Correction("truncate")),
+    "reinforce++": Recipe(
+        "return_to_go",
+        PPOClip(),
+        "token_mean",
+        about="per-token returns, whitened over the batch",
+        papers=("2501.03262",),
+    ),
+    "reinforce++_baseline": Recipe(
+        "group_baseline",
+        PPOClip(),
+        "token_mean",
+        about="centred, then whitened over the batch",
+        papers=("2501.03262",),
+    ),
+    "maxrl": Recipe("maxrl", PPOClip(), "seq_mean_token_sum", papers=("2602.02710",)),
+    "opo": Recipe("opo", PPOClip(), "seq_mean_token_sum", papers=("2505.23585",)),
+    "gdpo": Recipe(
+        "gdpo",
+        PPOClip(),
+        "token_mean",
+        about="several rewards, each z-scored, whitened over the batch",
+        papers=("2601.05242",),
+    ),
+    "pass@k": Recipe(
+        "pass@k", PPOClip(), "token_mean", about="only the best rollout is pushed", papers=("2503.19595",)
+    ),
+    "gspo": Recipe("group_norm", GSPO(), "seq_mean_token_mean", about="ratio of the sequence", papers=("2507.18071",)),
+    "gspo_token": Recipe(
+        "group_norm", GSPOToken(), "seq_mean_token_mean", about="ratio of the sequence", papers=("2507.18071",)
+    ),
+    "cispo": Recipe("group_norm", CISPO(), "token_mean", papers=("2506.13585",)),
+    "sapo": Recipe("group_norm", SAPO(), "seq_mean_token_mean", about="a soft gate", papers=("2511.20347",)),
+    "gmpo": Recipe("group_norm", GMPO(), "seq_mean_token_mean", about="geometric mean", papers=("2507.20673",)),
+    "kimi": Recipe("centred", Kimi(), "seq_mean_token_sum", about="a pull, no ratio", papers=("2501.12599",)),
+    "topr": Recipe("centred", TOPR(), "seq_mean_token_sum", about="ratio of the trajectory", papers=("2503.14286",)),
+    "topr_token": Recipe(
+        "centred", TOPRToken(), "seq_mean_token_sum", about="ratio of the token", papers=("2503.14286",)
+    ),
+    "dppo_tv": Recipe(
+        "group_norm", DPPOTV(), "token_mean", about="trust region on probabilities", papers=("2602.04879",)
+    ),
+    "dppo_kl": Recipe(
+        "group_norm", DPPOKL(), "token_mean", about="trust region on the binary KL", papers=("2602.04879",)
+    ),
+    "dppo_tv_quadratic": Recipe(
+        "centred", DPPOTVQuadratic(), "token_mean", about="an earlier default of prime-rl", papers=("2602.02276",)
+    ),
+    "ipo": Recipe("centred", IPO(), "token_mean", about="prime-rl"),
+    "m2po": Recipe("group_norm", Importance(), "token_mean", select=Select("m2po"), papers=("2510.01161",)),
+    "clip_cov": Recipe("group_norm", PPOClip(), "token_mean", select=Select("clip_cov"), papers=("2505.22617",)),
+    "kl_cov": Recipe("group_norm", KLCov(), "token_mean", select=Select("kl_cov"), papers=("2505.22617",)),
+    "decoupled_ppo": Recipe(
+        "group_norm",
+        PPOClip(),
+        "token_mean",
+        old="loglinear",
+        correction=Correction(mode="mask", high=5.0),
+        papers=("2110.00641", "2505.24298", "2512.06547"),
+    ),
+    "tis": Recipe(
+        "group_norm",
+        PPOClip(),
+        "token_mean",
+        old="trainer",
+        correction=Correction(mode="truncate"),
+        papers=("Yao et al. 2025",),
+    ),
     "icepop": Recipe(
-        "group_norm", "ppo_clip", "token_mean", old="trainer", correction=Correction("mask", low=0.5, high=5.0)
+        "group_norm",
+        PPOClip(),
+        "token_mean",
+        old="trainer",
+        correction=Correction(mode="mask", low=0.5, high=5.0),
+        papers=("2510.18855",),
     ),
     "mis": Recipe(
-        "group_norm", "ppo_clip", "token_mean", old="trainer", correction=Correction("mask", "sequence", 0.5, 2.0)
+        "group_norm",
+        PPOClip(),
+        "token_mean",
+        old="trainer",
+        correction=Correction(mode="mask", level="sequence", low=0.5, high=2.0),
+        papers=("Liu et al. 2025",),
     ),
     "mis_geometric": Recipe(
         "group_norm",
-        "ppo_clip",
+        PPOClip(),
         "token_mean",
         old="trainer",
-        correction=Correction("mask", "geometric", 0.95, 1.05, veto=1e-4),
+        correction=Correction(mode="mask", level="geometric", low=0.95, high=1.05, veto=1e-4),
+        papers=("Liu et al. 2025",),
     ),
-    "kpop": Recipe("group_norm", "ppo_clip", "token_mean", correction=Correction(kpop=2.0)),
-    "opsm": Recipe("group_norm", "ppo_clip", "token_mean", correction=Correction(opsm=0.05)),
-    "dppo_tv": Recipe("group_norm", "dppo_tv", "token_mean", cap=20.0),
-    "dppo_kl": Recipe("group_norm", "dppo_kl", "token_mean", delta=0.05, cap=20.0),
-    "dppo_tv_quadratic": Recipe("centred", "dppo_tv_quadratic", "token_mean"),
-    "ipo": Recipe("centred", "ipo", "token_mean", delta=0.3, penalty=0.0),
-    "clip_cov": Recipe("group_norm", "ppo_clip", "token_mean", select=Select("clip_cov")),
-    "kl_cov": Recipe("group_norm", "kl_cov", "token_mean", penalty=1.0, select=Select("kl_cov")),
-    "gdpo": Recipe("gdpo", "ppo_clip", "token_mean"),
-    "opo": Recipe("opo", "ppo_clip", "seq_mean_token_sum"),
-    "pass@k": Recipe("pass@k", "ppo_clip", "token_mean"),
-    "ce": Recipe("raw", "ce", "token_mean"),
-    "opd": Recipe("zero", "reinforce", "token_mean", distill=Distill("sampled")),
-    "opd_topk": Recipe("zero", "reinforce", "token_mean", distill=Distill("reverse")),
+    "kpop": Recipe(
+        "group_norm",
+        PPOClip(),
+        "token_mean",
+        correction=Correction(kpop=2.0),
+        about="drops tokens whose binary KL is above the bound",
+    ),
+    "opsm": Recipe(
+        "group_norm",
+        PPOClip(),
+        "token_mean",
+        correction=Correction(opsm=0.05),
+        about="drops bad tokens of sequences that the policy has left by more than the bound",
+        papers=("2512.02556",),
+    ),
+    "ce": Recipe("raw", CrossEntropy(), "token_mean", about="cross-entropy, the reward as weight"),
+    "opd": Recipe(
+        "zero",
+        Reinforce(),
+        "token_mean",
+        distill=Distill("sampled"),
+        about="a teacher's log-prob of the sampled token",
+        papers=("2306.13649",),
+    ),
+    "opd_topk": Recipe(
+        "zero",
+        Reinforce(),
+        "token_mean",
+        distill=Distill("reverse"),
+        about="divergence over the teacher's most probable tokens",
+        papers=("2306.13649",),
+    ),
 }
+
+LOSSES: dict[str, type[Loss]] = {recipe.loss.name: type(recipe.loss) for recipe in RECIPES.values()}
+"""`algo.loss` -> its class: a loss that no recipe names does not exist."""

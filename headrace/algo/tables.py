@@ -1,18 +1,37 @@
-"""The tables within `[algo]`: what may replace the values of a recipe's parts. None leaves the recipe's. Imports no torch."""
+"""The parts of a recipe, each with the table within `[algo]` that replaces its values: None leaves the recipe's. Imports no torch."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Literal
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from headrace.algo.recipes import Estimator, Level, Mode
+Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_sum"]
+Denominator = Literal["all", "kept"]
+Old = Literal["sampler", "trainer", "loglinear"]
+Level = Literal["token", "sequence", "geometric"]
+Mode = Literal["none", "truncate", "mask"]
+Estimator = Literal["k1", "k2", "k3"]
 
 _STRICT = ConfigDict(extra="forbid")
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Correction:
+    """Weights against the gap between sampler and trainer (`algo/loss/corrections.py`)."""
+
+    mode: Mode = "none"
+    level: Level = "token"
+    low: float = 0.0
+    high: float = 2.0
+    veto: float = 0.0
+    kpop: float = 0.0
+    opsm: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class CorrectionConfig:
     """Weights on the policy loss against the gap between sampler and trainer."""
 
@@ -32,6 +51,15 @@ class CorrectionConfig:
     """Tokens with a negative advantage are taken out where the sequence's mean of sampler - trainer is above this; 0 is off."""
 
 
+@dataclasses.dataclass(frozen=True)
+class LagWeight:
+    """What a token's lag makes of its loss (`algo/loss/corrections.py`)."""
+
+    kind: Literal["constant", "exponential", "trim"] = "constant"
+    decay: float = 0.9
+    maximum: float = 1.0
+
+
 @dataclass(frozen=True, config=_STRICT)
 class LagWeightConfig:
     """What a token's lag makes of its policy loss."""
@@ -42,6 +70,15 @@ class LagWeightConfig:
     """0.9 where it is not given."""
     maximum: float | None = Field(default=None, ge=0)
     """In optimizer steps; `trim` needs it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Select:
+    """Tokens chosen by looking at the whole optimizer step (`algo/loss/selection.py`)."""
+
+    kind: Literal["none", "m2po", "clip_cov", "kl_cov"] = "none"
+    tau: float = 0.04
+    fraction: float = 2e-4
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -57,6 +94,16 @@ class SelectConfig:
     """clip_cov, kl_cov: the share of tokens, those of largest covariance."""
 
 
+@dataclasses.dataclass(frozen=True)
+class KL:
+    """Divergence from a reference model (`algo/loss/kl.py`)."""
+
+    coef: float = 0.0
+    estimator: Estimator = "k3"
+    place: Literal["loss", "reward"] = "loss"
+    unbiased: bool = False
+
+
 @dataclass(frozen=True, config=_STRICT)
 class KLConfig:
     """Divergence from the reference model: the weights that the run started with."""
@@ -69,6 +116,16 @@ class KLConfig:
     """loss: the trainer holds the reference too. reward: an engine serves it, and the divergence is taken off the reward."""
     unbiased: bool | None = None
     """In the loss: times the ratio to the sampler, which makes it exact for what older weights sampled."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Distill:
+    """What a teacher adds (`algo/loss/distill.py`)."""
+
+    kind: Literal["none", "sampled", "forward", "reverse", "jsd"] = "none"
+    coef: float = 1.0
+    k: int = 32
+    beta: float = 0.5
 
 
 @dataclass(frozen=True, config=_STRICT)

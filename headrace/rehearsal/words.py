@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from headrace.algo.config import AlgoConfig
-from headrace.algo.recipes import READS, Recipe
+from headrace.algo.recipes import Recipe
 from headrace.rehearsal.machine import Machine, gib
 from headrace.rehearsal.memory import Need
 
@@ -57,11 +57,8 @@ _OVERLONG = {"train": "are trained on", "mask": "leave the loss and its denomina
 
 
 def _loss(recipe: Recipe) -> str:
-    values = {name: getattr(recipe, name) for name in READS.get(recipe.loss, ())}
-    low, high = values.pop("clip_low", None), values.pop("clip_high", None)
-    bounds = [f"ratio within [{_plain(1 - low)}, {_plain(1 + high)}]"] if low is not None and high is not None else []
-    others = [f"{name} = {_plain(value)}" for name, value in values.items() if value or name != "dual_clip"]
-    return f"{recipe.loss}: {', '.join([*bounds, *others])}" if bounds or others else recipe.loss
+    constants = ", ".join(recipe.loss.words())
+    return f"{recipe.loss}: {constants}" if constants else str(recipe.loss)
 
 
 def _penalties(algo: AlgoConfig) -> str:

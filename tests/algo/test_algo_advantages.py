@@ -10,7 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from headrace.algo.advantage.advantages import (
+from headrace.algo.advantage.credit import (
+    gae,
+    kl_penalty,
+    process_advantages,
+    rae,
+    return_to_go,
+    turn_advantages,
+    whiten,
+)
+from headrace.algo.advantage.groups import algorithm_of
+from headrace.algo.advantages import (
     ADVANTAGES,
     GroupRewards,
     centred,
@@ -24,22 +34,13 @@ from headrace.algo.advantage.advantages import (
     penalised,
     raw,
 )
-from headrace.algo.advantage.credit import (
-    gae,
-    kl_penalty,
-    process_advantages,
-    rae,
-    return_to_go,
-    turn_advantages,
-    whiten,
-)
-from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.config import AlgoConfig
-from headrace.algo.recipes import COMPARING
 from headrace.errors import ConfigError
 from headrace.types import Completion, Episode, Group, Prompt, Scored, TeacherTrace, Turn, VersionSpan
 
 rewards = st.lists(st.floats(-10, 10).map(lambda x: round(x, 3)), min_size=2, max_size=12)
+
+COMPARING = [name for name, one in ADVANTAGES.items() if one.compares]
 
 
 def group(*values: float, lengths: tuple[int, ...] = ()) -> GroupRewards:
@@ -77,7 +78,7 @@ def test_advantages_against_numpy(values):
         }
     expected |= {"raw": r, "return_to_go": r, "zero": 0 * r}
     assert set(expected) == set(ADVANTAGES)
-    for name, function in ADVANTAGES.items():
+    for name, (function, *_) in ADVANTAGES.items():
         np.testing.assert_allclose(function(group(*values)), expected[name], rtol=1e-6, atol=1e-9, err_msg=name)
 
 
@@ -85,7 +86,7 @@ def test_advantages_against_numpy(values):
 def test_the_order_of_a_groups_rollouts_does_not_matter(values, random):
     order = list(range(len(values)))
     random.shuffle(order)
-    for name, function in ADVANTAGES.items():
+    for name, (function, *_) in ADVANTAGES.items():
         there, back = group(*values), [0.0] * len(values)
         shuffled = GroupRewards(*(tuple(column[i] for i in order) for column in there[:2]))
         for place, advantage in zip(order, function(shuffled), strict=True):
@@ -121,7 +122,7 @@ def test_no_contrast_is_exactly_zero(values):
     """The mean of equal floats need not equal them: 0.1 · 3 / 3 would leave a trace that 1e-6 blows up."""
     assert not has_contrast(values)
     for name in COMPARING:
-        assert ADVANTAGES[name](group(*values)) == [0.0] * len(values), name
+        assert ADVANTAGES[name].function(group(*values)) == [0.0] * len(values), name
 
 
 def test_contrast_is_seen():

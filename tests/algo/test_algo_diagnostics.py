@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.algo.loss.diagnostics import Diagnostics
-from headrace.algo.loss.tokens import TokenLoss, Tokens
+from headrace.algo.policy.tokens import TokenLoss, Tokens
 
 
 def step(count: int, seed: int) -> tuple[Tokens, TokenLoss, torch.Tensor]:

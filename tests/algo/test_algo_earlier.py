@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from headrace.algo.recipes import RECIPES, Correction, Recipe
+from headrace.algo.policy.clipped import GSPO, GSPOToken, PPOClip
+from headrace.algo.policy.region import IPO, DPPOTVQuadratic
+from headrace.algo.recipes import RECIPES, Recipe
+from headrace.algo.tables import Correction
 from headrace.config import dump_config, load_config, read_config
 
 MINIMAL = {
@@ -15,12 +19,14 @@ MINIMAL = {
     "reward": {"function": "reasoning_gym"},
 }
 THEN = {
-    "gspo": Recipe("group_norm", "gspo", "seq_mean_token_mean", clip_low=3e-4, clip_high=4e-4),
-    "gspo_token": Recipe("group_norm", "gspo_token", "seq_mean_token_mean", clip_low=3e-4, clip_high=4e-4),
-    "mis_geometric": RECIPES["tis"]._replace(correction=Correction("mask", "geometric", 0.99, 1.001, veto=1e-4)),
-    "opsm": Recipe("group_norm", "ppo_clip", "token_mean", correction=Correction(opsm=1e-4)),
-    "dppo_kl": Recipe("centred", "dppo_tv_quadratic", "token_mean"),
-    "ipo": Recipe("centred", "ipo", "token_mean", delta=0.1),
+    "gspo": Recipe("group_norm", GSPO(clip_low=3e-4, clip_high=4e-4), "seq_mean_token_mean"),
+    "gspo_token": Recipe("group_norm", GSPOToken(clip_low=3e-4, clip_high=4e-4), "seq_mean_token_mean"),
+    "mis_geometric": replace(
+        RECIPES["tis"], correction=Correction(mode="mask", level="geometric", low=0.99, high=1.001, veto=1e-4)
+    ),
+    "opsm": Recipe("group_norm", PPOClip(), "token_mean", correction=Correction(opsm=1e-4)),
+    "dppo_kl": Recipe("centred", DPPOTVQuadratic(), "token_mean"),
+    "ipo": Recipe("centred", IPO(delta=0.1, penalty=1e-3), "token_mean"),
     "grpo": RECIPES["grpo"],
 }
 """Rows of the table as it was."""
@@ -49,7 +55,7 @@ def test_a_recipe_of_then_is_read_as_it_was(name, tmp_path):
 def test_what_was_given_then_stays(tmp_path):
     path = as_written_then(tmp_path, "algo.loss=gspo", "algo.clip_high=0.01")
     recipe = read_config(path).algo.recipe
-    assert (recipe.clip_low, recipe.clip_high) == (3e-4, 0.01)
+    assert recipe.loss == GSPO(clip_low=3e-4, clip_high=0.01)
     path = as_written_then(tmp_path, "algo.correction.opsm=0.3", name="opsm")
     assert read_config(path).algo.recipe.correction.opsm == 0.3
 

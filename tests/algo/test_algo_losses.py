@@ -8,15 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
-from headrace.algo.loss.losses import LOSSES, bound_loss, ppo_clip
-from headrace.algo.loss.tokens import Tokens, k3, ratio_of, sequence_mean, sequence_sum
-from headrace.algo.recipes import READS, RECIPES
+from headrace.algo.policy.clipped import GMPO, GSPO, GSPOToken, PPOClip
+from headrace.algo.policy.constants import settings_of
+from headrace.algo.policy.loss import Loss
+from headrace.algo.policy.region import DPPOKL, DPPOTV, IPO, DPPOTVQuadratic
+from headrace.algo.policy.smooth import SAPO, Kimi, KLCov
+from headrace.algo.policy.tokens import TokenLoss, Tokens, k3, ratio_of, sequence_mean, sequence_sum
+from headrace.algo.policy.weighted import CISPO, TOPR, CrossEntropy, Importance, Reinforce, TOPRToken
+from headrace.algo.recipes import LOSSES, RECIPES
 
 Array = np.ndarray
 SEQUENCE = np.array([0, 0, 0, 0, 1, 2, 2, 2, 2, 2, 2, 3, 3])
@@ -146,40 +153,30 @@ def ref_kl_cov(lp, sg, old, adv, seq, c):
     ]
 
 
-CONSTANTS: dict[str, dict[str, float]] = {  # such that both sides of every bound are met
-    "ppo_clip": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 1.3},
-    "reinforce": {"cap": 1.2},
-    "gspo": {"clip_low": 0.05, "clip_high": 0.04},
-    "gspo_token": {"clip_low": 0.05, "clip_high": 0.04},
-    "cispo": {"clip_low": 0.2, "clip_high": 0.3},
-    "sapo": {"tau": 1.0, "tau_negative": 1.05},
-    "dppo_tv": {"delta": 0.05, "cap": 1.2},
-    "dppo_kl": {"delta": 0.03, "cap": 1.2},
-    "dppo_tv_quadratic": {"delta": 0.05, "penalty": 0.1},
-    "ipo": {"delta": 0.05, "penalty": 0.1},
-    "kimi": {"tau": 0.3},
-    "gmpo": {"clip_low": 0.2, "clip_high": 0.3},
-    "kl_cov": {"penalty": 0.7},
-}
-REFERENCES: dict[str, Callable[..., list[float]]] = {
-    "ppo_clip": ref_ppo,
-    "importance": ref_importance,
-    "reinforce": ref_reinforce,
-    "gspo": ref_gspo,
-    "gspo_token": ref_gspo_token,
-    "cispo": ref_cispo,
-    "sapo": ref_sapo,
-    "dppo_tv": ref_dppo_tv,
-    "dppo_kl": ref_dppo_kl,
-    "dppo_tv_quadratic": ref_dppo_tv_quadratic,
-    "ipo": ref_ipo,
-    "kimi": ref_kimi,
-    "topr": ref_topr,
-    "topr_token": ref_topr_token,
-    "gmpo": ref_gmpo,
-    "kl_cov": ref_kl_cov,
-    "ce": ref_ce,
-}
+CASES: list[tuple[Loss, Callable[..., list[float]]]] = [  # constants such that both sides of every bound are met
+    (PPOClip(clip_low=0.2, clip_high=0.28, dual_clip=1.3), ref_ppo),
+    (Importance(), ref_importance),
+    (Reinforce(cap=1.2), ref_reinforce),
+    (GSPO(clip_low=0.05, clip_high=0.04), ref_gspo),
+    (GSPOToken(clip_low=0.05, clip_high=0.04), ref_gspo_token),
+    (CISPO(clip_low=0.2, clip_high=0.3), ref_cispo),
+    (SAPO(tau=1.0, tau_negative=1.05), ref_sapo),
+    (DPPOTV(delta=0.05, cap=1.2), ref_dppo_tv),
+    (DPPOKL(delta=0.03, cap=1.2), ref_dppo_kl),
+    (DPPOTVQuadratic(delta=0.05, penalty=0.1), ref_dppo_tv_quadratic),
+    (IPO(delta=0.05, penalty=0.1), ref_ipo),
+    (Kimi(tau=0.3), ref_kimi),
+    (TOPR(), ref_topr),
+    (TOPRToken(), ref_topr_token),
+    (GMPO(clip_low=0.2, clip_high=0.3), ref_gmpo),
+    (KLCov(penalty=0.7), ref_kl_cov),
+    (CrossEntropy(), ref_ce),
+]
+BY_NAME = {loss.name: loss for loss, _ in CASES}
+
+
+def run(loss: Loss, lp: Any, old: Array, adv: Array) -> TokenLoss:
+    return loss(tokens_of(lp, old, adv), torch.tensor(old))
 
 
 def numbers(seed: int, spread: float = 0.4) -> tuple[Array, Array, Array]:
@@ -197,23 +194,21 @@ def tokens_of(lp: Any, old: Array, adv: Array) -> Tokens:
     return Tokens(lp, torch.tensor(old), torch.tensor(adv), torch.tensor(SEQUENCE), lag, keep=keep)
 
 
-def test_every_loss_has_a_reference_and_every_constant_a_reader():
-    assert set(REFERENCES) == set(LOSSES) == set(READS)
-    assert all(set(CONSTANTS.get(name, {})) == set(reads) for name, reads in READS.items())
+def test_every_loss_has_a_reference():
+    assert sorted(BY_NAME) == sorted(LOSSES) and len(CASES) == len(LOSSES)
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", sorted(LOSSES))
-def test_loss_and_gradient_against_the_formula(name, seed):
+@pytest.mark.parametrize(("loss", "reference"), CASES, ids=[loss.name for loss, _ in CASES])
+def test_loss_and_gradient_against_the_formula(loss, reference, seed):
     lp, old, adv = numbers(seed)
-    constants = CONSTANTS.get(name, {})
     weight = np.random.default_rng(seed + 10).uniform(0.5, 1.5, len(lp))
     moving = torch.tensor(lp, requires_grad=True)
-    out = LOSSES[name](tokens_of(moving, old, adv), torch.tensor(old), **constants)
-    np.testing.assert_allclose(out.loss.detach(), REFERENCES[name](lp, lp, old, adv, SEQUENCE, constants), rtol=1e-10)
+    out, constants = run(loss, moving, old, adv), loss.constants()
+    np.testing.assert_allclose(out.loss.detach(), reference(lp, lp, old, adv, SEQUENCE, constants), rtol=1e-10)
 
     def weighted(values: Array) -> float:
-        return float(np.dot(weight, REFERENCES[name](values, lp, old, adv, SEQUENCE, constants)))
+        return float(np.dot(weight, reference(values, lp, old, adv, SEQUENCE, constants)))
 
     step = 1e-6 * np.eye(len(lp))
     expected = [(weighted(lp + e) - weighted(lp - e)) / 2e-6 for e in step]
@@ -222,8 +217,7 @@ def test_loss_and_gradient_against_the_formula(name, seed):
 
 
 def clips(name: str, lp: Array, old: Array, adv: Array) -> Array:
-    out = LOSSES[name](tokens_of(torch.tensor(lp), old, adv), torch.tensor(old), **CONSTANTS[name])
-    return out.clipped.numpy()
+    return run(BY_NAME[name], torch.tensor(lp), old, adv).clipped.numpy()
 
 
 def test_clipped_is_what_lost_its_gradient():
@@ -231,7 +225,7 @@ def test_clipped_is_what_lost_its_gradient():
     for name in ("ppo_clip", "gspo_token", "dppo_tv", "dppo_kl"):
         lp, old, adv = numbers(1)
         moving = torch.tensor(lp, requires_grad=True)
-        out = LOSSES[name](tokens_of(moving, old, adv), torch.tensor(old), **CONSTANTS[name])
+        out = run(BY_NAME[name], moving, old, adv)
         (grad,) = torch.autograd.grad(out.loss.sum(), moving)
         assert out.clipped.any() and not out.clipped.all(), name
         assert torch.equal(grad == 0, out.clipped), name
@@ -248,14 +242,15 @@ def test_clipped_counts_weights_at_their_bound():
 
 def test_dual_clip_bounds_the_loss_of_a_bad_token():
     tokens = tokens_of(torch.zeros(13).double(), np.full(13, -3.0), np.full(13, -2.0))
-    assert ppo_clip(tokens, tokens.sampled, 0.2, 0.2).loss[0].item() == pytest.approx(2 * math.exp(3))
-    assert ppo_clip(tokens, tokens.sampled, 0.2, 0.2, 3.0).loss[0].item() == pytest.approx(6.0)
+    plain, dual = PPOClip(), PPOClip(dual_clip=3.0)
+    assert plain(tokens, tokens.sampled).loss[0].item() == pytest.approx(2 * math.exp(3))
+    assert dual(tokens, tokens.sampled).loss[0].item() == pytest.approx(6.0)
     good = tokens._replace(advantage=-tokens.advantage)
-    assert ppo_clip(good, good.sampled, 0.2, 0.2, 3.0).loss[0].item() == pytest.approx(-2.4)
+    assert dual(good, good.sampled).loss[0].item() == pytest.approx(-2.4)
 
 
 def test_cispo_of_the_paper_clamps_above_five_and_not_below():
-    loss = bound_loss(RECIPES["cispo"])
+    loss = RECIPES["cispo"].loss
     tokens = tokens_of(
         torch.tensor([-0.1, -9.0] + [-1.0] * 11).double(), np.array([-9.0, -0.1] + [-1.0] * 11), np.ones(13)
     )
@@ -267,9 +262,9 @@ def test_both_gspo_forms_have_one_value_and_spread_the_gradient_differently():
     lp, old, adv = numbers(4, spread=0.01)  # inside the bounds
     for advantage, alike in ((np.where(SEQUENCE % 2, 1.0, -1.0), True), (adv, False)):
         grads = []
-        for name in ("gspo", "gspo_token"):
+        for loss in (GSPO(clip_low=0.5, clip_high=0.5), GSPOToken(clip_low=0.5, clip_high=0.5)):
             moving = torch.tensor(lp, requires_grad=True)
-            out = LOSSES[name](tokens_of(moving, old, advantage), torch.tensor(old), clip_low=0.5, clip_high=0.5)
+            out = run(loss, moving, old, advantage)
             grads.append(torch.autograd.grad(out.loss.sum(), moving)[0])
         assert torch.allclose(grads[0], grads[1]) == alike  # one advantage a sequence makes them the same
 
@@ -278,7 +273,7 @@ def test_topr_goes_by_the_trajectory_and_topr_token_by_the_token():
     lp, old = np.full(13, -1.0), np.full(13, -1.0)
     lp[0], lp[1] = -2.0, -0.5  # product exp(-0.5), tokens exp(-1) and exp(0.5)
     tokens = tokens_of(torch.tensor(lp), old, np.full(13, -1.0))
-    trajectory, token = (LOSSES[name](tokens, tokens.sampled).loss[:3].tolist() for name in ("topr", "topr_token"))
+    trajectory, token = (loss(tokens, tokens.sampled).loss[:3].tolist() for loss in (TOPR(), TOPRToken()))
     assert trajectory == pytest.approx([math.exp(-0.5) * x for x in (-2.0, -0.5, -1.0)])
     assert token == pytest.approx([math.exp(-1) * -2.0, -0.5, -1.0])
 
@@ -288,7 +283,7 @@ def test_no_loss_explodes_on_an_absurd_gap(name):
     lp, old, adv = numbers(0)
     lp[0], old[0], lp[5], old[5] = -1e-3, -300.0, -300.0, -1e-3
     moving = torch.tensor(lp, requires_grad=True)
-    out = LOSSES[name](tokens_of(moving, old, adv), torch.tensor(old), **CONSTANTS.get(name, {}))
+    out = run(BY_NAME[name], moving, old, adv)
     (grad,) = torch.autograd.grad(out.loss.sum(), moving)
     assert out.loss.isfinite().all() and grad.isfinite().all()
 
@@ -312,3 +307,20 @@ def test_sums_and_means_over_sequences():
     means = [s / len(members(SEQUENCE, t)) for t, s in enumerate(sums)]
     assert sequence_mean(values, torch.tensor(SEQUENCE)).tolist() == pytest.approx(means)
     assert sequence_sum(values[:0], torch.tensor(SEQUENCE[:0])).shape == (0,)
+
+
+def test_a_constant_out_of_bounds_is_refused():
+    with pytest.raises(ValidationError):
+        PPOClip(clip_low=1.5)
+    with pytest.raises(ValidationError):
+        Kimi(tau=0.0)
+
+
+def test_two_losses_with_one_constant_agree_on_its_bounds():
+    @dataclass(frozen=True, kw_only=True)
+    class Other(Loss):
+        name: ClassVar[str] = "other"
+        tau: float = 1.0
+
+    with pytest.raises(AssertionError, match="one setting has one type"):
+        settings_of([Kimi, Other], before="correction")

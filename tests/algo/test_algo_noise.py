@@ -14,8 +14,8 @@ import headrace
 from headrace.algo.config import AlgoConfig
 from headrace.algo.loss.diagnostics import Diagnostics
 from headrace.algo.loss.objective import objective_of
-from headrace.algo.loss.tokens import TokenLoss, Tokens
 from headrace.algo.noise import NoiseWatch, inside_rounding
+from headrace.algo.policy.tokens import TokenLoss, Tokens
 from headrace.algo.recipes import RECIPES
 from headrace.durable.journal import read_steps
 from headrace.observe.facts import Warned

@@ -22,8 +22,9 @@ from headrace.algo.loss.distill import _with_tail, top_divergence
 from headrace.algo.loss.kl import kl_estimate, kl_loss
 from headrace.algo.loss.objective import objective_of, old_of, selection_of
 from headrace.algo.loss.selection import covariance, m2po
-from headrace.algo.loss.tokens import Tokens, TopTokens
-from headrace.algo.recipes import RECIPES, Distill
+from headrace.algo.policy.tokens import Tokens, TopTokens
+from headrace.algo.recipes import RECIPES
+from headrace.algo.tables import Distill
 from headrace.errors import ConfigError
 
 SEQUENCE = np.array([0, 0, 0, 1, 2, 2, 2, 2])
@@ -494,7 +495,7 @@ def test_what_is_not_kept_has_no_policy_loss(name):
 
 
 def user(tmp_path: Any, body: str, **more: Any) -> AlgoConfig:
-    (tmp_path / "mine.py").write_text(f"import torch\nfrom headrace.algo.loss.tokens import TokenLoss\n\n{body}\n")
+    (tmp_path / "mine.py").write_text(f"import torch\nfrom headrace.algo.policy.tokens import TokenLoss\n\n{body}\n")
     return AlgoConfig(loss=f"{tmp_path / 'mine.py'}:loss", **more)
 
 

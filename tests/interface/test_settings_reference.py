@@ -1,9 +1,11 @@
-"""docs/settings.md is what its script makes of the sources, and says of every setting what it is for."""
+"""docs/settings.md and the tables of docs/algorithms.md are what their scripts make of the sources; every setting says what it is for."""
 
 from __future__ import annotations
 
 import runpy
 from pathlib import Path
+
+from headrace.algo.recipes import LOSSES
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -22,3 +24,15 @@ def test_the_reference_is_what_the_sources_say():
 def test_every_setting_says_what_it_is_for():
     missing = set(runpy.run_path(str(DOCS / "make_settings.py"))["undescribed"]())
     assert missing <= PLAIN, f"write one line beneath {sorted(missing - PLAIN)} in the source, then run `make docs`"
+
+
+def test_the_tables_of_algorithms_are_what_the_sources_say():
+    page, made = DOCS / "algorithms.md", runpy.run_path(str(DOCS / "make_algorithms.py"))["page"]
+    assert page.read_text(encoding="utf-8") == made(page.read_text(encoding="utf-8")), (
+        "a recipe has changed: run `make docs`"
+    )
+
+
+def test_every_loss_says_its_formula():
+    made_by_dataclass = [name for name, loss in LOSSES.items() if str(loss.__doc__).startswith(f"{loss.__name__}(")]
+    assert made_by_dataclass == [], "write the formula and its source into the docstring"

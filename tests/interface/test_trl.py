@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import headrace
-from headrace.algo.advantage.advantages import GroupRewards, gdpo, z_scores
+from headrace.algo.advantages import GroupRewards, gdpo, z_scores
 from headrace.errors import ConfigError
 from headrace.scoring.config import RewardConfig, RewardSpec
 from headrace.scoring.functions import FunctionScorer

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-from headrace.algo.advantage.advantages import GroupRewards, leave_one_out, z_scores
-from headrace.algo.recipes import MAX_LOG_RATIO
+from headrace.algo.advantages import GroupRewards, leave_one_out, z_scores
+from headrace.algo.policy.tokens import MAX_LOG_RATIO
 
 EPSILON = 1e-8
 

@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
-from headrace.algo.advantage.advantages import ADVANTAGES, AdvantageFunction, GroupRewards, penalised, user_advantage
 from headrace.algo.advantage.credit import kl_penalty, return_to_go, whiten
 from headrace.algo.advantage.rows import reference_of, rows_of
-from headrace.algo.config import AlgoConfig, is_user_function
-from headrace.algo.recipes import WHITENED
+from headrace.algo.advantages import Advantage, GroupRewards, advantage_of, penalised
+from headrace.algo.config import AlgoConfig
 from headrace.types import Group, Prompt, Row, Scored
 
 
@@ -20,21 +19,17 @@ def algorithm_of(algo: AlgoConfig, max_tokens: int, weights: Mapping[str, float]
 
     Raises ConfigError where the user's advantage function cannot be loaded.
     """
-    name = algo.recipe.advantage
-    advantage = user_advantage(name) if is_user_function(name) else ADVANTAGES[name]
-    return Algorithm(algo, advantage, max_tokens, weights or {})
+    return Algorithm(algo, advantage_of(algo.recipe.advantage), max_tokens, weights or {})
 
 
 class Algorithm:
     """The algorithm as the pipeline sees it."""
 
-    def __init__(
-        self, algo: AlgoConfig, advantage: AdvantageFunction, max_tokens: int, weights: Mapping[str, float]
-    ) -> None:
+    def __init__(self, algo: AlgoConfig, advantage: Advantage, max_tokens: int, weights: Mapping[str, float]) -> None:
         self._algo, self._recipe = algo, algo.recipe
         self._advantage, self._max_tokens, self._weights = advantage, max_tokens, weights
-        self._weighs = self._recipe.loss == "ce"
-        self._spreads = self._recipe.advantage == "return_to_go"
+        self._weighs = self._recipe.loss.weighs_rollouts
+        self._spreads = advantage.spread
         self._kl_in_reward = algo.reference_in_reward  # asked for every rollout, and worked out anew each time
         self._needs_contrast = algo.compares or self._weighs
         self._needs_teacher = self._recipe.advantage == "zero"
@@ -42,7 +37,7 @@ class Algorithm:
 
     def rows(self, prompt: Prompt, scored: Sequence[Scored]) -> tuple[Row, ...]:
         """One row per root-to-leaf path of every episode; no sampled token counts twice."""
-        advantages = self._advantage(self._group(scored))
+        advantages = self._advantage.function(self._group(scored))
         idle = any(advantages) if self._weighs else False
         rows: list[Row] = []
         for one, advantage in zip(scored, advantages, strict=True):
@@ -64,7 +59,7 @@ class Algorithm:
 
     def assemble(self, groups: tuple[Group, ...]) -> tuple[Group, ...]:
         """What needs the whole batch: whitening over its valid tokens, for the advantages that ask for it."""
-        if self._recipe.advantage not in WHITENED:
+        if not self._advantage.whitened:
             return groups
         rows = [row for group in groups for row in group.rows]
         valid = [[m and math.isfinite(p) for m, p in zip(row.mask, row.logprobs, strict=True)] for row in rows]

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace.algo.loss.tokens import sequence_sum
-from headrace.algo.recipes import Aggregation
+from headrace.algo.policy.tokens import sequence_sum
+from headrace.algo.tables import Aggregation
 
 
 @dataclass

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from headrace.algo.loss.tokens import TokenLoss, Tokens, k3, ratio_of, sequence_mean, sequence_sum
+from headrace.algo.policy.tokens import TokenLoss, Tokens, k3, ratio_of, sequence_mean, sequence_sum
 from headrace.algo.recipes import RULES
 from headrace.reports import LagStats, Noise
 

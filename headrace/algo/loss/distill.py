@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headrace.algo.loss.tokens import Tokens, TopTokens
-from headrace.algo.recipes import Distill
+from headrace.algo.policy.tokens import Tokens, TopTokens
+from headrace.algo.tables import Distill
 
 TINY = 1e-12
 """Least probability of the tail, -27.6 as a logarithm: k tokens may hold all of it to rounding."""

@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headrace.algo.loss.tokens import log_ratio, ratio_of
-from headrace.algo.recipes import Estimator
+from headrace.algo.policy.tokens import log_ratio, ratio_of
+from headrace.algo.tables import Estimator
 
 
 def kl_estimate(logprob: Tensor, reference: Tensor, estimator: Estimator) -> Tensor:

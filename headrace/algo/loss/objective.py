@@ -2,7 +2,7 @@
 
 old        what the ratio is anchored at
 advantage  + the teacher's
-loss       of the policy, one function of `losses.py` (or the user's)
+loss       of the policy, a value of `policy/` (or the user's function)
 × weight   of the correction and of the lag; zero where a rule took the token out
 + KL       to the reference
 + teacher  divergence over its top tokens
@@ -18,15 +18,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from headrace.algo.config import AlgoConfig, is_user_function
+from headrace.algo.config import AlgoConfig
 from headrace.algo.loss.corrections import corrected, lag_weight
 from headrace.algo.loss.distill import teacher_advantage, top_divergence
 from headrace.algo.loss.kl import kl_loss
-from headrace.algo.loss.losses import LossFunction, bound_loss
 from headrace.algo.loss.selection import covariance, m2po
-from headrace.algo.loss.tokens import TokenLoss, Tokens
-from headrace.algo.loss.user import load_loss
-from headrace.algo.recipes import Distill, Old, Recipe
+from headrace.algo.policy.loss import LossFunction
+from headrace.algo.policy.tokens import TokenLoss, Tokens
+from headrace.algo.recipes import Recipe
+from headrace.algo.tables import Distill, Old
 
 Objective = Callable[[Tokens], TokenLoss]
 """tokens of a microbatch -> per-token losses, to be weighed by the aggregation and summed."""
@@ -38,8 +38,7 @@ Selection = Callable[[Tensor, Tensor, Tensor], Tensor]
 def objective_of(algo: AlgoConfig) -> Objective:
     """The algorithm's loss. Raises ConfigError where the user's loss function cannot be loaded."""
     recipe = algo.recipe
-    loss: LossFunction = load_loss(recipe.loss) if is_user_function(recipe.loss) else bound_loss(recipe)
-    return partial(_objective, recipe, loss, algo.denominator == "kept")
+    return partial(_objective, recipe, recipe.loss.ready(), algo.denominator == "kept")
 
 
 def selection_of(algo: AlgoConfig) -> Selection | None:

@@ -156,7 +156,7 @@ async def _task_and_reward(found: Rehearsal, config: RunConfig, model_dir: Path 
 
 def _own_functions(algo: AlgoConfig) -> None:
     """A file is not run here: a loss imports torch."""
-    for setting, spec in (("advantage", algo.recipe.advantage), ("loss", algo.recipe.loss)):
+    for setting, spec in (("advantage", algo.recipe.advantage), ("loss", str(algo.recipe.loss))):
         if is_user_function(spec) and (problem := defines(spec)):
             raise ConfigError(f"algo.{setting} = {spec}: {problem}")
 

@@ -85,10 +85,10 @@ def scoring_mark(config: RunConfig) -> str:
     algo, recipe = config.algo, config.algo.recipe
     made = {
         "advantage": recipe.advantage,
-        "cross-entropy": recipe.loss == "ce",
+        "cross-entropy": recipe.loss.weighs_rollouts,
         "overlong": algo.overlong,
         "length": (algo.length_penalty, config.rollout.max_tokens) if algo.length_penalty else None,
-        "reference": recipe.kl if algo.reference_in_reward else None,
+        "reference": dataclasses.astuple(recipe.kl) if algo.reference_in_reward else None,
         "teachers": [dataclasses.asdict(dataclasses.replace(one, engine={})) for one in config.teachers],
         "top": algo.teacher_top,
         "rewards": [dataclasses.asdict(one) for one in config.reward.specs] if not _says_nothing(config.reward) else [],

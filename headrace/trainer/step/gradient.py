@@ -16,7 +16,7 @@ from torch import Tensor
 from headrace.algo.loss.denominator import Kept
 from headrace.algo.loss.diagnostics import Diagnostics
 from headrace.algo.loss.kl import kl_estimate
-from headrace.algo.loss.tokens import TokenLoss, Tokens, TopTokens, k3, ratio_of
+from headrace.algo.policy.tokens import TokenLoss, Tokens, TopTokens, k3, ratio_of
 from headrace.packing import Pack
 from headrace.trainer.forward.forward import Forward, Scores
 from headrace.trainer.forward.routing import Replayed, no_replay

@@ -142,21 +142,38 @@ def zero(group: GroupRewards) -> list[float]:
     return [0.0] * len(group.rewards)
 
 
-# return_to_go (REINFORCE++, arXiv 2501.03262) starts from the reward itself; `groups.Algorithm` spreads it over the tokens.
-# group_baseline (REINFORCE++ with baseline, the same paper) is `centred`, whitened over the batch.
-ADVANTAGES: dict[str, AdvantageFunction] = {
-    "group_norm": group_norm,
-    "centred": centred,
-    "leave_one_out": leave_one_out,
-    "maxrl": maxrl,
-    "opo": opo,
-    "gdpo": gdpo,
-    "pass@k": pass_at_k,
-    "group_baseline": centred,
-    "raw": raw,
-    "return_to_go": raw,
-    "zero": zero,
+class Advantage(NamedTuple):
+    """One number per rollout of a group, and what the stages around it have to know about it."""
+
+    function: AdvantageFunction
+    compares: bool = True
+    """The rollouts of a group are compared: a group without contrast gives zeros."""
+    reads_sum: bool = True
+    """It reads the sum of the rewards, so that a penalty on the sum has an effect."""
+    whitened: bool = False
+    """Whitened over the valid tokens of the whole batch."""
+    spread: bool = False
+    """`groups.Algorithm` makes the return of every token of it."""
+
+
+ADVANTAGES: dict[str, Advantage] = {
+    "group_norm": Advantage(group_norm),
+    "centred": Advantage(centred),
+    "leave_one_out": Advantage(leave_one_out),
+    "maxrl": Advantage(maxrl),
+    "opo": Advantage(opo),
+    "gdpo": Advantage(gdpo, reads_sum=False, whitened=True),
+    "pass@k": Advantage(pass_at_k),
+    "group_baseline": Advantage(centred, whitened=True),  # REINFORCE++ with baseline, arXiv 2501.03262
+    "raw": Advantage(raw, compares=False),
+    "return_to_go": Advantage(raw, compares=False, whitened=True, spread=True),  # REINFORCE++, the same paper
+    "zero": Advantage(zero, compares=False, reads_sum=False),
 }
+
+
+def advantage_of(name: str) -> Advantage:
+    """A row of the table, or the user's function of the form `file.py:name`. Raises ConfigError where that cannot be loaded."""
+    return ADVANTAGES[name] if name in ADVANTAGES else Advantage(user_advantage(name), compares=False)
 
 
 def penalised(rewards: Sequence[float], lengths: Sequence[int], weight: float, max_length: int) -> tuple[float, ...]:

@@ -1,14 +1,21 @@
-"""What every loss sees and gives. Shapes: M loss tokens of a microbatch, S sequences, k teacher tokens a position."""
+"""What every loss sees and gives. Shapes: M loss tokens of a microbatch, S sequences, k teacher tokens a position.
+
+The settings name the losses, and settings are read without torch: it is imported here only where it is called by name.
+"""
 
 from __future__ import annotations
 
+import operator
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from headrace.algo.recipes import MAX_LOG_RATIO, MIN_REST
+MAX_LOG_RATIO = 20.0
+"""A ratio beyond exp(±20) only says that something is broken; the clamp keeps it finite."""
+MIN_REST = 1e-6
+"""A log-prob nearer to 0 leaves "any other token" no probability that a binary divergence could divide by."""
 
 
 class TopTokens(NamedTuple):
@@ -54,12 +61,17 @@ class TokenLoss(NamedTuple):
     @property
     def rejected(self) -> Tensor:
         """[M] bool: taken out by any rule."""
-        return reduce(torch.logical_or, self.masked.values(), torch.zeros_like(self.clipped))
+        return reduce(operator.or_, self.masked.values(), self.clipped.new_zeros(self.clipped.shape))
+
+
+def unclipped(loss: Tensor) -> TokenLoss:
+    """Of a loss without a bound."""
+    return TokenLoss(loss, loss.new_zeros(loss.shape).bool())
 
 
 def ratio_of(logprob: Tensor, old: Tensor) -> Tensor:
     """[M] r = exp(clamp(logprob - old, ±20))."""
-    return torch.exp(torch.clamp(logprob - old, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+    return (logprob - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def log_ratio(logprob: Tensor, old: Tensor) -> Tensor:
@@ -67,34 +79,26 @@ def log_ratio(logprob: Tensor, old: Tensor) -> Tensor:
 
     For what pulls two policies together: a token beyond the bound needs the pull most. (`ratio_of` has no gradient there.)
     """
-    return _Bounded.apply(logprob - old)
+    from headrace.algo.policy.bounded import Bounded
 
-
-class _Bounded(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gap: Tensor) -> Tensor:
-        return torch.clamp(gap, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
+    return Bounded.apply(logprob - old, MAX_LOG_RATIO)
 
 
 def binary_kl(of: Tensor, to: Tensor) -> Tensor:
     """[M] KL of "this token" against "any other", from two log-probs of it. Probabilities of 1 are kept a hair below it."""
     of, to = _inside(of), _inside(to)
-    rest_of, rest_to = torch.log(-torch.expm1(of)), torch.log(-torch.expm1(to))
+    rest_of, rest_to = (-of.expm1()).log(), (-to.expm1()).log()
     return of.exp() * (of - to) + rest_of.exp() * (rest_of - rest_to)
 
 
 def _inside(logprob: Tensor) -> Tensor:
-    return torch.clamp(logprob, max=-MIN_REST)
+    return logprob.clamp(max=-MIN_REST)
 
 
 def k3(logprob: Tensor, old: Tensor) -> Tensor:
     """[M] unbiased, non-negative estimate of KL(old || current) on tokens of `old` (Schulman 2020): r - log r - 1."""
-    log_ratio = torch.clamp(logprob - old, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return torch.expm1(log_ratio) - log_ratio
+    log_ratio = (logprob - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return log_ratio.expm1() - log_ratio
 
 
 def sequence_sum(values: Tensor, sequence: Tensor) -> Tensor:
@@ -102,10 +106,12 @@ def sequence_sum(values: Tensor, sequence: Tensor) -> Tensor:
 
     Not `index_add`, whose sum on CUDA differs from call to call: a step has to be replayed bit for bit (C8).
     """
-    lengths = torch.bincount(sequence)
+    import torch
+
+    lengths = sequence.bincount()
     return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)[sequence] if len(values) else values
 
 
 def sequence_mean(values: Tensor, sequence: Tensor) -> Tensor:
     """[M] at every token, the mean over the loss tokens of its sequence. Carries gradients."""
-    return sequence_sum(values, sequence) / sequence_sum(torch.ones_like(values), sequence)
+    return sequence_sum(values, sequence) / sequence_sum(values.new_ones(values.shape), sequence)

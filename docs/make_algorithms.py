@@ -1,0 +1,82 @@
+"""Writes the tables of recipes and of losses into docs/algorithms.md, between its marks: `make docs`.
+
+Names and constants are those of `headrace/algo/recipes.py`; the formula and the source of a loss are the docstring of its class.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from headrace.algo.config import AlgoConfig
+from headrace.algo.policy.loss import Loss
+from headrace.algo.recipes import LOSSES, RECIPES, Recipe
+
+TARGET = Path(__file__).with_name("algorithms.md")
+
+
+def recipes() -> Iterator[str]:
+    yield "| `algo.name` | advantage | loss | aggregation | what is special | paper |\n|---|---|---|---|---|---|"
+    for name, recipe in RECIPES.items():
+        default = " (default)" if name == AlgoConfig().name else ""
+        papers = ", ".join(map(_paper, recipe.papers))
+        cells = (
+            f"`{name}`{default}",
+            recipe.advantage,
+            _loss(recipe.loss),
+            recipe.aggregation,
+            _special(recipe),
+            papers,
+        )
+        yield f"| {' | '.join(cells)} |"
+
+
+def losses() -> Iterator[str]:
+    yield "| `algo.loss` | the loss of a token, its source, and the choice made | constants |\n|---|---|---|"
+    for name, loss in LOSSES.items():
+        constants = ", ".join(f"{one} {value:g}" for one, value in loss().constants().items())
+        text = " ".join((inspect.getdoc(loss) or "").split()).replace("|", "\\|")
+        yield f"| `{name}` | {text} | {constants} |"
+
+
+def _loss(loss: Loss) -> str:
+    """With the constants that are not the loss's own."""
+    own = type(loss)().constants()
+    others = [f"{name} {value:g}" for name, value in loss.constants().items() if value != own[name]]
+    return ", ".join([loss.name, *others])
+
+
+def _special(recipe: Recipe) -> str:
+    one, said = recipe.correction, [recipe.about] if recipe.about else []
+    if recipe.old != "sampler":
+        said.append(f"old = {recipe.old}")
+    if one.mode != "none":
+        said.append(f"{one.level} {one.mode} [{one.low:g}, {one.high:g}]")
+    said += [f"{name} {value:g}" for name in ("veto", "kpop", "opsm") if (value := getattr(one, name))]
+    match recipe.select.kind:
+        case "m2po":
+            said.append(f"selection m2po, tau {recipe.select.tau:g}")
+        case "clip_cov" | "kl_cov":
+            said.append(f"selection {recipe.select.kind}, {recipe.select.fraction:g} of the tokens")
+    if recipe.distill.kind != "none":
+        said.append(f"distill {recipe.distill.kind}")
+    return "; ".join(said)
+
+
+def _paper(source: str) -> str:
+    return f"[{source}](https://arxiv.org/abs/{source})" if re.fullmatch(r"\d{4}\.\d{5}", source) else source
+
+
+def page(text: str) -> str:
+    """The page with the tables as they are now. Raises ValueError where a mark is missing."""
+    for name, lines in (("recipes", recipes()), ("losses", losses())):
+        begin, end = f"<!-- {name}: `make docs` -->\n", f"<!-- end of {name} -->"
+        before, rest = text.split(begin)
+        text = f"{before}{begin}{chr(10).join(lines)}\n{end}{rest.split(end)[1]}"
+    return text
+
+
+if __name__ == "__main__":
+    TARGET.write_text(page(TARGET.read_text(encoding="utf-8")), encoding="utf-8")

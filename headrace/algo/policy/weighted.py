@@ -1,0 +1,110 @@
+"""Losses in which the ratio, if there is one, is a weight: a bound on it holds the weight, and every token keeps its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic.dataclasses import dataclass
+
+from headrace.algo.policy.constants import Cap, ClipHigh, ClipLow
+from headrace.algo.policy.loss import STRICT, Loss
+from headrace.algo.policy.tokens import TokenLoss, Tokens, ratio_of, sequence_sum, unclipped
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Importance(Loss):
+    """-r·A: importance sampling without a bound; for those who bound it elsewhere (M2PO)."""
+
+    name: ClassVar[str] = "importance"
+    holds: ClassVar[bool] = False
+
+    def __call__(self, tokens: Tokens, old: Tensor) -> TokenLoss:
+        return unclipped(-ratio_of(tokens.logprob, old) * tokens.advantage)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Reinforce(Loss):
+    """-sg(min(r, cap))·A·logprob: on policy plain REINFORCE (Williams 1992), off policy truncated importance sampling.
+
+    Choice: cap 2, as OAT, slime, open-instruct, Tunix and verl have it.
+    """
+
+    name: ClassVar[str] = "reinforce"
+    cap: Cap = 2.0
+    """The largest importance weight."""
+
+    def __call__(self, tokens: Tokens, old: Tensor) -> TokenLoss:
+        ratio = ratio_of(tokens.logprob, old).detach()
+        return TokenLoss(-ratio.clamp(max=self.cap) * tokens.advantage * tokens.logprob, ratio > self.cap)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class CISPO(Loss):
+    """-sg(clip(r, 1 - low, 1 + high))·A·logprob (MiniMax-M1, arXiv 2506.13585): no token loses its gradient.
+
+    Choice: the upper bound is 1 + high as written in the paper; TRL clamps at `high` itself. low = 1 is no lower bound.
+    """
+
+    name: ClassVar[str] = "cispo"
+    clip_low: ClipLow = 1.0
+    """The smallest weight is 1 - clip_low."""
+    clip_high: ClipHigh = 4.0
+    """The largest weight is 1 + clip_high."""
+
+    def __call__(self, tokens: Tokens, old: Tensor) -> TokenLoss:
+        ratio = ratio_of(tokens.logprob, old).detach()
+        weight = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
+        return TokenLoss(-weight * tokens.advantage * tokens.logprob, weight != ratio)
+
+    def words(self) -> Iterator[str]:
+        yield f"weight within [{1 - self.clip_low:.6g}, {1 + self.clip_high:.6g}]"
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class TOPR(Loss):
+    """Good: -A·logprob; the rest: -sg(clip(ratio, 0, 1))·A·logprob (TOPR, arXiv 2503.14286).
+
+    Choice: the ratio is the trajectory's, exp(Σ_t(logprob - old)), as in the paper; ROLL's is `topr_token`. The ratio of a long
+    trajectory vanishes quickly: then only the good ones teach.
+    """
+
+    name: ClassVar[str] = "topr"
+
+    def __call__(self, tokens: Tokens, old: Tensor) -> TokenLoss:
+        return _tapered(tokens, sequence_sum(tokens.logprob.detach() - old, tokens.sequence))
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class TOPRToken(Loss):
+    """As `topr` with every token's own ratio (ROLL)."""
+
+    name: ClassVar[str] = "topr_token"
+
+    def __call__(self, tokens: Tokens, old: Tensor) -> TokenLoss:
+        return _tapered(tokens, tokens.logprob.detach() - old)
+
+
+def _tapered(tokens: Tokens, gap: Tensor) -> TokenLoss:
+    ratio = ratio_of(gap, gap.new_zeros(gap.shape))
+    good = tokens.advantage > 0
+    weight = ratio.clamp(max=1.0).masked_fill(good, 1.0)
+    return TokenLoss(-weight * tokens.advantage * tokens.logprob, ~good & (ratio > 1))
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class CrossEntropy(Loss):
+    """-weight·logprob, the advantage as the weight: cross-entropy on what was sampled, no ratio at all.
+
+    Its own denominator: rollouts of weight zero leave the mask, so that they do not count.
+    """
+
+    name: ClassVar[str] = "ce"
+    holds: ClassVar[bool] = False
+    weighs_rollouts: ClassVar[bool] = True
+
+    def __call__(self, tokens: Tokens, old: Tensor) -> TokenLoss:
+        return unclipped(-tokens.advantage * tokens.logprob)
