@@ -59,6 +59,6 @@ def log_probabilities(
     given = map(address, (offsets, ids, found, logsumexp, entropy))
     shape = len(hidden), hidden.shape[1]
     kernels().headrace_log_probabilities(
-        address(hidden.contiguous()), *shape, address(across), len(weight), 1 / temperature, *given
+        address(hidden), *shape, address(across), len(weight), 1 / temperature, *given
     )
     return found, logsumexp, entropy
