@@ -148,3 +148,17 @@ def test_one_weight_that_differs_shows(place):
     with torch.no_grad():
         forward.model.get_parameter(place).flatten()[3] += 0.1
     assert not torch.equal(scored(forward, pack, 1.0), pack.sampled)
+
+
+def test_the_head_is_packed_once_for_each_of_its_values():
+    forward = trainer_of("llama3-rope")
+    head = forward.model.get_output_embeddings()
+    (pack,) = pack_rows(sampled("llama3-rope", forward.model, requests_of(3, 1.0)), token_mean, 0, 10_000, 0).packs
+    found = []
+    for _ in range(3):
+        scored(forward, pack, 1.0)
+        assert head.packed._packed_from == (head.weight.data_ptr(), head.weight._version)
+        found.append(head.packed._packed[0].clone())
+        with torch.no_grad():
+            head.weight.mul_(1.5)
+    assert not torch.equal(found[0], found[1]) and not torch.equal(found[1], found[2])

@@ -58,7 +58,5 @@ def log_probabilities(
     across, _ = packed.packed(weight, backward=False)
     given = map(address, (offsets, ids, found, logsumexp, entropy))
     shape = len(hidden), hidden.shape[1]
-    kernels().headrace_log_probabilities(
-        address(hidden), *shape, address(across), len(weight), 1 / temperature, *given
-    )
+    kernels().headrace_log_probabilities(address(hidden), *shape, address(across), len(weight), 1 / temperature, *given)
     return found, logsumexp, entropy

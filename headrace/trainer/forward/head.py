@@ -144,8 +144,10 @@ class _LogProbs(torch.autograd.Function):
         how: _How,
     ) -> tuple[Tensor, Tensor]:
         low_hidden, low_weight = hidden.to(how.dtype), weight.to(how.dtype)
-        make = _by_kernels if how.packed is not None else _by_blocks
-        found, logsumexp, entropy = make(low_hidden, low_weight, bias, place, ids, how)
+        if how.packed is None:
+            found, logsumexp, entropy = _by_blocks(low_hidden, low_weight, bias, place, ids, how)
+        else:  # the weight itself: a copy may lie where the last one lay, and be taken for it
+            found, logsumexp, entropy = _by_kernels(low_hidden, weight, bias, place, ids, how)
         order = ids.argsort(stable=True)
         ctx.save_for_backward(low_hidden, low_weight, bias, order, place[order], ids[order], logsumexp)
         ctx.scale, ctx.dtypes = how.scale, (hidden.dtype, weight.dtype)
