@@ -1,14 +1,14 @@
 """Engine and trainer on a machine that does other work too: how much of what is left to them do they use?
 
-    python benchmarks/busy.py [--trees old=DIR new=DIR] [--work engine16,engine64,trainer64,both] [--loads quiet,loop1,...]
+    python benchmarks/busy.py [--trees old=DIR new=DIR] [--work engine16,engine64,trainer16,both] [--loads quiet,loop1,...]
 
 Beside each load are measured, in turn and `--rounds` times: two threads that do nothing but count (four for `both`, which has four
 threads), and the engine, the trainer, and both together. What the counters get beside the load, of what they get without it, is the
-machine's share that is left; the same for tokens a second, divided by it, is what this prints: 1.00 where a load takes from us what
-it takes from anybody. Ratios of neighbours in time, and medians: others may use the machine, too. `--first` puts this session before
-those of other users (sched_autogroup), which makes the rest of the machine matter little, and slow.
+machine's share that is left; `busy_table.py` says what is made of it. Rounds are interleaved: others may use the machine, too.
+`--first` puts this session before those of other users (sched_autogroup), which makes the rest of the machine matter little, and slow.
 
-`--trees`: checkouts to be compared, each with its own `headrace`; the first is the one that others are compared with.
+`--trees`: checkouts to be compared, each with its own `headrace` and, after commas, settings of its environment; the first is the one
+that others are compared with.
 
 Loads: quiet; loopN: N processes that never rest; pinnedN: the same, the first on the first core, and so on; takeMS: a process of
 real-time priority that has the last core for MS of every 10 ms.
@@ -21,27 +21,29 @@ import contextlib
 import json
 import os
 import random
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from busy_table import Figures
 from trainer_process import machine
 
 HERE = Path(__file__).resolve().parent
 LOADS = "quiet,loop1,loop2,pinned1,pinned2,take2,take5,take8,loop4"
-WORK = "engine16,engine64,trainer64,both"
+WORK = "engine16,engine64,trainer16,both"
+BOTH = ("engine16", "trainer16")
 CORES = sorted(os.sched_getaffinity(0))
 COUNTERS = {"both": 2 * len(CORES)}
 
 
 class Child:
-    def __init__(self, kind: str, number: int = 0, tree: Path = HERE.parent) -> None:
+    def __init__(self, kind: str, number: int = 0, tree: str = str(HERE.parent)) -> None:
         sys.path.insert(0, str(HERE.parent))
         from headrace.orchestration.workers.process import environment
 
-        variables = {**environment(CORES), **EXTRA, "PYTHONPATH": str(tree)}
+        where, *settings = tree.split(",")
+        variables = {**environment(CORES), "PYTHONPATH": where, **dict(one.split("=", 1) for one in settings)}
         self._process = subprocess.Popen(
             [sys.executable, str(HERE / "busy_child.py"), kind, str(number)],
             stdin=subprocess.PIPE,
@@ -61,7 +63,7 @@ class Child:
         self._in.flush()
 
     def rate(self) -> float:
-        done, seconds, _ = json.loads(self._out.readline())
+        done, seconds = json.loads(self._out.readline())
         return done / seconds
 
     def pin(self, core: int) -> None:
@@ -70,9 +72,6 @@ class Child:
     def end(self) -> None:
         self._process.kill()
         self._process.wait()
-
-
-EXTRA: dict[str, str] = {}
 
 
 @contextlib.contextmanager
@@ -100,6 +99,15 @@ def rates(children: list[Child], seconds: float) -> list[float]:
     return [child.rate() for child in children]
 
 
+def beside(first: Child, second: Child, seconds: float) -> list[float]:
+    """Both for as long as the second takes, whose steps are long."""
+    first.ask(float("inf"))
+    second.ask(seconds)
+    rate = second.rate()
+    first.ask(0)
+    return [first.rate(), rate]
+
+
 class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -107,9 +115,9 @@ class Bench:
         self.trees = dict(pair.split("=", 1) for pair in options.trees) or {"": str(HERE.parent)}
         self.counters = [Child("count") for _ in range(2 * len(CORES))]
         alone = [work for work in self.works if work != "both"]
-        needed = {*alone, *(("engine16", "trainer64") if "both" in self.works else ())}
+        needed = {*alone, *(BOTH if "both" in self.works else ())}
         self.children = {
-            (tree, work): child_of(work, Path(where)) for tree, where in self.trees.items() for work in sorted(needed)
+            (tree, work): child_of(work, where) for tree, where in self.trees.items() for work in sorted(needed)
         }
         self.found: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
 
@@ -127,63 +135,39 @@ class Bench:
         seconds, counters = self.options.seconds, self.counters[: COUNTERS.get(work, len(CORES))]
         left = sum(rates(counters, seconds / 2))
         for tree in random.sample(list(self.trees), len(self.trees)):
-            got = rates(self._members(tree, work), seconds)
+            got = (
+                beside(*members, seconds) if len(members := self._members(tree, work)) == 2 else rates(members, seconds)
+            )
             after = sum(rates(counters, seconds / 2))
             for part, rate in zip(self._parts(work), got, strict=True):
                 self.found.setdefault((load, part, tree), []).append((rate, (left + after) / 2))
             left = after
 
     def _parts(self, work: str) -> list[str]:
-        return ["engine16 of both", "trainer64 of both"] if work == "both" else [work]
+        return [f"{part} of both" for part in BOTH] if work == "both" else [work]
 
     def _members(self, tree: str, work: str) -> list[Child]:
-        return [self.children[tree, part] for part in (("engine16", "trainer64") if work == "both" else (work,))]
+        return [self.children[tree, part] for part in (BOTH if work == "both" else (work,))]
 
     def rows(self) -> list[dict[str, object]]:
         return [
-            {"load": load, "work": work, "tree": tree, "rates": rates, "of_left": self.of_left(load, work, tree)}
+            {"load": load, "work": work, "tree": tree, "rates": rates}
             for (load, work, tree), rates in self.found.items()
         ]
-
-    def of_left(self, load: str, work: str, tree: str) -> float:
-        """Of what is left, and of what the work gets on a quiet machine of the first tree."""
-        first = next(iter(self.trees))
-        quiet = self.found.get(("quiet", work, first), [])
-        if not quiet:
-            return float("nan")
-        by_count = statistics.median(rate / left for rate, left in quiet)
-        return statistics.median(rate / left for rate, left in self.found[load, work, tree]) / by_count
-
-    def left(self, load: str, work: str) -> float:
-        def counted(of: str) -> float:
-            return statistics.median(left for tree in self.trees for _, left in self.found[of, work, tree])
-
-        return (
-            counted(load) / counted("quiet") if ("quiet", work, next(iter(self.trees))) in self.found else float("nan")
-        )
-
-    def table(self) -> str:
-        lines = ["| load | work | left | tree | tokens/s | of what is left |", "|---|---|---|---|---|---|"]
-        for (load, work, tree), found in sorted(self.found.items()):
-            rate = statistics.median(rate for rate, _ in found)
-            lines.append(
-                f"| {load} | {work} | {self.left(load, work):.2f} | {tree} | {rate:.1f} | {self.of_left(load, work, tree):.2f} |"
-            )
-        return "\n".join(lines)
 
     def end(self) -> None:
         for child in (*self.counters, *self.children.values()):
             child.end()
 
 
-def child_of(work: str, tree: Path) -> Child:
+def child_of(work: str, tree: str) -> Child:
     kind, number = work.rstrip("0123456789"), work.lstrip("abcdefghijklmnopqrstuvwxyz")
     return Child(kind, int(number), tree)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trees", nargs="*", default=[], metavar="NAME=DIR")
+    parser.add_argument("--trees", nargs="*", default=[], metavar="NAME=DIR[,VARIABLE=VALUE...]")
     parser.add_argument("--work", default=WORK)
     parser.add_argument("--loads", default=LOADS)
     parser.add_argument("--rounds", type=int, default=3)
@@ -191,10 +175,8 @@ def main() -> None:
         "--seconds", type=float, default=2.0, help="that each measurement takes; a step of the trainer is done whole"
     )
     parser.add_argument("--first", action="store_true", help="before other sessions of this machine")
-    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="environment of the processes")
     parser.add_argument("--to", type=Path, help="a file for the figures (JSON)")
     options = parser.parse_args()
-    EXTRA.update(pair.split("=", 1) for pair in options.set)
     if options.first:
         with contextlib.suppress(PermissionError):
             os.setsid()  # refused where a shell has made a session for this process already
@@ -203,7 +185,10 @@ def main() -> None:
     bench = Bench(options)
     try:
         bench.measure()
-        print(bench.table())
+        figures = Figures(bench.rows())
+        print(figures.details())
+        if "quiet" in figures.loads:
+            print(figures.table())
         if options.to:
             options.to.write_text(json.dumps(bench.rows(), indent=1))
     finally:

@@ -1,5 +1,5 @@
 """The processes of busy.py: `busy_child.py KIND [NUMBER]`. Those that work read seconds from stdin, a line at a time, and answer with
-what they did in about so many; those that load the machine never end by themselves.
+what they did in about so many ("inf": until the next line); those that load the machine never end by themselves.
 
     engine N     decodes N sequences                      -> tokens
     trainer N    optimizer steps on N completions         -> tokens trained
@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import select
 import sys
 import time
 from collections.abc import Callable
@@ -31,10 +32,12 @@ def main() -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         started, done = time.perf_counter(), 0
-        until = started + float(line)
-        while time.perf_counter() < until:
+        until = started + float(line)  # inf: until another line comes, which is lost
+        while time.perf_counter() < until and not (until == float("inf") and select.select([sys.stdin], [], [], 0)[0]):
             done += work()
-        print(json.dumps([done, time.perf_counter() - started, sum(os.times()[:2])]), flush=True)
+        if until == float("inf"):
+            sys.stdin.readline()
+        print(json.dumps([done, time.perf_counter() - started]), flush=True)
 
 
 def load(of_ten: int) -> None:
@@ -56,7 +59,7 @@ def count() -> int:
 
 
 def model() -> Path:
-    from headrace.models import resolve_model
+    from headrace.models.resolve import resolve_model
 
     return resolve_model("smollm2-135m-instruct", lambda line: print(line, file=sys.stderr))
 
@@ -72,7 +75,7 @@ def engine(sequences: int) -> Callable[[], int]:
 
     made = NativeEngine(model(), EngineConfig(dtype="bfloat16", kv_gib=0.5, max_running=sequences, context_length=256))
     weights = parameters_from_dir(model(), torch.bfloat16)
-    made.swap(made.prepare(WeightUpdate(0, "full", "", 0, 0, 0.0), weights))
+    made.swap(made.prepare(WeightUpdate(version=0, kind="full", fingerprint="", nbytes=0, seconds=0.0), weights))
     numbers, sent = random.Random(0), 0
 
     def add(tokens: int) -> None:
@@ -97,7 +100,7 @@ def engine(sequences: int) -> Callable[[], int]:
 def trainer(completions: int) -> Callable[[], int]:
     from headrace.algo.config import AlgoConfig
     from headrace.trainer.config import TrainConfig
-    from headrace.trainer.torch_trainer import TorchTrainer
+    from headrace.trainer.step.trainer import TorchTrainer
     from headrace.types import Batch, Group, Prompt, Row
 
     numbers = random.Random(0)

@@ -124,7 +124,7 @@ class Bench:
             self._engine = self.fresh(variant.config)
             for number in range(variant.config.get("max_adapters", 0)):
                 spec = AdapterSpec(f"a{number}", RANK, 2.0 * RANK)
-                update = WeightUpdate(1, "adapter", "", 0, 0, 0.0, spec)
+                update = WeightUpdate(version=1, kind="adapter", fingerprint="", nbytes=0, seconds=0.0, adapter=spec)
                 self._engine.swap(self._engine.prepare(update, adapter(self._parameters, number)))
         return self._engine
 
@@ -137,7 +137,11 @@ class Bench:
         return engine
 
     def publish(self, engine: NativeEngine, version: int) -> None:
-        engine.swap(engine.prepare(WeightUpdate(version, "full", "", 0, 0, 0.0), self._parameters))
+        engine.swap(
+            engine.prepare(
+                WeightUpdate(version=version, kind="full", fingerprint="", nbytes=0, seconds=0.0), self._parameters
+            )
+        )
 
     def rate(self, variant: Variant, seed: int) -> float:
         """Sampled tokens a second."""

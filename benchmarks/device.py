@@ -111,7 +111,7 @@ def engine(
         read.runner.decode_with_graphs(capture=graphs and device == "cuda")
     core = Core(read, config)
     served = {name: tensor.detach().to(getattr(torch, dtype)) for name, tensor in bench.weights.named_parameters()}
-    core.swap(core.prepare(WeightUpdate(0, "full", "", 0, 0, 0.0), served))
+    core.swap(core.prepare(WeightUpdate(version=0, kind="full", fingerprint="", nbytes=0, seconds=0.0), served))
     return core
 
 

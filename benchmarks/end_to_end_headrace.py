@@ -172,7 +172,9 @@ def evaluate(options: Json) -> Json:
     engine, found = NativeEngine(model_dir, config), []
     for version, path in enumerate(options["weights"]):
         tensors = load_file(path) if path else parameters_from_dir(model_dir, torch.bfloat16)
-        engine.swap(engine.prepare(WeightUpdate(version, "full", "", 0, 0, 0.0), tensors))
+        engine.swap(
+            engine.prepare(WeightUpdate(version=version, kind="full", fingerprint="", nbytes=0, seconds=0.0), tensors)
+        )
         found.append(measured(engine, rows, options, decode))
     return {"evaluated": found}
 

@@ -50,8 +50,9 @@ def contenders(model: Path, cores: set[int], logs: Path) -> list[Contender]:
     commands = {
         "headrace": ([ours, "engine_headrace.py", str(model), "auto"], environment(sorted(cores))),
         "headrace-fused": ([ours, "engine_headrace.py", str(model), "fused"], environment(sorted(cores))),
-        "vllm-compiled": ([theirs, "engine_vllm.py", str(model), "compiled"], vllm_environment(cores)),
-        "vllm-eager": ([theirs, "engine_vllm.py", str(model), "eager"], vllm_environment(cores)),
+        "vllm-compiled": ([theirs, "engine_vllm.py", str(model), "compiled", "bfloat16"], vllm_environment(cores)),
+        "vllm-eager": ([theirs, "engine_vllm.py", str(model), "eager", "bfloat16"], vllm_environment(cores)),
+        "vllm-float32": ([theirs, "engine_vllm.py", str(model), "compiled", "float32"], vllm_environment(cores)),
         "hf-generate": ([ours, "engine_transformers.py", str(model), "generate"], threads),
         "hf-batching": ([ours, "engine_transformers.py", str(model), "batching"], threads),
         "ceiling": ([ours, "engine_ceiling.py", str(model)], threads),

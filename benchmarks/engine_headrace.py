@@ -28,7 +28,9 @@ def start(arguments: list[str]) -> Run:
         if config not in engines:
             engines.clear()
             engine = engines[config] = NativeEngine(model_dir, config)
-            engine.swap(engine.prepare(WeightUpdate(0, "full", "", 0, 0, 0.0), parameters))
+            engine.swap(
+                engine.prepare(WeightUpdate(version=0, kind="full", fingerprint="", nbytes=0, seconds=0.0), parameters)
+            )
         return time(engines[config], load)
 
     return run

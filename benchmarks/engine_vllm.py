@@ -1,4 +1,4 @@
-"""vLLM as a contender of engine.py: `engine_vllm.py MODEL_DIR compiled|eager`, run by the Python of .venv-bench.
+"""vLLM as a contender of engine.py: `engine_vllm.py MODEL_DIR compiled|eager DTYPE`, run by the Python of .venv-bench.
 
 The environment (threads, KV space, preloaded libraries) is set by engine.py. Settings are those that were fastest: see
 docs/benchmarks.md. Requests carry no seeds, which vLLM's CPU sampler cannot take.
@@ -14,10 +14,10 @@ from vllm.sampling_params import RequestOutputKind
 
 
 def start(arguments: list[str]) -> Run:
-    model_dir, mode = arguments
+    model_dir, mode, dtype = arguments
     engine = LLM(
         model_dir,
-        dtype="bfloat16",
+        dtype=dtype,
         enforce_eager=mode == "eager",
         max_model_len=1024,
         max_num_seqs=256,

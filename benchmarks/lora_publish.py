@@ -8,7 +8,6 @@ Both ends of the shared-memory transport in one process; no forward pass. Second
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Iterable
@@ -20,8 +19,8 @@ from headrace.models.lora import LoraConfig
 from headrace.models.resolve import resolve_model
 from headrace.trainer.model.adapters import Adapters
 from headrace.trainer.model.causal_lm import load_model
-from headrace.weight_sync.memory import anonymous_memory
-from headrace.weight_sync.shared_memory import SharedMemoryReceiver, SharedMemorySender, lay_out
+from headrace.weight_sync.packed import lay_out
+from headrace.weight_sync.shared_memory import SharedMemory
 from headrace.weights import AdapterSpec
 
 
@@ -29,9 +28,9 @@ def measure(
     parameters: Iterable[tuple[str, torch.Tensor]], spec: AdapterSpec | None, repeats: int
 ) -> tuple[int, float, float]:
     """(bytes, seconds to send, seconds to receive)"""
-    parameters, fd, name = list(parameters), anonymous_memory(), spec.name if spec else ""
+    parameters, memory, name = list(parameters), SharedMemory.open(), spec.name if spec else ""
     manifests = {name: lay_out(parameters, torch.bfloat16)}
-    sender, receiver = SharedMemorySender(fd, manifests), SharedMemoryReceiver(fd, manifests)
+    sender, receiver = memory.sender(manifests), memory.receiver(manifests)
     sending, receiving, nbytes = [], [], 0
     for version in range(repeats + 2):
         started = time.perf_counter()
@@ -41,7 +40,7 @@ def measure(
         sending.append(sent - started)
         receiving.append(time.perf_counter() - sent)
         nbytes = update.nbytes
-    os.close(fd)
+    memory.close()
     return nbytes, statistics.median(sending[2:]), statistics.median(receiving[2:])  # the first two touch new pages
 
 

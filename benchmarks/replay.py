@@ -80,7 +80,7 @@ def sample(
         model_dir,
         EngineConfig(dtype=dtype, device="cpu", kv_gib=0.5, max_running=16, context_length=1024, routing=routing),
     )
-    update = WeightUpdate(0, "full", "", 0, 0, 0.0)
+    update = WeightUpdate(version=0, kind="full", fingerprint="", nbytes=0, seconds=0.0)
     engine.swap(engine.prepare(update, parameters_from_dir(model_dir, getattr(torch, dtype))))
     transcripts, rows = {}, []
     for number, question in enumerate(ASKED):

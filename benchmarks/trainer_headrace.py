@@ -65,7 +65,7 @@ def advantages(rewards: list[float]) -> list[float]:
 def sample(model_dir: Path, asks: list[tuple[list[int], int]]) -> list[Json]:
     engine = NativeEngine(model_dir, EngineConfig(dtype="bfloat16", kv_gib=1.0, max_running=64, context_length=640))
     weights = parameters_from_dir(model_dir, torch.bfloat16)
-    engine.swap(engine.prepare(WeightUpdate(0, "full", "", 0, 0, 0.0), weights))
+    engine.swap(engine.prepare(WeightUpdate(version=0, kind="full", fingerprint="", nbytes=0, seconds=0.0), weights))
     for index, (prompt, count) in enumerate(asks):
         engine.add(Request(str(index), tuple(prompt), Sampling(max_tokens=count, ignore_eos=True, seed=index)))
     rows: list[Json] = [{"tokens": [], "logprobs": []} for _ in asks]

@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from headrace.version import __version__
+
 if TYPE_CHECKING:
     from headrace.config import RunConfig, load_config
     from headrace.errors import StopTraining
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
     from headrace.orchestration.runs.result import RunResult
     from headrace.scoring.handed import Rewards
     from headrace.scoring.trl import trl_reward
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Evaluation",
@@ -126,7 +126,9 @@ def export(
     from headrace.config import config_of_run, read_config
     from headrace.orchestration.runs import one_shot
 
-    return one_shot.export(read_config(config_of_run(Path(run))), Path(run), Path(to), dtype, merge, step)
+    return one_shot.export(
+        read_config(config_of_run(Path(run))), Path(run), to=Path(to), dtype=dtype, merge=merge, step=step
+    )
 
 
 def __getattr__(name: str) -> Any:

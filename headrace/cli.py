@@ -86,7 +86,7 @@ def _rehearse(config: RunConfig, run_dir: Path | None) -> int:
     from headrace.orchestration.runs.rehearse import rehearse
 
     done = asyncio.run(rehearse(config, resume=run_dir, thorough=True))
-    print(f"{dump_config(config)}\n{done.page()}")
+    print(f"{dump_config(done.config)}\n{done.page()}")
     return 0
 
 
@@ -163,18 +163,18 @@ def plan(arguments: argparse.Namespace) -> int:
     if chip == "cpu" and not file:
         raise ConfigError("--hardware cpu:FILE names a file of measured rates; --calibrate writes one")
     question = Question(
-        config_for(arguments.source, run_dir, arguments.set),
-        run_dir if chip != "cpu" else None,
-        arguments.calibrate,
-        Path(file) if file else None,
-        "" if file else chip,
-        arguments.model,
-        arguments.gpus,
-        arguments.trainer_gpus,
-        arguments.steps,
-        arguments.lengths,
-        arguments.prompts,
-        arguments.reward_seconds,
+        config=config_for(arguments.source, run_dir, arguments.set),
+        run=run_dir if chip != "cpu" else None,
+        calibrate=arguments.calibrate,
+        rates=Path(file) if file else None,
+        hardware="" if file else chip,
+        model=arguments.model,
+        gpus=arguments.gpus,
+        trainer_gpus=arguments.trainer_gpus,
+        steps=arguments.steps,
+        lengths=arguments.lengths,
+        prompts=arguments.prompts,
+        latency=arguments.reward_seconds,
         sweep=arguments.sweep,
     )
     return tell(question, arguments.price, arguments.json, arguments.picture)
@@ -198,6 +198,7 @@ def doctor(arguments: argparse.Namespace) -> int:
 def _config(file: str | None, run_dir: Path | None, sets: Sequence[str]) -> RunConfig:
     """The config named, or that of the run."""
     from headrace.config import adapter_runs, config_of_run, load_config
+    from headrace.orchestration.choosing import going_on
     from headrace.orchestration.handed import refuse_handed
 
     source = file or (run_dir and config_of_run(run_dir))
@@ -207,7 +208,7 @@ def _config(file: str | None, run_dir: Path | None, sets: Sequence[str]) -> RunC
         raise ConfigError(
             f"{file} is the directory of a run, not a config; go on with it: headrace train --resume {file}"
         )
-    config = load_config(source, sets)
+    config = load_config(going_on(file, run_dir) if file and run_dir else source, sets)
     for run in adapter_runs(config) or (config,):
         refuse_handed(run)
         if not run.reward.specs and not run.teachers:  # unlike `headrace.train`, we cannot be handed a function

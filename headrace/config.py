@@ -28,7 +28,7 @@ from headrace.rollouts.staleness import StalenessConfig
 from headrace.scoring.config import RewardConfig
 from headrace.scoring.teacher.config import TeacherConfig, teacher_problems
 from headrace.settings.other_names import meaning
-from headrace.settings.process_config import CheckpointConfig, EvalConfig, WatchConfig
+from headrace.settings.process_config import CheckpointConfig, ChosenConfig, EvalConfig, WatchConfig
 from headrace.settings.toml import Tree, build, dump, merge, parse_sets, read_toml
 from headrace.tasks.config import TaskConfig
 from headrace.trainer.config import TrainConfig
@@ -63,6 +63,7 @@ class RunConfig:
     eval: EvalConfig = Field(default_factory=EvalConfig)
     watch: WatchConfig = Field(default_factory=WatchConfig)
     observe: ObserveConfig = Field(default_factory=ObserveConfig)
+    chosen: ChosenConfig = Field(default_factory=ChosenConfig)
 
     @field_validator("name")
     @classmethod
@@ -149,6 +150,11 @@ def check(config: RunConfig) -> list[str]:
             f"train.warmup_steps = {config.train.warmup_steps} leaves none of the train.steps = {config.train.steps} at "
             "the full learning rate; lower train.warmup_steps"
         )
+    if config.train.minutes and config.staleness.window > 1:
+        problems.append(
+            f"train.minutes = {config.train.minutes:g} may lower staleness.groups_per_step, on which staleness.window = {config.staleness.window} "
+            "depends; remove one of the two"
+        )
     try:
         check_installed(config.observe)
     except ConfigError as error:
@@ -219,10 +225,10 @@ def _teacher_problems(config: RunConfig) -> Iterator[str]:
     yield from teacher_problems(
         config.teachers,
         f"algo.name = {algo.name}",
-        algo.recipe.distill.kind != "none",
-        algo.reference_in_reward,
-        rollout.temperature,
-        rollout.truncates,
+        distils=algo.recipe.distill.kind != "none",
+        reference=algo.reference_in_reward,
+        temperature=rollout.temperature,
+        truncates=rollout.truncates,
     )
     for teacher in config.teachers:
         try:
@@ -243,7 +249,7 @@ def _teacher_problems(config: RunConfig) -> Iterator[str]:
 
 def teacher_engine(config: RunConfig, teacher: TeacherConfig) -> EngineConfig:
     """The run's engine settings with the teacher's own on top. Raises ConfigError naming the teacher."""
-    base = {**dataclasses.asdict(config.engine), "max_adapters": 0, "routing": False}
+    base = {**dataclasses.asdict(config.engine), "path": "auto", "max_adapters": 0, "routing": False}
     try:
         return build(EngineConfig, merge(base, teacher.engine))
     except ConfigError as error:
@@ -281,6 +287,8 @@ def _adapter_problems(config: RunConfig) -> Iterator[str]:
     names = [adapter.name for adapter in config.adapters]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         yield f"two adapters are called {twice[0]}; give each a name of its own"
+    if config.train.minutes or any(one.train.get("minutes") for one in config.adapters):
+        yield "train.minutes is the time of one pipeline, and each of [[adapters]] has one; give them train.steps"
     if config.teachers:
         yield "teachers and [[adapters]] exclude each other; train the adapters that have teachers in runs of their own"
     try:

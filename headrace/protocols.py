@@ -5,17 +5,21 @@ The first half is what the pipeline sees (asynchronous); the second what a worke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from headrace.reports import Capabilities, EngineStats, LoadReport, TrainReport
 from headrace.steps import StepOutput, Transcript
 from headrace.types import Batch, Completion, Episode, Failure, Prompt, Request, Scored
-from headrace.weights import AdapterSpec, WeightUpdate
+from headrace.weights import AdapterSpec, Manifest, WeightUpdate
 
 if TYPE_CHECKING:
+    import msgspec
     import torch
+
+T = TypeVar("T")
 
 
 class Engine(Protocol):
@@ -34,15 +38,9 @@ class Engine(Protocol):
         `parts` > 1 streams them: parameters are replaced in so many groups of neighbours in canonical order, with a forward
         pass at least between two groups when there is work. What is sampled between the first and the last is `mixed`."""
 
-    async def unload(self, adapter: str) -> None:
-        """Forgets an adapter. Raises `ValueError` while a request uses it."""
-
     async def score(self, tokens: Sequence[int], adapter: str = "") -> Completion:
         """Its `prompt_logprobs` are those (temperature 1) of tokens[1:] given what precedes them; its span tells the version.
         Runs as a request of its own beside the others, before those that wait."""
-
-    async def pause(self) -> None:
-        """No forward pass until `resume`. Everything is kept."""
 
     async def drain(self) -> None:
         """Admits nobody new until `resume`. Returns when those that had begun have ended."""
@@ -50,8 +48,7 @@ class Engine(Protocol):
     async def resume(self) -> None: ...
 
     async def abort(self) -> None:
-        """Every request that is here, waiting ones included, ends as `interrupted`, with what there is of it, even while the
-        engine is paused. Requests that come after the call are not touched."""
+        """Every request that is here, waiting ones included, ends as `interrupted`, with what there is of it. Requests that come after the call are not touched."""
 
     def unfinished(self, among: Iterable[str] | None = None) -> Mapping[str, Transcript]:
         """What has been told so far of each request under way (`among` these), by its id. A copy.
@@ -63,12 +60,13 @@ class Engine(Protocol):
         """`listener` is given every `StepOutput` (msgpack) before anybody is told of a token or an end in it. What it raises
         ends the engine."""
 
-    def unlisten(self, listener: Callable[[bytes], None]) -> None: ...
-
     async def stats(self) -> EngineStats: ...
 
     async def watch(self) -> None:
         """Returns never; raises `WorkerDied` as soon as the engine is lost for good."""
+
+    def kill(self) -> None:
+        """Instead of asking it to leave. `close` still has to be called."""
 
     async def close(self) -> None: ...
 
@@ -82,6 +80,9 @@ class Trainer(Protocol):
         """Writes the current weights where engines can load them: those of an adapter, or the whole model's. Where adapters are
         trained, the latter are the frozen base, which has to be published first."""
 
+    async def publish_shadow(self) -> WeightUpdate | None:
+        """The student's older self, where a new version of it is due."""
+
     async def score(self, tokens: Sequence[int], adapter: str = "") -> list[float]:
         """[T-1] log-probs (temperature 1) of tokens[1:] given what precedes them, under the trainer's own weights."""
 
@@ -90,7 +91,56 @@ class Trainer(Protocol):
     async def watch(self) -> None:
         """Returns never; raises `WorkerDied` as soon as the trainer is lost."""
 
+    def kill(self) -> None:
+        """As `Engine.kill`."""
+
     async def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker is wanted for."""
+
+    kind: Literal["engine", "trainer"]
+    who: str
+    """In messages to people: `engine`, `teacher math`."""
+    cores: Sequence[int] = ()
+    """CPU cores of its process; empty: all of them."""
+    inherited: Sequence[int] = ()
+    """File descriptors that it needs under the same numbers (`Transport.inherited`)."""
+
+
+class Worker(Protocol):
+    """A process that works for the controller, wherever it runs. Calls are answered, pushes are not."""
+
+    async def start(self) -> None:
+        """Raises `WorkerDied` where it cannot be started."""
+
+    async def call(self, method: str, payload: Any, returns: type[T]) -> T:
+        """Raises what the worker raised, or `WorkerDied`."""
+
+    def push(self, method: str, payload: Any) -> None:
+        """Raises `WorkerDied` where the connection has ended already."""
+
+    async def watch(self) -> str:
+        """Returns as soon as it is lost, and says how it ended."""
+
+    async def end(self) -> None:
+        """Asks it to leave, waits, kills it."""
+
+    def kill(self) -> None:
+        """At once. `end` still has to be called."""
+
+
+Heard = Callable[[str, "msgspec.Raw"], None]
+"""Is called with method and payload (msgpack) of what a worker pushes."""
+
+
+class Launcher(Protocol):
+    """Where workers come from: this machine, another one, a simulation."""
+
+    def worker(self, job: Job, heard: Heard) -> Worker:
+        """One that has not been started. Raises `ConfigError` for a job that cannot be done there."""
 
 
 class Task(Protocol):
@@ -117,6 +167,31 @@ class Observer(Protocol):
     """The one place where facts go (see `observe/facts.py`)."""
 
     def record(self, fact: Any) -> None: ...
+
+
+class Transport(Protocol):
+    """How weights reach engines, as a value: opened by the controller, handed to trainer and engines at their start.
+
+    It fills the packed buffer of the manifest (`weight_sync/packed.py`); an update says in `where`, in a form that the transport
+    owns, where its bytes are."""
+
+    @classmethod
+    def open(cls) -> Transport:
+        """Raises OSError where this machine cannot have it."""
+
+    @property
+    def inherited(self) -> tuple[int, ...]:
+        """File descriptors that both ends have to inherit under the same numbers. Empty for what works between machines."""
+
+    def sender(self, manifests: Mapping[str, Manifest], once: Collection[str] = ()) -> WeightSender:
+        """`manifests`: the layout of all that will be published, by adapter; the model's has the empty name. `once`: names of
+        what is published a single time, and needs no second buffer."""
+
+    def receiver(self, manifests: Mapping[str, Manifest]) -> WeightReceiver:
+        """`manifests`: those that the sender was made with."""
+
+    def close(self) -> None:
+        """At the controller, when both ends are gone."""
 
 
 class WeightSender(Protocol):

@@ -141,12 +141,40 @@ class LoadReport(Struct, frozen=True):
 
 
 class Capabilities(Struct, frozen=True):
-    """What an engine can do. What it cannot is refused at start with a sentence (`errors.ConfigError`), never ignored."""
+    """What can be asked of an engine. What a run needs and an engine lacks is refused at the start with a sentence
+    (`orchestration/needs.py`), never ignored.
+
+    Whatever is not said is not there: an engine that is asked for it would have to ignore it."""
 
     context_length: int
-    stop_strings: bool = True
+    """Tokens of prompt and completion together."""
     path: str = ""
     """A word for people: `fused llama`, `hugging face gpt_neox`, `fake`."""
+    stop_strings: bool = False
+    """Ends completions at strings (`Sampling.stop`)."""
+    masks: bool = False
+    """Returns which vocabulary was left at each position (`Request.return_mask`)."""
+    routing: bool = False
+    """Returns which experts every position went to (`Request.return_routing`)."""
+    adapters: int = 0
+    """LoRA adapters that it serves at once beside the model."""
+    forks: bool = False
+    """Goes on from any token of another request over the cache entries that it has (`Request.fork`)."""
+    streamed: bool = False
+    """Takes an update in parts, and marks what is sampled between them (`Engine.load`)."""
+    spans: bool = False
+    """Reports under which version it sampled each token, also where weights are swapped in the middle of a completion."""
+    prompt_logprobs: bool = False
+    """Scores given tokens (`Request.prompt_logprobs`)."""
+    top_logprobs: bool = False
+    """Returns the most probable tokens of each position (`Request.top_logprobs`)."""
     exact: bool = False
     """Tokens and log-probs of a request depend on nothing but itself and the weights, bit for bit: not on what else is in the
     batch, and not on where it was interrupted before it went on from its prefix."""
+
+
+def capable(context_length: int, path: str, adapters: int = 0, routing: bool = False, **more: bool) -> Capabilities:
+    """Of an engine of our own: everything, but what depends on its settings and its model."""
+    always = ("masks", "forks", "streamed", "spans", "prompt_logprobs", "top_logprobs")
+    has = {**dict.fromkeys(always, True), "stop_strings": True, **more}
+    return Capabilities(context_length, path, adapters=adapters, routing=routing, **has)

@@ -80,15 +80,15 @@ class Transcript:
     def copy(self) -> Transcript:
         """As it is now: nothing that is told later shows in it."""
         return Transcript(
-            self.request,
-            self.tokens.copy(),
-            self.logprobs.copy(),
-            self.versions.copy(),
-            self.kv_versions.copy(),
-            self.mixed.copy(),
-            self.details.copy(),
-            self.scores,
-            self.end,
+            request=self.request,
+            tokens=self.tokens.copy(),
+            logprobs=self.logprobs.copy(),
+            versions=self.versions.copy(),
+            kv_versions=self.kv_versions.copy(),
+            mixed=self.mixed.copy(),
+            details=self.details.copy(),
+            scores=self.scores,
+            end=self.end,
         )
 
     def so_far(self) -> Completion:

@@ -69,6 +69,38 @@ class Fork(Struct, frozen=True):
     """Tokens of its completion that are kept: the fork samples what comes behind them. 0 keeps its prompt alone."""
 
 
+class RolloutKey(Struct, frozen=True):
+    """Which completion of a run a request asks for. `str` spells it as the request's id, the same in every process:
+
+    rollout 3 of ticket 12              RolloutKey(12, 3)                    t12/3
+    its third turn                      RolloutKey(12, 3, turn=2)            t12/3.2
+    beside others in one engine         RolloutKey(12, 3, adapter="math")    math:t12/3
+    """
+
+    ticket: int
+    index: int
+    """Of the rollout in its group, from 0."""
+    turn: int = 0
+    adapter: str = ""
+
+    def __str__(self) -> str:
+        owner, turn = f"{self.adapter}:" if self.adapter else "", f".{self.turn}" if self.turn else ""
+        return f"{owner}t{self.ticket}/{self.index}{turn}"
+
+    @classmethod
+    def read(cls, request_id: str) -> RolloutKey | None:
+        """None for a request that is no rollout's: a probe's, or an evaluation's."""
+        adapter, _, name = request_id.rpartition(":")
+        ticket, _, place = name.partition("/")
+        index, _, turn = place.partition(".")
+        try:
+            key = cls(int(ticket[1:]), int(index), int(turn or 0), adapter)
+        except ValueError:
+            return None
+        right = str(key) == request_id and min(key.ticket, key.index, key.turn) >= 0
+        return key if right else None  # `int` takes more than we write: "01", say
+
+
 class Request(Struct, frozen=True):
     """Requests with equal prompts (a group's, say) share it: an engine computes it once for each version of the weights."""
 
@@ -295,6 +327,8 @@ class Batch(Struct, frozen=True):
     skippable: bool = True
     """Whether it is skipped where everything in it is rejected. Of a step that is done again the journal says whether it was: before
     2026-11-22 none was."""
+    steps: int = 0
+    """Optimizer steps of the run as they are planned now, which the learning rate goes by; 0: `train.steps`."""
 
     @property
     def rows(self) -> list[Row]:

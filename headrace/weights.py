@@ -1,8 +1,8 @@
-"""The nouns of weight sync: what is published, and where it lies."""
+"""The nouns of weight sync: what is published, and how it is packed."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from headrace.types import Struct
 
@@ -22,43 +22,44 @@ class AdapterSpec(Struct, frozen=True):
     """Fingerprint of the base weights it was trained on; empty when unknown. Served over others, it is refused."""
 
 
-class WeightUpdate(Struct, frozen=True):
-    """One publish: which weights, where they lie, and the fingerprint that whoever loads them must find (C3)."""
+class WeightUpdate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """One publish: which weights they are, where their bytes are, and the fingerprint that whoever loads them must find (C3).
+
+    Records of runs from before 2026-11-23 have a field `slot` here, which is passed over."""
 
     version: int
     """Of the whole model, or of the adapter."""
     kind: Literal["full", "adapter"]
     fingerprint: str
-    slot: int
-    """Which of its packed buffers holds it."""
     nbytes: int
     seconds: float
-    """What the publish took on the trainer's side."""
+    """The time that the publish took on the trainer's side."""
+    where: dict[str, Any] = {}
+    """Finds the bytes. Only the transport that wrote it reads it; its values are numbers and texts."""
     adapter: AdapterSpec | None = None
     """Set where kind is `adapter`."""
 
 
 class TensorSpec(Struct, frozen=True):
-    """Where one parameter lies in the packed buffer. `dtype` is a torch name such as `bfloat16`."""
+    """One parameter in the packed buffer. `dtype` is a torch name such as `bfloat16`."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     offset: int
+    """First byte, counted from the beginning of the buffer."""
     nbytes: int
 
 
 class Manifest(Struct, frozen=True):
-    """All parameters in their canonical order (that of `named_parameters()`, tied ones once)."""
+    """The packed buffer that every transport fills: all parameters in their canonical order (that of `named_parameters()`, tied
+    ones once)."""
 
     tensors: tuple[TensorSpec, ...]
-    slot_nbytes: int
-    """Bytes of one packed buffer."""
-    slots: int = 2
-    """How many lie behind each other: two for what is published again and again, one for what never changes."""
-    offset: int = 0
-    """Where the first begins."""
+    nbytes: int
+    """Bytes of the whole buffer, gaps for alignment included."""
 
     @property
-    def end(self) -> int:
-        return self.offset + self.slots * self.slot_nbytes
+    def payload(self) -> int:
+        """Bytes of the parameters alone."""
+        return sum(spec.nbytes for spec in self.tensors)

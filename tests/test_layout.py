@@ -23,6 +23,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
 FLOORS = {
     "types": 0,
     "errors": 0,
+    "version": 0,
     "orphans": 0,
     "native": 1,
     "weights": 1,
@@ -44,6 +45,7 @@ FLOORS = {
     "config": 5,
     "rehearsal": 5,
     "orchestration": 6,
+    "auto": 5,
     "simulate": 7,
     "commands": 7,
     "__init__": 7,
@@ -59,7 +61,7 @@ ROOMS = {
     "algo": ("policy", "advantage", "loss"),
     "engine.native": ("cache", "sampling", "schedule", "runners", "kernels"),
     "observe": ("numbers", "diagnosis", "health", "screen", "report"),
-    "orchestration": ("store", "loops", "workers", "runs"),
+    "orchestration": ("store", "loops", "workers", "clients", "runs"),
     "plan": ("rates", "parts"),
     "scoring": ("workers", "teacher"),
     "trainer": ("kernels", "model", "forward", "step"),
@@ -86,6 +88,23 @@ BUILD = ("orchestration/build.py", "orchestration/workers/build.py")
 MAX_FILES = 12
 """Of one folder, beside its `__init__.py`."""
 MAX_FUNCTION, MAX_FILE, MAX_CLASS, MAX_MEDIAN = 60, 400, 250, 15
+
+
+MAX_BY_POSITION = 5
+"""Values that a call passes without their names; a star counts as one. mypy cannot see two ints swapped."""
+NAMELESS = {
+    "apply",  # torch.autograd.Function, and what it saves
+    "save_for_backward",
+    "kernel",  # torch's attention, whose names differ between its versions
+    "varlen_attn",
+    "adamw",
+    "_linear_pointwise",
+    "headrace_draw",  # C
+    "headrace_norm",
+    "zeros",  # a shape
+    "_table",  # columns
+}
+"""Functions that take any number of values of one kind, or that have no names to call their parameters by."""
 
 
 # --- the checkers: each yields one sentence per violation --------------------------------------------------------------
@@ -243,6 +262,15 @@ def concrete_names(package: Path, concrete: dict[str, str]) -> Iterator[str]:
                 yield f"{place} names {word}"
 
 
+def long_calls(package: Path) -> Iterator[str]:
+    for path in modules(package).values():
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.Call) and len(node.args) > MAX_BY_POSITION:
+                called = ast.unparse(node.func)
+                if called.rpartition(".")[2] not in NAMELESS:
+                    yield f"{path.relative_to(package)}:{node.lineno} passes {len(node.args)} values by position to {called}"
+
+
 # --- the code keeps to them --------------------------------------------------------------------------------------------
 
 
@@ -252,6 +280,10 @@ def test_floors():
 
 def test_rooms_of_a_folder_have_an_order():
     assert list(room_violations(PACKAGE, ROOMS)) == []
+
+
+def test_more_than_five_values_have_names():
+    assert list(long_calls(PACKAGE)) == []
 
 
 def test_no_folder_is_crowded():
@@ -403,4 +435,18 @@ def test_concrete_checker_sees_every_way_of_naming(tmp_path):
     assert list(concrete_names(package, {"NativeEngine": "engine"})) == [
         "a.py names NativeEngine",
         "b.py names NativeEngine",
+    ]
+
+
+def test_call_checker_counts_what_is_passed_by_position(tmp_path):
+    package = plant(
+        tmp_path,
+        six="f(1, 2, 3, 4, 5, 6)",
+        starred="x.f(1, 2, *three, 4, 5, 6)",
+        five="f(1, 2, 3, 4, *five, name=6, other=7)",
+        shape="torch.zeros(1, 2, 3, 4, 5, 6)",
+    )
+    assert list(long_calls(package)) == [
+        "six.py:1 passes 6 values by position to f",
+        "starred.py:1 passes 6 values by position to x.f",
     ]

@@ -157,7 +157,7 @@ def _prompts(a: Path, b: Path) -> Iterator[Difference]:
         left, right = one[ticket], other[ticket]
         if (left.id, left.tokens, left.columns) != (right.id, right.tokens, right.columns):
             what = "" if left.id != right.id else "other tokens" if left.tokens != right.tokens else "other columns"
-            yield Difference("prompt", 0, left.id, right.id, ticket, left.id, what=what)
+            yield Difference(kind="prompt", step=0, a=left.id, b=right.id, ticket=ticket, prompt=left.id, what=what)
 
 
 def _outcomes(a: Path, b: Path) -> Iterator[Difference]:
@@ -169,7 +169,7 @@ def _outcomes(a: Path, b: Path) -> Iterator[Difference]:
     for ticket in sorted(one.keys() | other.keys()):
         left, right = one.get(ticket, "-"), other.get(ticket, "-")
         if left != right and ticket <= last:
-            yield Difference("outcome", 0, left, right, ticket, "")
+            yield Difference(kind="outcome", step=0, a=left, b=right, ticket=ticket, prompt="")
 
 
 # -- one step ---------------------------------------------------------------------------------------------------------------
@@ -189,15 +189,27 @@ def _of_steps(a: JournalStep, b: JournalStep, rounding: float) -> Iterator[Diffe
 def _of_groups(step: int, a: Group, b: Group, rounding: float) -> Iterator[Difference]:
     if len(a.scored) != len(b.scored):
         told = [f"{len(one.scored)} rollouts" for one in (a, b)]
-        yield Difference("order", step, told[0], told[1], a.ticket, a.prompt.id)
+        yield Difference(kind="order", step=step, a=told[0], b=told[1], ticket=a.ticket, prompt=a.prompt.id)
         return
     for i, (one, other) in enumerate(zip(a.scored, b.scored, strict=True)):
         for kind, token, left, right, what in _of_rollouts(one, other, rounding):
-            yield Difference(kind, step, left, right, a.ticket, a.prompt.id, i, token, what)
+            yield Difference(
+                kind=kind,
+                step=step,
+                a=left,
+                b=right,
+                ticket=a.ticket,
+                prompt=a.prompt.id,
+                rollout=i,
+                token=token,
+                what=what,
+            )
     if len(a.rows) == len(b.rows):
         for i, (row, again) in enumerate(zip(a.rows, b.rows, strict=True)):
             for kind, token, left, right in _of_rows(row, again):
-                yield Difference(kind, step, left, right, a.ticket, a.prompt.id, i, token)
+                yield Difference(
+                    kind=kind, step=step, a=left, b=right, ticket=a.ticket, prompt=a.prompt.id, rollout=i, token=token
+                )
 
 
 def _of_rollouts(a: Scored, b: Scored, rounding: float) -> Iterator[tuple[str, int | None, str, str, str]]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from headrace.rehearsal.machine import ask_torch, cores, memory, torch_facts
+from headrace.native.cores import usable_cores
+from headrace.rehearsal.machine import ask_torch, memory, torch_facts
 from headrace.settings.extras import EXTRAS, install
 
 State = Literal["ok", "note", "bad"]
@@ -62,24 +64,27 @@ def torch_findings(torch: dict[str, Any] | str) -> Iterator[Finding]:
         yield Finding("GPU", "ok", names)
     else:
         yield Finding("GPU", "note", "none that torch can use", "not needed: engine and trainer run on the CPU")
-    if fast:
-        yield Finding("bfloat16 on the CPU", "ok", " and ".join(fast))
-    elif not torch["cuda"]:
-        yield Finding(
-            "bfloat16 on the CPU", "note", "emulated, slow", "on this CPU set engine.dtype and train.dtype to float32"
-        )
+    if fast or not torch["cuda"]:
+        yield Finding("bfloat16 on the CPU", "ok", " and ".join(fast) or "emulated by other instructions")
 
 
 def _kernels() -> Iterator[Finding]:
+    from headrace.engine.native.kernels import binding
     from headrace.engine.native.kernels import build as engine
+    from headrace.native.build import LIMIT
     from headrace.trainer.kernels import build as trainer
 
+    tier = binding.tier()  # the same for both: one file of products serves them
     for who, found in (("engine", engine.built()), ("trainer", trainer.built())):
         if found.library is None:
             remedy = f"install a C++ compiler: on a CPU the {who} is slower without"
             yield Finding(f"{who}'s kernels", "note", found.reason, remedy)
+        elif tier is None:
+            yield Finding(
+                f"{who}'s kernels", "note", "this processor cannot execute them", f"name others in ${LIMIT}, or none"
+            )
         else:
-            yield Finding(f"{who}'s kernels", "ok", found.reason)
+            yield Finding(f"{who}'s kernels", "ok", f"for {tier}, {found.reason}")
 
 
 def _built_for(torch: dict[str, Any]) -> str:
@@ -145,7 +150,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _machine() -> Iterator[Finding]:
-    count = cores()
+    count = usable_cores()
     advice = "engine and trainer will take turns" if count < 2 else ""
     yield Finding("CPU cores", "note" if count < 2 else "ok", str(count), advice)
     present = memory()
@@ -199,17 +204,55 @@ def _size(directory: Path) -> int:
 
 
 def _placement(torch: dict[str, Any] | str) -> Iterator[Finding]:
-    """What `device = "auto"` and `dtype = "auto"` come to here."""
+    """What `device`, `dtype` and `path` = "auto" come to here."""
     if isinstance(torch, str):
         yield Finding("engine, trainer", "bad", "nothing can run without torch")
         return
     cuda = torch["cuda"]
     where = f"GPU 0 ({cuda[0][0]})" if cuda else f"CPU, {torch['threads']} threads"
-    compute = "bfloat16" if torch["bfloat16"] else "float32"
-    yield Finding("engine", "ok", f"a process of its own: {where}, bfloat16")
-    yield Finding("trainer", "ok", f"a process of its own: {where}, float32 weights, {compute} compute")
+    if cuda:
+        chosen = {"engine": "bfloat16", "trainer": "bfloat16" if torch["bfloat16"] else "float32"}
+    else:
+        chosen = _chosen()
+    yield Finding("engine", "ok", f"a process of its own: {where}, {chosen['engine']}")
+    yield Finding("trainer", "ok", f"a process of its own: {where}, float32 weights, {chosen['trainer']}")
     yield Finding("rewards", "ok", "worker processes on the CPU")
     yield Finding("new weights", "ok", "shared memory, from trainer to engine")
+
+
+def _chosen() -> dict[str, str]:
+    """By part: what a run of the demo's model is given where its settings leave it, as measured."""
+    from headrace.auto.candidates import candidates, choose, choose_threads
+    from headrace.auto.measurer import ProbeMeasurer, thread_counts
+    from headrace.engine.config import EngineConfig
+    from headrace.trainer.config import TrainConfig
+
+    engine, train, counts = EngineConfig(), TrainConfig(), thread_counts(usable_cores())
+    figures = ProbeMeasurer().measure(known_config("smollm2-135m-instruct"), counts)
+    allowed, threads = candidates(engine, train), choose_threads(counts, figures)
+    return {
+        "engine": choose("engine", engine, allowed, figures, threads).why,
+        "trainer": choose("trainer", train, allowed, figures, threads).why,
+    }
+
+
+def known_config(name: str) -> dict[str, Any]:
+    """The `config.json` of a known model that is in the cache; of one that is not, what its measurement needs."""
+    from headrace.models.resolve import model_states
+
+    for found in model_states(False):
+        if found.model.name == name and found.state == "ready":
+            return json.loads((found.path / "config.json").read_text(encoding="utf-8"))
+    return SMOLLM2_135M
+
+
+SMOLLM2_135M = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 576, "intermediate_size": 1536,
+    "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152,
+    "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 100000.0, "tie_word_embeddings": True,
+    "hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+"""Its shape (huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct)."""
 
 
 # --- table -----------------------------------------------------------------------------------------------------------

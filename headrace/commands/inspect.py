@@ -54,7 +54,14 @@ def inspect(
     if as_json:
         print(encode(Inspected(journaled.report, tuple(looks), source, str(damage))).decode())
         return 0
-    show(console, looks, sorted(looks, key=_worst_first)[:worst], journaled.report, source, tokens)
+    show(
+        console,
+        looks,
+        chosen=sorted(looks, key=_worst_first)[:worst],
+        report=journaled.report,
+        source=source,
+        tokens=tokens,
+    )
     if damage:
         console.print(f"[yellow]of {JOURNAL} cannot be read: {escape(str(damage))}[/]")
     return 0

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,13 +22,12 @@ from headrace.algo.config import AlgoConfig
 from headrace.engine.config import EngineConfig
 from headrace.errors import ConfigError
 from headrace.models.chat import ChatEncoder
-from headrace.orchestration.workers.build import build_engine_core, build_trainer_core
+from headrace.orchestration.workers.build import build_engine_core, build_trainer_core, open_transport
 from headrace.orchestration.workers.messages import EngineStart, TrainerStart
 from headrace.protocols import EngineCore, TrainerCore
 from headrace.steps import Transcript, write_down
 from headrace.trainer.config import TrainConfig
 from headrace.types import Completion, Request, Row, Sampling
-from headrace.weight_sync.memory import anonymous_memory
 from headrace.weights import Manifest, WeightUpdate
 
 Dtype = Literal["bfloat16", "float32"]
@@ -123,15 +121,15 @@ def _told(published: _Published, engine: EngineCore, sampling: str, rows: Sequen
         stripped = [msgspec.structs.replace(row, **dict.fromkeys(dropped)) for row in rows]
         differences = _differences(rows, published.rescore(stripped))
         yield Difference(
-            published.dtype,
-            engine.capabilities.path,
-            sampling,
-            said,
-            not dropped,
-            len(differences),
-            sum(differences) / len(differences),
-            differences[int(0.99 * (len(differences) - 1))],
-            differences[-1],
+            dtype=published.dtype,
+            path=engine.capabilities.path,
+            sampling=sampling,
+            replayed=said,
+            judged=not dropped,
+            tokens=len(differences),
+            mean=sum(differences) / len(differences),
+            p99=differences[int(0.99 * (len(differences) - 1))],
+            largest=differences[-1],
         )
 
 
@@ -155,27 +153,35 @@ class _Published:
     def __init__(self, model_dir: Path, dtype: Dtype) -> None:
         self.model_dir, self.dtype = model_dir, dtype
         self.routed = _has_experts(model_dir)
-        self._fd = anonymous_memory()
+        self._transport = open_transport()
         self._trainer: TrainerCore
         self._manifests: dict[str, Manifest]
         self._update: WeightUpdate
 
     def __enter__(self) -> _Published:
         train, algo = dataclasses.asdict(TrainConfig(dtype=self.dtype)), dataclasses.asdict(AlgoConfig())
-        start = TrainerStart(str(self.model_dir), train, algo, 0, self.dtype, self.routed)
-        self._trainer, sender, self._manifests = build_trainer_core(start, self._fd)
+        start = TrainerStart(
+            model_dir=str(self.model_dir),
+            train=train,
+            algo=algo,
+            seed=0,
+            serving_dtype=self.dtype,
+            keep_routing=self.routed,
+            transport=self._transport,
+        )
+        self._trainer, sender, self._manifests = build_trainer_core(start)
         self._update = sender.send(0, self._trainer.parameters())
         return self
 
     def __exit__(self, *error: object) -> None:
-        os.close(self._fd)
+        self._transport.close()
 
     def engine(self, path: Path_) -> EngineCore:
         config = EngineConfig(
             dtype=self.dtype, kv_gib=0.5, max_running=16, context_length=CONTEXT, routing=self.routed, path=path
         )
-        start = EngineStart(str(self.model_dir), dataclasses.asdict(config), self._manifests)
-        core, receiver = build_engine_core(start, self._fd)
+        start = EngineStart(str(self.model_dir), dataclasses.asdict(config), self._manifests, self._transport)
+        core, receiver = build_engine_core(start)
         core.swap(core.prepare(self._update, receiver.receive(self._update)))
         return core
 
@@ -224,12 +230,12 @@ def _row(request: Request, completion: Completion) -> Row:
     if not count:
         raise ConfigError(f"the engine sampled nothing: {completion.stop} {completion.error}".rstrip())
     return Row(
-        request.prompt,
-        completion.tokens,
-        completion.logprobs,
-        (0.0,) * count,
-        (True,) * count,
-        (0,) * count,
+        prompt=request.prompt,
+        tokens=completion.tokens,
+        logprobs=completion.logprobs,
+        advantages=(0.0,) * count,
+        mask=(True,) * count,
+        versions=(0,) * count,
         sampling_mask=completion.mask,
         routing=completion.routing,
     )

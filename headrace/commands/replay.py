@@ -154,10 +154,11 @@ def _judged(stage: Stage, report: TrainReport, fingerprint: str, expected: Expec
     return outcome_of(
         report,
         journaled.report,
-        fingerprint,
-        expected.fingerprints.get(journaled.version, ""),
-        expected.machines.get(stage.step) == (here := machine_mark(cores_here(config))) and not _on_gpu(config, here),
-        TOLERANCE["float32" if config.train.dtype == "float32" else "bfloat16"],
+        fingerprint=fingerprint,
+        recorded=expected.fingerprints.get(journaled.version, ""),
+        exact=expected.machines.get(stage.step) == (here := machine_mark(cores_here(config), config.train.threads))
+        and not _on_gpu(config, here),
+        tolerance=TOLERANCE["float32" if config.train.dtype == "float32" else "bfloat16"],
     )
 
 
@@ -180,7 +181,15 @@ def outcome_of(
             problem = f"the weights are {fingerprint} instead of {recorded}"
     else:
         problem = _told(report, before, beyond(report, before, tolerance))
-    return Outcome(before.step + 1, report, before, fingerprint, recorded, exact, problem)
+    return Outcome(
+        step=before.step + 1,
+        report=report,
+        before=before,
+        fingerprint=fingerprint,
+        recorded=recorded,
+        exact=exact,
+        problem=problem,
+    )
 
 
 def beyond(report: TrainReport, before: TrainReport, tolerance: float) -> list[str]:

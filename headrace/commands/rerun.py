@@ -5,7 +5,6 @@ Optimizer steps are counted from 1 here, as people see them: step N makes versio
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager
@@ -21,14 +20,15 @@ from headrace.durable.journal import JOURNAL, Damage, JournalStep, count_steps, 
 from headrace.errors import ConfigError, HeadraceError
 from headrace.models.resolve import resolve_model
 from headrace.orchestration.build import plan_of
+from headrace.orchestration.clients.trainer import ProcessTrainer
 from headrace.orchestration.pools import trainer_start
 from headrace.orchestration.store.checkpoints import Checkpoints, damage
 from headrace.orchestration.store.directory import configs_until
 from headrace.orchestration.teaching import reward_weights
-from headrace.orchestration.workers.clients import ProcessTrainer
+from headrace.orchestration.workers.build import open_launcher, open_transport
+from headrace.protocols import Trainer
 from headrace.reports import TrainReport
 from headrace.types import Batch
-from headrace.weight_sync.memory import anonymous_memory
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Course:
 class Stage:
     """The trainer before one step."""
 
-    trainer: ProcessTrainer
+    trainer: Trainer
     config: RunConfig
     journaled: JournalStep
     batch: Batch
@@ -112,8 +112,8 @@ async def _stages(course: Course) -> AsyncGenerator[Stage, None]:
                 plan = plan_of(config, config.lora.served_name)
                 algorithm = algorithm_of(config.algo, config.rollout.max_tokens, reward_weights(config))
                 for journaled in islice(steps, end - at):
-                    batch = plan.batch(journaled.step, journaled.groups, algorithm)
-                    batch = replace(batch, skippable=bool(journaled.report.skipped))
+                    batch = plan.batch_again(journaled, algorithm)
+                    batch = replace(batch, skippable=bool(journaled.report.skipped), steps=journaled.steps)
                     yield Stage(trainer, config, journaled, batch)
                 at, restore = end, Path(scratch) / f"after-{end}"
                 if end < course.last:  # the next settings go on from here
@@ -148,12 +148,12 @@ def _by_settings(course: Course) -> Iterator[tuple[RunConfig, int]]:
 
 
 @asynccontextmanager
-async def _trainer(config: RunConfig, restore: Path | None, scratch: Path) -> AsyncIterator[ProcessTrainer]:
-    memory = anonymous_memory()
+async def _trainer(config: RunConfig, restore: Path | None, scratch: Path) -> AsyncIterator[Trainer]:
+    transport = open_transport()
     log = scratch / "trainer.log"
     adapter = config.lora.served_name
-    start = trainer_start(config, resolve_model(config.model.path), {adapter: restore} if restore else {})
-    trainer = ProcessTrainer(start, cores_here(config), memory, log)
+    start = trainer_start(config, resolve_model(config.model.path), {adapter: restore} if restore else {}, transport)
+    trainer = ProcessTrainer(open_launcher(scratch), start, cores_here(config))
     try:
         await trainer.open()
         if adapter:
@@ -165,7 +165,7 @@ async def _trainer(config: RunConfig, restore: Path | None, scratch: Path) -> As
         raise
     finally:
         await trainer.close()
-        os.close(memory)
+        transport.close()
 
 
 def cores_here(config: RunConfig) -> tuple[int, ...]:

@@ -20,8 +20,8 @@ from headrace.orchestration.store.directory import CONFIG, LOCK, held
 
 DEAD = 1
 EVERY = 2.0
-PATIENCE = 15.0
-"""Seconds that a run gets to write down where its processes stand."""
+PATIENCE = 60.0
+"""Seconds that a run gets to write down where its processes stand: about one on a machine that has time."""
 
 
 def report(run: Path, watch: bool = False, as_json: bool = False) -> int:

@@ -60,6 +60,8 @@ class Stepped(Record, frozen=True):
 
     report: TrainReport
     tickets: tuple[int, ...]
+    steps: int = 0
+    """That the run was to have then; 0 of a run that did not say."""
 
 
 class Live(Record, frozen=True):
@@ -188,6 +190,8 @@ class JournalStep(Struct, frozen=True):
     """That the step made."""
     groups: tuple[Group, ...]
     report: TrainReport
+    steps: int = 0
+    """As in `Stepped`."""
 
 
 class _Peek(msgspec.Struct, tag_field="kind", tag="Ready"):
@@ -261,7 +265,9 @@ def _step(record: Stepped, bodies: list[bytes]) -> JournalStep:
         assert isinstance(ready, Ready)
         groups.append(ready.group)
     report = record.report
-    return JournalStep(report.step, record.t, report.version, tuple(groups), report)
+    return JournalStep(
+        step=report.step, t=record.t, version=report.version, groups=tuple(groups), report=report, steps=record.steps
+    )
 
 
 def _readable(run_dir: Path, damage: Damage | None) -> Iterator[tuple[int, int, bytes]]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import msgspec
 
 from headrace.errors import IdentityError, WorkerDied
-from headrace.reports import Capabilities, EngineStats, LoadReport
+from headrace.reports import EngineStats, LoadReport, capable
 from headrace.steps import Finished, PromptScores, StepOutput, Transcript, write_down
 from headrace.types import Completion, Request, Stop, TopLogprobs, VersionSpan
 from headrace.weights import WeightUpdate
@@ -61,12 +61,12 @@ class FakeEngine:
     def __post_init__(self) -> None:
         self.version = -1
         self.adapters: dict[str, int] = {}
-        self.capabilities = Capabilities(context_length=self.context_length, path="fake", exact=True)
+        self.capabilities = capable(self.context_length, "fake", adapters=1 << 10, exact=True)
         self.requests: list[Request] = []
         self._pending: dict[str, _Pending] = {}
         self._listeners: list[Callable[[bytes], None]] = []
         self._sampled = self._active = 0
-        self._admits = self._steps = True
+        self._admits = True
         self._mixed = False
         self.stopped = False
         """As a process is by SIGSTOP: nobody gets an answer any more."""
@@ -163,7 +163,7 @@ class FakeEngine:
     # -- time ---------------------------------------------------------------------------------------------------------------
 
     async def _pass(self, pending: _Pending, seconds: float) -> None:
-        """A forward pass, told when nobody pauses. Raises `_Interrupted` as soon as the request is aborted."""
+        """A forward pass. Raises `_Interrupted` as soon as the request is aborted."""
         loop = asyncio.get_running_loop()
         pending.nap = loop.create_future()
         timer = loop.call_later(seconds, pending.wake)
@@ -172,7 +172,8 @@ class FakeEngine:
         finally:
             timer.cancel()
         await self._answering()
-        await self._until(pending, lambda: self._steps)
+        if pending.aborted:
+            raise _Interrupted
 
     async def _until(self, pending: _Pending, allowed: Callable[[], bool]) -> None:
         while not pending.aborted and not allowed():
@@ -218,10 +219,6 @@ class FakeEngine:
             self._mixed = False
         return self._sampled - before if self.version >= 0 else 0
 
-    async def unload(self, adapter: str) -> None:
-        if self.adapters.pop(adapter, None) is None:
-            raise ValueError(f"no adapter {adapter} is loaded")
-
     async def score(self, tokens: Sequence[int], adapter: str = "") -> Completion:
         await self._answering()
         version = self.adapters[adapter] if adapter else self.version
@@ -230,19 +227,15 @@ class FakeEngine:
 
     # -- control ------------------------------------------------------------------------------------------------------------
 
-    async def pause(self) -> None:
-        await self._answering()
-        self._steps = False
-
     async def drain(self) -> None:
         await self._answering()
-        self._admits, self._steps = False, True
+        self._admits = False
         self._notify()
         await self._idle.wait()
 
     async def resume(self) -> None:
         await self._answering()
-        self._admits = self._steps = True
+        self._admits = True
         self._notify()
 
     async def abort(self) -> None:
@@ -259,9 +252,6 @@ class FakeEngine:
     def listen(self, listener: Callable[[bytes], None]) -> None:
         self._listeners.append(listener)
 
-    def unlisten(self, listener: Callable[[bytes], None]) -> None:
-        self._listeners.remove(listener)
-
     async def stats(self) -> EngineStats:
         await self._answering()
         return EngineStats(sampled_tokens=self._sampled, version=self.version)
@@ -274,6 +264,9 @@ class FakeEngine:
         """As if the process had been killed and was given up."""
         assert self._died is not None
         self._died.set_exception(WorkerDied("engine", "was killed (fake)"))
+
+    def kill(self) -> None:
+        pass
 
     async def close(self) -> None:
         pass

@@ -66,19 +66,19 @@ def case_of(seed: int) -> Case:
     steps, size = rng.choice([3, 4, 6]), rng.choice([2, 2, 3, 4])
     operations = 40 + steps * groups * (10 + 3 * size)
     return Case(
-        seed,
-        rng.choice(MODES),
-        overdue,  # type: ignore[arg-type]
-        rng.choice(["stalest", "finished"]),
-        groups,
-        max_lag,
-        window,
-        size,
-        steps,
-        rng.choice([0, 1, 2, 2, 3]),
-        rng.choice([0, 0, 1, 2]),
-        0 if overdue == "wait" else groups * rng.choice([1, 2, 4]),
-        rng.random() < 0.25,
-        some_faults(rng, operations),
-        rng.choice([0, 0, 2, 3, 5]),
+        seed=seed,
+        mode=rng.choice(MODES),
+        overdue=overdue,  # type: ignore[arg-type]
+        order=rng.choice(["stalest", "finished"]),
+        groups=groups,
+        max_lag=max_lag,
+        window=window,
+        group_size=size,
+        steps=steps,
+        checkpoint_every=rng.choice([0, 1, 2, 2, 3]),
+        evaluate_every=rng.choice([0, 0, 1, 2]),
+        stored=0 if overdue == "wait" else groups * rng.choice([1, 2, 4]),
+        skips=rng.random() < 0.25,
+        faults=some_faults(rng, operations),
+        stragglers=rng.choice([0, 0, 2, 3, 5]),
     )

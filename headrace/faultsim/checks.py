@@ -37,9 +37,8 @@ from headrace.orchestration.store.snapshots import load_controller
 from headrace.orchestration.store.storage import Storage
 from headrace.rollouts.buffer import Buffer
 from headrace.rollouts.partial import Interrupts
-from headrace.rollouts.rollout import name_of
 from headrace.steps import StepOutput
-from headrace.types import Completion, Group, Row
+from headrace.types import Completion, Group, RolloutKey, Row
 
 _output = msgspec.msgpack.Decoder(StepOutput)
 
@@ -153,7 +152,7 @@ class Ledger:
 
     def _check_tokens(self, group: Group) -> None:
         """C4, C5"""
-        names = [name_of("", group.ticket, place) for place in range(self._group_size)]
+        names = [str(RolloutKey(group.ticket, place)) for place in range(self._group_size)]
         sampled = Counter(tuple(self.truth.tokens.get(name, ())) for name in names)
         for row in group.rows:
             assert list(row.versions) == sorted(row.versions), f"C4: versions of ticket {group.ticket} decrease"
@@ -292,7 +291,7 @@ class Referee:
             assert found == expected, f"C2: ticket {ticket} ends as {found}, and should as {expected}"
         elif fact.reason != SKIPPED and self._ledger.truth.remembers:
             limit = self._step - (case.max_lag if fact.reason == "overdue" else 0)
-            names = [name_of("", ticket, place) for place in range(case.group_size)]
+            names = [str(RolloutKey(ticket, place)) for place in range(case.group_size)]
             first = oldest(self._ledger.truth.tokens, names)
             assert first is not None and first < limit, (
                 f"C2: ticket {ticket} ends as {fact.reason}, with tokens of {first}"
@@ -369,7 +368,7 @@ class Referee:
         self, kept: Mapping[str, Completion], tickets: Iterable[int], told: Mapping[str, int], what: str
     ) -> None:
         for ticket in tickets if self._ledger.truth.remembers else ():
-            for name in (name_of("", ticket, place) for place in range(self._case.group_size)):
+            for name in (str(RolloutKey(ticket, place)) for place in range(self._case.group_size)):
                 have = len(kept[name].tokens) if name in kept else 0
                 assert have >= told[name], f"C7: {name} had {told[name]} tokens, and {what} {have}"
 

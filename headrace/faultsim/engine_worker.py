@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from headrace.errors import IdentityError
 from headrace.faultsim.processes import Chance, Process
 from headrace.orchestration.workers.wire import Frame, unpack
-from headrace.reports import Capabilities, EngineStats, LoadReport
+from headrace.reports import EngineStats, LoadReport, capable
 from headrace.steps import Finished, PromptScores, StepOutput
 from headrace.types import Request
 from headrace.weights import WeightUpdate
@@ -89,14 +89,12 @@ class SimulatedEngineProcess(Process):
         self._ended: list[Finished] = []
         self._swaps: list[Callable[[], None]] = []
         self._drains: list[Frame] = []
-        self._admits, self._steps, self._mixed = True, True, False
+        self._admits, self._mixed = True, False
         self._sampled = self._passes = 0
         self._loads: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> None:
-        while not self.inbox:
-            await self.heard()
-        self.reply(self.inbox.popleft(), Capabilities(context_length=1000, path="simulated"))
+        self.reply(await self.receive(), capable(1000, "simulated", exact=True))
         while True:
             await self.step_into(self._turns())
             while not (self.inbox or self._swaps or self._has_work()):
@@ -116,7 +114,7 @@ class SimulatedEngineProcess(Process):
                 self.push("stats", self._stats())
 
     def _has_work(self) -> bool:
-        admitted = self._steps and (self._running or any(map(self._may_begin, self._waiting.values())))
+        admitted = self._running or any(map(self._may_begin, self._waiting.values()))
         return bool(self._ended or admitted)
 
     def _may_begin(self, request: Request) -> bool:
@@ -136,14 +134,11 @@ class SimulatedEngineProcess(Process):
                 task.add_done_callback(self._loads.discard)
             case "stats":
                 self.reply(frame, self._stats())
-            case "pause":
-                self._steps = False
-                self.reply(frame, None)
             case "resume":
-                self._steps = self._admits = True
+                self._admits = True
                 self.reply(frame, None)
             case "drain":
-                self._admits, self._steps = False, True
+                self._admits = False
                 self._drains.append(frame)
             case "abort":
                 self._abort()
@@ -171,17 +166,21 @@ class SimulatedEngineProcess(Process):
         self._passes += 1
         ended, self._ended = self._ended, []
         scores: list[PromptScores] = []
-        if self._steps:
-            self._admit(ended, scores)
-            rows = list(self._running.values())
-        else:
-            rows = []
+        self._admit(ended, scores)
+        rows = list(self._running.values())
         tokens = [self._sample(row, ended) for row in rows]
         names = tuple(row.request.id for row in rows)
         kvs = tuple(row.kv for row in rows)
         logprobs = tuple(-token / 100 for token in tokens)
         return StepOutput(
-            self._version, names, tuple(tokens), logprobs, kvs, tuple(ended), scores=tuple(scores), mixed=self._mixed
+            version=self._version,
+            request_ids=names,
+            tokens=tuple(tokens),
+            logprobs=logprobs,
+            kv_versions=kvs,
+            finished=tuple(ended),
+            scores=tuple(scores),
+            mixed=self._mixed,
         )
 
     def _admit(self, ended: list[Finished], scores: list[PromptScores]) -> None:
@@ -217,9 +216,10 @@ class SimulatedEngineProcess(Process):
 
     async def _load(self, frame: Frame) -> None:
         update, parts = unpack(frame.payload, tuple[WeightUpdate, int])
-        found = self._memory[update.slot]
+        slot = update.where["slot"]
+        found = self._memory[slot]
         await asyncio.sleep(self.chance.seconds(0.3))
-        if not found == update.fingerprint == self._memory[update.slot]:
+        if not found == update.fingerprint == self._memory[slot]:
             self.fail(frame, IdentityError(f"version {update.version}: {found} instead of {update.fingerprint}"))
             return
         before = self._sampled

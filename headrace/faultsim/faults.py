@@ -252,7 +252,9 @@ def rot_journal(path: Path, share: float, first: int) -> bool:
 
 
 def _spoil(path: Path, at: int) -> None:
-    """A digit becomes another digit, which only a checksum can tell; any other byte its neighbour."""
+    """A digit becomes the next digit, which only a checksum can tell; any other byte its neighbour. Twice at one place is no repair:
+    a run may rot between two lives that both end before they begin."""
     data = bytearray(path.read_bytes())
-    data[at] ^= 1
+    digit = data[at] - ord("0")
+    data[at] = ord("0") + (digit + 1) % 10 if 0 <= digit <= 9 else (data[at] + 1) % 256
     path.write_bytes(data)

@@ -26,31 +26,35 @@ from headrace.faultsim.checks import Ledger, Referee
 from headrace.faultsim.engine_worker import MAX_TOKENS, SimulatedEngineProcess
 from headrace.faultsim.faults import Disk, Fault, Killed, Kind
 from headrace.faultsim.oracles import WatchedBuffer
-from headrace.faultsim.processes import Chance, SimulatedWorker
+from headrace.faultsim.processes import Chance
 from headrace.faultsim.scorer import SeededScorer
 from headrace.faultsim.trainer_worker import SimulatedTrainerProcess
-from headrace.observe.facts import Books, RunEnded, RunStarted, WeightsLive
+from headrace.observe.facts import Books, RunEnded, RunStarted
 from headrace.observe.health.waits import Waits
 from headrace.observe.recorder import Recorder
-from headrace.orchestration.loops.evaluation import Evaluator
+from headrace.observe.telemetry import Telemetry
+from headrace.orchestration.assembly import assemble, go_live, stand
+from headrace.orchestration.clients.engine import ProcessEngine
+from headrace.orchestration.clients.trainer import ProcessTrainer
 from headrace.orchestration.loops.identity import IdentityProbe
-from headrace.orchestration.loops.parts import Parts, told_of
+from headrace.orchestration.loops.parts import told_of
 from headrace.orchestration.loops.pipeline import Pipeline
 from headrace.orchestration.plan import Plan
 from headrace.orchestration.runs.session import run_clock
 from headrace.orchestration.store.checkpoints import Checkpoints
-from headrace.orchestration.store.recovery import Past, read_past, recover
+from headrace.orchestration.store.recovery import Past, read_past
 from headrace.orchestration.store.snapshots import Snapshots, load_controller
 from headrace.orchestration.store.storage import Storage
-from headrace.orchestration.workers.clients import ProcessEngine, ProcessTrainer
+from headrace.orchestration.workers.fake import FakeLauncher
 from headrace.orchestration.workers.messages import EngineStart, TrainerStart
-from headrace.protocols import Task
-from headrace.rollouts.partial import Interrupts, PartialConfig
+from headrace.protocols import Engine, Job, Task, Trainer
+from headrace.rollouts.partial import PartialConfig
 from headrace.rollouts.rollout import RolloutConfig
 from headrace.settings.process_config import EvalConfig, WatchConfig
 from headrace.simulate.distributions import fixed
 from headrace.simulate.surroundings import SimulatedTask
 from headrace.simulate.virtual_time import VirtualTimeLoop
+from headrace.weight_sync.shared_memory import SharedMemory
 
 PATIENCE = 600.0
 """Virtual seconds until a wait stops the run. Without a fault nothing takes that long."""
@@ -80,10 +84,10 @@ class Life:
                 await engine.launch()
                 await engine.open(EngineStart("", {}, {}))
             pipeline = self._join(trainer, engine)
-            await pipeline.redo(self._redo)
+            await pipeline.redo(self._standing.redo)
             recorder.record(self._started(pipeline.step))
             self._referee.resumes(pipeline.step, self._parts.interrupts, self._plan)
-            await self._go_live()
+            await go_live(self._parts)
             self._misfortunes(pipeline, engine)
             await self._pipeline_to_its_end(pipeline)
         finally:
@@ -103,7 +107,16 @@ class Life:
             saved = self._parts.snapshots.saved_step == pipeline.step
             books = self._buffer.accounting(in_checkpoint=saved)
             with suppress(HeadraceError):
-                self._recorder.record(RunEnded(self._clock(), reason, pipeline.step, books, 0.0, 0.0))
+                self._recorder.record(
+                    RunEnded(
+                        t=self._clock(),
+                        reason=reason,
+                        step=pipeline.step,
+                        accounting=books,
+                        engine_idle=0.0,
+                        trainer_idle=0.0,
+                    )
+                )
         if not self._disk.dead:
             self._left_behind(saved, pipeline.step)
         self.finished = reason == "finished"
@@ -123,7 +136,14 @@ class Life:
         checkpoint, past = self._behind() if self._number else (None, None)
         self._clock = run_clock(past.seconds if past else 0.0)
         self._recorder = Recorder(directory, (), past.resume if past else None, waits=True)
-        self._storage = Storage(directory, self._recorder, self._checkpoints, True, checkpoint, past)
+        self._storage = Storage(
+            run_dir=directory,
+            recorder=self._recorder,
+            checkpoints=self._checkpoints,
+            flush=True,
+            checkpoint=checkpoint,
+            past=past,
+        )
         self._buffer = WatchedBuffer(case.staleness, case.steps * case.groups)
         self._referee = Referee(case, self._storage, self._buffer, self._ledger, self._disk)
         self._waits = Waits(self._referee.record, self._clock, PATIENCE / 2, PATIENCE)
@@ -152,66 +172,76 @@ class Life:
         def trainer_process() -> SimulatedTrainerProcess:
             return SimulatedTrainerProcess(chance, memory, lambda: next(self._trainer_turns), self._case.skips)
 
-        class Engine(ProcessEngine):
-            async def launch(self) -> None:
-                self.worker = SimulatedWorker("engine", engine_process, chance, self._on_push)
-                await self.worker.start("engine", [], [])
-
+        launcher = FakeLauncher({"engine": engine_process, "trainer": trainer_process}, chance)
         checkpoint = self._storage.checkpoint
-        start = TrainerStart("", {}, {}, 0, "", False, {"": str(checkpoint)} if checkpoint else {})
-        trainer = ProcessTrainer(start, [], -1, Path("simulated.log"))
-        trainer.worker = SimulatedWorker("trainer", trainer_process, chance)
+        start = TrainerStart(
+            model_dir="",
+            train={},
+            algo={},
+            seed=0,
+            serving_dtype="",
+            keep_routing=False,
+            transport=SharedMemory(-1),  # never opened: weights are words in `_memory`
+            restore={"": str(checkpoint)} if checkpoint else {},
+        )
+        trainer = ProcessTrainer(launcher, start)
         max_deaths = chance.random.choice([0, 1, 3])
         if any(one.kind == "engine_lost" and one.life == self._number for one in self._case.faults):
             max_deaths = 0
-        return trainer, Engine([], -1, Path("simulated.log"), max_deaths, self._referee, self._clock)
+        return trainer, ProcessEngine(launcher, Job("engine", "engine"), max_deaths, self._referee, self._clock)
 
-    def _join(self, trainer: ProcessTrainer, engine: ProcessEngine) -> Pipeline:
+    def _join(self, trainer: Trainer, engine: Engine) -> Pipeline:
         case, clock, referee, storage = self._case, self._clock, self._referee, self._storage
         rollout = RolloutConfig(group_size=case.group_size, max_tokens=MAX_TOKENS, patience=1000)
-        every = case.checkpoint_every, case.evaluate_every
-        never = WatchConfig(failed_pause=1.0, outages=1000)  # what fails here was made to fail
-        plan = Plan(case.steps, case.staleness, rollout, case.seed, 1000, *every, watch=never)
-        self._plan = plan
+        plan = self._plan = self._plan_of(rollout)
         task: Task = SimulatedTask(fixed(3), case.seed)
-        waits = self._waits
-        interrupts = Interrupts(engine, PartialConfig(mode=case.mode), waits, clock)
-        past = storage.past
-        self._redo, outlived = recover(past, task, self._buffer, interrupts, plan) if past else ([], False)
-        storage.begin(outlived)
+        telemetry = Telemetry(referee.record, clock, self._waits)
+        self._standing = stand(
+            plan=plan,
+            task=task,
+            engine=engine,
+            partial=PartialConfig(mode=case.mode),
+            telemetry=telemetry,
+            past=storage.past,
+            buffer=self._buffer,
+        )
+        storage.begin(self._standing.outlived)
         referee.begins(self.chance)
         engine.listen(storage.passes.write)
         engine.listen(self._told)
         scorer = SeededScorer(case.seed, self.chance, case.stragglers)
         held_out = task.held_out(2) if case.evaluate_every else []
-        no_text = lambda tokens: ""  # noqa: E731
-        self._parts = Parts(
+        self._parts = assemble(
+            plan=plan,
+            standing=self._standing,
+            telemetry=telemetry,
             task=task,
             engine=engine,
-            interrupts=interrupts,
             trainer=trainer,
             scorer=scorer,
-            observer=referee,
-            journal=cast(Journal, self._referee.journal),
-            buffer=self._buffer,
+            evaluated_by=scorer,
+            held_out=held_out,
+            evaluation=EvalConfig(samples=1),
             algorithm=algorithm_of(AlgoConfig(name="dr_grpo"), rollout.max_tokens),
-            decode=no_text,
-            waits=waits,
-            snapshots=Snapshots(
-                storage.checkpoints,
-                storage.passes,
-                referee,
-                clock,
-                "",
-                storage.saved_step,
-            ),
-            probe=IdentityProbe([1, 2, 3], 2, 1e-9, referee, clock),
-            evaluator=Evaluator(
-                interrupts.once, scorer, referee, held_out, EvalConfig(samples=1), rollout, no_text, waits, clock
-            ),
+            decode=lambda tokens: "",
+            journal=cast(Journal, referee.journal),
+            snapshots=Snapshots(storage.checkpoints, storage.passes, telemetry, saved_step=storage.saved_step),
+            probe=IdentityProbe([1, 2, 3], 2, 1e-9, telemetry),
         )
         referee.saved_step = lambda: self._parts.snapshots.saved_step
-        return Pipeline(self._parts, plan, clock, past.saved_step if past else 0, told_of(storage.recorder.state))
+        return Pipeline(self._parts, plan, self._standing.step, told_of(storage.recorder.state))
+
+    def _plan_of(self, rollout: RolloutConfig) -> Plan:
+        return Plan(
+            steps=self._case.steps,
+            staleness=self._case.staleness,
+            rollout=rollout,
+            seed=self._case.seed,
+            max_skipped_steps=1000,
+            checkpoint_every=self._case.checkpoint_every,
+            evaluate_every=self._case.evaluate_every,
+            watch=WatchConfig(failed_pause=1.0, outages=1000),  # what fails here was made to fail
+        )
 
     def _told(self, output: bytes) -> None:
         if not self._disk.dead:
@@ -222,19 +252,12 @@ class Life:
         books = Books(buffer.accounting(), tuple(buffer.in_flight), buffer.ready)
         slots, bound = case.staleness.generating, case.staleness.lag_bound
         return RunStarted(
-            self._clock(), "simulated", "", case.seed, case.steps, case.groups, case.group_size, slots, case.window,
-            bound, {}, step, books,
+            t=self._clock(), name="simulated", headline="", seed=case.seed, steps=case.steps, groups_per_step=case.groups, group_size=case.group_size, slots=slots, window=case.window,
+            max_lag=bound, where={}, resumed_at=step, books=books,
         )  # fmt: skip
 
-    async def _go_live(self) -> None:
-        parts = self._parts
-        async with parts.waits.named("start", "the first weights to be live"):
-            update = await parts.trainer.publish()
-            load = await parts.engine.load(update)
-        parts.observer.record(WeightsLive(self._clock(), update, load))
-
-    def _misfortunes(self, pipeline: Pipeline, engine: ProcessEngine) -> None:
-        acts = {"interrupt": pipeline.interrupt, "jump": self._jump, "engine_lost": lambda: engine.worker.kill()}
+    def _misfortunes(self, pipeline: Pipeline, engine: Engine) -> None:
+        acts = {"interrupt": pipeline.interrupt, "jump": self._jump, "engine_lost": engine.kill}
         loop = asyncio.get_running_loop()
         for fault in self._case.faults:
             if fault.life == self._number and fault.kind in acts:

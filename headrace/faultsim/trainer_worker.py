@@ -38,9 +38,7 @@ class SimulatedTrainerProcess(Process):
     async def serve(self) -> None:
         """One call after the other, whoever still waits for the answer."""
         while True:
-            while not self.inbox:
-                await self.heard()
-            frame = self.inbox.popleft()
+            frame = await self.receive()
             await self.step_into(self._turns())
             try:
                 result = await self._obey(frame)
@@ -58,9 +56,7 @@ class SimulatedTrainerProcess(Process):
                 return await self._step(unpack(frame.payload, Batch))
             case "publish":
                 await asyncio.sleep(self.chance.seconds(0.1))
-                slot = self._version % 2
-                self._memory[slot] = self._weights
-                return WeightUpdate(self._version, "full", self._weights, slot, 0, 0.0)
+                return self._publish()
             case "score":
                 tokens, _ = unpack(frame.payload, tuple[list[int], str])
                 return list(opinion(self._weights, len(tokens) - 1))
@@ -71,6 +67,13 @@ class SimulatedTrainerProcess(Process):
                 return None
             case method:
                 raise AssertionError(f"unknown call {method}")
+
+    def _publish(self) -> WeightUpdate:
+        slot = self._version % 2
+        self._memory[slot] = self._weights
+        return WeightUpdate(
+            version=self._version, kind="full", fingerprint=self._weights, nbytes=0, seconds=0.0, where={"slot": slot}
+        )
 
     def _start(self, start: TrainerStart) -> TrainerReady:
         if checkpoint := start.restore.get(""):

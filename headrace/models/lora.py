@@ -106,7 +106,13 @@ class LoraConfig:
     def spec(self, name: str, base: str = "") -> AdapterSpec:
         """`base`: fingerprint of the base weights as they were published."""
         return AdapterSpec(
-            name, self.rank, self.alpha, self.rslora, dict(self.rank_pattern), dict(self.alpha_pattern), base
+            name=name,
+            rank=self.rank,
+            alpha=self.alpha,
+            rslora=self.rslora,
+            rank_pattern=dict(self.rank_pattern),
+            alpha_pattern=dict(self.alpha_pattern),
+            base=base,
         )
 
 

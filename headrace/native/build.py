@@ -13,8 +13,10 @@ from pathlib import Path
 
 SHARED = Path(__file__).parent / "src"
 COMPILERS = ("c++", "g++", "clang++")
-SECONDS = 300
-"""Enough for a machine that is busy; about 5 are usual."""
+LIMIT = "HEADRACE_INSTRUCTIONS"
+"""The environment variable by which a person limits the instruction set, so that a slower kind of processor can be tried."""
+SECONDS = 1800
+"""Enough for a machine that is slow and busy; about 5 are usual."""
 
 
 @dataclass(frozen=True)
@@ -24,15 +26,16 @@ class Built:
     """Why there is none; how it was had where there is one."""
 
 
-def compiled(source: Path, cache: Path, instructions: str = "native") -> Built:
+def compiled(source: Path, cache: Path, instructions: str = "native", flags: tuple[str, ...] = ()) -> Built:
     """The library of `source`, which includes headers of its own folder and of SHARED. Never raises.
 
-    `instructions`: as the compiler calls a set of them. `cache`: the folder in which libraries are kept.
+    `instructions`: as the compiler calls a set of them; `native` is this machine's, or what $HEADRACE_INSTRUCTIONS names. `cache`:
+    the folder in which libraries are kept. `flags`: more of them for the compiler.
     """
     compiler = _compiler()
     if compiler is None:
         return Built(None, f"no C++ compiler ({', '.join(COMPILERS)}, or the one that $CXX names) was found")
-    command = [compiler, *_flags(instructions), f"-I{SHARED}", str(source)]
+    command = [compiler, *_flags(instructions), *flags, f"-I{SHARED}", str(source)]
     try:
         library = cache / f"{source.stem}-{_fingerprint(command, source.parent)}.so"
         if library.exists():
@@ -60,6 +63,8 @@ def _compiler() -> str | None:
 
 def _flags(instructions: str) -> list[str]:
     option = "-mcpu" if platform.machine() in ("arm64", "aarch64") else "-march"
+    if instructions == "native":
+        instructions = os.environ.get(LIMIT, "native")
     return ["-O3", f"{option}={instructions}", "-std=c++17", "-shared", "-fPIC", "-pthread", "-Wno-psabi"]
 
 

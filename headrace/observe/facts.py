@@ -40,6 +40,8 @@ class RunStarted(Fact, frozen=True):
     """What the bits of a step depend on beside its input (`observe/machine.py`)."""
     max_tokens: int = 0
     """Where completions are cut off; 0 of a run that did not say."""
+    chosen: dict[str, str] = {}
+    """What was chosen where the settings leave it, and why (`ChosenConfig.why`)."""
 
 
 class TicketDrawn(Fact, frozen=True):
@@ -185,6 +187,23 @@ class Warned(Fact, frozen=True):
     message: str
 
 
+class Planned(Fact, frozen=True):
+    """The number of optimizer steps is another one from now on, so that the run ends within `train.minutes`."""
+
+    steps: int
+    message: str
+
+
+class FirstText(Fact, frozen=True):
+    """The first completion of this process, so that one sees early what the model writes."""
+
+    prompt: str
+    text: str
+    tokens: int
+    stop: str
+    version: int
+
+
 class Accounting(Struct, frozen=True):
     """C2. drawn = trained + dropped + failed + in_pipeline + in_checkpoint, at every instant, in tickets."""
 
@@ -239,5 +258,7 @@ AnyFact = (
     | WorkerLost
     | Waited
     | Warned
+    | Planned
+    | FirstText
     | RunEnded
 )

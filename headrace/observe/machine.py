@@ -5,18 +5,19 @@ Two steps with equal marks are expected to be equal bit for bit; with other ones
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
+from headrace.native.cores import usable_cores
 
-def machine_mark(cores: Sequence[int]) -> dict[str, str]:
-    """`cores`: of the trainer; empty for all. Imports nothing heavy."""
+
+def machine_mark(cores: Sequence[int], threads: int = 0) -> dict[str, str]:
+    """`cores` and `threads`: of the trainer; none for all. Imports nothing heavy."""
     mark = {
-        "cpu": _cpu(),
-        "threads": str(len(cores) or os.cpu_count() or 1),  # sums are split over them
+        "cpu": cpu_model(),
+        "threads": str(threads or len(cores) or usable_cores()),  # sums are split over them
         "torch": _version("torch"),
         "system": f"{platform.system()} {platform.machine()}",
     }
@@ -24,7 +25,8 @@ def machine_mark(cores: Sequence[int]) -> dict[str, str]:
     return mark | ({"gpu": ", ".join(gpus)} if gpus else {})
 
 
-def _cpu() -> str:
+def cpu_model() -> str:
+    """As the system calls it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

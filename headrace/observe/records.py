@@ -18,8 +18,10 @@ from headrace.observe.facts import (
     Evaluated,
     Fact,
     FirstFailure,
+    FirstText,
     GroupEnded,
     IdentityChecked,
+    Planned,
     RunEnded,
     RunStarted,
     StepTrained,
@@ -94,6 +96,8 @@ MetricsFact = (
     | WorkerLost
     | Waited
     | Warned
+    | Planned
+    | FirstText
     | RunEnded
 )
 
@@ -105,21 +109,23 @@ def summarise(fact: StepTrained) -> StepRow:
     scored = [one for group in fact.groups for one in group.scored]
     completions = [turn.completion for one in scored for turn in one.episode.turns]
     return StepRow(
-        fact.t,
-        fact.report,
-        fact.lags,
-        fact.reward_mean,
-        fact.reward_std,
-        fact.reward_drawn,
-        fact.wait_seconds,
-        tuple(group.ticket for group in fact.groups),
-        _component_means(scored),
-        tuple(len(completion.tokens) for completion in completions),
-        sum(completion.stop == "length" for completion in completions),
-        _outside(fact),
-        sum(len({span.version for span in completion.spans}) > 1 for completion in completions),
-        sum(_tokens_of(completion, lambda span: span.mixed) for completion in completions),
-        sum(_tokens_of(completion, lambda span: span.kv_version < span.version) for completion in completions),
+        t=fact.t,
+        report=fact.report,
+        lags=fact.lags,
+        reward_mean=fact.reward_mean,
+        reward_std=fact.reward_std,
+        reward_drawn=fact.reward_drawn,
+        wait_seconds=fact.wait_seconds,
+        tickets=tuple(group.ticket for group in fact.groups),
+        components=_component_means(scored),
+        lengths=tuple(len(completion.tokens) for completion in completions),
+        truncated=sum(completion.stop == "length" for completion in completions),
+        outside=_outside(fact),
+        swapped=sum(len({span.version for span in completion.spans}) > 1 for completion in completions),
+        mixed_tokens=sum(_tokens_of(completion, lambda span: span.mixed) for completion in completions),
+        old_cache_tokens=sum(
+            _tokens_of(completion, lambda span: span.kv_version < span.version) for completion in completions
+        ),
     )
 
 
@@ -151,17 +157,17 @@ def sample_of(step: int, group: Group, index: int) -> Sample:
     last: Completion = one.episode.last
     versions = [span.version for span in last.spans] or [0]
     return Sample(
-        step,
-        group.prompt.text,
-        last.text,
-        one.reward,
-        one.rewards,
-        len(last.tokens),
-        last.stop,
-        versions[0],
-        versions[-1],
-        answer_of(group.prompt),
-        one.extracted,
+        step=step,
+        prompt=group.prompt.text,
+        text=last.text,
+        reward=one.reward,
+        rewards=one.rewards,
+        tokens=len(last.tokens),
+        stop=last.stop,
+        first_version=versions[0],
+        last_version=versions[-1],
+        answer=answer_of(group.prompt),
+        extracted=one.extracted,
     )
 
 

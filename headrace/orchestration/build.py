@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -20,18 +21,20 @@ from headrace.durable.journal import JournalStep
 from headrace.errors import ConfigError
 from headrace.models.chat import ChatEncoder
 from headrace.models.resolve import resolve_model
-from headrace.observe.facts import Books, RunStarted, Warned, WeightsLive
+from headrace.observe.facts import Books, RunStarted
 from headrace.observe.health.waits import Waits
 from headrace.observe.machine import machine_mark
+from headrace.observe.telemetry import Telemetry
+from headrace.orchestration.assembly import Standing, assemble, go_live, stand
+from headrace.orchestration.choosing import allowance_of
 from headrace.orchestration.handed import Handed
-from headrace.orchestration.loops.evaluation import Evaluator
 from headrace.orchestration.loops.identity import PROBE, TOLERANCE, IdentityProbe
+from headrace.orchestration.loops.minutes import Minutes
 from headrace.orchestration.loops.parts import Parts, told_of
 from headrace.orchestration.loops.pipeline import Pipeline
 from headrace.orchestration.loops.utilisation import Utilisation
 from headrace.orchestration.plan import Plan
 from headrace.orchestration.pools import Pools, open_pools
-from headrace.orchestration.store.recovery import recover
 from headrace.orchestration.store.resume_rules import scoring_mark
 from headrace.orchestration.store.snapshots import Snapshots
 from headrace.orchestration.store.storage import Storage
@@ -39,8 +42,6 @@ from headrace.orchestration.teaching import Lesson, Student, open_teaching, plan
 from headrace.orchestration.wording import headline, where
 from headrace.protocols import Observer, Scorer, Task
 from headrace.rehearsal.reward import try_in_loop
-from headrace.rollouts.buffer import Buffer
-from headrace.rollouts.partial import Interrupts
 from headrace.scoring.handed import RewardFunction
 from headrace.scoring.overlong import punished
 from headrace.tasks.config import TaskConfig
@@ -85,36 +86,31 @@ class Built:
         config, buffer = self.config, self.parts.buffer
         books = Books(buffer.accounting(), tuple(buffer.in_flight), buffer.ready)
         return RunStarted(
-            self.clock(),
-            config.name,
-            headline(config),
-            config.seed,
-            config.train.steps,
-            config.staleness.groups_per_step,
-            config.rollout.group_size,
-            config.staleness.generating,
-            config.staleness.window,
-            config.staleness.lag_bound,
-            where(config, self.pools.engine.capabilities.path),
-            step,
-            books,
-            machine_mark(config.train.cores),
-            config.rollout.max_tokens,
+            t=self.clock(),
+            name=config.name,
+            headline=headline(config),
+            seed=config.seed,
+            steps=config.train.steps,
+            groups_per_step=config.staleness.groups_per_step,
+            group_size=config.rollout.group_size,
+            slots=config.staleness.generating,
+            window=config.staleness.window,
+            max_lag=config.staleness.lag_bound,
+            where=where(config, self.pools.engine.capabilities.path),
+            resumed_at=step,
+            books=books,
+            machine=machine_mark(config.train.cores, config.train.threads),
+            max_tokens=config.rollout.max_tokens,
+            chosen=config.chosen.why,
         )
 
     async def go_live(self) -> None:
         """Publishes the trainer's weights, loads them into the engine, and proves that they are the same (C3)."""
-        parts = self.parts
-        async with parts.waits.named("start", "the first weights to be live"):
-            if self.adapter:
-                await self.pools.serve_base(parts.observer, self.clock)
-            update = await parts.trainer.publish(self.adapter)
-            expected = await parts.probe.trainer_side(parts.trainer, update.version, always=True)
-            load = await parts.engine.load(update)
-            parts.observer.record(WeightsLive(self.clock(), update, load))
-            rounding = await parts.probe.engine_side(parts.engine, update.version, expected)
+        telemetry = self.parts.telemetry
+        serve_base = partial(self.pools.serve_base, telemetry) if self.adapter else None
+        rounding = await go_live(self.parts, self.adapter, serve_base)
         for sentence in inside_rounding(self.config.algo, rounding, self.config.rollout.max_tokens):
-            parts.observer.record(Warned(self.clock(), sentence))
+            telemetry.warn(sentence)
 
     async def close(self) -> None:
         await self.parts.scorer.close()
@@ -138,10 +134,12 @@ async def prepare(config: RunConfig, model_dir: Path, encoder: ChatEncoder, hand
     task = await asyncio.to_thread(build_task, config.task, encoder, config.seed, handed.rows)
     scorer = await asyncio.to_thread(build_scorer, config, handed.rewards, logs / "scorer.log")
     answer, size = config.task.answer, config.rollout.group_size
-    await try_in_loop(handed.rewards, scorer, task, answer, size, encoder.encode_completion)
+    await try_in_loop(
+        handed.rewards, scorer, task=task, answer=answer, group_size=size, encode=encoder.encode_completion
+    )
     lessons = await plan_lessons(config, model_dir, encoder, handed.rows)
     prompts = await asyncio.to_thread(task.held_out, config.eval.prompts)
-    return Prepared(model_dir, encoder, task, scorer, prompts, lessons)
+    return Prepared(model_dir=model_dir, encoder=encoder, task=task, scorer=scorer, prompts=prompts, lessons=lessons)
 
 
 async def build(
@@ -161,9 +159,13 @@ async def build(
         undo.push_async_callback(prepared.scorer.close)
         adapter = config.lora.served_name
         restore = {adapter: storage.checkpoint} if storage.checkpoint else {}
-        pools = await open_pools(config, prepared.model_dir, logs, observer, waits, clock, restore)
+        pools = await open_pools(
+            config, prepared.model_dir, logs=logs, observer=observer, waits=waits, clock=clock, restore=restore
+        )
         undo.push_async_callback(pools.close)
-        begin = await join(config, prepared, pools, adapter, logs, storage, waits, clock)
+        begin = await join(
+            config, prepared, pools=pools, adapter=adapter, logs=logs, storage=storage, waits=waits, clock=clock
+        )
         built = begin()
         undo.pop_all()
     return built
@@ -182,90 +184,117 @@ async def join(
     """A pipeline over pools that are up. `adapter`: which one it trains; empty where the engine serves full weights.
 
     Here ends what may be refused: only what is returned, and begins the run, changes its directory."""
-    if config.rollout.stop and not pools.engine.capabilities.stop_strings:
-        raise ConfigError(
-            "this engine cannot end completions at strings (the model has no tokenizer it can use); remove rollout.stop"
-        )
-    student = Student(prepared.model_dir, pools.trainer, pools.engine, bool(adapter), pools.shadow, pools.weights_fd)
-    pools.teaching = await open_teaching(config, prepared.lessons, student, logs, storage.recorder, waits, clock)
-    buffer = Buffer(config.staleness, config.train.steps * config.staleness.groups_per_step)
-    interrupts = Interrupts(pools.engine, config.partial, waits, clock)
-    past = storage.past
-    redo, outlived = recover(past, prepared.task, buffer, interrupts, plan_of(config, adapter)) if past else ([], False)
+    student = Student(
+        model_dir=prepared.model_dir,
+        trainer=pools.trainer,
+        engine=pools.engine,
+        serves_base=bool(adapter),
+        shadow=pools.shadow,
+        launcher=pools.launcher,
+    )
+    pools.teaching = await open_teaching(
+        config, prepared.lessons, student=student, observer=storage.recorder, waits=waits, clock=clock
+    )
+    telemetry = Telemetry(storage.recorder.record, clock, waits)
+    standing = stand(
+        plan=plan_of(config, adapter),
+        task=prepared.task,
+        engine=pools.engine,
+        partial=config.partial,
+        telemetry=telemetry,
+        past=storage.past,
+    )
 
     def begin() -> Built:
-        storage.begin(outlived)
+        storage.begin(standing.outlived)
         pools.engine.listen(storage.passes.write)
-        return _assemble(config, prepared, pools, adapter, storage, waits, clock, buffer, interrupts, redo)
+        return _built(
+            config,
+            prepared,
+            pools=pools,
+            adapter=adapter,
+            storage=storage,
+            standing=standing,
+            telemetry=telemetry,
+        )
 
     return begin
 
 
-def _assemble(
-    config: RunConfig, prepared: Prepared, pools: Pools, adapter: str, storage: Storage, waits: Waits, clock: Clock,
-    buffer: Buffer, interrupts: Interrupts, redo: Sequence[JournalStep],
-) -> Built:  # fmt: skip
-    task, encoder, observer = prepared.task, prepared.encoder, storage.recorder
-    plan, past, mark = plan_of(config, adapter), storage.past, scoring_mark(config)
+def _built(
+    config: RunConfig,
+    prepared: Prepared,
+    pools: Pools,
+    adapter: str,
+    storage: Storage,
+    standing: Standing,
+    telemetry: Telemetry,
+) -> Built:
+    encoder, plan, past, mark = prepared.encoder, plan_of(config, adapter), storage.past, scoring_mark(config)
     assert pools.teaching is not None
     rewarding = pools.teaching.rewarding(prepared.scorer)
-    parts = Parts(
-        task=task,
+    parts = assemble(
+        plan=plan,
+        standing=standing,
+        telemetry=telemetry,
+        task=prepared.task,
         engine=pools.engine,
-        interrupts=interrupts,
-        trainer=pools.trainer,
+        trainer=pools.teaching.publishing(pools.trainer),
         scorer=pools.teaching.tracing(
             punished(config.reward.soft_overlong_punishment, config.rollout.max_tokens, rewarding)
         ),
-        observer=observer,
+        evaluated_by=rewarding,
+        held_out=prepared.prompts,
+        evaluation=config.eval,
         journal=storage.journal,
-        buffer=buffer,
         algorithm=algorithm_of(config.algo, config.rollout.max_tokens, reward_weights(config)),
         decode=encoder.decode,
-        waits=waits,
-        snapshots=Snapshots(storage.checkpoints, storage.passes, observer, clock, adapter, storage.saved_step, mark),
+        snapshots=Snapshots(
+            checkpoints=storage.checkpoints,
+            passes=storage.passes,
+            telemetry=telemetry,
+            adapter=adapter,
+            saved_step=storage.saved_step,
+            scored_by=mark,
+        ),
         probe=IdentityProbe(
             encoder.encode_text(PROBE)[: pools.engine.capabilities.context_length],
             config.watch.identity_every,
             max(TOLERANCE[config.engine.serving_dtype], TOLERANCE[pools.trainer_dtype]),
-            observer,
-            clock,
-            adapter,
-        ),
-        evaluator=Evaluator(
-            interrupts.once,
-            rewarding,
-            observer,
-            prepared.prompts,
-            config.eval,
-            config.rollout,
-            encoder.decode,
-            waits,
-            clock,
+            telemetry,
             adapter,
         ),
         turns=pools.turns,
         noise=NoiseWatch(config.algo),
+        minutes=Minutes(allowance_of(config), storage.keep_steps, telemetry.record, telemetry.clock),
         sentinels=(pools.teaching.watch,),
     )
-    pipeline = Pipeline(parts, plan, clock, past.saved_step if past else 0, told_of(storage.recorder.state))
-    utilisation = Utilisation(pools.engine, pools.turns, waits, clock)
-    outdated = past.outdated(mark) if past else ()
-    return Built(pools, parts, pipeline, redo, outdated, utilisation, clock, config, adapter)
+    pipeline = Pipeline(parts, plan, standing.step, told_of(storage.recorder.state))
+    return Built(
+        pools=pools,
+        parts=parts,
+        pipeline=pipeline,
+        redo=standing.redo,
+        outdated=past.outdated(mark) if past else (),
+        utilisation=Utilisation(pools.engine, pools.turns, telemetry),
+        clock=telemetry.clock,
+        config=config,
+        adapter=adapter,
+    )
 
 
 def plan_of(config: RunConfig, adapter: str) -> Plan:
     return Plan(
-        config.train.steps,
-        config.staleness,
-        config.rollout,
-        config.seed,
-        config.train.max_skipped_steps,
-        config.checkpoint.every,
-        config.eval.every,
-        adapter,
-        config.watch,
-        config.checkpoint.patience,
+        steps=config.train.steps,
+        staleness=config.staleness,
+        rollout=config.rollout,
+        seed=config.seed,
+        max_skipped_steps=config.train.max_skipped_steps,
+        checkpoint_every=config.checkpoint.every,
+        evaluate_every=config.eval.every,
+        adapter=adapter,
+        watch=config.watch,
+        save_patience=config.checkpoint.patience,
     )
 
 

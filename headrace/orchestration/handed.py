@@ -14,6 +14,7 @@ from typing import Any
 
 from headrace.config import RunConfig, checked, config_of_run, read_tree
 from headrace.errors import ConfigError
+from headrace.orchestration.choosing import going_on
 from headrace.scoring.handed import RewardFunction, Rewards, rewards_of
 from headrace.settings.other_names import meaning
 from headrace.settings.toml import Tree, build
@@ -58,7 +59,9 @@ def take_over(
 
 
 def settings_of(config: Source | None, run: str | Path | None) -> Source:
-    """The config; where it is left out the one that the run keeps."""
+    """The config, with what the run has chosen where it leaves the choice; where it is left out the one that the run keeps."""
+    if config is not None and run is not None:
+        return going_on(config, Path(run))
     if config is not None:
         return config
     if run is None:

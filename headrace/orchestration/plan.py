@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headrace.algo.advantage.groups import Algorithm
-from headrace.rollouts.rollout import RolloutConfig, name_of, seed_of
+from headrace.durable.journal import JournalStep
+from headrace.rollouts.rollout import RolloutConfig, seed_of
 from headrace.rollouts.staleness import StalenessConfig, judge
 from headrace.settings.process_config import WatchConfig
-from headrace.types import Batch, Group, Prompt, Request
+from headrace.types import Batch, Group, Prompt, Request, RolloutKey
 
 
 @dataclass(frozen=True)
@@ -30,20 +30,28 @@ class Plan:
     save_patience: float = 300.0
     """Seconds for which the last checkpoint is tried again."""
 
-    def batch(self, step: int, groups: Sequence[Group], algorithm: Algorithm) -> Batch:
-        """What the trainer is given of groups that were taken for `step`: the same ones whenever it is asked."""
-        kept = [judge(group, step, self.staleness) for group in groups]
-        assembled = algorithm.assemble(tuple(group for group in kept if group))
-        assert len(assembled) == len(groups), "a group that is trained was judged before"
-        return Batch(step, assembled, self.rollout.temperature, self.adapter)
+    def batch(self, step: int, judged: tuple[Group, ...], algorithm: Algorithm) -> Batch:
+        """What the trainer is given for `step`. `judged`: as `Buffer.take` returns them, in the order in which they were taken."""
+        return Batch(step, algorithm.assemble(judged), self.rollout.temperature, self.adapter, steps=self.steps)
+
+    def batch_again(self, step: JournalStep, algorithm: Algorithm) -> Batch:
+        """The same batch, made of what the journal holds: groups as they were finished, before anything of them was trimmed."""
+        judged = [judge(group, step.step, self.staleness) for group in step.groups]
+        return self.batch(step.step, tuple(group for group in judged if group), algorithm)
+
+    def keys(self, ticket: int) -> list[RolloutKey]:
+        """Those of its rollouts."""
+        return [RolloutKey(ticket, i, adapter=self.adapter) for i in range(self.rollout.group_size)]
 
     def names(self, ticket: int) -> list[str]:
         """Of its requests."""
-        return [name_of(self.adapter, ticket, i) for i in range(self.rollout.group_size)]
+        return [str(key) for key in self.keys(ticket)]
 
     def requests(self, ticket: int, prompt: Prompt) -> list[Request]:
         """The same ones whenever, and in whichever process, they are made."""
         return [
-            self.rollout.request(name, prompt, seed_of(self.seed, "rollout", ticket, i), ticket, self.adapter)
-            for i, name in enumerate(self.names(ticket))
+            self.rollout.request(
+                str(key), prompt, seed_of(self.seed, "rollout", ticket, key.index), ticket, self.adapter
+            )
+            for key in self.keys(ticket)
         ]

@@ -1,11 +1,10 @@
-"""The two processes of a run: the trainer, the engine, and the memory between them."""
+"""The two processes of a run: the trainer, the engine, and the transport between them."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,13 +13,15 @@ from typing import Any
 from headrace.config import RunConfig, adapter_runs
 from headrace.observe.facts import WeightsLive
 from headrace.observe.health.waits import Waits
+from headrace.observe.telemetry import Telemetry
+from headrace.orchestration.clients.engine import ProcessEngine
+from headrace.orchestration.clients.trainer import ProcessTrainer
 from headrace.orchestration.loops.turns import Turns
-from headrace.orchestration.teaching import Teaching, shadow_of
-from headrace.orchestration.workers.clients import ProcessEngine, ProcessTrainer
+from headrace.orchestration.needs import check_needs
+from headrace.orchestration.teaching import Shadowing, Teaching, shadow_of
+from headrace.orchestration.workers.build import open_launcher, open_transport
 from headrace.orchestration.workers.messages import AdapterStart, EngineStart, TrainerReady, TrainerStart
-from headrace.protocols import Observer
-from headrace.weight_sync.memory import anonymous_memory
-from headrace.weights import Manifest
+from headrace.protocols import Engine, Job, Launcher, Observer, Trainer, Transport
 
 Clock = Callable[[], float]
 
@@ -29,13 +30,14 @@ Clock = Callable[[], float]
 class Pools:
     """Trainer and engine, up and running, with the trainer's weights not yet live."""
 
-    trainer: ProcessTrainer
-    engine: ProcessEngine
-    weights_fd: int
+    trainer: Trainer
+    engine: Engine
+    launcher: Launcher
+    transports: Sequence[Transport]
     trainer_dtype: str
     """That it computes in."""
-    shadow: Manifest | None
-    """Where the student's older self lies, if it is a teacher."""
+    shadow: Shadowing | None
+    """How the student's older self is published, if it is a teacher."""
     teaching: Teaching | None = None
     lent: bool = False
     """Whether somebody else closes trainer and engine, which several pipelines share."""
@@ -44,13 +46,13 @@ class Pools:
     _serving: asyncio.Lock = field(default_factory=asyncio.Lock)
     _base_is_live: bool = False
 
-    async def serve_base(self, observer: Observer, clock: Clock) -> None:
+    async def serve_base(self, telemetry: Telemetry) -> None:
         """Publishes the frozen weights beside which adapters are served: once, whoever of them comes first."""
         async with self._serving:
             if not self._base_is_live:
                 update = await self.trainer.publish()
                 load = await self.engine.load(update)
-                observer.record(WeightsLive(clock(), update, load))
+                telemetry.record(WeightsLive(telemetry.clock(), update, load))
                 self._base_is_live = True
 
     def lend(self) -> Pools:
@@ -59,8 +61,8 @@ class Pools:
 
     def kill(self) -> None:
         """Instead of asking the processes to leave; `close` still has to be called."""
-        self.trainer.worker.kill()
-        self.engine.worker.kill()
+        self.trainer.kill()
+        self.engine.kill()
         if self.teaching:
             self.teaching.kill()
 
@@ -70,7 +72,8 @@ class Pools:
             await asyncio.gather(*others)
             return
         await asyncio.gather(self.engine.close(), self.trainer.close(), *others)
-        os.close(self.weights_fd)
+        for transport in self.transports:
+            transport.close()
 
 
 async def open_pools(
@@ -84,37 +87,56 @@ async def open_pools(
 ) -> Pools:
     """Starts both processes and waits until both can work. `restore`: checkpoints, by the adapter (or the empty name)."""
     async with AsyncExitStack() as undo:
-        weights_fd = anonymous_memory()
-        undo.callback(os.close, weights_fd)
-        start = trainer_start(config, model_dir, restore)
-        engine = ProcessEngine(
-            config.engine.cores, weights_fd, logs / "engine.log", config.engine.max_deaths, observer, clock
-        )
+        transports = [open_transport()]
+        undo.callback(transports[0].close)
+        if any(teacher.student for teacher in config.teachers):
+            transports.append(open_transport())
+            undo.callback(transports[1].close)
+        launcher = open_launcher(logs)
+        job = Job("engine", "engine", config.engine.cores, transports[0].inherited)
+        engine = ProcessEngine(launcher, job, config.engine.max_deaths, observer, clock)
         undo.push_async_callback(engine.close)
         await engine.launch()
-        trainer = ProcessTrainer(start, config.train.cores, weights_fd, logs / "trainer.log")
+        trainer = ProcessTrainer(launcher, trainer_start(config, model_dir, restore, *transports), config.train.cores)
         undo.push_async_callback(trainer.close)
         async with waits.named("start", "the trainer to load the model"):
             ready: TrainerReady = await trainer.open()
         async with waits.named("start", "the engine to make room for it"):
             adapters = sum(map(bool, trained_in(config)))
-            await engine.open(EngineStart(str(model_dir), _engine_settings(config, adapters), ready.manifests))
+            settings = _engine_settings(config, adapters)
+            await engine.open(EngineStart(str(model_dir), settings, ready.manifests, transports[0]))
+        check_needs(engine.capabilities, config)
         undo.pop_all()
-    return Pools(trainer, engine, weights_fd, ready.dtype, ready.shadow)
+    shadow = Shadowing(ready.shadow, transports[1]) if ready.shadow else None
+    return Pools(
+        trainer=trainer,
+        engine=engine,
+        launcher=launcher,
+        transports=transports,
+        trainer_dtype=ready.dtype,
+        shadow=shadow,
+    )
 
 
-def trainer_start(config: RunConfig, model_dir: Path, restore: Mapping[str, Path]) -> TrainerStart:
-    """`restore`: as in `open_pools`."""
+def trainer_start(
+    config: RunConfig,
+    model_dir: Path,
+    restore: Mapping[str, Path],
+    transport: Transport,
+    shadow: Transport | None = None,
+) -> TrainerStart:
+    """`restore`: as in `open_pools`; `shadow`: the transport of the student's older self, where it is a teacher."""
     return TrainerStart(
-        str(model_dir),
-        dataclasses.asdict(config.train),
-        algo_settings(config),
-        config.seed,
-        config.engine.serving_dtype,
-        config.rollout.keep_routing,
-        {name: str(checkpoint) for name, checkpoint in restore.items()},
-        shadow_of(config),
-        {name: _assignment(run) for name, run in trained_in(config).items() if run.lora.rank},
+        model_dir=str(model_dir),
+        train=dataclasses.asdict(config.train),
+        algo=algo_settings(config),
+        seed=config.seed,
+        serving_dtype=config.engine.serving_dtype,
+        keep_routing=config.rollout.keep_routing,
+        transport=transport,
+        restore={name: str(checkpoint) for name, checkpoint in restore.items()},
+        shadow=shadow_of(config, shadow) if shadow else None,
+        adapters={name: _assignment(run) for name, run in trained_in(config).items() if run.lora.rank},
     )
 
 

@@ -22,9 +22,10 @@ from headrace.models.chat import ChatEncoder
 from headrace.models.resolve import resolve_model
 from headrace.observe.facts import EngineSample, Fact, Warned
 from headrace.observe.health.waits import Waits
-from headrace.orchestration.workers.clients import ProcessEngine, ProcessTrainer
+from headrace.orchestration.clients.engine import ProcessEngine
+from headrace.orchestration.needs import check_teacher
 from headrace.orchestration.workers.messages import EngineStart, ShadowStart
-from headrace.protocols import Engine, Observer, Scorer
+from headrace.protocols import Engine, Job, Launcher, Observer, Scorer, Trainer, Transport
 from headrace.scoring.teacher.config import TeacherConfig
 from headrace.scoring.teacher.stage import Teacher, TextScorer, TextTeacher, TraceScorer
 from headrace.scoring.teacher.vocabulary import vocabulary_problem, width_of
@@ -110,12 +111,12 @@ def for_reading(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, teachers=readers, algo=AlgoConfig())
 
 
-def shadow_of(config: RunConfig) -> ShadowStart | None:
+def shadow_of(config: RunConfig, transport: Transport) -> ShadowStart | None:
     """What the trainer is told of the teacher that is the student itself."""
     for teacher in config.teachers:
         if teacher.student:
             dtype = teacher_engine(config, teacher).serving_dtype
-            return ShadowStart(teacher.student, teacher.every, teacher.decay, dtype)
+            return ShadowStart(teacher.student, teacher.every, teacher.decay, dtype, transport)
     return None
 
 
@@ -138,30 +139,38 @@ class _WithoutSamples:
             self._observer.record(fact)
 
 
+@dataclass(frozen=True)
+class Shadowing:
+    """How the student's older self reaches the engine that serves it."""
+
+    manifest: Manifest
+    transport: Transport
+
+
 class Classroom:
     """Opens engines, side by side, and closes them all."""
 
-    def __init__(self, logs: Path, observer: Observer, waits: Waits, clock: Clock, weights_fd: int) -> None:
-        self._logs, self._observer, self._waits, self._clock = logs, _WithoutSamples(observer), waits, clock
-        self._weights_fd = weights_fd
-        self.engines: list[ProcessEngine] = []
+    def __init__(self, launcher: Launcher, observer: Observer, waits: Waits, clock: Clock) -> None:
+        self._launcher, self._observer, self._waits, self._clock = launcher, _WithoutSamples(observer), waits, clock
+        self.engines: list[Engine] = []
 
-    async def open(self, who: str, model_dir: Path, config: EngineConfig, manifest: Manifest | None) -> ProcessEngine:
-        """With a manifest, weights will be loaded from the trainer's memory; without, those in the directory are live now."""
-        log = self._logs / f"{who.replace(' ', '-')}.log"
-        engine = ProcessEngine(config.cores, self._weights_fd, log, config.max_deaths, self._observer, self._clock, who)
+    async def open(self, who: str, model_dir: Path, config: EngineConfig, shadow: Shadowing | None = None) -> Engine:
+        """With a shadow, weights will come from the trainer; without, those in the directory are live now."""
+        transport = shadow.transport if shadow else None
+        job = Job("engine", who, config.cores, transport.inherited if transport else ())
+        engine = ProcessEngine(self._launcher, job, config.max_deaths, self._observer, self._clock)
         self.engines.append(engine)
         async with self._waits.named("start", f"the {who}"):
             await engine.launch()
-            manifests = {"": manifest} if manifest else {}
-            await engine.open(EngineStart(str(model_dir), dataclasses.asdict(config), manifests))
-            if not manifest:
+            manifests = {"": shadow.manifest} if shadow else {}
+            await engine.open(EngineStart(str(model_dir), dataclasses.asdict(config), manifests, transport))
+            if not shadow:
                 await engine.load(await asyncio.to_thread(offer, model_dir))
         return engine
 
     def kill(self) -> None:
         for engine in self.engines:
-            engine.worker.kill()
+            engine.kill()
 
     async def close(self) -> None:
         await asyncio.gather(*(engine.close() for engine in self.engines))
@@ -170,7 +179,7 @@ class Classroom:
 class SelfTeaching:
     """The student's older self goes to its engine behind the run's own weights, whenever a version of it is due."""
 
-    def __init__(self, trainer: ProcessTrainer, engine: Engine, waits: Waits) -> None:
+    def __init__(self, trainer: Trainer, engine: Engine, waits: Waits) -> None:
         self._trainer, self._engine, self._waits = trainer, engine, waits
         self._delivery: asyncio.Task[None] | None = None
         self._begun = asyncio.Event()
@@ -202,6 +211,21 @@ class SelfTeaching:
             self._delivery.cancel()
 
 
+class PublishingTrainer:
+    """Protocol `Trainer`: another one, of whose publishes the teacher is served, too."""
+
+    def __init__(self, trainer: Trainer, teaching: SelfTeaching) -> None:
+        self._trainer, self._teaching = trainer, teaching
+        self.step, self.score, self.save = trainer.step, trainer.score, trainer.save
+        self.publish_shadow = trainer.publish_shadow
+        self.watch, self.kill, self.close = trainer.watch, trainer.kill, trainer.close
+
+    async def publish(self, adapter: str = "") -> WeightUpdate:
+        update = await self._trainer.publish(adapter)
+        await self._teaching.after_publish()
+        return update
+
+
 # -- all of it --------------------------------------------------------------------------------------------------------------
 
 
@@ -227,6 +251,10 @@ class Teaching:
             return scorer
         return TraceScorer(scorer, self.teachers, self.reference, self.waits, self.warn)
 
+    def publishing(self, trainer: Trainer) -> Trainer:
+        """The run's trainer, which serves the teacher that is the student itself behind the run's engine."""
+        return PublishingTrainer(trainer, self.self_teaching) if self.self_teaching else trainer
+
     async def watch(self) -> None:
         """Raises what ends a teacher; returns at once where there is none."""
         async with asyncio.TaskGroup() as watched:
@@ -249,25 +277,24 @@ class Student:
     """What teachers need of the run."""
 
     model_dir: Path
-    trainer: ProcessTrainer
-    engine: ProcessEngine
+    trainer: Trainer
+    engine: Engine
     serves_base: bool
     """The run's own engine serves the initial model (LoRA): no other process is needed for the reference."""
-    shadow: Manifest | None
-    weights_fd: int
+    shadow: Shadowing | None
+    launcher: Launcher
 
 
 async def open_teaching(
     config: RunConfig,
     lessons: Sequence[Lesson],
     student: Student,
-    logs: Path,
     observer: Observer,
     waits: Waits,
     clock: Clock,
 ) -> Teaching:
     """Starts an engine for each teacher, and one for the reference. Raises ConfigError for a context that is too short."""
-    classroom = Classroom(logs, observer, waits, clock, student.weights_fd)
+    classroom = Classroom(student.launcher, observer, waits, clock)
     async with AsyncExitStack() as undo:
         undo.push_async_callback(classroom.close)
         try:
@@ -279,27 +306,26 @@ async def open_teaching(
         engines, reference = [task.result() for task in opening], referring.result()
         pairs = list(zip(lessons, engines, strict=True))
         for lesson, engine in pairs:
+            check_teacher(f"teacher {lesson.config.name}", engine.capabilities, config.algo.teacher_top)
             _check_room(lesson, engine, student.engine)
         own = [engine for lesson, engine in pairs if lesson.config.student]
         self_teaching = SelfTeaching(student.trainer, own[0], waits) if own else None
-        if self_teaching:
-            student.trainer.after_publish = self_teaching.after_publish
         undo.pop_all()
     top = config.algo.teacher_top
     return Teaching(
-        classroom,
-        [_teacher(lesson, engine, top) for lesson, engine in pairs if lesson.config.mode == "tokens"],
-        [_text_teacher(lesson, engine, config.task) for lesson, engine in pairs if lesson.config.mode == "text"],
-        reference,
-        self_teaching,
-        waits,
-        lambda message: observer.record(Warned(clock(), message)),
+        classroom=classroom,
+        teachers=[_teacher(lesson, engine, top) for lesson, engine in pairs if lesson.config.mode == "tokens"],
+        texts=[_text_teacher(lesson, engine, config.task) for lesson, engine in pairs if lesson.config.mode == "text"],
+        reference=reference,
+        self_teaching=self_teaching,
+        waits=waits,
+        warn=lambda message: observer.record(Warned(clock(), message)),
     )
 
 
-async def _open(classroom: Classroom, lesson: Lesson, student: Student) -> ProcessEngine:
-    manifest = student.shadow if lesson.config.student else None
-    return await classroom.open(f"teacher {lesson.config.name}", lesson.model_dir, lesson.engine, manifest)
+async def _open(classroom: Classroom, lesson: Lesson, student: Student) -> Engine:
+    shadow = student.shadow if lesson.config.student else None
+    return await classroom.open(f"teacher {lesson.config.name}", lesson.model_dir, lesson.engine, shadow)
 
 
 async def _reference(config: RunConfig, classroom: Classroom, student: Student) -> Engine | None:
@@ -309,7 +335,7 @@ async def _reference(config: RunConfig, classroom: Classroom, student: Student) 
     if student.serves_base:
         return student.engine
     engine = dataclasses.replace(config.engine, max_adapters=0, routing=False)
-    return await classroom.open("reference", student.model_dir, engine, None)
+    return await classroom.open("reference", student.model_dir, engine)
 
 
 def _check_room(lesson: Lesson, engine: Engine, student: Engine) -> None:
@@ -336,12 +362,12 @@ def _text_teacher(lesson: Lesson, engine: Engine, task: TaskConfig) -> TextTeach
         return encoder.encode_messages(messages_of(prompt, task.prompt, system))[1]
 
     return TextTeacher(
-        config.name,
-        engine,
-        lambda prompt: config.takes(prompt.columns),
-        config.weight,
-        encode_prompt,
-        encoder.encode_completion,
+        name=config.name,
+        engine=engine,
+        takes=lambda prompt: config.takes(prompt.columns),
+        weight=config.weight,
+        encode_prompt=encode_prompt,
+        encode_completion=encoder.encode_completion,
     )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.config import RunConfig
+from headrace.native.cores import usable_cores
+from headrace.observe.facts import RunStarted
+from headrace.observe.text import plural
 
 
 def headline(config: RunConfig) -> str:
@@ -15,15 +17,12 @@ def headline(config: RunConfig) -> str:
     return f"{model} · {prompts} · {config.algo.name} · max lag {config.staleness.max_lag}"
 
 
-_DTYPES = {"auto": "bfloat16 where the hardware has it"}
-
-
 def where(config: RunConfig, path: str) -> dict[str, str]:
     """What runs where, in words."""
     return {
         "controller": "this process",
-        "engine": f"own process, {_place(config.engine.device, config.engine.cores)}, {config.engine.serving_dtype}, {path}",
-        "trainer": f"own process, {_place(config.train.device, config.train.cores)}, {config.train.dtype if config.train.dtype != 'auto' else 'bfloat16 where the hardware has it'}",
+        "engine": f"own process, {_place(config.engine.device, config.engine.cores, config.engine.threads)}, {config.engine.serving_dtype}, {path}",
+        "trainer": f"own process, {_place(config.train.device, config.train.cores, config.train.threads)}, {config.train.dtype if config.train.dtype != 'auto' else 'bfloat16 where the hardware has it'}",
         "weights": "shared memory: base once, then adapters"
         if config.lora.served_name
         else "shared memory, two packed buffers",
@@ -32,6 +31,27 @@ def where(config: RunConfig, path: str) -> dict[str, str]:
     }
 
 
-def _place(device: str, cores: Sequence[int]) -> str:
-    cpu = f"CPU cores {', '.join(map(str, cores))}" if cores else f"all {os.cpu_count()} CPU cores, shared"
+def elsewhere(before: RunStarted, now: RunStarted) -> str:
+    """What is another machine, or another way to compute, since the process before; empty where nothing is."""
+    changed = [
+        f"{name} was {before.machine[name]}, now {value}"
+        for name, value in now.machine.items()
+        if before.machine.get(name, value) != value
+    ]
+    changed += [
+        f"{part}: it was {before.where[part]}, now {now.where[part]}"
+        for part in ("engine", "trainer")
+        if before.where.get(part, now.where[part]) != now.where[part]
+    ]
+    if not changed:
+        return ""
+    return (
+        f"the run goes on otherwise than it began ({'; '.join(changed)}): dtype, kernels and threads stay those that were chosen then, unless "
+        "settings say others, and steps are equal within rounding, not bit for bit"
+    )
+
+
+def _place(device: str, cores: Sequence[int], threads: int) -> str:
+    cpu = f"CPU cores {', '.join(map(str, cores))}" if cores else f"all {usable_cores()} CPU cores, shared"
+    cpu += f", {plural(threads, 'thread')}" if threads else ""
     return {"cpu": cpu, "cuda": "cuda", "auto": f"cuda if there is one, else {cpu}"}[device]

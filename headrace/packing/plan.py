@@ -39,7 +39,15 @@ def pack_rows(
     """
     losses = [loss_places(row) for row in rows]
     routed = routed_of(rows)
-    pieces = trees_of(rows, losses, aggregation(list(map(len, losses)), constant), routed, budget, share, least_saved)
+    pieces = trees_of(
+        rows,
+        losses,
+        weights=aggregation(list(map(len, losses)), constant),
+        routed=routed,
+        budget=budget,
+        share=share,
+        least_saved=least_saved,
+    )
     return plan_of(first_fit(pieces, size_of, budget), step, routed, dropped(rows, losses))
 
 

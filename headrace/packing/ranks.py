@@ -40,7 +40,9 @@ def split_ranks(
     weights = aggregation(list(map(len, losses)), constant)
 
     def trees(limit: int) -> list[Node]:
-        return trees_of(rows, losses, weights, routed, limit, share, LEAST_SAVED)
+        return trees_of(
+            rows, losses, weights=weights, routed=routed, budget=limit, share=share, least_saved=LEAST_SAVED
+        )
 
     bins = [first_fit(mine, size_of, budget) for mine in _balanced(trees, budget, ranks)]
     most = max(map(len, bins))
@@ -85,4 +87,18 @@ def _empty_pack(routed: tuple[int, int] | None) -> Pack:
     routing = None if routed is None else torch.full((1, *routed), -1, dtype=torch.int16)
     segments = (Segment(0, 1, ROOT),)
     swapped = torch.zeros(0, dtype=torch.bool)
-    return Pack(zero, zero, segments, ints, ints, floats, floats, floats, ints, floats, swapped, None, routing)
+    return Pack(
+        tokens=zero,
+        positions=zero,
+        segments=segments,
+        predictor=ints,
+        target=ints,
+        sampled=floats,
+        advantage=floats,
+        weight=floats,
+        sequence=ints,
+        lag=floats,
+        swapped=swapped,
+        kept=None,
+        routing=routing,
+    )

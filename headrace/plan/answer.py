@@ -119,18 +119,25 @@ def _computed(question: Question) -> Rates:
         )
     replica = hardware.replica_gpus(chip, shape)
     running = question.config.engine.max_running
-    return hardware.rates(chip, shape, replica, hardware.trainer_gpus(chip, shape), running, question.model)
+    return hardware.rates(
+        chip,
+        shape,
+        replica=replica,
+        trainer=hardware.trainer_gpus(chip, shape),
+        max_running=running,
+        name=question.model,
+    )
 
 
 def _scenario(question: Question, rates: Rates, contrast: float, notes: list[str]) -> Scenario:
     config = question.config
     return Scenario(
-        rates,
-        _completions(question, rates, notes),
-        config.staleness,
-        config.rollout,
-        config.algo,
-        config.partial,
+        rates=rates,
+        completions=_completions(question, rates, notes),
+        staleness=config.staleness,
+        rollout=config.rollout,
+        algo=config.algo,
+        partial=config.partial,
         steps=question.steps,
         prompts=parse(question.prompts) if question.prompts else rates.prompts or _assumed_prompts(config, notes),
         latency=parse(question.latency) if question.latency else fixed(0),
@@ -172,7 +179,7 @@ def _split_of(question: Question, scenario: Scenario) -> Split:
         if replicas < 1 or trainer < hardware.trainer_gpus(chip, shape):
             return None
         trainer = question.gpus - replicas * replica  # what is left over trains
-        rates = hardware.rates(chip, shape, replica, trainer, running, question.model)
+        rates = hardware.rates(chip, shape, replica=replica, trainer=trainer, max_running=running, name=question.model)
         return dataclasses.replace(scenario, rates=rates, replicas=replicas)
 
     return split

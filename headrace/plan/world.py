@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from headrace.algo.advantage.groups import algorithm_of
 from headrace.durable.journal import Journal
 from headrace.durable.passes import PassLog
-from headrace.observe.facts import Warned, WeightsLive
 from headrace.observe.health.waits import Waits
-from headrace.orchestration.loops.evaluation import Evaluator
+from headrace.observe.telemetry import Telemetry
+from headrace.orchestration.assembly import assemble, go_live, stand
 from headrace.orchestration.loops.identity import IdentityProbe
-from headrace.orchestration.loops.parts import Parts
 from headrace.orchestration.loops.pipeline import Pipeline
 from headrace.orchestration.plan import Plan
 from headrace.orchestration.store.checkpoints import Checkpoints
@@ -31,7 +29,6 @@ from headrace.plan.parts.trainer import SimulatedTrainer
 from headrace.plan.scenario import Scenario
 from headrace.protocols import Engine, Observer, Scorer, Task, Trainer
 from headrace.rollouts.buffer import Buffer
-from headrace.rollouts.partial import Interrupts
 from headrace.rollouts.rollout import RolloutConfig
 from headrace.settings.process_config import EvalConfig
 from headrace.simulate.surroundings import Lengths, SimulatedScorer, SimulatedTask
@@ -50,7 +47,14 @@ class World:
         shared = Shared(rates.engine_slowed, rates.trainer_slowed)
         lengths = Lengths(scenario.completions, scenario.rollout.max_tokens)
         engines = [
-            SimulatedEngine(rates.engine, lengths, shared, grain, scenario.mean_completion, scenario.recompute)
+            SimulatedEngine(
+                rates=rates.engine,
+                length=lengths,
+                shared=shared,
+                grain=grain,
+                expected=scenario.mean_completion,
+                recompute=scenario.recompute,
+            )
             for _ in range(scenario.replicas)
         ]
         self.pool = Replicas(engines)
@@ -58,7 +62,12 @@ class World:
         self.trainer: Trainer = SimulatedTrainer(rates.trainer, shared, grain)
         self.task: Task = SimulatedTask(scenario.prompts, seed)
         self.scorer: Scorer = SimulatedScorer(
-            scenario.latency, scenario.workers, seed, scenario.contrast, scenario.solved, rates.overhead
+            latency=scenario.latency,
+            workers=scenario.workers,
+            seed=seed,
+            contrast=scenario.contrast,
+            solved=scenario.solved,
+            overhead=rates.overhead,
         )
         self.buffer = Buffer(scenario.staleness, scenario.steps * scenario.staleness.groups_per_step)
         self.stop_after, self.checkpoint_every = NEVER, 0
@@ -73,26 +82,8 @@ class World:
         scenario, rollout, observer = self.scenario, self.rollout, self.observer
         clock = asyncio.get_running_loop().time
         waits = Waits(observer.record, clock, self.stop_after / 2, self.stop_after)
-        interrupts = Interrupts(self.engine, scenario.partial, waits, clock)
-        journal, snapshots = self._storage(clock)
-        self.parts = Parts(
-            task=self.task,
-            engine=self.engine,
-            interrupts=interrupts,
-            trainer=self.trainer,
-            scorer=self.scorer,
-            observer=observer,
-            journal=journal,
-            buffer=self.buffer,
-            algorithm=algorithm_of(scenario.algo, rollout.max_tokens),
-            decode=_no_text,
-            waits=waits,
-            snapshots=snapshots,
-            probe=IdentityProbe([1, 2, 3], scenario.identity_every, 1e-3, observer, clock),
-            evaluator=Evaluator(
-                interrupts.once, self.scorer, observer, [], EvalConfig(), rollout, _no_text, waits, clock
-            ),
-        )
+        telemetry = Telemetry(observer.record, clock, waits)
+        journal, snapshots = self._storage(telemetry)
         plan = Plan(
             steps=scenario.steps,
             staleness=scenario.staleness,
@@ -102,25 +93,46 @@ class World:
             checkpoint_every=self.checkpoint_every,
             evaluate_every=0,
         )
-        return Pipeline(self.parts, plan, clock, first_step)
+        standing = stand(
+            plan=plan,
+            task=self.task,
+            engine=self.engine,
+            partial=scenario.partial,
+            telemetry=telemetry,
+            past=None,
+            buffer=self.buffer,
+        )
+        self.parts = assemble(
+            plan=plan,
+            standing=standing,
+            telemetry=telemetry,
+            task=self.task,
+            engine=self.engine,
+            trainer=self.trainer,
+            scorer=self.scorer,
+            evaluated_by=self.scorer,
+            held_out=[],
+            evaluation=EvalConfig(),
+            algorithm=algorithm_of(scenario.algo, rollout.max_tokens),
+            decode=_no_text,
+            journal=journal,
+            snapshots=snapshots,
+            probe=IdentityProbe([1, 2, 3], scenario.identity_every, 1e-3, telemetry),
+        )
+        return Pipeline(self.parts, plan, first_step)
 
-    def _storage(self, clock: Callable[[], float]) -> tuple[Journal, Snapshots]:
+    def _storage(self, telemetry: Telemetry) -> tuple[Journal, Snapshots]:
         if self.directory is None:
             return _Unwritten(), _Unsaved()
-        passes = PassLog(self.directory, 0, lambda said: self.observer.record(Warned(clock(), said)))
+        passes = PassLog(self.directory, 0, telemetry.warn)
         self.engine.listen(passes.write)
         checkpoints = Checkpoints(self.directory / "checkpoints", keep=2)
-        return Journal(self.directory, flushes=False), Snapshots(checkpoints, passes, self.observer, clock)
-
-    async def go_live(self) -> None:
-        update = await self.trainer.publish()
-        load = await self.engine.load(update)
-        self.observer.record(WeightsLive(asyncio.get_running_loop().time(), update, load))
+        return Journal(self.directory, flushes=False), Snapshots(checkpoints, passes, telemetry)
 
     async def run(self) -> Pipeline:
         """From the first publish to the last step."""
         pipeline = self.join()
-        await self.go_live()
+        await go_live(self.parts)
         await pipeline.run()
         return pipeline
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from headrace.errors import ConfigError
+from headrace.native.cores import usable_cores
 
 GIB = 2**30
 
@@ -82,22 +83,13 @@ def look(probe: subprocess.Popen[str] | None) -> Machine:
         raise ConfigError(f"torch cannot be used here: {facts} (headrace doctor says what is missing)")
     cuda = facts["cuda"] if facts else []
     gpu = (str(cuda[0][0]), int(cuda[0][1])) if cuda else None
-    return Machine(cores(), memory(), available(), gpu, facts)
+    return Machine(usable_cores(), memory(), available(), gpu, facts)
 
 
 def may_have_gpu() -> bool:
     """Whether the kernel knows of one (NVIDIA's, through WSL, AMD's): without, torch need not be asked."""
     drivers = ("/proc/driver/nvidia/gpus", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
     return any(Path(driver).exists() for driver in drivers)
-
-
-def cores() -> int:
-    """That this process may use, counting a container's limit."""
-    present = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota, _, period = _read("/sys/fs/cgroup/cpu.max").partition(" ")
-    if quota.isdigit() and period.isdigit():
-        return max(1, min(present, int(quota) // int(period)))
-    return present
 
 
 def memory() -> int:

@@ -54,7 +54,9 @@ async def try_in_loop(
     """Of an async function that Python passed: what it keeps open belongs to one event loop, so that it is called in that of the
     run and not in the rehearsal's. Any other was called there."""
     if any(map(is_async, rewards)):
-        await try_reward(scorer, first_prompts(task, 0)[0], answer, False, group_size, encode)
+        await try_reward(
+            scorer, first_prompts(task, 0)[0], answer=answer, tags=False, group_size=group_size, encode=encode
+        )
 
 
 def _refusal(failed: Failure, prompt: Prompt, text: str, is_answer: bool) -> str:

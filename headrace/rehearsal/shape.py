@@ -51,13 +51,13 @@ def read_shape(directory: Path) -> Shape:
     parameters = sum(one.elements for one in stored.values()) or _from_pickles(directory)
     inner = _number(text, "moe_intermediate_size") * _number(text, "num_experts_per_tok")
     return Shape(
-        parameters,
-        tuple(_matrices({name: one.shape for name, one in stored.items()})),
-        layers,
-        hidden,
-        inner or _number(text, "intermediate_size", "n_inner") or 4 * hidden,
-        2 * layers * kv_heads * head,
-        _number(text, "max_position_embeddings", "n_positions"),
+        parameters=parameters,
+        matrices=tuple(_matrices({name: one.shape for name, one in stored.items()})),
+        layers=layers,
+        hidden=hidden,
+        inner=inner or _number(text, "intermediate_size", "n_inner") or 4 * hidden,
+        cached=2 * layers * kv_heads * head,
+        positions=_number(text, "max_position_embeddings", "n_positions"),
     )
 
 

@@ -10,6 +10,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
+from headrace.durable.journal import AnyRecord, Drawn, Gone, Live, Ready, Stepped
 from headrace.observe.facts import Accounting
 from headrace.rollouts.staleness import StalenessConfig
 from headrace.types import Group, Prompt, Struct
@@ -38,13 +39,31 @@ class Buffer:
         self._ready: dict[int, Group] = {}
         """In the order in which they were finished."""
         self._taken: dict[int, Group] = {}
-        self._trained_not_live: set[int] = set()
+        self._trained_not_live: dict[int, int] = {}
+        """The version that each made, by ticket."""
         self._drawn = self._trained = 0
         self._dropped: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
         self._rollout_failures: Counter[str] = Counter()
         self._closed = False
         self._sleepers: list[asyncio.Future[None]] = []
+
+    def count(self, record: AnyRecord) -> None:
+        """Does what a record of the journal says: in a run right after it was written, and once more when the run is recovered."""
+        match record:
+            case Drawn():
+                self.start(record.ticket, record.prompt)
+            case Ready():
+                self.put(record.group)
+            case Gone():
+                self.end(record.ticket, record.outcome, record.reason, record.failures)
+            case Stepped(report=report) if report.skipped:
+                for ticket in record.tickets:
+                    self.end(ticket, "dropped", report.skipped)
+            case Stepped():
+                self.trained(record.tickets, record.report.version)
+            case Live():
+                self.release(record.version)
 
     # -- the producer's side ------------------------------------------------------------------------------------------
 
@@ -103,16 +122,21 @@ class Buffer:
             self._taken[ticket] = self._ready.pop(ticket)
         return tuple(self._taken[ticket] for ticket in tickets)
 
-    def trained(self, groups: Iterable[Group]) -> None:
-        """Counted as trained; their slots stay taken until `release`."""
-        for group in groups:
-            del self._taken[group.ticket]
-            self._trained_not_live.add(group.ticket)
+    def trained(self, tickets: Sequence[int], version: int) -> None:
+        """Counts them as trained; their slots stay taken until `release`. `version`: of the weights that they made."""
+        for ticket in tickets:
+            del self._taken[ticket]
+            self._trained_not_live[ticket] = version
             self._trained += 1
 
-    def release(self, groups: Iterable[Group]) -> None:
-        """The weights that these groups trained are live."""
-        self._trained_not_live -= {group.ticket for group in groups}
+    def release(self, version: int) -> None:
+        """Weights of this version are live: the slots of the groups that made them, or earlier ones, are free."""
+        self._trained_not_live = {ticket: made for ticket, made in self._trained_not_live.items() if made > version}
+        self._notify()
+
+    def want(self, groups: int) -> None:
+        """So many groups are trained by the whole run, and not as many as was said before."""
+        self._wanted = groups
         self._notify()
 
     def close(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import re
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import msgspec
@@ -12,8 +11,6 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from headrace.types import Completion, Episode, Failure, Prompt, Request, Sampling, Turn
-
-_NAME = re.compile(r"(?:(?P<adapter>.+):)?t(?P<ticket>\d+)/\d+")
 
 Decode = Callable[[Sequence[int]], str]
 Generate = Callable[[Request], Awaitable[Completion]]
@@ -91,17 +88,6 @@ def seed_of(*parts: object) -> int:
     """A 63-bit seed from names and numbers, the same on every machine."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
-
-
-def name_of(adapter: str, ticket: int, index: int) -> str:
-    """Of the request for one rollout of a ticket: unique in an engine that serves several adapters."""
-    return f"{adapter}:t{ticket}/{index}" if adapter else f"t{ticket}/{index}"
-
-
-def ticket_of(name: str, adapter: str) -> int | None:
-    """Whose rollout a request is; None where it is for something else."""
-    found = _NAME.fullmatch(name)
-    return int(found["ticket"]) if found and (found["adapter"] or "") == adapter else None
 
 
 async def boundary(generate: Generate, request: Request) -> Completion | Failure:

@@ -84,7 +84,8 @@ class RewardConfig:
     """Several, whose weighted sum is the reward."""
     soft_overlong_punishment: OverlongConfig = Field(default_factory=OverlongConfig)
     timeout: float = Field(default=30.0, gt=0)
-    """Seconds that one call for one group may take; then its rollouts fail with the reason `reward_timeout`."""
+    """Seconds that one call for one group may take, without those in which it has to wait for a core; then its rollouts fail with the
+    reason `reward_timeout`."""
     workers: int = Field(default=2, gt=0)
     """Calls of functions that are not `async` running at once, each in a process of its own."""
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import inspect
 import math
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from headrace.observe.health.patience import within
 from headrace.scoring.trl import ONLY_THERE, TrlReward, conversation
 from headrace.settings.user_code import one_line, traceback_of, unreachable
 from headrace.types import Failure, Struct
@@ -130,12 +131,10 @@ def call(function: Callable[..., Any], job: Job) -> Values:
 
 async def call_async(function: Callable[..., Any], job: Job, seconds: float) -> Values:
     """Cancels a function that is not done within `seconds`, and does not wait for it to obey."""
-    task = asyncio.ensure_future(_awaited(function, job))
     try:
-        await asyncio.wait({task}, timeout=seconds)
-        return task.result() if task.done() else too_late(job, seconds)
-    finally:
-        task.cancel()
+        return await within(threading.get_native_id(), seconds, _awaited(function, job))
+    except TimeoutError:  # `_awaited` returns those of the function
+        return too_late(job, seconds)
 
 
 async def _awaited(function: Callable[..., Any], job: Job) -> Values:

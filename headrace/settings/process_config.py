@@ -35,6 +35,18 @@ class EvalConfig:
 
 
 @dataclass(frozen=True, config=_STRICT)
+class ChosenConfig:
+    """What a run was given where its settings leave the choice, in the `config.toml` that it keeps. Not to be set."""
+
+    wishes: dict[str, str | int] = Field(default_factory=dict)
+    """What was asked for, by the setting that holds what was chosen: `"engine.dtype" = "auto"`."""
+    why: dict[str, str] = Field(default_factory=dict)
+    """In words, with what was measured."""
+    speeds: dict[str, float] = Field(default_factory=dict)
+    """Seconds that `train.minutes` was fitted with (`headrace/auto/fit.py`)."""
+
+
+@dataclass(frozen=True, config=_STRICT)
 class WatchConfig:
     """What a run looks at while it trains: waits, each with a name, an owner and two deadlines (C6), what fails, and the weights."""
 

@@ -11,7 +11,10 @@ from pydantic.dataclasses import dataclass
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class TrainConfig:
     steps: int = Field(default=100, gt=0)
-    """Optimizer steps of the run."""
+    """Optimizer steps of the run; with `minutes` at most."""
+    minutes: float = Field(default=0.0, ge=0)
+    """That the run may take, from the start of its processes to its last checkpoint: `steps`, `staleness.groups_per_step` and `eval.prompts` are then
+    the most that is done, and are fitted to what this machine can do. 0: as long as it takes."""
     learning_rate: float = Field(default=1e-6, gt=0)
     """Full fine-tuning by RL: 1e-6 for billions of parameters, up to 1e-5 for 100 million."""
     schedule: Literal["constant", "cosine"] = "constant"
@@ -28,7 +31,10 @@ class TrainConfig:
     microbatch_tokens: int = Field(default=2048, gt=0)
     """Tokens forwarded at once: bounds memory, never changes the gradient. A longer row gets a microbatch of its own."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Of the computation (autocast). auto: bfloat16 where the hardware has it."""
+    """Of the computation (autocast). auto: what was measured to be faster here (`headrace doctor` says it)."""
+    path: Literal["auto", "kernels", "torch"] = "auto"
+    """kernels: our own C++, on a CPU; torch: PyTorch's; auto: kernels where they serve the model, unless PyTorch was measured to be
+    faster."""
     weights: Literal["float32", "bfloat16"] = "float32"
     """Of the weights that are trained, and of their gradients. bfloat16: rounded stochastically after every update, 12 bytes a
     parameter with the optimizer's instead of 16; for what does not fit otherwise. The optimizer's state is always float32."""
@@ -41,6 +47,8 @@ class TrainConfig:
     """auto: cuda if there is one."""
     cores: tuple[int, ...] = ()
     """CPU cores of the trainer process; empty shares all of them."""
+    threads: int = Field(default=0, ge=0)
+    """0: as many as `cores`, or what was measured to be fastest."""
     max_skipped_steps: int = Field(default=3, gt=0)
     """Skipped steps (non-finite gradient) in a row that stop the run."""
 

@@ -56,7 +56,17 @@ class FakeTrainer:
         await asyncio.sleep(self.publish_seconds)
         version, spec = self.versions.get(adapter, 0), AdapterSpec(adapter, 1, 1.0) if adapter else None
         kind: Literal["adapter", "full"] = "adapter" if adapter else "full"
-        return WeightUpdate(version, kind, f"fake-{version}", version % 2, 0, self.publish_seconds, spec)
+        return WeightUpdate(
+            version=version,
+            kind=kind,
+            fingerprint=f"fake-{version}",
+            nbytes=0,
+            seconds=self.publish_seconds,
+            adapter=spec,
+        )
+
+    async def publish_shadow(self) -> WeightUpdate | None:
+        return None
 
     async def score(self, tokens: Sequence[int], adapter: str = "") -> list[float]:
         return [-1.0] * (len(tokens) - 1)
@@ -75,6 +85,9 @@ class FakeTrainer:
     def die(self) -> None:
         assert self._died is not None
         self._died.set_exception(WorkerDied("trainer", "was killed (fake)"))
+
+    def kill(self) -> None:
+        pass
 
     async def close(self) -> None:
         pass

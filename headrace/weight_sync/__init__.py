@@ -1,4 +1,5 @@
-"""How weights reach an engine.
+"""Weights from the trainer to engines.
 
-Read `memory.py` (shared memory without a name), `shared_memory.py` (both ends of it), `directory.py` (weights that never change).
+Read `packed.py` (the buffer that every transport fills, and its fingerprint), `transport.py` (the transports there are),
+`shared_memory.py` (one of them, both ends), `directory.py` (weights that never change, read from a model's directory).
 """

@@ -24,7 +24,7 @@ _READ = ("config.json", "*.safetensors", "*.bin", "*.index.json")
 def offer(model_dir: Path) -> WeightUpdate:
     """What is to be loaded: version 0, for good. Reads no weights and imports no torch."""
     nbytes = sum(path.stat().st_size for path in _files(model_dir))
-    return WeightUpdate(0, "full", mark_of(model_dir), 0, nbytes, 0.0)
+    return WeightUpdate(version=0, kind="full", fingerprint=mark_of(model_dir), nbytes=nbytes, seconds=0.0)
 
 
 def mark_of(model_dir: Path) -> str:

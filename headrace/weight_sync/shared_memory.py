@@ -1,4 +1,4 @@
-"""Weight sync on one host: packed buffers in anonymous shared memory (`memory.py`).
+"""Weight sync on one host: packed buffers in anonymous shared memory.
 
     full training     | full 0 | full 1 |
     LoRA              | base | adapter a, 0 | adapter a, 1 | adapter b, 0 | adapter b, 1 | ...
@@ -8,112 +8,102 @@ same pages and swaps between two forward passes by re-pointing views. Slot v % 2
 live: a pipeline publishes one version at a time. Base weights beside adapters are published once and have one slot. The
 memory has no name (it is a file descriptor that both processes inherit), so a killed run leaves nothing behind that a later
 run could trip over.
+
+Torch is imported where it is used: the controller opens the memory, and the controller loads no torch.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import tempfile
 import time
-from collections.abc import Iterable, Mapping
-
-import torch
-import xxhash
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from headrace.errors import IdentityError
-from headrace.weights import AdapterSpec, Manifest, TensorSpec, WeightUpdate
+from headrace.types import Struct
+from headrace.weights import AdapterSpec, Manifest, WeightUpdate
 
-ALIGNMENT = 64
-"""Bytes: a cache line, and what vector loads like."""
+if TYPE_CHECKING:
+    import torch
+
+    from headrace.weight_sync.packed import Packed
 
 Manifests = Mapping[str, Manifest]
-"""Of everything that is published: the model's by the empty name, those of adapters by theirs."""
+"""The layout of everything that is published: the model's by the empty name, those of adapters by theirs."""
 
 
-def lay_out(
-    parameters: Iterable[tuple[str, torch.Tensor]], serving_dtype: torch.dtype, slots: int = 2, offset: int = 0
-) -> Manifest:
-    """Where each parameter lies in a slot. Neighbours in canonical order stay neighbours in memory (fused views rely on it)."""
-    specs, end = [], 0
-    for name, tensor in parameters:
-        dtype = serving_dtype if tensor.is_floating_point() else tensor.dtype
-        nbytes = tensor.numel() * dtype.itemsize
-        specs.append(TensorSpec(name, tuple(tensor.shape), str(dtype).removeprefix("torch."), end, nbytes))
-        end += -(-nbytes // ALIGNMENT) * ALIGNMENT
-    page = mmap.PAGESIZE
-    return Manifest(tuple(specs), -(-end // page) * page, slots, offset)
+class SharedMemory(Struct, frozen=True, tag="shared_memory"):
+    """Protocol `Transport`."""
 
+    fd: int
 
-def fingerprint(manifest: Manifest, slot: memoryview) -> str:
-    """xxh3-128 over every parameter's name, shape, dtype and bytes, in canonical order.
-
-    Not cryptographic: it guards against mistakes (a lost, torn, stale or foreign update), not against malice.
-    """
-    whole = xxhash.xxh3_128()
-    for spec in manifest.tensors:
-        whole.update(f"{spec.name}|{spec.shape}|{spec.dtype}|".encode())
-        whole.update(slot[spec.offset : spec.offset + spec.nbytes])
-    return whole.hexdigest()
-
-
-class _Slots:
-    """Those of one manifest. Both ends map the memory; views are tensors on its pages."""
-
-    def __init__(self, memory: memoryview, manifest: Manifest) -> None:
-        self.manifest, self._memory = manifest, memory
-        self.views = [self._views(slot) for slot in range(manifest.slots)]
+    @classmethod
+    def open(cls) -> SharedMemory:
+        return cls(_anonymous_memory())
 
     @property
-    def nbytes(self) -> int:
-        """Of the parameters of one slot."""
-        return sum(spec.nbytes for spec in self.manifest.tensors)
+    def inherited(self) -> tuple[int, ...]:
+        return (self.fd,)
 
-    def slot_of(self, version: int) -> int:
-        return version % self.manifest.slots
+    def sender(self, manifests: Manifests, once: Collection[str] = ()) -> SharedMemorySender:
+        return SharedMemorySender(self.fd, manifests, once)
 
-    def fingerprint(self, slot: int) -> str:
-        start = self._start(slot)
-        return fingerprint(self.manifest, self._memory[start : start + self.manifest.slot_nbytes])
+    def receiver(self, manifests: Manifests) -> SharedMemoryReceiver:
+        return SharedMemoryReceiver(self.fd, manifests)
 
-    def _start(self, slot: int) -> int:
-        return self.manifest.offset + slot * self.manifest.slot_nbytes
-
-    def _views(self, slot: int) -> dict[str, torch.Tensor]:
-        # One storage for the whole slot, so that an engine can see that two parameters are adjacent.
-        packed, start = torch.frombuffer(self._memory, dtype=torch.uint8), self._start(slot)
-        return {
-            spec.name: packed[start + spec.offset : start + spec.offset + spec.nbytes]
-            .view(getattr(torch, spec.dtype))
-            .view(spec.shape)
-            for spec in self.manifest.tensors
-        }
+    def close(self) -> None:
+        os.close(self.fd)
 
 
-def _map(fd: int, manifests: Manifests) -> dict[str, _Slots]:
-    memory = memoryview(mmap.mmap(fd, max(manifest.end for manifest in manifests.values())))
-    return {name: _Slots(memory, manifest) for name, manifest in manifests.items()}
+def _anonymous_memory() -> int:
+    """A file descriptor. Its sender sizes it; it vanishes with its last user."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("headrace-weights", 0)
+    with tempfile.TemporaryFile() as file:  # already unlinked
+        return os.dup(file.fileno())
 
 
 class SharedMemorySender:
     """The trainer's end."""
 
-    def __init__(self, fd: int, manifests: Manifests) -> None:
-        os.ftruncate(fd, max(manifest.end for manifest in manifests.values()))
-        self._slots = _map(fd, manifests)
+    def __init__(self, fd: int, manifests: Manifests, once: Collection[str]) -> None:
+        from headrace.weight_sync.packed import Packed
 
-    @torch.no_grad()
+        self._starts: dict[str, list[int]] = {}
+        """First byte of each slot, by name."""
+        end = 0
+        for name, manifest in manifests.items():
+            slots = 1 if name in once else 2
+            self._starts[name] = [end + slot * manifest.nbytes for slot in range(slots)]
+            end += slots * manifest.nbytes
+        os.ftruncate(fd, end)
+        memory = memoryview(mmap.mmap(fd, end))
+        self._slots = {
+            name: [Packed(manifests[name], memory[start : start + manifests[name].nbytes]) for start in starts]
+            for name, starts in self._starts.items()
+        }
+        self._nbytes = {name: manifest.payload for name, manifest in manifests.items()}
+
     def send(
         self, version: int, parameters: Iterable[tuple[str, torch.Tensor]], adapter: AdapterSpec | None = None
     ) -> WeightUpdate:
         """`adapter`: whose parameters they are, where they are not the model's."""
         started = time.perf_counter()
-        slots = self._slots[adapter.name if adapter else ""]
-        slot = slots.slot_of(version)
-        for name, tensor in parameters:
-            slots.views[slot][name].copy_(tensor)
-        mark, seconds = slots.fingerprint(slot), time.perf_counter() - started
+        name = adapter.name if adapter else ""
+        slot = version % len(self._slots[name])
+        packed = self._slots[name][slot]
+        packed.fill(parameters)
+        mark = packed.fingerprint()
         return WeightUpdate(
-            version, "adapter" if adapter else "full", mark, slot, slots.nbytes, seconds, adapter=adapter
+            version=version,
+            kind="adapter" if adapter else "full",
+            fingerprint=mark,
+            nbytes=self._nbytes[name],
+            seconds=time.perf_counter() - started,
+            where={"offset": self._starts[name][slot]},
+            adapter=adapter,
         )
 
 
@@ -121,19 +111,27 @@ class SharedMemoryReceiver:
     """The engine's end."""
 
     def __init__(self, fd: int, manifests: Manifests) -> None:
-        self._slots = _map(fd, manifests)
+        self._fd, self._manifests = fd, manifests
+        self._memory = memoryview(b"")
+        self._slots: dict[tuple[str, int], Packed] = {}
+        """By name and first byte."""
 
     def receive(self, update: WeightUpdate) -> Mapping[str, torch.Tensor]:
         """Views of the update, after its bytes were found to be those published. Raises `IdentityError` if not."""
-        name = update.adapter.name if update.adapter else ""
-        slots = self._slots.get(name)
-        if slots is None:
-            raise IdentityError(f"the engine was told of no adapter {name} at its start, and has no memory for it")
-        found = slots.fingerprint(update.slot)
-        if found != update.fingerprint:
-            what = f"the adapter {name}" if name else "weights"
+        from headrace.weight_sync.packed import Packed, manifest_for
+
+        manifest, start = manifest_for(self._manifests, update), int(update.where["offset"])
+        key = (update.adapter.name if update.adapter else "", start)
+        if key not in self._slots:
+            self._slots[key] = Packed(manifest, self._mapped(start, start + manifest.nbytes, update))
+        return self._slots[key].verified(update)
+
+    def _mapped(self, start: int, end: int, update: WeightUpdate) -> memoryview:
+        if not self._memory and (size := os.fstat(self._fd).st_size):
+            self._memory = memoryview(mmap.mmap(self._fd, size))
+        if end > len(self._memory):
             raise IdentityError(
-                f"{what} of version {update.version} were published with fingerprint {update.fingerprint}, but the engine "
-                f"loaded {found}: it goes on serving the version it has, and refuses this one"
+                f"version {update.version} is said to end at byte {end} of a shared memory of {len(self._memory)}: the trainer "
+                "and the engine do not share the same one"
             )
-        return slots.views[update.slot]
+        return self._memory[start:end]

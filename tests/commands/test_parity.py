@@ -78,7 +78,9 @@ def engine_of_other_weights(monkeypatch):
     def broken(self, path):
         core = real(self, path)
         wrong = {name: tensor * 1.2 for name, tensor in self._trainer.parameters()}
-        core.swap(core.prepare(parity.WeightUpdate(1, "full", "", 0, 0, 0.0), wrong))
+        core.swap(
+            core.prepare(parity.WeightUpdate(version=1, kind="full", fingerprint="", nbytes=0, seconds=0.0), wrong)
+        )
         return core
 
     monkeypatch.setattr(parity._Published, "engine", broken)

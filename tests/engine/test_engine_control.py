@@ -327,7 +327,9 @@ def test_new_base_weights_under_an_adapter_compute_its_cache_anew():
 
 
 def load_adapter(driver: Driver, name: str, base: str = "") -> None:
-    update = WeightUpdate(0, "adapter", "", 0, 0, 0.0, AdapterSpec(name, 8, 16.0, base=base))
+    update = WeightUpdate(
+        version=0, kind="adapter", fingerprint="", nbytes=0, seconds=0.0, adapter=AdapterSpec(name, 8, 16.0, base=base)
+    )
     driver.engine.swap(driver.engine.prepare(update, {"number": 0}))
 
 

@@ -60,7 +60,9 @@ def renew(engine: NativeEngine, name: str, dtype: str) -> None:
     """The same weights under another version: what is cached is for nobody any more, as in a process that was started anew."""
     version = engine.stats().version + 1
     tensors = parameters(name, dtype)
-    engine.swap(engine.prepare(WeightUpdate(version, "full", "", 0, 0, 0.0), tensors))
+    engine.swap(
+        engine.prepare(WeightUpdate(version=version, kind="full", fingerprint="", nbytes=0, seconds=0.0), tensors)
+    )
 
 
 @cache
@@ -74,7 +76,12 @@ def engine_of(path: Any, name: str, dtype: str, exact: bool = True, adapters: in
     renew(engine, name, dtype)
     if adapters:
         spec = AdapterSpec("north", 4, 8.0)
-        engine.swap(engine.prepare(WeightUpdate(0, "adapter", "", 0, 0, 0.0, spec), adapter_of(name)))
+        engine.swap(
+            engine.prepare(
+                WeightUpdate(version=0, kind="adapter", fingerprint="", nbytes=0, seconds=0.0, adapter=spec),
+                adapter_of(name),
+            )
+        )
     return engine
 
 

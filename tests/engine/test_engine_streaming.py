@@ -44,11 +44,13 @@ def test_each_stage_replaces_one_group_of_neighbours_more(count: int, parts: int
 
 
 def test_what_cannot_be_streamed_is_refused_with_the_remedy() -> None:
-    adapter = WeightUpdate(1, "adapter", "", 0, 0, 0.0, AdapterSpec("north", 8, 16.0))
+    adapter = WeightUpdate(
+        version=1, kind="adapter", fingerprint="", nbytes=0, seconds=0.0, adapter=AdapterSpec("north", 8, 16.0)
+    )
     with pytest.raises(ValueError, match=r"adapter north cannot go live in 2 parts.*parts = 1"):
         check_parts(adapter, 2)
     with pytest.raises(ValueError, match="in 0 parts; choose 1"):
-        check_parts(WeightUpdate(1, "full", "", 0, 0, 0.0), 0)
+        check_parts(WeightUpdate(version=1, kind="full", fingerprint="", nbytes=0, seconds=0.0), 0)
     check_parts(adapter, 1)
 
 
@@ -80,7 +82,7 @@ def real_engine(path: Any) -> NativeEngine:
 
 
 def update(version: int) -> WeightUpdate:
-    return WeightUpdate(version, "full", f"base-{version}", 0, 0, 0.0)
+    return WeightUpdate(version=version, kind="full", fingerprint=f"base-{version}", nbytes=0, seconds=0.0)
 
 
 def weights(seed: int) -> dict[str, torch.Tensor]:
@@ -231,7 +233,7 @@ def test_a_pass_at_least_runs_between_two_parts_and_all_that_is_mixed_is_told(pr
 def test_a_paused_engine_and_an_idle_one_take_all_parts(process: Process) -> None:
     assert process.load(101, 3).mixed_tokens == 0
     process.send(0, "add", request("r", prompt(5), 20))
-    process.send(1, "pause", None)
+    process.core.pause()
     assert process.load(102, 3).version == 102
     assert not process.outputs(), "not a single pass"
 
@@ -242,7 +244,11 @@ def test_half_an_update_is_taken_back(process: Process) -> None:
     process.begin_load(101, 2)
     process.until(lambda: any(output.mixed for output in process.outputs()))
     spec = AdapterSpec("north", 8, 16.0, base="base-100")
-    process.core.swap(process.core.prepare(WeightUpdate(0, "adapter", "", 0, 0, 0.0, spec), {"number": 0}))  # type: ignore[dict-item]
+    process.core.swap(
+        process.core.prepare(
+            WeightUpdate(version=0, kind="adapter", fingerprint="", nbytes=0, seconds=0.0, adapter=spec), {"number": 0}
+        )
+    )  # type: ignore[dict-item]
     process.until(lambda: process.end.of("failed 101"))
     assert "belongs to base weights base-100" in process.end.of("failed 101")[0]
     process.until(lambda: process.outputs()[-1].finished)
@@ -258,10 +264,12 @@ def test_half_an_update_is_taken_back(process: Process) -> None:
 def test_the_fake_streams_alike() -> None:
     async def go() -> tuple[Completion, LoadReport]:
         engine = FakeEngine(0.1, load_seconds=1.0, length=lambda rng: 40)
-        await engine.load(WeightUpdate(0, "full", "fake-0", 0, 0, 0.0), parts=4)
+        await engine.load(WeightUpdate(version=0, kind="full", fingerprint="fake-0", nbytes=0, seconds=0.0), parts=4)
         generating = asyncio.ensure_future(engine.generate(Request("r", (1,), Sampling(max_tokens=100))))
         await asyncio.sleep(1.02)
-        report = await engine.load(WeightUpdate(1, "full", "fake-1", 0, 0, 0.0), parts=4)
+        report = await engine.load(
+            WeightUpdate(version=1, kind="full", fingerprint="fake-1", nbytes=0, seconds=0.0), parts=4
+        )
         return await generating, report
 
     answer, report = virtual_time.run(go())

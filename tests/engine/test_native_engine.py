@@ -21,8 +21,8 @@ from headrace.engine.native.runners.weights import parameters_from_dir
 from headrace.errors import ConfigError
 from headrace.steps import PromptScores, TokenDetails
 from headrace.types import Fork, Request, RoutingTrace, Sampling, scoring
-from headrace.weight_sync.memory import anonymous_memory
-from headrace.weight_sync.shared_memory import SharedMemoryReceiver, SharedMemorySender, lay_out
+from headrace.weight_sync.packed import lay_out
+from headrace.weight_sync.shared_memory import SharedMemory
 from headrace.weights import AdapterSpec, WeightUpdate
 
 TOLERANCE = 1e-4
@@ -82,7 +82,7 @@ def saved(tmp_path_factory) -> Callable[..., Path]:
 
 
 def update(version: int) -> WeightUpdate:
-    return WeightUpdate(version, "full", "", version % 2, 0, 0.0)
+    return WeightUpdate(version=version, kind="full", fingerprint="", nbytes=0, seconds=0.0)
 
 
 def put(engine: NativeEngine, model_dir: Path, version: int) -> None:
@@ -361,8 +361,8 @@ def test_a_prompt_of_older_weights_is_never_reused(saved):
 def test_weights_as_they_are_published_serve_as_those_that_are_not(saved):
     """Packed in shared memory, where neighbours touch; and one by one."""
     parameters = parameters_from_dir(saved(), torch.bfloat16)
-    manifest, fd = lay_out(parameters.items(), torch.bfloat16), anonymous_memory()
-    sender, receiver = (end(fd, {"": manifest}) for end in (SharedMemorySender, SharedMemoryReceiver))
+    manifest, memory = lay_out(parameters.items(), torch.bfloat16), SharedMemory.open()
+    sender, receiver = memory.sender({"": manifest}), memory.receiver({"": manifest})
     views = receiver.receive(sender.send(0, parameters.items()))
     scores = []
     for tensors in (views, parameters):
@@ -598,14 +598,23 @@ def test_adapters_in_one_batch_equal_weights_that_they_are_merged_into(saved):
                 tensors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
                 weight.data += 2.0 * b @ a
         spec = AdapterSpec(name, 4, 8.0)
-        engine.swap(engine.prepare(WeightUpdate(0, "adapter", "", 0, 0, 0.0, spec), tensors))
+        engine.swap(
+            engine.prepare(
+                WeightUpdate(version=0, kind="adapter", fingerprint="", nbytes=0, seconds=0.0, adapter=spec), tensors
+            )
+        )
     requests = [greedy(name or "base", prompts(40)[0], adapter=name) for name in models]
     answers = run(engine, requests)
     for request in requests:
         assert_greedy(models[request.adapter], request, answers[request.id])
     wrong = {"base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight": torch.zeros(4, 32)}
     with pytest.raises(ValueError, match="layers.7"):
-        engine.prepare(WeightUpdate(1, "adapter", "", 0, 0, 0.0, AdapterSpec("north", 4, 8.0)), wrong)
+        engine.prepare(
+            WeightUpdate(
+                version=1, kind="adapter", fingerprint="", nbytes=0, seconds=0.0, adapter=AdapterSpec("north", 4, 8.0)
+            ),
+            wrong,
+        )
 
 
 # --- ends --------------------------------------------------------------------------------------------------------------

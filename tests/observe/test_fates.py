@@ -166,7 +166,7 @@ def test_what_a_step_row_tells_of_swaps_and_of_tokens_out_of_the_loss() -> None:
 
 
 def test_the_summary_tells_of_versions_trimming_and_interruptions() -> None:
-    update = WeightUpdate(1, "full", "", 1, 8, 0.1)
+    update = WeightUpdate(version=1, kind="full", fingerprint="", nbytes=8, seconds=0.1)
     state = folded(
         ended(0, (2, 2)), ended(1, (9, 9), "overdue"),
         WeightsLive(1.5, update, LoadReport(1, 0.1, 0.001), interrupted=7, pause=0.5),
@@ -194,7 +194,15 @@ def test_the_report_draws_both_histograms_and_names_the_bias(tmp_path: Path) -> 
         ended(301, (), "interrupted", lost=44),
     ]:
         recorder.record(fact)
-    recorder.record(WeightsLive(1.0, WeightUpdate(1, "full", "", 1, 8, 0.1), LoadReport(1, 0.1, 0.001), 3, 0.25))
+    recorder.record(
+        WeightsLive(
+            1.0,
+            WeightUpdate(version=1, kind="full", fingerprint="", nbytes=8, seconds=0.1),
+            LoadReport(1, 0.1, 0.001),
+            3,
+            0.25,
+        )
+    )
     recorder.close()
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(encode(trained(*range(20), swapped=1, outside={2: 5})) + b"\n")

@@ -237,7 +237,7 @@ def test_a_stopped_controller_is_alive_but_silent(tmp_path: Path) -> None:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         write_live(tmp_path, live(time.time() - 60, process.pid))
         os.kill(process.pid, signal.SIGSTOP)
-        time.sleep(0.05)
+        os.waitpid(process.pid, os.WUNTRACED)
         status = Follower(tmp_path).look(held(tmp_path), time.time())
         assert status.life == "silent" and "its process is stopped by a signal" in status.words
     finally:

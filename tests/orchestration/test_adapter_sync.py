@@ -21,8 +21,8 @@ from headrace.trainer.config import TrainConfig
 from headrace.trainer.step.learner import Assignment
 from headrace.trainer.step.trainer import TorchTrainer
 from headrace.types import scoring
-from headrace.weight_sync.memory import anonymous_memory
-from headrace.weight_sync.shared_memory import SharedMemoryReceiver, SharedMemorySender, lay_out
+from headrace.weight_sync.packed import lay_out
+from headrace.weight_sync.shared_memory import SharedMemory, SharedMemoryReceiver, SharedMemorySender
 from headrace.weights import WeightUpdate
 
 Loras = dict[str, LoraConfig]
@@ -36,7 +36,7 @@ class World:
     engine: NativeEngine
     sender: SharedMemorySender
     receiver: SharedMemoryReceiver
-    fd: int
+    memory: SharedMemory
     base: str = ""
 
     def publish(self, name: str = "", version: int = 0) -> WeightUpdate:
@@ -77,16 +77,13 @@ def world(name: str, dtype: str, loras: Loras, path: str = "auto") -> World:
         for parameter in dict(trainer.parameters(adapter)).values():
             parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
     serving = getattr(torch, dtype)
-    manifests = {"": lay_out(trainer.parameters(), serving, slots=1)}
-    for adapter in loras:
-        behind = max(one.end for one in manifests.values())
-        manifests[adapter] = lay_out(trainer.parameters(adapter), serving, offset=behind)
-    fd = anonymous_memory()
+    manifests = {name: lay_out(trainer.parameters(name), serving) for name in ("", *loras)}
+    memory = SharedMemory.open()
     engine = NativeEngine(
         directory,
         EngineConfig(device="cpu", dtype=dtype, kv_gib=0.01, context_length=64, max_adapters=len(loras), path=path),
     )
-    return World(trainer, engine, SharedMemorySender(fd, manifests), SharedMemoryReceiver(fd, manifests), fd)
+    return World(trainer, engine, memory.sender(manifests, once=[""]), memory.receiver(manifests), memory)
 
 
 @pytest.fixture
@@ -99,7 +96,7 @@ def make() -> Iterator[Any]:
 
     yield build
     for one in made:
-        os.close(one.fd)
+        one.memory.close()
 
 
 @pytest.mark.parametrize("path", ["auto", "fused"])
@@ -137,9 +134,10 @@ def test_one_flipped_bit_of_an_adapter_is_refused_and_the_old_one_goes_on(make):
     one.load(one.publish("north", 1))
     before = one.engine_says(text, "north")
     update = one.publish("north", 2)
-    position = lay_out(one.trainer.parameters(), torch.float32, slots=1).end + 5  # version 2 lies in the first slot
-    (value,) = os.pread(one.fd, 1, position)
-    os.pwrite(one.fd, bytes([value ^ 1]), position)
+    position = update.where["offset"] + 5
+    assert position == lay_out(one.trainer.parameters(), torch.float32).nbytes + 5, "in the first slot behind the base"
+    (value,) = os.pread(one.memory.fd, 1, position)
+    os.pwrite(one.memory.fd, bytes([value ^ 1]), position)
     with pytest.raises(IdentityError, match="the adapter north of version 2"):
         one.load(update)
     assert one.engine_says(list(text), "north") == before
@@ -156,6 +154,8 @@ def test_an_adapter_of_another_base_is_refused(make):
 def test_an_adapter_that_was_not_announced_is_refused(make):
     one = make("qwen2", "float32", {"north": LORAS["north"]})
     one.load(one.publish())
-    foreign = WeightUpdate(1, "adapter", "f00", 0, 0, 0.0, LORAS["south"].spec("south"))
+    foreign = WeightUpdate(
+        version=1, kind="adapter", fingerprint="f00", nbytes=0, seconds=0.0, adapter=LORAS["south"].spec("south")
+    )
     with pytest.raises(IdentityError, match="told of no adapter south"):
         one.receiver.receive(foreign)

@@ -28,18 +28,19 @@ from headrace.observe.facts import CheckpointSaved, Evaluated, Fact, GroupEnded,
 from headrace.observe.health.waits import Waits
 from headrace.observe.numbers.state import RunState
 from headrace.observe.records import summarise
-from headrace.orchestration.loops.evaluation import Evaluator
+from headrace.observe.telemetry import Telemetry
+from headrace.orchestration.assembly import assemble, go_live, stand
 from headrace.orchestration.loops.identity import IdentityProbe
-from headrace.orchestration.loops.parts import Parts, Told, told_of
+from headrace.orchestration.loops.parts import Told, told_of
 from headrace.orchestration.loops.pipeline import Pipeline
 from headrace.orchestration.loops.turns import Turns
 from headrace.orchestration.plan import Plan
 from headrace.orchestration.store.checkpoints import Checkpoints
-from headrace.orchestration.store.recovery import read_past, recover
+from headrace.orchestration.store.recovery import read_past
 from headrace.orchestration.store.snapshots import Snapshots, load_controller
 from headrace.reports import LagStats, Noise
 from headrace.rollouts.buffer import Buffer
-from headrace.rollouts.partial import Interrupts, PartialConfig
+from headrace.rollouts.partial import PartialConfig
 from headrace.rollouts.rollout import RolloutConfig
 from headrace.rollouts.staleness import StalenessConfig
 from headrace.scoring.fake import FakeScorer
@@ -107,49 +108,54 @@ class World:
         waits = Waits(self.ledger.record, clock, self.stop_after / 2, self.stop_after)
         every = self.checkpoint_every, self.evaluate_every
         plan = Plan(self.steps, self.staleness, rollout, 0, 3, *every, watch=self.watch)
-        interrupts = Interrupts(self.engine, self.partial, waits, clock)
+        telemetry = Telemetry(self.ledger.record, clock, waits)
         checkpoint, _ = self.checkpoints.newest_good() if resume else (None, [])
-        self.redo, self.outdated, step = [], frozenset(), 0
+        past = None
         if resume:
             past = read_past(self.directory, load_controller(checkpoint) if checkpoint else None, True)
             assert not past.complaints
-            self.redo, step = recover(past, self.task, self.buffer, interrupts, plan)[0], past.saved_step
-            self.outdated = past.outdated(self.mark)
+        standing = stand(
+            plan=plan,
+            task=self.task,
+            engine=self.engine,
+            partial=self.partial,
+            telemetry=telemetry,
+            past=past,
+            buffer=self.buffer,
+        )
+        self.redo, step = standing.redo, standing.step
+        self.outdated = past.outdated(self.mark) if past else frozenset()
+        if past:
             self.trainer.versions[""] = step
         passes = PassLog(self.directory, step, self.fail)
         self.engine.listen(passes.write)
-        parts = Parts(
+        parts = assemble(
+            plan=plan,
+            standing=standing,
+            telemetry=telemetry,
             task=self.task,
             engine=self.engine,
-            interrupts=interrupts,
             trainer=self.trainer,
             scorer=self.scorer,
-            observer=self.ledger,
+            evaluated_by=self.scorer,
+            held_out=self.task.held_out(2) if self.evaluate_every else [],
+            evaluation=EvalConfig(samples=2),
             journal=Journal(self.directory),
-            buffer=self.buffer,
             algorithm=algorithm_of(AlgoConfig(name="dr_grpo"), rollout.max_tokens),
             decode=lambda tokens: " ".join(map(str, tokens)),
-            waits=waits,
             snapshots=Snapshots(
-                self.checkpoints, passes, self.ledger, clock, "", step if checkpoint else -1, self.mark
+                self.checkpoints,
+                passes,
+                telemetry,
+                saved_step=step if checkpoint else -1,
+                scored_by=self.mark,
             ),
-            probe=IdentityProbe([1, 2, 3], 2, 1e-3, self.ledger, clock),
-            evaluator=Evaluator(
-                interrupts.once,
-                self.scorer,
-                self.ledger,
-                self.task.held_out(2) if self.evaluate_every else [],
-                EvalConfig(samples=2),
-                rollout,
-                lambda tokens: "",
-                waits,
-                clock,
-            ),
+            probe=IdentityProbe([1, 2, 3], 2, 1e-3, telemetry),
             noise=self.noise,
             sentinels=self.sentinels,
         )
         self.parts = parts
-        self.pipeline = Pipeline(parts, plan, clock, step, self.told)
+        self.pipeline = Pipeline(parts, plan, step, self.told)
         return self.pipeline
 
     def tell(self, until: int | None = None) -> Told:
@@ -164,8 +170,7 @@ class World:
 
     async def go_live(self) -> None:
         self.engine.version = -1
-        update = await self.trainer.publish()
-        self.ledger.record(WeightsLive(0.0, update, await self.engine.load(update)))
+        await go_live(self.parts)
 
     async def run(self, resume: bool = False, interrupt_after: float | None = None) -> None:
         pipeline = self.build(resume)

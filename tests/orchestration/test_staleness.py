@@ -19,7 +19,7 @@ from headrace.observe.facts import GroupEnded, StepTrained
 from headrace.rollouts.staleness import StalenessConfig, first_version, judge
 from headrace.simulate import virtual_time
 from headrace.trainer.fake import FakeTrainer
-from headrace.types import Group, Prompt, Row
+from headrace.types import Group, Prompt, RolloutKey, Row
 
 
 def _kept_lags(world: World) -> list[int]:
@@ -169,3 +169,23 @@ def test_settings_that_do_not_go_together_are_refused_with_the_remedy() -> None:
     paced, free = StalenessConfig(4, 2), StalenessConfig(4, 2, overdue="trim", in_flight=50)
     assert (paced.generating, paced.lag_bound, free.generating, free.lag_bound) == (12, 2, 50, 2)
     assert dataclasses.replace(free, in_flight=0).generating == 12
+
+
+@pytest.mark.parametrize(
+    ("key", "spelled"),
+    [
+        (RolloutKey(12, 3), "t12/3"),
+        (RolloutKey(12, 3, turn=2), "t12/3.2"),
+        (RolloutKey(0, 0, adapter="math"), "math:t0/0"),
+        (RolloutKey(7, 1, 4, "a:b"), "a:b:t7/1.4"),
+    ],
+)
+def test_a_rollout_s_key_and_its_request_id_are_one(key: RolloutKey, spelled: str) -> None:
+    assert str(key) == spelled and RolloutKey.read(spelled) == key
+
+
+@pytest.mark.parametrize(
+    "name", ["score/3", "eval::0/1/2", "t1", "t/1", "t-1/2", "t01/2", "t1/ 2", "t1/2.0", "x1/2", ":t1/2"]
+)
+def test_other_requests_have_no_rollout_s_key(name: str) -> None:
+    assert RolloutKey.read(name) is None

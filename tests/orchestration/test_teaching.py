@@ -97,7 +97,7 @@ def test_a_run_without_any_reward_learns_from_a_teacher_that_is_killed_on_the_wa
     ended = of(directory, RunEnded)[-1]
     assert ended.accounting.balance() == 0 and not ended.accounting.failed, "no rollout was lost with the process"
     gaps = [row.report.teacher_kl for row in of(directory, StepRow)]
-    assert np.mean(gaps[-5:]) < 0.8 * np.mean(gaps[:3]), f"the policy did not come nearer to its teacher: {gaps}"
+    assert np.mean(gaps[-5:]) < 0.9 * np.mean(gaps[:3]), f"the policy did not come nearer to its teacher: {gaps}"
     exact = said_by(other_llama)
     for group in groups_of(directory)[:4]:
         for one, row in zip(group.scored, group.rows, strict=True):

@@ -33,6 +33,7 @@ from headrace.observe.health.status import read_live
 from headrace.observe.health.waits import Lasting, Waits, counted
 from headrace.observe.health.waits import Testimony as Told
 from headrace.observe.health.watchdog import STALLED, Watchdog
+from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.build import Built, build, open_waits
 from headrace.orchestration.handed import NOTHING
 from headrace.orchestration.loops.evaluation import Evaluator
@@ -42,6 +43,7 @@ from headrace.orchestration.pools import open_pools
 from headrace.orchestration.runs.session import Session, on_unheard
 from headrace.orchestration.runs.several import _close, _serve_base, _Together
 from headrace.orchestration.teaching import Classroom, SelfTeaching
+from headrace.orchestration.workers.process import LocalLauncher
 from headrace.rollouts.partial import PartialConfig
 from headrace.rollouts.rollout import RolloutConfig
 from headrace.scoring.config import RewardConfig
@@ -251,7 +253,7 @@ def of_pipeline(**settings: Any) -> Scenario:
     async def scenario(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
         world = World(tmp / "run", stop_after=600.0, **settings)
         pipeline = world.build()
-        spoil(world.parts.waits)
+        spoil(world.parts.telemetry.waits)
         await world.go_live()
         await pipeline.run()
 
@@ -261,37 +263,44 @@ def of_pipeline(**settings: Any) -> Scenario:
 async def of_evaluation(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
     clock = asyncio.get_running_loop().time
     engine, rollout, waits = FakeEngine(), RolloutConfig(max_tokens=4), spoil(here(lambda fact: None))
-    await engine.load(WeightUpdate(0, "full", "fake-0", 0, 0, 0.0))
+    await engine.load(WeightUpdate(version=0, kind="full", fingerprint="fake-0", nbytes=0, seconds=0.0))
     prompts = [Prompt("p", "a text", (1, 2))]
     evaluator = Evaluator(
-        engine.generate, FakeScorer(), Ledger(), prompts, EvalConfig(), rollout, str, waits, clock
-    )  # fmt: skip
+        generate=engine.generate,
+        scorer=FakeScorer(),
+        prompts=prompts,
+        config=EvalConfig(),
+        rollout=rollout,
+        decode=str,
+        telemetry=Telemetry(Ledger().record, clock, waits),
+    )
     await evaluator.measure("before", 0)
 
 
 async def of_statistics(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
     waits = spoil(here(lambda fact: None))
-    await Utilisation(FakeEngine(), Turns(), waits, asyncio.get_running_loop().time).start()
+    telemetry = Telemetry(Ledger().record, asyncio.get_running_loop().time, waits)
+    await Utilisation(FakeEngine(), Turns(), telemetry).start()
 
 
 async def of_start(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
     world = World(tmp / "run", stop_after=600.0)
     pipeline = world.build()
-    spoil(world.parts.waits)
+    spoil(world.parts.telemetry.waits)
     await Built(None, world.parts, pipeline, (), (), None, None, None, "").go_live()  # type: ignore[arg-type]
 
 
 async def of_teacher_s_start(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
     clock = asyncio.get_running_loop().time
-    classroom = Classroom(tmp, Ledger(), spoil(here(lambda fact: None)), clock, 0)  # type: ignore[arg-type]
-    await classroom.open("teacher math", tmp, EngineConfig(), None)
+    classroom = Classroom(LocalLauncher(tmp), Ledger(), spoil(here(lambda fact: None)), clock)
+    await classroom.open("teacher math", tmp, EngineConfig())
 
 
 class Publishing:
     """What `SelfTeaching` asks of a trainer."""
 
     async def publish_shadow(self) -> WeightUpdate:
-        return WeightUpdate(0, "full", "fake-0", 0, 0, 0.0)
+        return WeightUpdate(version=0, kind="full", fingerprint="fake-0", nbytes=0, seconds=0.0)
 
 
 async def of_self_teaching(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
@@ -313,7 +322,7 @@ def an_episode(text: str = "said") -> Episode:
 
 async def of_scoring(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
     engine, waits = FakeEngine(), spoil(here(lambda fact: None))
-    await engine.load(WeightUpdate(0, "full", "fake-0", 0, 0, 0.0))
+    await engine.load(WeightUpdate(version=0, kind="full", fingerprint="fake-0", nbytes=0, seconds=0.0))
     everybody: Callable[[Prompt], bool] = lambda prompt: True  # noqa: E731
     text = TextTeacher("text", engine, everybody, 1.0, lambda prompt: (1,), lambda said, ended: (2, 3))
     inner = TextScorer(FakeScorer(), [text], waits)
@@ -368,7 +377,8 @@ async def of_several(tmp: Path, spoil: Callable[[Waits], Waits], ledger: Ledger)
 
 
 async def of_adapter(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
-    await _serve_base(None, spoil(here(lambda fact: None)), Ledger(), asyncio.get_running_loop().time)  # type: ignore[arg-type]
+    telemetry = Telemetry(Ledger().record, asyncio.get_running_loop().time, spoil(here(lambda fact: None)))
+    await _serve_base(None, telemetry)  # type: ignore[arg-type]
 
 
 async def of_closing(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
@@ -414,8 +424,22 @@ WITH_PROCESSES = {("start", "the trainer to load the model"), ("start", "the eng
 """Those that are between the controller and real processes; see below."""
 
 
+LAST = ("controller", "the engine's last word")
+"""It has a deadline of its own, and a name so that the watchdog takes it for no hang."""
+
+
+def test_an_engine_without_a_last_word_is_waited_for_in_name_and_not_for_long() -> None:
+    async def main() -> float:
+        clock = asyncio.get_running_loop().time
+        telemetry = Telemetry(Ledger().record, clock, stall_at(here(lambda fact: None), *LAST))
+        await Utilisation(FakeEngine(), Turns(), telemetry).stop(patience=30.0)
+        return clock()
+
+    assert virtual_time.run(main()) == 30.0
+
+
 def test_every_named_wait_has_a_stall_injected_below():
-    covered = STALLS.keys() | ENDLESS.keys() | WITH_PROCESSES
+    covered = STALLS.keys() | ENDLESS.keys() | WITH_PROCESSES | {LAST}
     assert named_waits() == covered, "a new wait needs a scenario here, and one that is gone has none"
 
 
@@ -448,7 +472,7 @@ def test_a_stall_where_things_are_fetched_is_said_again_and_again(tmp_path: Path
 
 def test_processes_that_do_not_close_are_told_and_hide_no_error(capsys: pytest.CaptureFixture[str]) -> None:
     async def main() -> None:
-        parts = SimpleNamespace(waits=here(lambda fact: None))
+        parts = SimpleNamespace(telemetry=SimpleNamespace(waits=here(lambda fact: None)))
         await Session._close(None, SimpleNamespace(parts=parts, close=for_ever))  # type: ignore[arg-type]
 
     virtual_time.run(main())
@@ -681,7 +705,7 @@ def test_a_swap_in_the_teacher_that_fails_is_raised_when_it_fails(tmp_path: Path
 
         async def publish_shadow(self) -> WeightUpdate:
             self.version += 1
-            return WeightUpdate(self.version, "full", "fake-0", 0, 0, 0.0)
+            return WeightUpdate(version=self.version, kind="full", fingerprint="fake-0", nbytes=0, seconds=0.0)
 
     async def main() -> None:
         teaching = SelfTeaching(Wrong(), FakeEngine(), here(lambda fact: None))  # type: ignore[arg-type]

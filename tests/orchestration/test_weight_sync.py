@@ -1,19 +1,20 @@
-"""Shared memory: both ends of the wire in one test (C3)."""
+"""Transports of weights: both ends in one test (C3)."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 import torch
 
 from headrace.errors import IdentityError
-from headrace.weight_sync.memory import anonymous_memory
-from headrace.weight_sync.shared_memory import SharedMemoryReceiver, SharedMemorySender, fingerprint, lay_out
-from headrace.weights import Manifest
-
-Ends = tuple[SharedMemorySender, SharedMemoryReceiver, Manifest, int]
+from headrace.protocols import WeightReceiver, WeightSender
+from headrace.weight_sync.packed import fingerprint, lay_out
+from headrace.weight_sync.shared_memory import SharedMemory
+from headrace.weight_sync.transport import TRANSPORTS, AnyTransport
+from headrace.weights import AdapterSpec, Manifest, WeightUpdate
 
 
 def _parameters(seed: int) -> list[tuple[str, torch.Tensor]]:
@@ -22,16 +23,33 @@ def _parameters(seed: int) -> list[tuple[str, torch.Tensor]]:
     return [(name, torch.randn(shape, generator=generator)) for name, shape in shapes.items()]
 
 
-@pytest.fixture
-def ends() -> Iterator[Ends]:
-    fd = anonymous_memory()
-    manifest = lay_out(_parameters(0), torch.bfloat16)
-    yield SharedMemorySender(fd, {"": manifest}), SharedMemoryReceiver(fd, {"": manifest}), manifest, fd
-    os.close(fd)
+def _manifests() -> dict[str, Manifest]:
+    return {"": lay_out(_parameters(0), torch.bfloat16)}
+
+
+# --- every transport -------------------------------------------------------------------------------------------------------
+
+Ends = tuple[WeightSender, WeightReceiver]
+
+
+@pytest.fixture(params=TRANSPORTS)
+def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
+    """Each is made of the transport as it arrives in a start message."""
+    transport = TRANSPORTS[request.param].open()
+    arrived = [msgspec.msgpack.decode(msgspec.msgpack.encode(transport), type=AnyTransport) for _ in range(2)]
+    yield arrived[0].sender(_manifests()), arrived[1].receiver(_manifests())
+    transport.close()
+
+
+def test_the_tag_of_a_transport_is_its_name_in_the_table() -> None:
+    for name, kind in TRANSPORTS.items():
+        transport = kind.open()
+        assert msgspec.json.decode(msgspec.json.encode(transport))["type"] == name
+        transport.close()
 
 
 def test_what_is_received_is_what_was_sent_in_the_serving_dtype(ends: Ends) -> None:
-    sender, receiver, _, _ = ends
+    sender, receiver = ends
     for version in range(4):
         sent = _parameters(version)
         received = receiver.receive(sender.send(version, sent))
@@ -41,44 +59,102 @@ def test_what_is_received_is_what_was_sent_in_the_serving_dtype(ends: Ends) -> N
             assert torch.equal(received[name], tensor.bfloat16())
 
 
+def test_an_update_tells_as_much_to_an_engine_as_to_a_record(ends: Ends) -> None:
+    """`where` survives the wire and the metrics."""
+    sender, receiver = ends
+    update = sender.send(3, _parameters(3))
+    assert update.nbytes == sum(2 * tensor.numel() for _, tensor in _parameters(3))
+    for encoded in (msgspec.json, msgspec.msgpack):
+        again = encoded.decode(encoded.encode(update), type=WeightUpdate)
+        assert again == update
+        assert torch.equal(receiver.receive(again)["q"], dict(_parameters(3))["q"].bfloat16())
+
+
 def test_the_version_before_stays_valid_until_the_next_but_one(ends: Ends) -> None:
-    sender, receiver, _, _ = ends
+    sender, receiver = ends
     old = receiver.receive(sender.send(0, _parameters(0)))
     sender.send(1, _parameters(1))
     assert torch.equal(old["q"], dict(_parameters(0))["q"].bfloat16())
 
 
 def test_neighbours_in_canonical_order_are_neighbours_in_memory(ends: Ends) -> None:
-    sender, receiver, _, _ = ends
+    sender, receiver = ends
     views = receiver.receive(sender.send(0, _parameters(0)))
     q, k = views["q"], views["k"]
     assert q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
     assert q.data_ptr() + q.numel() * 2 == k.data_ptr()
 
 
+def test_what_is_stale_or_foreign_is_refused(ends: Ends) -> None:
+    sender, receiver = ends
+    stale = sender.send(0, _parameters(0))
+    sender.send(1, _parameters(1))
+    sender.send(2, _parameters(2))
+    with pytest.raises(IdentityError, match="version 0"):
+        receiver.receive(stale)
+    update = sender.send(3, _parameters(3))
+    foreign = msgspec.structs.replace(update, kind="adapter", adapter=AdapterSpec("south", 8, 16.0))
+    with pytest.raises(IdentityError, match="no adapter south"):
+        receiver.receive(foreign)
+    with pytest.raises(IdentityError, match="published with fingerprint 00"):
+        receiver.receive(msgspec.structs.replace(update, fingerprint="00"))
+    receiver.receive(update)
+
+
+def test_a_record_of_an_update_from_before_is_readable() -> None:
+    """Runs recorded `slot` in every update before transports had words of their own for where the bytes are."""
+    line = b'{"version":4,"kind":"full","fingerprint":"f0","slot":0,"nbytes":8,"seconds":0.5,"adapter":null}'
+    assert msgspec.json.decode(line, type=WeightUpdate) == WeightUpdate(
+        version=4, kind="full", fingerprint="f0", nbytes=8, seconds=0.5
+    )
+
+
+# --- shared memory ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def memory() -> Iterator[SharedMemory]:
+    transport = SharedMemory.open()
+    yield transport
+    transport.close()
+
+
 @pytest.mark.parametrize("byte", [0, 17, 3000, -1])
-def test_one_flipped_bit_is_refused(ends: Ends, byte: int) -> None:
-    sender, receiver, manifest, fd = ends
-    update = sender.send(1, _parameters(1))
+def test_one_flipped_bit_is_refused(memory: SharedMemory, byte: int) -> None:
+    (manifest,) = _manifests().values()
+    update = memory.sender(_manifests()).send(1, _parameters(1))
     last = manifest.tensors[-1]
-    position = manifest.slot_nbytes + (byte if byte >= 0 else last.offset + last.nbytes - 1)
-    (value,) = os.pread(fd, 1, position)
-    os.pwrite(fd, bytes([value ^ 1]), position)
+    position = manifest.nbytes + (byte if byte >= 0 else last.offset + last.nbytes - 1)
+    (value,) = os.pread(memory.fd, 1, position)
+    os.pwrite(memory.fd, bytes([value ^ 1]), position)
     with pytest.raises(IdentityError, match="version 1"):
-        receiver.receive(update)
+        memory.receiver(_manifests()).receive(update)
 
 
-def test_an_update_that_never_arrived_is_refused(ends: Ends) -> None:
+def test_an_update_that_never_arrived_is_refused(memory: SharedMemory) -> None:
     """The fault that went unnoticed elsewhere for months: the engine goes on with the weights it had."""
-    sender, receiver, manifest, fd = ends
-    sender.send(0, _parameters(0))
-    update = sender.send(2, _parameters(2))
-    zeros = lay_out(_parameters(0), torch.bfloat16)
-    old = fingerprint(zeros, memoryview(bytes(manifest.slot_nbytes)))
-    assert old != update.fingerprint
-    os.pwrite(fd, bytes(manifest.slot_nbytes), 0)
+    (manifest,) = _manifests().values()
+    update = memory.sender(_manifests()).send(2, _parameters(2))
+    assert fingerprint(manifest, memoryview(bytes(manifest.nbytes))) != update.fingerprint
+    os.pwrite(memory.fd, bytes(manifest.nbytes), 0)
     with pytest.raises(IdentityError):
-        receiver.receive(update)
+        memory.receiver(_manifests()).receive(update)
+
+
+def test_another_memory_than_the_trainer_s_is_refused(memory: SharedMemory) -> None:
+    update, other = memory.sender(_manifests()).send(1, _parameters(1)), SharedMemory.open()
+    with pytest.raises(IdentityError, match="do not share the same one"):
+        other.receiver(_manifests()).receive(update)
+    other.close()
+
+
+def test_what_is_published_once_has_one_slot(memory: SharedMemory) -> None:
+    manifests = {**_manifests(), "north": lay_out(_parameters(1), torch.bfloat16)}
+    sender, nbytes = memory.sender(manifests, once=[""]), manifests[""].nbytes
+    north = AdapterSpec("north", 8, 16.0)
+    assert [sender.send(version, _parameters(0)).where for version in (0, 1)] == [{"offset": 0}] * 2
+    places = [sender.send(version, _parameters(1), north).where["offset"] for version in range(3)]
+    assert places == [nbytes, 2 * nbytes, nbytes] and os.fstat(memory.fd).st_size == 3 * nbytes
 
 
 def test_the_fingerprint_names_order_shape_and_dtype() -> None:
@@ -93,7 +169,7 @@ def test_the_fingerprint_names_order_shape_and_dtype() -> None:
 def test_the_memory_has_no_name() -> None:
     """A killed run leaves nothing in /dev/shm or the temporary directory that a later run could trip over."""
     before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
-    fd = anonymous_memory()
-    SharedMemorySender(fd, {"": lay_out(_parameters(0), torch.bfloat16)})
+    transport = SharedMemory.open()
+    transport.sender({"": lay_out(_parameters(0), torch.bfloat16)})
     assert (set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()) <= before
-    os.close(fd)
+    transport.close()

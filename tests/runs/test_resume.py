@@ -35,9 +35,8 @@ from headrace.orchestration.store.recovery import Past, _begun, read_past
 from headrace.orchestration.store.resume_rules import same_course
 from headrace.orchestration.store.snapshots import ControllerState, load_controller
 from headrace.reports import TrainReport
-from headrace.rollouts.rollout import name_of
 from headrace.steps import Finished, StepOutput
-from headrace.types import Prompt, Request, Sampling
+from headrace.types import Prompt, Request, RolloutKey, Sampling
 
 CASE = Case(7, steps=7, checkpoint_every=2)
 
@@ -386,8 +385,8 @@ def test_a_bad_byte_in_the_metrics_stops_nothing(killed: Killed7, tmp_path: Path
 def test_passes_are_folded_as_they_are_read(tmp_path: Path) -> None:
     """8 MB of passes, of which a few tokens belong to what is in flight."""
     log = PassLog(tmp_path, 0, pytest.fail)
-    over = tuple(name_of("", ticket, 0) for ticket in range(64))
-    mine = name_of("", 99, 0)
+    over = tuple(str(RolloutKey(ticket, 0)) for ticket in range(64))
+    mine = str(RolloutKey(99, 0))
     for number in range(2000):
         names = (*over, mine) if number % 200 == 0 else over
         ends = tuple(Finished(name, "stop") for name in over) if number % 50 == 49 else ()

@@ -47,7 +47,9 @@ def single(*tokens: int, **rest: Any) -> Episode:
 
 def engine(version: int = 0, **options: Any) -> FakeEngine:
     made = FakeEngine(**{"seconds_per_token": 0.0, "opinion": opinion, **options})
-    asyncio.run(made.load(WeightUpdate(version, "full", f"fake-{version}", 0, 0, 0.0)))
+    asyncio.run(
+        made.load(WeightUpdate(version=version, kind="full", fingerprint=f"fake-{version}", nbytes=0, seconds=0.0))
+    )
     return made
 
 
@@ -160,7 +162,7 @@ def test_the_first_teacher_that_takes_a_prompt_has_it_and_prompts_of_nobody_are_
 
 def test_what_a_teacher_fails_at_is_data_and_only_that_rollout_is_lost():
     picky = FakeEngine(0.0, failure_rate=0.5, opinion=opinion, seed=1)
-    asyncio.run(picky.load(WeightUpdate(0, "full", "fake-0", 0, 0, 0.0)))
+    asyncio.run(picky.load(WeightUpdate(version=0, kind="full", fingerprint="fake-0", nbytes=0, seconds=0.0)))
     results = run(teaching(Teacher("north", picky, everybody)), PROMPT, [single(t) for t in range(20)])
     failed = [one for one in results if isinstance(one, Failure)]
     assert 0 < len(failed) < 20
@@ -207,7 +209,7 @@ class Interrupting(FakeEngine):
 def test_who_is_interrupted_by_a_swap_is_asked_again():
     (plain,) = run(teaching(reference=engine()), PROMPT, [single(1, 2)])
     interrupting = Interrupting(seconds_per_token=0.0, opinion=opinion)
-    asyncio.run(interrupting.load(WeightUpdate(0, "full", "fake-0", 0, 0, 0.0)))
+    asyncio.run(interrupting.load(WeightUpdate(version=0, kind="full", fingerprint="fake-0", nbytes=0, seconds=0.0)))
     (again,) = run(teaching(reference=interrupting), PROMPT, [single(1, 2)])
     assert len(set(interrupting.asked)) == 2 and again.references == plain.references
 
@@ -222,7 +224,7 @@ def test_teachers_are_asked_beside_the_reward_under_named_waits():
 
     async def go() -> str:
         north = FakeEngine(0.05, opinion=opinion)
-        await north.load(WeightUpdate(0, "full", "fake-0", 0, 0, 0.0))
+        await north.load(WeightUpdate(version=0, kind="full", fingerprint="fake-0", nbytes=0, seconds=0.0))
         clock = asyncio.get_running_loop().time
         named = Waits(facts.append, clock, 60, 120)
         scorer = TraceScorer(FakeScorer(seconds=0.05), [Teacher("north", north, everybody)], north, named, facts.append)
@@ -400,7 +402,7 @@ class Recording:
     def send(self, version: int, parameters: Any, adapter: Any = None) -> WeightUpdate:
         self.slots.append(version % 2)
         self.sent.append({name: tensor.clone() for name, tensor in parameters})
-        return WeightUpdate(version, "full", "mark", version % 2, 0, 0.0)
+        return WeightUpdate(version=version, kind="full", fingerprint="mark", nbytes=0, seconds=0.0)
 
 
 def weights(step: int) -> list[tuple[str, torch.Tensor]]:

@@ -28,6 +28,7 @@ def _one(name: str, file: str, contract: str, mistake: str, old: str, new: str, 
     return Planted(name, file, contract, mistake, ((old, new), *more))
 
 
+LEDGER = "orchestration/loops/ledger.py"
 PIPELINE, ROLLING = "orchestration/loops/pipeline.py", "orchestration/loops/rolling.py"
 RECOVERY, SNAPSHOTS, CHECKPOINT = (
     "orchestration/store/recovery.py", "orchestration/store/snapshots.py", "orchestration/store/checkpoints.py",
@@ -55,20 +56,20 @@ OF_BUFFER = (
     ),
     _one(
         "slot_free_when_trained", BUFFER, "C1", "a slot is free when its group is trained, before the weights are live",
-        "            self._trained_not_live.add(group.ticket)\n", "",
+        "            self._trained_not_live[ticket] = version\n", "",
     ),
     _one(
         "release_all", BUFFER, "C1", "a delivery gives back the slots of all that is trained, its own or not",
-        "self._trained_not_live -= {group.ticket for group in groups}", "self._trained_not_live.clear()",
+        "self._trained_not_live = {ticket: made for ticket, made in self._trained_not_live.items() if made > version}",
+        "self._trained_not_live.clear()",
     ),
     _one(
         "release_nothing", BUFFER, "C6", "slots of trained groups are never given back",
-        "        self._trained_not_live -= {group.ticket for group in groups}\n", "",
+        "        self._trained_not_live = {ticket: made for ticket, made in self._trained_not_live.items() if made > version}\n", "",
     ),
     _one(
         "release_in_silence", BUFFER, "C6", "a slot is given back, and nobody who waits for one hears of it",
-        "self._trained_not_live -= {group.ticket for group in groups}\n        self._notify()",
-        "self._trained_not_live -= {group.ticket for group in groups}",
+        "if made > version}\n        self._notify()", "if made > version}",
     ),
     _one(
         "newest_first", BUFFER, "order", 'order = "stalest" takes the group admitted last',
@@ -104,27 +105,9 @@ OF_BUFFER = (
 OF_PIPELINE = (
     _one(
         "release_before_live", PIPELINE, "C1", "slots are given back before the swap, not after it",
-        '        async with parts.waits.named("delivery", "the swap in the engine"):',
-        '        parts.buffer.release(groups)\n        async with parts.waits.named("delivery", "the swap in the engine"):',
-    ),
-    _one(
-        "step_counted_first", PIPELINE, "C7", "a step is counted, and then written into the journal",
-        "        parts.journal.write(Stepped(self._clock(), report, tuple(group.ticket for group in groups)))\n"
-        "        parts.journal.flush()\n        for sentence in", "        for sentence in",
-        (
-            "        parts.buffer.trained(groups)\n        self._record(step_fact(",
-            "        parts.buffer.trained(groups)\n"
-            "        parts.journal.write(Stepped(self._clock(), report, tuple(group.ticket for group in groups)))\n"
-            "        parts.journal.flush()\n        self._record(step_fact(",
-        ),
-    ),
-    _one(
-        "step_not_flushed", PIPELINE, "C7", "a step is in the journal, and the journal not on the disk",
-        "        parts.journal.flush()\n        for sentence in", "        for sentence in",
-    ),
-    _one(
-        "skipped_is_trained", PIPELINE, "C2", "groups of a skipped step are counted as trained",
-        'self._parts.buffer.end(group.ticket, "dropped", report.skipped)', "self._parts.buffer.trained([group])",
+        '        async with parts.telemetry.waits.named("delivery", "the swap in the engine"):',
+        '        parts.buffer.release(version)\n'
+        '        async with parts.telemetry.waits.named("delivery", "the swap in the engine"):',
     ),
     _one(
         "step_one_behind", PIPELINE, "C7", "the step of a resumed run is that of the batch, not of the weights it made",
@@ -140,16 +123,12 @@ OF_PIPELINE = (
     ),
     _one(
         "no_last_checkpoint", PIPELINE, "C7", "a run that has finished writes no checkpoint",
-        "        if self.step >= plan.steps:\n            await", "        if self.step > plan.steps:\n            await",
+        "        if self.step >= self._plan.steps:\n            await", "        if self.step > self._plan.steps:\n            await",
     ),
     _one(
         "judged_a_step_late", PIPELINE, "C1", "a group's age is looked at as if it were trained one step earlier",
         "judged = judge(group, self.step, self._plan.staleness)",
         "judged = judge(group, self.step - 1, self._plan.staleness)",
-    ),
-    _one(
-        "live_not_told", PIPELINE, "C3", "which weights were served is not in the journal",
-        "        parts.journal.write(Live(self._clock(), version, update.fingerprint))\n", "",
     ),
     _one(
         "cancelled_too_soon", PIPELINE, "C2", "groups are ended as overdue that are not",
@@ -159,33 +138,13 @@ OF_PIPELINE = (
 
 OF_ROLLING = (
     _one(
-        "ready_counted_first", ROLLING, "C7", "a group is counted as ready, and then written into the journal",
-        "        self._parts.journal.write(Ready(self._clock(), group))\n        self._parts.buffer.put(group)\n",
-        "        self._parts.buffer.put(group)\n        self._parts.journal.write(Ready(self._clock(), group))\n",
-    ),
-    _one(
-        "drawn_told_first", ROLLING, "C7", "a ticket is counted and told, and then written into the journal",
-        "            parts.journal.write(Drawn(self._clock(), ticket, prompt))\n            buffer.start(ticket, prompt)\n"
-        "            self._record(TicketDrawn(self._clock(), ticket, prompt.id))\n",
-        "            buffer.start(ticket, prompt)\n            self._record(TicketDrawn(self._clock(), ticket, prompt.id))\n"
-        "            parts.journal.write(Drawn(self._clock(), ticket, prompt))\n",
-    ),
-    _one(
-        "gone_not_written", ROLLING, "C7", "a group that ends is not written into the journal",
-        "        self._parts.journal.write(Gone(self._clock(), rolled.ticket, outcome, reason, reasons))\n", "",
-    ),
-    _one(
-        "gone_without_failures", ROLLING, "C2", "failures inside a dropped group are not counted",
-        'failures = rolled.failures if outcome == "dropped" else ()', "failures = ()",
-    ),
-    _one(
         "failed_called_dropped", ROLLING, "C2", "a group that failed ends as dropped",
-        'self.end(rolled, "failed", rolled.commonest_failure)',
-        'self.end(rolled, "dropped", rolled.commonest_failure)',
+        'ledger.ended(rolled, "failed", rolled.commonest_failure)',
+        'ledger.ended(rolled, "dropped", rolled.commonest_failure)',
     ),
     _one(
         "cancel_leaks", ROLLING, "C2", "a group that is cancelled keeps its ticket",
-        'self.end(rolled, "dropped", self._cancelled.pop(ticket))', "self._cancelled.pop(ticket)",
+        'self._parts.ledger.ended(rolled, "dropped", self._cancelled.pop(ticket))', "self._cancelled.pop(ticket)",
     ),
     _one(
         "not_begun_again", ROLLING, "C7", "what was in flight at a kill is not begun again",
@@ -203,6 +162,46 @@ OF_ROLLING = (
     _one(
         "kept_for_ever", ROLLING, "memory", "what a group's requests sampled is kept when it has ended",
         "        self._parts.interrupts.forget(self._plan.names(ticket))\n", "",
+    ),
+)  # fmt: skip
+
+OF_LEDGER = (
+    _one(
+        "counted_first", LEDGER, "C7", "a transition is counted, and then written into the journal",
+        "        self._journal.write(record)\n        if flush:\n            self._journal.flush()\n        self._buffer.count(record)\n",
+        "        self._buffer.count(record)\n        self._journal.write(record)\n        if flush:\n            self._journal.flush()\n",
+    ),
+    _one(
+        "step_not_flushed", LEDGER, "C7", "a step is in the journal, and the journal not on the disk",
+        "batch.steps), flush=True)", "batch.steps))",
+    ),
+    _one(
+        "skipped_is_trained", BUFFER, "C2", "groups of a skipped step are counted as trained, in a run and when it goes on",
+        "case Stepped(report=report) if report.skipped:", "case Stepped(report=report) if report.skipped and False:",
+    ),
+    _one(
+        "live_not_told", LEDGER, "C3", "which weights were served is not in the journal",
+        "self._enter(Live(self._clock(), update.version, update.fingerprint))", "self._buffer.release(update.version)",
+    ),
+    _one(
+        "drawn_told_first", LEDGER, "C7", "a ticket is reported, and then written into the journal",
+        "        self._enter(Drawn(self._clock(), ticket, prompt))\n"
+        "        self._record(TicketDrawn(self._clock(), ticket, prompt.id))\n",
+        "        self._record(TicketDrawn(self._clock(), ticket, prompt.id))\n"
+        "        self._enter(Drawn(self._clock(), ticket, prompt))\n",
+    ),
+    _one(
+        "gone_not_written", LEDGER, "C7", "a group that ends is not written into the journal",
+        "self._enter(Gone(self._clock(), rolled.ticket, outcome, reason, reasons))",
+        "self._buffer.count(Gone(self._clock(), rolled.ticket, outcome, reason, reasons))",
+    ),
+    _one(
+        "gone_without_failures", LEDGER, "C2", "failures inside a dropped group are not counted",
+        'failures = rolled.failures if outcome == "dropped" else ()', "failures = ()",
+    ),
+    _one(
+        "failures_forgotten", BUFFER, "C2", "a recovered group is dropped without its failures",
+        "record.outcome, record.reason, record.failures)", "record.outcome, record.reason)",
     ),
 )  # fmt: skip
 
@@ -264,7 +263,7 @@ OF_RECOVERY = (
     ),
     _one(
         "tokens_of_old_tickets_only", RECOVERY, "C7", "tokens are kept of tickets in the checkpoint, not of those drawn since",
-        "    steps = list(_apply(past.records, task, buffer))\n    asked =", "    asked =",
+        "    steps = list(_apply(past.records, task, buffer))\n    buffer.release", "    buffer.release",
         (
             "    return steps, begun is None\n",
             "    return list(_apply(past.records, task, buffer)), begun is None\n",
@@ -272,19 +271,11 @@ OF_RECOVERY = (
     ),
     _one(
         "passes_outlive", RECOVERY, "C5", "passes are used of tickets that a loss of power took out of the journal",
-        "return None if tickets and max(tickets) >= past.resume.next_ticket else found", "return found",
-    ),
-    _one(
-        "failures_forgotten", RECOVERY, "C2", "a recovered group is dropped without its failures",
-        "record.outcome, record.reason, record.failures)", "record.outcome, record.reason)",
+        "return None if any(key.ticket >= past.resume.next_ticket for key in keys) else found", "return found",
     ),
     _one(
         "recovered_slots_kept", RECOVERY, "C6", "slots of steps in the journal are never given back",
-        "        buffer.release(groups)\n", "",
-    ),
-    _one(
-        "skipped_again_is_trained", RECOVERY, "C2", "groups of a skipped step are counted as trained when the run goes on",
-        "    if report.skipped:\n        for ticket in record.tickets:", "    if False:\n        for ticket in record.tickets:",
+        "    buffer.release(past.step)  # what was trained is live as soon as the run begins\n", "",
     ),
     _one(
         "task_stands_still", RECOVERY, "C7", "the task is not moved past the prompts that were drawn",
@@ -323,7 +314,7 @@ OF_SNAPSHOTS = (
     ),
     _one(
         "pass_number_off_by_one", SNAPSHOTS, "C7", "a checkpoint skips the first pass behind it",
-        "position, self._passes.number, self._scored_by", "position, self._passes.number + 1, self._scored_by",
+        "=self._passes.number,", "=self._passes.number + 1,",
     ),
     _one(
         "not_flushed_before", SNAPSHOTS, "C7", "a checkpoint is on the disk before the records that it counts",
@@ -399,4 +390,14 @@ ELSEWHERE = (
     ),
 )  # fmt: skip
 
-PLANTED = (*OF_BUFFER, *OF_PIPELINE, *OF_ROLLING, *OF_PARTIAL, *OF_RECOVERY, *OF_SNAPSHOTS, *OF_JOURNAL, *ELSEWHERE)
+PLANTED = (
+    *OF_BUFFER,
+    *OF_PIPELINE,
+    *OF_ROLLING,
+    *OF_LEDGER,
+    *OF_PARTIAL,
+    *OF_RECOVERY,
+    *OF_SNAPSHOTS,
+    *OF_JOURNAL,
+    *ELSEWHERE,
+)

@@ -130,7 +130,7 @@ def write_run(directory: Path, steps: int = 12) -> Path:
             Waited(2.0 * i, "controller", "the trainer (step)", report.seconds + 0.03),
             Waited(2.0 * i, "controller", "the trainer (publish)", 0.07),
             StepRow(2.0 * i, report, {0: tokens}, 0.5, 0.1, 0.5, 0.0, (i,), {}, (10, 12, 14, 10), 0),
-            WeightsLive(2.0 * i, WeightUpdate(i + 1, "full", "f", 0, 0, 0.06), LoadReport(i + 1, 0.11, 0.004)),
+            WeightsLive(2.0 * i, WeightUpdate(version=i + 1, kind="full", fingerprint="f", nbytes=0, seconds=0.06), LoadReport(i + 1, 0.11, 0.004)),
         ]  # fmt: skip
     (directory / METRICS).write_bytes(b"".join(encode(fact) + b"\n" for fact in facts))
     return directory

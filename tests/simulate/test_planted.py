@@ -11,7 +11,7 @@ from planted import PACKAGE, SCHEDULES, apply, hunt
 from planted_faults import PLANTED, Planted
 from test_dst import PINNED
 
-MODULES = {"buffer", "pipeline", "rolling", "partial", "recovery", "snapshots", "journal"}
+MODULES = {"buffer", "pipeline", "rolling", "ledger", "partial", "recovery", "snapshots", "journal"}
 BY_NAME = {one.name: one for one in PLANTED}
 
 
@@ -40,7 +40,7 @@ def test_the_table_covers_every_module_that_keeps_the_contracts() -> None:
     assert all(count[module] >= 5 for module in MODULES)
 
 
-@pytest.mark.parametrize("name", ["no_window", "ready_counted_first", "recovered_slots_kept"])
+@pytest.mark.parametrize("name", ["no_window", "counted_first", "recovered_slots_kept"])
 def test_some_are_found_at_once(name: str) -> None:
     found = hunt(BY_NAME[name], range(40))
     assert found.schedule is not None, f"{name}: {found.planted.mistake}, and no schedule fails"

@@ -101,7 +101,9 @@ class FactStream:
         return Evaluated(self.t, phase, step, 64, mean, 0.027, 11.5, {}, 8.0)  # type: ignore[arg-type]
 
     def live(self, version: int) -> WeightsLive:
-        update = WeightUpdate(version, "full", f"{version:032x}", version % 2, 269_000_000, 0.21)
+        update = WeightUpdate(
+            version=version, kind="full", fingerprint=f"{version:032x}", nbytes=269_000_000, seconds=0.21
+        )
         return WeightsLive(self.t, update, LoadReport(version, 0.18, 0.0008 + 0.0004 * self.rng.random()))
 
     def samples(self, until: float, busy: float) -> Iterator[Fact]:

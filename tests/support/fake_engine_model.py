@@ -187,13 +187,13 @@ class Driver:
         values = {"version": version, "poisoned": poisoned, "part": part}
         tensors = {name: torch.tensor(float(value)) for name, value in values.items()}
         number = version + bool(part)
-        update = WeightUpdate(number, "full", f"base-{number}", 0, 0, 0.0)
+        update = WeightUpdate(version=number, kind="full", fingerprint=f"base-{number}", nbytes=0, seconds=0.0)
         self.engine.swap(self.engine.prepare(update, tensors, mixed=part > 0))
 
     def swap_adapter(self, name: str) -> None:
         self.adapters[name] = version = self.adapters.get(name, -1) + 1
         spec = AdapterSpec(name, 8, 16.0)
-        update = WeightUpdate(version, "adapter", "", 0, 0, 0.0, spec)
+        update = WeightUpdate(version=version, kind="adapter", fingerprint="", nbytes=0, seconds=0.0, adapter=spec)
         self.engine.swap(self.engine.prepare(update, {"number": version * 10 + ADAPTERS.index(name)}))
 
     def add(self, *requests: Request) -> None:

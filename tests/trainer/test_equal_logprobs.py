@@ -65,7 +65,7 @@ def trainer_of(name: str, seed: int = 0) -> Forward:
 def sampled(name: str, model: Any, requests: Sequence[Request], **options: Any) -> list[Row]:
     settings = {"kv_gib": 0.01, "max_running": 5, "prefill_chunk": 16, "context_length": CONTEXT, **options}
     engine = NativeEngine(saved(name), EngineConfig(dtype="bfloat16", device="cpu", path="kernels", **settings))
-    update = WeightUpdate(0, "full", "", 0, 0, 0.0)
+    update = WeightUpdate(version=0, kind="full", fingerprint="", nbytes=0, seconds=0.0)
     engine.swap(engine.prepare(update, {key: p.detach().to(BF16) for key, p in model.named_parameters()}))
     transcripts = {request.id: Transcript(request) for request in requests}
     rows = []

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,10 +20,11 @@ from torch.nn import functional
 
 from headrace.packing import Segment
 from headrace.trainer.config import TrainConfig
-from headrace.trainer.forward import fused_ops, fused_served
+from headrace.trainer.forward import fused_ops, fused_products, fused_served
 from headrace.trainer.forward.forward import choose_forward, packed_hidden
-from headrace.trainer.forward.fused_model import fuse, reserve
-from headrace.trainer.forward.fused_ops import PackedWeight, Segments
+from headrace.trainer.forward.fused_model import fuse
+from headrace.trainer.forward.fused_ops import Segments
+from headrace.trainer.forward.fused_products import PackedWeight, reserve
 from headrace.trainer.forward.tree_attention import tree_of
 from headrace.trainer.kernels import binding
 from headrace.trainer.model.causal_lm import enable_checkpointing
@@ -109,25 +111,38 @@ def test_rotary(dtype, dim, normed):
         return x * cos[:, None].double() + turned * sin[:, None].double()
 
     inputs = [torch.randn(50, 3, dim).to(dtype), *([torch.randn(dim)] if normed else [])]
-    check(lambda x, w=None: fused_ops.rotary(x, cos, sin, w, 1e-6, 1.0, dtype), plain, inputs, dtype)
+    check(
+        lambda x, w=None: fused_ops.rotary(x, cos, sin, weight=w, eps=1e-6, unit=1.0, dtype=dtype), plain, inputs, dtype
+    )
 
 
-@pytest.mark.parametrize("rows, k, widths", [(37, 64, (96,)), (50, 33, (70, 41)), (300, 160, (64, 32, 32))])
-def test_products(rows, k, widths):
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(
+    "rows, k, widths",
+    [
+        (37, 64, (96,)),
+        (50, 33, (70, 41)),
+        (300, 160, (64, 32, 32)),
+        (40, 1024, (48,)),  # rows of 4 KiB, which are copied
+        (1100, 70, (1056, 40)),  # sums in several pieces, in every direction, and more rows than are taken at once
+    ],
+)
+def test_products(rows, k, widths, dtype):
     """What is rounded to bfloat16 is the operands and the results, nothing between."""
-    x = torch.randn(rows, k).bfloat16()
+    x = torch.randn(rows, k).to(dtype)
     weights = [torch.randn(n, k).bfloat16().float() for n in widths]
     biases = [torch.randn(n) for n in widths]
 
     def fused(x, *rest):
         half = len(rest) // 2
-        return fused_ops.linears(x, [(PackedWeight(), w, b) for w, b in zip(rest[:half], rest[half:], strict=True)])
+        layers = [(PackedWeight(), w, b) for w, b in zip(rest[:half], rest[half:], strict=True)]
+        return fused_products.linears(x, layers, dtype)
 
     def plain(x, *rest):
         half = len(rest) // 2
         return tuple(functional.linear(x, w, b) for w, b in zip(rest[:half], rest[half:], strict=True))
 
-    check(fused, plain, [x, *weights, *biases], BF16)
+    check(fused, plain, [x, *weights, *biases], dtype)
 
 
 @pytest.mark.parametrize("rows, k, n", [(37, 64, 96), (50, 33, 70)])
@@ -135,13 +150,13 @@ def test_a_product_onto_what_there_is(rows, k, n):
     total, x, weight, bias = torch.randn(rows, n), torch.randn(rows, k).bfloat16(), torch.randn(n, k), torch.randn(n)
     weight, bias = weight.bfloat16().float(), bias.bfloat16().float()
     check(
-        lambda t, x, w, b: fused_ops.linear_onto(t, x, (PackedWeight(), w, b)),
+        lambda t, x, w, b: fused_products.linear_onto(t, x, (PackedWeight(), w, b), BF16),
         lambda t, x, w, b: t + functional.linear(x, w, b),
         [total, x, weight, bias],
         BF16,
     )
     exact = total.double() + functional.linear(x.double(), weight.double(), bias.double())
-    assert distance(fused_ops.linear_onto(total, x, (PackedWeight(), weight, bias)), exact) < ROUNDING[F32]
+    assert distance(fused_products.linear_onto(total, x, (PackedWeight(), weight, bias), BF16), exact) < ROUNDING[F32]
 
 
 @pytest.mark.parametrize("gelu", [False, True])
@@ -165,13 +180,13 @@ def test_gradients_of_products_add_up_and_are_forgotten():
     slopes = []
     for _ in range(2):
         x = torch.randn(20, 64).bfloat16()
-        (y,) = fused_ops.linears(x, [(packed, weight, None)])
+        (y,) = fused_products.linears(x, [(packed, weight, None)], BF16)
         slope = torch.randn_like(y)
         y.backward(slope)
         slopes.append(slope.double().t() @ x.double())
     assert distance(weight.grad, slopes[0] + slopes[1]) < 1e-6
     weight.grad = None
-    y = fused_ops.linears(x, [(packed, weight, None)])[0]
+    y = fused_products.linears(x, [(packed, weight, None)], BF16)[0]
     y.backward(slope)
     assert distance(weight.grad, slopes[1]) < 1e-6
 
@@ -179,11 +194,11 @@ def test_gradients_of_products_add_up_and_are_forgotten():
 def test_a_weight_that_is_written_to_is_packed_again():
     packed, weight = PackedWeight(), torch.randn(32, 32, requires_grad=True)
     x = torch.eye(32).bfloat16()
-    fused_ops.linears(x, [(packed, weight, None)])
+    fused_products.linears(x, [(packed, weight, None)], BF16)
     optimizer = make_optimizer([("w", weight)], TrainConfig(learning_rate=1.0))
     weight.grad = torch.ones_like(weight)
     apply(optimizer, 1.0, 1e9)
-    (y,) = fused_ops.linears(x, [(packed, weight, None)])
+    (y,) = fused_products.linears(x, [(packed, weight, None)], BF16)
     assert torch.equal(y, weight.t().bfloat16())
 
 
@@ -191,15 +206,25 @@ def test_a_weight_in_bfloat16_has_its_gradient_in_bfloat16():
     weight, x = torch.randn(32, 64).bfloat16().requires_grad_(), torch.randn(40, 64).bfloat16()
     slopes = torch.randn(2, 40, 32).bfloat16()
     for slope in slopes:
-        fused_ops.linears(x, [(PackedWeight(), weight, None)])[0].backward(slope)
+        fused_products.linears(x, [(PackedWeight(), weight, None)], BF16)[0].backward(slope)
     expected = slopes.double().sum(0).t() @ x.double()
     assert weight.grad.dtype == BF16 and distance(weight.grad, expected) < 2 * ROUNDING[BF16]
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_no_rows_give_a_gradient_of_zero(dtype):
+    packed, weight = PackedWeight(), torch.randn(40, 64, requires_grad=True)
+    for rows in (20, 0):  # the room for the gradient holds something else before
+        weight.grad = None
+        (y,) = fused_products.linears(torch.randn(rows, 64, requires_grad=True), [(packed, weight, None)], dtype)
+        y.sum().backward()
+    assert y.shape == (0, 40) and not weight.grad.any()
 
 
 def test_a_frozen_weight_gets_no_gradient():
     frozen, trained = torch.randn(32, 32), torch.randn(32, 32, requires_grad=True)
     x = torch.randn(5, 32, requires_grad=True)
-    a, b = fused_ops.linears(x, [(PackedWeight(), frozen, None), (PackedWeight(), trained, None)])
+    a, b = fused_products.linears(x, [(PackedWeight(), frozen, None), (PackedWeight(), trained, None)], BF16)
     (a.sum() + b.sum()).backward()
     assert frozen.grad is None and trained.grad is not None and x.grad is not None
 
@@ -313,6 +338,7 @@ def pair(name: str) -> tuple[Any, Any, Any, Any, tuple[str, ...]]:
 def test_float32_gradients_are_the_models_own(name):
     own, own_forward, mine, my_forward, kinds = pair(name)
     assert kinds == KINDS[name]
+    assert all(p.requires_grad and p.grad is None for p in mine.parameters())  # the trial leaves nothing behind
     expected, actual = gradients(own, own_forward, F32), gradients(mine, my_forward, F32)
     assert actual.keys() == expected.keys()
     for key in expected:
@@ -344,12 +370,13 @@ def test_checkpointing_changes_nothing(dtype):
     assert all(torch.equal(actual[key], expected[key]) for key in expected)
 
 
-def test_the_number_of_threads_changes_no_bit():
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_the_number_of_threads_changes_no_bit(dtype):
     _, _, mine, my_forward, _ = pair("llama-tied-biased")
     found = []
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
-        found.append(fused_only(gradients(mine, my_forward, BF16)))
+        found.append(fused_only(gradients(mine, my_forward, dtype)))
     assert all(torch.equal(found[0][key], other[key]) for other in found[1:] for key in found[0])
 
 
@@ -402,11 +429,12 @@ def test_what_a_layer_does_besides_is_not_lost():
     assert all(distance(actual[key], expected[key]) < 1e-5 for key in expected)
 
 
-def test_memory_that_is_reserved_changes_no_number():
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_memory_that_is_reserved_changes_no_number(dtype):
     _, _, mine, my_forward, _ = pair("qwen3")
-    expected = gradients(mine, my_forward, BF16)
-    reserve(mine, 100)
-    actual = gradients(mine, my_forward, BF16)
+    expected = gradients(mine, my_forward, dtype)
+    reserve(mine, 100, dtype)
+    actual = gradients(mine, my_forward, dtype)
     assert all(torch.equal(actual[key], expected[key]) for key in expected)
 
 
@@ -431,11 +459,19 @@ def test_without_a_compiler_the_model_stays_as_it_is(tmp_path):
     assert result.stdout.strip() == "() False", result.stderr
 
 
+TIERS = {"x86-64-v3": "avx2 fma", "skylake-avx512": "avx512f avx512bw avx512vl", "cooperlake": "avx512_bf16"}
+"""Sets of instructions as the compiler calls them, and what /proc/cpuinfo says of a processor that executes them."""
+
+
 @pytest.mark.slow
-def test_operations_without_matrix_instructions(tmp_path):
-    """The same tests over kernels compiled for a processor that has AVX2 only."""
+@pytest.mark.parametrize("instructions", TIERS)
+def test_operations_with_fewer_instructions(tmp_path, instructions):
+    """The same tests over kernels compiled for another processor, which this one can stand for."""
+    machine = Path("/proc/cpuinfo")
+    if not machine.exists() or not set(TIERS[instructions].split()) <= set(machine.read_text().split()):
+        pytest.skip("this processor does not execute them")
     compiler = tmp_path / "compiler"
-    compiler.write_text('#!/bin/sh\nexec c++ "$@" -march=x86-64-v3\n')
+    compiler.write_text(f'#!/bin/sh\nexec c++ "$@" -march={instructions}\n')
     compiler.chmod(0o755)
     code = f"import pytest, sys; sys.exit(pytest.main(['-q', '-k', 'not model and not operations', {__file__!r}]))"
     result = python(code, CXX=str(compiler), HOME=str(tmp_path))

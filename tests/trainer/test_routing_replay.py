@@ -249,7 +249,7 @@ def sampled(name: str) -> list[Row]:
     config = EngineConfig(dtype="float32", device="cpu", kv_gib=0.05, max_running=4, context_length=96, routing=True)
     engine = NativeEngine(tiny_models.saved(name), config)
     tensors = parameters_from_dir(tiny_models.saved(name), torch.float32)
-    engine.swap(engine.prepare(WeightUpdate(0, "full", "", 0, 0, 0.0), tensors))
+    engine.swap(engine.prepare(WeightUpdate(version=0, kind="full", fingerprint="", nbytes=0, seconds=0.0), tensors))
     prompts = {str(n): tuple(prompt) for n, prompt in enumerate(tiny_models.prompts(9, 4) * 3)}
     for number, prompt in prompts.items():
         engine.add(Request(number, prompt, Sampling(max_tokens=10, seed=int(number)), return_routing=True))

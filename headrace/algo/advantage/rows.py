@@ -23,7 +23,7 @@ def rows_of(
     """
     trained: set[int] = set()
     for path in paths_of(one.episode):
-        yield path, row_of(prompt, one, path, trained, advantage, overlong)
+        yield path, row_of(prompt, one, path=path, trained=trained, advantage=advantage, overlong=overlong)
         trained.update(path)
 
 

@@ -29,7 +29,7 @@ from headrace.engine.native.schedule.sequences import Running, Sequence
 from headrace.engine.native.served import Served
 from headrace.engine.native.stepping import Stepper
 from headrace.errors import ConfigError
-from headrace.reports import Capabilities, EngineStats
+from headrace.reports import EngineStats, capable
 from headrace.steps import Finished, StepOutput
 from headrace.types import Request, Stop
 from headrace.weights import WeightUpdate
@@ -60,16 +60,26 @@ class Core:
         )
         ends = np.isin(np.arange(model.vocabulary), list(model.ends))
         planner = Planner(config.max_running, config.prefill_chunk, config.exact, config.routing)
-        self._step = Stepper(self._runner, self._schedule, planner, self._served, self._forks, routing, ends)
+        self._step = Stepper(
+            runner=self._runner,
+            schedule=self._schedule,
+            planner=planner,
+            served=self._served,
+            forks=self._forks,
+            routing=routing,
+            ends=ends,
+        )
         self._ended: list[Finished] = []
         """Ends that the next step tells."""
         self._paused = False
         self._arrivals = self._steps = self._swaps = 0
         self._busy = 0.0
-        self.capabilities = Capabilities(
+        self.capabilities = capable(
             model.context_length,
+            self._runner.path,
+            adapters=config.max_adapters,
+            routing=routing is not None,
             stop_strings=model.decode is not None,
-            path=self._runner.path,
             exact=self._runner.exact,
         )
 

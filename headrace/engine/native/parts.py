@@ -47,14 +47,14 @@ def read_model(model_dir: Path, config: EngineConfig) -> Model:
     model = skeleton.read(model_dir, dtype, device)
     context = min(config.context_length, model.context_length or config.context_length)
     return Model(
-        _runner(model, config, context, dtype, device),
-        context,
-        model.vocabulary,
-        frozenset(end_tokens(model_dir, model.config)),
-        _decoder(model_dir),
-        model.shapes,
-        dtype,
-        device,
+        runner=_runner(model, config, context, dtype, device),
+        context_length=context,
+        vocabulary=model.vocabulary,
+        ends=frozenset(end_tokens(model_dir, model.config)),
+        decode=_decoder(model_dir),
+        shapes=model.shapes,
+        dtype=dtype,
+        device=device,
     )
 
 

@@ -50,6 +50,23 @@ struct Panel {
 #include "tier_portable.h"
 #endif
 
+// Whether this processor has what the tier was compiled for.
+static inline bool executable() {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+#if defined(__AVX512BF16__)
+    if (!__builtin_cpu_supports("avx512bf16")) return false;
+#endif
+#if defined(__AVX512F__)
+    if (!__builtin_cpu_supports("avx512f")) return false;
+#endif
+#if defined(__AVX2__)
+    if (!__builtin_cpu_supports("avx2")) return false;
+#endif
+#endif
+    return true;
+}
+
 #if !defined(VISIBLE)
 static inline bool tiles_allowed() { return true; }
 static inline void tiles_begin() {}

@@ -5,7 +5,7 @@
 // of bf16 has instructions of its own (PAIRS), the tier adds an overload of `add_step`.
 #pragma once
 
-constexpr int LANES = sizeof(fvec) / sizeof(float), DEEP = 4;
+constexpr int LANES = sizeof(fvec) / sizeof(float), DEEP = 4, AHEAD = 8192;
 typedef uint32_t uvec __attribute__((vector_size(sizeof(fvec)), aligned(4)));
 static_assert(SIDE % (LANES * ACROSS) == 0 && LANES <= 16, "a panel is a whole number of tiles");
 
@@ -17,29 +17,40 @@ struct Sums {
     fvec at[R][ACROSS];
 };
 
+// What comes AHEAD in the panel, or behind it, is on its way while this is multiplied: the processor's own prefetching ends at
+// pages, and one step's multiplications fill the window in which it could run ahead by itself.
+template <class W>
+INLINED void await_weights(const W* w, size_t beside) {
+    UNROLLED for (int v = 0; v < ACROSS * LANES; v += 16) __builtin_prefetch((const char*)(w + v / 16 * beside) + AHEAD, 0, 3);
+}
+
 // sums += 32 inputs of R rows times one step of a panel.
 template <int R>
 INLINED void add_step(Sums<R>& sums, const float* x, size_t row, const float* w, size_t next, size_t beside) {
     for (int i = 0; i < SIDE; i++, w += next) {
+        await_weights(w, beside);
         fvec weight[ACROSS];
         UNROLLED for (int v = 0; v < ACROSS; v++) weight[v] = *(const fvec*)(w + v * LANES / 16 * beside + v * LANES % 16);
         UNROLLED for (int r = 0; r < R; r++)
             UNROLLED for (int v = 0; v < ACROSS; v++) sums.at[r][v] += weight[v] * x[r * row + i];
     }
 }
-// The even input of each pair is added before the odd one: the order is that of float32 weights.
+// The even input of each pair is added before the odd one: the order is that of float32 weights. Pairs are read again for the odd
+// ones, because registers to keep them in are missing where there are 16.
 template <int R>
 INLINED void add_step(Sums<R>& sums, const float* x, size_t row, const bf16* w, size_t next, size_t beside) {
     for (int i = 0; i < SIDE; i += 2, w += next) {
-        fvec even[ACROSS], odd[ACROSS];
-        UNROLLED for (int v = 0; v < ACROSS; v++) {
-            uvec pairs = *(const uvec*)(w + v * LANES / 16 * beside + v * LANES % 16 * 2);
-            even[v] = (fvec)(pairs << 16), odd[v] = (fvec)(pairs & 0xffff0000u);
+        await_weights(w, beside);
+        UNROLLED for (int odd = 0; odd < 2; odd++) {
+            fvec weight[ACROSS];
+            UNROLLED for (int v = 0; v < ACROSS; v++) {
+                uvec pairs = *(const uvec*)(w + v * LANES / 16 * beside + v * LANES % 16 * 2);
+                weight[v] = odd ? (fvec)(pairs & 0xffff0000u) : (fvec)(pairs << 16);
+            }
+            UNROLLED for (int r = 0; r < R; r++)
+                UNROLLED for (int v = 0; v < ACROSS; v++) sums.at[r][v] += weight[v] * x[r * row + i + odd];
+            asm("" : "+r"(w));
         }
-        UNROLLED for (int r = 0; r < R; r++)
-            UNROLLED for (int v = 0; v < ACROSS; v++) sums.at[r][v] += even[v] * x[r * row + i];
-        UNROLLED for (int r = 0; r < R; r++)
-            UNROLLED for (int v = 0; v < ACROSS; v++) sums.at[r][v] += odd[v] * x[r * row + i + 1];
     }
 }
 
@@ -74,40 +85,19 @@ static inline void by_tiles(Inputs<X> x, Panel<W> w, int steps, float* c, size_t
     }
 }
 
-// `steps` of rows or of a panel in float32, in `room`.
-static inline Inputs<float> wide(Inputs<bf16> x, int steps, int rows, float* room) {
-    for (int s = 0; s < steps; s++)
-        for (int r = 0; r < rows; r++)
-            for (int i = 0; i < SIDE; i += 16) store(room + s * AREA + r * SIDE + i, widen(x.data + s * x.step + r * x.row + i));
-    return {room};
-}
-static inline Panel<float> wide(Panel<bf16> w, int steps, float* room) {
-    for (int s = 0; s < steps; s++)
-        for (int i = 0; i < SIDE; i += 2)
-            for (int v = 0; v < SIDE; v += LANES) {
-                uvec pairs = *(const uvec*)(w.data + s * w.apart + i / 2 * w.next + v / 16 * w.beside + v % 16 * 2);
-                *(fvec*)(room + s * AREA + i * SIDE + v) = (fvec)(pairs << 16);
-                *(fvec*)(room + s * AREA + (i + 1) * SIDE + v) = (fvec)(pairs & 0xffff0000u);
-            }
-    return {room};
-}
-
-// bf16 is widened once for all rows, as many steps at a time as leave the first-level cache room for the rest.
+// Rows of bf16 are widened first where no instruction multiplies by them, as many steps at a time as leave the first-level cache
+// room for the rest.
 template <bool ADD, class X, class W>
 static inline void multiply(Inputs<X> x, Panel<W> w, int steps, float* c, size_t ld, int rows) {
-    constexpr bool narrow_x = std::is_same<X, bf16>::value, narrow_w = std::is_same<W, bf16>::value;
-    if constexpr (PAIRS && narrow_x && narrow_w) return by_tiles(x, w, steps, c, ld, rows, ADD);
-    if constexpr (!narrow_x)
-        if (!narrow_w || rows <= TALL) return by_tiles(x, w, steps, c, ld, rows, ADD);
-    alignas(64) float wide_x[narrow_x ? DEEP * AREA : 1], wide_w[narrow_w ? DEEP * AREA : 1];
-    for (int s = 0; s < steps; s += DEEP) {
-        const int deep = std::min(DEEP, steps - s);
-        Inputs<float> rows_now;
-        Panel<float> panel_now;
-        if constexpr (narrow_x) rows_now = wide(Inputs<X>{x.data + s * x.step, x.row, x.step}, deep, rows, wide_x);
-        else rows_now = {x.data + s * x.step, x.row, x.step};
-        if constexpr (narrow_w) panel_now = wide(Panel<W>{w.data + s * w.apart, w.apart, w.next, w.beside}, deep, wide_w);
-        else panel_now = {w.data + s * w.apart, w.apart, w.next, w.beside};
-        by_tiles(rows_now, panel_now, deep, c, ld, rows, ADD || s);
+    if constexpr (std::is_same<X, float>::value || (PAIRS && std::is_same<W, bf16>::value)) return by_tiles(x, w, steps, c, ld, rows, ADD);
+    else {
+        alignas(64) float wide[DEEP * AREA];
+        for (int s = 0; s < steps; s += DEEP, w.data += DEEP * w.apart) {
+            const int deep = std::min(DEEP, steps - s);
+            for (int i = 0; i < deep; i++)
+                for (int r = 0; r < rows; r++)
+                    for (int j = 0; j < SIDE; j += 16) store(wide + i * AREA + r * SIDE + j, widen(x.data + (s + i) * x.step + r * x.row + j));
+            by_tiles(Inputs<float>{wide}, w, deep, c, ld, rows, ADD || s);
+        }
     }
 }

@@ -74,6 +74,16 @@ static inline bf16 narrow1(float x) {
     return x != x ? (bits >> 16) | 0x40 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
 }
 
+// Either, as float32.
+static inline f16x read(const float* p) { return load(p); }
+static inline f16x read(const bf16* p) { return widen(p); }
+static inline void write(float* p, f16x v) { store(p, v); }
+static inline void write(bf16* p, f16x v) { narrow(p, v); }
+static inline float read1(const float* p) { return *p; }
+static inline float read1(const bf16* p) { return widen1(*p); }
+static inline void write1(float* p, float v) { *p = v; }
+static inline void write1(bf16* p, float v) { *p = narrow1(v); }
+
 static inline f16x max16(f16x a, f16x b) { return a > b ? a : b; }  // NaN in a gives b
 static inline float sum(f16x v) {
 #if defined(__AVX512F__)

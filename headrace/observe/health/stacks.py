@@ -17,6 +17,7 @@ from pathlib import Path
 from headrace.observe.health.family import Child
 from headrace.observe.health.frames import innermost, main_frames
 from headrace.observe.health.outside import stacks_from_outside
+from headrace.observe.health.patience import Patience
 
 PATIENCE, SETTLED, POLL = 2.0, 0.3, 0.05
 """Seconds: how long processes get to answer; how long at least they are watched (so that what they use of a processor can be
@@ -76,7 +77,8 @@ def ask(asked: Iterable[Child], patience: float = PATIENCE) -> list[Account]:
         with suppress(ProcessLookupError):
             os.kill(child.pid, signal.SIGUSR1)
     sizes: dict[Child, int] = {}
-    while time.monotonic() - began < patience:
+    left = [Patience(child.pid, patience) for child in asked]
+    while any(one.left > 0 for one in left):
         time.sleep(POLL)
         now = {child: _size(child.stacks) for child in sent}
         done = all(now[child] > before[child][0] for child in sent) and now == sizes

@@ -235,7 +235,18 @@ class Watchdog:
         for path, waits in list(self._places.items()) if self._tells else ():
             every = tuple(_longest_first(list(waits)))
             with suppress(OSError, HeadraceError):  # a full disk is the recorder's to tell
-                write_live(path, Live(os.getpid(), time.time(), every, self._silent, workers, self._verdict, last))
+                write_live(
+                    path,
+                    Live(
+                        pid=os.getpid(),
+                        written=time.time(),
+                        waits=every,
+                        silent=self._silent,
+                        workers=workers,
+                        verdict=self._verdict,
+                        picture=last,
+                    ),
+                )
 
 
 def _longest_first(waits: Sequence[Waits]) -> list[Lasting]:

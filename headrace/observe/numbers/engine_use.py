@@ -45,13 +45,13 @@ class EngineUse:
         busy = (stats.busy_seconds - old.busy_seconds) / (t - start)
         self.spans.append(
             EngineSpan(
-                start,
-                t,
-                min(1.0, max(0.0, busy)),
-                stats.sampled_tokens - old.sampled_tokens,
-                stats.prompt_tokens - old.prompt_tokens,
-                stats.running,
-                stats.waiting,
+                start=start,
+                end=t,
+                busy=min(1.0, max(0.0, busy)),
+                sampled=stats.sampled_tokens - old.sampled_tokens,
+                prompt=stats.prompt_tokens - old.prompt_tokens,
+                running=stats.running,
+                waiting=stats.waiting,
             )
         )
 

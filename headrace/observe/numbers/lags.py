@@ -28,15 +28,15 @@ def _joined(name: str, steps: list[LagStats]) -> LagStats:
         return sum(getattr(one, field) * one.tokens for one in steps) / tokens
 
     return LagStats(
-        name,
-        tokens,
-        mean("ratio"),
-        mean("kl"),
-        mean("ess"),
-        mean("chi2"),
-        mean("clipped"),
-        {key: _weighted(steps, "masked", key, tokens) for key in _keys(steps, "masked")},
-        {
+        name=name,
+        tokens=tokens,
+        ratio=mean("ratio"),
+        kl=mean("kl"),
+        ess=mean("ess"),
+        chi2=mean("chi2"),
+        clipped=mean("clipped"),
+        masked={key: _weighted(steps, "masked", key, tokens) for key in _keys(steps, "masked")},
+        gaps={
             key: max(one.gaps.get(key, 0.0) for one in steps) if key == "max" else _weighted(steps, "gaps", key, tokens)
             for key in _keys(steps, "gaps")
         },

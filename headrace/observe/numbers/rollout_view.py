@@ -84,28 +84,28 @@ def look(
     row, count = row_of(group, rollout), len(done.tokens)
     told = pieces(done.tokens) if pieces else [f"{token} " for token in done.tokens]
     return Look(
-        step.step + 1,
-        group.ticket,
-        rollout,
-        group.prompt.id,
-        group.prompt.text,
-        one.reward,
-        one.rewards,
-        done.stop,
-        len(one.episode.turns),
-        done.spans,
-        done.tokens,
-        tuple(told),
-        pieces is not None,
-        done.text,
-        done.logprobs,
-        tuple(step.step - version for version in done.versions()),
-        _mixed(done),
-        row.advantages[-count:] if row and count else (),
-        _left_out(done, row, oldest),
-        tuple(trainer),
-        answer_of(group.prompt),
-        one.extracted,
+        step=step.step + 1,
+        ticket=group.ticket,
+        rollout=rollout,
+        prompt_id=group.prompt.id,
+        prompt=group.prompt.text,
+        reward=one.reward,
+        rewards=one.rewards,
+        stop=done.stop,
+        turns=len(one.episode.turns),
+        spans=done.spans,
+        tokens=done.tokens,
+        pieces=tuple(told),
+        decoded=pieces is not None,
+        text=done.text,
+        logprobs=done.logprobs,
+        lags=tuple(step.step - version for version in done.versions()),
+        mixed=_mixed(done),
+        advantages=row.advantages[-count:] if row and count else (),
+        left_out=_left_out(done, row, oldest),
+        trainer=tuple(trainer),
+        answer=answer_of(group.prompt),
+        extracted=one.extracted,
     )
 
 
@@ -118,7 +118,7 @@ def looks_at(
     """Every rollout of a step, in the order in which they were trained."""
     known = trainer or {}
     return [
-        look(step, group, i, pieces, oldest, known.get((group.ticket, i), ()))
+        look(step, group, rollout=i, pieces=pieces, oldest=oldest, trainer=known.get((group.ticket, i), ()))
         for group in step.groups
         for i in range(len(group.scored))
     ]

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from headrace.observe.facts import (
     Accounting,
     CheckpointSaved,
     EngineSample,
     Evaluated,
     FirstFailure,
+    FirstText,
     GroupEnded,
     IdentityChecked,
+    Planned,
     RunEnded,
     RunStarted,
     TicketDrawn,
@@ -72,6 +76,9 @@ class RunState:
         self.waits: defaultdict[tuple[str, str], WaitTotal] = defaultdict(WaitTotal)
         self.samples: Sequence[Sample] = ()
         """Of the last step. Set by the recorder, which alone sees texts."""
+        self.planned: list[Planned] = []
+        """What was said of the number of steps, in order."""
+        self.first_text: FirstText | None = None
         self._training = False
 
     def fold(self, fact: MetricsFact) -> None:
@@ -105,6 +112,11 @@ class RunState:
                 self.deaths.append(fact)
             case Warned():
                 self.warnings.append(fact)
+            case Planned():
+                self.planned.append(fact)
+                self.started = self.started and replace(self.started, steps=fact.steps)
+            case FirstText():
+                self.first_text = self.first_text or fact
         if self._training:
             self.windows[-1] = (self.windows[-1][0], max(fact.t, self.windows[-1][1]))
         if self.started and self.step >= self.started.steps:

@@ -128,12 +128,12 @@ def load(run_dir: Path, pieces: Pieces | None = None) -> ReportData:
     if damage:
         state.fold(Warned(state.now, f"of {JOURNAL} cannot be read: {damage}"))
     return ReportData(
-        run_dir,
-        state,
-        samples,
-        config.read_text() if config.exists() else "",
-        tuple(bins(state, ended)),
-        tuple(seen),
+        run_dir=run_dir,
+        state=state,
+        samples=samples,
+        config=config.read_text() if config.exists() else "",
+        bins=tuple(bins(state, ended)),
+        rewards=tuple(seen),
     )
 
 

@@ -70,7 +70,7 @@ def _engine(state: RunState) -> Iterable[str]:
             f"{_clock(span.start, span.end)}\nengine busy {percent(span.busy)}\n{span.sampled / seconds:,.0f} tokens a second"
             f"\n{span.running} running, {span.waiting} waiting"
         )
-        yield _bar(span.start, span.end, "engine", "busy", tip, span.busy)
+        yield _bar(span.start, span.end, lane="engine", name="busy", tip=tip, share=span.busy)
 
 
 def _merged(spans: list[EngineSpan]) -> Iterable[EngineSpan]:
@@ -81,7 +81,15 @@ def _merged(spans: list[EngineSpan]) -> Iterable[EngineSpan]:
         seconds = sum(one.end - one.start for one in some)
         busy = sum(one.busy * (one.end - one.start) for one in some) / seconds
         last, sampled, prompt = some[-1], sum(one.sampled for one in some), sum(one.prompt for one in some)
-        yield EngineSpan(some[0].start, last.end, busy, sampled, prompt, last.running, last.waiting)
+        yield EngineSpan(
+            start=some[0].start,
+            end=last.end,
+            busy=busy,
+            sampled=sampled,
+            prompt=prompt,
+            running=last.running,
+            waiting=last.waiting,
+        )
 
 
 def _swaps(state: RunState) -> Iterable[str]:
@@ -102,7 +110,7 @@ def _trainer(state: RunState) -> Iterable[str]:
     for row in state.rows[-MAX_BARS:]:
         began = row.t - row.report.seconds
         waited = f"step {row.report.step + 1}\nwaited {short_time(row.wait_seconds)} for its groups"
-        yield _bar(began - row.wait_seconds, began, "trainer", "waits", waited, 0.35)
+        yield _bar(began - row.wait_seconds, began, lane="trainer", name="waits", tip=waited, share=0.35)
         tip = f"step {row.report.step + 1}\ntrained {short_time(row.report.seconds)}, {row.report.loss_tokens:,} tokens"
         yield _bar(began, row.t, "trainer", "steps", f"{tip}\nreward {number(row.reward_drawn)}")
         if seconds := published.get(row.report.version, 0.0):

@@ -19,7 +19,9 @@ def lengths(state: RunState) -> str:
     top = max([*state.lengths.drawn.counts, *state.lengths.trained.counts, 1])
     width = max(1, math.ceil((top + 1) / SLOTS))
     note = " ".join(part for part in ("Share of completions.", _unfinished(state)) if part)
-    return _histograms("Completion lengths, drawn against trained", state.lengths, 0.0, width, "tokens", note)
+    return _histograms(
+        "Completion lengths, drawn against trained", state.lengths, low=0.0, width=width, unit="tokens", note=note
+    )
 
 
 def solve_rates(state: RunState) -> str:
@@ -30,7 +32,12 @@ def solve_rates(state: RunState) -> str:
     width = (high - low) / (SLOTS // 2) or 1.0
     note = "Share of groups. Those whose rollouts are all right, or all wrong, teach nothing: no policy trains them."
     return _histograms(
-        "Solve rates of prompts, drawn against trained", state.solve_rates, low, width, "mean reward", note
+        "Solve rates of prompts, drawn against trained",
+        state.solve_rates,
+        low=low,
+        width=width,
+        unit="mean reward",
+        note=note,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -36,7 +37,7 @@ def frame(state: RunState) -> RenderableType:
     """Everything below the header."""
     if not state.started:
         return Text("")
-    return Frame(_lines(state), tuple(state.samples), _notes(state), _trace(state))
+    return Frame(_lines(state), _samples(state), _notes(state), _trace(state))
 
 
 def brief(state: RunState) -> RenderableType:
@@ -93,8 +94,29 @@ def _trace_panel(title: str, body: str, console: Console, width: int, height: in
     return Panel(shown, title=Text(title), title_align="left", border_style=WARN, width=width)
 
 
+def _samples(state: RunState) -> tuple[Sample, ...]:
+    """Until there are some of a step: the first completion of all."""
+    first = state.first_text
+    if state.samples or first is None:
+        return tuple(state.samples)
+    return (
+        Sample(
+            step=0,
+            prompt=first.prompt,
+            text=first.text,
+            reward=math.nan,
+            rewards={},
+            tokens=first.tokens,
+            stop=first.stop,
+            first_version=first.version,
+            last_version=first.version,
+        ),
+    )
+
+
 def _lines(state: RunState) -> list[Line]:
     return [
+        *_chosen(state),
         ("reward", reward(state)),
         ("lag", _lag(state)),
         ("engine", engine(state)),
@@ -103,6 +125,15 @@ def _lines(state: RunState) -> list[Line]:
         ("shares", _shares(state)),
         ("checks", _checks(state)),
     ]
+
+
+def _chosen(state: RunState) -> list[Line]:
+    """What this machine was given to do: until the first step, and what became of its minutes until the end."""
+    assert state.started is not None
+    plan: list[Line] = [("minutes", [Text(one.message)]) for one in state.planned[-1:]]
+    if state.rows:
+        return plan
+    return [(name.removesuffix(" chosen"), [Text(why)]) for name, why in state.started.chosen.items()]
 
 
 def reward(state: RunState) -> list[Text]:
@@ -226,7 +257,8 @@ def sample_panel(sample: Sample, console: Console, width: int, height: int) -> P
     if sample.last_version != sample.first_version:
         versions = f"versions {sample.first_version} to {sample.last_version}"
     cut = ", cut off" if sample.stop == "length" else ""
-    title = f"step {sample.step}, reward {number(sample.reward)}, {plural(sample.tokens, 'token')}{cut}, {versions}"
+    step = f"step {sample.step}, reward {number(sample.reward)}" if sample.step else "the first completion"
+    title = f"{step}, {plural(sample.tokens, 'token')}{cut}, {versions}"
     inside, room = width - BESIDE, height - 2
     words = judged(sample.answer, sample.extracted)
     answer = middle_out(words, inside, 1 if room < 5 else 2, console)

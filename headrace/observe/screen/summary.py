@@ -45,6 +45,7 @@ def summary(state: RunState, run_dir: Path | None = None, report: Path | None = 
     table.add_column(style=LABEL, min_width=15, no_wrap=True)
     table.add_column(overflow="fold")
     _learned(table, state)
+    _planned(table, state)
     _stale(table, state)
     _spent(table, state)
     _proven(table, state)
@@ -96,6 +97,15 @@ def _learned(table: Table, state: RunState) -> None:
         rewards = [row.reward_drawn for row in state.rows]
         curve = Text(sparkline(rewards, 40), "green")
         _more(table, "Reward, drawn", curve.append(f"  {rewards[0]:.3f} → {rewards[-1]:.3f}", ""))
+
+
+def _planned(table: Table, state: RunState) -> None:
+    """What was chosen for this machine, and what fitted into its minutes."""
+    if state.started:
+        for name, why in state.started.chosen.items():
+            _more(table, name.capitalize(), why)
+    for number_, one in enumerate(state.planned):
+        _more(table, "" if number_ else "Later", f"after {duration(one.t)}: {one.message}")
 
 
 def _stale(table: Table, state: RunState) -> None:

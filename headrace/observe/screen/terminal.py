@@ -17,7 +17,9 @@ from headrace.observe.facts import (
     CheckpointSaved,
     Evaluated,
     FirstFailure,
+    FirstText,
     GroupEnded,
+    Planned,
     RunEnded,
     RunStarted,
     Warned,
@@ -87,7 +89,9 @@ class LiveTerminal:
 
     def record(self, fact: MetricsFact, state: RunState) -> None:
         now = time.monotonic()
-        if now - self._built >= 1 / REFRESH or isinstance(fact, (StepRow, RunStarted, Evaluated, RunEnded)):
+        if now - self._built >= 1 / REFRESH or isinstance(
+            fact, (StepRow, RunStarted, FirstText, Planned, Evaluated, RunEnded)
+        ):
             self._header.update(state)
             self._frame = frame(state)
             self._built = now
@@ -163,7 +167,16 @@ def plain_line(fact: MetricsFact, state: RunState) -> str:
     match fact:
         case RunStarted():
             resumed = f", resumed at step {fact.resumed_at}" if fact.resumed_at else ""
-            return f"{fact.name}: {fact.headline}; {plural(fact.steps, 'step')}{resumed}"
+            chosen = [f"{name}: {why}" for name, why in fact.chosen.items()]
+            return "\n    ".join([f"{fact.name}: {fact.headline}; {plural(fact.steps, 'step')}{resumed}", *chosen])
+        case FirstText():
+            return (
+                ""
+                if state.first_text not in (None, fact)
+                else f"the first completion: {clip(' '.join(fact.text.split()), 400) or '(empty)'}"
+            )
+        case Planned():
+            return f"PLAN {fact.message}"
         case StepRow():
             return step_line(fact, state)
         case Evaluated():

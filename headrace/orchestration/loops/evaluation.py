@@ -6,13 +6,13 @@ import asyncio
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from headrace.observe.facts import Evaluated
-from headrace.observe.health.waits import Waits
-from headrace.orchestration.loops.outcomes import Firsts
-from headrace.protocols import Observer, Scorer
+from headrace.observe.telemetry import Telemetry
+from headrace.orchestration.loops.outcomes import Firsts, FirstTexts
+from headrace.protocols import Scorer
 from headrace.rollouts.rollout import Decode, Generate, RolloutConfig, roll_out, seed_of
 from headrace.settings.process_config import EvalConfig
 from headrace.types import Episode, Failure, Prompt, Scored
@@ -21,21 +21,21 @@ from headrace.types import Episode, Failure, Prompt, Scored
 class Evaluator:
     def __init__(
         self,
+        *,
         generate: Generate,
         scorer: Scorer,
-        observer: Observer,
         prompts: Sequence[Prompt],
         config: EvalConfig,
         rollout: RolloutConfig,
         decode: Decode,
-        waits: Waits,
-        clock: Callable[[], float],
+        telemetry: Telemetry,
         adapter: str = "",
     ) -> None:
-        self._generate, self._scorer, self._observer = generate, scorer, observer
+        self._generate, self._scorer, self._telemetry = generate, scorer, telemetry
         self._prompts, self._config, self._rollout = prompts, config, rollout
-        self._decode, self._waits, self._clock, self._adapter = decode, waits, clock, adapter
-        self._firsts = Firsts(observer.record, clock, held_out=True)
+        self._decode, self._adapter = decode, adapter
+        self._firsts = Firsts(telemetry.record, telemetry.clock, held_out=True)
+        self._texts = FirstTexts(telemetry.record, telemetry.clock)
         self._numbers = itertools.count()
         """Of the measurements: two may be under way at once."""
 
@@ -43,7 +43,8 @@ class Evaluator:
         """None when the run has no held-out prompts. A rollout that failed is counted by reason, not scored as zero."""
         if not self._prompts:
             return None
-        started, number = self._clock(), next(self._numbers)
+        clock = self._telemetry.clock
+        started, number = clock(), next(self._numbers)
         results = await asyncio.gather(*(self._one(number, i, prompt) for i, prompt in enumerate(self._prompts)))
         scored = [one for group in results for one in group if isinstance(one, Scored)]
         failures = [one for group in results for one in group if isinstance(one, Failure)]
@@ -51,20 +52,20 @@ class Evaluator:
         means = [_mean([one.reward for one in group if isinstance(one, Scored)]) for group in results]
         kept = [mean for mean in means if not math.isnan(mean)]
         fact = Evaluated(
-            self._clock(),
-            phase,
-            step,
-            len(kept),
-            _mean(kept),
-            _standard_error(kept),
-            _mean([len(one.episode.last.tokens) for one in scored]),
-            dict(Counter(one.reason for one in failures)),
-            self._clock() - started,
-            len(self._prompts),
-            dict(Counter(one.kind for one in failures)),
-            sum(one.episode.last.stop == "length" for one in scored),
+            t=clock(),
+            phase=phase,
+            step=step,
+            prompts=len(kept),
+            reward_mean=_mean(kept),
+            reward_sem=_standard_error(kept),
+            length_mean=_mean([len(one.episode.last.tokens) for one in scored]),
+            failures=dict(Counter(one.reason for one in failures)),
+            seconds=clock() - started,
+            asked=len(self._prompts),
+            kinds=dict(Counter(one.kind for one in failures)),
+            truncated=sum(one.episode.last.stop == "length" for one in scored),
         )
-        self._observer.record(fact)
+        self._telemetry.record(fact)
         return fact
 
     async def _one(self, number: int, index: int, prompt: Prompt) -> list[Scored | Failure]:
@@ -76,12 +77,13 @@ class Evaluator:
             )
             for i in range(self._config.samples)
         ]
-        async with self._waits.named("evaluation", "the engine"):
+        async with self._telemetry.waits.named("evaluation", "the engine"):
             rolled = await roll_out(self._generate, prompt, requests, self._decode)
         episodes = [one for one in rolled if isinstance(one, Episode)]
+        self._texts.tell(prompt, episodes)
         found: list[Scored | Failure] = [one for one in rolled if isinstance(one, Failure)]
         if episodes:
-            async with self._waits.named("evaluation", "the scorer"):
+            async with self._telemetry.waits.named("evaluation", "the scorer"):
                 found += await self._scorer.score(prompt, episodes)
         self._firsts.tell((one for one in found if isinstance(one, Failure)), prompt.id)
         return found

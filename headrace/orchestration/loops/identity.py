@@ -5,11 +5,12 @@ The fingerprint proves that the engine holds the published bytes; the probe that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from headrace.errors import IdentityError
 from headrace.observe.facts import IdentityChecked
-from headrace.protocols import Engine, Observer, Trainer
+from headrace.observe.telemetry import Telemetry
+from headrace.protocols import Engine, Trainer
 
 PROBE = "The quick brown fox jumps over the lazy dog, and 7 times 6 is 42."
 """The same for every run of a model."""
@@ -24,13 +25,12 @@ class IdentityProbe:
         tokens: Sequence[int],
         every: int,
         tolerance: float,
-        observer: Observer,
-        clock: Callable[[], float],
+        telemetry: Telemetry,
         adapter: str = "",
     ) -> None:
         """`every`: versions between two probes; 0 switches them off. `adapter`: under which policy."""
         self._tokens, self._every, self._tolerance = tuple(tokens), every, tolerance
-        self._observer, self._clock, self._adapter = observer, clock, adapter
+        self._telemetry, self._adapter = telemetry, adapter
 
     async def trainer_side(self, trainer: Trainer, version: int, always: bool = False) -> list[float] | None:
         """What the engine must find, or None when this version is not probed. `always`: whatever its number."""
@@ -54,7 +54,16 @@ class IdentityProbe:
         differences = [abs(a - b) for a, b in zip(found, expected, strict=True)]
         mean = sum(differences) / len(differences)
         ok = mean <= self._tolerance  # False for NaN too
-        self._observer.record(IdentityChecked(self._clock(), version, mean, max(differences), self._tolerance, ok))
+        self._telemetry.record(
+            IdentityChecked(
+                t=self._telemetry.clock(),
+                version=version,
+                mean_abs_diff=mean,
+                max_abs_diff=max(differences),
+                tolerance=self._tolerance,
+                ok=ok,
+            )
+        )
         if not ok:
             raise IdentityError(
                 f"at version {version} the engine's log-probs of the probe differ from the trainer's by {mean:.3g} on average "

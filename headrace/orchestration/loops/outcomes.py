@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from headrace.observe.facts import Fact, FirstFailure, GroupEnded, StepTrained
+from headrace.observe.facts import Fact, FirstFailure, FirstText, GroupEnded, StepTrained
 from headrace.reports import TrainReport
-from headrace.types import Failure, Group, Prompt, Scored
+from headrace.types import Episode, Failure, Group, Prompt, Scored
 
 Outcome = Literal["ready", "dropped", "failed"]
 
@@ -37,19 +37,19 @@ class Rolled:
 
     def ended(self, t: float, outcome: Outcome, reason: str = "") -> GroupEnded:
         return GroupEnded(
-            t,
-            self.ticket,
-            self.prompt.id,
-            outcome,
-            reason,
-            self.detail,
-            tuple(one.reward for one in self.scored),
-            tuple(len(one.episode.last.tokens) for one in self.scored),
-            sum(one.episode.last.stop == "length" for one in self.scored),
-            dict(Counter(failure.reason for failure in self.failures)),
-            self.seconds,
-            self.lost_tokens,
-            dict(Counter(failure.kind for failure in self.failures)),
+            t=t,
+            ticket=self.ticket,
+            prompt_id=self.prompt.id,
+            outcome=outcome,
+            reason=reason,
+            detail=self.detail,
+            rewards=tuple(one.reward for one in self.scored),
+            lengths=tuple(len(one.episode.last.tokens) for one in self.scored),
+            truncated=sum(one.episode.last.stop == "length" for one in self.scored),
+            failures=dict(Counter(failure.reason for failure in self.failures)),
+            seconds=self.seconds,
+            lost_tokens=self.lost_tokens,
+            kinds=dict(Counter(failure.kind for failure in self.failures)),
         )
 
 
@@ -68,6 +68,29 @@ class Firsts:
                 self._record(FirstFailure(self._clock(), *told))
 
 
+class FirstTexts:
+    """Shows the first completion of a process, so that one sees early what the model writes."""
+
+    def __init__(self, record: Callable[[Fact], None], clock: Callable[[], float]) -> None:
+        self._record, self._clock, self._shown = record, clock, False
+
+    def tell(self, prompt: Prompt, episodes: Iterable[Episode]) -> None:
+        for one in episodes if not self._shown else ():
+            last, self._shown = one.last, True
+            version = last.spans[0].version if last.spans else 0
+            self._record(
+                FirstText(
+                    t=self._clock(),
+                    prompt=prompt.text,
+                    text=last.text,
+                    tokens=len(last.tokens),
+                    stop=last.stop,
+                    version=version,
+                )
+            )
+            return
+
+
 def rolled_of(group: Group) -> Rolled:
     """Of one that had been ready."""
     return Rolled(group.ticket, group.prompt, group.scored, group.failures)
@@ -82,4 +105,13 @@ def step_fact(t: float, report: TrainReport, groups: tuple[Group, ...], drawn: f
     rewards = [one.reward for group in groups for one in group.scored]
     mean = sum(rewards) / len(rewards)
     std = (sum((reward - mean) ** 2 for reward in rewards) / len(rewards)) ** 0.5
-    return StepTrained(t, report, groups, dict(lags), mean, std, drawn, waited)
+    return StepTrained(
+        t=t,
+        report=report,
+        groups=groups,
+        lags=dict(lags),
+        reward_mean=mean,
+        reward_std=std,
+        reward_drawn=drawn,
+        wait_seconds=waited,
+    )

@@ -9,13 +9,15 @@ from dataclasses import dataclass, field
 from headrace.algo.advantage.groups import Algorithm
 from headrace.algo.noise import NoiseWatch
 from headrace.durable.journal import Journal
-from headrace.observe.health.waits import Waits
 from headrace.observe.numbers.state import RunState
+from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.loops.evaluation import Evaluator
 from headrace.orchestration.loops.identity import IdentityProbe
+from headrace.orchestration.loops.ledger import Ledger
+from headrace.orchestration.loops.minutes import Minutes
 from headrace.orchestration.loops.turns import Turns
 from headrace.orchestration.store.snapshots import Snapshots
-from headrace.protocols import Engine, Observer, Scorer, Task, Trainer
+from headrace.protocols import Engine, Scorer, Task, Trainer
 from headrace.rollouts.buffer import Buffer
 from headrace.rollouts.partial import Interrupts
 from headrace.rollouts.rollout import Decode
@@ -31,18 +33,20 @@ class Parts:
     """The engine, as rollouts see it."""
     trainer: Trainer
     scorer: Scorer
-    observer: Observer
+    telemetry: Telemetry
     journal: Journal
     buffer: Buffer
+    ledger: Ledger
     algorithm: Algorithm
     decode: Decode
-    waits: Waits
     snapshots: Snapshots
     probe: IdentityProbe
     evaluator: Evaluator
     turns: Turns = field(default_factory=Turns)
     """At the trainer, where several pipelines share it."""
     noise: NoiseWatch = field(default_factory=NoiseWatch)
+    minutes: Minutes = field(default_factory=Minutes)
+    """Those that the run may take."""
     sentinels: Sequence[Callable[[], Awaitable[None]]] = ()
     """Each raises what ends something beside engine and trainer that the run cannot do without: a teacher, say."""
 

@@ -23,23 +23,24 @@ anywhere goes on from the newest checkpoint by doing the journaled steps again (
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import math
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
 from msgspec.structs import replace
 
-from headrace.durable.journal import JournalStep, Live, Stepped
+from headrace.durable.journal import JournalStep
 from headrace.errors import CheckpointError, HeadraceError, IdentityError, TrainingError, WorkerDied, first_error
-from headrace.observe.facts import Warned, WeightsLive
 from headrace.orchestration.loops.leaving import Leaving, until_saved
-from headrace.orchestration.loops.outcomes import Rolled, rolled_of, step_fact
+from headrace.orchestration.loops.outcomes import rolled_of, step_fact
 from headrace.orchestration.loops.parts import Parts, Told
 from headrace.orchestration.loops.rolling import Rolling
 from headrace.orchestration.plan import Plan
 from headrace.reports import TrainReport, differing
 from headrace.rollouts.staleness import judge
-from headrace.types import Batch, Group
+from headrace.types import Group
 from headrace.weights import WeightUpdate
 
 _REMEDIES = {
@@ -49,19 +50,23 @@ _REMEDIES = {
 _OTHERWISE = "Lower train.learning_rate or train.max_grad_norm, or look at the rewards of these groups in the report"
 """Of the other reasons why a step is skipped."""
 
+_OUTDATED = (
+    "finished groups of the checkpoint are dropped (settings_changed): algorithm, rewards or teachers are not those that their rows "
+    "were made by"
+)
+_GONE = "of which the metrics have none; those weights are gone, so"
+
 T = TypeVar("T")
 P = ParamSpec("P")
 
 
 class Pipeline:
-    def __init__(
-        self, parts: Parts, plan: Plan, clock: Callable[[], float], first_step: int = 0, told: Told | None = None
-    ) -> None:
+    def __init__(self, parts: Parts, plan: Plan, first_step: int = 0, told: Told | None = None) -> None:
         """`told`: what the metrics have of the processes before, in a run that goes on."""
-        self._parts, self._plan, self._clock = parts, plan, clock
-        self._record = parts.observer.record
+        self._parts, self._plan, self._clock = parts, plan, parts.telemetry.clock
+        self._record, self._warn = parts.telemetry.record, parts.telemetry.warn
         self._told = told or Told()
-        self._rolling = Rolling(parts, plan, clock, self._told)
+        self._rolling = Rolling(parts, plan, self._told)
         self.step = first_step
         self._leaving = Leaving()
         self._evaluations: list[asyncio.Task[Any]] = []
@@ -81,19 +86,10 @@ class Pipeline:
     async def redo(self, steps: Sequence[JournalStep]) -> None:
         """Steps that were done after the checkpoint, by a process that was killed."""
         for step in steps:
-            batch = replace(self._batch(step.groups), skippable=bool(step.report.skipped))
+            batch = self._plan.batch_again(step, self._parts.algorithm)
+            batch = replace(batch, skippable=bool(step.report.skipped), steps=step.steps)
             report = await self._busy("step, again", self._parts.trainer.step, batch)
-            if bool(report.skipped) != bool(step.report.skipped):
-                raise CheckpointError(
-                    f"step {step.step} was done again from the journal and was {report.skipped or 'not skipped'}, where it had been "
-                    f"{step.report.skipped or 'not skipped'}: this machine does not compute what that one did. Move journal.jsonl away "
-                    "to go on from the checkpoint alone"
-                )
-            if difference := differs(report, step.report):
-                message = (
-                    f"step {step.step} was done again from the journal and came out otherwise ({difference}): rollouts that go "
-                    "on were begun under slightly different weights"
-                )
+            if message := unlike(step, report):
                 self._warn(message)
             if step.report.skipped:
                 continue
@@ -108,16 +104,9 @@ class Pipeline:
         groups = [group for group in self._parts.buffer.finished if group.ticket in tickets]
         if not groups:
             return
-        message = (
-            f"{len(groups)} finished groups of the checkpoint are dropped (settings_changed): algorithm, rewards or teachers are not "
-            "those that their rows were made by"
-        )
-        self._warn(message)
+        self._warn(f"{len(groups)} {_OUTDATED}")
         for group in groups:
-            self._rolling.end(rolled_of(group), "dropped", "settings_changed")
-
-    def _warn(self, message: str) -> None:
-        self._record(Warned(self._clock(), message))
+            self._parts.ledger.ended(rolled_of(group), "dropped", "settings_changed")
 
     async def run(self) -> None:
         """Train until the plan is fulfilled or `interrupt` was called. The current weights must be live already.
@@ -178,20 +167,18 @@ class Pipeline:
             await self._whole(self._checkpoint())
         if due := _due(plan.evaluate_every, self._told.evaluated, self.step):
             if due < self.step:
-                message = (
-                    f"an evaluation was due at step {due}, of which the metrics have none; those weights are gone, so step {self.step} "
-                    "is measured instead"
-                )
-                self._warn(message)
+                self._warn(f"an evaluation was due at step {due}, {_GONE} step {self.step} is measured instead")
             self._evaluations.append(loops.create_task(self._parts.evaluator.measure("during", self.step)))
 
     async def _train(self, loops: asyncio.TaskGroup) -> None:
         parts, plan = self._parts, self._plan
         delivery: asyncio.Task[None] | None = None
-        while self.step < plan.steps:
+        parts.minutes.begin(self.step)
+        while self.step < self._plan.steps and parts.minutes.another(self.step):
             waited = self._clock()
-            async with parts.waits.named("trainer", f"{plan.staleness.groups_per_step} scored groups"):
-                groups = await parts.buffer.take(plan.staleness.groups_per_step, self._judge)
+            async with parts.telemetry.waits.named("trainer", f"{plan.staleness.groups_per_step} scored groups"):
+                with parts.minutes.curfew(self.step, parts.buffer):
+                    groups = await parts.buffer.take(plan.staleness.groups_per_step, self._judge)
             if groups is None:
                 break
             report = await self._whole(self._step(groups, self._clock() - waited))
@@ -200,16 +187,26 @@ class Pipeline:
             # a publish overwrites the slot before last: the last one must be live
             if delivery and not await self._leaving.unless(self._delivered(delivery, "the version before")):
                 break
-            delivery = await self._leaving.unless(self._publish(loops, groups))
+            delivery = await self._leaving.unless(self._publish(loops))
             if plan.checkpoint_every and self.step % plan.checkpoint_every == 0:
                 await self._whole(self._checkpoint())
+            self._replan(parts.minutes.stepped(self.step, report.seconds))
+        if self.step < self._plan.steps and not self.interrupted:
+            parts.minutes.over(self.step)
+            self._replan(self.step)
         if delivery:
             await self._leaving.unless(self._delivered(delivery, "the last version"))
-        if self.step >= plan.steps:
+        if self.step >= self._plan.steps:
             await self._save_result()
 
+    def _replan(self, steps: int | None) -> None:
+        """So many steps fit into `train.minutes`."""
+        if steps is not None:
+            self._plan = dataclasses.replace(self._plan, steps=steps)
+            self._parts.buffer.want(steps * self._plan.staleness.groups_per_step)
+
     async def _delivered(self, delivery: asyncio.Task[None], which: str) -> bool:
-        async with self._parts.waits.named("trainer", f"the swap in the engine (of {which})"):
+        async with self._parts.telemetry.waits.named("trainer", f"the swap in the engine (of {which})"):
             await delivery
         return True
 
@@ -218,52 +215,42 @@ class Pipeline:
         plan, parts = self._plan, self._parts
         save = lambda: self._whole(self._checkpoint())  # noqa: E731
         await until_saved(
-            save, self.step, plan.save_patience, waits=parts.waits, leaving=self._leaving, warn=self._warn
+            save, self.step, plan.save_patience, waits=parts.telemetry.waits, leaving=self._leaving, warn=self._warn
         )
 
     async def _step(self, groups: tuple[Group, ...], waited: float) -> TrainReport:
         """Nothing comes between what the trainer does and what is written of it."""
-        parts, batch = self._parts, self._batch(groups)
+        parts, batch = self._parts, self._plan.batch(self.step, groups, self._parts.algorithm)
         report = await self._busy("step", parts.trainer.step, batch)
-        parts.journal.write(Stepped(self._clock(), report, tuple(group.ticket for group in groups)))
-        parts.journal.flush()
+        drawn = math.nan if report.skipped else self._rolling.mean_drawn(batch.groups)
+        parts.ledger.trained(report, batch, drawn, waited)
         for sentence in parts.noise.told(report):
-            self._record(Warned(self._clock(), sentence))
+            self._warn(sentence)
         if report.skipped:
-            self._skip(report, groups)
+            self._skip(report)
             return report
         self._skipped = 0
         self.step = report.version
-        parts.buffer.trained(groups)
-        self._record(step_fact(self._clock(), report, batch.groups, self._rolling.mean_drawn(batch.groups), waited))
         return report
 
     def _judge(self, group: Group) -> Group | None:
         judged = judge(group, self.step, self._plan.staleness)
         if judged is None:
-            self._rolling.end(rolled_of(group), "dropped", "overdue")
+            self._parts.ledger.ended(rolled_of(group), "dropped", "overdue")
         return judged
 
-    def _batch(self, groups: Sequence[Group]) -> Batch:
-        return self._plan.batch(self.step, groups, self._parts.algorithm)
-
-    async def _publish(self, loops: asyncio.TaskGroup, groups: tuple[Group, ...]) -> asyncio.Task[None]:
+    async def _publish(self, loops: asyncio.TaskGroup) -> asyncio.Task[None]:
         parts = self._parts
         update = await self._busy("publish", parts.trainer.publish, self._plan.adapter)
         expected = await self._busy("probe", parts.probe.trainer_side, parts.trainer, update.version)
-        return loops.create_task(self._deliver(loops, update, groups, expected))
+        return loops.create_task(self._deliver(loops, update, expected))
 
-    async def _deliver(
-        self, loops: asyncio.TaskGroup, update: WeightUpdate, groups: tuple[Group, ...], expected: list[float] | None
-    ) -> None:
+    async def _deliver(self, loops: asyncio.TaskGroup, update: WeightUpdate, expected: list[float] | None) -> None:
         parts, version = self._parts, update.version
-        async with parts.waits.named("delivery", "the swap in the engine"):
+        async with parts.telemetry.waits.named("delivery", "the swap in the engine"):
             delivery = await parts.interrupts.deliver(update)
-        parts.journal.write(Live(self._clock(), version, update.fingerprint))
-        interrupted = delivery.interrupted + self._cancel_stale(version)
-        self._record(WeightsLive(self._clock(), update, delivery.load, interrupted, delivery.pause))
-        parts.buffer.release(groups)
-        async with parts.waits.named("delivery", "the engine (probe)"):
+        parts.ledger.live(update, delivery, self._cancel_stale(version))
+        async with parts.telemetry.waits.named("delivery", "the engine (probe)"):
             await parts.probe.engine_side(parts.engine, version, expected)
         every = self._plan.evaluate_every
         if every and version % every == 0 and version < self._plan.steps:
@@ -278,12 +265,7 @@ class Pipeline:
             return self._rolling.cancel_older_than(version - staleness.max_lag, "overdue")
         return 0
 
-    def _skip(self, report: TrainReport, groups: tuple[Group, ...]) -> None:
-        for group in groups:
-            self._parts.buffer.end(group.ticket, "dropped", report.skipped)
-            self._record(
-                Rolled(group.ticket, group.prompt, group.scored).ended(self._clock(), "dropped", report.skipped)
-            )
+    def _skip(self, report: TrainReport) -> None:
         self._skipped += 1
         message = f"step {report.step} was skipped: {report.skipped}; the weights are unchanged, its groups are dropped"
         self._warn(message)
@@ -295,12 +277,15 @@ class Pipeline:
 
     async def _checkpoint(self) -> str:
         """Why it could not be written; empty where it is on the disk."""
-        return await self._busy("checkpoint", self._parts.snapshots.save, self.step, self._parts)
+        began = self._clock()
+        failure = await self._busy("checkpoint", self._parts.snapshots.save, self.step, self._parts)
+        self._parts.minutes.measured(save=self._clock() - began)
+        return failure
 
     async def _busy(self, what: str, work: Callable[P, Awaitable[T]], *given: P.args, **named: P.kwargs) -> T:
         """Awaits the trainer's work under a named wait, when it is our turn, and counts its time as busy."""
         parts = self._parts
-        async with parts.waits.named("controller", f"the trainer ({what})"), parts.turns.take(self._clock):
+        async with parts.telemetry.waits.named("controller", f"the trainer ({what})"), parts.turns.take(self._clock):
             return await work(*given, **named)
 
 
@@ -312,6 +297,23 @@ def _due(every: int, done: int, step: int) -> int:
     """The last multiple of `every` up to `step`, where nothing was done at it or since (`done`: at which step last); else 0."""
     last = step // every * every if every else 0
     return last if last > done else 0
+
+
+def unlike(step: JournalStep, report: TrainReport) -> str:
+    """What came otherwise of a step that was done again; empty where nothing did. Raises CheckpointError where one of the two was
+    skipped."""
+    if bool(report.skipped) != bool(step.report.skipped):
+        raise CheckpointError(
+            f"step {step.step} was done again from the journal and was {report.skipped or 'not skipped'}, where it had been "
+            f"{step.report.skipped or 'not skipped'}: this machine does not compute what that one did. Move journal.jsonl away "
+            "to go on from the checkpoint alone"
+        )
+    if difference := differs(report, step.report):
+        return (
+            f"step {step.step} was done again from the journal and came out otherwise ({difference}): rollouts that go "
+            "on were begun under slightly different weights"
+        )
+    return ""
 
 
 def differs(report: TrainReport, before: TrainReport) -> str:

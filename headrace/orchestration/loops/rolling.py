@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from headrace.durable.journal import Drawn, Gone, Ready
-from headrace.observe.facts import GroupEnded, TicketDrawn
 from headrace.orchestration.loops.budgets import Budgets
-from headrace.orchestration.loops.outcomes import Outcome, Rolled
+from headrace.orchestration.loops.outcomes import FirstTexts, Rolled
 from headrace.orchestration.loops.parts import Parts, Told
 from headrace.orchestration.plan import Plan
 from headrace.rollouts.rollout import roll_out
@@ -17,14 +15,14 @@ from headrace.types import Episode, Failure, Group, Prompt, Scored
 
 
 class Rolling:
-    def __init__(self, parts: Parts, plan: Plan, clock: Callable[[], float], told: Told) -> None:
-        self._parts, self._plan, self._clock = parts, plan, clock
-        self._record = parts.observer.record
+    def __init__(self, parts: Parts, plan: Plan, told: Told) -> None:
+        self._parts, self._plan, self._clock = parts, plan, parts.telemetry.clock
         self._tasks: dict[int, asyncio.Task[None]] = {}
         """By ticket."""
         self._cancelled: dict[int, str] = {}
         """Why, by ticket."""
-        self._budgets = Budgets(plan.watch, plan.rollout.patience, self._record, clock)
+        self._budgets = Budgets(plan.watch, plan.rollout.patience, parts.telemetry.record, self._clock)
+        self._texts = FirstTexts(parts.telemetry.record, self._clock)
         self._rewards = list(told.rewards)
         """Of the groups that ended since the last step."""
         self._mean_drawn = told.reward_drawn
@@ -35,7 +33,7 @@ class Rolling:
         for ticket, prompt in buffer.in_flight.items():
             self._begin(loops, ticket, prompt)
         while True:
-            async with parts.waits.named("admission", "a free slot (weights live, or a group ended)"):
+            async with parts.telemetry.waits.named("admission", "a free slot (weights live, or a group ended)"):
                 await parts.interrupts.admission()
                 drawn = await buffer.draw()
             if drawn is None:
@@ -43,9 +41,7 @@ class Rolling:
             if not parts.interrupts.admits:
                 continue
             ticket, prompt = drawn, parts.task.draw()
-            parts.journal.write(Drawn(self._clock(), ticket, prompt))
-            buffer.start(ticket, prompt)
-            self._record(TicketDrawn(self._clock(), ticket, prompt.id))
+            parts.ledger.drawn(ticket, prompt)
             self._begin(loops, ticket, prompt)
 
     def cancel_older_than(self, version: int, reason: str) -> int:
@@ -93,26 +89,22 @@ class Rolling:
             if ticket not in self._cancelled:
                 raise
             lost = sum(len(one.tokens) for one in self._parts.interrupts.so_far(self._plan.names(ticket)).values())
-            rolled = Rolled(ticket, prompt, (), (), self._clock() - started, lost)
-            self.end(rolled, "dropped", self._cancelled.pop(ticket))
+            rolled = Rolled(
+                ticket=ticket, prompt=prompt, scored=(), failures=(), seconds=self._clock() - started, lost_tokens=lost
+            )
+            self._parts.ledger.ended(rolled, "dropped", self._cancelled.pop(ticket))
         self._parts.interrupts.forget(self._plan.names(ticket))
 
     def _judge(self, rolled: Rolled) -> None:
-        algorithm = self._parts.algorithm
+        algorithm, ledger = self._parts.algorithm, self._parts.ledger
         rows = algorithm.rows(rolled.prompt, rolled.scored) if len(rolled.scored) >= algorithm.min_rollouts else ()
         if not rows:
-            fact = self.end(rolled, "failed", rolled.commonest_failure)
+            fact = ledger.ended(rolled, "failed", rolled.commonest_failure)
         elif reason := algorithm.barren(rows):
-            fact = self.end(rolled, "dropped", reason)
+            fact = ledger.ended(rolled, "dropped", reason)
         else:
-            fact = self._ready(Group(rolled.ticket, rolled.prompt, rolled.scored, rows, rolled.failures), rolled)
+            fact = ledger.ready(Group(rolled.ticket, rolled.prompt, rolled.scored, rows, rolled.failures), rolled)
         self._budgets.spend(rolled, fact)
-
-    def _ready(self, group: Group, rolled: Rolled) -> GroupEnded:
-        self._parts.journal.write(Ready(self._clock(), group))
-        self._parts.buffer.put(group)
-        self._record(fact := rolled.ended(self._clock(), "ready"))
-        return fact
 
     async def _rollouts_of(self, ticket: int, prompt: Prompt) -> tuple[tuple[Scored, ...], tuple[Failure, ...]]:
         parts, rollout = self._parts, self._plan.rollout
@@ -120,26 +112,15 @@ class Rolling:
         if len(prompt.tokens) + rollout.max_tokens > room:
             detail = f"prompt of {len(prompt.tokens)} tokens + max_tokens {rollout.max_tokens} > context of {room}"
             return (), (Failure("prompt_too_long", detail),) * rollout.group_size
-        async with parts.waits.named("rollouts", "the engine"):
+        async with parts.telemetry.waits.named("rollouts", "the engine"):
             results = await roll_out(
                 parts.interrupts.generate, prompt, self._plan.requests(ticket, prompt), parts.decode
             )
         episodes = [result for result in results if isinstance(result, Episode)]
+        self._texts.tell(prompt, episodes)
         judged: list[Scored | Failure] = []
         if episodes:
-            async with parts.waits.named("rollouts", "the scorer"):
+            async with parts.telemetry.waits.named("rollouts", "the scorer"):
                 judged = await parts.scorer.score(prompt, episodes)
         scored = tuple(result for result in judged if isinstance(result, Scored))
         return scored, tuple(result for result in [*results, *judged] if isinstance(result, Failure))
-
-    # -- groups that are not trained --------------------------------------------------------------------------------------
-
-    def end(self, rolled: Rolled, outcome: Outcome, reason: str) -> GroupEnded:
-        """Of a group that will not be trained, wherever it is."""
-        assert outcome != "ready"
-        failures = rolled.failures if outcome == "dropped" else ()
-        reasons = tuple(failure.reason for failure in failures)
-        self._parts.journal.write(Gone(self._clock(), rolled.ticket, outcome, reason, reasons))
-        self._parts.buffer.end(rolled.ticket, outcome, reason, reasons)
-        self._record(fact := rolled.ended(self._clock(), outcome, reason))
-        return fact

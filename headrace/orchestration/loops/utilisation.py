@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
 
 from headrace.errors import HeadraceError
-from headrace.observe.health.waits import Waits
+from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.loops.turns import Turns
 from headrace.protocols import Engine
 from headrace.reports import EngineStats
 
-LAST_WORD = 5.0
-"""Seconds that the engine gets to report once training is over."""
+LAST_WORD = 30.0
+"""Seconds that the engine gets to report once training is over: it answers between two passes."""
 
 
 class Utilisation:
     """Idle shares over the time between `start` and `stop`: the training proper, without loading and evaluation."""
 
-    def __init__(self, engine: Engine, turns: Turns, waits: Waits, clock: Callable[[], float]) -> None:
-        self._engine, self._turns, self._waits, self._clock = engine, turns, waits, clock
+    def __init__(self, engine: Engine, turns: Turns, telemetry: Telemetry) -> None:
+        self._engine, self._turns = engine, turns
+        self._waits, self._clock = telemetry.waits, telemetry.clock
         self._first = self._last = EngineStats()
         self._began = self._ended = 0.0
         self._worked_first = self._worked_last = 0.0
@@ -35,7 +35,11 @@ class Utilisation:
         self._ended = self._clock()
         self._worked_last = self._turns.busy
         with contextlib.suppress(TimeoutError, HeadraceError):
-            async with asyncio.timeout(patience):
+            # By name, or the watchdog would take this wait for a hang; endless, because it has a deadline of its own.
+            async with (
+                asyncio.timeout(patience),
+                self._waits.named("controller", "the engine's last word", endless=True),
+            ):
                 self._last = await self._engine.stats()
 
     async def _stats(self) -> EngineStats:

@@ -74,7 +74,17 @@ def open_lane(config: RunConfig, directory: RunDirectory, resume: bool) -> Lane:
     for complaint in [*complaints, *past.complaints]:
         recorder.record(Warned(past.seconds, complaint))
     keep = partial(directory.keep_config, dump_config(config), past.step)
-    storage = Storage(path, recorder, checkpoints, config.checkpoint.flush_journal, checkpoint, past, keep)
+    steps = partial(_keep_steps, config, directory)
+    storage = Storage(
+        run_dir=path,
+        recorder=recorder,
+        checkpoints=checkpoints,
+        flush=config.checkpoint.flush_journal,
+        checkpoint=checkpoint,
+        past=past,
+        keep_settings=keep,
+        keep_steps=steps,
+    )
     if finished:
         lane = Lane(config, directory, storage, Session(storage), finished)
         lane.session.recall()
@@ -112,7 +122,23 @@ def _with_caveats(config: RunConfig, directory: RunDirectory, storage: Storage) 
 def _storage_of_new(config: RunConfig, directory: RunDirectory) -> Storage:
     checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep)
     recorder, begin = open_recorder(config.observe, directory.path), partial(directory.begin, dump_config(config))
-    return Storage(directory.path, recorder, checkpoints, config.checkpoint.flush_journal, keep_settings=begin)
+    steps = partial(_keep_steps, config, directory)
+    return Storage(
+        run_dir=directory.path,
+        recorder=recorder,
+        checkpoints=checkpoints,
+        flush=config.checkpoint.flush_journal,
+        checkpoint=None,
+        past=None,
+        keep_settings=begin,
+        keep_steps=steps,
+    )
+
+
+def _keep_steps(config: RunConfig, directory: RunDirectory, steps: int, step: int) -> None:
+    """The settings with another number of steps, from `step` on."""
+    train = dataclasses.replace(config.train, steps=steps)
+    directory.keep_config(dump_config(dataclasses.replace(config, train=train)), step)
 
 
 def _found(config: RunConfig, directory: RunDirectory) -> tuple[Checkpoints, Path | None, Past, list[str]]:

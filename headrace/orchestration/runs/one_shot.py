@@ -13,6 +13,7 @@ from headrace.errors import CheckpointError, ConfigError, HeadraceError
 from headrace.models.resolve import resolve_model
 from headrace.observe.facts import Evaluated, Fact, FirstFailure, Warned, WorkerLost
 from headrace.observe.records import steps_done
+from headrace.observe.telemetry import Telemetry
 from headrace.observe.text import plural
 from headrace.orchestration.build import (
     build_scorer,
@@ -70,6 +71,7 @@ def evaluate(
 async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int, handed: Handed) -> Evaluated:
     with tempfile.TemporaryDirectory() as logs:
         waits = open_waits(config, _Stderr(), time.monotonic)
+        telemetry = Telemetry(_Stderr().record, time.monotonic, waits)
         async with waits.named("start", "the files of models, task and reward", endless=True):
             model_dir, encoder = await open_model(config)
             reading = for_reading(config)
@@ -78,27 +80,34 @@ async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int, ha
         scorer = build_scorer(config, handed.rewards)
         adapter = config.lora.served_name
         restore = {adapter: checkpoint} if checkpoint else {}
-        pools = await open_pools(config, model_dir, Path(logs), _Stderr(), waits, time.monotonic, restore)
+        pools = await open_pools(
+            config, model_dir, logs=Path(logs), observer=_Stderr(), waits=waits, clock=time.monotonic, restore=restore
+        )
         try:
             async with waits.named("start", "the first weights to be live"):
                 if adapter:
-                    await pools.serve_base(_Stderr(), time.monotonic)
+                    await pools.serve_base(telemetry)
                 await pools.engine.load(await pools.trainer.publish(adapter))
-            student = Student(model_dir, pools.trainer, pools.engine, bool(adapter), pools.shadow, pools.weights_fd)
+            student = Student(
+                model_dir=model_dir,
+                trainer=pools.trainer,
+                engine=pools.engine,
+                serves_base=bool(adapter),
+                shadow=pools.shadow,
+                launcher=pools.launcher,
+            )
             pools.teaching = await open_teaching(
-                reading, lessons, student, Path(logs), _Stderr(), waits, time.monotonic
+                reading, lessons, student=student, observer=_Stderr(), waits=waits, clock=time.monotonic
             )
             evaluator = Evaluator(
-                pools.engine.generate,
-                pools.teaching.rewarding(scorer),
-                _Stderr(),
-                task.held_out(prompts),
-                config.eval,
-                config.rollout,
-                encoder.decode,
-                waits,
-                time.monotonic,
-                adapter,
+                generate=pools.engine.generate,
+                scorer=pools.teaching.rewarding(scorer),
+                prompts=task.held_out(prompts),
+                config=config.eval,
+                rollout=config.rollout,
+                decode=encoder.decode,
+                telemetry=telemetry,
+                adapter=adapter,
             )
             measured = await evaluator.measure("after", step_of(checkpoint) if checkpoint else 0)
             assert measured is not None
@@ -158,7 +167,7 @@ def export(
         print(f"{said}: --merge writes the one that was trained", file=sys.stderr)
     model_dir = resolve_model(config.model.path)
     try:
-        export_weights(config, model_dir, checkpoint, to, dtype, merge)
+        export_weights(config, model_dir, checkpoint=checkpoint, to=to, dtype=dtype, merge=merge)
     except OSError as error:
         raise HeadraceError(
             f"could not write {to}: {error}. What is there is not whole: delete it, and export to a disk with room"

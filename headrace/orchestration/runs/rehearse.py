@@ -15,12 +15,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from headrace.algo.config import AlgoConfig, is_user_function
+from headrace.auto import share
+from headrace.auto.measurer import Measurer, ProbeMeasurer
 from headrace.config import RunConfig, adapter_runs
 from headrace.errors import ConfigError
 from headrace.models.chat import ChatEncoder
 from headrace.models.model_files import check_model_dir
 from headrace.models.resolve import resolve_model
 from headrace.orchestration.build import build_scorer, build_task
+from headrace.orchestration.choosing import fit_minutes, settle
 from headrace.orchestration.handed import NOTHING, Handed
 from headrace.orchestration.store.directory import refuse_used
 from headrace.orchestration.teaching import Lesson, plan_lessons
@@ -46,6 +49,7 @@ class Rehearsal:
     """What came of it."""
 
     config: RunConfig
+    """With what was chosen where it leaves the choice."""
     sections: dict[str, Lines] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     """What works, but perhaps not as one wants."""
@@ -53,6 +57,10 @@ class Rehearsal:
     resumes: bool = False
     lessons: list[Lesson] = field(default_factory=list)
     """Teachers."""
+    prompt_tokens: int = 0
+    """Of a usual prompt."""
+    unmeasured: str = ""
+    """Why nothing was chosen by measurement."""
 
     def page(self) -> str:
         """For people, at 80 columns."""
@@ -76,12 +84,17 @@ class Rehearsal:
 
 
 async def rehearse(
-    config: RunConfig, handed: Handed = NOTHING, resume: Path | None = None, thorough: bool = False
+    config: RunConfig,
+    handed: Handed = NOTHING,
+    resume: Path | None = None,
+    thorough: bool = False,
+    measurer: Measurer | None = None,
 ) -> Rehearsal:
     """Raises ConfigError with all complaints, one a line.
 
     `handed`: as for `run.train`. `resume`: the directory of the run that is to go on: what only may go wrong (memory, prompts that
-    are too long) is then a note, as it was good enough before. `thorough`: ask torch for what is only printed too.
+    are too long) is then a note, as it was good enough before, and nothing is chosen, as that was done then. `thorough`: ask torch for
+    what is only printed too. `measurer`: what this machine can do; a short measurement unless given.
     """
     found = Rehearsal(config, resumes=bool(resume))
     with found.part():
@@ -95,13 +108,15 @@ async def rehearse(
             await _task_and_reward(found, run, model_dir, handed)
         with found.part():
             machine = await asyncio.to_thread(machines.look, probe)
+            if model_dir and not resume:
+                await asyncio.to_thread(_choose, found, machine, model_dir, measurer or ProbeMeasurer())
             if model_dir:
                 _machine_and_memory(found, machine, model_dir)
     finally:
         _end(probe)
     if found.problems:
         raise ConfigError("\n".join(dict.fromkeys(found.problems)))
-    found.sections["Run"] = _run(config)
+    found.sections["Run"] = _run(found.config)
     return found
 
 
@@ -167,6 +182,7 @@ def _prompts(
     context, most = config.engine.context_length, config.rollout.max_tokens
     room = min(context, shape.positions or context) - most
     seen = lengths(prompts, room)
+    found.prompt_tokens = seen.median
     if problem := length_problem(seen, most, context, shape.positions):
         found.doubt(problem, certain=seen.too_long == seen.looked_at)
     said = f"{seen.shortest} to {seen.longest} tokens, median {seen.median}; there is room for {room}"
@@ -187,7 +203,9 @@ async def _reward(config: RunConfig, rewards: Sequence[RewardFunction], prompt: 
                 return [("", "none: the teachers are all there is to learn from")]
             tags = any(spec.extract == "answer_tag" for spec in config.reward.specs)
             size = config.rollout.group_size
-            tried = await try_reward(scorer, prompt, config.task.answer, tags, size, encoder.encode_completion)
+            tried = await try_reward(
+                scorer, prompt, answer=config.task.answer, tags=tags, group_size=size, encode=encoder.encode_completion
+            )
         finally:
             await scorer.close()
         printed = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
@@ -198,14 +216,48 @@ async def _reward(config: RunConfig, rewards: Sequence[RewardFunction], prompt: 
 # --- the machine and its memory ----------------------------------------------------------------------------------------
 
 
+def _choose(found: Rehearsal, machine: Machine, model_dir: Path, measurer: Measurer) -> None:
+    """Replaces the settings by those that are chosen."""
+    shape = read_shape(model_dir)
+    settled = settle(found.config, model_dir, machine, shape.parameters, measurer)
+    found.config, found.unmeasured = settled.config, settled.figures.problem
+    if not found.config.train.minutes:
+        return
+    size = checkpoint_bytes(shape, _plan(found.config, machine))
+    fitted = fit_minutes(settled, share.look(machine.cores), size, found.prompt_tokens)
+    found.config = fitted.config
+    found.notes += fitted.notes
+
+
 def _machine_and_memory(found: Rehearsal, machine: Machine, model_dir: Path) -> None:
     config, shape = found.config, read_shape(model_dir)
+    plan = _plan(config, machine)
+    resolved = replace(
+        config,
+        engine=replace(config.engine, device=plan.engine_device),
+        train=replace(config.train, device=plan.train_device, dtype=plan.train_dtype),  # type: ignore[arg-type]
+    )
+    why = {**({"not measured": found.unmeasured} if found.unmeasured else {}), **config.chosen.why}
+    found.sections["Where"] = [
+        *where(resolved, "path chosen when the model is read").items(),
+        *why.items(),
+    ]
+    wanted = [*needs(shape, plan), *_others(found, machine, model_dir, shape, plan)]
+    found.sections["Memory"] = [*memory_lines(wanted, machine), _disk(config, shape, plan)]
+    problems = list(refusals(wanted, shape, plan, machine))
+    for problem in problems:
+        found.doubt(problem, certain=True)
+    if not problems:
+        found.notes += notes(wanted, machine)
+
+
+def _plan(config: RunConfig, machine: Machine) -> Plan:
     engine = machine.device("engine.device", config.engine.device)
     trainer = machine.device("train.device", config.train.device)
     dtype = machine.dtype(config.train.dtype, trainer)
     runs = adapter_runs(config) or (config,)
     first = runs[0]
-    plan = Plan(
+    return Plan(
         engine=config.engine,
         engine_device=engine,
         train=config.train,
@@ -215,19 +267,6 @@ def _machine_and_memory(found: Rehearsal, machine: Machine, model_dir: Path) -> 
         adapters=len(runs) if first.lora.rank else 0,
         reference_in_loss=any(run.algo.reference_in_loss for run in runs),
     )
-    resolved = replace(
-        config,
-        engine=replace(config.engine, device=engine),
-        train=replace(config.train, device=trainer, dtype=dtype),  # type: ignore[arg-type]
-    )
-    found.sections["Where"] = list(where(resolved, "path chosen when the model is read").items())
-    wanted = [*needs(shape, plan), *_others(found, machine, model_dir, shape, plan)]
-    found.sections["Memory"] = [*memory_lines(wanted, machine), _disk(config, shape, plan)]
-    problems = list(refusals(wanted, shape, plan, machine))
-    for problem in problems:
-        found.doubt(problem, certain=True)
-    if not problems:
-        found.notes += notes(wanted, machine)
 
 
 def _others(found: Rehearsal, machine: Machine, model_dir: Path, shape: Shape, plan: Plan) -> Iterator[Need]:

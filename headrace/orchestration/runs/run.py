@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from headrace.auto.measurer import Measurer
 from headrace.config import RunConfig
 from headrace.durable.files import full_disk_is_said
 from headrace.errors import HeadraceError
@@ -23,19 +24,27 @@ from headrace.orchestration.store.directory import RunDirectory
 
 
 def train(
-    config: RunConfig, resume: Path | None = None, handed: Handed = NOTHING, callbacks: Callbacks | None = None
+    config: RunConfig,
+    resume: Path | None = None,
+    handed: Handed = NOTHING,
+    callbacks: Callbacks | None = None,
+    measurer: Measurer | None = None,
 ) -> RunResult:
     """Train to the end, an interrupt or an error; in each case with a summary, a report, and a checkpoint if there is one.
 
     `resume`: the directory of the run to go on with; its newest good checkpoint is used.
     `handed`: functions and rows that the settings name but cannot hold. `callbacks` are called in this thread.
+    `measurer`: as for `rehearse`.
     Raises `HeadraceError` with one sentence when the run could not be finished, and what a callback raised. What can be known to
     be wrong before a model is loaded is a `ConfigError`, and nothing has been written then.
     """
     if config.adapters:
-        lanes = train_together(config, handed, resume, callbacks)
+        lanes = train_together(config, handed, resume, callbacks, measurer)
         return result_of(resume or config.run_dir, lanes)
-    notes = [] if resume else complete(rehearse(config, handed)).notes
+    notes: list[str] = []
+    if not resume:
+        rehearsed = complete(rehearse(config, handed, measurer=measurer))
+        config, notes = rehearsed.config, rehearsed.notes
     with (
         full_disk_is_said(resume or config.run_dir),
         RunDirectory.of(resume or config.run_dir, bool(resume)) as directory,
@@ -75,7 +84,7 @@ def _train(lane: Lane, handed: Handed, callbacks: Callbacks | None, tells: bool)
         waits = open_waits(config, storage.recorder, clock)
         watchdog.add(directory.path, waits)
         watchdog.attach()
-        await lane.session.run(build(config, directory.logs, storage, handed, waits, clock))
+        await lane.session.run(build(config, directory.logs, storage=storage, handed=handed, waits=waits, clock=clock))
 
     with watchdog:
         host(go, callbacks.errands if callbacks else None)

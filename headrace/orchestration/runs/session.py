@@ -13,6 +13,7 @@ from headrace.observe.facts import Evaluated, RunEnded, Warned
 from headrace.orchestration.build import Built
 from headrace.orchestration.loops.utilisation import LAST_WORD
 from headrace.orchestration.store.storage import Storage
+from headrace.orchestration.wording import elsewhere
 
 
 def run_clock(age: float) -> Callable[[], float]:
@@ -73,10 +74,15 @@ class Session:
 
     async def _train(self, built: Built) -> None:
         await self._redo(built)
-        self._recorder.record(built.started(built.pipeline.step))
+        earlier, started = self._recorder.state.started, built.started(built.pipeline.step)
+        self._recorder.record(started)
+        if earlier and (said := elsewhere(earlier, started)):
+            self._recorder.record(Warned(built.clock(), said))
         await built.go_live()
         if not self._recorder.state.evals and built.pipeline.step == 0:
             self.before = await built.parts.evaluator.measure("before", 0)
+        for one in self._recorder.state.evals:
+            built.parts.minutes.measured(evaluation=one.seconds)
         await built.utilisation.start()
         self._training = True
         try:
@@ -91,7 +97,7 @@ class Session:
 
     async def _close(self, built: Built) -> None:
         try:
-            async with built.parts.waits.named("closing", "the worker processes"):
+            async with built.parts.telemetry.waits.named("closing", "the worker processes"):
                 await built.close()
         except StalledError as error:  # nor may a process that cannot even be killed
             print(f"headrace: {error}", file=sys.stderr)
@@ -127,12 +133,12 @@ class Session:
     async def _ended(self, built: Built) -> RunEnded:
         saved = built.parts.snapshots.saved_step == built.pipeline.step
         return RunEnded(
-            built.clock(),
-            self.reason,
-            built.pipeline.step,
-            built.parts.buffer.accounting(in_checkpoint=saved),
-            built.utilisation.engine_idle,
-            built.utilisation.trainer_idle,
-            built.utilisation.prompt_tokens,
-            built.utilisation.sampled_tokens,
+            t=built.clock(),
+            reason=self.reason,
+            step=built.pipeline.step,
+            accounting=built.parts.buffer.accounting(in_checkpoint=saved),
+            engine_idle=built.utilisation.engine_idle,
+            trainer_idle=built.utilisation.trainer_idle,
+            prompt_tokens=built.utilisation.prompt_tokens,
+            sampled_tokens=built.utilisation.sampled_tokens,
         )

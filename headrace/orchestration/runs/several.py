@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from headrace.auto.measurer import Measurer
 from headrace.config import RunConfig, adapter_runs, config_of_run, dump_config, read_config
 from headrace.durable.files import full_disk_is_said
 from headrace.errors import HeadraceError
@@ -24,6 +25,7 @@ from headrace.observe.facts import Warned
 from headrace.observe.health.waits import Waits
 from headrace.observe.health.watchdog import Watchdog
 from headrace.observe.screen.board import Board, open_board
+from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.build import Built, Clock, Pools, Prepared, join, open_model, open_waits, prepare
 from headrace.orchestration.handed import Handed
 from headrace.orchestration.pools import open_pools
@@ -34,14 +36,20 @@ from headrace.orchestration.runs.rehearse import rehearse
 from headrace.orchestration.runs.session import on_unheard, run_clock
 from headrace.orchestration.store.directory import CONFIG, RunDirectory
 from headrace.orchestration.store.resume_rules import check_resumable
-from headrace.protocols import Observer
 
 
 def train_together(
-    config: RunConfig, handed: Handed, resume: Path | None, callbacks: Callbacks | None
+    config: RunConfig,
+    handed: Handed,
+    resume: Path | None,
+    callbacks: Callbacks | None,
+    measurer: Measurer | None = None,
 ) -> dict[str, Lane]:
     """All adapters to their ends. Where one fails the others leave with a checkpoint, and its error is raised."""
-    notes = [] if resume else complete(rehearse(config, handed)).notes
+    notes: list[str] = []
+    if not resume:
+        rehearsed = complete(rehearse(config, handed, measurer=measurer))
+        config, notes = rehearsed.config, rehearsed.notes
     with full_disk_is_said(resume or config.run_dir), ExitStack() as undo:
         directory = undo.enter_context(RunDirectory.of(resume or config.run_dir, bool(resume)))
         if resume:
@@ -64,7 +72,15 @@ def train_together(
         watchdog = Watchdog(directory.logs, config.watch.warn_after, config.watch.stop_after, tells=not resume)
         with watchdog:
             keep = partial(directory.keep_config, step=0) if resume else directory.begin
-            together = _Together(config, directory, lanes, handed, watchdog, keep, callbacks)
+            together = _Together(
+                config=config,
+                directory=directory,
+                lanes=lanes,
+                handed=handed,
+                watchdog=watchdog,
+                keep_settings=keep,
+                callbacks=callbacks,
+            )
             host(together.run, callbacks.errands if callbacks else None)
         if callbacks:
             callbacks.raise_error(f"go on with headrace.train(resume={str(directory.path)!r})")
@@ -85,9 +101,9 @@ def _open(config: RunConfig, directory: RunDirectory, resume: bool, board: Board
     return lane
 
 
-async def _serve_base(pools: Pools, waits: Waits, observer: Observer, clock: Clock) -> None:
-    async with waits.named("start", "the base weights to be live"):
-        await pools.serve_base(observer, clock)
+async def _serve_base(pools: Pools, telemetry: Telemetry) -> None:
+    async with telemetry.waits.named("start", "the base weights to be live"):
+        await pools.serve_base(telemetry)
 
 
 async def _close(pools: Pools, waits: Waits) -> None:
@@ -151,9 +167,18 @@ class _Together:
                     prepared[name] = await prepare(lane.config, model_dir, encoder, self._handed, lane.directory.logs)
                     undo.push_async_callback(prepared[name].scorer.close)
             restore = {name: at for name, lane in self._lanes.items() if (at := lane.storage.checkpoint)}
-            pools = await open_pools(self._config, model_dir, self._directory.logs, everyone, waits, clock, restore)
+            pools = await open_pools(
+                self._config,
+                model_dir,
+                logs=self._directory.logs,
+                observer=everyone,
+                waits=waits,
+                clock=clock,
+                restore=restore,
+            )
             undo.push_async_callback(_close, pools, waits)
-            await _serve_base(pools, waits, next(iter(self._lanes.values())).storage.recorder, clock)
+            first = next(iter(self._lanes.values())).storage.recorder
+            await _serve_base(pools, Telemetry(first.record, clock, waits))
             built = await self._begin(prepared, pools, clock)
             self._loading = None
             await self._train(built)
@@ -168,7 +193,16 @@ class _Together:
                 lent = pools.lend()
                 undo.push_async_callback(lent.close)
                 logs, storage = lane.directory.logs, lane.storage
-                joined[name] = await join(lane.config, prepared[name], lent, name, logs, storage, waits, clock)
+                joined[name] = await join(
+                    lane.config,
+                    prepared[name],
+                    pools=lent,
+                    adapter=name,
+                    logs=logs,
+                    storage=storage,
+                    waits=waits,
+                    clock=clock,
+                )
             built = {name: begin() for name, begin in joined.items()}
             self._keep_settings(dump_config(self._config))
             undo.pop_all()

@@ -28,8 +28,8 @@ from headrace.observe.records import METRICS
 
 LOCK, CONFIG = ".lock", "config.toml"
 
-PATIENCE = 0.3
-"""Seconds that a run tries to get its lock: one who asks for its status holds it for microseconds."""
+PATIENCE = 3.0
+"""Seconds that a run tries to get its lock: one who asks for its status holds it for microseconds, or until it has a core again."""
 
 
 class RunDirectory:

@@ -22,7 +22,6 @@ from headrace.durable.journal import (
     Journal,
     JournalDamaged,
     JournalStep,
-    Live,
     Ready,
     Stepped,
     count_steps,
@@ -39,9 +38,8 @@ from headrace.orchestration.store.snapshots import ControllerState
 from headrace.protocols import Task
 from headrace.rollouts.buffer import Buffer
 from headrace.rollouts.partial import Interrupts, joined
-from headrace.rollouts.rollout import ticket_of
 from headrace.steps import Finished, StepOutput, Transcript, write_down
-from headrace.types import Completion, Request
+from headrace.types import Completion, Request, RolloutKey
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,9 @@ class Past:
                     ready.difference_update(record.tickets)
         anew = self.rewinds and self.state is None
         saved = self.state.step if self.state else None
-        return Resume(self.step, saved, drawn, frozenset(flying), frozenset(ready), anew)
+        return Resume(
+            step=self.step, saved=saved, next_ticket=drawn, flying=frozenset(flying), ready=frozenset(ready), anew=anew
+        )
 
     def outdated(self, mark: str) -> frozenset[int]:
         """Tickets of finished groups in the checkpoint whose rows other settings made (`course.scoring_mark`)."""
@@ -135,7 +135,7 @@ def read_past(run_dir: Path, state: ControllerState | None, same_course: bool) -
             "diff will lack what is missing"
         )
     rewinds = bool(behind or lost)
-    return Past(run_dir, state, records, tuple(said), rewinds, lost)
+    return Past(run_dir=run_dir, state=state, records=records, complaints=tuple(said), rewinds=rewinds, lost=lost)
 
 
 _CHANGED = "the settings of training are not those of before"
@@ -204,6 +204,7 @@ def recover(
         task.restore(past.state.task)
         buffer.restore(past.state.buffer)
     steps = list(_apply(past.records, task, buffer))
+    buffer.release(past.step)  # what was trained is live as soon as the run begins
     asked = [plan.requests(ticket, prompt) for ticket, prompt in buffer.in_flight.items()]
     requests = {request.id: request for several in asked for request in several}
     begun = _begun(past, requests, plan.adapter)
@@ -221,26 +222,17 @@ def _apply(records: Iterable[AnyRecord], task: Task, buffer: Buffer) -> Iterator
                         f"the task gives the prompt {found.id} where it gave {record.prompt.id} before the run was killed: its "
                         "data have changed. Put them back, or start a new run"
                     )
-                buffer.start(record.ticket, record.prompt)
-            case Ready():
-                buffer.put(record.group)
-            case Gone():
-                buffer.end(record.ticket, record.outcome, record.reason, record.failures)
-            case Stepped():
-                yield _stepped(record, buffer)
-            case Live():
-                pass  # what was trained is live as soon as the run begins
-
-
-def _stepped(record: Stepped, buffer: Buffer) -> JournalStep:
-    groups, report = buffer.take_again(record.tickets), record.report
-    if report.skipped:
-        for ticket in record.tickets:
-            buffer.end(ticket, "dropped", report.skipped)
-    else:
-        buffer.trained(groups)
-        buffer.release(groups)
-    return JournalStep(report.step, record.t, report.version, groups, report)
+            case Stepped(report=report):
+                groups = buffer.take_again(record.tickets)
+                yield JournalStep(
+                    step=report.step,
+                    t=record.t,
+                    version=report.version,
+                    groups=groups,
+                    report=report,
+                    steps=record.steps,
+                )
+        buffer.count(record)
 
 
 def _of_checkpoint(past: Past, requests: Container[str]) -> dict[str, Completion]:
@@ -269,8 +261,8 @@ def _begun(past: Past, requests: Mapping[str, Request], adapter: str) -> dict[st
                 del since[end.request_id]
     for name, transcript in since.items():
         _keep(found, transcript, Finished(name, "interrupted"))
-    tickets = [ticket for name in others if (ticket := ticket_of(name, adapter)) is not None]
-    return None if tickets and max(tickets) >= past.resume.next_ticket else found
+    keys = [key for name in others if (key := RolloutKey.read(name)) and key.adapter == adapter]
+    return None if any(key.ticket >= past.resume.next_ticket for key in keys) else found
 
 
 def _passes(past: Past) -> Iterable[StepOutput]:

@@ -71,7 +71,9 @@ def same_course(old: RunConfig, new: RunConfig) -> bool:
         if _says_nothing(config.reward):
             kept["reward"]["functions"] = ()
         kept["train"] = {
-            name: value for name, value in tree["train"].items() if name not in ("cores", "max_skipped_steps")
+            name: value
+            for name, value in tree["train"].items()
+            if name not in ("cores", "threads", "minutes", "max_skipped_steps")
         }
         if config.train.schedule == "constant":
             del kept["train"]["steps"]

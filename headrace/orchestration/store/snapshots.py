@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,13 +10,13 @@ import msgspec
 from headrace.durable.journal import Journal
 from headrace.durable.passes import PassLog
 from headrace.errors import CheckpointError
-from headrace.observe.facts import CheckpointSaved, Warned
+from headrace.observe.facts import CheckpointSaved
+from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.store.checkpoints import Checkpoints
-from headrace.protocols import Observer, Task, Trainer
+from headrace.protocols import Task, Trainer
 from headrace.rollouts.buffer import Buffer, BufferState
 from headrace.rollouts.partial import Interrupts
-from headrace.rollouts.rollout import ticket_of
-from headrace.types import Completion, Struct
+from headrace.types import Completion, RolloutKey, Struct
 
 CONTROLLER = "controller.msgpack"
 
@@ -60,8 +59,7 @@ class Snapshots:
         self,
         checkpoints: Checkpoints,
         passes: PassLog,
-        observer: Observer,
-        clock: Callable[[], float],
+        telemetry: Telemetry,
         adapter: str = "",
         saved_step: int = -1,
         scored_by: str = "",
@@ -70,7 +68,7 @@ class Snapshots:
         goes on from. It is not written anew: the same weights are in it, and the rest is behind it in journal and passes.
         `scored_by`: the mark of the settings that make rows (`course.scoring_mark`)."""
         self._checkpoints, self._passes = checkpoints, passes
-        self._observer, self._clock, self._adapter = observer, clock, adapter
+        self._telemetry, self._adapter = telemetry, adapter
         self._scored_by = scored_by
         self.saved_step = saved_step
         """The step of the newest checkpoint."""
@@ -80,7 +78,7 @@ class Snapshots:
         Empty where the checkpoint is on the disk."""
         if step == self.saved_step:
             return ""
-        started = self._clock()
+        started = self._telemetry.clock()
         # All taken before the first await: generation goes on while the trainer writes.
         state = self._state(step, started, parts)
         parts.journal.flush()
@@ -92,23 +90,37 @@ class Snapshots:
 
         path, failure = "", ""
         if said := self._checkpoints.clear():
-            self._observer.record(Warned(self._clock(), said))
+            self._telemetry.warn(said)
         try:
             path = str(await self._checkpoints.save(step, write))
             self.saved_step = step
             self._passes.prune(self._checkpoints.oldest_step)
         except CheckpointError as error:
             failure = str(error)
-            self._observer.record(Warned(self._clock(), failure))
-        self._observer.record(CheckpointSaved(self._clock(), step, path, self._clock() - started, failure))
+            self._telemetry.warn(failure)
+        now = self._telemetry.clock()
+        self._telemetry.record(CheckpointSaved(now, step, path, now - started, failure))
         return failure
 
     def _state(self, step: int, seconds: float, parts: _Parts) -> ControllerState:
         buffer = parts.buffer.state()
         so_far = parts.interrupts.so_far()
-        begun = {name: one for name, one in so_far.items() if ticket_of(name, self._adapter) in buffer.in_flight}
+        begun = {name: one for name, one in so_far.items() if self._in_flight(name, buffer)}
         task, position = dict(parts.task.state()), parts.journal.position
-        return ControllerState(step, seconds, task, buffer, begun, position, self._passes.number, self._scored_by)
+        return ControllerState(
+            step=step,
+            seconds=seconds,
+            task=task,
+            buffer=buffer,
+            begun=begun,
+            journal=position,
+            passes=self._passes.number,
+            scored_by=self._scored_by,
+        )
+
+    def _in_flight(self, name: str, buffer: BufferState) -> bool:
+        key = RolloutKey.read(name)
+        return key is not None and key.adapter == self._adapter and key.ticket in buffer.in_flight
 
 
 def load_controller(checkpoint: Path) -> ControllerState:

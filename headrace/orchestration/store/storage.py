@@ -31,12 +31,15 @@ class Storage:
         checkpoint: Path | None = None,
         past: Past | None = None,
         keep_settings: Callable[[], None] = lambda: None,
+        keep_steps: Callable[[int, int], None] = lambda steps, step: None,
     ) -> None:
         """`flush`: put the journal on the disk after every step. `checkpoint`: that the run goes on from. `past`: None of a fresh
-        run. `keep_settings`: puts those of this process into the directory."""
+        run. `keep_settings`: puts those of this process into the directory; `keep_steps`: with another number of steps, from a step
+        on."""
         self._run_dir, self._flush, self._keep_settings = run_dir, flush, keep_settings
         self.recorder, self.checkpoints = recorder, checkpoints
         self.checkpoint, self.past = checkpoint, past
+        self.keep_steps = keep_steps
         self._open: tuple[Journal, PassLog] | None = None
 
     def begin(self, outlived: bool = False) -> None:

@@ -1,6 +1,6 @@
-"""Engine and trainer as processes: both ends of the wire between them and the controller.
+"""Worker processes: both ends of the wire between them and the controller.
 
-Read `wire.py` (frames), `messages.py` (what starts a worker), `process.py` (a worker, seen from the controller), `clients.py`
-(the ports `Engine` and `Trainer` over it); in the worker `worker.py`, `build.py` (its concrete classes), `answers.py` and
-`engine_loop.py`.
+At the controller read `wire.py` (frames and channels), `messages.py` (what starts a worker), `connected.py` (a worker at the end of
+a stream), `process.py` (one of this machine), `dial_in.py` (one that connects over TCP), `fake.py` (one without a process); in the
+worker `worker.py`, `build.py` (its concrete classes), `answers.py` and `engine_loop.py`.
 """

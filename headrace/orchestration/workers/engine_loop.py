@@ -78,9 +78,7 @@ class EngineLoop:
                 core.cancel(unpack(frame.payload, str))
             case "load":
                 self._loader.load(frame)
-            case "unload":
-                answer(self._end, frame, lambda: core.unload(unpack(frame.payload, str)))
-            case "stats" | "pause" | "resume" | "abort":
+            case "stats" | "resume" | "abort":
                 answer(self._end, frame, getattr(core, frame.method))
             case "drain":
                 core.drain()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from headrace.types import Struct
+from headrace.weight_sync.transport import AnyTransport
 from headrace.weights import Manifest
 
 
@@ -16,7 +17,7 @@ class AdapterStart(Struct, frozen=True):
     lora: dict[str, Any]
 
 
-class TrainerStart(Struct, frozen=True):
+class TrainerStart(Struct, frozen=True, kw_only=True):
     model_dir: str
     train: dict[str, Any]
     """TrainConfig as plain values."""
@@ -26,6 +27,8 @@ class TrainerStart(Struct, frozen=True):
     """What weights are converted to when they are published."""
     keep_routing: bool
     """Force the experts that the sampler chose."""
+    transport: AnyTransport
+    """How weights leave."""
     restore: dict[str, str] = {}
     """Checkpoint directories to go on from, by adapter; what has none starts from the model's own weights."""
     shadow: ShadowStart | None = None
@@ -42,16 +45,18 @@ class ShadowStart(Struct, frozen=True):
     decay: float
     dtype: str
     """In which it is served."""
+    transport: AnyTransport
+    """One of its own: its versions come and go at another pace than the run's."""
 
 
 class TrainerReady(Struct, frozen=True):
     manifests: dict[str, Manifest]
-    """Of all that will be published: the model's by the empty name, those of adapters by theirs."""
+    """The layout of all that will be published: the model's by the empty name, those of adapters by theirs."""
     version: int
     dtype: str = "bfloat16"
     """Of the computation: `auto` is a dtype now."""
     shadow: Manifest | None = None
-    """Where the student's older self will lie, behind everything else."""
+    """The layout of the student's older self."""
 
 
 class EngineStart(Struct, frozen=True):
@@ -59,4 +64,6 @@ class EngineStart(Struct, frozen=True):
     engine: dict[str, Any]
     """EngineConfig as plain values."""
     manifests: dict[str, Manifest]
-    """As the trainer told them. None of them: the weights are those in `model_dir`, which never change."""
+    """As the trainer reported them."""
+    transport: AnyTransport | None = None
+    """How weights arrive. None: they are those in `model_dir`, which never change."""

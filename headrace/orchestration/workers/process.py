@@ -1,4 +1,7 @@
-"""Worker processes on this machine: started with cores of their own, watched by their sentinel, ended with their parent."""
+"""Workers on this machine: a child process, and a socket pair that both inherit.
+
+Liveness is the kernel's business: the controller's end of the socket closes at once when the process dies.
+"""
 
 from __future__ import annotations
 
@@ -9,143 +12,146 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
 
 from headrace import orphans
-from headrace.errors import WorkerDied
+from headrace.native.cores import usable_cores
+from headrace.observe.health import patience
 from headrace.observe.health.family import Child, current_family
 from headrace.observe.health.frames import VARIABLE
 from headrace.observe.health.stacks import process_state
-from headrace.orchestration.workers.wire import Channel, Frame
-
-T = TypeVar("T")
+from headrace.orchestration.workers.connected import ConnectedWorker
+from headrace.protocols import Heard, Job
 
 GRACE = 5.0
 """Seconds that a worker gets to leave by itself before it is killed, and to be gone after that."""
 
 
-class Worker:
-    """One child process and the channel to it."""
+class LocalLauncher:
+    """Protocol `Launcher`. What workers print goes to files in `logs`: the terminal belongs to the live view."""
 
-    def __init__(self, who: str, log: Path, on_push: Callable[[Frame], None] | None = None) -> None:
-        """What the process prints goes to `log`: the terminal belongs to the live view."""
-        self.who, self._log, self._stacks = who, log, log.with_suffix(".stacks")
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+
+    def worker(self, job: Job, heard: Heard) -> LocalWorker:
+        return LocalWorker(job, self._logs, heard)
+
+
+class LocalWorker(ConnectedWorker):
+    """Protocol `Worker`."""
+
+    def __init__(self, job: Job, logs: Path, heard: Heard) -> None:
+        super().__init__(job.who, heard)
+        self._job = job
+        self._process = WorkerProcess(job.who, logs)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def start(self) -> None:
+        self._begin()
+        try:
+            ours = self._spawn()
+        except OSError as error:  # no memory, no descriptors, no directory for its log
+            raise self._not_started(error) from error
+        self.channel.open(*await asyncio.open_connection(sock=ours, limit=1 << 24))
+
+    def _spawn(self) -> socket.socket:
+        """Returns our end of the connection."""
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                self._process.spawn(self._job, ["--socket", str(theirs.fileno())], [theirs.fileno()])
+        except OSError:
+            ours.close()
+            raise
+        return ours
+
+    async def end(self) -> None:
+        await self.channel.close()
+        await self._process.end()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    async def _how_it_ended(self, wrong: str) -> str:
+        return await asyncio.to_thread(self._process.how_it_ended, wrong)
+
+
+class WorkerProcess:
+    """A child process that runs `python -m headrace.orchestration.workers.worker KIND ...`: no `__main__` guard is needed in the
+    user's script."""
+
+    def __init__(self, who: str, logs: Path) -> None:
+        self._who = who
+        self._log = logs / f"{who.replace(' ', '-')}.log"
+        self._stacks = self._log.with_suffix(".stacks")
         self._family = current_family()
-        self.channel = Channel(who, on_push or (lambda frame: None), self._lost)
         self._process: subprocess.Popen[bytes] | None = None
-        self._ended: asyncio.Future[str] | None = None
 
     @property
     def pid(self) -> int:
         assert self._process is not None
         return self._process.pid
 
-    async def start(self, kind: str, fds: Sequence[int], cores: Sequence[int]) -> None:
-        """Runs `python -m headrace.orchestration.workers.worker KIND`: no `__main__` guard needed in the user's script.
-
-        Raises WorkerDied where the process cannot be started."""
-        self._ended = asyncio.get_running_loop().create_future()
-        try:
-            ours = self._spawn(kind, fds, cores)
-        except OSError as error:  # no memory, no descriptors, no directory for its log
-            self._ended.set_result(how := f"could not be started: {error}")
-            raise WorkerDied(self.who, how) from error
-        self._family.started(Child(self.who, self.pid, self._stacks))
-        await self.channel.open(ours)
-
-    def _spawn(self, kind: str, fds: Sequence[int], cores: Sequence[int]) -> socket.socket:
-        """Returns our end of the connection."""
+    def spawn(
+        self, job: Job, arguments: Sequence[str], fds: Sequence[int] = (), variables: Mapping[str, str] | None = None
+    ) -> None:
+        """`fds`: file descriptors to inherit beside those of the job; `variables`: of its environment. Raises OSError."""
         self._stacks.unlink(missing_ok=True)  # of the process before: this one is asked when the file is there
-        ours, theirs = socket.socketpair()
-        command = [
-            sys.executable,
-            "-m",
-            "headrace.orchestration.workers.worker",
-            kind,
-            str(theirs.fileno()),
-            *map(str, fds),
-        ]
-        try:
-            # A session of its own: Ctrl-C in the terminal reaches the controller only, which then ends its workers in order.
-            with theirs, self._log.open("ab") as log:
-                self._process = subprocess.Popen(
-                    command,
-                    pass_fds=[theirs.fileno(), *fds],
-                    env=environment(cores) | orphans.of_this_process() | {VARIABLE: str(self._stacks)},
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
-                )
-        except OSError:
-            ours.close()
-            raise
-        return ours
-
-    async def call(self, method: str, payload: Any, returns: type[T]) -> T:
-        try:
-            return await self.channel.call(method, payload, returns)
-        except WorkerDied:
-            raise WorkerDied(self.who, await self.ended()) from None
-
-    async def ended(self) -> str:
-        """Waits for the end of the process and says how it ended."""
-        assert self._ended is not None
-        return await asyncio.shield(self._ended)
-
-    async def close(self) -> None:
-        """Ask, wait, kill. Returns with the process gone, unless not even that helps."""
-        await self.channel.close()
-        if self._process is None:
-            return
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            await asyncio.to_thread(self._process.wait, GRACE)
-        if self._process.poll() is None:
-            self._process.kill()
-            if said := await asyncio.to_thread(_bury, self._process):
-                print(f"headrace: the {self.who} process {self.pid} {said}", file=sys.stderr)
-        self._family.ended(self.pid)
+        own = orphans.of_this_process() | {VARIABLE: str(self._stacks)} | dict(variables or {})
+        # A session of its own: Ctrl-C in the terminal reaches the controller only, which then ends its workers in order.
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "headrace.orchestration.workers.worker", job.kind, *arguments],
+                pass_fds=[*fds, *job.inherited],
+                env=environment(job.cores) | own,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self._family.started(Child(self._who, self.pid, self._stacks))
 
     def kill(self) -> None:
         if self._process is not None and self._process.poll() is None:
             os.kill(self._process.pid, signal.SIGKILL)
 
-    def _lost(self, wrong: str) -> None:
-        """The connection ended, which the kernel does at once when the process dies. `wrong`: what it said made no sense."""
-        assert self._process is not None and self._ended is not None
-        process, ended = self._process, self._ended
+    async def end(self) -> None:
+        """Waits for a process whose connection was closed; kills it where it does not leave. Returns with the process gone,
+        unless not even that helps."""
+        if self._process is None:
+            return
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(patience.wait, self._process, GRACE)
+        if self._process.poll() is None:
+            self._process.kill()
+            if said := await asyncio.to_thread(_bury, self._process):
+                print(f"headrace: the {self._who} process {self.pid} {said}", file=sys.stderr)
+        self._family.ended(self.pid)
+
+    def how_it_ended(self, wrong: str) -> str:
+        """Blocks. `wrong`: why it was killed, or empty."""
+        process = self._process
+        assert process is not None
+        try:
+            code = patience.wait(process, GRACE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return f"closed its connection and hung; it {_bury(process) or 'was killed'}"
+        self._family.ended(process.pid)
         if wrong:
-            self.kill()
-
-        def wait() -> str:
-            try:
-                code = process.wait(GRACE)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                return f"closed its connection and hung; it {_bury(process) or 'was killed'}"
-            self._family.ended(process.pid)
-            if wrong:
-                return f"was ended: {wrong}"
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            return f"{how} (its output is in {self._log})"
-
-        async def report() -> None:
-            try:
-                how = await asyncio.to_thread(wait)
-            except Exception as error:  # no thread to wait in, say: whoever awaits the end must hear of it all the same
-                how = f"closed its connection, and how it ended could not be found out: {error!r}"
-            if not ended.done():
-                ended.set_result(how)
-
-        self._reporting = asyncio.ensure_future(report())
+            return f"was ended: {wrong}"
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return f"{how} (its output is in {self._log})"
 
 
 def _bury(process: subprocess.Popen[bytes]) -> str:
     """Waits for the end of a process that was killed. Empty, or why it cannot end: it hangs in the kernel."""
     try:
-        process.wait(GRACE)
+        patience.wait(process, GRACE)
     except subprocess.TimeoutExpired:
         return f"cannot be killed: it is {process_state(process.pid)}"
     return ""
@@ -157,7 +163,7 @@ def environment(cores: Sequence[int]) -> dict[str, str]:
     Waiting threads sleep instead of spinning: where two pools share cores, spinning costs a factor of up to ten (measured;
     see docs/design-notes.md).
     """
-    threads = str(len(cores) or os.cpu_count() or 1)
+    threads = str(len(cores) or usable_cores())
     chosen = {
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,

@@ -1,4 +1,4 @@
-"""Frames between the controller and a worker process: length-prefixed msgpack over a socket pair that both inherit.
+"""Frames between the controller and a worker: length-prefixed msgpack over a stream (a socket pair, TCP).
 
 A call carries an id and gets one reply; a push has id 0 and gets none. Payloads are the nouns of `types.py`.
 
@@ -9,12 +9,13 @@ with a sentence that names it. So nothing is told twice, and nothing is lost in 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import socket
 import struct
 import threading
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -23,6 +24,23 @@ from headrace.errors import HeadraceError, WorkerDied
 
 T = TypeVar("T")
 _LENGTH = struct.Struct("<I")
+HEAD = _LENGTH.size
+"""Bytes before each frame: its length."""
+
+MAX_FRAME = 1 << 30
+"""Bytes of a frame. A batch of 1,024 completions of 16,384 tokens has 0.5 GB; what is longer is a mistake, or a stranger."""
+
+_AROUND = 1024
+"""Bytes of a frame beside its payload, at most."""
+
+BEAT = "beat"
+"""A push that says nothing but that its sender is there."""
+
+BEATS = 5
+"""How many may be missing in a row."""
+
+WHILE_STARTING = 12
+"""So many times as many until the first call is answered: a process that imports and loads holds Python's lock for seconds."""
 
 
 class Frame(msgspec.Struct, frozen=True):
@@ -36,7 +54,7 @@ class Frame(msgspec.Struct, frozen=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Frame).decode
+decode = msgspec.msgpack.Decoder(Frame).decode
 
 
 def pack_payload(payload: Any) -> msgspec.Raw:
@@ -46,6 +64,24 @@ def pack_payload(payload: Any) -> msgspec.Raw:
 def pack(frame: Frame) -> bytes:
     body = _encode(frame)
     return _LENGTH.pack(len(body)) + body
+
+
+def numbered(frame: Frame, numbers: Iterator[int]) -> bytes:
+    """Packed, with the next running number. Raises ValueError for a frame that nobody would read; it takes no number."""
+    if (size := len(memoryview(frame.payload)) + _AROUND) > MAX_FRAME:
+        raise ValueError(
+            f"{frame.method} would be a message of {size / 1e9:.1f} GB, and none has more than {MAX_FRAME / 1e9:.1f}; lower "
+            "staleness.groups_per_step, rollout.group_size or rollout.max_tokens"
+        )
+    return pack(msgspec.structs.replace(frame, number=next(numbers)))
+
+
+def length_of(head: bytes, limit: int = MAX_FRAME) -> int:
+    """Raises HeadraceError for one above the limit."""
+    (length,) = _LENGTH.unpack(head)
+    if length > limit:
+        raise HeadraceError(f"a message of {length} bytes came, and none has more than {limit}")
+    return int(length)
 
 
 class _Numbers:
@@ -94,22 +130,48 @@ def name_of(error: BaseException) -> str:
     return type(error).__name__
 
 
+class Writer(Protocol):
+    """The half of an `asyncio.StreamWriter` that a `Channel` uses."""
+
+    def write(self, data: bytes) -> None: ...
+
+    def is_closing(self) -> bool: ...
+
+    def close(self) -> None: ...
+
+
 class Channel:
     """The controller's end: calls with replies, and a handler for what the worker pushes."""
 
-    def __init__(self, who: str, on_push: Callable[[Frame], None], on_lost: Callable[[str], None]) -> None:
-        """`on_lost` is told what is wrong with what came; nothing where the other end is just gone."""
-        self._who, self._on_push, self._on_lost = who, on_push, on_lost
+    def __init__(
+        self,
+        who: str,
+        heard: Callable[[str, msgspec.Raw], None],
+        on_lost: Callable[[str], None],
+        silence: float | None = None,
+    ) -> None:
+        """`heard` is called with method and payload of each push. `on_lost` is called with what is wrong; with nothing where the
+        other end is just gone. `silence`: seconds without a byte after which the other end counts as lost; it is expected to send
+        beats. None: the kernel says when it is gone."""
+        self._who, self._heard, self._on_lost, self._silence = who, heard, on_lost, silence
         self._ids, self._numbers, self._arrived = itertools.count(1), itertools.count(), _Numbers(who)
         self._replies: dict[int, asyncio.Future[msgspec.Raw]] = {}
-        self._writer: asyncio.StreamWriter | None = None
+        self._writer: Writer | None = None
         self._reading: asyncio.Task[None] | None = None
+        self._beating: asyncio.Task[None] | None = None
+        self._quiet = 0
+        """Beats since the last byte came."""
+        self._answered = False
+        """The other end has replied to a call."""
         self._ended = False
         """Nobody reads answers any more."""
 
-    async def open(self, sock: socket.socket) -> None:
-        reader, self._writer = await asyncio.open_connection(sock=sock, limit=1 << 24)
-        self._reading = asyncio.get_running_loop().create_task(self._read(reader))
+    def open(self, reader: asyncio.StreamReader, writer: Writer) -> None:
+        self._writer = writer
+        loop = asyncio.get_running_loop()
+        self._reading = loop.create_task(self._read(reader))
+        if self._silence:
+            self._beating = loop.create_task(self._beat(self._silence))
 
     async def call(self, method: str, payload: Any, returns: type[T]) -> T:
         """Raises what the worker raised (by kind, see `exception_of`), or `WorkerDied`."""
@@ -117,31 +179,57 @@ class Channel:
         reply: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
         self._replies[frame_id] = reply
         try:
-            self._write(Frame(frame_id, method, pack_payload(payload), number=next(self._numbers)))
+            self._write(frame_id, method, payload)
             return unpack(await reply, returns)
         finally:
             self._replies.pop(frame_id, None)
 
     def push(self, method: str, payload: Any) -> None:
-        self._write(Frame(0, method, pack_payload(payload), number=next(self._numbers)))
+        self._write(0, method, payload)
 
-    def _write(self, frame: Frame) -> None:
+    def _write(self, frame_id: int, method: str, payload: Any) -> None:
         if self._writer is None or self._ended or self._writer.is_closing():
             raise WorkerDied(self._who, "has closed its connection")
-        self._writer.write(pack(frame))
+        self._writer.write(numbered(Frame(frame_id, method, pack_payload(payload)), self._numbers))
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         wrong = ""
         try:
             while True:
-                (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-                frame = _decode(await reader.readexactly(length))
+                frame = decode(await self._exactly(reader, length_of(await self._exactly(reader, HEAD))))
                 if self._arrived.new(frame):
                     self._take(frame)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         except Exception as error:  # nobody else hears of what ends this task
             wrong = str(error) if isinstance(error, HeadraceError) else repr(error)
+        self._lose(wrong)
+
+    async def _exactly(self, reader: asyncio.StreamReader, count: int) -> bytes:
+        """Piece by piece: whoever sends a large frame is not silent."""
+        pieces = []
+        while count:
+            piece = await reader.read(count)
+            if not piece:
+                raise asyncio.IncompleteReadError(b"", count)
+            self._quiet = 0
+            pieces.append(piece)
+            count -= len(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    async def _beat(self, silence: float) -> None:
+        """Counts beats, not seconds: where this process itself stood still, what has come meanwhile is read before the next."""
+        while self._quiet <= BEATS * (1 if self._answered else WHILE_STARTING) and not self._ended:
+            await asyncio.sleep(silence / BEATS)
+            self._quiet += 1
+            with contextlib.suppress(WorkerDied):
+                self.push(BEAT, None)
+        if not self._ended:
+            assert self._reading
+            self._reading.cancel()
+            self._lose(f"it said nothing for {silence * self._quiet / BEATS:.3g} seconds")
+
+    def _lose(self, wrong: str) -> None:
         self._end(wrong or "ended in the middle of a call")
         self._on_lost(wrong)
 
@@ -153,8 +241,11 @@ class Channel:
 
     def _take(self, frame: Frame) -> None:
         if frame.id == 0:
-            self._on_push(frame)
-        elif (reply := self._replies.get(frame.id)) and not reply.done():
+            if frame.method != BEAT:
+                self._heard(frame.method, frame.payload)
+            return
+        self._answered = True
+        if (reply := self._replies.get(frame.id)) and not reply.done():
             if frame.error:
                 reply.set_exception(exception_of(frame.error, unpack(frame.payload, str)))
             else:
@@ -163,35 +254,46 @@ class Channel:
     async def close(self) -> None:
         if self._writer:
             self._writer.close()
-        if self._reading:
-            self._reading.cancel()
+        for task in (self._reading, self._beating):
+            if task:
+                task.cancel()
         self._end("was closed in the middle of a call")
 
 
 class WorkerEnd:
     """The worker's end: blocking reads, writes from any thread."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, silence: float | None = None) -> None:
+        """`silence`: seconds without a byte after which the controller counts as gone. A thread sends it beats then."""
         self._sock = sock
+        sock.settimeout(silence)
         self._file = sock.makefile("rb")
         self._lock, self._numbers, self._arrived = threading.Lock(), itertools.count(), _Numbers("controller")
 
     def receive(self) -> Frame | None:
         """None when the controller is gone: the worker then ends, whatever it is doing."""
-        while (frame := self._receive()) is not None and not self._arrived.new(frame):
-            pass
+        while (frame := self._receive()) is not None:
+            if self._arrived.new(frame) and frame.method != BEAT:
+                break
         return frame
 
     def _receive(self) -> Frame | None:
         try:
-            head = self._file.read(_LENGTH.size)
-            if len(head) < _LENGTH.size:
+            head = self._file.read(HEAD)
+            if len(head) < HEAD:
                 return None
-            (length,) = _LENGTH.unpack(head)
+            length = length_of(head)
             body = self._file.read(length)
-        except ConnectionError:  # killed with replies of ours unread: a reset, not an end of file
+        except (ConnectionError, TimeoutError):  # killed with replies of ours unread: a reset, not an end of file
             return None
-        return _decode(body) if len(body) == length else None
+        return decode(body) if len(body) == length else None
+
+    def beat(self, seconds: float) -> None:
+        """Until the connection ends; for a thread of its own."""
+        stop = threading.Event()
+        with contextlib.suppress(OSError):
+            while not stop.wait(seconds):
+                self.push(BEAT, None)
 
     def reply(self, to: Frame, payload: Any) -> None:
         self._send(to.id, to.method, payload)
@@ -203,6 +305,6 @@ class WorkerEnd:
         self._send(0, method, payload)
 
     def _send(self, frame_id: int, method: str, payload: Any, error: str = "") -> None:
-        told = pack_payload(payload)
+        frame = Frame(frame_id, method, pack_payload(payload), error)
         with self._lock:
-            self._sock.sendall(pack(Frame(frame_id, method, told, error, next(self._numbers))))
+            self._sock.sendall(numbered(frame, self._numbers))

@@ -1,4 +1,4 @@
-"""What a worker process runs: `python -m headrace.orchestration.workers.worker (engine|trainer) SOCKET_FD WEIGHTS_FD`.
+"""What a worker process runs: `python -m headrace.orchestration.workers.worker (engine|trainer) (--socket FD | --connect HOST:PORT)`.
 
 Reads frames in one thread, works in another, and leaves as soon as the controller's end of the socket is closed: a killed
 controller leaves no orphan behind, not even a stopped one (`orphans.py`).
@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from headrace.errors import ConfigError
 from headrace.observe.health.frames import answer_signals
 from headrace.orchestration.workers.answers import answer
+from headrace.orchestration.workers.dial_in import SEAT, TOKEN, dial
 from headrace.orchestration.workers.engine_loop import EngineLoop
 from headrace.orchestration.workers.messages import EngineStart, TrainerReady, TrainerStart
 from headrace.orchestration.workers.wire import Frame, WorkerEnd, unpack
-from headrace.orphans import signal_me_when_orphaned
+from headrace.orphans import PARENT, signal_me_when_orphaned
 from headrace.protocols import TrainerCore, WeightSender
 from headrace.types import Batch
 from headrace.weights import WeightUpdate
@@ -33,19 +35,29 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    signal_me_when_orphaned(signal.SIGKILL)
-    kind, socket_fd, weights_fd = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    if PARENT in os.environ:  # not where it was started by hand
+        signal_me_when_orphaned(signal.SIGKILL)
+    kind, how, where = sys.argv[1:4]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller decides when to leave
     answer_signals()
     if cores := [int(core) for core in os.environ.get("HEADRACE_CORES", "").split(",") if core]:
         os.sched_setaffinity(0, cores)
-    end = WorkerEnd(socket.socket(fileno=socket_fd))
+    end = _reach_controller(kind, how, where)
     inbox: queue.Queue[Frame] = queue.Queue()
     threading.Thread(target=_read, args=(end, inbox), daemon=True).start()
     try:
-        {"engine": serve_engine, "trainer": serve_trainer}[kind](end, inbox, weights_fd)
-    except BrokenPipeError:
+        {"engine": serve_engine, "trainer": serve_trainer}[kind](end, inbox)
+    except (ConnectionError, TimeoutError):
         os._exit(0)  # the controller is gone
+
+
+def _reach_controller(kind: str, how: str, where: str) -> WorkerEnd:
+    if how == "--socket":
+        return WorkerEnd(socket.socket(fileno=int(where)))
+    try:
+        return dial(where, kind, os.environ.pop(TOKEN, ""), os.environ.pop(SEAT, ""))  # type: ignore[arg-type]
+    except (OSError, ConfigError) as error:
+        sys.exit(f"headrace: {error}")
 
 
 def _read(end: WorkerEnd, inbox: queue.Queue[Frame]) -> None:
@@ -61,7 +73,7 @@ def _read(end: WorkerEnd, inbox: queue.Queue[Frame]) -> None:
 # -- the trainer ------------------------------------------------------------------------------------------------------------
 
 
-def serve_trainer(end: WorkerEnd, inbox: queue.Queue[Frame], weights_fd: int) -> None:
+def serve_trainer(end: WorkerEnd, inbox: queue.Queue[Frame]) -> None:
     """One call after the other."""
     from headrace.orchestration.workers.build import build_shadow, build_trainer_core, preload
 
@@ -70,11 +82,11 @@ def serve_trainer(end: WorkerEnd, inbox: queue.Queue[Frame], weights_fd: int) ->
     parts: dict[str, Any] = {}
 
     def begin() -> TrainerReady:
-        told = unpack(start.payload, TrainerStart)
-        core, sender, manifests = build_trainer_core(told, weights_fd)
-        shadow, behind = build_shadow(told, core, manifests, weights_fd)
+        wanted = unpack(start.payload, TrainerStart)
+        core, sender, manifests = build_trainer_core(wanted)
+        shadow, layout = build_shadow(wanted, core)
         parts.update(core=core, publisher=Publisher(core, sender), shadow=shadow)
-        return TrainerReady(manifests, core.version, core.dtype, behind)
+        return TrainerReady(manifests, core.version, core.dtype, layout)
 
     answer(end, start, begin)
     while parts:
@@ -126,7 +138,7 @@ def _trainer_call(core: TrainerCore, publisher: Publisher, shadow: Shadow | None
 # -- the engine -------------------------------------------------------------------------------------------------------------
 
 
-def serve_engine(end: WorkerEnd, inbox: queue.Queue[Frame], weights_fd: int) -> None:
+def serve_engine(end: WorkerEnd, inbox: queue.Queue[Frame]) -> None:
     """See `engine_loop.py`."""
     from headrace.orchestration.workers.build import build_engine_core, preload
 
@@ -135,7 +147,7 @@ def serve_engine(end: WorkerEnd, inbox: queue.Queue[Frame], weights_fd: int) -> 
     parts: dict[str, Any] = {}
 
     def begin() -> Any:
-        core, receiver = build_engine_core(unpack(start.payload, EngineStart), weights_fd)
+        core, receiver = build_engine_core(unpack(start.payload, EngineStart))
         parts.update(core=core, receiver=receiver)
         return core.capabilities
 

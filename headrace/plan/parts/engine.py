@@ -22,7 +22,7 @@ from headrace.plan.parts.flight import ROUNDING, Ends, Flight, LengthOf
 from headrace.plan.parts.forward_passes import Passes
 from headrace.plan.parts.telling import Listener, Prompts, Telling, transcript
 from headrace.plan.rates.rates import EngineRates
-from headrace.reports import Capabilities, EngineStats, LoadReport
+from headrace.reports import EngineStats, LoadReport, capable
 from headrace.steps import Transcript
 from headrace.types import Completion, Request, Stop, VersionSpan
 from headrace.weights import WeightUpdate
@@ -37,7 +37,7 @@ class SimulatedEngine:
     ) -> None:
         """`grain`: real tokens that one simulated token stands for; `expected`: of a completion, before any has ended;
         `recompute`: caches are computed again after a swap."""
-        self.capabilities = Capabilities(context_length=1 << 40, path="simulated")
+        self.capabilities = capable(1 << 40, "simulated")
         self.version = -1
         self._rates, self._length, self._shared, self._grain = rates, length, shared, grain
         self._recompute, self._mean = recompute, expected
@@ -82,21 +82,15 @@ class SimulatedEngine:
                 self._end(flight, "interrupted")
         self._touch()
 
-    async def pause(self) -> None:
-        self._passes.advance()
-        self._passes.paused = True
-        self._touch()
-
     async def drain(self) -> None:
         self._draining = True
         self._passes.advance()
-        self._passes.paused = False
         self._touch()
         await self._idle.wait()
 
     async def resume(self) -> None:
         self._passes.advance()
-        self._passes.paused = self._draining = False
+        self._draining = False
         self._touch()
 
     # -- weights ------------------------------------------------------------------------------------------------------
@@ -143,9 +137,6 @@ class SimulatedEngine:
         self._passes.slowed *= factor
         self._touch()
 
-    async def unload(self, adapter: str) -> None:
-        raise ValueError(f"no adapter {adapter} is loaded")
-
     async def score(self, tokens: Sequence[int], adapter: str = "") -> Completion:
         await asyncio.sleep(self._rates.pass_seconds(1) + self._rates.prefill * len(tokens))
         spans = (VersionSpan(0, self.version, self.version),)
@@ -155,9 +146,6 @@ class SimulatedEngine:
 
     def listen(self, listener: Listener) -> None:
         self._telling.listeners.append(listener)
-
-    def unlisten(self, listener: Listener) -> None:
-        self._telling.listeners.remove(listener)
 
     def unfinished(self, among: Iterable[str] | None = None) -> Mapping[str, Transcript]:
         """What was sampled so far of every request that is here; listeners are told first."""
@@ -192,6 +180,9 @@ class SimulatedEngine:
         """It never dies: deaths are what `faultsim/lives.py` simulates."""
         await asyncio.Event().wait()
 
+    def kill(self) -> None:
+        pass
+
     async def close(self) -> None:
         pass
 
@@ -214,14 +205,14 @@ class SimulatedEngine:
         if self._timer:
             self._timer.cancel()
             self._timer = None
-        if (flight := self._ends.first()) and not self._passes.paused:
+        if flight := self._ends.first():
             seconds = self._passes.seconds_until(flight.end)
             self._timer = asyncio.get_running_loop().call_later(seconds, self._settle)
         self._settling = False
 
     def _admit(self) -> None:
         rates = self._rates
-        while self._waiting and not self._passes.paused and len(self._running) < rates.max_running:
+        while self._waiting and len(self._running) < rates.max_running:
             flight = self._waiting[0][2]
             if not flight.gone:
                 room = flight.prompt + max(self._mean, flight.prefix + 1)

@@ -24,7 +24,6 @@ class Passes:
         """Tokens in the caches of those that run."""
         self.slowed = 1.0
         """By what goes on beside it (verification of new weights)."""
-        self.paused = False
         self.busy = self.sampled = 0.0
         self._at = 0.0
         self._paces: dict[int, float] = {}
@@ -33,7 +32,7 @@ class Passes:
         """Up to now. Called before anything changes that the pace depends on."""
         now = asyncio.get_running_loop().time()
         elapsed, self._at = now - self._at, now
-        if elapsed <= 0 or self.paused or not self.running:
+        if elapsed <= 0 or not self.running:
             return
         self.busy += elapsed
         work = elapsed / self._factor

@@ -40,15 +40,8 @@ class Replicas:
         reports = await asyncio.gather(*(engine.load(update, parts) for engine in self._engines))
         return max(reports, key=lambda report: report.verify_seconds)
 
-    async def unload(self, adapter: str) -> None:
-        await self._engines[0].unload(adapter)
-
     async def score(self, tokens: Sequence[int], adapter: str = "") -> Completion:
         return await self._engines[0].score(tokens, adapter)
-
-    async def pause(self) -> None:
-        for engine in self._engines:
-            await engine.pause()
 
     async def drain(self) -> None:
         await asyncio.gather(*(engine.drain() for engine in self._engines))
@@ -68,10 +61,6 @@ class Replicas:
     def listen(self, listener: Callable[[bytes], None]) -> None:
         for engine in self._engines:
             engine.listen(listener)
-
-    def unlisten(self, listener: Callable[[bytes], None]) -> None:
-        for engine in self._engines:
-            engine.unlisten(listener)
 
     async def stats(self) -> EngineStats:
         return self.snapshot()
@@ -95,6 +84,9 @@ class Replicas:
     async def watch(self) -> None:
         """It never dies: deaths are what `faultsim/lives.py` simulates."""
         await asyncio.Event().wait()
+
+    def kill(self) -> None:
+        pass
 
     async def close(self) -> None:
         pass

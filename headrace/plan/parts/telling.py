@@ -25,7 +25,15 @@ class Telling:
         tokens, versions = so_far.tokens[new], tuple(so_far.versions()[new])
         flight.told = len(so_far.tokens)
         ends = (Finished(name, stop),) if stop else ()
-        output = StepOutput(version, (name,) * len(tokens), tokens, so_far.logprobs[new], versions, ends, versions)
+        output = StepOutput(
+            version=version,
+            request_ids=(name,) * len(tokens),
+            tokens=tokens,
+            logprobs=so_far.logprobs[new],
+            kv_versions=versions,
+            finished=ends,
+            versions=versions,
+        )
         encoded = msgspec.msgpack.encode(output)
         for listener in list(self.listeners):
             listener(encoded)
@@ -34,7 +42,12 @@ class Telling:
 def transcript(request: Request, so_far: Completion) -> Transcript:
     versions = so_far.versions()
     return Transcript(
-        request, list(so_far.tokens), list(so_far.logprobs), versions, list(versions), [False] * len(versions)
+        request=request,
+        tokens=list(so_far.tokens),
+        logprobs=list(so_far.logprobs),
+        versions=versions,
+        kv_versions=list(versions),
+        mixed=[False] * len(versions),
     )
 
 

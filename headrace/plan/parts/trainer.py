@@ -41,7 +41,16 @@ class SimulatedTrainer:
 
     async def publish(self, adapter: str = "") -> WeightUpdate:
         await self._work(self._rates.publish)
-        return WeightUpdate(self.version, "full", f"simulated-{self.version}", self.version % 2, 0, self._rates.publish)
+        return WeightUpdate(
+            version=self.version,
+            kind="full",
+            fingerprint=f"simulated-{self.version}",
+            nbytes=0,
+            seconds=self._rates.publish,
+        )
+
+    async def publish_shadow(self) -> WeightUpdate | None:
+        return None
 
     async def score(self, tokens: Sequence[int], adapter: str = "") -> list[float]:
         await self._work(self._rates.score)
@@ -60,6 +69,9 @@ class SimulatedTrainer:
     async def watch(self) -> None:
         """It never dies: deaths are what `faultsim/lives.py` simulates."""
         await asyncio.Event().wait()
+
+    def kill(self) -> None:
+        pass
 
     async def close(self) -> None:
         pass

@@ -62,10 +62,14 @@ async def _calibrate(config: RunConfig, say: Say, reward: Reward | None, window:
         waits = open_waits(config, _Silent(), time.monotonic)
         task, scorer = build_task(config.task, encoder, config.seed), build_scorer(config, [reward] if reward else [])
         say("starting engine and trainer")
-        pools = await open_pools(config, model_dir, Path(logs), _Silent(), waits, time.monotonic, {})
+        pools = await open_pools(
+            config, model_dir, logs=Path(logs), observer=_Silent(), waits=waits, clock=time.monotonic, restore={}
+        )
         try:
             await pools.engine.load(await pools.trainer.publish())
-            bench = Bench(config, pools, task, scorer, encoder.decode, say, window)
+            bench = Bench(
+                config=config, pools=pools, task=task, scorer=scorer, decode=encoder.decode, say=say, window=window
+            )
             return await bench.rates(model_dir.name, kv_tokens(model_dir, config))
         finally:
             await scorer.close()
@@ -131,15 +135,15 @@ class Bench:
         trainer = TrainerRates(token, step, publish, score=probe)
         lengths = [[len(row.tokens) for row in group.rows] for group in groups]
         return Rates(
-            engine,
-            trainer,
-            engine_slowed,
-            trainer_slowed,
-            overhead,
-            empirical([n for group in lengths for n in group], alike(lengths)),
-            empirical([len(prompt.tokens) for prompt in prompts]),
-            f"measured on this machine, {time.strftime('%Y-%m-%d')}",
-            model,
+            engine=engine,
+            trainer=trainer,
+            engine_slowed=engine_slowed,
+            trainer_slowed=trainer_slowed,
+            overhead=overhead,
+            completions=empirical([n for group in lengths for n in group], alike(lengths)),
+            prompts=empirical([len(prompt.tokens) for prompt in prompts]),
+            source=f"measured on this machine, {time.strftime('%Y-%m-%d')}",
+            model=model,
         )
 
     # -- completions ----------------------------------------------------------------------------------------------------

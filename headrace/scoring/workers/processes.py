@@ -19,6 +19,7 @@ from headrace import orphans
 from headrace.errors import ConfigError
 from headrace.observe.health.family import Child, current_family
 from headrace.observe.health.frames import VARIABLE
+from headrace.observe.health.patience import communicate, within
 from headrace.scoring.job import Job, Loaded, Values, fail_all, too_late
 from headrace.scoring.workers.frames import Call, Ready, pack, read_answer, receive
 
@@ -33,26 +34,29 @@ def check_functions(specs: Sequence[str]) -> tuple[Loaded, ...]:
     """Loads the functions once in a process of their own. Raises ConfigError for what cannot be loaded."""
     named = ", ".join(specs)
     try:
-        done = subprocess.run(
-            _command(["--check", *specs]),
-            input=b"",
-            capture_output=True,
-            timeout=LOAD_SECONDS,
-            env=_environment(),
-        )
+        code, out, err = _checked(specs)
     except subprocess.TimeoutExpired:
         raise ConfigError(
             f"loading the reward functions {named} took more than {LOAD_SECONDS:g} s; move slow work out of the file's top level"
         ) from None
-    first = read_answer(io.BytesIO(done.stdout))
+    first = read_answer(io.BytesIO(out))
     if not isinstance(first, Ready):
-        said = (done.stderr.decode(errors="replace").strip().splitlines() or ["nothing"])[-1]
-        raise ConfigError(
-            f"the process that loads the reward functions {named} {ending(done.returncode)}; it said: {said}"
-        )
+        said = (err.decode(errors="replace").strip().splitlines() or ["nothing"])[-1]
+        raise ConfigError(f"the process that loads the reward functions {named} {ending(code)}; it said: {said}")
     if first.error:
         raise ConfigError(first.error)
     return first.functions
+
+
+def _checked(specs: Sequence[str]) -> tuple[int, bytes, bytes]:
+    """Its exit code, and what it wrote."""
+    command, pipe = _command(["--check", *specs]), subprocess.PIPE
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=_environment()) as process:
+        try:
+            out, err = communicate(process, LOAD_SECONDS)
+        finally:
+            process.kill()
+    return process.returncode, out, err
 
 
 def _command(arguments: Sequence[str]) -> list[str]:
@@ -114,8 +118,7 @@ class WorkerProcess:
         self._family.started(Child(self.who, self.pid, self._stacks))
         assert self._process.stdout is not None
         try:
-            async with asyncio.timeout(LOAD_SECONDS):
-                ready = await receive(self._process.stdout)
+            ready = await within(self.pid, LOAD_SECONDS, receive(self._process.stdout))
         except TimeoutError:
             await self.close(f"did not load the reward functions within {LOAD_SECONDS:g} s")
             raise ProcessLost(self._why) from None
@@ -236,8 +239,7 @@ class PrivatePool:
             try:
                 if not worker.alive:
                     await worker.start()
-                async with asyncio.timeout(self._timeout):
-                    values = await worker.ask(function, job, self._timeout)
+                values = await within(worker.pid, self._timeout, worker.ask(function, job, self._timeout))
                 answered = True
                 return values
             except TimeoutError:
@@ -287,8 +289,7 @@ class SharedProcess:
         worker: WorkerProcess | None = None
         try:
             worker = await self._ready()
-            async with asyncio.timeout(self._timeout + GRACE):
-                return await worker.ask(function, job, self._timeout)
+            return await within(worker.pid, self._timeout + GRACE, worker.ask(function, job, self._timeout))
         except TimeoutError:
             assert worker is not None
             worker.kill("was killed, because one of its async functions blocked all the others")

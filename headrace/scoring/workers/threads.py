@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from headrace.observe.health.patience import within
 from headrace.scoring.job import Job, Values, call, call_async, too_late
 from headrace.scoring.trl import TrlReward
 
@@ -36,10 +37,11 @@ class ThreadPool:
         async with self._slots:
             answer: asyncio.Future[Values] = asyncio.get_running_loop().create_future()
             name = f"headrace-reward-{name_of(function)}-{next(_numbers)}"
-            threading.Thread(target=_work, args=(function, job, answer), name=name, daemon=True).start()
+            thread = threading.Thread(target=_work, args=(function, job, answer), name=name, daemon=True)
+            thread.start()
+            assert thread.native_id is not None, "it has been started"
             try:
-                async with asyncio.timeout(self._timeout):
-                    return await answer
+                return await within(thread.native_id, self._timeout, answer)
             except TimeoutError:
                 self.abandoned[name_of(function)] += 1
                 return too_late(

@@ -70,11 +70,11 @@ class Forward:
                 head.weight,
                 bias,
                 *asked[:2],
-                temperature,
-                dtype,
-                asked[2],
-                softcap,
-                getattr(head, "packed", None),
+                temperature=temperature,
+                dtype=dtype,
+                kept=asked[2],
+                softcap=softcap,
+                packed=getattr(head, "packed", None),
             ),
         )
 

@@ -4,12 +4,13 @@ A module is not known by its family's name but by its parts, and believed only a
 reproduce their own numbers, and the whole model its own hidden states and gradients, or what was put in is taken out again.
 
 Parameters, names and hooks are untouched, so adapters wrap the same layers, checkpointing wraps the same blocks, and a
-checkpoint has the same keys. Products are fused under bfloat16 autocast only; in float32 PyTorch's own are used.
+checkpoint has the same keys.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -17,22 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headrace.native.memory import keep_freed_memory, touch
 from headrace.packing import ROOT, Segment
-from headrace.trainer.forward import fused_ops, fused_served
+from headrace.trainer.forward import fused_ops, fused_products, fused_served
 from headrace.trainer.forward.forward import Forward, own_hidden, packed_hidden
-from headrace.trainer.forward.fused_ops import PackedWeight, Segments
+from headrace.trainer.forward.fused_ops import Segments
+from headrace.trainer.forward.fused_products import PackedWeight
 from headrace.trainer.forward.tree_attention import Tree, tree_of
 from headrace.trainer.kernels import binding
+from headrace.trainer.kernels.build import built
 
 TOLERANCE = 1e-4
 """Largest difference of hidden states and gradients from the model's own, relative to their norm. Rounding gives 1e-6."""
-
-
-ROOM = 64 << 20
-"""Bytes that are touched at once."""
-MOST_TOKENS = 2048
-"""A budget may be far above what a batch fills."""
 
 
 @dataclass(frozen=True)
@@ -67,33 +63,21 @@ def fuse(forward: Forward) -> tuple[str, ...]:
     return tuple(done)
 
 
-def reserve(model: Any, tokens: int) -> None:
-    """What the first steps would wait for: packs the weights, and has the system hand out the memory of the weights that will
-    change (until then it may be the file's), of their gradients, of the optimizer's state, and of what is kept of `tokens`
-    tokens (at most MOST_TOKENS) for the backward pass."""
-    keep_freed_memory()
-    head = model.get_output_embeddings()
-    layers = [module for module in model.modules() if hasattr(module, "packed") and module is not head]
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    state = sum(parameter.nbytes + 8 * parameter.numel() for parameter in trained)
-    kept = 2 * sum(sum(module.weight.shape) for module in layers) * min(tokens, MOST_TOKENS)
-    rooms = [touch(torch.empty(ROOM, dtype=torch.uint8)) for _ in range((state + kept) // ROOM)]
-    del rooms  # freed, and kept for what comes next
-    for parameter in trained:
-        parameter.data = parameter.data.clone()
-    if hasattr(head, "packed"):
-        head.packed.packed(head.weight, backward=False)
-    for module in layers:
-        module.packed.packed(module.weight)
-        if module.weight.requires_grad and module.weight.dtype == torch.float32:
-            module.packed.gradient(module.weight)
+def why_none(device: torch.device) -> str:
+    """For a model that uses no kernels."""
+    if device.type != "cpu":
+        return "they are for the CPU"
+    if binding.library() is None:
+        return f"there are none here ({built().reason})"
+    return "they do not reproduce this model's own numbers"
 
 
 def _numbers(forward: Forward) -> list[Tensor]:
     """Hidden states of a few tokens, and gradients of all vectors among the parameters, which lie all along the way."""
     tokens, positions, tree = _probe(forward.model)
-    vectors = [p for p in forward.model.base_model.parameters() if p.ndim == 1 and p.requires_grad]
-    with torch.enable_grad():
+    trained = [p for p in forward.model.base_model.parameters() if p.requires_grad]
+    vectors = [p for p in trained if p.ndim == 1]
+    with torch.enable_grad(), _frozen([p for p in trained if p.ndim > 1]):
         if forward.packed:
             hidden = packed_hidden(forward.model, tokens, positions, tree)
         else:
@@ -101,6 +85,18 @@ def _numbers(forward: Forward) -> list[Tensor]:
         slope = torch.linspace(-1, 1, hidden.numel()).view_as(hidden).cos()
         grads = torch.autograd.grad((hidden * slope).sum(), vectors, allow_unused=True) if vectors else ()
     return [hidden.detach(), *(torch.zeros(1) if grad is None else grad for grad in grads)]
+
+
+@contextmanager
+def _frozen(parameters: list[Tensor]) -> Iterator[None]:
+    """The gradients of matrices would be left in their `.grad`."""
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(True)
 
 
 def _holds(forward: Forward, expected: list[Tensor]) -> bool:
@@ -127,6 +123,10 @@ def _agree(actual: list[Tensor], expected: list[Tensor]) -> bool:
 
 def _low() -> bool:
     return torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
+
+
+def _factors() -> torch.dtype:
+    return torch.bfloat16 if _low() else torch.float32
 
 
 def _fuse_linears(model: Any, forward: Forward) -> list[Any]:
@@ -157,7 +157,7 @@ def _plain(*modules: Any) -> bool:
     return all(type(module) is nn.Linear and hasattr(module, "packed") for module in modules)
 
 
-def _parts(module: Any) -> fused_ops.Layer:
+def _parts(module: Any) -> fused_products.Layer:
     return module.packed, module.weight, module.bias
 
 
@@ -165,20 +165,14 @@ def _onto(total: Tensor, x: Tensor, module: Any) -> Tensor:
     """total + module(x): in one operation where the layer is plain."""
     if not _plain(module):
         return total + module(x)
-    if _low():
-        return fused_ops.linear_onto(total, x, _parts(module))
-    flat = torch.addmm(total.flatten(0, -2), x.flatten(0, -2), module.weight.t())
-    return (flat if module.bias is None else flat + module.bias).view(total.shape)
+    return fused_products.linear_onto(total, x, _parts(module), _factors())
 
 
-def _together(x: Tensor, *modules: Any, wide: tuple[bool, ...] = ()) -> tuple[Tensor, ...]:
+def _together(x: Tensor, *modules: Any, wide: tuple[bool, ...] | None = None) -> tuple[Tensor, ...]:
     """Several layers over the same x: in one operation where all of them are plain. `wide`: which results are float32, at least
     where they are."""
-    plain = _plain(*modules)
-    if plain and _low():
-        return fused_ops.linears(x, [_parts(module) for module in modules], wide)
-    if plain:
-        return tuple(nn.functional.linear(x, module.weight, module.bias) for module in modules)
+    if _plain(*modules):
+        return fused_products.linears(x, [_parts(module) for module in modules], _factors(), wide)
     return tuple(module(x) for module in modules)
 
 
@@ -323,14 +317,17 @@ def _mixed(module: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor | None:
         for x in _together(hidden_states, module.q_proj, module.k_proj, module.v_proj, wide=(True, True, False))
     )
     cos, sin = (x.reshape(-1, spec.dim).float().contiguous() for x in places)
-    q, k = (_rotated(x, cos, sin, getattr(module, name, None), v.dtype) for x, name in ((q, "q_norm"), (k, "k_norm")))
-    out = fused_ops.attention(q, k, v, _segments(tree), spec.scale, spec.window or 0)
+    q, k = (
+        _rotated(x, cos, sin, norm=getattr(module, name, None), dtype=v.dtype)
+        for x, name in ((q, "q_norm"), (k, "k_norm"))
+    )
+    out = fused_ops.attention(q, k, v=v, segments=_segments(tree), scale=spec.scale, window=spec.window or 0)
     return out.view(*hidden_states.shape[:-1], -1)
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, norm: Any, dtype: torch.dtype) -> Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, *, norm: Any, dtype: torch.dtype) -> Tensor:
     weight, eps, unit = (None, 0.0, 0.0) if norm is None else (norm.weight, norm.fused.eps, norm.fused.unit)
-    return fused_ops.rotary(x, cos, sin, weight, eps, unit, dtype)
+    return fused_ops.rotary(x, cos, sin=sin, weight=weight, eps=eps, unit=unit, dtype=dtype)
 
 
 def _segments(tree: Any) -> Segments:

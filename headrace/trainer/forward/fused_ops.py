@@ -15,184 +15,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from headrace.native.memory import address, touch, zeros
+from headrace.native.memory import address
 from headrace.packing import Segment
+from headrace.trainer.forward.fused_products import kernels
 from headrace.trainer.kernels import binding
 
-SIDE = 32
-"""Of the blocks that products are made of."""
 STRETCH = 32
 """Rows whose parts of a weight's gradient are summed together."""
-
-
-def kernels() -> Any:
-    """The functions, told how many threads torch uses now."""
-    functions = binding.library()
-    assert functions is not None
-    functions.headrace_threads(torch.get_num_threads())
-    return functions
-
-
-# -- products ---------------------------------------------------------------------------------------------------------------
-
-
-class PackedWeight:
-    """A matrix [n, k] as the kernels multiply by it: bfloat16, packed once for each of its values, for both directions.
-
-    It also keeps the memory of the gradient: fresh pages cost more than what is computed into them.
-    """
-
-    def __init__(self) -> None:
-        self._packed_from: tuple[int, int] | None = None
-        self._packed: tuple[Tensor, Tensor] | None = None
-        self._gradient: Tensor | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
-        return PackedWeight()
-
-    def packed(self, weight: Tensor, backward: bool = True) -> tuple[Tensor, Tensor]:
-        """(for y = x Wᵀ, for dx = dy W, empty unless `backward`). Packed again if the weight was written to since."""
-        now = weight.data_ptr(), weight._version
-        if self._packed is None or now != self._packed_from:
-            (n, k), area = weight.shape, SIDE * SIDE
-            size = -(-n // SIDE) * -(-k // SIDE) * area
-            if self._packed is None:
-                down = zeros(size, torch.bfloat16) if backward else torch.empty(0, dtype=torch.bfloat16)
-                self._packed = zeros(size, torch.bfloat16), down
-            source = weight.detach().float().contiguous()
-            places = [address(one) if len(one) else None for one in self._packed]
-            kernels().headrace_pack_weight(address(source), n, k, *places)
-            self._packed_from = now
-        return self._packed
-
-    def gradient(self, weight: Tensor) -> tuple[Tensor, bool]:
-        """(where to write the gradient, float32 [n, k]; whether to add to what is there)."""
-        if weight.dtype != torch.float32:  # memory is dear there: none is kept
-            return torch.empty(weight.shape, dtype=torch.float32), False
-        held = weight.grad
-        if held is not None and held.dtype == torch.float32 and held.is_contiguous():
-            return held, True
-        if self._gradient is None or self._gradient.numel() != weight.numel():
-            self._gradient = touch(zeros(weight.numel(), torch.float32))
-        return self._gradient.view(weight.shape), False
-
-
-Layer = tuple[PackedWeight, Tensor, Tensor | None]
-"""A weight [n, k] and its bias [n]."""
-
-
-def linears(x: Tensor, layers: Sequence[Layer], wide: Sequence[bool] = ()) -> tuple[Tensor, ...]:
-    """x [..., k] times the transpose of each weight, plus its bias: [..., n] each, in bfloat16 or float32 (`wide`), from one
-    reading of x.
-
-    A weight's gradient is not handed to autograd but added to its `.grad` where the product is made.
-    """
-    return _apply_linears(x, None, layers, wide or [False] * len(layers))
-
-
-def linear_onto(total: Tensor, x: Tensor, layer: Layer) -> Tensor:
-    """total [..., n] float32 plus the product, summed from `total` on as the engine does; float32."""
-    return _apply_linears(x, total, [layer], [True])[0]
-
-
-def _apply_linears(x: Tensor, onto: Tensor | None, layers: Sequence[Layer], wide: Sequence[bool]) -> tuple[Tensor, ...]:
-    packed, weights, biases = zip(*layers, strict=True)
-    return _Linears.apply(x, onto, packed, wide, *weights, *biases)
-
-
-def low_bias(bias: Tensor | None) -> Tensor | None:
-    """As it is served: float32, of numbers that bfloat16 has."""
-    return None if bias is None else bias.detach().bfloat16().float()
-
-
-class _Linears(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        onto: Tensor | None,
-        packed: Sequence[PackedWeight],
-        wide: Sequence[bool],
-        *tensors: Tensor | None,
-    ) -> tuple[Tensor, ...]:
-        weights, biases = tensors[: len(packed)], tensors[len(packed) :]
-        rows = x.numel() // x.shape[-1]
-        low = x.to(torch.bfloat16).contiguous()
-        dtypes = [torch.float32 if one else torch.bfloat16 for one in wide]
-        outputs = [
-            low.new_empty(*x.shape[:-1], weight.shape[0], dtype=dtype)
-            for weight, dtype in zip(weights, dtypes, strict=True)
-            if weight is not None
-        ]
-        onto = None if onto is None else onto.contiguous()
-        low_biases = [low_bias(bias) for bias in biases]
-        held = [one.packed(weight) for one, weight in zip(packed, weights, strict=True) if weight is not None]
-        table = (binding.Weight * len(packed))(
-            *(
-                binding.Weight(
-                    *map(address, (across, down, bias, y, None, onto)), y.shape[-1], 0, y.dtype == torch.float32
-                )
-                for (across, down), bias, y in zip(held, low_biases, outputs, strict=True)
-            )
-        )
-        kernels().headrace_linear(address(low), rows, x.shape[-1], table, len(packed))
-        ctx.packed, ctx.dtype, ctx.onto = packed, x.dtype, onto is not None
-        ctx.save_for_backward(low, *weights)
-        return tuple(outputs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        low, *weights = ctx.saved_tensors
-        needs = (ctx.needs_input_grad[0], *ctx.needs_input_grad[4:])
-        d_x, *d_bias = linears_backward(low, ctx.packed, weights, grads, needs)
-        d_x = None if d_x is None else d_x.to(ctx.dtype)
-        return d_x, grads[0] if ctx.onto else None, None, None, *[None] * len(weights), *d_bias
-
-
-def linears_backward(
-    low: Tensor,
-    packed: Sequence[PackedWeight],
-    weights: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    needs: Sequence[bool],
-) -> list[Tensor | None]:
-    """[dx in bfloat16, gradients of the biases] of products of `low`; the weights' gradients are added to their `.grad`.
-
-    `needs`: whether x, each weight and each bias wants one.
-    """
-    count, k = len(weights), low.shape[-1]
-    rows = low.numel() // k
-    d_y = [grad.to(torch.bfloat16).contiguous() for grad in grads]
-    held = [one.packed(weight) for one, weight in zip(packed, weights, strict=True)]
-    trained, biased = needs[1 : 1 + count], needs[1 + count :]
-    into = [
-        one.gradient(weight) if train else (None, False)
-        for one, weight, train in zip(packed, weights, trained, strict=True)
-    ]
-    table = (binding.Weight * count)(
-        *(
-            binding.Weight(*map(address, (across, down, None, d, g, None)), d.shape[-1], add, 0)
-            for (across, down), d, (g, add) in zip(held, d_y, into, strict=True)
-        )
-    )
-    d_x = None
-    if needs[0]:
-        d_x = torch.empty_like(low)
-        kernels().headrace_linear_input_gradient(address(d_x), rows, k, table, count)
-    if any(trained):
-        kernels().headrace_linear_weight_gradient(address(low), rows, k, table, count)
-    for weight, (gradient, add) in zip(weights, into, strict=True):
-        if gradient is not None and not add:
-            _give(weight, gradient)
-    return [d_x, *(d.float().flatten(0, -2).sum(0) if need else None for d, need in zip(d_y, biased, strict=True))]
-
-
-def _give(weight: Tensor, gradient: Tensor) -> None:
-    if weight.grad is not None:
-        weight.grad += gradient
-    else:
-        weight.grad = gradient if weight.dtype == gradient.dtype else gradient.to(weight.dtype)
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------------
@@ -252,7 +81,8 @@ class _Norm(torch.autograd.Function):
         d_x = torch.empty_like(x)
         d_weight, parts = _parts(rows, width, ctx.needs_input_grad[1])
         wide = x.dtype == torch.float32, ctx.dtype == torch.float32
-        given = (x, weight, scale, d_y.contiguous(), d_x, d_weight, parts)
+        d_y = d_y.contiguous()  # by a name: nothing else would hold a copy while the kernel reads it
+        given = (x, weight, scale, d_y, d_x, d_weight, parts)
         kernels().headrace_norm_backward(*wide, *map(address, given), rows, width, ctx.unit)
         return d_x, d_weight, None, None, None
 
@@ -277,7 +107,8 @@ class _Gated(torch.autograd.Function):
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
-        given = map(address, (gate, up, d_y.contiguous(), d_gate, d_up))
+        d_y = d_y.contiguous()  # see `_Norm.backward`
+        given = map(address, (gate, up, d_y, d_gate, d_up))
         kernels().headrace_gated_backward(gate.dtype == torch.float32, *given, gate.numel(), ctx.gelu)
         return d_gate, d_up, None
 
@@ -339,8 +170,18 @@ class Segments:
         return cls(*(torch.tensor(column, dtype=torch.int32) for column in columns))
 
     def trees(self, q: Tensor, k: Tensor, scale: float, window: int) -> binding.Trees:
-        places = [address(column) for column in (self.start, self.length, self.parent)]
-        return binding.Trees(len(q), len(self.start), q.shape[1], k.shape[1], q.shape[2], window, scale, *places)
+        return binding.Trees(
+            tokens=len(q),
+            segments=len(self.start),
+            heads=q.shape[1],
+            kv_heads=k.shape[1],
+            dim=q.shape[2],
+            window=window,
+            scale=scale,
+            start=address(self.start),
+            length=address(self.length),
+            parent=address(self.parent),
+        )
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int = 0) -> Tensor:
@@ -367,6 +208,7 @@ class _Attention(torch.autograd.Function):
         q, k, v = ctx.saved_tensors
         d_q, d_k, d_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         trees = ctx.segments.trees(q, k, *ctx.constants)
-        given = map(address, (q, k, v, d_out.contiguous(), d_q, d_k, d_v))
+        d_out = d_out.contiguous()  # see `_Norm.backward`
+        given = map(address, (q, k, v, d_out, d_q, d_k, d_v))
         kernels().headrace_attention_backward(v.dtype == torch.float32, ctypes.byref(trees), *given)
         return d_q, d_k, d_v, None, None, None

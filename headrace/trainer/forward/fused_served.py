@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from headrace.native.memory import address
-from headrace.trainer.forward.fused_ops import Layer, PackedWeight, kernels, linears_backward, low_bias
+from headrace.trainer.forward.fused_products import Layer, PackedWeight, kernels, linears_backward, served_bias
 from headrace.trainer.kernels import binding
 
 
@@ -22,29 +22,31 @@ def gated_linear(x: Tensor, gate: Layer, up: Layer, gelu: bool) -> Tensor:
 class _GatedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, packed: tuple[PackedWeight, PackedWeight], gelu: bool, *tensors: Any) -> Tensor:
-        weights, biases = tensors[:2], [low_bias(bias) for bias in tensors[2:]]
+        weights, biases = tensors[:2], [served_bias(bias, torch.bfloat16) for bias in tensors[2:]]
         low = x.to(torch.bfloat16).contiguous()
         gate, up, y = (low.new_empty(*x.shape[:-1], len(weights[0])) for _ in range(3))
         across = [one.packed(weight)[0] for one, weight in zip(packed, weights, strict=True)]
         gate_up = [
-            binding.Weight(*map(address, (panels, None, bias, into, None, None)), y.shape[-1], 0, 0)
+            binding.Weight(across=address(panels), bias=address(bias), y=address(into), n=y.shape[-1])
             for panels, bias, into in zip(across, biases, (gate, up), strict=True)
         ]
         rows = low.numel() // low.shape[-1]
         kernels().headrace_linear_gated(address(low), rows, low.shape[-1], *gate_up, address(y), gelu)
         ctx.packed, ctx.gelu, ctx.dtype = packed, gelu, x.dtype
-        ctx.save_for_backward(low, gate, up, *weights)
+        ctx.weights = weights  # see `_Linears.forward`
+        ctx.save_for_backward(low, gate, up)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
-        low, gate, up, *weights = ctx.saved_tensors
+        low, gate, up = ctx.saved_tensors
         d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
-        given = map(address, (gate, up, d_y.contiguous(), d_gate, d_up))
+        d_y = d_y.contiguous()  # see `fused_ops._Norm.backward`
+        given = map(address, (gate, up, d_y, d_gate, d_up))
         kernels().headrace_gated_backward(False, *given, gate.numel(), ctx.gelu)
         needs = (ctx.needs_input_grad[0], *ctx.needs_input_grad[3:])
-        d_x, *d_bias = linears_backward(low, ctx.packed, weights, (d_gate, d_up), needs)
+        d_x, *d_bias = linears_backward(low, ctx.packed, ctx.weights, (d_gate, d_up), needs)
         return None if d_x is None else d_x.to(ctx.dtype), None, None, None, None, *d_bias
 
 

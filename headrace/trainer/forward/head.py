@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from headrace.packing import Kept
-from headrace.trainer.forward.fused_ops import PackedWeight
+from headrace.trainer.forward.fused_products import PackedWeight
 from headrace.trainer.forward.fused_served import log_probabilities
 
 BLOCK_ELEMENTS = 1 << 20
@@ -79,10 +79,9 @@ def token_logprobs(
     place, ids = (which, target) if kept is None else _pairs(which, target, kept)
     scale = Scale(temperature, softcap)
     packed = None if softcap or dtype != torch.bfloat16 else packed
-    values, entropy = _LogProbs.apply(
-        hidden.index_select(0, places), weight, bias, place, ids, _How(scale, dtype, packed)
-    )
-    return _compose(values, entropy, which, target, kept)
+    how = _How(scale, dtype, packed)
+    values, entropy = _LogProbs.apply(hidden.index_select(0, places), weight, bias, place, ids, how)
+    return _compose(values, entropy, which=which, target=target, kept=kept)
 
 
 def dense_logprobs(logits: Tensor, predictor: Tensor, target: Tensor, kept: Kept | None, temperature: float) -> Head:

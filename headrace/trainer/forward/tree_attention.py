@@ -213,16 +213,16 @@ def tree_attention(
         raise UnsupportedModel(f"the model's attention uses {', '.join(foreign)}")
     tree.windows.append(sliding_window)
     if kernel := varlen_kernel(query.device, value.dtype, value.shape[3]):
-        return tree.varlen(query.device).attend(kernel, query, key, value, scaling, sliding_window), None
+        return tree.varlen(query.device).attend(kernel, query, key, value, scaling=scaling, window=sliding_window), None
     queries, keys, values = (x.split(tree.pieces, 2) for x in (query, key, value))
     outputs = [
         _attend(
             block,
             queries[block.queries],
-            _join([keys[i] for i in block.keys]),
-            _join([values[i] for i in block.keys]),
-            scaling,
-            sliding_window,
+            k=_join([keys[i] for i in block.keys]),
+            v=_join([values[i] for i in block.keys]),
+            scaling=scaling,
+            window=sliding_window,
         )
         for block in tree.blocks
     ]

@@ -110,10 +110,14 @@ def is_right(kernel: Kernel, device: torch.device, dtype: torch.dtype, width: in
     given = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
     slope = torch.randn(1, 42, 4, width, generator=generator).to(device)
     for reach in (0, 4):
-        actual = _with_gradients(lambda q, k, v, reach=reach: layout.attend(kernel, q, k, v, None, reach), given, slope)
+        actual = _with_gradients(
+            lambda q, k, v, reach=reach: layout.attend(kernel, q, k, v, scaling=None, window=reach), given, slope
+        )
         masked = [x.float() for x in given]
         expected = _with_gradients(
-            lambda q, k, v, reach=reach: _segment_by_segment(segments, chains, q, k, v, reach), masked, slope
+            lambda q, k, v, reach=reach: _segment_by_segment(segments, chains, q=q, k=k, v=v, reach=reach),
+            masked,
+            slope,
         )
         for one, other in zip(actual, expected, strict=True):
             if not (one.float() - other).abs().max() <= 0.1 * other.square().mean().sqrt():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
 from typing import Any
 
@@ -28,11 +28,12 @@ class Trees(Structure):
 _POINTERS = POINTER(Weight)
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "headrace_begin": (c_int, []),
+    "headrace_tier": (c_char_p, []),
     "headrace_threads": (None, [c_int]),
-    "headrace_pack_weight": (None, [c_void_p, c_int, c_int, c_void_p, c_void_p]),
-    "headrace_linear": (None, [c_void_p, c_int, c_int, _POINTERS, c_int]),
-    "headrace_linear_input_gradient": (None, [c_void_p, c_int, c_int, _POINTERS, c_int]),
-    "headrace_linear_weight_gradient": (None, [c_void_p, c_int, c_int, _POINTERS, c_int]),
+    "headrace_pack_weight": (None, [c_int, c_void_p, c_int, c_int, c_void_p, c_void_p]),
+    "headrace_linear": (None, [c_int, c_void_p, c_int, c_int, _POINTERS, c_int]),
+    "headrace_linear_input_gradient": (None, [c_int, c_void_p, c_int, c_int, _POINTERS, c_int]),
+    "headrace_linear_weight_gradient": (None, [c_int, c_void_p, c_int, c_int, _POINTERS, c_int]),
     "headrace_linear_gated": (None, [c_void_p, c_int, c_int, _POINTERS, _POINTERS, c_void_p, c_int]),
     "headrace_log_probabilities": (None, [c_void_p, c_int, c_int, c_void_p, c_int, c_float, *[c_void_p] * 5]),
     "headrace_norm": (None, [c_int, c_int, *[c_void_p] * 4, c_int, c_int, c_float, c_float]),
@@ -57,3 +58,9 @@ def library(instructions: str = "native") -> Any | None:
         function = getattr(functions, name)
         function.restype, function.argtypes = result, arguments
     return functions if functions.headrace_begin() else None
+
+
+def tier(instructions: str = "native") -> str | None:
+    """The kind of processor that the kernels are made for, such as AVX2; None where they cannot run."""
+    functions = library(instructions)
+    return functions.headrace_tier().decode() if functions else None

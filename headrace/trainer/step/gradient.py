@@ -155,13 +155,13 @@ def _tokens(pack: Pack, scores: Scores, reference: Tensor | None, keep: Tensor |
     if scores.top is not None and pack.top_logprobs is not None:
         top = TopTokens(scores.top, pack.top_logprobs)
     return Tokens(
-        scores.logprob,
-        pack.sampled,
-        pack.advantage,
-        pack.sequence,
-        pack.lag,
-        reference,
-        pack.teacher,
-        top,
-        keep,
+        logprob=scores.logprob,
+        sampled=pack.sampled,
+        advantage=pack.advantage,
+        sequence=pack.sequence,
+        lag=pack.lag,
+        reference=reference,
+        teacher=pack.teacher,
+        top=top,
+        keep=keep,
     )

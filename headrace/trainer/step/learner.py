@@ -52,20 +52,19 @@ class Learner:
     def aggregation(self) -> AggregationFunction:
         return AGGREGATIONS[self.algo.recipe.aggregation]
 
-    @property
-    def lr(self) -> float:
-        """Of the next step."""
-        return learning_rate(self.version, self.config)
+    def lr(self, steps: int = 0) -> float:
+        """Of the next step of a run of so many; 0: of `train.steps`."""
+        return learning_rate(self.version, self.config, steps)
 
-    def update(self, loss: float, unless_zero: bool = False) -> float:
+    def update(self, loss: float, unless_zero: bool = False, steps: int = 0) -> float:
         """Updates parameters and version unless loss or gradient is not finite. Returns the gradient's norm before clipping.
 
-        `unless_zero`: a gradient of zero updates nothing either (momentum and decay alone would).
+        `steps`: as for `lr`. `unless_zero`: a gradient of zero updates nothing either (momentum and decay alone would).
         """
         if not torch.isfinite(torch.tensor(loss)):
             self.optimizer.zero_grad(set_to_none=True)
             return float("nan")
-        norm = apply(self.optimizer, self.lr, self.config.max_grad_norm, unless_zero)
+        norm = apply(self.optimizer, self.lr(steps), self.config.max_grad_norm, unless_zero)
         if norm < float("inf") and not (unless_zero and norm == 0):
             self.version += 1
         return norm

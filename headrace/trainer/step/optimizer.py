@@ -25,13 +25,13 @@ def make_optimizer(parameters: Iterable[tuple[str, torch.nn.Parameter]], config:
     return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
 
 
-def learning_rate(step: int, config: TrainConfig) -> float:
-    """Of the optimizer step that follows `step` done ones. A skipped step leaves it where it is."""
+def learning_rate(step: int, config: TrainConfig, steps: int = 0) -> float:
+    """Of the optimizer step that follows `step` done ones, of `steps` (0: of `config.steps`). A skipped step leaves it where it is."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
     if config.schedule == "constant":
         return config.learning_rate
-    done = (step - config.warmup_steps) / max(config.steps - config.warmup_steps, 1)
+    done = (step - config.warmup_steps) / max((steps or config.steps) - config.warmup_steps, 1)
     return config.learning_rate * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
 
 

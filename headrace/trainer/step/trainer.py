@@ -15,11 +15,13 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from headrace.algo.config import AlgoConfig
+from headrace.errors import ConfigError
 from headrace.packing import Plan, pack_rows, pack_sequence
 from headrace.reports import TrainReport
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.forward import choose_forward
-from headrace.trainer.forward.fused_model import fuse, reserve
+from headrace.trainer.forward.fused_model import fuse, why_none
+from headrace.trainer.forward.fused_products import reserve
 from headrace.trainer.forward.routing import RoutingReplay, no_replay
 from headrace.trainer.model.adapters import ADAPTER_MODEL, Adapters
 from headrace.trainer.model.causal_lm import (
@@ -59,7 +61,9 @@ class TorchTrainer:
         self._dtype = resolve_dtype(config.dtype, self._device)
         self._model = load_model(model_dir, self._device)
         self._forward = choose_forward(self._model)
-        self._fused = fuse(self._forward)
+        self._fused = () if config.path == "torch" else fuse(self._forward)
+        if config.path == "kernels" and not self._fused:
+            raise ConfigError(f'train.path = "kernels", and {why_none(self._device)}; use "auto" or "torch"')
         self._assignments = adapters or {"": Assignment(config, algo)}
         self._adapters = None
         if adapters:
@@ -78,8 +82,8 @@ class TorchTrainer:
             lower_weights(self._model, self._dtype)
         assignments = self._assignments.items()
         self._learners = {name: Learner(one.train, one.algo, self._trained(name)) for name, one in assignments}
-        if self._fused and self._dtype == torch.bfloat16:
-            reserve(self._model, 0 if config.gradient_checkpointing else config.microbatch_tokens)
+        if self._fused:
+            reserve(self._model, 0 if config.gradient_checkpointing else config.microbatch_tokens, self._dtype)
 
     def _trained(self, name: str) -> dict[str, torch.nn.Parameter]:
         return self._adapters.parameters(name) if self._adapters else dict(self._model.named_parameters())
@@ -112,8 +116,8 @@ class TorchTrainer:
             seconds = time.perf_counter() - started
             return TrainReport(batch.step, batch.step, "no_tokens", dropped_tokens=plan.dropped_tokens, seconds=seconds)
         sums = self._gradients(plan, batch.temperature, batch.adapter)
-        lr = learner.lr
-        norm = learner.update(sums.loss, unless_zero=sums.all_cut and batch.skippable)
+        lr = learner.lr(batch.steps)
+        norm = learner.update(sums.loss, sums.all_cut and batch.skippable, batch.steps)
         skipped = "" if learner.version > batch.step else "all_rejected" if norm == 0 else "nonfinite_gradient"
         return TrainReport(
             step=batch.step,
@@ -213,11 +217,25 @@ class TorchTrainer:
     def _plan(self, batch: Batch) -> Plan:
         learner = self._learners[batch.adapter]
         budget, share = learner.config.microbatch_tokens, self._forward.packed
-        return pack_rows(batch.rows, learner.aggregation, learner.algo.length_constant, budget, batch.step, share)
+        return pack_rows(
+            batch.rows,
+            learner.aggregation,
+            constant=learner.algo.length_constant,
+            budget=budget,
+            step=batch.step,
+            share=share,
+        )
 
     def _gradients(self, plan: Plan, temperature: float, adapter: str = "") -> Sums:
         """Fills the parameters' gradients."""
         learner = self._learners[adapter]
         reference = self._reference if learner.algo.reference_in_loss else None
-        gradient = Gradient(self._forward, learner, temperature or 1.0, self._dtype, reference, self._replay)
+        gradient = Gradient(
+            forward=self._forward,
+            learner=learner,
+            temperature=temperature or 1.0,
+            dtype=self._dtype,
+            reference=reference,
+            replay=self._replay,
+        )
         return gradient.of(plan.packs, self._device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
 from typing import Any
 
@@ -63,6 +63,9 @@ class Pass(Structure):
 
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "headrace_begin": (c_int, []),
+    "headrace_tier": (c_char_p, []),
+    "headrace_taken_bytes": (c_int, []),
+    "headrace_product": (None, [c_void_p, c_int, POINTER(Linear), c_void_p]),
     "headrace_open": (c_void_p, [POINTER(Cache), c_int]),
     "headrace_close": (None, [c_void_p]),
     "headrace_use": (None, [c_void_p, POINTER(Model)]),
@@ -73,10 +76,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 
 @cache
-def library(instructions: str = "native") -> Any | None:
-    """The functions, or None where there are no kernels (`build.built().reason` says why). ctypes lets go of the GIL in a
-    call, so messages are read and weights prepared while a pass is under way."""
-    path = built(instructions).library
+def library(instructions: str = "native", dtype: str = "bfloat16") -> Any | None:
+    """The functions over weights and cache of `dtype`, or None where there are no kernels (`build.built().reason` says why).
+    ctypes lets go of the GIL in a call, so messages are read and weights prepared while a pass is under way."""
+    path = built(instructions, dtype).library
     if path is None:
         return None
     functions = ctypes.CDLL(str(path))
@@ -84,3 +87,9 @@ def library(instructions: str = "native") -> Any | None:
         function = getattr(functions, name)
         function.restype, function.argtypes = result, arguments
     return functions if functions.headrace_begin() else None
+
+
+def tier(instructions: str = "native") -> str | None:
+    """The kind of processor that the kernels are made for, such as AVX2; None where they cannot run."""
+    functions = library(instructions)
+    return functions.headrace_tier().decode() if functions else None

@@ -16,14 +16,16 @@ SOURCE = Path(__file__).parent / "src"
 
 
 @cache
-def built(instructions: str = "native") -> Built:
-    """Never raises: without kernels the engine is slower, not wrong. `instructions`: as the compiler calls a set of them."""
-    return compiled(SOURCE / "decoder.cpp", cache_dir() / "kernels", instructions)
+def built(instructions: str = "native", dtype: str = "bfloat16") -> Built:
+    """Never raises: without kernels the engine is slower, not wrong. `instructions`: as the compiler calls a set of them.
+    `dtype`: that weights and cache are stored in."""
+    flags = ("-DWIDE",) if dtype == "float32" else ()
+    return compiled(SOURCE / "decoder.cpp", cache_dir() / "kernels", instructions, flags)
 
 
 if __name__ == "__main__":
-    found = built()
-    print(
-        f"engine kernels: {found.reason}" + ("" if found.library else "; the engine runs in PyTorch, which is slower")
-    )
+    for dtype in ("bfloat16", "float32"):
+        found = built(dtype=dtype)
+        remedy = "" if found.library else "; the engine runs in PyTorch, which is slower"
+        print(f"engine kernels, {dtype}: {found.reason}{remedy}")
     sys.exit(0)

@@ -31,10 +31,11 @@ def gate_up_order(inner: int) -> np.ndarray:
 class Packer:
     """Packs matrices and keeps alive all that the C++ side is pointed to."""
 
-    def __init__(self, library: Any) -> None:
+    def __init__(self, library: Any, dtype: torch.dtype = torch.bfloat16) -> None:
+        """`dtype`: what the library stores weights in."""
         self._library = library
         self._kept: list[Any] = []
-        self._arena = torch.zeros(0, dtype=torch.bfloat16)
+        self._arena = torch.zeros(0, dtype=dtype)
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         self._kept.append(tensor)
@@ -67,7 +68,7 @@ class Packer:
     def _room(self, count: int) -> torch.Tensor:
         """From a large piece: matrices that follow one another lie behind one another."""
         if count > len(self._arena):
-            self._arena = self.keep(zeros(max(count, ARENA), torch.bfloat16))
+            self._arena = self.keep(zeros(max(count, ARENA), self._arena.dtype))
         room, self._arena = self._arena[:count], self._arena[count:]
         return room
 

@@ -1,4 +1,4 @@
-"""The `Runner` over the C++ decoder: the known families in bfloat16 on a CPU.
+"""The `Runner` over the C++ decoder: the known families on a CPU, in bfloat16 or float32.
 
 What it computes for a token depends on the token's own sequence alone: every sum has a fixed order, prefill and decoding are
 one path, and blocks that sequences share are only read together. So `exact` costs nothing here.
@@ -33,10 +33,12 @@ from headrace.weights import AdapterSpec
 
 WIDEST_HEAD, MOST_EXPERTS = 512, 1024
 """Sizes of stack buffers of the C++ side."""
+DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
+"""Weights and cache can be stored in, each by a library of its own."""
 
 
 def serves(skeleton: Skeleton, dtype: torch.dtype, device: torch.device, max_adapters: int = 0) -> bool:
-    if device.type != "cpu" or dtype != torch.bfloat16 or not is_family(skeleton):
+    if device.type != "cpu" or dtype not in DTYPES or not is_family(skeleton):
         return False
     spec = read_spec(skeleton)
     if spec.routing is not None and (max_adapters or spec.routing.experts > MOST_EXPERTS):
@@ -44,7 +46,7 @@ def serves(skeleton: Skeleton, dtype: torch.dtype, device: torch.device, max_ada
     fits = (
         spec.head_dim % 16 == 0 and spec.head_dim <= WIDEST_HEAD and all(layer.inner % 16 == 0 for layer in spec.layers)
     )
-    return fits and binding.library() is not None
+    return fits and binding.library(dtype=DTYPES[dtype]) is not None
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,9 @@ class KernelRunner:
         mixtures = sum(layer.experts for layer in spec.layers)
         self.experts = (mixtures, spec.routing.chosen) if spec.routing else (0, 0)
         self.path = f"kernels {spec.family}"
-        self.block_nbytes = len(spec.layers) * self._block_elements * 2
-        self._library: Any = library or binding.library()
+        self.dtype = dtype
+        self.block_nbytes = len(spec.layers) * self._block_elements * dtype.itemsize
+        self._library: Any = library or binding.library(dtype=DTYPES[dtype])
         self._tables = _rotary(model, context_length)
         self._live: Packed | None = None
         self._adapters: list[PackedAdapter | None] = [None] * max_adapters
@@ -101,7 +104,7 @@ class KernelRunner:
 
     def allocate(self, blocks: int) -> None:
         layers = len(self.spec.layers)
-        self._cache = zeros(layers * blocks * self._block_elements, torch.bfloat16).view(layers, blocks, -1)
+        self._cache = zeros(layers * blocks * self._block_elements, self.dtype).view(layers, blocks, -1)
         cache = binding.Cache(address(self._cache), blocks)
         self._decoder = self._library.headrace_open(ctypes.byref(cache), torch.get_num_threads())
 
@@ -122,7 +125,7 @@ class KernelRunner:
     @torch.no_grad()
     def prepare(self, tensors: Tensors) -> Packed:
         spec, weights = self.spec, read_weights(self.spec, tensors)
-        packer = Packer(self._library)
+        packer = Packer(self._library, self.dtype)
         layers = (binding.Layer * len(spec.layers))()
         for index, (into, layer, part) in enumerate(zip(layers, spec.layers, weights.layers, strict=True)):
             _fill(into, layer, part, packer)
@@ -133,21 +136,21 @@ class KernelRunner:
                 into.mixture = sum(before.experts for before in spec.layers[:index])
         embed = packer.copy(weights.embed)
         model = binding.Model(
-            len(layers),
-            spec.hidden,
-            spec.heads,
-            spec.kv_heads,
-            spec.head_dim,
-            max((layer.inner for layer in spec.layers if not layer.experts), default=0),
-            spec.vocabulary,
-            int(spec.activation == "gelu_tanh"),
-            self.experts[0],
-            spec.eps,
-            spec.embed_scale,
-            address(embed),
-            layers,
-            packer.wide(weights.norm),
-            packer.linear((weights.head, None)),
+            layers=len(layers),
+            hidden=spec.hidden,
+            heads=spec.heads,
+            kv_heads=spec.kv_heads,
+            head_dim=spec.head_dim,
+            inter=max((layer.inner for layer in spec.layers if not layer.experts), default=0),
+            vocabulary=spec.vocabulary,
+            gelu=int(spec.activation == "gelu_tanh"),
+            mixtures=self.experts[0],
+            eps=spec.eps,
+            embed_scale=spec.embed_scale,
+            embed=address(embed),
+            layer=layers,
+            norm=packer.wide(weights.norm),
+            head=packer.linear((weights.head, None)),
         )
         for i, (_, (cos, sin)) in enumerate(sorted(self._tables.items())):
             model.cos[i], model.sin[i] = address(cos), address(sin)
@@ -159,8 +162,8 @@ class KernelRunner:
 
     @torch.no_grad()
     def prepare_adapter(self, spec: AdapterSpec, tensors: Tensors) -> PackedAdapter:
-        adapter = read_adapter(self.spec, spec, tensors, torch.bfloat16, torch.device("cpu"))
-        packer = Packer(self._library)
+        adapter = read_adapter(self.spec, spec, tensors, self.dtype, torch.device("cpu"))
+        packer = Packer(self._library, self.dtype)
         low_rank = (binding.LowRank * (len(adapter.layers) * len(PARTS)))()
         for index, (layer, shape) in enumerate(zip(adapter.layers, self.spec.layers, strict=True)):
             for place, name in enumerate(PARTS):
@@ -186,16 +189,21 @@ class KernelRunner:
         self._broken = np.empty(len(batch.tokens), np.int32)
         routing = np.empty((len(batch.tokens), *self.experts), np.uint16) if batch.routing and self.experts[0] else None
         what = binding.Pass(
-            len(batch.tokens),
-            len(batch.context),
-            batch.tables.shape[1],
-            len(batch.rows),
-            len(self._adapters) if self._adapters and (batch.adapters >= 0).any() else 0,
-            *(address(array) for array in (wide[0], *narrow[:3], wide[1], narrow[3])),
-            self._low_rank,
-            self._room(len(batch.rows)),
-            address(routing),
-            address(self._broken),
+            tokens_count=len(batch.tokens),
+            segments=len(batch.context),
+            width=batch.tables.shape[1],
+            rows_count=len(batch.rows),
+            slots=len(self._adapters) if self._adapters and (batch.adapters >= 0).any() else 0,
+            tokens=address(wide[0]),
+            starts=address(narrow[0]),
+            context=address(narrow[1]),
+            tables=address(narrow[2]),
+            rows=address(wide[1]),
+            adapters=address(narrow[3]),
+            low_rank=self._low_rank,
+            logits=self._room(len(batch.rows)),
+            routing=address(routing),
+            broken=address(self._broken),
         )
         self._library.headrace_forward(self._decoder, ctypes.byref(what))
         if routing is not None and self.spec.routing and self.spec.routing.experts <= 256:

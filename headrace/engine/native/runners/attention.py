@@ -141,7 +141,11 @@ class Pass:
         # The query heads of one key head are rows of one small matrix: nothing is repeated.
         heads = q.view(len(q), self.cache.geometry.kv_heads, -1, q.shape[-1])
         if self.exact:
-            return _step_by_step(self.cache, layer, heads, blocks, seen, scale).view(q.shape).to(q.dtype)
+            return (
+                _step_by_step(self.cache, layer, q=heads, blocks=blocks, mask=seen, scale=scale)
+                .view(q.shape)
+                .to(q.dtype)
+            )
         keys, values = self.cache.gather(layer, blocks)
         out = scaled_dot_product_attention(
             heads, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=seen[:, None, None], scale=scale
@@ -251,7 +255,15 @@ def plan_pass(batch: Batch, cache: PagedCache, exact: bool = False) -> Pass:
     if cache.kernel is not None:
         columns = [move(array, np.int32) for array in (batch.starts, ends, batch.tables)]
         paged = (columns[0], columns[1], columns[2], int(sizes.max()), int(ends.max()))
-    return Pass(cache, move(positions), move(where), single, move(tables), chunks, paged=paged)
+    return Pass(
+        cache=cache,
+        positions=move(positions),
+        where=move(where),
+        single=single,
+        tables=move(tables),
+        chunks=chunks,
+        paged=paged,
+    )
 
 
 def paged_kernel(dtype: torch.dtype, device: torch.device) -> PagedKernel | None:

@@ -71,13 +71,13 @@ def _buffers(rows: int, width: int, device: torch.device) -> Buffers:
         return torch.zeros(shape, dtype=dtype, device=device)
 
     return Buffers(
-        zeros(rows),
-        zeros(rows),
-        zeros(rows),
-        zeros(rows, width),
-        torch.arange(rows + 1, dtype=torch.int32, device=device),
-        zeros(rows, dtype=torch.int32),
-        zeros(rows, width, dtype=torch.int32),
+        tokens=zeros(rows),
+        positions=zeros(rows),
+        where=zeros(rows),
+        tables=zeros(rows, width),
+        starts=torch.arange(rows + 1, dtype=torch.int32, device=device),
+        lengths=zeros(rows, dtype=torch.int32),
+        narrow=zeros(rows, width, dtype=torch.int32),
     )
 
 

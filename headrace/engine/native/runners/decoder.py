@@ -122,7 +122,7 @@ class FusedRunner(PagedRunner):
 
     @torch.no_grad()
     def prepare_adapter(self, spec: AdapterSpec, tensors: Tensors) -> Adapter:
-        return read_adapter(self.spec, spec, tensors, self.dtype, self.device, self.exact)
+        return read_adapter(self.spec, spec, tensors=tensors, dtype=self.dtype, device=self.device, exact=self.exact)
 
     def use_adapter(self, slot: int, adapter: Adapter | None) -> None:
         self._slots[slot] = adapter
@@ -139,15 +139,15 @@ class FusedRunner(PagedRunner):
         else:
             mixture = self._matrix(mlp.gate_up), self._matrix(mlp.down)
         return Layer(
-            spec,
-            weights.attention_norm,
-            self._matrix(weights.qkv),
-            _qk_norm(self.spec, weights),
-            self._matrix(weights.out),
-            weights.attention_out_norm,
-            weights.mlp_norm,
-            mixture,
-            weights.mlp_out_norm,
+            spec=spec,
+            attention_norm=weights.attention_norm,
+            qkv=self._matrix(weights.qkv),
+            qk_norm=_qk_norm(self.spec, weights),
+            out=self._matrix(weights.out),
+            attention_out_norm=weights.attention_out_norm,
+            mlp_norm=weights.mlp_norm,
+            mlp=mixture,
+            mlp_out_norm=weights.mlp_out_norm,
         )
 
     # -- the pass -----------------------------------------------------------------------------------------------------------
@@ -227,7 +227,12 @@ class FusedRunner(PagedRunner):
         cos, sin = rotary
         qk = (qk * cos + qk.roll(spec.head_dim // 2, -1) * sin).to(self.dtype)
         out = inputs.attention.attend(
-            index, qk[:, : spec.heads], qk[:, spec.heads :], heads[:, count:], layer.spec.scale, layer.spec.window
+            index,
+            qk[:, : spec.heads],
+            qk[:, spec.heads :],
+            heads[:, count:],
+            scale=layer.spec.scale,
+            window=layer.spec.window,
         )
         return _multiply(layer.out, "out", index, out.reshape(len(x), -1), inputs)
 

@@ -137,15 +137,15 @@ def read_spec(skeleton: Skeleton) -> Spec:
     gemma = config.model_type == "gemma3_text"
     norm = shapes.get("model.layers.0.self_attn.q_norm.weight")
     return Spec(
-        config.model_type,
-        tuple(_layer_spec(skeleton, index) for index in range(geometry.layers)),
-        config.num_attention_heads,
-        geometry.kv_heads,
-        geometry.head_dim,
-        config.hidden_size,
-        skeleton.vocabulary,
-        config.rms_norm_eps,
-        "gelu_tanh" if _activation(config) == "gelu_pytorch_tanh" else "silu",
+        family=config.model_type,
+        layers=tuple(_layer_spec(skeleton, index) for index in range(geometry.layers)),
+        heads=config.num_attention_heads,
+        kv_heads=geometry.kv_heads,
+        head_dim=geometry.head_dim,
+        hidden=config.hidden_size,
+        vocabulary=skeleton.vocabulary,
+        eps=config.rms_norm_eps,
+        activation="gelu_tanh" if _activation(config) == "gelu_pytorch_tanh" else "silu",
         qkv_bias="model.layers.0.self_attn.q_proj.bias" in shapes,
         out_bias="model.layers.0.self_attn.o_proj.bias" in shapes,
         mlp_bias="model.layers.0.mlp.gate_proj.bias" in shapes,
@@ -304,15 +304,15 @@ def _layer_weights(spec: Spec, layer: LayerSpec, tensors: _Layer) -> LayerWeight
         behind_attention, behind_mlp = before_mlp, norm("post_feedforward_layernorm")
         before_mlp = norm("pre_feedforward_layernorm")
     return LayerWeights(
-        norm("input_layernorm"),
-        tensors.linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias=spec.qkv_bias),
-        norm("self_attn.q_norm") if spec.qk_norm else None,
-        norm("self_attn.k_norm") if spec.qk_norm else None,
-        tensors.linear("self_attn.o_proj", bias=spec.out_bias),
-        behind_attention,
-        before_mlp,
-        _mlp(spec, layer, tensors),
-        behind_mlp,
+        attention_norm=norm("input_layernorm"),
+        qkv=tensors.linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias=spec.qkv_bias),
+        q_norm=norm("self_attn.q_norm") if spec.qk_norm else None,
+        k_norm=norm("self_attn.k_norm") if spec.qk_norm else None,
+        out=tensors.linear("self_attn.o_proj", bias=spec.out_bias),
+        attention_out_norm=behind_attention,
+        mlp_norm=before_mlp,
+        mlp=_mlp(spec, layer, tensors),
+        mlp_out_norm=behind_mlp,
     )
 
 

@@ -125,7 +125,7 @@ def _attend_with(plan: Pass) -> Callable[..., torch.Tensor]:
     ) -> torch.Tensor:
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
         q, k, v = (states[0].transpose(0, 1) for states in (q, k, v))
-        return plan.attend(module.layer_idx, q, k, v, scale, sliding_window)[None]
+        return plan.attend(module.layer_idx, q, k, v, scale=scale, window=sliding_window)[None]
 
     return attend
 

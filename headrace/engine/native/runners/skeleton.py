@@ -88,14 +88,14 @@ def read(model_dir: Path, dtype: torch.dtype, device: torch.device) -> Skeleton:
     _refuse_buffers(model, what)
     _make_buffers(model, device)
     return Skeleton(
-        model,
-        text,
-        {name: tuple(parameter.shape) for name, parameter in model.named_parameters()},
-        geometry,
-        tuple(note.options.get("sliding_window") for note in notes),
-        tuple(note.scale for note in notes),
-        vocabulary,
-        getattr(text, "max_position_embeddings", None),
+        model=model,
+        config=text,
+        shapes={name: tuple(parameter.shape) for name, parameter in model.named_parameters()},
+        geometry=geometry,
+        windows=tuple(note.options.get("sliding_window") for note in notes),
+        scales=tuple(note.scale for note in notes),
+        vocabulary=vocabulary,
+        context_length=getattr(text, "max_position_embeddings", None),
     )
 
 
@@ -132,7 +132,9 @@ def _dry_run(model: Any, what: str) -> tuple[list[_Note], int]:
     def attend(module: Any, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> torch.Tensor:
         layer = getattr(module, "layer_idx", None)
         causal = bool(options.get("is_causal", getattr(module, "is_causal", True)) is not False)
-        notes.append(_Note(layer, q.shape, k.shape, v.shape, mask is not None, causal, options))
+        notes.append(
+            _Note(layer=layer, q=q.shape, k=k.shape, v=v.shape, masked=mask is not None, causal=causal, options=options)
+        )
         return q.new_empty((*q.shape[:1], q.shape[2], q.shape[1], v.shape[3]))
 
     tokens = torch.zeros(1, 3, dtype=torch.long, device="meta")

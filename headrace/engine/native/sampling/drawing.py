@@ -28,12 +28,12 @@ def draw(forward: Forward, settings: Settings, places: np.ndarray | None, masks:
         return Drawn(tokens, logprobs, np.isfinite(logprobs))
     part = _sample(forward, _only(settings, rest), at[rest], masks[rest], tops[rest])
     told = Drawn(
-        _spread(part.tokens, rest, len(special), 0),
-        _spread(part.logprobs, rest, len(special), 0.0),
-        _spread(part.finite, rest, len(special), False),
-        None if part.mask is None else _spread_mask(part.mask, rest, len(special)),
-        None if part.top_ids is None else _spread(part.top_ids, rest, len(special), -1),
-        None if part.top_logprobs is None else _spread(part.top_logprobs, rest, len(special), -np.inf),
+        tokens=_spread(part.tokens, rest, len(special), 0),
+        logprobs=_spread(part.logprobs, rest, len(special), 0.0),
+        finite=_spread(part.finite, rest, len(special), False),
+        mask=None if part.mask is None else _spread_mask(part.mask, rest, len(special)),
+        top_ids=None if part.top_ids is None else _spread(part.top_ids, rest, len(special), -1),
+        top_logprobs=None if part.top_logprobs is None else _spread(part.top_logprobs, rest, len(special), -np.inf),
     )
     told.tokens[plain], told.logprobs[plain], told.finite[plain] = tokens, logprobs, np.isfinite(logprobs)
     return told

@@ -54,13 +54,13 @@ class Forks:
         row, table = sequence.row, self._running.table(sequence.row)
         columns = self._running.columns[row]
         return Past(
-            self._running.tokens(row),
-            sequence.prompt,
-            sequence.adapter,
-            int(columns["computed"]),
-            table,
-            [self._blocks.serials[block] for block in table],
-            int(columns["kv_version"]),
+            tokens=self._running.tokens(row),
+            prompt=sequence.prompt,
+            adapter=sequence.adapter,
+            computed=int(columns["computed"]),
+            blocks=table,
+            serials=[self._blocks.serials[block] for block in table],
+            kv_version=int(columns["kv_version"]),
         )
 
     def source(self, fork: Fork) -> Past:

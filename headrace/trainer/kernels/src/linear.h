@@ -1,39 +1,81 @@
-// y = x W^T for one or several W over the same x, and both of its gradients, in bf16 with float32 sums.
+// y = x W^T for one or several W over the same x, and both of its gradients, in bf16 or float32 with float32 sums.
 #pragma once
+#include <unistd.h>
+
 #include "loops.h"
 
+template <class T>
 struct Weight {
-    const bf16 *across, *down;  // packed for y = x W^T: [up(n)][up(k)][AREA], and for dx = dy W: [up(k)][up(n)][AREA]
-    const float* bias;          // [n] or null
-    bf16* y;                    // [rows, n], in float32 where `wide`; in the backward pass dy
-    float* gradient;            // [n, k] or null
-    const float* onto;          // [rows, n]: what the sums begin with, or null for zero
-    int32_t n, add, wide;       // add: to what the gradient holds
+    const T *across, *down;  // packed for y = x W^T: [up(n)][up(k)][AREA], and for dx = dy W: [up(k)][up(n)][AREA]
+    const float* bias;       // [n] or null
+    T* y;                    // [rows, n], in float32 where `wide`; in the backward pass dy
+    float* gradient;         // [n, k] or null
+    const float* onto;       // [rows, n]: what the sums begin with, or null for zero
+    int32_t n, add, wide;    // add: to what the gradient holds
 };
 
-// Both packings of a matrix [n, k] of float32.
-static void pack_weight(const float* w, int n, int k, bf16* across, bf16* down) {
+// Both packings of a matrix [n, k] of float32; null for one that is not wanted.
+template <class T>
+static void pack_weight(const float* w, int n, int k, T* across, T* down) {
     team::each(up(n), [&](int panel) {
-        alignas(64) bf16 block[AREA];
+        alignas(64) T block[AREA];
         for (int step = 0; step < up(k); step++) {
             cut(w + (size_t)panel * SIDE * k + step * SIDE, k, std::min(SIDE, n - panel * SIDE), std::min(SIDE, k - step * SIDE), block, SIDE);
-            pack_across(block, SIDE, across + ((size_t)panel * up(k) + step) * AREA);
+            if (across) pack_across(block, SIDE, across + ((size_t)panel * up(k) + step) * AREA);
             if (down) pack_down(block, SIDE, down + ((size_t)step * up(n) + panel) * AREA);
         }
     });
 }
 
-// 32 rows of x [rows, k] from row `first` on as whole blocks: where they lie, or a copy with zeros around it.
-static inline const bf16* whole(const bf16* x, int rows, int k, int first, size_t& ld, int which) {
-    ld = k;
-    if (first + SIDE <= rows && k % SIDE == 0) return x + (size_t)first * k;
-    ld = up(k) * SIDE;
-    bf16* copy = team::room<bf16>(SIDE * ld, which);
-    for (int c = 0; c < k; c += SIDE) cut(x + (size_t)first * k + c, k, rows - first, std::min(SIDE, k - c), copy + c, ld);
+// From a row of `steps` steps to the next: whole lines of the cache, and rows do not all begin in the same set of the first level,
+// which they would where it is a multiple of 4 KiB.
+template <class T>
+static inline size_t apart(int steps) {
+    constexpr size_t line = 64 / sizeof(T);
+    size_t ld = (size_t)steps * SIDE;
+    return ld % (16 * line) ? ld : ld + line;
+}
+
+// A part of the sum that a product runs over: of factor `which`, `steps` of 32 from step `first` on.
+struct Piece {
+    int which, first, steps;
+};
+
+// The sum over all factors, factor i of `steps[i]`, in pieces of 64 KiB of a panel, which is read anew for every few rows and has to stay
+// near: whole sums over 1,536 inputs and more ran at half the speed in float32; pieces of 32 and 128 KiB are about as fast. AMX reads a
+// panel for 32 rows at once, and keeps sums in its tiles as long as possible.
+template <class T>
+static std::vector<Piece> pieces_of(const int* steps, int count) {
+#if defined(VISIBLE)
+    constexpr int most = 256;
+#else
+    constexpr int most = (64 << 10) / (AREA * sizeof(T));
+#endif
+    std::vector<Piece> found;
+    for (int i = 0; i < count; i++)
+        for (int parts = (steps[i] + most - 1) / most, first = 0; parts; parts--) {
+            const int length = (steps[i] - first + parts - 1) / parts;
+            found.push_back({i, first, length});
+            first += length;
+        }
+    return found;
+}
+template <class T>
+static std::vector<Piece> pieces_of(std::initializer_list<int> steps) { return pieces_of<T>(steps.begin(), (int)steps.size()); }
+
+// A piece of 32 rows of x [rows, k] from row `first` on, as whole blocks: where it lies, or a copy with zeros around it.
+template <class T>
+static inline const T* whole(const T* x, int rows, int k, int first, const Piece& piece, size_t& ld) {
+    const int column = piece.first * SIDE, columns = std::min(k - column, piece.steps * SIDE);
+    x += (size_t)first * k + column, ld = k;
+    if (first + SIDE <= rows && columns == piece.steps * SIDE && apart<T>(up(k)) == ld) return x;
+    ld = apart<T>(piece.steps);
+    T* copy = team::room<T>(SIDE * ld, 0);
+    for (int c = 0; c < columns; c += SIDE) cut(x + c, k, rows - first, std::min(SIDE, columns - c), copy + c, ld);
     return copy;
 }
 
-// A block of results [32, 32] to rows of bf16 or float32.
+// A block of results [32, 32] to rows of T.
 template <class T>
 static inline void put(const float* c, const float* bias, T* to, size_t ld, int rows, int columns) {
     for (int r = 0; r < rows; r++)
@@ -44,64 +86,94 @@ static inline void put(const float* c, const float* bias, T* to, size_t ld, int 
         }
 }
 
-// How many panels of k inputs to go through for all rows before the next: they should stay in the second-level cache.
-static inline int panels_at_once(int k) { return std::max(1, (512 << 10) / (up(k) * AREA * 2)); }
 constexpr int ROWS_AT_ONCE = 8;
 
-template <class F>
-static void blocks_of(int row_blocks, int panels, int k, const F& f) {
-    int wide = panels_at_once(k), groups = (panels + wide - 1) / wide, high = (row_blocks + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+// How many panels to go through for some rows before the next: a piece of them and their sums should fill half of the second-level
+// cache.
+template <class T>
+static inline int panels_at_once(const std::vector<Piece>& pieces) {
+#if defined(_SC_LEVEL2_CACHE_SIZE)
+    static const long cache = sysconf(_SC_LEVEL2_CACHE_SIZE);  // 0 or -1 where the system does not know
+#else
+    constexpr long cache = 0;
+#endif
+    int longest = 1;
+    for (const Piece& piece : pieces) longest = std::max(longest, piece.steps);
+    const long sums = pieces.size() > 1 ? ROWS_AT_ONCE * AREA * sizeof(float) : 0;
+    return std::max<long>(1, std::clamp(cache, 256l << 10, 2048l << 10) / 2 / (longest * AREA * (long)sizeof(T) + sums));
+}
+
+// Blocks of 32 by 32 of the sum over all pieces of rows times panels. rows(piece, b, ld): 32 rows, from one to the next `ld`.
+// panel(piece, j): one panel. begin(c, b, j): whether it wrote into c what the sum begins with. out(c, b, j): takes a block
+// [32, 32] of results. With EACH > 1, out takes as many blocks at once, and j counts them: their panels are j * EACH and what follows.
+template <class T, int EACH = 1, class X, class W, class Begin, class Out>
+static void product(int row_blocks, int panels, const std::vector<Piece>& pieces, const X& rows, const W& panel, const Begin& begin, const Out& out) {
+    const int most = std::max(1, panels_at_once<T>(pieces) / EACH), groups = (panels + most - 1) / most, wide = (panels + groups - 1) / groups;
+    const int high = (row_blocks + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
     team::each(groups * high, [&](int item) {
-        int group = item / high, rows = item % high;
-        for (int b = rows * ROWS_AT_ONCE; b < std::min(row_blocks, (rows + 1) * ROWS_AT_ONCE); b++)
-            f(b, group * wide, std::min(panels, (group + 1) * wide));
+        const int from = item / high * wide, to = std::min(panels, from + wide), top = item % high * ROWS_AT_ONCE;
+        float* sums = team::room<float>((pieces.size() > 1 ? ROWS_AT_ONCE * wide : 1) * EACH * AREA, 1);
+        for (size_t p = 0; p < pieces.size(); p++)
+            for (int b = top; b < std::min(row_blocks, top + ROWS_AT_ONCE); b++) {
+                size_t ld;
+                const T* x = rows(pieces[p], b, ld);
+                for (int j = from; j < to; j++) {
+                    float* c = sums + (pieces.size() > 1 ? ((b - top) * wide + j - from) * EACH * AREA : 0);
+                    const bool begun = p || begin(c, b, j);
+                    for (int i = 0; i < EACH; i++) {
+                        const T* w = panel(pieces[p], j * EACH + i);
+                        if (begun) multiply<true>(x, ld, w, AREA, pieces[p].steps, c + i * AREA, SIDE);
+                        else multiply<false>(x, ld, w, AREA, pieces[p].steps, c + i * AREA, SIDE);
+                    }
+                    if (p + 1 == pieces.size()) out(c, b, j);
+                }
+            }
     });
 }
 
-static void linear(const bf16* x, int rows, int k, const Weight* weights, int count) {
-    for (const Weight* w = weights; w < weights + count; w++)
-        blocks_of(up(rows), up(w->n), k, [&](int b, int from, int to) {
-            size_t ld;
-            const bf16* a = whole(x, rows, k, b * SIDE, ld, 0);
-            alignas(64) float c[AREA];
-            for (int panel = from; panel < to; panel++) {
-                const size_t at = (size_t)b * SIDE * w->n + panel * SIDE;
-                const int high = std::min(SIDE, rows - b * SIDE), columns = std::min(SIDE, w->n - panel * SIDE);
-                const bf16* across = w->across + (size_t)panel * up(k) * AREA;
+// Sums begin with zero.
+static inline bool from_nothing(float*, int, int) { return false; }
+
+template <class T>
+static void linear(const T* x, int rows, int k, const Weight<T>* weights, int count) {
+    const auto pieces = pieces_of<T>({up(k)});
+    for (const Weight<T>* w = weights; w < weights + count; w++) {
+        const auto place = [&](int b, int panel) { return (size_t)b * SIDE * w->n + panel * SIDE; };
+        const auto high = [&](int b) { return std::min(SIDE, rows - b * SIDE); };
+        const auto columns = [&](int panel) { return std::min(SIDE, w->n - panel * SIDE); };
+        product<T>(
+            up(rows), up(w->n), pieces, [&](const Piece& piece, int b, size_t& ld) { return whole(x, rows, k, b * SIDE, piece, ld); },
+            [&](const Piece& piece, int panel) { return w->across + ((size_t)panel * up(k) + piece.first) * AREA; },
+            [&](float* c, int b, int panel) {
+                if (w->onto) cut(w->onto + place(b, panel), w->n, high(b), columns(panel), c, SIDE);
+                return w->onto != nullptr;
+            },
+            [&](const float* c, int b, int panel) {
                 const float* bias = w->bias ? w->bias + panel * SIDE : nullptr;
-                if (w->onto) {
-                    cut(w->onto + at, w->n, high, columns, c, SIDE);
-                    multiply<true>(a, ld, across, AREA, up(k), c, SIDE);
-                } else multiply<false>(a, ld, across, AREA, up(k), c, SIDE);
-                if (w->wide) put(c, bias, (float*)w->y + at, w->n, high, columns);
-                else put(c, bias, w->y + at, w->n, high, columns);
-            }
-        });
+                if (w->wide) put(c, bias, (float*)w->y + place(b, panel), w->n, high(b), columns(panel));
+                else put(c, bias, w->y + place(b, panel), w->n, high(b), columns(panel));
+            });
+    }
 }
 
 // dx [rows, k] = the sum over all weights of dy W.
-static void linear_input_gradient(bf16* dx, int rows, int k, const Weight* weights, int count) {
-    int n = 0;
-    for (int i = 0; i < count; i++) n += weights[i].n;
-    blocks_of(up(rows), up(k), n, [&](int b, int from, int to) {
-        const bf16* a[8];
-        size_t ld[8];
-        for (int i = 0; i < count; i++) a[i] = whole(weights[i].y, rows, weights[i].n, b * SIDE, ld[i], i);
-        alignas(64) float c[AREA] = {};
-        for (int panel = from; panel < to; panel++) {
-            for (int i = 0; i < count; i++) {
-                int steps = up(weights[i].n);
-                const bf16* down = weights[i].down + (size_t)panel * steps * AREA;
-                if (i) multiply<true>(a[i], ld[i], down, AREA, steps, c, SIDE);
-                else multiply<false>(a[i], ld[i], down, AREA, steps, c, SIDE);
-            }
+template <class T>
+static void linear_input_gradient(T* dx, int rows, int k, const Weight<T>* weights, int count) {
+    int steps[8];
+    for (int i = 0; i < count; i++) steps[i] = up(weights[i].n);
+    product<T>(
+        up(rows), up(k), pieces_of<T>(steps, count),
+        [&](const Piece& piece, int b, size_t& ld) { return whole<T>(weights[piece.which].y, rows, weights[piece.which].n, b * SIDE, piece, ld); },
+        [&](const Piece& piece, int panel) { return weights[piece.which].down + ((size_t)panel * steps[piece.which] + piece.first) * AREA; },
+        from_nothing,
+        [&](const float* c, int b, int panel) {
             put(c, nullptr, dx + (size_t)b * SIDE * k + panel * SIDE, k, std::min(SIDE, rows - b * SIDE), std::min(SIDE, k - panel * SIDE));
-        }
-    });
+        });
 }
 
 // Block (row, column) of a matrix [rows, columns]: where it lies, or copied with zeros around what there is.
-static inline const bf16* part(const bf16* x, int rows, int columns, int row, int column, bf16* copy, size_t& ld) {
+template <class T>
+static inline const T* part(const T* x, int rows, int columns, int row, int column, T* copy, size_t& ld) {
     x += (size_t)row * SIDE * columns + column * SIDE;
     int high = std::min(SIDE, rows - row * SIDE), wide = std::min(SIDE, columns - column * SIDE);
     ld = columns;
@@ -111,42 +183,58 @@ static inline const bf16* part(const bf16* x, int rows, int columns, int row, in
     return copy;
 }
 
-// gradient [n, k] = dy^T x, or added to it. `room`: [up(k) + up(n)][up(rows)][AREA] for the largest n.
-static void linear_weight_gradient(const bf16* x, int rows, int k, const Weight* weights, int count, bf16* room) {
+// A block of results [32, 32] to rows of a gradient, or added to them.
+static inline void add_up(const float* c, float* to, size_t ld, int rows, int columns, bool add) {
+    for (int r = 0; r < rows; r++, c += SIDE, to += ld)
+        for (int j = 0; j < columns; j += 16) {
+            if (j + 16 <= columns) store(to + j, add ? load(c + j) + load(to + j) : load(c + j));
+            else
+                for (int i = j; i < columns; i++) to[i] = c[i] + (add ? to[i] : 0.f);
+        }
+}
+
+// Elements that linear_weight_gradient needs for weights of at most n outputs.
+template <class T>
+static inline size_t room_of(int rows, int k, int n) {
+    return (size_t)up(k) * up(rows) * AREA + (size_t)up(n) * SIDE * apart<T>(up(rows));
+}
+
+// gradient [n, k] = dy^T x, or added to it. `room`: as room_of says, for the largest n.
+template <class T>
+static void linear_weight_gradient(const T* x, int rows, int k, const Weight<T>* weights, int count, T* room) {
     int steps = up(rows);
-    bf16 *packed = room, *turned = room + (size_t)up(k) * steps * AREA;
-    size_t ld = steps * SIDE;
-    team::each(up(k) * steps, [&](int item) {
-        alignas(64) bf16 block[AREA];
-        int panel = item / steps, step = item % steps;
+    T *packed = room, *turned = room + (size_t)up(k) * steps * AREA;
+    const size_t ld = apart<T>(steps);
+    team::each(steps, [&](int step) {
+        alignas(64) T block[AREA];
         size_t from;
-        const bf16* whole = part(x, rows, k, step, panel, block, from);
-        pack_down(whole, from, packed + ((size_t)panel * steps + step) * AREA);
+        for (int panel = 0; panel < up(k); panel++) {
+            const T* whole = part(x, rows, k, step, panel, block, from);
+            pack_down(whole, from, packed + ((size_t)panel * steps + step) * AREA);
+        }
     });
-    for (const Weight* w = weights; w < weights + count; w++) {
+    const auto pieces = pieces_of<T>({steps});
+    for (const Weight<T>* w = weights; w < weights + count; w++) {
         if (!w->gradient) continue;
-        team::each(up(w->n) * steps, [&](int item) {
-            alignas(64) bf16 block[AREA];
-            int b = item / steps, step = item % steps;
+        if (!steps && !w->add) std::memset(w->gradient, 0, (size_t)w->n * k * sizeof(float));
+        if (!steps) continue;
+        team::each(steps, [&](int step) {
+            alignas(64) T block[AREA];
             size_t from;
-            const bf16* whole = part(w->y, rows, w->n, step, b, block, from);
-            turn(whole, from, turned + (size_t)b * SIDE * ld + step * SIDE, ld);
-        });
-        blocks_of(up(w->n), up(k), rows, [&](int b, int from, int to) {
-            alignas(64) float c[AREA];
-            for (int panel = from; panel < to; panel++) {
-                const bf16 *a = turned + (size_t)b * SIDE * ld, *p = packed + (size_t)panel * steps * AREA;
-                float* out = w->gradient + (size_t)b * SIDE * k + panel * SIDE;
-                int high = std::min(SIDE, w->n - b * SIDE), wide = std::min(SIDE, k - panel * SIDE);
-                bool full = high == SIDE && wide == SIDE;
-                if (full && w->add) multiply<true>(a, ld, p, AREA, steps, out, k);
-                else if (full) multiply<false>(a, ld, p, AREA, steps, out, k);
-                else {
-                    multiply<false>(a, ld, p, AREA, steps, c, SIDE);
-                    for (int r = 0; r < high; r++)
-                        for (int j = 0; j < wide; j++) out[(size_t)r * k + j] = c[r * SIDE + j] + (w->add ? out[(size_t)r * k + j] : 0.f);
-                }
+            for (int b = 0; b < up(w->n); b++) {
+                const T* whole = part(w->y, rows, w->n, step, b, block, from);
+                turn(whole, from, turned + (size_t)b * SIDE * ld + step * SIDE, ld);
             }
         });
+        product<T>(
+            up(w->n), up(k), pieces,
+            [&](const Piece& piece, int b, size_t& apart) {
+                apart = ld;
+                return turned + (size_t)b * SIDE * ld + piece.first * SIDE;
+            },
+            [&](const Piece& piece, int panel) { return packed + ((size_t)panel * steps + piece.first) * AREA; }, from_nothing,
+            [&](const float* c, int b, int panel) {
+                add_up(c, w->gradient + (size_t)b * SIDE * k + panel * SIDE, k, std::min(SIDE, w->n - b * SIDE), std::min(SIDE, k - panel * SIDE), w->add);
+            });
     }
 }

@@ -2,16 +2,11 @@
 #pragma once
 #include <mutex>
 
+#include "ready.h"
 #include "team.h"
 #include "tiles.h"
 
 namespace team {
-struct Ready {  // what a thread needs to take part
-    NoDenormals flushed;
-    Ready() { tiles_begin(); }
-    ~Ready() { tiles_end(); }
-};
-
 static std::mutex one_loop;  // Python may call from several threads
 static Team<Ready>* members = nullptr;
 

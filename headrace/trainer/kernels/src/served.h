@@ -6,26 +6,26 @@
 #include "look.h"
 
 // gate, up = x W^T in bf16, for the backward pass; y = act(gate) * up of what they were before they were rounded.
-static void linear_gated(const bf16* x, int rows, int k, const Weight& gate, const Weight& up_, bf16* y, bool gelu) {
+static void linear_gated(const bf16* x, int rows, int k, const Weight<bf16>& gate, const Weight<bf16>& up_, bf16* y, bool gelu) {
     const int n = gate.n;
-    blocks_of(up(rows), up(n), 2 * k, [&](int b, int from, int to) {
-        size_t ld;
-        const bf16* a = whole(x, rows, k, b * SIDE, ld, 0);
-        alignas(64) float c[2][AREA];
-        for (int panel = from; panel < to; panel++) {
+    const Weight<bf16>* both[2] = {&gate, &up_};
+    product<bf16, 2>(
+        up(rows), up(n), pieces_of<bf16>({up(k)}), [&](const Piece& piece, int b, size_t& ld) { return whole(x, rows, k, b * SIDE, piece, ld); },
+        [&](const Piece& piece, int panel) { return both[panel % 2]->across + ((size_t)(panel / 2) * up(k) + piece.first) * AREA; },
+        from_nothing,
+        [&](float* c, int b, int panel) {
             const size_t at = (size_t)b * SIDE * n + panel * SIDE;
             const int high = std::min(SIDE, rows - b * SIDE), columns = std::min(SIDE, n - panel * SIDE);
-            for (const Weight* w : {&gate, &up_}) {
-                float* sums = c[w == &up_];
-                multiply<false>(a, ld, w->across + (size_t)panel * up(k) * AREA, AREA, up(k), sums, SIDE);
-                for (int i = 0; w->bias && i < AREA; i++)
-                    if (i % SIDE < columns) sums[i] += w->bias[panel * SIDE + i % SIDE];
-                put(sums, nullptr, w->y + at, n, high, columns);
+            for (int which = 0; which < 2; which++) {
+                float* sums = c + which * AREA;
+                const float* bias = both[which]->bias;
+                for (int i = 0; bias && i < AREA; i++)
+                    if (i % SIDE < columns) sums[i] += bias[panel * SIDE + i % SIDE];
+                put(sums, nullptr, both[which]->y + at, n, high, columns);
             }
-            for (int i = 0; i < AREA; i += 16) store(c[0] + i, activated(load(c[0] + i), gelu) * load(c[1] + i));
-            put(c[0], nullptr, y + at, n, high, columns);
-        }
-    });
+            for (int i = 0; i < AREA; i += 16) store(c + i, activated(load(c + i), gelu) * load(c + AREA + i));
+            put(c, nullptr, y + at, n, high, columns);
+        });
 }
 
 // Attention forward. A segment has blocks of its own from the one on that its first token lies in: what its ancestors have there
@@ -81,7 +81,7 @@ struct Served {
 
     // Tokens of a segment and up to sixteen of the heads that share their keys, from `first` on.
     void attend_some(const Rows& rows, int head, int first, bf16* cache, bf16* out) const {
-        Queries a;
+        Queries<bf16> a;
         const int s = rows.segment, heads = std::min(ROWS, group - first);
         a.dim = dim, a.rows = rows.count * heads;
         a.q = team::room<bf16>(ROWS * dim, 0), a.out = team::room<float>(ROWS * dim, 1);
@@ -111,7 +111,7 @@ struct Served {
     }
 };
 
-// Of hidden states [rows, k] and a head [vocabulary, k]: log-probs of the ids [offsets[r], offsets[r + 1]) of each row, the
+// From hidden states [rows, k] and a head [vocabulary, k]: log-probs of the ids [offsets[r], offsets[r + 1]) of each row, the
 // log-sum-exp of its logits over the temperature, and the entropy.
 static void log_probabilities(const bf16* hidden, int rows, int k, const bf16* packed, int vocabulary, float inverse_temperature,
                               const int64_t* offsets, const int64_t* ids, float* found, float* logsumexp, float* entropy) {
@@ -123,12 +123,11 @@ static void log_probabilities(const bf16* hidden, int rows, int k, const bf16* p
     float* logits = (float*)room.data;
     for (int begin = 0; begin < rows; begin += AT_ONCE * SIDE) {
         const int count = std::min(AT_ONCE * SIDE, rows - begin);
-        blocks_of(up(count), up(vocabulary), k, [&](int b, int from, int to) {
-            size_t ld;
-            const bf16* a = whole(hidden + (size_t)begin * k, count, k, b * SIDE, ld, 0);
-            for (int panel = from; panel < to; panel++)
-                multiply<false>(a, ld, packed + (size_t)panel * up(k) * AREA, AREA, up(k), logits + b * SIDE * width + panel * SIDE, width);
-        });
+        product<bf16>(
+            up(count), up(vocabulary), pieces_of<bf16>({up(k)}),
+            [&](const Piece& piece, int b, size_t& ld) { return whole(hidden + (size_t)begin * k, count, k, b * SIDE, piece, ld); },
+            [&](const Piece& piece, int panel) { return packed + ((size_t)panel * up(k) + piece.first) * AREA; }, from_nothing,
+            [&](const float* c, int b, int panel) { put(c, nullptr, logits + b * SIDE * width + panel * SIDE, width, SIDE, SIDE); });
         team::each(count, [&](int r) {
             const float* mine = logits + r * width;
             f16x high = splat(-INFINITY), moment = {};

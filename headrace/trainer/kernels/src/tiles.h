@@ -2,15 +2,6 @@
 #pragma once
 #include "product.h"
 
-static inline f16x read(const float* p) { return load(p); }
-static inline f16x read(const bf16* p) { return widen(p); }
-static inline void write(float* p, f16x v) { store(p, v); }
-static inline void write(bf16* p, f16x v) { narrow(p, v); }
-static inline float read1(const float* p) { return *p; }
-static inline float read1(const bf16* p) { return widen1(*p); }
-static inline void write1(float* p, float v) { *p = v; }
-static inline void write1(bf16* p, float v) { *p = narrow1(v); }
-
 // [rows, columns] of a matrix as a full block, zeros where there is nothing.
 template <class S, class T>
 static inline void cut(const S* from, size_t ld, int rows, int columns, T* block, size_t to_ld) {

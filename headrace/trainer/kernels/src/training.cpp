@@ -13,31 +13,52 @@ void norm_back(const Norm<S, T>& n, const void* dy, void* dx, float* weight_grad
     n.backward((const T*)dy, (S*)dx, weight_gradient ? parts : nullptr);
     if (weight_gradient) gather(parts, stretches(n.rows), n.n, weight_gradient, false);
 }
+template <class T>
+void weight_gradient(const T* x, int rows, int k, const Weight<T>* weights, int count) {
+    static thread_local Arena room;
+    int widest = 0;
+    for (int i = 0; i < count; i++) widest = std::max(widest, weights[i].n);
+    room.grow(room_of<T>(rows, k, widest) * sizeof(T));
+    linear_weight_gradient(x, rows, k, weights, count, (T*)room.data);
+}
 }  // namespace
 
 extern "C" {
 
 int headrace_begin() {
     team::use_threads(1);
-    return tiles_allowed();
+    return executable() && tiles_allowed();
 }
+const char* headrace_tier() { return TIER; }
 void headrace_threads(int threads) { team::use_threads(threads); }
 
-void headrace_pack_weight(const float* w, int n, int k, bf16* across, bf16* down) { pack_weight(w, n, k, across, down); }
-void headrace_linear(const bf16* x, int rows, int k, const Weight* weights, int count) { linear(x, rows, k, weights, count); }
-void headrace_linear_input_gradient(bf16* dx, int rows, int k, const Weight* weights, int count) {
-    linear_input_gradient(dx, rows, k, weights, count);
+#define EITHER(DO) \
+    if (wide) DO(float); \
+    else DO(bf16)
+
+void headrace_pack_weight(int wide, const float* w, int n, int k, void* across, void* down) {
+#define DO(T) pack_weight(w, n, k, (T*)across, (T*)down)
+    EITHER(DO);
+#undef DO
 }
-void headrace_linear_weight_gradient(const bf16* x, int rows, int k, const Weight* weights, int count) {
-    static thread_local Arena room;
-    int widest = 0;
-    for (int i = 0; i < count; i++) widest = std::max(widest, weights[i].n);
-    room.grow((size_t)(up(k) + up(widest)) * up(rows) * AREA * sizeof(bf16));
-    linear_weight_gradient(x, rows, k, weights, count, (bf16*)room.data);
+void headrace_linear(int wide, const void* x, int rows, int k, const void* weights, int count) {
+#define DO(T) linear((const T*)x, rows, k, (const Weight<T>*)weights, count)
+    EITHER(DO);
+#undef DO
+}
+void headrace_linear_input_gradient(int wide, void* dx, int rows, int k, const void* weights, int count) {
+#define DO(T) linear_input_gradient((T*)dx, rows, k, (const Weight<T>*)weights, count)
+    EITHER(DO);
+#undef DO
+}
+void headrace_linear_weight_gradient(int wide, const void* x, int rows, int k, const void* weights, int count) {
+#define DO(T) weight_gradient((const T*)x, rows, k, (const Weight<T>*)weights, count)
+    EITHER(DO);
+#undef DO
 }
 
-void headrace_linear_gated(const bf16* x, int rows, int k, const Weight* gate, const Weight* up, bf16* y, int gelu) {
-    linear_gated(x, rows, k, *gate, *up, y, gelu);
+void headrace_linear_gated(const bf16* x, int rows, int k, const void* gate, const void* up, bf16* y, int gelu) {
+    linear_gated(x, rows, k, *(const Weight<bf16>*)gate, *(const Weight<bf16>*)up, y, gelu);
 }
 void headrace_log_probabilities(const bf16* hidden, int rows, int k, const bf16* packed, int vocabulary, float inverse_temperature,
                                 const int64_t* offsets, const int64_t* ids, float* found, float* logsumexp, float* entropy) {

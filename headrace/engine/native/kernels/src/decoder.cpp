@@ -24,9 +24,9 @@ struct Decoder : Mixture {
 
     void embed(const Pass& p) {
         plan.each(p.tokens_count, [=, &p](int row) {
-            const bf16* from = m.embed + p.tokens[row] * m.hidden;
+            const stored* from = m.embed + p.tokens[row] * m.hidden;
             p.broken[row] = -1;
-            for (int c = 0; c < up(m.hidden) * SIDE; c++) *x.at(row, c) = c < m.hidden ? widen1(from[c]) * m.embed_scale : 0;
+            for (int c = 0; c < up(m.hidden) * SIDE; c++) *x.at(row, c) = c < m.hidden ? read1(from + c) * m.embed_scale : 0;
         });
     }
 
@@ -49,7 +49,7 @@ struct Decoder : Mixture {
         normalise(n, m.norm, p.rows, p.broken, m.layers - 1);
         plan.each(up(m.head.n), [=, &p](int panel) {
             for (int b = 0; b < up(n); b++)
-                multiply<false>(Inputs<bf16>{h.block(b, 0)}, m.head.panel(panel), steps, p.logits + b * SIDE * ld + panel * SIDE, ld, std::min(SIDE, n - b * SIDE));
+                multiply<false>(Inputs<taken>{h.block(b, 0)}, m.head.panel(panel), steps, p.logits + b * SIDE * ld + panel * SIDE, ld, std::min(SIDE, n - b * SIDE));
         });
     }
 };
@@ -58,15 +58,26 @@ struct Decoder : Mixture {
 
 extern "C" {
 
-int headrace_begin() { return tiles_allowed(); }
+int headrace_begin() { return executable() && tiles_allowed(); }
+const char* headrace_tier() { return TIER; }
+int headrace_taken_bytes() { return sizeof(taken); }
 
 void* headrace_open(const Cache* cache, int threads) { return new Decoder(*cache, threads); }
 void headrace_close(void* decoder) { delete (Decoder*)decoder; }
 void headrace_use(void* decoder, const Model* model) { ((Decoder*)decoder)->use(*model); }
 void headrace_forward(void* decoder, const Pass* pass) { ((Decoder*)decoder)->forward(*pass); }
 
-void headrace_pack(const bf16* w, int k, const int32_t* rows, int n, bf16* packed) {
+void headrace_pack(const stored* w, int k, const int32_t* rows, int n, stored* packed) {
     for (int panel = 0; panel < up(n); panel++) pack_panel(w, k, rows, n, panel, packed);
+}
+
+// c = x times w, both in blocks of 32 rows, by the calling thread: what tests and benchmarks look at.
+void headrace_product(const taken* x, int rows, const Linear* w, float* c) {
+    Ready ready;
+    for (int panel = 0; panel < up(w->n); panel++)
+        for (int b = 0; b < up(rows); b++)
+            multiply<false>(Inputs<taken>{x + (size_t)b * up(w->k) * AREA}, w->panel(panel), up(w->k), c + ((size_t)b * up(w->n) + panel) * AREA, SIDE,
+                            std::min(SIDE, rows - b * SIDE));
 }
 
 // One draw for each of `rows` of logits [?, ld]; see sampling.h.

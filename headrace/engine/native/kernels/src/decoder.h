@@ -7,11 +7,11 @@
 constexpr int MOST_EXPERTS = 1024;
 
 struct Linear {
-    const bf16* packed;  // panels of outputs; see product.h
+    const stored* packed;  // panels of outputs; see product.h
     const float* bias;   // [n] or null
     int32_t n, k;
 
-    Panel<bf16> panel(int i) const { return {packed + (size_t)i * up(k) * AREA}; }
+    Panel<stored> panel(int i) const { return {packed + (size_t)i * up(k) * AREA}; }
 };
 struct Layer {
     Linear qkv, out, gate_up, down;  // gate_up: 16 gates, then their 16 ups, and so on; experts' lie behind one another
@@ -25,13 +25,13 @@ struct Layer {
     const float* router;                                               // [experts, hidden up to 32]
 };
 struct LowRank {
-    const bf16 *a, *b;  // A [rank, k] and B [n, rank] with the scale in it, packed as the linear's weights are; null: left alone
+    const stored *a, *b;  // A [rank, k] and B [n, rank] with the scale in it, packed as the linear's weights are; null: left alone
     int64_t rank;
 };
 struct Model {
     int32_t layers, hidden, heads, kv_heads, head_dim, inter, vocabulary, gelu, mixtures;  // inter: of the widest dense layer
     float eps, embed_scale;
-    const bf16* embed;  // [vocabulary, hidden], not packed
+    const stored* embed;  // [vocabulary, hidden], not packed
     const Layer* layer;
     const float* norm;
     Linear head;
@@ -39,7 +39,7 @@ struct Model {
     const float* sin[2];
 };
 struct Cache {
-    bf16* data;  // [layers][blocks][kv_heads][2][dim up to 32, 32]
+    stored* data; // [layers][blocks][kv_heads][2][dim up to 32, 32]
     int64_t blocks;
 };
 struct Pass {

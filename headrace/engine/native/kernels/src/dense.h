@@ -6,7 +6,7 @@ struct Dense : State {
     using State::State;
 
     // x += w(from), through a norm of its own where there is one.
-    void add(const Pass& p, int index, int which, const Linear& w, Blocks<bf16>& from, const float* norm) {
+    void add(const Pass& p, int index, int which, const Linear& w, Blocks<taken>& from, const float* norm) {
         if (!norm) return product<true>(p, index, which, w, from, x);
         product<false>(p, index, which, w, from, side);
         plan.each(p.tokens_count, [=](int row) {
@@ -30,19 +30,19 @@ struct Dense : State {
                 int row = chosen ? chosen[to] : to;
                 float by = inverse_rms(x, row);
                 if (!(by > 0) && broken[row] < 0) broken[row] = std::max(before, 0);
-                for (int c = 0; c < up(m.hidden) * SIDE; c += 16) narrow(h.at(to, c), load(x.at(row, c)) * by * load(weight + c));
+                for (int c = 0; c < up(m.hidden) * SIDE; c += 16) write(h.at(to, c), load(x.at(row, c)) * by * load(weight + c));
             }
         });
     }
 
     template <bool ADD>
-    void product(const Pass& p, int index, int which, const Linear& w, Blocks<bf16>& from, Blocks<float>& into) {
+    void product(const Pass& p, int index, int which, const Linear& w, Blocks<taken>& from, Blocks<float>& into) {
         int n = p.tokens_count;
         shrink(p, index, which, from);
         plan.each(up(w.n), [=, &p, &w, &from, &into](int panel) {
             for (int b = 0; b < up(n); b++) {
                 float* c = into.block(b, panel);
-                multiply<ADD>(Inputs<bf16>{from.block(b, 0)}, w.panel(panel), up(w.k), c, SIDE, std::min(SIDE, n - b * SIDE));
+                multiply<ADD>(Inputs<taken>{from.block(b, 0)}, w.panel(panel), up(w.k), c, SIDE, std::min(SIDE, n - b * SIDE));
                 finish(p, index, which, w, panel, b, c);
             }
         });
@@ -55,13 +55,13 @@ struct Dense : State {
         for (int slot = 0; slot < p.slots; slot++) {
             const LowRank& l = p.low_rank[((size_t)slot * m.layers + index) * 4 + which];
             if (!l.a || !present[(size_t)slot * up(p.tokens_count) + b]) continue;
-            multiply<true>(Inputs<bf16>{thin.block(b, slot * (thin.panels / p.slots))}, Panel<bf16>{l.b + (size_t)panel * up(l.rank) * AREA}, up(l.rank), c, SIDE,
+            multiply<true>(Inputs<taken>{thin.block(b, slot * (thin.panels / p.slots))}, Panel<stored>{l.b + (size_t)panel * up(l.rank) * AREA}, up(l.rank), c, SIDE,
                            std::min(SIDE, p.tokens_count - b * SIDE));
         }
     }
 
     // thin = A x for the rows of each adapter, zero for the others.
-    void shrink(const Pass& p, int index, int which, Blocks<bf16>& from) {
+    void shrink(const Pass& p, int index, int which, Blocks<taken>& from) {
         if (!p.slots) return;
         int blocks = up(p.tokens_count), steps = up(which == 0 || which == 2 ? m.hidden : which == 1 ? m.heads * m.head_dim : m.layer[index].down.k);
         plan.each(p.slots * blocks, [=, &p, &from](int item) {
@@ -70,29 +70,29 @@ struct Dense : State {
             if (!l.a || !present[item]) return;
             alignas(64) float c[AREA];
             for (int panel = 0; panel < up(l.rank); panel++) {
-                multiply<false>(Inputs<bf16>{from.block(b, 0)}, Panel<bf16>{l.a + (size_t)panel * steps * AREA}, steps, c, SIDE, SIDE);
+                multiply<false>(Inputs<taken>{from.block(b, 0)}, Panel<stored>{l.a + (size_t)panel * steps * AREA}, steps, c, SIDE, SIDE);
                 for (int r = 0; r < SIDE; r++) {
                     int row = b * SIDE + r;
                     bool mine = row < p.tokens_count && p.adapters[segment[row]] == slot;
-                    bf16* to = thin.block(b, slot * (thin.panels / p.slots) + panel) + r * SIDE;
-                    for (int j = 0; j < SIDE; j += 16) narrow(to + j, mine ? load(c + r * SIDE + j) : f16x{});
+                    taken* to = thin.block(b, slot * (thin.panels / p.slots) + panel) + r * SIDE;
+                    for (int j = 0; j < SIDE; j += 16) write(to + j, mine ? load(c + r * SIDE + j) : f16x{});
                 }
             }
         });
     }
 
-    // act(gate) * up, rounded to bf16: sixteen of each lie in one panel.
+    // act(gate) * up: sixteen of each lie in one panel.
     void gate(const Pass& p, int index, const Linear& w) {
         int n = p.tokens_count;
         shrink(p, index, 2, h);
         plan.each(up(w.n), [=, &p, &w](int panel) {
             alignas(64) float c[AREA];
             for (int b = 0; b < up(n); b++) {
-                multiply<false>(Inputs<bf16>{h.block(b, 0)}, w.panel(panel), up(w.k), c, SIDE, std::min(SIDE, n - b * SIDE));
+                multiply<false>(Inputs<taken>{h.block(b, 0)}, w.panel(panel), up(w.k), c, SIDE, std::min(SIDE, n - b * SIDE));
                 finish(p, index, 2, w, panel, b, c);
-                bf16* to = act.block(b, panel / 2) + panel % 2 * 16;
+                taken* to = act.block(b, panel / 2) + panel % 2 * 16;
                 for (int r = 0; r < std::min(SIDE, n - b * SIDE); r++)
-                    narrow(to + r * SIDE, activate(load(c + r * SIDE)) * load(c + r * SIDE + 16));
+                    write(to + r * SIDE, activate(load(c + r * SIDE)) * load(c + r * SIDE + 16));
             }
         });
     }

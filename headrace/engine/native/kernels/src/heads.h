@@ -31,32 +31,32 @@ struct Heads : Dense {
                     }
                     from = out;
                 }
-                for (int c = 0; c < d; c += 16) narrow(ready(row, head) + c, load(from + c));
+                for (int c = 0; c < d; c += 16) write(ready(row, head) + c, load(from + c));
             }
             for (int head = 0; chunk && head < m.kv_heads; head++) remember(p, index, row, head);
         });
     }
 
-    bf16* last_block(const Pass& p, int index, int row, int head) const {
+    stored* last_block(const Pass& p, int index, int row, int head) const {
         return keys(index, p.tables[(size_t)segment[row] * p.width + position[row] / SIDE], head);
     }
 
     void remember(const Pass& p, int index, int row, int head) const {
         const int slot = position[row] % SIDE;
-        bf16* block = last_block(p, index, row, head);
-        const bf16 *key = ready(row, m.heads + head), *value = ready(row, m.heads + m.kv_heads + head);
-        for (int c = 0; c < m.head_dim; c += 2) std::memcpy(block + c * SIDE + slot * 2, key + c, 4);
-        bf16* to = block + dim * SIDE + slot / 2 * dim * 2 + slot % 2;
-        for (int c = 0; c < m.head_dim; c++) to[c * 2] = value[c];
+        stored* block = last_block(p, index, row, head);
+        const taken *key = ready(row, m.heads + head), *value = ready(row, m.heads + m.kv_heads + head);
+        for (int c = 0; c < m.head_dim; c++) block[(c / PAIR * SIDE + slot) * PAIR + c % PAIR] = kept(key[c]);
+        stored* to = block + dim * SIDE + slot / PAIR * dim * PAIR + slot % PAIR;
+        for (int c = 0; c < m.head_dim; c++) to[c * PAIR] = kept(value[c]);
     }
 
     // The lines that a token's key and value go to lie far apart; while queries are rotated they come.
     void await(const Pass& p, int index, int row) const {
         const int slot = position[row] % SIDE;
         for (int head = 0; head < m.kv_heads; head++) {
-            const bf16* block = last_block(p, index, row, head);
-            for (int pair = 0; pair < dim / 2; pair++) __builtin_prefetch(block + (pair * SIDE + slot) * 2, 1);
-            for (int d = 0; d < dim; d += 16) __builtin_prefetch(block + dim * SIDE + (slot / 2 * dim + d) * 2, 1);
+            const stored* block = last_block(p, index, row, head);
+            for (int pair = 0; pair < dim / PAIR; pair++) __builtin_prefetch(block + (pair * SIDE + slot) * PAIR, 1);
+            for (int d = 0; d < dim; d += 16) __builtin_prefetch(block + dim * SIDE + (slot / PAIR * dim + d) * PAIR, 1);
         }
     }
 
@@ -76,12 +76,13 @@ struct Heads : Dense {
         plan.each(items.size() * jobs, [=, &p, &l](int i) {
             thread_local Arena room;
             const int tiles = (group + ROWS - 1) / ROWS;
-            room.grow((size_t)2 * heads * tiles * (sizeof(Queries) + ROWS * dim * 6));
+            const size_t each = sizeof(float) + sizeof(taken);
+            room.grow((size_t)2 * heads * tiles * (sizeof(Queries<taken>) + ROWS * dim * each));
             const Item& item = items[i / jobs];
-            Rows rows = {(Queries*)room.data, heads * tiles, i % jobs * heads, tiles};
-            char* behind = room.data + sizeof(Queries) * 2 * rows.count;
-            for (int t = 0; t < 2 * rows.count; t++, behind += ROWS * dim * 6) {
-                rows.first[t].dim = dim, rows.first[t].out = (float*)behind, rows.first[t].q = (bf16*)(behind + ROWS * dim * 4);
+            Rows rows = {(Queries<taken>*)room.data, heads * tiles, i % jobs * heads, tiles};
+            char* behind = room.data + sizeof(Queries<taken>) * 2 * rows.count;
+            for (int t = 0; t < 2 * rows.count; t++, behind += ROWS * dim * each) {
+                rows.first[t].dim = dim, rows.first[t].out = (float*)behind, rows.first[t].q = (taken*)(behind + ROWS * dim * 4);
             }
             if (item.count) attend_together(p, index, l, item, rows);
             else attend_chunk(p, index, l, item, rows);
@@ -91,33 +92,33 @@ struct Heads : Dense {
     // The query rows of an item: one `Queries` for each of its key-value heads, more where a group of heads exceeds a tile. As
     // many again stand behind them for the sequences one by one.
     struct Rows {
-        Queries* first;
+        Queries<taken>* first;
         int count, kv_head, tiles;
         int key_head(int t) const { return kv_head + t / tiles; }
     };
     int first_head(const Rows& rows, int t) const { return rows.key_head(t) * group + t % rows.tiles * ROWS; }
     int heads_of(const Rows& rows, int t) const { return std::min(ROWS, group - t % rows.tiles * ROWS); }
 
-    void take(Queries& a, int r, int row, int head, int window) const {
-        std::memcpy(a.q + r * dim, ready(row, head), dim * 2);
+    void take(Queries<taken>& a, int r, int row, int head, int window) const {
+        std::memcpy(a.q + r * dim, ready(row, head), dim * sizeof(taken));
         a.to[r] = position[row] + 1;
         a.from[r] = window ? std::max(0, a.to[r] - window) : 0;
     }
-    void give(const Queries& a, int r, int row, int head) {
-        for (int c = 0; c < m.head_dim; c += 16) narrow(mixed.at(row, head * m.head_dim + c), load(a.out + r * dim + c) * (1.f / a.total[r]));
+    void give(const Queries<taken>& a, int r, int row, int head) {
+        for (int c = 0; c < m.head_dim; c += 16) write(mixed.at(row, head * m.head_dim + c), load(a.out + r * dim + c) * (1.f / a.total[r]));
     }
     // Blocks [begin, end) of a sequence. `fresh`: the token whose key and value belong into the last one and are not there yet,
     // -1 where there is none. While a block is looked at the next one comes from memory.
-    void look_at(Queries* first, const Rows& rows, const Pass& p, int index, int s, int begin, int end, int fresh) const {
+    void look_at(Queries<taken>* first, const Rows& rows, const Pass& p, int index, int s, int begin, int end, int fresh) const {
         const int32_t* table = p.tables + (size_t)s * p.width;
         const size_t one = 2 * dim * SIDE;
         for (int b = begin; b < end; b++) {
-            const bf16* next = b + 1 < end ? keys(index, table[b + 1], rows.kv_head) : nullptr;
+            const stored* next = b + 1 < end ? keys(index, table[b + 1], rows.kv_head) : nullptr;
             for (int t = 0; t < rows.count; t++) {
                 const int head = t / rows.tiles;
-                bf16* k = keys(index, table[b], rows.kv_head + head);
+                stored* k = keys(index, table[b], rows.kv_head + head);
                 if (t % rows.tiles == 0) {
-                    if (next && fresh >= 0) fetch(next + head * one, one * sizeof(bf16));
+                    if (next && fresh >= 0) fetch(next + head * one, one * sizeof(stored));
                     if (b == end - 1 && fresh >= 0) remember(p, index, fresh, rows.kv_head + head);
                 }
                 look(first[t], k, k + dim * SIDE, b * SIDE, m.layer[index].scale * 1.44269504f);
@@ -128,13 +129,13 @@ struct Heads : Dense {
     void attend_chunk(const Pass& p, int index, const Layer& l, const Item& item, const Rows& rows) {
         int first = p.starts[item.place] + item.first;
         for (int t = 0; t < rows.count; t++) {
-            Queries& a = rows.first[t];
+            Queries<taken>& a = rows.first[t];
             int heads = heads_of(rows, t);
             a.rows = item.tokens * heads;
             for (int r = 0; r < a.rows; r++) take(a, r, first + r / heads, first_head(rows, t) + r % heads, l.window);
             a.begin();
         }
-        const Queries& any = rows.first[0];
+        const Queries<taken>& any = rows.first[0];
         look_at(rows.first, rows, p, index, item.place, any.from[0] / SIDE, up(any.to[any.rows - 1]), -1);
         for (int t = 0; t < rows.count; t++)
             for (int r = 0, heads = heads_of(rows, t); r < rows.first[t].rows; r++) give(rows.first[t], r, first + r / heads, first_head(rows, t) + r % heads);
@@ -144,7 +145,7 @@ struct Heads : Dense {
     void attend_together(const Pass& p, int index, const Layer& l, const Item& item, const Rows& rows) {
         int low = item.shared;
         for (int t = 0; t < rows.count; t++) {
-            Queries& a = rows.first[t];
+            Queries<taken>& a = rows.first[t];
             int heads = heads_of(rows, t);
             a.rows = item.count * heads;
             for (int r = 0; r < a.rows; r++) {
@@ -156,7 +157,7 @@ struct Heads : Dense {
         look_at(rows.first, rows, p, index, order[item.place], low, item.shared, -1);
         for (int i = 0; i < item.count; i++) {
             int s = order[item.place + i];
-            Queries* own = rows.first + rows.count;
+            Queries<taken>* own = rows.first + rows.count;
             for (int t = 0; t < rows.count; t++) own[t].split(rows.first[t], i * heads_of(rows, t), heads_of(rows, t));
             look_at(own, rows, p, index, s, std::max(item.shared, own[0].from[0] / SIDE), up(own[0].to[0]), p.starts[s]);
             for (int t = 0; t < rows.count; t++)

@@ -9,7 +9,7 @@ struct Mixture : Heads {
     std::vector<float> weights;      // [N, K]
     std::vector<int> place;          // [N, K]: row of each assignment in the blocks below, where those of an expert lie together
     std::vector<int> count, first;   // [E]: its assignments, and its first block
-    Blocks<bf16> gathered, inner;
+    Blocks<taken> gathered, inner;
     Blocks<float> told;
 
     void mix(const Pass& p, const Layer& l) {
@@ -22,16 +22,16 @@ struct Mixture : Heads {
         plan.each(1, [=, &l](int) { settle(n, l); });
         plan.each(n, [=](int row) {
             for (int i = 0; i < k; i++)
-                for (int c = 0; c < m.hidden; c += SIDE) std::memcpy(gathered.at(place[row * k + i], c), h.at(row, c), SIDE * 2);
+                for (int c = 0; c < m.hidden; c += SIDE) std::memcpy(gathered.at(place[row * k + i], c), h.at(row, c), SIDE * sizeof(taken));
         });
-        each_expert(l, l.gate_up, [=](Panel<bf16> w, int panel, int b, int rows) {
+        each_expert(l, l.gate_up, [=](Panel<stored> w, int panel, int b, int rows) {
             alignas(64) float c[AREA];
-            multiply<false>(Inputs<bf16>{gathered.block(b, 0)}, w, up(m.hidden), c, SIDE, rows);
-            bf16* to = inner.block(b, panel / 2) + panel % 2 * 16;
-            for (int r = 0; r < rows; r++) narrow(to + r * SIDE, activate(load(c + r * SIDE)) * load(c + r * SIDE + 16));
+            multiply<false>(Inputs<taken>{gathered.block(b, 0)}, w, up(m.hidden), c, SIDE, rows);
+            taken* to = inner.block(b, panel / 2) + panel % 2 * 16;
+            for (int r = 0; r < rows; r++) write(to + r * SIDE, activate(load(c + r * SIDE)) * load(c + r * SIDE + 16));
         });
-        each_expert(l, l.down, [=, &l](Panel<bf16> w, int panel, int b, int rows) {
-            multiply<false>(Inputs<bf16>{inner.block(b, 0)}, w, up(l.down.k), told.block(b, panel), SIDE, rows);
+        each_expert(l, l.down, [=, &l](Panel<stored> w, int panel, int b, int rows) {
+            multiply<false>(Inputs<taken>{inner.block(b, 0)}, w, up(l.down.k), told.block(b, panel), SIDE, rows);
         });
         plan.each(n, [=](int row) {
             for (int c = 0; c < m.hidden; c += 16) {
@@ -48,7 +48,7 @@ struct Mixture : Heads {
         float score[MOST_EXPERTS], high = LOWEST, total = 0, kept = 0;
         for (int e = 0; e < l.experts; e++) {
             f16x dot = {};
-            for (int c = 0; c < up(m.hidden) * SIDE; c += 16) dot += widen(h.at(row, c)) * load(l.router + (size_t)e * up(m.hidden) * SIDE + c);
+            for (int c = 0; c < up(m.hidden) * SIDE; c += 16) dot += read(h.at(row, c)) * load(l.router + (size_t)e * up(m.hidden) * SIDE + c);
             score[e] = sum(dot);
             if (score[e] > high) high = score[e];
         }

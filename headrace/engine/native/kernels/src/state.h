@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "decoder.h"
+#include "ready.h"
 #include "team.h"
 
 template <class T>
@@ -21,12 +22,6 @@ struct Item {  // of attention: the single tokens of `count` segments (in `order
     int place, count, first, tokens, shared;
 };
 
-struct Ready {  // what a thread needs to take part
-    NoDenormals flushed;
-    Ready() { tiles_begin(); }
-    ~Ready() { tiles_end(); }
-};
-
 struct State {
     Model m = {};
     const Cache cache;
@@ -34,7 +29,7 @@ struct State {
     Plan plan;  // of the pass
     int dim = 0, group = 0;  // head size in the cache; query heads of a key-value head
     Blocks<float> x, qkv, side;
-    Blocks<bf16> h, mixed, act, thin;
+    Blocks<taken> h, mixed, act, thin;
     Arena rotated;  // [N, heads and then keys and values, dim]
     std::vector<int> segment, position, order;
     std::vector<Item> items;
@@ -44,17 +39,17 @@ struct State {
 
     void use(const Model& model) { m = model, dim = up(m.head_dim) * SIDE, group = m.heads / m.kv_heads; }
 
-    bf16* keys(int layer, int block, int head) const {
+    stored* keys(int layer, int block, int head) const {
         return cache.data + (((size_t)layer * cache.blocks + block) * m.kv_heads + head) * 2 * dim * SIDE;
     }
 
-    bf16* ready(int row, int head) const { return (bf16*)rotated.data + ((size_t)row * (m.heads + 2 * m.kv_heads) + head) * dim; }
+    taken* ready(int row, int head) const { return (taken*)rotated.data + ((size_t)row * (m.heads + 2 * m.kv_heads) + head) * dim; }
 
     void arrange(const Pass& p) {
         int n = p.tokens_count;
         x.size(n, m.hidden), side.size(n, m.hidden), h.size(n, m.hidden), qkv.size(n, (m.heads + 2 * m.kv_heads) * m.head_dim);
         mixed.size(n, m.heads * m.head_dim), act.size(n, m.inter);
-        rotated.grow((size_t)n * (m.heads + 2 * m.kv_heads) * dim * sizeof(bf16)), segment.resize(n), position.resize(n);
+        rotated.grow((size_t)n * (m.heads + 2 * m.kv_heads) * dim * sizeof(taken)), segment.resize(n), position.resize(n);
         items.clear(), order.clear();
         for (int s = 0; s < p.segments; s++) {
             int length = p.starts[s + 1] - p.starts[s];

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,82 +12,83 @@ import pytest
 
 from headrace.errors import WorkerDied
 from headrace.observe.facts import WorkerLost
-from headrace.orchestration.workers.clients import ProcessEngine
+from headrace.orchestration.clients.engine import ProcessEngine
+from headrace.orchestration.workers.fake import FakeProcess, FakeWorker, Promptly
 from headrace.orchestration.workers.messages import EngineStart
-from headrace.orchestration.workers.process import Worker
-from headrace.orchestration.workers.wire import Frame, WorkerEnd, pack, pack_payload, unpack
+from headrace.orchestration.workers.process import LocalLauncher
+from headrace.orchestration.workers.wire import Frame, pack, pack_payload, unpack
+from headrace.protocols import Heard, Job
 from headrace.reports import Capabilities, LoadReport
+from headrace.simulate import virtual_time
 from headrace.steps import Finished, StepOutput
 from headrace.types import Request, Sampling
 from headrace.weights import WeightUpdate
 
 
-class Line:
-    """The worker's end of the connection, whose messages may come twice, or never."""
+class Line(FakeProcess):
+    """A worker that follows a script. Its messages may come twice, or never."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock, self._reader = sock, WorkerEnd(sock)
-        self.number = 0
+    def __init__(self, script: Script) -> None:
+        super().__init__()
+        self._script = script
 
-    def receive(self) -> Frame | None:
-        return self._reader.receive()
+    async def serve(self) -> None:
+        await self._script(self)
+        while True:
+            await self.receive()
 
-    def send(self, method: str, payload: Any, to: int = 0, times: int = 1) -> None:
+    def say(self, method: str, payload: Any, to: int = 0, times: int = 1) -> None:
         """`times` 0 loses it."""
         data = pack(Frame(to, method, pack_payload(payload), number=self.number))
         self.number += 1
         for _ in range(times):
-            self._sock.sendall(data)
+            self.to_controller.put(data)
 
     def tell(self, request: str, token: int, stop: Any = None, times: int = 1) -> None:
         ends = (Finished(request, stop),) if stop else ()
-        self.send("output", StepOutput(0, (request,), (token,), (-0.5,), (0,), ends), times=times)
+        self.say("output", StepOutput(0, (request,), (token,), (-0.5,), (0,), ends), times=times)
 
-    def until(self, method: str) -> Frame:
+    async def until(self, method: str) -> Frame:
         """Answers what is asked before."""
         answers = {"start": Capabilities(64), "load": LoadReport(0, 0.0, 0.0)}
-        while (frame := self.receive()) is not None:
-            if frame.method == method:
-                return frame
+        while (frame := await self.receive()).method != method:
             if frame.id:
-                self.send(frame.method, answers.get(frame.method), to=frame.id)
-        raise ConnectionError
+                self.reply(frame, answers.get(frame.method))
+        return frame
 
     def leave(self) -> None:
-        self._sock.shutdown(socket.SHUT_RDWR)
+        self.die("ended")
 
 
-Script = Callable[[Line], None]
+Script = Callable[[Line], Coroutine[Any, Any, None]]
 
 
-class ScriptedWorker(Worker):
-    """A thread in place of a process."""
+async def idle(line: Line) -> None:
+    await line.until("nothing that anybody asks for")
 
-    def __init__(self, script: Script, who: str, log: Path, on_push: Any) -> None:
-        super().__init__(who, log, on_push)
-        self._script = script
 
-    async def start(self, kind: str, fds: Any, cores: Any) -> None:
-        self._ended = asyncio.get_running_loop().create_future()
-        ours, theirs = socket.socketpair()
+class Scripted:
+    """Protocol `Launcher`: the first script is the first worker's, the next that of the one that replaces it, and so on.
 
-        def run() -> None:
-            line = Line(theirs)
-            try:
-                self._script(line)
-                while line.receive() is not None:
-                    pass
-            except OSError:
-                pass
-            theirs.close()
+    `broken`: raised instead of starting a worker when there is no script left."""
 
-        threading.Thread(target=run, daemon=True).start()
-        await self.channel.open(ours)
+    def __init__(self, scripts: Sequence[Script], broken: Exception | None = None) -> None:
+        self._scripts, self._broken = list(scripts), broken
 
-    def _lost(self, wrong: str) -> None:
-        assert self._ended is not None
-        if not self._ended.done():
-            self._ended.set_result(wrong or "ended")
+    def worker(self, job: Job, heard: Heard) -> FakeWorker:
+        if self._scripts or not self._broken:
+            script = self._scripts.pop(0) if self._scripts else idle
+            return FakeWorker(job.who, lambda: Line(script), heard, Promptly())
+        return Unstartable(job.who, self._broken)
+
+
+class Unstartable(FakeWorker):
+    def __init__(self, who: str, error: Exception) -> None:
+        super().__init__(who, lambda: Line(idle), lambda method, payload: None, Promptly())
+        self._error = error
+
+    async def start(self) -> None:
+        raise self._error
 
 
 class Facts:
@@ -104,39 +103,30 @@ class Facts:
 def over(
     *scripts: Script,
     use: Callable[[ProcessEngine, Facts], Coroutine[Any, Any, None]],
-    tmp_path: Path,
-    then: type[ScriptedWorker] = ScriptedWorker,
+    broken: Exception | None = None,
 ) -> None:
-    """The first script is the first worker's, the next that of the one that replaces it, and so on; behind them come workers of
-    the kind `then`."""
-    scripts_left = [lambda line: None, *scripts]  # the one that is never started
-
-    def make(who: str, log: Path, on_push: Any) -> Worker:
-        if scripts_left:
-            return ScriptedWorker(scripts_left.pop(0), who, log, on_push)
-        return then(lambda line: None, who, log, on_push)
-
     async def go() -> None:
         facts = Facts()
-        engine = ProcessEngine((), 0, tmp_path / "log", 2, facts, lambda: 0.0, make_worker=make)
+        launcher = Scripted(scripts, broken)
+        engine = ProcessEngine(launcher, Job("engine", "engine"), 2, facts, lambda: 0.0)
         try:
             await engine.launch()
             await engine.open(EngineStart("", {}, {}))
-            await engine.load(WeightUpdate(0, "full", "", 0, 0, 0.0))
-            await asyncio.wait_for(use(engine, facts), 120)
+            await engine.load(WeightUpdate(version=0, kind="full", fingerprint="", nbytes=0, seconds=0.0))
+            await use(engine, facts)
         finally:
             await engine.close()
 
-    asyncio.run(go())
+    virtual_time.run(go())
 
 
 def wanted(name: str) -> Request:
     return Request(name, (1, 2), Sampling(max_tokens=8))
 
 
-def test_what_is_said_twice_is_heard_once(tmp_path: Path) -> None:
-    def script(line: Line) -> None:
-        line.until("add")
+def test_what_is_said_twice_is_heard_once() -> None:
+    async def script(line: Line) -> None:
+        await line.until("add")
         for token in (5, 6, 7):
             line.tell("r", token, times=token - 4)
         line.tell("r", 8, "length", times=2)
@@ -146,20 +136,20 @@ def test_what_is_said_twice_is_heard_once(tmp_path: Path) -> None:
         assert answer.tokens == (5, 6, 7, 8) and answer.stop == "length"
         assert not facts.lost
 
-    over(script, use=use, tmp_path=tmp_path)
+    over(script, use=use)
 
 
-def test_what_is_missing_is_named_and_made_good_from_the_prefix(tmp_path: Path) -> None:
+def test_what_is_missing_is_named_and_made_good_from_the_prefix() -> None:
     went_on: list[Request] = []
 
-    def first(line: Line) -> None:
-        line.until("add")
+    async def first(line: Line) -> None:
+        await line.until("add")
         line.tell("r", 5)
         line.tell("r", 6, times=0)
         line.tell("r", 7)
 
-    def second(line: Line) -> None:
-        went_on.append(unpack(line.until("add").payload, Request))
+    async def second(line: Line) -> None:
+        went_on.append(unpack((await line.until("add")).payload, Request))
         line.tell("r", 6)
         line.tell("r", 7, "stop")
 
@@ -168,14 +158,14 @@ def test_what_is_missing_is_named_and_made_good_from_the_prefix(tmp_path: Path) 
         assert answer.tokens == (5, 6, 7), "neither lost nor twice"
         assert went_on[0].prefix == (5,)
         (lost,) = facts.lost
-        assert lost.how == "message 3 of the engine is lost: number 4 (output) came in its place"
+        assert lost.how == "was ended: message 3 of the engine is lost: number 4 (output) came in its place"
 
-    over(first, second, use=use, tmp_path=tmp_path)
+    over(first, second, use=use)
 
 
-def test_a_gap_ends_the_engine_where_it_may_die_no_more(tmp_path: Path) -> None:
-    def script(line: Line) -> None:
-        line.until("add")
+def test_a_gap_ends_the_engine_where_it_may_die_no_more() -> None:
+    async def script(line: Line) -> None:
+        await line.until("add")
         line.number += 3
         line.tell("r", 5)
 
@@ -184,11 +174,11 @@ def test_a_gap_ends_the_engine_where_it_may_die_no_more(tmp_path: Path) -> None:
             await engine.generate(wanted("r"))
         assert len(facts.lost) == 3
 
-    over(script, script, script, use=use, tmp_path=tmp_path)
+    over(script, script, script, use=use)
 
 
-def dies(line: Line) -> None:
-    line.until("add")
+async def dies(line: Line) -> None:
+    await line.until("add")
     line.leave()
 
 
@@ -200,16 +190,10 @@ def dies(line: Line) -> None:
         (RuntimeError("can't start new thread"), "died and could not be replaced: can't start new thread"),
     ],
 )
-def test_an_engine_that_cannot_be_replaced_ends_the_run_at_once(
-    tmp_path: Path, second: Exception | None, sentence: str
-) -> None:
+def test_an_engine_that_cannot_be_replaced_ends_the_run_at_once(second: Exception | None, sentence: str) -> None:
     """Whoever waits for it hears why: requests, calls, and the pipeline's sentinel. Nobody waits for a deadline."""
 
-    class Second(ScriptedWorker):
-        async def start(self, kind: str, fds: Any, cores: Any) -> None:
-            if second:
-                raise second
-            raise WorkerDied(self.who, "could not be started: [Errno 12] Cannot allocate memory")
+    broken = second or WorkerDied("engine", "could not be started: [Errno 12] Cannot allocate memory")
 
     async def use(engine: ProcessEngine, facts: Facts) -> None:
         for heard in (engine.generate(wanted("r")), engine.watch(), engine.stats(), engine.drain()):
@@ -217,26 +201,27 @@ def test_an_engine_that_cannot_be_replaced_ends_the_run_at_once(
                 await heard
         assert len(facts.lost) == 1
 
-    over(dies, use=use, tmp_path=tmp_path, then=Second)
+    over(dies, use=use, broken=broken)
 
 
 def test_a_worker_that_cannot_be_started_says_so(tmp_path: Path) -> None:
     async def go() -> None:
-        worker = Worker("engine", tmp_path / "gone" / "engine.log")  # a log that cannot be opened
+        launcher = LocalLauncher(tmp_path / "gone")  # no log can be opened there
+        worker = launcher.worker(Job("engine", "engine"), lambda method, payload: None)
         with pytest.raises(WorkerDied, match="engine process could not be started: .*No such file"):
-            await worker.start("engine", [], ())
-        assert "could not be started" in await worker.ended(), "and whoever waits for its end is not left waiting"
-        await worker.close()
+            await worker.start()
+        assert "could not be started" in await worker.watch(), "and whoever waits for its end is not left waiting"
+        await worker.end()
 
     asyncio.run(go())
 
 
-def test_listeners_hear_everything_first_and_as_it_was_said(tmp_path: Path) -> None:
-    def script(line: Line) -> None:
-        line.until("add")
+def test_listeners_hear_everything_first_and_as_it_was_said() -> None:
+    async def script(line: Line) -> None:
+        await line.until("add")
         for token in (5, 6):
             line.tell("r", token)
-        line.until("cancel")
+        await line.until("cancel")
         line.tell("r", 7, "stop")
 
     async def use(engine: ProcessEngine, facts: Facts) -> None:
@@ -256,19 +241,18 @@ def test_listeners_hear_everything_first_and_as_it_was_said(tmp_path: Path) -> N
         await seen.wait()
         now = engine.unfinished()["r"]
         assert now.tokens == [5, 6] and now.request == wanted("r") and not answer.done()
-        engine.unlisten(other.append)
-        engine._send("cancel", "nobody")
+        engine._keeper.push("cancel", "nobody")
         assert (await answer).tokens == (5, 6, 7)
         assert now.tokens == [5, 6] and not engine.unfinished(), "a copy"
         assert [(told.tokens, known) for told, known in heard] == [((5,), []), ((6,), [5]), ((7,), [5, 6])]
-        assert len(other) == 2
+        assert len(other) == 3
 
-    over(script, use=use, tmp_path=tmp_path)
+    over(script, use=use)
 
 
-def test_a_listener_that_cannot_keep_up_its_journal_ends_the_engine(tmp_path: Path) -> None:
-    def script(line: Line) -> None:
-        line.until("add")
+def test_a_listener_that_cannot_keep_up_its_journal_ends_the_engine() -> None:
+    async def script(line: Line) -> None:
+        await line.until("add")
         line.tell("r", 5)
         line.tell("r", 6, "stop")
 
@@ -284,22 +268,22 @@ def test_a_listener_that_cannot_keep_up_its_journal_ends_the_engine(tmp_path: Pa
         with pytest.raises(OSError, match="No space left"):
             await engine.generate(wanted("s"))
 
-    over(script, use=use, tmp_path=tmp_path)
+    over(script, use=use)
 
 
-def test_who_was_aborted_stays_so_when_the_process_dies_before_it_says_so(tmp_path: Path) -> None:
+def test_who_was_aborted_stays_so_when_the_process_dies_before_it_says_so() -> None:
     went_on: list[str] = []
 
-    def first(line: Line) -> None:
-        line.until("add")
+    async def first(line: Line) -> None:
+        await line.until("add")
         line.tell("r", 5)
-        line.send("abort", None, to=line.until("abort").id)
-        line.until("add")
+        line.reply(await line.until("abort"), None)
+        await line.until("add")
         line.tell("late", 6)
         line.leave()
 
-    def second(line: Line) -> None:
-        frame = line.until("add")
+    async def second(line: Line) -> None:
+        frame = await line.until("add")
         went_on.append(unpack(frame.payload, Request).id)
         line.tell("late", 7, "stop")
 
@@ -313,4 +297,4 @@ def test_who_was_aborted_stays_so_when_the_process_dies_before_it_says_so(tmp_pa
         assert (await early).stop == "interrupted" and (await early).tokens == (5,)
         assert (await late).tokens == (6, 7) and went_on == ["late"]
 
-    over(first, second, use=use, tmp_path=tmp_path)
+    over(first, second, use=use)

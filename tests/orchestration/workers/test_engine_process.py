@@ -18,13 +18,14 @@ import torch
 
 from headrace.engine.fake import FakeEngine
 from headrace.engine.native.runners.weights import parameters_from_dir
-from headrace.orchestration.workers.clients import ProcessEngine
+from headrace.orchestration.clients.engine import ProcessEngine
 from headrace.orchestration.workers.messages import EngineStart
-from headrace.protocols import Engine
+from headrace.orchestration.workers.process import LocalLauncher, LocalWorker
+from headrace.protocols import Engine, Job, Launcher
 from headrace.steps import StepOutput
 from headrace.types import Fork, Request, Sampling
-from headrace.weight_sync.memory import anonymous_memory
-from headrace.weight_sync.shared_memory import SharedMemorySender, lay_out
+from headrace.weight_sync.packed import lay_out
+from headrace.weight_sync.shared_memory import SharedMemory
 from headrace.weights import AdapterSpec, WeightUpdate
 
 PROMPT = (1, 3, 10, 11, 12, 13, 4)
@@ -35,33 +36,35 @@ class Silent:
         pass
 
 
-class Published(ProcessEngine):
-    """With what makes updates for it."""
+Publish = Callable[[int], WeightUpdate]
 
-    publish: Callable[[int], WeightUpdate]
+
+def worker_of(engine: ProcessEngine) -> LocalWorker:
+    worker = engine._keeper._worker
+    assert isinstance(worker, LocalWorker)
+    return worker
 
 
 @asynccontextmanager
-async def opened(model_dir: Path, logs: Path, **config: Any) -> AsyncIterator[Published]:
-
+async def opened(model_dir: Path, launcher: Launcher, **config: Any) -> AsyncIterator[tuple[ProcessEngine, Publish]]:
+    """An engine that serves version 0, and what publishes others for it."""
     parameters = parameters_from_dir(model_dir, torch.float32)
-    manifest, fd = lay_out(parameters.items(), torch.float32), anonymous_memory()
-    sender = SharedMemorySender(fd, {"": manifest})
+    manifests, transport = {"": lay_out(parameters.items(), torch.float32)}, SharedMemory.open()
+    sender = transport.sender(manifests)
 
     def publish(version: int) -> WeightUpdate:
         return sender.send(version, ((name, tensor * (1 + 0.1 * version)) for name, tensor in parameters.items()))
 
     settings = {"dtype": "float32", "device": "cpu", "kv_gib": 0.01, "context_length": 128, "max_running": 4, **config}
-    engine = Published((), fd, logs / "engine.log", 2, Silent(), lambda: 0.0)
-    engine.publish = publish
+    engine = ProcessEngine(launcher, Job("engine", "engine", (), transport.inherited), 2, Silent(), lambda: 0.0)
     try:
         await engine.launch()
-        await engine.open(EngineStart(str(model_dir), settings, {"": manifest}))
+        await engine.open(EngineStart(str(model_dir), settings, manifests, transport))
         await engine.load(publish(0))
-        yield engine
+        yield engine, publish
     finally:
         await engine.close()
-        os.close(fd)
+        transport.close()
 
 
 LONG = 500
@@ -93,7 +96,7 @@ async def sampled(engine: Engine) -> int:
 
 def test_it_is_controlled_forked_and_asked_for_scores(long_llama: Path, tmp_path: Path) -> None:
     async def go() -> None:
-        async with opened(long_llama, tmp_path, context_length=LONG + 100) as engine:
+        async with opened(long_llama, LocalLauncher(tmp_path), context_length=LONG + 100) as (engine, _):
             whole = await engine.generate(request("whole", 20, top_logprobs=2, return_mask=True))
             assert len(whole.tokens) == 20 and whole.top is not None and len(whole.top.tokens) == 20 * 2 * 4
             assert whole.mask is not None and len(whole.mask.offsets) == 21 * 8, "nothing was cut, at any position"
@@ -107,15 +110,13 @@ def test_it_is_controlled_forked_and_asked_for_scores(long_llama: Path, tmp_path
                 await engine.generate(Request("f", (), Sampling(max_tokens=5), fork=Fork("nobody", 0)))
             with pytest.raises(ValueError, match="no adapter north is loaded"):
                 await engine.generate(request("a", adapter="north"))
-            with pytest.raises(ValueError, match="no adapter north is loaded"):
-                await engine.unload("north")
             await controlled(engine)
 
     asyncio.run(go())
 
 
 async def controlled(engine: Engine) -> None:
-    """Pause, drain, abort: the same for the process and for the fake."""
+    """Drain, resume, abort: the same for the process and for the fake."""
     before = await sampled(engine)
     running = [asyncio.ensure_future(engine.generate(request(f"c{i}", LONG))) for i in range(2)]
 
@@ -123,10 +124,6 @@ async def controlled(engine: Engine) -> None:
         return await sampled(engine) > before + 4
 
     await until(begun)
-    await engine.pause()
-    still = await sampled(engine)
-    await asyncio.sleep(0.1)
-    assert await sampled(engine) <= still + 2 and not any(task.done() for task in running)
     drained = asyncio.ensure_future(engine.drain())
     await asyncio.sleep(0)
     late = asyncio.ensure_future(engine.generate(request("late", 3)))
@@ -146,23 +143,29 @@ async def controlled(engine: Engine) -> None:
 def test_the_fake_is_controlled_alike() -> None:
     async def go() -> None:
         engine = FakeEngine(0.001, length=lambda rng: LONG)
-        await engine.load(WeightUpdate(0, "full", "fake-0", 0, 0, 0.0))
+        await engine.load(WeightUpdate(version=0, kind="full", fingerprint="fake-0", nbytes=0, seconds=0.0))
         await controlled(engine)
         with pytest.raises(ValueError, match="nobody is not known"):
             await engine.generate(Request("f", (), Sampling(), fork=Fork("nobody", 0)))
-        await engine.load(WeightUpdate(4, "adapter", "fake-4", 0, 0, 0.0, AdapterSpec("north", 8, 16.0)))
+        await engine.load(
+            WeightUpdate(
+                version=4,
+                kind="adapter",
+                fingerprint="fake-4",
+                nbytes=0,
+                seconds=0.0,
+                adapter=AdapterSpec("north", 8, 16.0),
+            )
+        )
         answer = await engine.generate(request("a", 2, adapter="north"))
         assert set(answer.versions()) == {4}
-        await engine.unload("north")
-        with pytest.raises(ValueError, match="no adapter north"):
-            await engine.generate(request("b", adapter="north"))
 
     asyncio.run(go())
 
 
-def test_a_death_interrupts_forks_and_nothing_else_and_a_pause_outlives_it(long_llama: Path, tmp_path: Path) -> None:
+def test_a_death_interrupts_forks_and_nothing_else_and_a_drain_outlives_it(long_llama: Path, tmp_path: Path) -> None:
     async def go() -> None:
-        async with opened(long_llama, tmp_path, context_length=LONG + 100) as engine:
+        async with opened(long_llama, LocalLauncher(tmp_path), context_length=LONG + 100) as (engine, _):
             alone = await engine.generate(request("alone", LONG))
             plain = asyncio.ensure_future(engine.generate(request("plain", LONG, prompt_logprobs=True)))
             fork = asyncio.ensure_future(engine.generate(Request("fork", (), Sampling(max_tokens=LONG, ignore_eos=True), fork=Fork("alone", 3))))  # fmt: skip
@@ -172,13 +175,18 @@ def test_a_death_interrupts_forks_and_nothing_else_and_a_pause_outlives_it(long_
                 return await sampled(engine) > before + 8
 
             await until(begun)
-            await engine.pause()
-            engine.worker.kill()
+            draining = asyncio.ensure_future(engine.drain())
+            await asyncio.sleep(0)
+            engine.kill()
+            late = asyncio.ensure_future(engine.generate(request("late", 3)))
             assert (await fork).stop == "interrupted" and (await fork).tokens
             stats = await engine.stats()
-            assert stats.sampled_tokens > before and stats.version == 0 and not plain.done()
-            await engine.resume()
+            assert stats.sampled_tokens > before and stats.version == 0
             answer = await plain
+            await draining
+            assert not late.done(), "the process that replaced it admits nobody new either"
+            await engine.resume()
+            assert (await late).stop == "length"
             assert answer.tokens == alone.tokens and answer.stop == "length"
             assert answer.prompt_logprobs is not None and len(answer.prompt_logprobs) == len(PROMPT) - 1
 
@@ -187,7 +195,7 @@ def test_a_death_interrupts_forks_and_nothing_else_and_a_pause_outlives_it(long_
 
 def test_updates_are_streamed_and_a_death_in_their_middle_leaves_nothing_half(tiny_llama: Path, tmp_path: Path) -> None:
     async def go() -> None:
-        async with opened(tiny_llama, tmp_path, context_length=256) as engine:
+        async with opened(tiny_llama, LocalLauncher(tmp_path), context_length=256) as (engine, publish):
             outputs: list[StepOutput] = []
             engine.listen(lambda told: outputs.append(msgspec.msgpack.decode(told, type=StepOutput)))
             running = [asyncio.ensure_future(engine.generate(request(f"r{i}", 240))) for i in range(60)]  # most wait
@@ -199,7 +207,7 @@ def test_updates_are_streamed_and_a_death_in_their_middle_leaves_nothing_half(ti
                 return outputs[-1].version == 1 and bool(outputs[-1].tokens)
 
             await until(begun)
-            report = await engine.load(engine.publish(1), parts=6)
+            report = await engine.load(publish(1), parts=6)
             await until(new_ones)
             await engine.abort()
             answers = await asyncio.gather(*running)
@@ -211,9 +219,9 @@ def test_updates_are_streamed_and_a_death_in_their_middle_leaves_nothing_half(ti
             assert sum(len(told.tokens) for told in outputs) == sum(len(answer.tokens) for answer in answers)
             assert sum(len(told.tokens) for told in outputs if told.mixed) == report.mixed_tokens
 
-            loading = asyncio.ensure_future(engine.load(engine.publish(2), parts=6))
+            loading = asyncio.ensure_future(engine.load(publish(2), parts=6))
             await asyncio.sleep(0.002)
-            engine.worker.kill()
+            engine.kill()
             assert (await loading).version == 2
             answer = await engine.generate(request("after", 5))
             assert {(span.version, span.mixed) for span in answer.spans} == {(2, False)}
@@ -228,8 +236,8 @@ def test_a_worker_shows_where_it_stands_when_it_is_asked(
     monkeypatch.setenv("HEADRACE_STACKS", str(stacks))
 
     async def go() -> None:
-        async with opened(tiny_llama, tmp_path) as engine:
-            os.kill(engine.worker.pid, signal.SIGUSR1)
+        async with opened(tiny_llama, LocalLauncher(tmp_path)) as (engine, _):
+            os.kill(worker_of(engine).pid, signal.SIGUSR1)
 
             async def shown() -> bool:
                 return "most recent call first" in stacks.read_text() and "engine_loop.py" in stacks.read_text()

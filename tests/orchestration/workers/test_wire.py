@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from msgspec import Raw
 
 from headrace.errors import ConfigError, HeadraceError, WorkerDied
 from headrace.orchestration.workers.wire import Channel, Frame, WorkerEnd, name_of, pack, pack_payload, unpack
@@ -21,10 +22,10 @@ def joined(serve: Callable[[WorkerEnd], None], use: Callable[[Channel], Any]) ->
     thread = threading.Thread(target=serve, args=(WorkerEnd(theirs),), daemon=True)
 
     async def main() -> Any:
-        pushed: list[Frame] = []
+        pushed: list[tuple[str, Raw]] = []
         lost: list[str] = []
-        channel = Channel("engine", pushed.append, lost.append)
-        await channel.open(ours)
+        channel = Channel("engine", lambda *push: pushed.append(push), lost.append)
+        channel.open(*await asyncio.open_connection(sock=ours))
         thread.start()
         try:
             return await asyncio.wait_for(use(channel), 120), pushed, lost
@@ -49,7 +50,7 @@ def test_calls_are_answered_and_pushes_arrive_before() -> None:
 
     answers, pushed, _ = joined(echo, use)
     assert answers == [[float(i)] for i in range(50)]
-    assert unpack(pushed[0].payload, StepOutput).finished[0].stop == "stop" and len(pushed) == 50
+    assert unpack(pushed[0][1], StepOutput).finished[0].stop == "stop" and len(pushed) == 50
 
 
 @pytest.mark.parametrize(

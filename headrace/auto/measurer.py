@@ -1,0 +1,149 @@
+"""Where figures come from: measured once on a machine for a model of one shape, and kept in the cache."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from headrace.auto.candidates import CANDIDATES, Candidate, Figures
+from headrace.auto.slices import slice_of
+from headrace.durable.files import replace_file
+from headrace.models.resolve import cache_dir
+from headrace.observe.machine import cpu_model
+
+SECONDS = 300
+"""After which a measurement is given up: enough for a machine that is busy, where some ten are usual."""
+TOO_SMALL = 5_000_000
+"""Parameters of a model that is as fast in every way."""
+MEASURING = "headrace: measuring what this machine does fastest with this model: once, about ten seconds where nothing else runs"
+LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "HEADRACE_INSTRUCTIONS", "CXX")
+"""Variables that change what is measured."""
+SOURCES = ("native/src", "engine/native/kernels", "trainer/kernels")
+
+
+class Measurer(Protocol):
+    def measure(self, config: Mapping[str, Any], threads: Sequence[int]) -> Figures:
+        """Of the model of a `config.json`. `threads`: the numbers to choose from. Never raises: `Figures.problem` says why there
+        are none."""
+
+
+@dataclass
+class FakeMeasurer:
+    """Knows its figures, for tests."""
+
+    figures: Figures
+    asked: list[tuple[Mapping[str, Any], tuple[int, ...]]] = field(default_factory=list)
+
+    def measure(self, config: Mapping[str, Any], threads: Sequence[int]) -> Figures:
+        self.asked.append((config, tuple(threads)))
+        return self.figures
+
+
+class ProbeMeasurer:
+    """Times a piece of the model in a process of its own."""
+
+    def measure(self, config: Mapping[str, Any], threads: Sequence[int]) -> Figures:
+        piece = slice_of(config)
+        if piece is None:
+            return Figures(problem="the model's config.json does not say how large its layers are")
+        if piece.parameters < TOO_SMALL:
+            return Figures(problem="so small a model is as fast in every way")
+        place = cache_dir() / "measured" / f"{fingerprint(piece.config, threads)}.json"
+        if (kept := _read(place)) is not None:
+            return kept
+        print(MEASURING, file=sys.stderr, flush=True)
+        figures = _ask(config, threads)
+        if not figures.problem:
+            _keep(place, figures)
+        return figures
+
+
+def fingerprint(config: Mapping[str, Any], threads: Sequence[int]) -> str:
+    """Of all that figures depend on: the processor with its instruction sets, versions, kernels, and the shape of the model."""
+    parts = [
+        cpu_model(),
+        _instructions(),
+        *(f"{name}={os.environ.get(name, '')}" for name in LIMITS),
+        platform.machine(),
+        *(metadata.version(name) for name in ("headrace", "torch", "transformers")),
+        json.dumps(CANDIDATES),
+        json.dumps(config, sort_keys=True, default=str),
+        json.dumps(tuple(threads)),
+    ]
+    package = Path(__file__).parent.parent
+    for folder in SOURCES:
+        for path in sorted((package / folder).rglob("*")):
+            if path.suffix in (".cpp", ".h", ".py"):
+                parts.append(path.read_text(encoding="utf-8"))
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def thread_counts(cores: int) -> tuple[int, ...]:
+    """Worth comparing: a thread for each core that a process may use, and one for each pair of those that share one."""
+    siblings = set()
+    for cpu in sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ():
+        try:
+            siblings.add(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text())
+        except OSError:
+            return (cores,)
+    return tuple(sorted({min(cores, len(siblings) or cores), cores}))
+
+
+def _ask(config: Mapping[str, Any], threads: Sequence[int]) -> Figures:
+    question = {"config": dict(config), "candidates": [tuple(one) for one in _all()], "threads": list(threads)}
+    quiet = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "TOKENIZERS_PARALLELISM": "false"}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "headrace.auto.probe"],
+            input=msgspec.json.encode(question),
+            capture_output=True,
+            timeout=SECONDS,
+            env={**os.environ, **quiet},
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Figures(problem=f"the measurement could not be made: {error}")
+    try:
+        return msgspec.json.decode(done.stdout, type=Figures)
+    except msgspec.DecodeError:
+        words = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {done.returncode}"]
+        return Figures(problem=f"the measurement failed: {words[-1]}")
+
+
+def _all() -> tuple[Candidate, ...]:
+    return CANDIDATES
+
+
+def _read(place: Path) -> Figures | None:
+    try:
+        return msgspec.json.decode(place.read_bytes(), type=Figures)
+    except (OSError, msgspec.DecodeError):  # none, or one of another version
+        return None
+
+
+def _keep(place: Path, figures: Figures) -> None:
+    """Where the cache cannot be written, the next start measures again."""
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(place, msgspec.json.encode(figures))
+    except OSError:
+        pass
+
+
+def _instructions() -> str:
+    """Sets of instructions, where the system tells them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")

@@ -1,0 +1,221 @@
+"""Times a piece of a model in every way that can be chosen; runs in a process of its own (`python -m headrace.auto.probe`).
+
+A question is read from the standard input and figures are written to the standard output, both as JSON. CPU time of one thread is
+what is compared, and the least of several rounds: a busy machine makes a pass wait, which CPU time does not count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from headrace.auto.candidates import Candidate, Figures
+from headrace.auto.slices import Slice, slice_of
+from headrace.engine.config import EngineConfig
+from headrace.engine.native.batch import BLOCK, Batch
+from headrace.engine.native.parts import read_model
+from headrace.errors import ConfigError
+from headrace.trainer.config import TrainConfig
+from headrace.types import Row, Struct
+
+ROWS, CONTEXT = 32, 40
+"""Sequences that are decoded at once, and tokens that each of them has already."""
+OPERATIONS = 12e9
+"""Of one forward and backward pass of the trainer: sets its number of tokens."""
+FEWEST, MOST = 22, 264
+"""Tokens of it."""
+GROUP, PROMPT = 8, 3
+"""Completions in it, and how many times as long as one of them their prompt is."""
+ROUNDS, ENOUGH = 4, 0.1
+"""Measurements of a candidate, and CPU-seconds of one of them."""
+HOPELESS = 1.5
+"""Times the best so far: what takes so much longer is not measured again."""
+
+
+class Question(Struct, frozen=True):
+    config: dict[str, Any]
+    """The model's, as in its `config.json`."""
+    candidates: tuple[tuple[str, str, str], ...]
+    """As `Candidate` has them."""
+    threads: tuple[int, ...]
+    """Numbers of threads to compare; one of them needs no measurement."""
+
+
+class Clock:
+    """Finds the least CPU time of a call. `best`: of all that was timed with this clock."""
+
+    def __init__(self, now: Callable[[], float] = time.process_time) -> None:
+        self._now, self.best = now, float("inf")
+
+    def time(self, work: Callable[[], Any]) -> float:
+        """Seconds of one call, after one that is not counted."""
+        work()
+        least = float("inf")
+        for _ in range(ROUNDS):
+            began, calls = self._now(), 0
+            while not calls or self._now() - began < ENOUGH:
+                work()
+                calls += 1
+            least = min(least, (self._now() - began) / calls)
+            if least > HOPELESS * self.best:
+                break
+        self.best = min(self.best, least)
+        return least
+
+
+def measure(question: Question) -> Figures:
+    """Figures of the whole model. A candidate that this machine or this model has not is left out."""
+    began = time.perf_counter()
+    piece = slice_of(question.config)
+    if piece is None:
+        return Figures(problem="the model's config.json does not say how large its layers are")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    wanted = [Candidate(part, dtype, path) for part, dtype, path in question.candidates]  # type: ignore[arg-type]
+    with tempfile.TemporaryDirectory(prefix="headrace-auto-") as folder:
+        directory = Path(folder)
+        (directory / "config.json").write_bytes(msgspec.json.encode(piece.config))
+        engines, passes = _engines([one for one in wanted if one.part == "engine"], directory, piece.scale)
+        trainers, update = _trainers([one for one in wanted if one.part == "trainer"], directory, piece)
+        threads = _threads(passes, question.threads, directory) if len(question.threads) > 1 else {}
+    return Figures(engines | trainers, update, threads, ROWS, time.perf_counter() - began)
+
+
+# --- the engine --------------------------------------------------------------------------------------------------------
+
+
+def _engines(wanted: list[Candidate], directory: Path, scale: float) -> tuple[dict[str, float], Candidate | None]:
+    """Tokens a CPU-second by candidate, and the fastest. Hugging Face's own forward is tried where neither of ours serves."""
+    clock, found = Clock(), dict[Candidate, float]()
+    for one in wanted:
+        if one.path == "hf" and any(other.path != "hf" for other in found):
+            continue
+        with contextlib.suppress(ConfigError):
+            found[one] = clock.time(_engine_pass(one, directory)) * scale
+    tokens = {one.name: ROWS / seconds for one, seconds in found.items()}
+    return tokens, min(found, key=lambda one: found[one]) if found else None
+
+
+def _engine_pass(one: Candidate, directory: Path) -> Callable[[], Any]:
+    """Raises ConfigError where it does not serve this model here."""
+    settings: dict[str, Any] = {"dtype": one.dtype, "path": one.path}
+    model = read_model(directory, EngineConfig(device="cpu", context_length=4 * BLOCK, **settings))
+    tensors = {name: torch.randn(shape, dtype=torch.float32).mul_(0.02) for name, shape in model.shapes.items()}
+    blocks = -(-(CONTEXT + 1) // BLOCK)
+    model.runner.allocate(ROWS * blocks)
+    model.runner.use(model.prepare({name: tensor.to(model.dtype) for name, tensor in tensors.items()}))
+    batch = Batch(
+        tokens=np.arange(ROWS, dtype=np.int64) % model.vocabulary,
+        starts=np.arange(ROWS + 1, dtype=np.int32),
+        context=np.full(ROWS, CONTEXT, dtype=np.int32),
+        tables=np.arange(ROWS * blocks, dtype=np.int32).reshape(ROWS, blocks),
+        rows=np.arange(ROWS, dtype=np.int64),
+        adapters=np.full(ROWS, -1, dtype=np.int32),
+    )
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return model.runner.forward(batch)
+
+    return forward
+
+
+def _threads(fastest: Candidate | None, counts: tuple[int, ...], directory: Path) -> dict[int, float]:
+    """Seconds of a pass, by the clock on the wall: the least of several, because others may be at work."""
+    timed = {}
+    for count in counts if fastest else ():
+        assert fastest is not None
+        torch.set_num_threads(count)
+        timed[count] = Clock(time.perf_counter).time(_engine_pass(fastest, directory))
+    return timed
+
+
+# --- the trainer -------------------------------------------------------------------------------------------------------
+
+
+def _trainers(wanted: list[Candidate], directory: Path, piece: Slice) -> tuple[dict[str, float], float]:
+    """Tokens a CPU-second by candidate, and CPU-seconds of an update of the whole model."""
+    if not wanted:
+        return {}, 0.0
+    clock, tokens, update = Clock(), {}, 0.0
+    count = int(min(MOST, max(FEWEST, OPERATIONS * piece.scale / (6 * piece.parameters))))
+    count -= count % (GROUP + PROMPT)
+    for path in dict.fromkeys(one.path for one in wanted):
+        for one, work, adamw in _trainer_passes(path, [c for c in wanted if c.path == path], directory, count):
+            tokens[one.name] = count / (clock.time(work) * piece.scale)
+            update = update or Clock().time(adamw) * piece.scale
+    return tokens, update
+
+
+def _trainer_passes(
+    path: str, wanted: list[Candidate], directory: Path, count: int
+) -> Iterator[tuple[Candidate, Callable[[], Any], Callable[[], Any]]]:
+    """For each dtype a forward and backward pass over `count` tokens, and an update. One model serves all of a path."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from headrace.trainer.forward.forward import choose_forward
+    from headrace.trainer.forward.fused_model import fuse
+    from headrace.trainer.step.optimizer import apply, make_optimizer
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=torch.float32).eval()
+    forward = choose_forward(model)
+    if path == "kernels" and not fuse(forward):
+        return
+    pack = _group(count, model.get_input_embeddings().weight.shape[0])
+    optimizer = make_optimizer(model.named_parameters(), TrainConfig())
+    for one in wanted:
+        dtype = getattr(torch, one.dtype)
+
+        def work(dtype: torch.dtype = dtype) -> None:
+            with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+                forward.logprobs(pack, 1.0, dtype).logprob.sum().backward()
+
+        def update() -> None:
+            for parameter in model.parameters():
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            apply(optimizer, 0.0, 1.0)
+
+        yield one, work, update
+
+
+def _group(count: int, vocabulary: int) -> Any:
+    """A prompt and `GROUP` completions of it, of about `count` tokens together: they share the prompt, as a group of a run does."""
+    from headrace.packing import pack_rows
+
+    length = max(1, count // (GROUP + PROMPT))
+    tokens = [i * 7919 % vocabulary for i in range((GROUP + PROMPT) * length)]
+    prompt, zeros = tuple(tokens[: PROMPT * length]), (0.0,) * length
+    starts = range(PROMPT * length, len(tokens), length)
+    rows = [
+        Row(
+            prompt=prompt,
+            tokens=tuple(tokens[start : start + length]),
+            logprobs=zeros,
+            advantages=zeros,
+            mask=(True,) * length,
+            versions=(0,) * length,
+        )
+        for start in starts
+    ]
+    return pack_rows(rows, lambda counts, _: [1.0] * len(counts), 0, len(tokens), step=0).packs[0]
+
+
+def main() -> None:
+    question = msgspec.json.decode(sys.stdin.buffer.read(), type=Question)
+    with contextlib.redirect_stdout(sys.stderr):  # what libraries print is no answer
+        figures = measure(question)
+    sys.stdout.buffer.write(msgspec.json.encode(figures))
+
+
+if __name__ == "__main__":
+    main()

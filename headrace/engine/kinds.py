@@ -1,0 +1,22 @@
+"""The engines there are, a line each: what `engine.kind` may be, and the class behind it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from headrace.protocols import EngineCore
+
+ENGINES = {
+    "native": "headrace.engine.native.core:NativeEngine",
+}
+"""A class of protocol `EngineCore` that is made of a model's directory and an `EngineConfig`. By name, because only the process
+that serves it imports it."""
+
+
+def core_class(kind: str) -> Callable[[Path, Any], EngineCore]:
+    module, _, name = ENGINES[kind].partition(":")
+    found: Callable[[Path, Any], EngineCore] = getattr(importlib.import_module(module), name)
+    return found

@@ -1,0 +1,135 @@
+"""The one place where a pipeline is put together, for runs, the fault simulation, the planner and tests alike.
+
+`stand` brings buffer, interrupts and task to where the run left off; `assemble` joins them with everything else; `go_live` makes
+the engine serve the trainer's weights, which is what `Pipeline.run` begins with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from headrace.algo.advantage.groups import Algorithm
+from headrace.algo.noise import NoiseWatch
+from headrace.durable.journal import Journal, JournalStep
+from headrace.observe.facts import WeightsLive
+from headrace.observe.telemetry import Telemetry
+from headrace.orchestration.loops.evaluation import Evaluator
+from headrace.orchestration.loops.identity import IdentityProbe
+from headrace.orchestration.loops.ledger import Ledger
+from headrace.orchestration.loops.minutes import Minutes
+from headrace.orchestration.loops.parts import Parts
+from headrace.orchestration.loops.turns import Turns
+from headrace.orchestration.plan import Plan
+from headrace.orchestration.store.recovery import Past, recover
+from headrace.orchestration.store.snapshots import Snapshots
+from headrace.protocols import Engine, Scorer, Task, Trainer
+from headrace.rollouts.buffer import Buffer
+from headrace.rollouts.partial import Interrupts, PartialConfig
+from headrace.rollouts.rollout import Decode
+from headrace.settings.process_config import EvalConfig
+from headrace.types import Prompt
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a run is, before its loops begin."""
+
+    buffer: Buffer
+    interrupts: Interrupts
+    redo: Sequence[JournalStep]
+    """Steps after the checkpoint, which the trainer has to do again before anything else."""
+    outlived: bool
+    """Whether the passes since the checkpoint cannot be used (see `recover`)."""
+    step: int
+    """Optimizer steps that the trainer has done when it has loaded the checkpoint."""
+
+
+def stand(
+    *,
+    plan: Plan,
+    task: Task,
+    engine: Engine,
+    partial: PartialConfig,
+    telemetry: Telemetry,
+    past: Past | None,
+    buffer: Buffer | None = None,
+) -> Standing:
+    """`past`: what a resumed run has behind it. Raises ConfigError when the task gives other prompts than it did."""
+    buffer = buffer or Buffer(plan.staleness, plan.steps * plan.staleness.groups_per_step)
+    interrupts = Interrupts(engine, partial, telemetry.waits, telemetry.clock)
+    redo, outlived = recover(past, task, buffer, interrupts, plan) if past else ([], False)
+    return Standing(buffer, interrupts, redo, outlived, past.saved_step if past else 0)
+
+
+def assemble(
+    *,
+    plan: Plan,
+    standing: Standing,
+    telemetry: Telemetry,
+    task: Task,
+    engine: Engine,
+    trainer: Trainer,
+    scorer: Scorer,
+    evaluated_by: Scorer,
+    held_out: Sequence[Prompt],
+    evaluation: EvalConfig,
+    algorithm: Algorithm,
+    decode: Decode,
+    journal: Journal,
+    snapshots: Snapshots,
+    probe: IdentityProbe,
+    turns: Turns | None = None,
+    noise: NoiseWatch | None = None,
+    minutes: Minutes | None = None,
+    sentinels: Sequence[Callable[[], Awaitable[None]]] = (),
+) -> Parts:
+    """`scorer`: of what is trained on; `evaluated_by`: of the held-out prompts, without penalties and teachers' traces."""
+    buffer, interrupts = standing.buffer, standing.interrupts
+    return Parts(
+        task=task,
+        engine=engine,
+        interrupts=interrupts,
+        trainer=trainer,
+        scorer=scorer,
+        telemetry=telemetry,
+        journal=journal,
+        buffer=buffer,
+        ledger=Ledger(journal, buffer, telemetry),
+        algorithm=algorithm,
+        decode=decode,
+        snapshots=snapshots,
+        probe=probe,
+        evaluator=Evaluator(
+            generate=interrupts.once,
+            scorer=evaluated_by,
+            prompts=held_out,
+            config=evaluation,
+            rollout=plan.rollout,
+            decode=decode,
+            telemetry=telemetry,
+            adapter=plan.adapter,
+        ),
+        turns=turns or Turns(),
+        noise=noise or NoiseWatch(),
+        minutes=minutes or Minutes(),
+        sentinels=sentinels,
+    )
+
+
+async def go_live(
+    parts: Parts, adapter: str = "", serve_base: Callable[[], Awaitable[None]] | None = None
+) -> float | None:
+    """Publishes the trainer's weights, loads them into the engine, and proves that they are the same (C3).
+
+    `serve_base`: makes the base live beside which an adapter is served. Returns the root mean square of the probe's differences,
+    nats; None where the probe is switched off."""
+    telemetry = parts.telemetry
+    async with telemetry.waits.named("start", "the first weights to be live"):
+        if serve_base:
+            await serve_base()
+        update = await parts.trainer.publish(adapter)
+        expected = await parts.probe.trainer_side(parts.trainer, update.version, always=True)
+        load = await parts.engine.load(update)
+        telemetry.record(WeightsLive(telemetry.clock(), update, load))
+        return await parts.probe.engine_side(parts.engine, update.version, expected)

@@ -1,0 +1,170 @@
+"""An engine in a worker's process, as the pipeline sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from headrace.engine.streaming import check_parts
+from headrace.errors import HeadraceError
+from headrace.observe.facts import EngineSample, WorkerLost
+from headrace.orchestration.clients.keeper import Keeper
+from headrace.orchestration.clients.requests import RequestBook
+from headrace.orchestration.workers.messages import EngineStart
+from headrace.orchestration.workers.wire import unpack
+from headrace.protocols import Job, Launcher, Observer, Worker
+from headrace.reports import Capabilities, EngineStats, LoadReport
+from headrace.steps import StepOutput, Transcript
+from headrace.types import Completion, Request, scoring
+from headrace.weights import WeightUpdate
+
+TOTALS = (
+    "sampled_tokens", "prompt_tokens", "steps", "busy_seconds", "asked_tokens", "cached_tokens", "recomputed_tokens", "swaps",
+    "preemptions",
+)  # fmt: skip
+"""Statistics that count from the start of a process."""
+
+
+class ProcessEngine:
+    """Protocol `Engine`. A dead process is replaced at once: current weights first, then every request from its prefix."""
+
+    def __init__(
+        self, launcher: Launcher, job: Job, max_deaths: int, observer: Observer, clock: Callable[[], float]
+    ) -> None:
+        self._who, self._observer, self._clock = job.who, observer, clock
+        self._book = RequestBook()
+        self._keeper = Keeper(launcher, job, max_deaths, self, self._heard)
+        self._wanted: dict[str, WeightUpdate] = {}
+        """The newest weights by adapter; the base model's go by the empty name."""
+        self._live: dict[str, LoadReport] = {}
+        self._held: Literal["", "drain"] = ""
+        self._scorings = itertools.count()
+        self._earlier = EngineStats()
+        """What dead processes had done, so that totals never go back."""
+        self._latest = EngineStats()
+        self.capabilities = Capabilities(context_length=0)
+
+    async def launch(self) -> None:
+        """Starts the process, which imports what it needs beside whatever else goes on."""
+        await self._keeper.launch()
+
+    async def open(self, start: EngineStart) -> None:
+        self._start = start
+        await self._keeper.open()
+
+    async def generate(self, request: Request) -> Completion:
+        await self._keeper.until_up()
+        pending = self._book.enter(request)
+        self._keeper.push("add", request)
+        try:
+            return await pending.done
+        except asyncio.CancelledError:
+            self._keeper.push("cancel", request.id)
+            raise
+        finally:
+            self._book.leave(request.id)
+
+    async def load(self, update: WeightUpdate, parts: int = 1) -> LoadReport:
+        check_parts(update, parts)
+        name = update.adapter.name if update.adapter else ""
+        before = self._wanted.get(name)
+        self._wanted[name] = update
+        try:
+            return await self._keeper.retrying(lambda worker: self._load(worker, name, update, parts))
+        except (HeadraceError, ValueError):
+            if before is None:  # refused: a process that is respawned has no use for it
+                del self._wanted[name]
+            else:
+                self._wanted[name] = before
+            raise
+
+    async def score(self, tokens: Sequence[int], adapter: str = "") -> Completion:
+        return await self.generate(scoring(f"score/{next(self._scorings)}", tokens, priority=-1, adapter=adapter))
+
+    async def drain(self) -> None:
+        self._held = "drain"
+        await self._keeper.ask("drain", None, type(None))
+
+    async def resume(self) -> None:
+        self._held = ""
+        await self._keeper.ask("resume", None, type(None))
+
+    async def abort(self) -> None:
+        self._book.abort()
+        if self._keeper.is_up:
+            await self._keeper.ask_once("abort")  # over a death, `reissued` ends them
+        else:
+            self._book.interrupt_aborted()
+
+    def unfinished(self, among: Iterable[str] | None = None) -> Mapping[str, Transcript]:
+        return self._book.unfinished(among)
+
+    def listen(self, listener: Callable[[bytes], None]) -> None:
+        self._book.listen(listener)
+
+    async def stats(self) -> EngineStats:
+        self._latest = await self._keeper.ask("stats", None, EngineStats)
+        return self._totals()
+
+    async def watch(self) -> None:
+        await self._keeper.watch()
+
+    def kill(self) -> None:
+        self._keeper.kill()
+
+    async def close(self) -> None:
+        await self._keeper.close()
+
+    # -- for the keeper (protocol `Ward`) -----------------------------------------------------------------------------------
+
+    async def begin(self, worker: Worker) -> None:
+        self.capabilities = await worker.call("start", self._start, Capabilities)
+
+    async def resume_in(self, worker: Worker) -> None:
+        self._live = {}
+        for name, update in self._wanted.items():  # the base model's came first
+            await self._load(worker, name, update)
+        for request in self._book.reissued():
+            self._keeper.push("add", request)
+        if self._held:
+            self._keeper.push(self._held, None)
+
+    def died(self, how: str, deaths: int) -> None:
+        self._earlier, self._latest = self._totals(), EngineStats()
+        self._observer.record(WorkerLost(self._clock(), self._who, how, deaths, len(self._book)))
+
+    def given_up(self, error: Exception) -> None:
+        self._book.give_up(error)
+
+    # -- inside ---------------------------------------------------------------------------------------------------------
+
+    async def _load(self, worker: Worker, name: str, update: WeightUpdate, parts: int = 1) -> LoadReport:
+        """A process that was respawned meanwhile has been given the newest update already."""
+        if name not in self._live or self._live[name].version != update.version:
+            self._live[name] = await worker.call("load", (update, parts), LoadReport)
+        return self._live[name]
+
+    def _heard(self, method: str, payload: msgspec.Raw) -> None:
+        if method == "output":
+            self._on_output(payload)
+        elif method == "stats":
+            self._latest = unpack(payload, EngineStats)
+            self._observer.record(EngineSample(self._clock(), self._totals()))
+        elif method == "refused":
+            self._book.refuse(*unpack(payload, tuple[str, str]))
+
+    def _on_output(self, output: msgspec.Raw) -> None:
+        try:
+            self._book.tell(bytes(output))
+        except Exception as error:  # a journal that cannot be written, say: what comes next would not be in it
+            self._keeper.give_up(error)
+        if not self._keeper.is_lost:
+            self._book.enter_output(unpack(output, StepOutput))
+
+    def _totals(self) -> EngineStats:
+        before, now = self._earlier, self._latest
+        return msgspec.structs.replace(now, **{name: getattr(before, name) + getattr(now, name) for name in TOTALS})

@@ -1,0 +1,111 @@
+"""The requests that an engine has: what is known of each is all that another process needs to go on with it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from headrace.steps import Finished, StepOutput, Transcript, write_down
+from headrace.types import Completion, Request
+
+
+@dataclass
+class Pending(Transcript):
+    """A request under way."""
+
+    done: asyncio.Future[Completion] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    aborted: bool = False
+    """It is to end; no other process goes on with it."""
+
+    def rest(self) -> Request:
+        """What another process is asked for."""
+        return msgspec.structs.replace(
+            self.request,
+            prefix=(*self.request.prefix, *self.tokens),
+            prompt_logprobs=self.request.prompt_logprobs and self.scores is None,
+        )
+
+    def finish(self, end: Finished) -> None:
+        if not self.done.done():
+            self.end = end
+            self.done.set_result(self.completion(end))
+
+    def interrupt(self) -> None:
+        self.finish(Finished(self.request.id, "interrupted"))
+
+    def fail(self, error: Exception) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
+
+
+class RequestBook:
+    def __init__(self) -> None:
+        self._pending: dict[str, Pending] = {}
+        self._left: dict[str, Pending] = {}
+        """What was under way when the engine was given up."""
+        self._listeners: list[Callable[[bytes], None]] = []
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def enter(self, request: Request) -> Pending:
+        if request.id in self._pending:
+            raise ValueError(f"a request {request.id} is here already; give every request an id of its own")
+        pending = self._pending[request.id] = Pending(request)
+        return pending
+
+    def leave(self, request_id: str) -> None:
+        del self._pending[request_id]
+
+    def listen(self, listener: Callable[[bytes], None]) -> None:
+        self._listeners.append(listener)
+
+    def unfinished(self, among: Iterable[str] | None) -> Mapping[str, Transcript]:
+        here = self._left or self._pending
+        return {name: here[name].copy() for name in (list(here) if among is None else among) if name in here}
+
+    # -- from the engine --------------------------------------------------------------------------------------------------
+
+    def tell(self, output: bytes) -> None:
+        """Listeners are given it before anything is entered. Raises what they raise."""
+        for listener in self._listeners:
+            listener(output)
+
+    def enter_output(self, output: StepOutput) -> None:
+        write_down(output, self._pending.get)
+        for end in output.finished:
+            if pending := self._pending.get(end.request_id):
+                pending.finish(end)
+
+    def refuse(self, request_id: str, message: str) -> None:
+        if pending := self._pending.get(request_id):
+            pending.fail(ValueError(message))
+
+    # -- over a death -----------------------------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """All that is here is to end, whichever process hears of it."""
+        for pending in self._pending.values():
+            pending.aborted = True
+
+    def interrupt_aborted(self) -> None:
+        """Where no process is left that could end them."""
+        for pending in self._pending.values():
+            if pending.aborted:
+                pending.interrupt()
+
+    def reissued(self) -> list[Request]:
+        """What a new process is asked for. Forks end: the cache entries that they went on from are gone."""
+        self.interrupt_aborted()
+        for pending in self._pending.values():
+            if pending.request.fork:
+                pending.interrupt()
+        return [pending.rest() for pending in self._pending.values() if not pending.done.done()]
+
+    def give_up(self, error: Exception) -> None:
+        self._left = dict(self._pending)
+        for pending in self._pending.values():
+            pending.fail(error)

@@ -1,0 +1,50 @@
+"""A trainer in a worker's process, as the pipeline sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from headrace.errors import WorkerDied
+from headrace.orchestration.workers.messages import TrainerReady, TrainerStart
+from headrace.protocols import Job, Launcher
+from headrace.reports import TrainReport
+from headrace.types import Batch
+from headrace.weights import WeightUpdate
+
+
+class ProcessTrainer:
+    """Protocol `Trainer`. A dead trainer cannot be replaced (its optimizer state is gone): the run stops and can be resumed."""
+
+    def __init__(self, launcher: Launcher, start: TrainerStart, cores: Sequence[int] = ()) -> None:
+        inherited = [*start.transport.inherited, *(start.shadow.transport.inherited if start.shadow else ())]
+        self._start = start
+        self._worker = launcher.worker(Job("trainer", "trainer", cores, inherited), lambda method, payload: None)
+
+    async def open(self) -> TrainerReady:
+        await self._worker.start()
+        return await self._worker.call("start", self._start, TrainerReady)
+
+    async def step(self, batch: Batch) -> TrainReport:
+        return await self._worker.call("step", batch, TrainReport)
+
+    async def publish(self, adapter: str = "") -> WeightUpdate:
+        return await self._worker.call("publish", adapter, WeightUpdate)
+
+    async def publish_shadow(self) -> WeightUpdate | None:
+        return await self._worker.call("publish_shadow", None, WeightUpdate | None)  # type: ignore[arg-type]
+
+    async def score(self, tokens: Sequence[int], adapter: str = "") -> list[float]:
+        return await self._worker.call("score", (list(tokens), adapter), list[float])
+
+    async def save(self, directory: Path, adapter: str = "") -> None:
+        await self._worker.call("save", (str(directory), adapter), type(None))
+
+    async def watch(self) -> None:
+        raise WorkerDied("trainer", await self._worker.watch())
+
+    def kill(self) -> None:
+        self._worker.kill()
+
+    async def close(self) -> None:
+        await self._worker.end()

@@ -1,0 +1,74 @@
+"""What becomes of every ticket, in one place: written first, then counted, then reported.
+
+    transition   journal     buffer                             fact
+    ----------   -------     ------                             ----
+    drawn        `Drawn`     in flight                          `TicketDrawn`
+    ready        `Ready`     ready                              `GroupEnded` (ready)
+    ended        `Gone`      the slot is free                   `GroupEnded` (dropped, failed)
+    trained      `Stepped`   trained; dropped where skipped     `StepTrained`; `GroupEnded` (dropped) for each
+    live         `Live`      the slots are free                 `WeightsLive`
+
+A run that is killed between two of these columns loses nothing: recovery reads the journal and does to the buffer, by the
+same `Buffer.count`, what the killed process may not have come to.
+"""
+
+from __future__ import annotations
+
+from headrace.durable.journal import AnyRecord, Drawn, Gone, Journal, Live, Ready, Stepped
+from headrace.observe.facts import GroupEnded, TicketDrawn, WeightsLive
+from headrace.observe.telemetry import Telemetry
+from headrace.orchestration.loops.outcomes import Outcome, Rolled, rolled_of, step_fact
+from headrace.reports import TrainReport
+from headrace.rollouts.buffer import Buffer
+from headrace.rollouts.partial import Delivery
+from headrace.types import Batch, Group, Prompt
+from headrace.weights import WeightUpdate
+
+
+class Ledger:
+    def __init__(self, journal: Journal, buffer: Buffer, telemetry: Telemetry) -> None:
+        self._journal, self._buffer = journal, buffer
+        self._record, self._clock = telemetry.record, telemetry.clock
+
+    def drawn(self, ticket: int, prompt: Prompt) -> None:
+        self._enter(Drawn(self._clock(), ticket, prompt))
+        self._record(TicketDrawn(self._clock(), ticket, prompt.id))
+
+    def ready(self, group: Group, rolled: Rolled) -> GroupEnded:
+        self._enter(Ready(self._clock(), group))
+        return self._ended(rolled, "ready")
+
+    def ended(self, rolled: Rolled, outcome: Outcome, reason: str) -> GroupEnded:
+        """A group that will not be trained, whether it is in flight, ready or taken."""
+        assert outcome != "ready"
+        failures = rolled.failures if outcome == "dropped" else ()
+        reasons = tuple(failure.reason for failure in failures)
+        self._enter(Gone(self._clock(), rolled.ticket, outcome, reason, reasons))
+        return self._ended(rolled, outcome, reason)
+
+    def trained(self, report: TrainReport, batch: Batch, drawn: float, waited: float) -> None:
+        """An optimizer step, also a skipped one. `drawn` and `waited`: see `step_fact`. Returns with the journal on the disk."""
+        groups = batch.groups
+        tickets = tuple(group.ticket for group in groups)
+        self._enter(Stepped(self._clock(), report, tickets, batch.steps), flush=True)
+        if not report.skipped:
+            self._record(step_fact(self._clock(), report, groups, drawn, waited))
+            return
+        for group in groups:
+            self._ended(rolled_of(group), "dropped", report.skipped)
+
+    def live(self, update: WeightUpdate, delivery: Delivery, cancelled: int) -> None:
+        """`cancelled`: rollouts of groups that are dropped because of the new weights."""
+        self._enter(Live(self._clock(), update.version, update.fingerprint))
+        interrupted = delivery.interrupted + cancelled
+        self._record(WeightsLive(self._clock(), update, delivery.load, interrupted, delivery.pause))
+
+    def _enter(self, record: AnyRecord, flush: bool = False) -> None:
+        self._journal.write(record)
+        if flush:
+            self._journal.flush()
+        self._buffer.count(record)
+
+    def _ended(self, rolled: Rolled, outcome: Outcome, reason: str = "") -> GroupEnded:
+        self._record(fact := rolled.ended(self._clock(), outcome, reason))
+        return fact

@@ -1,0 +1,118 @@
+"""What a run asks of its engines. Whatever an engine lacks is refused at the start of the run, with what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from headrace.config import RunConfig, adapter_runs
+from headrace.errors import ConfigError
+from headrace.reports import Capabilities
+
+ONE_VERSION = ("abort_resume", "save_resume", "drain", "barrier")
+"""Modes of `partial.mode` in which a request is sampled under one version from its beginning to its end."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """`asks`: whether a run needs it. `has`: whether an engine can do it, for this run."""
+
+    asks: Callable[[RunConfig], bool]
+    has: Callable[[Capabilities, RunConfig], bool]
+    cannot: str
+    """Completes "this engine cannot ..."."""
+    remedy: str
+
+
+def _adapters(config: RunConfig) -> int:
+    """Adapters that the engine serves at once."""
+    return len(config.adapters) or bool(config.lora.served_name)
+
+
+def _probes(config: RunConfig) -> bool:
+    """Whether the run's own engine is asked for log-probs of given tokens."""
+    return config.watch.identity_every > 0 or (config.algo.reference_in_reward and _adapters(config) > 0)
+
+
+NEEDS = {
+    "stop_strings": Need(
+        lambda run: bool(run.rollout.stop),
+        lambda engine, run: engine.stop_strings,
+        "end completions at strings (the model has no tokenizer it can use)",
+        "remove rollout.stop",
+    ),
+    "masks": Need(
+        lambda run: run.rollout.keep_mask and run.rollout.truncates,
+        lambda engine, run: engine.masks,
+        "tell what top_p, top_k and min_p left to be sampled from, which the trainer has to know",
+        "remove rollout.top_p, rollout.top_k and rollout.min_p",
+    ),
+    "routing": Need(
+        lambda run: run.rollout.keep_routing,
+        lambda engine, run: engine.routing,
+        "tell which experts it chose",
+        "set rollout.keep_routing = false",
+    ),
+    "adapters": Need(
+        lambda run: _adapters(run) > 0,
+        lambda engine, run: engine.adapters >= _adapters(run),
+        "serve as many LoRA adapters beside the model as the run trains",
+        'set lora.publish = "merged", which serves them as full weights, or train fewer at once',
+    ),
+    "streamed": Need(
+        lambda run: run.partial.mode == "stream",
+        lambda engine, run: engine.streamed,
+        "take an update in parts",
+        'set partial.mode = "inflight"',
+    ),
+    "spans": Need(
+        lambda run: any(one.partial.mode not in ONE_VERSION for one in (run, *adapter_runs(run))),
+        lambda engine, run: engine.spans,
+        "tell which version of the weights sampled which token, when they are swapped in the middle of a completion",
+        'set partial.mode = "abort_resume" (or save_resume, drain, barrier)',
+    ),
+    "prompt_logprobs": Need(
+        _probes,
+        lambda engine, run: engine.prompt_logprobs,
+        "tell the log-probs of given tokens, by which it is proven to serve the trainer's weights",
+        "set watch.identity_every = 0, and algo.kl.place = loss where it is reward",
+    ),
+    "exact": Need(
+        lambda run: run.engine.exact,
+        lambda engine, run: engine.exact,
+        "compute a request by itself, bit for bit",
+        "set engine.exact = false",
+    ),
+}
+"""By the field of `Capabilities` that says whether an engine has it."""
+
+ASKED_BY_NOBODY = ("context_length", "path", "forks", "top_logprobs")
+"""Fields that no setting of a run asks for: the first is looked at where prompts are checked, forks are made by callers of the
+engine, and top_logprobs are those of teachers (`of_teacher`)."""
+
+
+def lacking(capabilities: Capabilities, config: RunConfig) -> Iterator[str]:
+    """A sentence for each thing that the run needs of its engine and that it cannot do."""
+    for need in NEEDS.values():
+        if need.asks(config) and not need.has(capabilities, config):
+            yield f"this engine ({capabilities.path}) cannot {need.cannot}; {need.remedy}"
+
+
+def check_needs(capabilities: Capabilities, config: RunConfig) -> None:
+    """Raises ConfigError with all that the engine lacks, one a line."""
+    if problems := list(lacking(capabilities, config)):
+        raise ConfigError("\n".join(problems))
+
+
+def check_teacher(who: str, capabilities: Capabilities, top: int) -> None:
+    """Raises ConfigError for an engine that cannot be asked for its opinion. `top`: of how many tokens a position."""
+    if not capabilities.prompt_logprobs:
+        raise ConfigError(
+            f"the engine of the {who} ({capabilities.path}) cannot tell the log-probs of given tokens, which is all that it is there "
+            "for; serve it with the native engine"
+        )
+    if top and not capabilities.top_logprobs:
+        raise ConfigError(
+            f"the engine of the {who} ({capabilities.path}) cannot tell the most probable tokens of a position; set "
+            "algo.teacher_top = 0, or serve it with the native engine"
+        )

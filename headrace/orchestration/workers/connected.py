@@ -1,0 +1,65 @@
+"""All workers that are reached over a stream: protocol `Worker`, all but how they are started and ended."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, TypeVar
+
+from headrace.errors import WorkerDied
+from headrace.orchestration.workers.wire import Channel
+from headrace.protocols import Heard
+
+T = TypeVar("T")
+
+
+class ConnectedWorker:
+    def __init__(self, who: str, heard: Heard, silence: float | None = None) -> None:
+        self.who = who
+        self.channel = Channel(who, heard, self._lost, silence)
+        self._ended: asyncio.Future[str] | None = None
+        self._reporting: asyncio.Task[None] | None = None
+
+    async def call(self, method: str, payload: Any, returns: type[T]) -> T:
+        try:
+            return await self.channel.call(method, payload, returns)
+        except WorkerDied:
+            raise WorkerDied(self.who, await self.watch()) from None
+
+    def push(self, method: str, payload: Any) -> None:
+        self.channel.push(method, payload)
+
+    async def watch(self) -> str:
+        assert self._ended is not None
+        return await asyncio.shield(self._ended)
+
+    def kill(self) -> None:
+        raise NotImplementedError
+
+    async def _how_it_ended(self, wrong: str) -> str:
+        """Waits for it where it can be waited for. `wrong`: why it was killed, or empty."""
+        raise NotImplementedError
+
+    def _begin(self) -> None:
+        self._ended = asyncio.get_running_loop().create_future()
+
+    def _not_started(self, why: object) -> WorkerDied:
+        """Whoever waits for its end hears of it, too."""
+        assert self._ended is not None
+        self._ended.set_result(how := f"could not be started: {why}")
+        return WorkerDied(self.who, how)
+
+    def _lost(self, wrong: str) -> None:
+        """The connection ended, which the kernel does at once when a process of this machine dies. `wrong`: what it said made no
+        sense, or it said nothing."""
+        if wrong:
+            self.kill()
+        self._reporting = asyncio.ensure_future(self._report(wrong))
+
+    async def _report(self, wrong: str) -> None:
+        try:
+            how = await self._how_it_ended(wrong)
+        except Exception as error:  # no thread to wait in, say: whoever awaits the end must hear of it all the same
+            how = f"closed its connection, and how it ended could not be found out: {error!r}"
+        assert self._ended is not None
+        if not self._ended.done():
+            self._ended.set_result(how)

@@ -1,0 +1,196 @@
+"""A worker without a process, for tests and for the fault simulation: the real `Channel` and its frames, over messages that may be
+late, come twice, or never.
+
+A process that is killed has sent what it has sent: that still arrives, perhaps with half a frame behind it, and then the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import msgspec
+
+from headrace.orchestration.workers.connected import ConnectedWorker
+from headrace.orchestration.workers.wire import BEAT, HEAD, Frame, decode, name_of, pack, pack_payload
+from headrace.protocols import Heard, Job
+
+
+class Post(Protocol):
+    """How messages travel."""
+
+    @property
+    def scale(self) -> float:
+        """Seconds that a message usually takes."""
+
+    def seconds(self, scale: float) -> float:
+        """How long the next thing takes that usually takes `scale` seconds."""
+
+    def copies(self) -> int:
+        """How often the next message arrives."""
+
+
+class Promptly:
+    """Everything arrives at once, and once."""
+
+    scale = 0.0
+
+    def seconds(self, scale: float) -> float:
+        return 0.0
+
+    def copies(self) -> int:
+        return 1
+
+
+class Pipe:
+    """One direction of a stream: in order, each message as late as it likes. Protocol `wire.Writer`."""
+
+    def __init__(self, post: Post, arrive: Callable[[bytes], None]) -> None:
+        self._post, self._arrive = post, arrive
+        self._under_way: deque[bytes] = deque()
+        self._last = 0.0
+        self._closed = False
+
+    def write(self, data: bytes) -> None:
+        for _ in range(self._post.copies()):
+            self.put(data)
+
+    def put(self, data: bytes) -> None:
+        """As it is: neither lost nor repeated."""
+        loop = asyncio.get_running_loop()
+        self._last = max(self._last, loop.time() + self._post.seconds(self._post.scale))
+        self._under_way.append(data)
+        loop.call_at(self._last, lambda: self._arrive(self._under_way.popleft()))
+
+    def is_closing(self) -> bool:
+        return self._closed
+
+    def close(self) -> None:
+        """An empty message is the end."""
+        if not self._closed:
+            self._closed = True
+            self.put(b"")
+
+
+class FakeProcess:
+    """The worker's end. `serve` is its life."""
+
+    def __init__(self, post: Post | None = None) -> None:
+        self.post = post or Promptly()
+        self.to_controller: Pipe
+        self.alive = True
+        self.how = "ended with exit code 0"
+        self.inbox: deque[Frame] = deque()
+        self.number = 0
+        """Of the next frame to the controller."""
+        self._heard, self._arrived = asyncio.Event(), 0
+        self._task = asyncio.get_running_loop().create_task(self._live())
+
+    async def serve(self) -> None:
+        raise NotImplementedError
+
+    async def _live(self) -> None:
+        try:
+            await self.serve()
+        except Died:
+            pass
+        except Exception as error:
+            self.die(f"ended with exit code 1: {error!r}")
+
+    def arrive(self, data: bytes) -> None:
+        if not data:
+            self.die("ended with exit code 0")
+        elif self.alive:
+            frame = decode(data[HEAD:])
+            if frame.number > self._arrived:
+                self.die(f"missed message {self._arrived} of the controller")
+            elif frame.number == self._arrived:
+                self._arrived += 1
+                if frame.method != BEAT:
+                    self.inbox.append(frame)
+                self._heard.set()
+
+    async def heard(self) -> None:
+        """Returns when there is something in the inbox, or somebody called `wake`."""
+        self._heard.clear()
+        if not self.inbox:
+            await self._heard.wait()
+
+    async def receive(self) -> Frame:
+        while not self.inbox:
+            await self.heard()
+        return self.inbox.popleft()
+
+    def wake(self) -> None:
+        self._heard.set()
+
+    def push(self, method: str, payload: Any) -> None:
+        self.send(Frame(0, method, pack_payload(payload)))
+
+    def reply(self, to: Frame, payload: Any) -> None:
+        self.send(Frame(to.id, to.method, pack_payload(payload)))
+
+    def fail(self, to: Frame, error: Exception) -> None:
+        self.send(Frame(to.id, to.method, pack_payload(str(error)), name_of(error)))
+
+    def send(self, frame: Frame) -> None:
+        """With the next number."""
+        if self.alive:
+            self.to_controller.write(pack(msgspec.structs.replace(frame, number=self.number)))
+            self.number += 1
+
+    def die(self, how: str) -> None:
+        if self.alive:
+            self.alive, self.how = False, how
+            self.to_controller.close()
+            self._task.cancel()
+
+
+class Died(Exception):
+    """A process has ended in the middle of its work."""
+
+
+Begin = Callable[[], FakeProcess]
+
+
+class FakeWorker(ConnectedWorker):
+    """Protocol `Worker`."""
+
+    def __init__(self, who: str, begin: Begin, heard: Heard, post: Post) -> None:
+        super().__init__(who, heard)
+        self._begin_process, self._post = begin, post
+        self.process: FakeProcess | None = None
+
+    async def start(self) -> None:
+        self._begin()
+        await asyncio.sleep(self._post.seconds(1.0))
+        self.process = process = self._begin_process()
+        reader = asyncio.StreamReader()
+        process.to_controller = Pipe(self._post, lambda data: reader.feed_data(data) if data else reader.feed_eof())
+        self.channel.open(reader, Pipe(self._post, process.arrive))
+
+    async def end(self) -> None:
+        await self.channel.close()
+        self.kill()
+
+    def kill(self) -> None:
+        if self.process:
+            self.process.die("was killed by SIGKILL")
+
+    async def _how_it_ended(self, wrong: str) -> str:
+        assert self.process is not None
+        how = f"was ended: {wrong}" if wrong else self.process.how
+        await asyncio.sleep(self._post.seconds(0.01))
+        return how
+
+
+class FakeLauncher:
+    """Protocol `Launcher`. `begin` makes the process of a job, by its kind."""
+
+    def __init__(self, begin: Mapping[str, Begin], post: Post | None = None) -> None:
+        self._begin, self._post = begin, post or Promptly()
+
+    def worker(self, job: Job, heard: Heard) -> FakeWorker:
+        return FakeWorker(job.who, self._begin[job.kind], heard, self._post)

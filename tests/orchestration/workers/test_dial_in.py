@@ -1,0 +1,276 @@
+"""Workers that dial in over TCP: who is let in, who is turned away, and how a silent one is noticed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import struct
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from test_engine_process import opened, request
+from tiny_run import tiny_config
+
+from headrace.config import load_config
+from headrace.errors import ConfigError, HeadraceError, WorkerDied
+from headrace.orchestration.clients.trainer import ProcessTrainer
+from headrace.orchestration.pools import trainer_start
+from headrace.orchestration.workers.dial_in import DialInLauncher, DialInWorker, Hello, Listener, Stream, dial
+from headrace.orchestration.workers.wire import (
+    MAX_FRAME,
+    Channel,
+    Frame,
+    WorkerEnd,
+    length_of,
+    numbered,
+    pack,
+    unpack,
+)
+from headrace.protocols import Job
+from headrace.version import __version__
+from headrace.weight_sync.shared_memory import SharedMemory
+
+TOKEN = "a token of many characters"
+
+
+def with_listener(use: Callable[[Listener], Awaitable[Any]]) -> Any:
+    async def go() -> Any:
+        listener = Listener(TOKEN)
+        await listener.open()
+        try:
+            async with asyncio.timeout(300):
+                return await use(listener)
+        finally:
+            await listener.close()
+
+    return asyncio.run(go())
+
+
+def packed(what: Any) -> bytes:
+    body = msgspec.msgpack.encode(what)
+    return struct.pack("<I", len(body)) + body
+
+
+async def answer_to(listener: Listener, data: bytes) -> bytes:
+    """All that the listener says to a stranger before it closes the connection."""
+    host, port = listener.address.split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(data)
+    writer.write_eof()
+    said = await reader.read()
+    writer.close()
+    return said
+
+
+STRANGERS: dict[str, tuple[bytes, str]] = {
+    "a port scan": (b"", "silent"),
+    "half a greeting": (b"\x20\x00", "silent"),
+    "a browser": (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", "garbage"),
+    "a huge first frame": (struct.pack("<I", 1 << 31) + b"x", "garbage"),
+    "no msgpack": (struct.pack("<I", 3) + b"\xc1\xc1\xc1", "garbage"),
+    "another protocol": (packed({"type": "somebody", "token": TOKEN}), "garbage"),
+    "a frame in place of a greeting": (pack(Frame(1, "start")), "garbage"),
+}
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+def test_strangers_are_turned_away_and_counted_and_hear_nothing(name: str) -> None:
+    data, reason = STRANGERS[name]
+
+    async def use(listener: Listener) -> None:
+        arrival = listener.expect("engine")
+        assert await answer_to(listener, data) == b""
+        assert listener.turned_away == {reason: 1} and not arrival.done()
+
+    with_listener(use)
+
+
+@pytest.mark.parametrize(
+    ("hello", "reason", "sentence"),
+    [
+        (Hello(__version__, TOKEN + "r", "engine"), "token", "its token is not the controller's"),
+        (Hello(__version__, "", "engine"), "token", "its token is not the controller's"),
+        (Hello("0.0.9", TOKEN, "engine"), "version", "it is headrace 0.0.9, and the controller is"),
+        (Hello(__version__, TOKEN, "trainer"), "seat", "no trainer is wanted now"),
+        (Hello(__version__, TOKEN, "engine", "another seat"), "seat", "no engine is wanted now"),
+    ],
+)
+def test_a_worker_of_ours_hears_why_it_is_turned_away(hello: Hello, reason: str, sentence: str) -> None:
+    async def use(listener: Listener) -> None:
+        arrival = listener.expect("engine")
+        assert sentence.encode() in await answer_to(listener, packed(hello))
+        assert listener.turned_away == {reason: 1} and not arrival.done()
+
+    with_listener(use)
+
+
+def test_a_wrong_token_says_nothing_of_the_version() -> None:
+    async def use(listener: Listener) -> None:
+        assert b"headrace 0.0.9" not in await answer_to(listener, packed(Hello("0.0.9", "guess", "engine")))
+
+    with_listener(use)
+
+
+def test_a_seat_is_taken_once_and_strangers_do_not_keep_the_right_one_out() -> None:
+    async def use(listener: Listener) -> None:
+        host, port = listener.address.split(":")
+        silent = [await asyncio.open_connection(host, int(port)) for _ in range(20)]
+        arrival = listener.expect("engine", "seat")
+        end = await asyncio.to_thread(dial, listener.address, "engine", TOKEN, "seat")
+        await arrival
+        with pytest.raises(ConfigError, match="turned this engine away: no engine is wanted now"):
+            await asyncio.to_thread(dial, listener.address, "engine", TOKEN, "seat")
+        end._sock.close()
+        for _, writer in silent:
+            writer.close()
+
+    with_listener(use)
+
+
+def test_a_token_that_could_be_guessed_is_refused() -> None:
+    with pytest.raises(ConfigError, match="at least 16"):
+        Listener("secret")
+
+
+# --- frames and beats ----------------------------------------------------------------------------------------------------
+
+
+async def channel_to(
+    listener: Listener, serve: Callable[[WorkerEnd], None], silence: float
+) -> tuple[Channel, asyncio.Future[str]]:
+    """`serve` runs in a thread at the worker's end."""
+    arrival = listener.expect("engine")
+    lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    channel = Channel("engine", lambda method, payload: None, lost.set_result, silence)
+    threading.Thread(target=lambda: serve(dial(listener.address, "engine", TOKEN)), daemon=True).start()
+    stream: Stream = await arrival
+    channel.open(*stream)
+    return channel, lost
+
+
+def echo(end: WorkerEnd) -> None:
+    while (frame := end.receive()) is not None:
+        end.reply(frame, unpack(frame.payload, bytes))
+
+
+def test_calls_go_over_tcp_and_beats_are_heard_by_nobody() -> None:
+    async def use(listener: Listener) -> None:
+        channel, lost = await channel_to(listener, echo, 60.0)
+        large = os.urandom(20_000_000)
+        assert await channel.call("echo", large, bytes) == large
+        channel.push("beat", None)
+        assert await asyncio.gather(*(channel.call("echo", b"%d" % i, bytes) for i in range(50))) == [
+            b"%d" % i for i in range(50)
+        ]
+        assert not lost.done()
+        await channel.close()
+
+    with_listener(use)
+
+
+def test_a_peer_that_says_nothing_is_lost() -> None:
+    """It has answered once, and its connection stays open for ever."""
+    over = threading.Event()
+
+    def mute(end: WorkerEnd) -> None:
+        end.beat = lambda seconds: None  # type: ignore[method-assign]
+        frame = end.receive()
+        assert frame
+        end.reply(frame, None)
+        end.push = lambda method, payload: None  # type: ignore[method-assign]
+        over.wait()
+
+    async def use(listener: Listener) -> None:
+        channel, lost = await channel_to(listener, mute, 0.5)
+        await channel.call("start", None, type(None))
+        assert (await lost).startswith("it said nothing for 0.")
+        with pytest.raises(WorkerDied, match="closed its connection"):
+            channel.push("add", None)
+
+    with_listener(use)
+    over.set()
+
+
+def test_a_worker_whose_controller_says_nothing_leaves() -> None:
+    ours, theirs = socket.socketpair()
+    assert WorkerEnd(theirs, silence=0.2).receive() is None
+    ours.close()
+
+
+def test_a_frame_that_nobody_would_read_is_neither_sent_nor_awaited() -> None:
+    with pytest.raises(HeadraceError, match="none has more than"):
+        length_of(struct.pack("<I", MAX_FRAME + 1))
+    numbers = iter(range(10))
+    too_long = msgspec.Raw(memoryview(bytearray(MAX_FRAME)))
+    with pytest.raises(ValueError, match="none has more than .* lower staleness.groups_per_step"):
+        numbered(Frame(1, "step", too_long), numbers)
+    assert next(numbers) == 0, "no message is missing because of it"
+
+
+# --- the whole of it -----------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_dials_in_survives_a_kill_and_a_stop(tiny_llama: Path, tmp_path: Path) -> None:
+    """A stopped process keeps its connection: only its silence gives it away."""
+
+    async def use(listener: Listener) -> None:
+        launcher = DialInLauncher(tmp_path, listener, silence=20.0)
+        async with opened(tiny_llama, launcher, context_length=256) as (engine, publish):
+            alone = await engine.generate(request("alone", 200))
+            for harm in (signal.SIGKILL, signal.SIGSTOP):
+                running = asyncio.ensure_future(engine.generate(request(f"r{harm}", 200)))
+                worker = engine._keeper._worker
+                assert isinstance(worker, DialInWorker)
+                worker.channel._silence = 1.0
+                os.kill(worker.pid, harm)
+                answer = await running
+                assert answer.tokens == alone.tokens and answer.stop == "length"
+                assert engine._keeper._worker is not worker
+            assert (await engine.load(publish(1))).version == 1
+        assert not listener.turned_away
+
+    with_listener(use)
+
+
+def test_a_trainer_that_dials_in_publishes_and_its_death_is_noticed(tiny_llama: Path, tmp_path: Path) -> None:
+    config, transport = load_config(tiny_config(tmp_path, tiny_llama)), SharedMemory.open()
+
+    async def use(listener: Listener) -> None:
+        launcher = DialInLauncher(tmp_path, listener, silence=20.0)
+        trainer = ProcessTrainer(launcher, trainer_start(config, tiny_llama, {}, transport))
+        try:
+            ready = await trainer.open()
+            update = await trainer.publish()
+            received = transport.receiver(ready.manifests).receive(update)
+            assert update.version == ready.version == 0 and len(received) == len(ready.manifests[""].tensors)
+            watching = asyncio.ensure_future(trainer.watch())
+            scoring = asyncio.ensure_future(trainer.score([1, 2, 3]))
+            assert len(await scoring) == 2 and not watching.done()
+            trainer.kill()
+            with pytest.raises(WorkerDied, match="the trainer process was killed by SIGKILL"):
+                await watching
+        finally:
+            await trainer.close()
+
+    with_listener(use)
+    transport.close()
+
+
+def test_a_process_that_ends_before_it_dials_in_is_a_death(tmp_path: Path) -> None:
+    async def use(listener: Listener) -> None:
+        worker = DialInLauncher(tmp_path, listener).worker(Job("engine", "engine"), lambda method, payload: None)
+        await listener.close()  # nobody answers
+        await worker.start()
+        assert "ended with exit code 1" in await worker.watch()
+        assert "headrace: [Errno" in (tmp_path / "engine.log").read_text()
+        with pytest.raises(WorkerDied):
+            worker.push("start", None)
+        await worker.end()
+
+    with_listener(use)
