@@ -27,7 +27,9 @@ from headrace.trainer.model.causal_lm import enable_checkpointing, load_model
 from headrace.types import Request, Row, Sampling
 from headrace.weights import WeightUpdate
 
-pytestmark = pytest.mark.skipif(binding.library() is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(
+    binding.tier() not in ("AMX", "AVX512-BF16"), reason="elsewhere the engine multiplies what no bfloat16 has rounded"
+)
 
 BF16 = torch.bfloat16
 CONTEXT = 160
@@ -52,7 +54,7 @@ def saved(name: str) -> Path:
 
 
 def trainer_of(name: str, seed: int = 0) -> Forward:
-    """Of float32 weights that bfloat16 does not hold: what is published is rounded."""
+    """Its weights are float32 numbers that bfloat16 does not hold: what is published is rounded."""
     forward = choose_forward(load_model(saved(name), torch.device("cpu")))
     assert "layers" in fuse(forward)
     torch.manual_seed(seed)

@@ -136,7 +136,8 @@ class _Rotary(torch.autograd.Function):
         x = x.contiguous()
         y = torch.empty_like(x, dtype=torch.float32)
         given = map(address, (x, y, cos, sin, weight))
-        kernels().headrace_rotary(x.dtype == torch.float32, *given, *x.shape, eps, unit, dtype != torch.float32)
+        how = eps, unit, dtype != torch.float32
+        kernels().headrace_rotary(x.dtype == torch.float32, *given, *x.shape, *how)
         ctx.save_for_backward(x if weight is not None else None, cos, sin, weight)
         ctx.constants, ctx.dtype = (eps, unit), x.dtype
         return y

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,8 +30,8 @@ class _GatedLinear(torch.autograd.Function):
             binding.Weight(across=address(panels), bias=address(bias), y=address(into), n=y.shape[-1])
             for panels, bias, into in zip(across, biases, (gate, up), strict=True)
         ]
-        rows = low.numel() // low.shape[-1]
-        kernels().headrace_linear_gated(address(low), rows, low.shape[-1], *gate_up, address(y), gelu)
+        shape = low.numel() // low.shape[-1], low.shape[-1]
+        kernels().headrace_linear_gated(address(low), *shape, *gate_up, address(y), gelu)
         ctx.packed, ctx.gelu, ctx.dtype = packed, gelu, x.dtype
         ctx.weights = weights  # see `_Linears.forward`
         ctx.save_for_backward(low, gate, up)
@@ -50,15 +50,25 @@ class _GatedLinear(torch.autograd.Function):
         return None if d_x is None else d_x.to(ctx.dtype), None, None, None, None, *d_bias
 
 
+class Asked(NamedTuple):
+    """Which log-probs of each row are wanted: ids[offsets[u]:offsets[u + 1]] of row u."""
+
+    offsets: Tensor
+    """[U + 1] int64"""
+    ids: Tensor
+    """[P] int64"""
+
+
 def log_probabilities(
-    hidden: Tensor, packed: PackedWeight, weight: Tensor, temperature: float, offsets: Tensor, ids: Tensor
+    hidden: Tensor, packed: PackedWeight, weight: Tensor, temperature: float, asked: Asked
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """hidden [U, H] bfloat16 and head [V, H] -> log-probs of each row's ids[offsets[u]:offsets[u + 1]], the log-sum-exp of its
-    logits over the temperature [U], and the entropy [U] in nats; float32. Logits are float32 and lie in cache."""
+    """hidden [U, H] bfloat16 and head [V, H] -> the log-probs asked for [P], the log-sum-exp of each row's logits over the
+    temperature [U], and the entropy [U] in nats; float32. Logits are float32 and lie in cache."""
+    offsets, ids = asked
     found = torch.empty(len(ids))
     logsumexp, entropy = torch.empty(2, len(hidden)).unbind()
     across, _ = packed.packed(weight, backward=False)
-    given = map(address, (offsets, ids, found, logsumexp, entropy))
-    shape = len(hidden), hidden.shape[1]
-    kernels().headrace_log_probabilities(address(hidden), *shape, address(across), len(weight), 1 / temperature, *given)
+    into = map(address, (offsets, ids, found, logsumexp, entropy))
+    given = (address(across), len(weight), 1 / temperature, *into)
+    kernels().headrace_log_probabilities(address(hidden), *hidden.shape, *given)
     return found, logsumexp, entropy

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from headrace.packing import Kept
 from headrace.trainer.forward.fused_products import PackedWeight
-from headrace.trainer.forward.fused_served import log_probabilities
+from headrace.trainer.forward.fused_served import Asked, log_probabilities
 
 BLOCK_ELEMENTS = 1 << 20
 """Logits held at once: 4 MiB in float32, so that they stay in a CPU's cache. (Measured: 250 to 3,000 places, bf16.)"""
@@ -71,7 +71,8 @@ def token_logprobs(
     """log p(target) of the distribution that the sampler drew from, and entropies.
 
     hidden [N, H], weight [V, H], bias [V], predictor [M] places in hidden, target [M], kept [M]. The products are computed in
-    `dtype`, softmax and sums in float32; by the kernels where `packed` is given (a head without a bias). A place that predicts several targets (the end of a shared prompt) is computed once.
+    `dtype`, softmax and sums in float32; by the kernels where `packed` is given (a head without a bias). A place that predicts
+    several targets (the end of a shared prompt) is computed once.
     """
     places, which = torch.unique(predictor, return_inverse=True)
     if bias is None:
@@ -92,7 +93,7 @@ def dense_logprobs(logits: Tensor, predictor: Tensor, target: Tensor, kept: Kept
     log_p = logits.log_softmax(-1)
     finite = log_p.detach().clamp(min=-1e30)  # 0 · -inf is NaN
     entropy = -(finite.exp() * finite).sum(-1)
-    return _compose(log_p[place, ids], entropy, which, target, kept)
+    return _compose(log_p[place, ids], entropy, which=which, target=target, kept=kept)
 
 
 def _pairs(which: Tensor, target: Tensor, kept: Kept) -> tuple[Tensor, Tensor]:
@@ -120,6 +121,13 @@ def _compose(values: Tensor, entropy: Tensor, which: Tensor, target: Tensor, kep
     return Head(chosen - torch.where(inside, restricted, 0.0), entropy[which], outside)
 
 
+class _Pairs(NamedTuple):
+    place: Tensor
+    """[P] in 0..U-1"""
+    ids: Tensor
+    """[P]"""
+
+
 class _How(NamedTuple):
     scale: Scale
     dtype: torch.dtype
@@ -144,9 +152,9 @@ class _LogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         low_hidden, low_weight = hidden.to(how.dtype), weight.to(how.dtype)
         if how.packed is None:
-            found, logsumexp, entropy = _by_blocks(low_hidden, low_weight, bias, place, ids, how)
+            found, logsumexp, entropy = _by_blocks(low_hidden, low_weight, bias, _Pairs(place, ids), how)
         else:  # the weight itself: a copy may lie where the last one lay, and be taken for it
-            found, logsumexp, entropy = _by_kernels(low_hidden, weight, bias, place, ids, how)
+            found, logsumexp, entropy = _by_kernels(low_hidden, weight, _Pairs(place, ids), how)
         order = ids.argsort(stable=True)
         ctx.save_for_backward(low_hidden, low_weight, bias, order, place[order], ids[order], logsumexp)
         ctx.scale, ctx.dtypes = how.scale, (hidden.dtype, weight.dtype)
@@ -181,24 +189,20 @@ class _LogProbs(torch.autograd.Function):
         return d_hidden.to(hidden_dtype), d_weight, d_bias, None, None, None
 
 
-def _by_kernels(
-    hidden: Tensor, weight: Tensor, bias: Tensor, place: Tensor, ids: Tensor, how: _How
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As `_by_blocks`, with logits in float32."""
+def _by_kernels(hidden: Tensor, weight: Tensor, pairs: _Pairs, how: _How) -> tuple[Tensor, Tensor, Tensor]:
+    """As `_by_blocks` without a bias, with logits in float32."""
     assert how.packed is not None
-    assert not len(bias)
+    place, ids = pairs
     order = place.argsort(stable=True)
     offsets = torch.searchsorted(place[order], torch.arange(len(hidden) + 1))
-    found, logsumexp, entropy = log_probabilities(
-        hidden, how.packed, weight, how.scale.temperature, offsets, ids[order]
-    )
+    asked = Asked(offsets, ids[order])
+    found, logsumexp, entropy = log_probabilities(hidden, how.packed, weight, how.scale.temperature, asked)
     return torch.empty_like(found).index_copy_(0, order, found), logsumexp, entropy
 
 
-def _by_blocks(
-    hidden: Tensor, weight: Tensor, bias: Tensor, place: Tensor, ids: Tensor, how: _How
-) -> tuple[Tensor, Tensor, Tensor]:
+def _by_blocks(hidden: Tensor, weight: Tensor, bias: Tensor, pairs: _Pairs, how: _How) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs of the pairs, log-sum-exp and entropy of each place."""
+    place, ids = pairs
     order = ids.argsort(stable=True)
     place, ids = place[order], ids[order]
     found = torch.empty(len(ids), dtype=torch.float32, device=hidden.device)
