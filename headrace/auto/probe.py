@@ -21,7 +21,7 @@ import torch
 from headrace.auto.candidates import Candidate, Figures
 from headrace.auto.slices import Slice, slice_of
 from headrace.engine.config import EngineConfig
-from headrace.engine.native.batch import BLOCK, Batch
+from headrace.engine.native.forward_pass import BLOCK, ForwardInput
 from headrace.engine.native.parts import read_model
 from headrace.errors import ConfigError
 from headrace.trainer.config import TrainConfig
@@ -116,7 +116,7 @@ def _engine_pass(one: Candidate, directory: Path) -> Callable[[], Any]:
     blocks = -(-(CONTEXT + 1) // BLOCK)
     model.runner.allocate(ROWS * blocks)
     model.runner.use(model.prepare({name: tensor.to(model.dtype) for name, tensor in tensors.items()}))
-    batch = Batch(
+    batch = ForwardInput(
         tokens=np.arange(ROWS, dtype=np.int64) % model.vocabulary,
         starts=np.arange(ROWS + 1, dtype=np.int32),
         context=np.full(ROWS, CONTEXT, dtype=np.int32),
