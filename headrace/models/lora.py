@@ -20,20 +20,20 @@ POLICY = "policy"
 """The adapter's name in a run that trains one."""
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]*$"
-"""What an adapter may be called: it names a directory, a module of peft's, and the requests of an engine."""
+"""Names that an adapter may have: they name a directory, a module of peft's, and requests of an engine."""
 
 
-@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class AdapterConfig:
-    """One of several adapters that a run trains at once on one base: what it has of its own."""
+    """The settings of one of several adapters that a run trains at once on one base."""
 
     name: str = Field(pattern=NAME)
-    """Of its directory in that of the run, and in the engine."""
+    """The adapter's name in the engine, and of its directory within the run's."""
     task: dict[str, Any] = Field(default_factory=dict)
-    """A table in place of the run's; so is `reward`."""
+    """A table that replaces the run's [task]."""
     reward: dict[str, Any] = Field(default_factory=dict)
     rollout: dict[str, Any] = Field(default_factory=dict)
-    """Settings on top of the run's; so are all below."""
+    """Settings that replace single ones of the run's table, as in all tables below."""
     algo: dict[str, Any] = Field(default_factory=dict)
     train: dict[str, Any] = Field(default_factory=dict)
     lora: dict[str, Any] = Field(default_factory=dict)
@@ -42,35 +42,36 @@ class AdapterConfig:
     eval: dict[str, Any] = Field(default_factory=dict)
 
 
-@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class LoraConfig:
     rank: int = Field(default=0, ge=0)
-    """0 trains all weights of the model. Policy gradients carry little information a step, so that small ranks lose nothing
-    (Schulman et al. 2025, LoRA Without Regret): 16 is plenty. Set train.learning_rate to about ten times that of full
-    training."""
+    """Rank of the adapter; 0 trains all weights of the model. Policy gradients carry little information per step, so
+    that small ranks lose nothing (Schulman et al. 2025, LoRA Without Regret): 16 is plenty. Set train.learning_rate to
+    about ten times that of full training."""
     alpha: float = Field(default=32.0, gt=0)
-    """The adapter's product is scaled by alpha / rank: the learning rate that fits one rank then fits the others."""
+    """The adapter's product is scaled by alpha / rank, so that a learning rate that suits one rank suits the others."""
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
-    """Modules that are adapted, by name or the end of it: every linear layer but the output head, or those of a list such as
-    ["q_proj", "v_proj"]."""
+    """Modules that are adapted: every linear layer but the output head, or those of a list of names, or ends of names,
+    such as ["q_proj", "v_proj"]."""
     rslora: bool = False
-    """Scale by alpha / sqrt(rank) (Kalajdzievski, arXiv:2312.03732)."""
+    """Scale by alpha / sqrt(rank) instead of alpha / rank (Kalajdzievski, arXiv:2312.03732)."""
     dora: bool = False
-    """Train lengths and directions of the columns apart (Liu et al., arXiv:2402.09353). Served merged."""
+    """Train lengths and directions of the columns separately (Liu et al., arXiv:2402.09353). Served merged."""
     rank_pattern: dict[str, int] = Field(default_factory=dict)
-    """Module name, the end of it or a regular expression for it -> its rank."""
+    """Ranks of single modules, by module name, end of the name, or regular expression."""
     alpha_pattern: dict[str, float] = Field(default_factory=dict)
-    """The same for alpha."""
+    """Alphas of single modules, in the same way."""
     experts: bool = False
     """Adapt the experts of a mixture-of-experts model too, each with `rank`."""
     quantise: Literal["", "int8", "nf4"] = ""
-    """Keep the frozen matrices of linear layers in 8 or 4 bits while training (Dettmers et al., arXiv:2305.14314). The engine serves what they
-    stand for, in its own dtype."""
+    """Keep the frozen matrices of linear layers in 8 or 4 bits while training (Dettmers et al., arXiv:2305.14314). The
+    engine serves the dequantised values in its own dtype."""
     publish: Literal["auto", "adapter", "merged"] = "auto"
-    """adapter: the base weights are published once, then the adapter alone. merged: full weights with the adapter in them,
-    which any engine serves. auto: adapter, but merged for DoRA, which is not served beside the base weights."""
+    """adapter: the base weights are published once, then only the adapter. merged: full weights with the adapter merged
+    in are published, which any engine serves. auto: adapter, except merged for DoRA, which cannot be served beside the
+    base weights."""
     init_seed: int = Field(default=0, ge=0)
-    """Draws the first matrix A of each pair; B begins at zero, so that training begins at the base model."""
+    """Seeds the first matrix A of each pair. B starts at zero, so that training starts from the base model."""
 
     @model_validator(mode="after")
     def _pairs_fit(self) -> LoraConfig:
@@ -95,12 +96,12 @@ class LoraConfig:
 
     @property
     def merged(self) -> bool:
-        """Whether an engine is given full weights with the adapter in them."""
+        """Whether the engine serves full weights with the adapter merged in."""
         return bool(self.rank) and (self.publish == "merged" or (self.publish == "auto" and self.dora))
 
     @property
     def served_name(self) -> str:
-        """What requests of a run with one adapter name; empty where the engine serves full weights."""
+        """The adapter's name in requests of a run with one adapter; empty if the engine serves full weights."""
         return POLICY if self.rank and not self.merged else ""
 
     def spec(self, name: str, base: str = "") -> AdapterSpec:

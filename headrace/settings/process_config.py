@@ -13,55 +13,59 @@ class CheckpointConfig:
     every: int = Field(default=50, ge=0)
     """Optimizer steps between checkpoints; 0 writes one at the end only."""
     keep: int = Field(default=2, gt=0)
-    """How many of the newest are kept."""
+    """Number of checkpoints that are kept, the newest ones."""
     patience: float = Field(default=300.0, ge=0)
-    """Seconds for which a run that has done its steps tries its last checkpoint again where the disk does not take it. After that
-    it ends with an error: without its weights on the disk it is not finished. 0 tries once."""
+    """Seconds for which a run that has done its steps retries its last checkpoint if the disk does not take it. After
+    that it ends with an error, since without weights on the disk it is not finished. 0 tries once."""
     flush_journal: bool = True
-    """Put the journal on the disk after every step: a loss of power then costs at most one. A killed process loses nothing
-    either way."""
+    """Flush the journal to the disk after every step, so that a loss of power costs at most one step. A killed process
+    loses nothing in either case."""
 
 
 @dataclass(frozen=True, config=_STRICT)
 class EvalConfig:
     prompts: int = Field(default=64, ge=0)
-    """Held-out prompts; 0 measures nothing."""
+    """Number of held-out prompts; 0 switches evaluation off."""
     samples: int = Field(default=4, gt=0)
-    """Completions of each."""
+    """Completions per prompt."""
     temperature: float = Field(default=1.0, ge=0)
     """1 measures the policy that is trained, 0 its greedy answers."""
     every: int = Field(default=0, ge=0)
-    """Optimizer steps between evaluations while training goes on; 0 evaluates before and after only."""
+    """Optimizer steps between evaluations during training; 0 evaluates before and after training only."""
 
 
 @dataclass(frozen=True, config=_STRICT)
 class ChosenConfig:
-    """What a run was given where its settings leave the choice, in the `config.toml` that it keeps. Not to be set."""
+    """What headrace chose where the settings leave the choice. A run keeps it in its `config.toml`; it is not to be
+    set."""
 
     wishes: dict[str, str | int] = Field(default_factory=dict)
-    """What was asked for, by the setting that holds what was chosen: `"engine.dtype" = "auto"`."""
+    """The setting as it was given, by the setting whose value was chosen: `"engine.dtype" = "auto"`."""
     why: dict[str, str] = Field(default_factory=dict)
-    """In words, with what was measured."""
+    """The reasons in words, with the measurements."""
     speeds: dict[str, float] = Field(default_factory=dict)
-    """Seconds that `train.minutes` was fitted with (`headrace/auto/fit.py`)."""
+    """The speeds that `train.minutes` was fitted with, in seconds (`Speeds` of `headrace/auto/fit.py`)."""
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class WatchConfig:
-    """What a run looks at while it trains: waits, each with a name, an owner and two deadlines (C6), what fails, and the weights."""
+    """What is watched while a run trains: waits, each with a name, an owner and two deadlines (C6); failures; and the
+    identity of weights."""
 
     warn_after: float = Field(default=120.0, gt=0)
-    """Seconds after which the run says who waits for whom."""
+    """Seconds after which the run reports who waits for whom."""
     stop_after: float = Field(default=1800.0, gt=0)
-    """Seconds after which the run stops with that sentence."""
+    """Seconds after which the run stops with the same sentence."""
     failed_warn: float = Field(default=0.05, ge=0, le=1)
-    """Share of the last 64 rollouts (of at least 8 prompts) that failed through data or reward, above which a warning is shown."""
+    """A warning is shown if more than this share of the last 64 rollouts (of at least 8 prompts) failed because of data
+    or reward."""
     failed_pause: float = Field(default=0.5, gt=0, le=1)
-    """Share of them from which on the run pauses: it writes a checkpoint and says why; `--resume` goes on."""
+    """The run pauses if this share of them failed: it writes a checkpoint and says why. `--resume` continues it."""
     outages: int = Field(default=64, gt=0)
-    """Groups in a row that the engine or the network left without a rollout, before the run pauses."""
+    """Number of consecutive groups left without a rollout by the engine or the network, after which the run pauses."""
     identity_every: int = Field(default=10, ge=0)
-    """Versions between two policy-identity probes (C3); the fingerprint is checked at every version. 0 switches probes off."""
+    """Versions between two policy-identity probes (C3). The fingerprint is checked at every version. 0 switches probes
+    off."""
 
     @model_validator(mode="after")
     def _warn_before_stop(self) -> WatchConfig:
