@@ -20,7 +20,7 @@ from headrace.errors import ConfigError
 from headrace.models.chat import ChatEncoder
 from headrace.models.lora import LoraConfig
 from headrace.orchestration.build import build_task
-from headrace.orchestration.handed import take_over
+from headrace.orchestration.python_inputs import with_python_inputs
 from headrace.orchestration.runs.rehearse import Rehearsal, rehearse
 from headrace.rehearsal import memory
 from headrace.rehearsal.machine import GIB, Machine, gib
@@ -39,8 +39,8 @@ Config = dict[str, Any]
 
 
 def done(config: Config, reward: Any = None, resume: Path | None = None) -> Rehearsal:
-    resolved, handed = take_over(config, (), reward)
-    return asyncio.run(rehearse(resolved, handed, resume))
+    resolved, inputs = with_python_inputs(config, (), reward)
+    return asyncio.run(rehearse(resolved, inputs, resume))
 
 
 # --- what is shown -----------------------------------------------------------------------------------------------------
