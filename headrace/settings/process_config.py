@@ -1,4 +1,4 @@
-"""Settings of the run as a whole: checkpoints, evaluation, and how long a wait may last."""
+"""Settings of the run as a whole: checkpoints, evaluation, deadlines of waits."""
 
 from __future__ import annotations
 
@@ -11,61 +11,57 @@ _STRICT = ConfigDict(extra="forbid")
 @dataclass(frozen=True, config=_STRICT)
 class CheckpointConfig:
     every: int = Field(default=50, ge=0)
-    """Optimizer steps between checkpoints; 0 writes one at the end only."""
+    """Optimizer steps between checkpoints; 0 writes only one at the end."""
     keep: int = Field(default=2, gt=0)
-    """Number of checkpoints that are kept, the newest ones."""
+    """Number of newest checkpoints that are kept."""
     patience: float = Field(default=300.0, ge=0)
-    """Seconds for which a run that has done its steps retries its last checkpoint if the disk does not take it. After
-    that it ends with an error, since without weights on the disk it is not finished. 0 tries once."""
+    """Seconds for which a run that has done its steps retries its last checkpoint if writing fails. After that it ends with an error,
+    because a run is finished only when its weights are on the disk. 0 tries once."""
     flush_journal: bool = True
-    """Flush the journal to the disk after every step, so that a loss of power costs at most one step. A killed process
-    loses nothing in either case."""
+    """Flush the journal to the disk after every step, so that a loss of power costs at most one step. A killed process loses nothing
+    either way."""
 
 
 @dataclass(frozen=True, config=_STRICT)
 class EvalConfig:
     prompts: int = Field(default=64, ge=0)
-    """Number of held-out prompts; 0 switches evaluation off."""
+    """Held-out prompts; 0 switches evaluation off."""
     samples: int = Field(default=4, gt=0)
     """Completions per prompt."""
     temperature: float = Field(default=1.0, ge=0)
-    """1 measures the policy that is trained, 0 its greedy answers."""
+    """Sampling temperature: 1 measures the trained policy, 0 its greedy answers."""
     every: int = Field(default=0, ge=0)
-    """Optimizer steps between evaluations during training; 0 evaluates before and after training only."""
+    """Optimizer steps between evaluations while training goes on; 0 evaluates only before and after."""
 
 
 @dataclass(frozen=True, config=_STRICT)
 class ChosenConfig:
-    """What headrace chose where the settings leave the choice. A run keeps it in its `config.toml`; it is not to be
-    set."""
+    """The values that headrace chose for this run, written to the run's own `config.toml`. Not to be set by hand."""
 
     wishes: dict[str, str | int] = Field(default_factory=dict)
-    """The setting as it was given, by the setting whose value was chosen: `"engine.dtype" = "auto"`."""
+    """The original value of every setting that was chosen: `"engine.dtype" = "auto"`."""
     why: dict[str, str] = Field(default_factory=dict)
-    """The reasons in words, with the measurements."""
+    """The reason for each choice, with the measured figures."""
     speeds: dict[str, float] = Field(default_factory=dict)
-    """The speeds that `train.minutes` was fitted with, in seconds (`Speeds` of `headrace/auto/fit.py`)."""
+    """Measured seconds that `train.minutes` was fitted with (`headrace/auto/fit.py`)."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass(frozen=True, config=_STRICT, kw_only=True)
 class WatchConfig:
-    """What is watched while a run trains: waits, each with a name, an owner and two deadlines (C6); failures; and the
-    identity of weights."""
+    """The checks of a run while it trains: waits, each with a name, an owner and two deadlines (C6); failed rollouts; and the weights."""
 
     warn_after: float = Field(default=120.0, gt=0)
-    """Seconds after which the run reports who waits for whom."""
+    """Seconds of a wait after which the run reports what waits for what."""
     stop_after: float = Field(default=1800.0, gt=0)
-    """Seconds after which the run stops with the same sentence."""
+    """Seconds of a wait after which the run stops with that report."""
     failed_warn: float = Field(default=0.05, ge=0, le=1)
-    """A warning is shown if more than this share of the last 64 rollouts (of at least 8 prompts) failed because of data
-    or reward."""
+    """A warning is shown if more than this share of the last 64 rollouts (of at least 8 prompts) failed because of data or reward."""
     failed_pause: float = Field(default=0.5, gt=0, le=1)
-    """The run pauses if this share of them failed: it writes a checkpoint and says why. `--resume` continues it."""
+    """The run pauses if at least this share failed: it writes a checkpoint and reports why; `--resume` continues it."""
     outages: int = Field(default=64, gt=0)
-    """Number of consecutive groups left without a rollout by the engine or the network, after which the run pauses."""
+    """The run pauses after this many groups in a row without a rollout because of engine or network."""
     identity_every: int = Field(default=10, ge=0)
-    """Versions between two policy-identity probes (C3). The fingerprint is checked at every version. 0 switches probes
-    off."""
+    """Versions between two policy-identity probes (C3); 0 switches probes off. The fingerprint is checked at every version."""
 
     @model_validator(mode="after")
     def _warn_before_stop(self) -> WatchConfig:
