@@ -21,8 +21,8 @@ from headrace.protocols import Engine
 from headrace.reports import LoadReport
 from headrace.serve.config import Limits
 from headrace.serve.errors import Refused, busy
-from headrace.steps import StepOutput, Transcript, write_down
-from headrace.types import Completion, Request, Struct, VersionSpan, spans_of
+from headrace.steps import StepOutput, Transcript, spans_of, write_down
+from headrace.types import Completion, Request, Struct, VersionSpan
 from headrace.weight_sync.directory import offer_adapter
 from headrace.weights import WeightUpdate
 

@@ -16,7 +16,7 @@ import uvicorn
 from headrace.errors import ConfigError, WorkerDied
 from headrace.models.chat import ChatEncoder
 from headrace.models.resolve import cache_dir, resolve_model
-from headrace.orchestration.clients.engine import ProcessEngine
+from headrace.orchestration.clients.process_engine import ProcessEngine
 from headrace.orchestration.workers.build import open_launcher
 from headrace.orchestration.workers.messages import EngineStart
 from headrace.protocols import Job

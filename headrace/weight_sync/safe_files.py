@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from headrace.weights import Manifest, TensorSpec
 
@@ -61,11 +62,11 @@ def read_into(path: Path, manifest: Manifest, buffer: memoryview) -> None:
                 raise ValueError(f"{path.name} ends within {spec.name}")
 
 
-def _place(header: dict[str, dict[str, object]], spec: TensorSpec, path: Path) -> int:
+def _place(header: dict[str, dict[str, Any]], spec: TensorSpec, path: Path) -> int:
     found = header.get(spec.name)
     if not found or found["dtype"] != _DTYPES.get(spec.dtype) or found["shape"] != list(spec.shape):
         raise ValueError(f"{path.name} does not hold {spec.name} of shape {spec.shape} in {spec.dtype}")
-    begin, end = found["data_offsets"]  # type: ignore[misc]
+    begin, end = found["data_offsets"]
     if end - begin != spec.nbytes:
         raise ValueError(f"{path.name} holds {end - begin} bytes of {spec.name}, and {spec.nbytes} are right")
     return int(begin)
