@@ -134,15 +134,9 @@ def replay(arguments: argparse.Namespace) -> int:
 def inspect(arguments: argparse.Namespace) -> int:
     from headrace.commands import inspect
 
-    return inspect.inspect(
-        run_directory(arguments.run),
-        arguments.step,
-        ticket=arguments.ticket,
-        worst=arguments.worst,
-        rescore=arguments.rescore,
-        as_json=arguments.json,
-        tokens=arguments.tokens,
-    )
+    run, one = run_directory(arguments.run), arguments
+    how = {"rescore": one.rescore, "as_json": one.json, "tokens": one.tokens}
+    return inspect.inspect(run, one.step, ticket=one.ticket, worst=one.worst, **how)
 
 
 def diff(arguments: argparse.Namespace) -> int:
