@@ -20,8 +20,8 @@ from headrace.trainer.placement.simulated import Ring, Simulated
 from headrace.trainer.step.trainer import TorchTrainer
 from tests.trainer.test_trainer import batch, gradients, model_dir, reference  # noqa: F401
 
-BUDGET = 12
-"""Tokens of a microbatch: small enough for three of them on every rank."""
+BUDGET = 6
+"""Tokens of a microbatch: so few that each of two ranks has three microbatches."""
 ALGOS = {
     "grpo": AlgoConfig(),
     "kept": AlgoConfig(denominator="kept", old="trainer", correction={"mode": "mask", "low": 0.5, "high": 2.0}),
@@ -135,7 +135,7 @@ def test_ranks_have_the_gradient_of_one_device(algo, ranks, model_dir):  # noqa:
     loss, norm, expected, _ = whole_gradients(make(model_dir("llama"), ALGOS[algo]))
     found = on_ranks(model_dir("llama"), ALGOS[algo], whole_gradients, ranks)
     for one_loss, one_norm, one, packs in found:
-        assert packs >= 3
+        assert packs >= (3 if ranks == 2 else 2)
         assert (one_loss, one_norm) == pytest.approx((loss, norm), rel=3e-6)
         near(one, expected)
 

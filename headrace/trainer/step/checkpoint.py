@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from headrace.durable.files import put_on_disk
+from headrace.durable.files import sync_to_disk
 from headrace.errors import CheckpointError
 from headrace.trainer.model.low_memory import MixedAdamW
 from headrace.trainer.placement.port import Placement
@@ -64,7 +64,7 @@ def save(
     text = json.dumps({"format": FORMAT, "version": version, "seed": seed, "base": contents.base})
     (directory / TRAINER).write_text(text)
     for name in (contents.file, OPTIMIZER, TRAINER):
-        put_on_disk(directory / name)
+        sync_to_disk(directory / name)
 
 
 def restore(directory: Path, contents: Contents, optimizer: torch.optim.Optimizer, placement: Placement) -> int:
