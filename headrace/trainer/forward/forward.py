@@ -80,6 +80,7 @@ class Forward:
                 dtype=dtype,
                 kept=kept,
                 softcap=softcap,
+                packed=getattr(head, "packed", None),
             )
 
         return _scores(pack, within(head, of_head))
