@@ -74,6 +74,7 @@ class RolloutKey(Struct, frozen=True):
 
     rollout 3 of ticket 12              RolloutKey(12, 3)                    t12/3
     its third turn                      RolloutKey(12, 3, turn=2)            t12/3.2
+    that turn after other tokens        RolloutKey(12, 3, 2, context="5e01") t12/3.2~5e01
     beside others in one engine         RolloutKey(12, 3, adapter="math")    math:t12/3
     """
 
@@ -82,19 +83,24 @@ class RolloutKey(Struct, frozen=True):
     """Of the rollout in its group, from 0."""
     turn: int = 0
     adapter: str = ""
+    context: str = ""
+    """A digest of the tokens before the turn (`rollouts/episodes.py`); empty where they are the prompt of the group. A turn that was
+    recorded is thus found again by what it was sampled after, and never taken for another one (C5)."""
 
     def __str__(self) -> str:
         owner, turn = f"{self.adapter}:" if self.adapter else "", f".{self.turn}" if self.turn else ""
-        return f"{owner}t{self.ticket}/{self.index}{turn}"
+        context = f"~{self.context}" if self.context else ""
+        return f"{owner}t{self.ticket}/{self.index}{turn}{context}"
 
     @classmethod
     def read(cls, request_id: str) -> RolloutKey | None:
         """None for a request that is no rollout's: a probe's, or an evaluation's."""
         adapter, _, name = request_id.rpartition(":")
-        ticket, _, place = name.partition("/")
+        ticket, _, rest = name.partition("/")
+        place, _, context = rest.partition("~")
         index, _, turn = place.partition(".")
         try:
-            key = cls(int(ticket[1:]), int(index), int(turn or 0), adapter)
+            key = cls(int(ticket[1:]), int(index), int(turn or 0), adapter, context)
         except ValueError:
             return None
         right = str(key) == request_id and min(key.ticket, key.index, key.turn) >= 0
@@ -232,6 +238,11 @@ class Episode(Struct, frozen=True):
     @property
     def last(self) -> Completion:
         return self.turns[-1].completion
+
+    @property
+    def sampled(self) -> int:
+        """Tokens that were sampled, in all turns."""
+        return sum(len(turn.completion.tokens) for turn in self.turns)
 
 
 class TeacherTrace(Struct, frozen=True):

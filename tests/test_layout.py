@@ -38,6 +38,7 @@ FLOORS = {
     "packing": 3,
     "tasks": 4,
     "scoring": 4,
+    "environments": 4,
     "rollouts": 4,
     "engine": 4,
     "trainer": 4,
@@ -82,6 +83,8 @@ CONCRETE = {
     "ReasoningGymTask": "tasks",
     "RowsTask": "tasks",
     "FakeTask": "tasks",
+    "SingleTurn": "environments",
+    "ScriptedTurns": "environments",
 }
 BUILD = ("orchestration/build.py", "orchestration/workers/build.py")
 

@@ -18,6 +18,8 @@ from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.noise import NoiseWatch, inside_rounding
 from headrace.config import RunConfig
 from headrace.durable.journal import JournalStep
+from headrace.environments.config import EnvironmentConfig
+from headrace.environments.kinds import environment_kind
 from headrace.errors import ConfigError
 from headrace.models.chat import ChatEncoder
 from headrace.models.resolve import resolve_model
@@ -40,7 +42,7 @@ from headrace.orchestration.store.snapshots import Snapshots
 from headrace.orchestration.store.storage import Storage
 from headrace.orchestration.teaching import Lesson, Student, open_teaching, plan_lessons, reward_weights
 from headrace.orchestration.wording import headline, where
-from headrace.protocols import Observer, Scorer, Task
+from headrace.protocols import EnvironmentKind, Observer, Scorer, Task
 from headrace.rehearsal.reward import try_in_loop
 from headrace.scoring.handed import RewardFunction
 from headrace.scoring.overlong import punished
@@ -127,6 +129,7 @@ class Prepared:
     scorer: Scorer
     prompts: Sequence[Prompt]
     lessons: Sequence[Lesson]
+    environment: EnvironmentKind
 
 
 async def prepare(config: RunConfig, model_dir: Path, encoder: ChatEncoder, handed: Handed, logs: Path) -> Prepared:
@@ -139,7 +142,15 @@ async def prepare(config: RunConfig, model_dir: Path, encoder: ChatEncoder, hand
     )
     lessons = await plan_lessons(config, model_dir, encoder, handed.rows)
     prompts = await asyncio.to_thread(task.held_out, config.eval.prompts)
-    return Prepared(model_dir=model_dir, encoder=encoder, task=task, scorer=scorer, prompts=prompts, lessons=lessons)
+    return Prepared(
+        model_dir=model_dir,
+        encoder=encoder,
+        task=task,
+        scorer=scorer,
+        prompts=prompts,
+        lessons=lessons,
+        environment=build_environment(config.environment),
+    )
 
 
 async def build(
@@ -240,6 +251,7 @@ def _built(
         task=prepared.task,
         engine=pools.engine,
         trainer=pools.teaching.publishing(pools.trainer),
+        environment=prepared.environment,
         scorer=pools.teaching.tracing(
             punished(config.reward.soft_overlong_punishment, config.rollout.max_tokens, rewarding)
         ),
@@ -296,6 +308,10 @@ def plan_of(config: RunConfig, adapter: str) -> Plan:
         watch=config.watch,
         save_patience=config.checkpoint.patience,
     )
+
+
+def build_environment(config: EnvironmentConfig) -> EnvironmentKind:
+    return environment_kind(config.kind)
 
 
 def build_task(config: TaskConfig, encoder: ChatEncoder, seed: int, rows: Sequence[Row] | None = None) -> Task:

@@ -14,6 +14,7 @@ from typing import Any
 from headrace.algo.advantage.groups import algorithm_of
 from headrace.durable.journal import Journal
 from headrace.durable.passes import PassLog
+from headrace.environments.single_turn import SINGLE_TURN
 from headrace.observe.health.waits import Waits
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.assembly import assemble, go_live, stand
@@ -109,6 +110,7 @@ class World:
             task=self.task,
             engine=self.engine,
             trainer=self.trainer,
+            environment=SINGLE_TURN,
             scorer=self.scorer,
             evaluated_by=self.scorer,
             held_out=[],

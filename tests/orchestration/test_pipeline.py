@@ -23,6 +23,7 @@ from headrace.algo.noise import NoiseWatch
 from headrace.durable.journal import Journal
 from headrace.durable.passes import PassLog
 from headrace.engine.fake import FakeEngine
+from headrace.environments.single_turn import SINGLE_TURN
 from headrace.errors import CheckpointError, HeadraceError, IdentityError, StalledError, TrainingError, WorkerDied
 from headrace.observe.facts import CheckpointSaved, Evaluated, Fact, GroupEnded, StepTrained, Warned, WeightsLive
 from headrace.observe.health.waits import Waits
@@ -38,6 +39,7 @@ from headrace.orchestration.plan import Plan
 from headrace.orchestration.store.checkpoints import Checkpoints
 from headrace.orchestration.store.recovery import read_past
 from headrace.orchestration.store.snapshots import Snapshots, load_controller
+from headrace.protocols import EnvironmentKind
 from headrace.reports import LagStats, Noise
 from headrace.rollouts.buffer import Buffer
 from headrace.rollouts.partial import PartialConfig
@@ -95,6 +97,7 @@ class World:
     """What the metrics have of the worlds before."""
     noise: NoiseWatch = field(default_factory=NoiseWatch)
     sentinels: Sequence[Callable[[], Awaitable[None]]] = ()
+    environment: EnvironmentKind = SINGLE_TURN
 
     def build(self, resume: bool = False) -> Pipeline:
         """`resume`: from what an earlier world left in the directory."""
@@ -136,6 +139,7 @@ class World:
             task=self.task,
             engine=self.engine,
             trainer=self.trainer,
+            environment=self.environment,
             scorer=self.scorer,
             evaluated_by=self.scorer,
             held_out=self.task.held_out(2) if self.evaluate_every else [],

@@ -398,7 +398,7 @@ def test_passes_are_folded_as_they_are_read(tmp_path: Path) -> None:
     request, drawn = Request(mine, (1,), Sampling()), tuple(Drawn(0.0, t, Prompt("p", "", ())) for t in range(100))
     tracemalloc.start()
     try:
-        found = _begun(Past(tmp_path, None, drawn), {mine: request}, "")
+        found = _begun(Past(tmp_path, None, drawn), {mine: request}.get, "")
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
