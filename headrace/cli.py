@@ -155,14 +155,14 @@ def export(arguments: argparse.Namespace) -> int:
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    from headrace.plan.answer import Question, config_for
+    from headrace.plan.answer import PlanRequest, config_for
     from headrace.plan.command import tell
 
     run_dir = None if is_config(arguments.source) else run_directory(arguments.source)
     chip, _, file = arguments.hardware.partition(":")
     if chip == "cpu" and not file:
         raise ConfigError("--hardware cpu:FILE names a file of measured rates; --calibrate writes one")
-    question = Question(
+    question = PlanRequest(
         config=config_for(arguments.source, run_dir, arguments.set),
         run=run_dir if chip != "cpu" else None,
         calibrate=arguments.calibrate,

@@ -24,7 +24,7 @@ from headrace.config import RunConfig, config_of_run, read_config
 from headrace.durable.journal import Live, read_only
 from headrace.errors import CheckpointError
 from headrace.observe.facts import RunStarted, WeightsLive
-from headrace.observe.machine import machine_mark
+from headrace.observe.machine_mark import machine_mark
 from headrace.observe.records import StepRow, read_metrics
 from headrace.observe.text import plural
 from headrace.reports import TrainReport, differing

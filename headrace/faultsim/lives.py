@@ -1,7 +1,7 @@
 """Deterministic simulation testing: a whole run with all its lives, faults included, from one seed, in milliseconds.
 
 Pipeline, buffer, staleness, interrupts, recovery, journal, passes, checkpoints, facts and the clients of the worker processes
-are those of a run. Worker processes, sockets, clock and disk are simulated (`processes.py`, `faults.py`). A run that is
+are those of a run. Worker processes, sockets, clock and disk are simulated (`chance.py`, `faults.py`). A run that is
 killed goes on from what lies on its disk, until it has finished; `checks.py` watches every fact of it.
 """
 
@@ -24,11 +24,11 @@ from headrace.environments.fake import scripted
 from headrace.environments.single_turn import SINGLE_TURN
 from headrace.errors import HeadraceError, StalledError, WorkerDied
 from headrace.faultsim.case import Case
-from headrace.faultsim.checks import Ledger, Referee
+from headrace.faultsim.chance import Chance
+from headrace.faultsim.checks import Referee, RunHistory
 from headrace.faultsim.engine_worker import MAX_TOKENS, SimulatedEngineProcess
 from headrace.faultsim.faults import Disk, Fault, Killed, Kind
 from headrace.faultsim.oracles import WatchedBuffer
-from headrace.faultsim.processes import Chance
 from headrace.faultsim.scorer import SeededScorer
 from headrace.faultsim.trainer_worker import SimulatedTrainerProcess
 from headrace.observe.facts import Books, RunEnded, RunStarted
@@ -72,8 +72,8 @@ THINKS = 0.2
 class Life:
     """One process of the controller, from its start to its end, its kill or an error."""
 
-    def __init__(self, case: Case, number: int, ledger: Ledger, disk: Disk, directory: Path) -> None:
-        self._case, self._number, self._ledger, self._disk, self._directory = case, number, ledger, disk, directory
+    def __init__(self, case: Case, number: int, history: RunHistory, disk: Disk, directory: Path) -> None:
+        self._case, self._number, self._history, self._disk, self._directory = case, number, history, disk, directory
         faults = tuple(one for one in case.faults if one.life == number)
         self.chance = Chance(f"{case.seed}/{number}", faults, PATIENCE)
         self._memory: dict[int, str] = {}
@@ -151,26 +151,26 @@ class Life:
             past=past,
         )
         self._buffer = WatchedBuffer(case.staleness, case.steps * case.groups)
-        self._referee = Referee(case, self._storage, self._buffer, self._ledger, self._disk)
+        self._referee = Referee(case, self._storage, self._buffer, self._history, self._disk)
         self._waits = Waits(self._referee.record, self._clock, PATIENCE / 2, PATIENCE)
 
     def _behind(self) -> tuple[Path | None, Past]:
         """What the lives before this one left, and what became of it since."""
-        ledger, checkpoints = self._ledger, self._checkpoints
+        history, checkpoints = self._history, self._checkpoints
         checkpoint, complaints = checkpoints.newest_good()
         newest = checkpoints.all()[-1:]
         assert checkpoint or not newest, f"C7: no checkpoint can be used: {complaints}"
-        assert bool(complaints) == any(map(ledger.is_spoiled, newest)), f"C7: {complaints}"
-        past = read_past(self._directory, load_controller(checkpoint) if checkpoint else None, not ledger.changes)
-        rewinds = ledger.damaged or ledger.changes or (ledger.rotten and past.rewinds)
-        assert past.complaints or not ledger.damaged, "C7: damage of the journal is not told"
+        assert bool(complaints) == any(map(history.is_spoiled, newest)), f"C7: {complaints}"
+        past = read_past(self._directory, load_controller(checkpoint) if checkpoint else None, not history.changes)
+        rewinds = history.damaged or history.changes or (history.rotten and past.rewinds)
+        assert past.complaints or not history.damaged, "C7: damage of the journal is not told"
         assert past.rewinds == rewinds, (
             f"C7: is what came after the checkpoint set aside? {past.rewinds}: {past.complaints}"
         )
         return checkpoint, past
 
     def _workers(self) -> tuple[ProcessTrainer, ProcessEngine]:
-        chance, memory, truth = self.chance, self._memory, self._ledger.truth
+        chance, memory, truth = self.chance, self._memory, self._history.truth
 
         def engine_process() -> SimulatedEngineProcess:
             return SimulatedEngineProcess(chance, memory, truth, lambda: next(self._engine_turns))
@@ -252,7 +252,7 @@ class Life:
 
     def _told(self, output: bytes) -> None:
         if not self._disk.dead:
-            self._ledger.told(output)
+            self._history.told(output)
 
     def _started(self, step: int) -> RunStarted:
         case, buffer = self._case, self._buffer
@@ -280,45 +280,45 @@ class Life:
         loop.jump(PATIENCE * 0.7)
 
 
-def trial(case: Case) -> Ledger:
+def trial(case: Case) -> RunHistory:
     """Runs a case to its end and returns what happened. Raises `AssertionError` where a contract does not hold."""
-    ledger = Ledger(case.group_size, turns=case.turns)
+    history = RunHistory(case.group_size, turns=case.turns)
     with tempfile.TemporaryDirectory(dir=_fast_directory()) as name:
         lives = 0
-        while not _live(case, lives, ledger, name):
+        while not _live(case, lives, history, name):
             lives += 1
             assert lives <= len(case.faults) + 1, "C6: the run does not end, though nothing goes wrong any more"
-        ledger.finish(Path(name), case.steps, case.groups)
+        history.finish(Path(name), case.steps, case.groups)
     if case.loses_nothing:
-        ledger.trained_all(case.seed, case.steps * case.groups)
-    if case.synchronous and case.faults and ledger.weights:
+        history.trained_all(case.seed, case.steps * case.groups)
+    if case.synchronous and case.faults and history.weights:
         undisturbed = trial(msgspec.structs.replace(case, faults=()))
-        assert ledger.weights == undisturbed.weights, "C7: other weights than the undisturbed run's"
-    return ledger
+        assert history.weights == undisturbed.weights, "C7: other weights than the undisturbed run's"
+    return history
 
 
 def _fast_directory() -> str | None:
     return "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
-def _live(case: Case, number: int, ledger: Ledger, name: str) -> bool:
+def _live(case: Case, number: int, history: RunHistory, name: str) -> bool:
     """Whether the run is finished."""
     faults = [one for one in case.faults if one.life == number]
-    ledger.meanwhile(Path(name), faults)
+    history.meanwhile(Path(name), faults)
     disk = Disk(Path(name), faults)
     with disk.mounted() as directory:
-        life = Life(case, number, ledger, disk, directory)
+        life = Life(case, number, history, disk, directory)
         try:
             until_done(life.run(), disk)
         except Killed:
-            ledger.killed += 1
+            history.killed += 1
         except HeadraceError as error:
             kinds = {fault.kind for fault in life.chance.befell}
             assert _explained(error, kinds, disk), f"C6: nothing explains that it stopped: {error!r}"
-            ledger.stopped.append(str(error))
-        ledger.befell += life.chance.befell
-        ledger.passes_lost |= disk.was_full or disk.lost_power
-        ledger.lost_power |= disk.lost_power
+            history.stopped.append(str(error))
+        history.befell += life.chance.befell
+        history.passes_lost |= disk.was_full or disk.lost_power
+        history.lost_power |= disk.lost_power
     disk.lose()
     return life.finished and not disk.dead
 

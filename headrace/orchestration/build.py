@@ -25,7 +25,7 @@ from headrace.models.chat import ChatEncoder
 from headrace.models.resolve import resolve_model
 from headrace.observe.facts import Books, RunStarted
 from headrace.observe.health.waits import Waits
-from headrace.observe.machine import machine_mark
+from headrace.observe.machine_mark import machine_mark
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.assembly import Standing, assemble, go_live, stand
 from headrace.orchestration.choosing import allowance_of

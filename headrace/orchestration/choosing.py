@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.auto.allowance import Allowance
-from headrace.auto.candidates import Choice, Figures, candidates, choose, choose_threads
+from headrace.auto.candidates import Figures, PartChoice, candidates, choose, choose_threads
 from headrace.auto.fit import SPARE, Fitted, Speeds, Wish, fit
 from headrace.auto.measurer import Measurer, thread_counts
 from headrace.auto.share import Share
@@ -63,7 +63,7 @@ def settle(config: RunConfig, model_dir: Path, machine: Machine, parameters: int
     return Settled(config, figures=figures)
 
 
-def _taken(config: RunConfig, choice: Choice) -> RunConfig:
+def _taken(config: RunConfig, choice: PartChoice) -> RunConfig:
     section = "engine" if choice.part == "engine" else "train"
     values: dict[str, Any] = {"dtype": choice.dtype, "path": choice.path}
     values |= {"threads": choice.threads} if choice.threads else {}

@@ -32,7 +32,7 @@ from headrace.protocols import Engine, Observer, Scorer, Task, Trainer
 from headrace.rollouts.buffer import Buffer
 from headrace.rollouts.rollout import RolloutConfig
 from headrace.settings.process_config import EvalConfig
-from headrace.simulate.surroundings import Lengths, SimulatedScorer, SimulatedTask
+from headrace.simulate.surroundings import CompletionLengths, SimulatedScorer, SimulatedTask
 
 NEVER = 1e12
 """Seconds. A plan may be slow; what would stop a run for waiting too long is not what it asks about."""
@@ -46,7 +46,7 @@ class World:
         self.scenario, self.observer, self.directory = scenario, observer, directory
         rates, grain, seed = scenario.rates, scenario.token_grain, scenario.seed
         shared = Shared(rates.engine_slowed, rates.trainer_slowed)
-        lengths = Lengths(scenario.completions, scenario.rollout.max_tokens)
+        lengths = CompletionLengths(scenario.completions, scenario.rollout.max_tokens)
         engines = [
             SimulatedEngine(
                 rates=rates.engine,

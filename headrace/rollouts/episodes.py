@@ -18,8 +18,9 @@ import xxhash
 
 from headrace.errors import RolloutOver
 from headrace.protocols import Environment, EnvironmentKind, Limits
+from headrace.rollout_key import RolloutKey
 from headrace.settings.user_code import one_line, traceback_of
-from headrace.types import Completion, Episode, Failure, Prompt, Request, RolloutKey, Scored, Turn
+from headrace.types import Completion, Episode, Failure, Prompt, Request, Scored, Turn
 
 Decode = Callable[[Sequence[int]], str]
 Generate = Callable[[Request], Awaitable[Completion]]

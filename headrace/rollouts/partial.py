@@ -16,7 +16,8 @@ from pydantic.dataclasses import dataclass
 from headrace.observe.health.waits import Waits
 from headrace.protocols import Engine
 from headrace.reports import LoadReport
-from headrace.types import Completion, Request, RolloutKey, SamplingMask, TopLogprobs, VersionSpan
+from headrace.rollout_key import RolloutKey
+from headrace.types import Completion, Request, SamplingMask, TopLogprobs, VersionSpan
 from headrace.weights import WeightUpdate
 
 BEHIND = 1 << 40

@@ -22,7 +22,8 @@ from headrace.observe.numbers.rollout_view import look, looks_at, row_of, spans_
 from headrace.observe.screen.inspect_view import rollout
 from headrace.orchestration.runs.pieces import split_text
 from headrace.reports import TrainReport
-from headrace.types import Completion, VersionSpan, spans_of
+from headrace.steps import spans_of
+from headrace.types import Completion, VersionSpan
 
 FACTS = list(FactStream(steps=4, groups=2, size=3, tokens=6, troubles=False).facts())
 RECORDS: list[AnyRecord] = [Gone(0.1, 99, "dropped", "no_contrast"), *records_of(FACTS)]

@@ -25,7 +25,7 @@ from headrace.config import dump_config, load_config
 from headrace.durable.journal import JOURNAL, AnyRecord, Journal, Live, Ready, Stepped, count_steps, read_journal
 from headrace.errors import CheckpointError, ConfigError
 from headrace.observe.health.family import Family, family
-from headrace.observe.machine import machine_mark
+from headrace.observe.machine_mark import machine_mark
 from headrace.orchestration.store.directory import RunDirectory, configs_until
 from headrace.reports import LagStats, Noise, TrainReport
 

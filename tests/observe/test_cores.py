@@ -15,7 +15,7 @@ from headrace.orchestration.workers.process import environment
 CODE = (
     "import json, os, sys\n"
     "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-    "from headrace.observe.machine import machine_mark\n"
+    "from headrace.observe.machine_mark import machine_mark\n"
     "from headrace.orchestration.workers.process import environment\n"
     "print(json.dumps([environment(()), machine_mark(())]))\n"
 )

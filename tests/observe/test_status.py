@@ -23,7 +23,7 @@ from headrace.config import dump_config, load_config
 from headrace.durable.spelling import encode
 from headrace.errors import HeadraceError
 from headrace.observe.facts import Accounting, CheckpointSaved, RunEnded, RunStarted, TicketDrawn, Warned, WorkerLost
-from headrace.observe.health.status import Follower, Live, Status, as_dict, judge, read_live, write_live
+from headrace.observe.health.status import Follower, LiveStatus, Status, as_dict, judge, read_live, write_live
 from headrace.observe.health.waits import Lasting
 from headrace.observe.numbers.state import RunState
 from headrace.observe.records import METRICS
@@ -46,8 +46,8 @@ def ended(reason: str) -> RunEnded:
     return RunEnded(9.0, reason, 3, Accounting(), 0.0, 0.0)
 
 
-def live(written: float, pid: int = os.getpid(), **more: Any) -> Live:
-    return Live(pid, written, (Lasting("trainer", "8 scored groups", 3.0),), **more)
+def live(written: float, pid: int = os.getpid(), **more: Any) -> LiveStatus:
+    return LiveStatus(pid, written, (Lasting("trainer", "8 scored groups", 3.0),), **more)
 
 
 # --- who lives ---------------------------------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ def live(written: float, pid: int = os.getpid(), **more: Any) -> Live:
     ],
 )
 def test_a_run_is_alive_silent_ended_or_dead(
-    alive: bool, facts: list[Any], said: Live | None, life: str, words: str
+    alive: bool, facts: list[Any], said: LiveStatus | None, life: str, words: str
 ) -> None:
     status = judge(state_of(*facts), said, alive, 100.0)
     assert status.life == life and words in status.words
@@ -132,7 +132,7 @@ WAITS = (
     Lasting("trainer", "4 groups", 1.0),
 )
 TELLING = Status(
-    "alive", "training", Live(7, time.time(), WAITS, workers={"engine": 8, "trainer": 9}, picture="logs/x")
+    "alive", "training", LiveStatus(7, time.time(), WAITS, workers={"engine": 8, "trainer": 9}, picture="logs/x")
 )
 
 

@@ -28,7 +28,7 @@ from headrace.errors import IdentityError, StalledError
 from headrace.observe.facts import Waited, Warned
 from headrace.observe.health import stacks
 from headrace.observe.health.family import Child, Family, family
-from headrace.observe.health.frames import VARIABLE
+from headrace.observe.health.own_stacks import VARIABLE
 from headrace.observe.health.snapshot import blame
 from headrace.observe.health.status import read_live
 from headrace.observe.health.waits import Lasting, Waits, counted
@@ -485,7 +485,7 @@ def test_processes_that_do_not_close_are_told_and_hide_no_error(capsys: pytest.C
 
 HANGS = """
 import re, sys, threading, time
-from headrace.observe.health.frames import answer_signals
+from headrace.observe.health.own_stacks import answer_signals
 
 def sleeps():
     time.sleep(100)

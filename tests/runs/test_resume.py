@@ -35,8 +35,9 @@ from headrace.orchestration.store.recovery import Past, _begun, read_past
 from headrace.orchestration.store.resume_rules import same_course
 from headrace.orchestration.store.snapshots import ControllerState, load_controller
 from headrace.reports import TrainReport
+from headrace.rollout_key import RolloutKey
 from headrace.steps import Finished, StepOutput
-from headrace.types import Prompt, Request, RolloutKey, Sampling
+from headrace.types import Prompt, Request, Sampling
 
 CASE = Case(7, steps=7, checkpoint_every=2)
 

@@ -30,11 +30,11 @@ from headrace.orchestration.teaching import Lesson, plan_lessons
 from headrace.orchestration.wording import headline, where
 from headrace.rehearsal import machine as machines
 from headrace.rehearsal.machine import Machine, gib
-from headrace.rehearsal.memory import Need, Plan, checkpoint_bytes, engine_needs, needs, notes, refusals
+from headrace.rehearsal.memory import MemoryNeed, MemoryPlan, checkpoint_bytes, engine_needs, needs, notes, refusals
 from headrace.rehearsal.place import place_problem
-from headrace.rehearsal.prompts import first_prompts, length_problem, lengths
+from headrace.rehearsal.prompt_lengths import first_prompts, length_problem, lengths
 from headrace.rehearsal.reward import reward_lines, try_reward
-from headrace.rehearsal.shape import Shape, read_shape
+from headrace.rehearsal.shape import ModelShape, read_shape
 from headrace.rehearsal.words import Lines, algorithm, memory_lines, page
 from headrace.scoring.handed import RewardFunction
 from headrace.scoring.job import is_async
@@ -177,7 +177,7 @@ def _own_functions(algo: AlgoConfig) -> None:
 
 
 def _prompts(
-    found: Rehearsal, config: RunConfig, shape: Shape, encoder: ChatEncoder, prompts: Sequence[Prompt]
+    found: Rehearsal, config: RunConfig, shape: ModelShape, encoder: ChatEncoder, prompts: Sequence[Prompt]
 ) -> Lines:
     context, most = config.engine.context_length, config.rollout.max_tokens
     room = min(context, shape.positions or context) - most
@@ -251,13 +251,13 @@ def _machine_and_memory(found: Rehearsal, machine: Machine, model_dir: Path) -> 
         found.notes += notes(wanted, machine)
 
 
-def _plan(config: RunConfig, machine: Machine) -> Plan:
+def _plan(config: RunConfig, machine: Machine) -> MemoryPlan:
     engine = machine.device("engine.device", config.engine.device)
     trainer = machine.device("train.device", config.train.device)
     dtype = machine.dtype(config.train.dtype, trainer)
     runs = adapter_runs(config) or (config,)
     first = runs[0]
-    return Plan(
+    return MemoryPlan(
         engine=config.engine,
         engine_device=engine,
         train=config.train,
@@ -269,7 +269,9 @@ def _plan(config: RunConfig, machine: Machine) -> Plan:
     )
 
 
-def _others(found: Rehearsal, machine: Machine, model_dir: Path, shape: Shape, plan: Plan) -> Iterator[Need]:
+def _others(
+    found: Rehearsal, machine: Machine, model_dir: Path, shape: ModelShape, plan: MemoryPlan
+) -> Iterator[MemoryNeed]:
     """Engines of teachers and of the reference."""
     for lesson in found.lessons:
         device = machine.device(f"the teacher {lesson.config.name}: engine.device", lesson.engine.device)
@@ -278,6 +280,6 @@ def _others(found: Rehearsal, machine: Machine, model_dir: Path, shape: Shape, p
         yield from engine_needs("reference", shape, plan.engine, plan.engine_device)
 
 
-def _disk(config: RunConfig, shape: Shape, plan: Plan) -> tuple[str, str]:
+def _disk(config: RunConfig, shape: ModelShape, plan: MemoryPlan) -> tuple[str, str]:
     size = checkpoint_bytes(shape, plan)
     return "on disk", f"{gib(size)} a checkpoint, of which {config.checkpoint.keep + 1} are there at most"

@@ -36,10 +36,11 @@ from headrace.observe.resume import Resume
 from headrace.orchestration.plan import Plan
 from headrace.orchestration.store.snapshots import ControllerState
 from headrace.protocols import Task
+from headrace.rollout_key import RolloutKey
 from headrace.rollouts.buffer import Buffer
 from headrace.rollouts.partial import Interrupts, joined
 from headrace.steps import Finished, StepOutput, Transcript, write_down
-from headrace.types import Completion, Request, RolloutKey
+from headrace.types import Completion, Request
 
 
 @dataclass(frozen=True)

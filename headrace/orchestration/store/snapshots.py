@@ -14,9 +14,10 @@ from headrace.observe.facts import CheckpointSaved
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.store.checkpoints import Checkpoints
 from headrace.protocols import Task, Trainer
+from headrace.rollout_key import RolloutKey
 from headrace.rollouts.buffer import Buffer, BufferState
 from headrace.rollouts.partial import Interrupts
-from headrace.types import Completion, RolloutKey, Struct
+from headrace.types import Completion, Struct
 
 CONTROLLER = "controller.msgpack"
 

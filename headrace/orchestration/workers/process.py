@@ -19,7 +19,7 @@ from headrace import orphans
 from headrace.native.cores import usable_cores
 from headrace.observe.health import patience
 from headrace.observe.health.family import Child, current_family
-from headrace.observe.health.frames import VARIABLE
+from headrace.observe.health.own_stacks import VARIABLE
 from headrace.observe.health.stacks import process_state
 from headrace.orchestration.workers.connected import ConnectedWorker
 from headrace.protocols import Heard, Job
