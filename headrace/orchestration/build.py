@@ -269,13 +269,7 @@ def _built(
             saved_step=storage.saved_step,
             scored_by=mark,
         ),
-        probe=IdentityProbe(
-            encoder.encode_text(PROBE)[: pools.engine.capabilities.context_length],
-            config.watch.identity_every,
-            max(TOLERANCE[config.engine.serving_dtype], TOLERANCE[pools.trainer_dtype]),
-            telemetry,
-            adapter,
-        ),
+        probe=_probe(config, encoder, pools, telemetry, adapter),
         turns=pools.turns,
         noise=NoiseWatch(config.algo),
         minutes=Minutes(allowance_of(config), storage.keep_steps, telemetry.record, telemetry.clock),
@@ -293,6 +287,12 @@ def _built(
         config=config,
         adapter=adapter,
     )
+
+
+def _probe(config: RunConfig, encoder: ChatEncoder, pools: Pools, telemetry: Telemetry, adapter: str) -> IdentityProbe:
+    tokens = encoder.encode_text(PROBE)[: pools.engine.capabilities.context_length]
+    tolerance = max(TOLERANCE[config.engine.serving_dtype], TOLERANCE[pools.trainer_dtype])
+    return IdentityProbe(tokens, config.watch.identity_every, tolerance, telemetry, adapter)
 
 
 def plan_of(config: RunConfig, adapter: str) -> Plan:
