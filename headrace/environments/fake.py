@@ -52,3 +52,6 @@ def scripted(
     """`limits`: as many turns as it asks for, unless given."""
     make = partial(ScriptedTurns, turns=turns, reply=reply, seconds=seconds, reward=reward)
     return EnvironmentKind(make, limits or Limits(turns=turns), resumes)
+
+
+TWO_TURNS = scripted()
