@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.durable.journal import JOURNAL, Live, read_journal, read_steps
+from headrace.durable.journal import JOURNAL, LiveRecord, read_journal, read_steps
 from headrace.faultsim.case import Case
 from headrace.faultsim.chance import Chance
 from headrace.faultsim.engine_worker import Truth
@@ -33,7 +33,7 @@ from headrace.faultsim.oracles import (
 from headrace.faultsim.trainer_worker import SKIPPED, WEIGHTS
 from headrace.observe.facts import CheckpointSaved, GroupEnded, StepTrained, TicketDrawn, Warned, WeightsLive
 from headrace.observe.records import StepRow, read_metrics
-from headrace.orchestration.plan import Plan
+from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.store.checkpoints import FILES, Checkpoints, damage
 from headrace.orchestration.store.snapshots import load_controller
 from headrace.orchestration.store.storage import Storage
@@ -107,13 +107,13 @@ class RunHistory:
 
     def opens(self, storage: Storage, counts: Counts) -> None:
         """C7: a kill costs no record of the journal, and no step that was told of."""
-        past, before = storage.past, self.journal
-        if past is None or before is None or not self.truth.remembers:
+        saved, before = storage.saved, self.journal
+        if saved is None or before is None or not self.truth.remembers:
             return
         found, written = counts.end, before.counts.end
-        if past.rewinds or self.changes or self.rotten:  # by this process, or by one that was killed then
-            written = min(written, past.state.journal if past.state else 0)
-            self._forget(past.saved_step)
+        if saved.rewinds or self.changes or self.rotten:  # by this process, or by one that was killed then
+            written = min(written, saved.state.journal if saved.state else 0)
+            self._forget(saved.saved_step)
         least = min(written, before.flushed) if self.lost_power else written
         assert least <= found <= written, f"C7: {written} records were written, {least} are safe, and {found} are there"
         for step, taken in self.trained.items():
@@ -128,10 +128,10 @@ class RunHistory:
         self.truth.served = {version: one for version, one in self.truth.served.items() if version <= step}
         self.reached.clear()
 
-    def resumes(self, storage: Storage, buffer: Buffer, interrupts: Interrupts, plan: Plan) -> None:
+    def resumes(self, storage: Storage, buffer: Buffer, interrupts: Interrupts, plan: LoopPlan) -> None:
         """C7: nothing that had reached the controller is sampled again."""
         self.changes = self.rotten = False
-        if storage.past is None or not self.truth.remembers:
+        if storage.saved is None or not self.truth.remembers:
             return
         kept = interrupts.so_far()
         reached, self.reached = self.reached, Counter()
@@ -181,7 +181,7 @@ class RunHistory:
         assert replayed == list(range(steps)), f"C8: the journal gives steps {replayed}"
         assert trained_in(directory) == self.trained, "C8: the journal has other steps than were trained"
         for record in read_journal(directory):
-            if isinstance(record, Live):
+            if isinstance(record, LiveRecord):
                 self.truth.serves(record.version, record.fingerprint)
         told = [fact.report.step for fact in read_metrics(directory) if isinstance(fact, StepRow)]
         # They are not flushed: a loss of power costs some of them.
@@ -260,7 +260,7 @@ class Referee:
                     self._checkpoint(fact)
         self._storage.recorder.record(fact)
 
-    def resumes(self, step: int, interrupts: Interrupts, plan: Plan) -> None:
+    def resumes(self, step: int, interrupts: Interrupts, plan: LoopPlan) -> None:
         self._step, self._interrupts = step, interrupts
         self.journal.counts.agree(self._buffer.accounting(), "when the run goes on")
         self._history.resumes(self._storage, self._buffer, interrupts, plan)

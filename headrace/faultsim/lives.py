@@ -35,16 +35,16 @@ from headrace.observe.facts import Books, RunEnded, RunStarted
 from headrace.observe.health.waits import Waits
 from headrace.observe.recorder import Recorder
 from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.assembly import assemble, go_live, stand
-from headrace.orchestration.clients.engine import ProcessEngine
-from headrace.orchestration.clients.trainer import ProcessTrainer
+from headrace.orchestration.assembly import assemble, go_live, restore_state
+from headrace.orchestration.clients.process_engine import ProcessEngine
+from headrace.orchestration.clients.process_trainer import ProcessTrainer
+from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.loops.identity import IdentityProbe
 from headrace.orchestration.loops.parts import told_of
 from headrace.orchestration.loops.pipeline import Pipeline
-from headrace.orchestration.plan import Plan
 from headrace.orchestration.runs.session import run_clock
 from headrace.orchestration.store.checkpoints import Checkpoints
-from headrace.orchestration.store.recovery import Past, read_past
+from headrace.orchestration.store.recovery import SavedRun, read_saved_run
 from headrace.orchestration.store.snapshots import Snapshots, load_controller
 from headrace.orchestration.store.storage import Storage
 from headrace.orchestration.workers.fake import FakeLauncher
@@ -90,7 +90,7 @@ class Life:
                 await engine.launch()
                 await engine.open(EngineStart("", {}, {}))
             pipeline = self._join(trainer, engine)
-            await pipeline.redo(self._standing.redo)
+            await pipeline.redo(self._restored.redo)
             recorder.record(self._started(pipeline.step))
             self._referee.resumes(pipeline.step, self._parts.interrupts, self._plan)
             await go_live(self._parts)
@@ -139,35 +139,37 @@ class Life:
     def _open(self) -> None:
         case, directory = self._case, self._directory
         self._checkpoints = Checkpoints(directory / "checkpoints", keep=2)
-        checkpoint, past = self._behind() if self._number else (None, None)
-        self._clock = run_clock(past.seconds if past else 0.0)
-        self._recorder = Recorder(directory, (), past.resume if past else None, waits=True)
+        checkpoint, saved = self._behind() if self._number else (None, None)
+        self._clock = run_clock(saved.seconds if saved else 0.0)
+        self._recorder = Recorder(directory, (), saved.resume if saved else None, waits=True)
         self._storage = Storage(
             run_dir=directory,
             recorder=self._recorder,
             checkpoints=self._checkpoints,
             flush=True,
             checkpoint=checkpoint,
-            past=past,
+            saved=saved,
         )
         self._buffer = WatchedBuffer(case.staleness, case.steps * case.groups)
         self._referee = Referee(case, self._storage, self._buffer, self._history, self._disk)
         self._waits = Waits(self._referee.record, self._clock, PATIENCE / 2, PATIENCE)
 
-    def _behind(self) -> tuple[Path | None, Past]:
+    def _behind(self) -> tuple[Path | None, SavedRun]:
         """What the lives before this one left, and what became of it since."""
         history, checkpoints = self._history, self._checkpoints
         checkpoint, complaints = checkpoints.newest_good()
         newest = checkpoints.all()[-1:]
         assert checkpoint or not newest, f"C7: no checkpoint can be used: {complaints}"
         assert bool(complaints) == any(map(history.is_spoiled, newest)), f"C7: {complaints}"
-        past = read_past(self._directory, load_controller(checkpoint) if checkpoint else None, not history.changes)
-        rewinds = history.damaged or history.changes or (history.rotten and past.rewinds)
-        assert past.complaints or not history.damaged, "C7: damage of the journal is not told"
-        assert past.rewinds == rewinds, (
-            f"C7: is what came after the checkpoint set aside? {past.rewinds}: {past.complaints}"
+        saved = read_saved_run(
+            self._directory, load_controller(checkpoint) if checkpoint else None, not history.changes
         )
-        return checkpoint, past
+        rewinds = history.damaged or history.changes or (history.rotten and saved.rewinds)
+        assert saved.complaints or not history.damaged, "C7: damage of the journal is not told"
+        assert saved.rewinds == rewinds, (
+            f"C7: is what came after the checkpoint set aside? {saved.rewinds}: {saved.complaints}"
+        )
+        return checkpoint, saved
 
     def _workers(self) -> tuple[ProcessTrainer, ProcessEngine]:
         chance, memory, truth = self.chance, self._memory, self._history.truth
@@ -202,16 +204,16 @@ class Life:
         plan = self._plan = self._plan_of(rollout)
         task: Task = SimulatedTask(fixed(3), case.seed)
         telemetry = Telemetry(referee.record, clock, self._waits)
-        self._standing = stand(
+        self._restored = restore_state(
             plan=plan,
             task=task,
             engine=engine,
             partial=PartialConfig(mode=case.mode),
             telemetry=telemetry,
-            past=storage.past,
+            saved=storage.saved,
             buffer=self._buffer,
         )
-        storage.begin(self._standing.outlived)
+        storage.begin(self._restored.outlived)
         referee.begins(self.chance)
         engine.listen(storage.passes.write)
         engine.listen(self._told)
@@ -219,7 +221,7 @@ class Life:
         held_out = task.held_out(2) if case.evaluate_every else []
         self._parts = assemble(
             plan=plan,
-            standing=self._standing,
+            restored=self._restored,
             telemetry=telemetry,
             task=task,
             engine=engine,
@@ -236,10 +238,10 @@ class Life:
             probe=IdentityProbe([1, 2, 3], 2, 1e-9, telemetry),
         )
         referee.saved_step = lambda: self._parts.snapshots.saved_step
-        return Pipeline(self._parts, plan, self._standing.step, told_of(storage.recorder.state))
+        return Pipeline(self._parts, plan, self._restored.step, told_of(storage.recorder.state))
 
-    def _plan_of(self, rollout: RolloutConfig) -> Plan:
-        return Plan(
+    def _plan_of(self, rollout: RolloutConfig) -> LoopPlan:
+        return LoopPlan(
             steps=self._case.steps,
             staleness=self._case.staleness,
             rollout=rollout,

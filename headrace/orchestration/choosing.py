@@ -92,7 +92,7 @@ def setting(config: RunConfig, name: str) -> Any:
     return value
 
 
-def going_on(source: RunConfig | Mapping[str, Any] | str | Path, run_dir: Path) -> Tree:
+def resumed_settings(source: RunConfig | Mapping[str, Any] | str | Path, run_dir: Path) -> Tree:
     """A config for a run that goes on: settings which it leaves as they had been left are those that the run has chosen."""
     tree = read_tree(source)
     config, before = build(RunConfig, tree, meaning), read_config(config_of_run(run_dir))

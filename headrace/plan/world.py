@@ -13,14 +13,14 @@ from typing import Any
 
 from headrace.algo.advantage.groups import algorithm_of
 from headrace.durable.journal import Journal
-from headrace.durable.passes import PassLog
+from headrace.durable.pass_log import PassLog
 from headrace.environments.single_turn import SINGLE_TURN
 from headrace.observe.health.waits import Waits
 from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.assembly import assemble, go_live, stand
+from headrace.orchestration.assembly import assemble, go_live, restore_state
+from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.loops.identity import IdentityProbe
 from headrace.orchestration.loops.pipeline import Pipeline
-from headrace.orchestration.plan import Plan
 from headrace.orchestration.store.checkpoints import Checkpoints
 from headrace.orchestration.store.snapshots import Snapshots
 from headrace.plan.parts.cores import Shared
@@ -85,7 +85,7 @@ class World:
         waits = Waits(observer.record, clock, self.stop_after / 2, self.stop_after)
         telemetry = Telemetry(observer.record, clock, waits)
         journal, snapshots = self._storage(telemetry)
-        plan = Plan(
+        plan = LoopPlan(
             steps=scenario.steps,
             staleness=scenario.staleness,
             rollout=rollout,
@@ -94,18 +94,18 @@ class World:
             checkpoint_every=self.checkpoint_every,
             evaluate_every=0,
         )
-        standing = stand(
+        restored = restore_state(
             plan=plan,
             task=self.task,
             engine=self.engine,
             partial=scenario.partial,
             telemetry=telemetry,
-            past=None,
+            saved=None,
             buffer=self.buffer,
         )
         self.parts = assemble(
             plan=plan,
-            standing=standing,
+            restored=restored,
             telemetry=telemetry,
             task=self.task,
             engine=self.engine,

@@ -28,7 +28,7 @@ from headrace.observe.health.waits import Lasting
 from headrace.observe.numbers.state import RunState
 from headrace.observe.records import METRICS
 from headrace.observe.screen import status_view
-from headrace.orchestration.store.directory import RunDirectory, held
+from headrace.orchestration.store.run_directory import RunDirectory, held
 
 STARTED = RunStarted(0.0, "tiny", "a model · a task", 0, 10, 4, 2, 8, 1, 1, {})
 NOBODY = 2**22 + 1
@@ -223,7 +223,7 @@ def test_a_run_is_asked_while_it_lives_after_kill_9_and_after_its_end(
 HOLDS = """
 import sys, time
 from pathlib import Path
-from headrace.orchestration.store.directory import RunDirectory
+from headrace.orchestration.store.run_directory import RunDirectory
 held = RunDirectory(Path(sys.argv[1]))
 print("ready", flush=True)
 time.sleep(100)

@@ -139,7 +139,7 @@ def _group(*versions: tuple[int, ...]) -> Group:
 
 def test_judge_by_hand() -> None:
     group = _group((3, 3, 4), (5, 5))
-    trim, drop = (StalenessConfig(4, 1, overdue=name) for name in ("trim", "drop"))  # type: ignore[arg-type]
+    trim, drop = (StalenessConfig(groups_per_step=4, max_lag=1, overdue=name) for name in ("trim", "drop"))  # type: ignore[arg-type]
     assert first_version(group) == 3
     assert judge(group, 4, drop) is group and judge(group, 4, trim) is group
     assert judge(group, 5, drop) is None
@@ -147,13 +147,13 @@ def test_judge_by_hand() -> None:
     assert trimmed is not None and [row.mask for row in trimmed.rows] == [(False, False, True), (True, True)]
     assert judge(group, 7, trim) is None, "nothing is left to train"
     with pytest.raises(AssertionError, match="the proof above is wrong"):
-        judge(group, 5, StalenessConfig(4, 1))
+        judge(group, 5, StalenessConfig(groups_per_step=4, max_lag=1))
 
 
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5), min_size=1, max_size=4), st.integers(0, 12))
 def test_what_is_judged_twice_is_judged_once(versions: list[list[int]], step: int) -> None:
     """A step that is done again judges what was judged when it was taken."""
-    config = StalenessConfig(1, 2, overdue="trim")
+    config = StalenessConfig(groups_per_step=1, max_lag=2, overdue="trim")
     once = judge(_group(*(tuple(sorted(told)) for told in versions)), step, config)
     assert once is None or judge(once, step, config) == once
 
@@ -167,7 +167,10 @@ def test_settings_that_do_not_go_together_are_refused_with_the_remedy() -> None:
     ):
         with pytest.raises(ValidationError, match=said):
             StalenessConfig(**wrong)
-    paced, free = StalenessConfig(4, 2), StalenessConfig(4, 2, overdue="trim", in_flight=50)
+    paced, free = (
+        StalenessConfig(groups_per_step=4, max_lag=2),
+        StalenessConfig(groups_per_step=4, max_lag=2, overdue="trim", in_flight=50),
+    )
     assert (paced.generating, paced.lag_bound, free.generating, free.lag_bound) == (12, 2, 50, 2)
     assert dataclasses.replace(free, in_flight=0).generating == 12
 

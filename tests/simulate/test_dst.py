@@ -11,7 +11,7 @@ from collections import Counter
 import msgspec
 import pytest
 
-from headrace.durable import passes
+from headrace.durable import pass_log
 from headrace.faultsim.case import MODES, Case, case_of
 from headrace.faultsim.faults import Fault
 from headrace.faultsim.fuzz import fuzz, problem_of, shrunk
@@ -136,7 +136,7 @@ def test_equal_cases_run_equally() -> None:
 
 
 def test_passes_that_count_twice_are_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recovery, "read_passes", lambda run_dir, step, first: passes.read_passes(run_dir, step))
+    monkeypatch.setattr(recovery, "read_passes", lambda run_dir, step, first: pass_log.read_passes(run_dir, step))
     case, problem = next(
         (case, problem)
         for case in map(case_of, range(1000))

@@ -20,10 +20,11 @@ from torch.nn import functional
 
 from headrace.packing import Segment
 from headrace.trainer.config import TrainConfig
-from headrace.trainer.forward import fused_ops
+from headrace.trainer.forward import fused_ops, fused_products, fused_served
 from headrace.trainer.forward.forward import choose_forward, packed_hidden
-from headrace.trainer.forward.fused_model import fuse, reserve
-from headrace.trainer.forward.fused_ops import PackedWeight, Segments
+from headrace.trainer.forward.fused_model import fuse
+from headrace.trainer.forward.fused_ops import Segments
+from headrace.trainer.forward.fused_products import PackedWeight, reserve
 from headrace.trainer.forward.tree_attention import tree_of
 from headrace.trainer.kernels import binding
 from headrace.trainer.model.causal_lm import enable_checkpointing
@@ -84,17 +85,6 @@ def test_norm(given_dtype, dtype, width, unit):
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_norm_of_a_sum(dtype):
-    x, delta, weight = torch.randn(70, 48), torch.randn(70, 48).to(dtype), torch.randn(48)
-    check(
-        lambda x, d, w: fused_ops.add_norm(x, d, w, 1e-5, 0.0, dtype),
-        lambda x, d, w: (plain_norm(x + d, w, 1e-5, 0.0), x + d),
-        [x, delta, weight],
-        dtype,
-    )
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("gelu", [False, True])
 def test_gated_activation(dtype, gelu):
     def plain(gate, up):
@@ -121,7 +111,9 @@ def test_rotary(dtype, dim, normed):
         return x * cos[:, None].double() + turned * sin[:, None].double()
 
     inputs = [torch.randn(50, 3, dim).to(dtype), *([torch.randn(dim)] if normed else [])]
-    check(lambda x, w=None: fused_ops.rotary(x, cos, sin, w, 1e-6, 1.0), plain, inputs, dtype)
+    check(
+        lambda x, w=None: fused_ops.rotary(x, cos, sin, weight=w, eps=1e-6, unit=1.0, dtype=dtype), plain, inputs, dtype
+    )
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
@@ -144,7 +136,7 @@ def test_products(rows, k, widths, dtype):
     def fused(x, *rest):
         half = len(rest) // 2
         layers = [(PackedWeight(), w, b) for w, b in zip(rest[:half], rest[half:], strict=True)]
-        return fused_ops.linears(x, layers, dtype)
+        return fused_products.linears(x, layers, dtype)
 
     def plain(x, *rest):
         half = len(rest) // 2
@@ -153,18 +145,48 @@ def test_products(rows, k, widths, dtype):
     check(fused, plain, [x, *weights, *biases], dtype)
 
 
+@pytest.mark.parametrize("rows, k, n", [(37, 64, 96), (50, 33, 70)])
+def test_a_product_onto_what_there_is(rows, k, n):
+    total, x, weight, bias = torch.randn(rows, n), torch.randn(rows, k).bfloat16(), torch.randn(n, k), torch.randn(n)
+    weight, bias = weight.bfloat16().float(), bias.bfloat16().float()
+    check(
+        lambda t, x, w, b: fused_products.linear_onto(t, x, (PackedWeight(), w, b), BF16),
+        lambda t, x, w, b: t + functional.linear(x, w, b),
+        [total, x, weight, bias],
+        BF16,
+    )
+    exact = total.double() + functional.linear(x.double(), weight.double(), bias.double())
+    assert distance(fused_products.linear_onto(total, x, (PackedWeight(), weight, bias), BF16), exact) < ROUNDING[F32]
+
+
+@pytest.mark.parametrize("gelu", [False, True])
+@pytest.mark.parametrize("rows, k, n", [(37, 64, 96), (50, 33, 70)])
+def test_a_gated_product(rows, k, n, gelu):
+    def plain(x, gate, up, gate_bias, up_bias):
+        gate, up = functional.linear(x, gate, gate_bias), functional.linear(x, up, up_bias)
+        return (functional.gelu(gate, approximate="tanh") if gelu else functional.silu(gate)) * up
+
+    def fused(x, gate, up, gate_bias, up_bias):
+        layers = [(PackedWeight(), gate, gate_bias), (PackedWeight(), up, up_bias)]
+        return fused_served.gated_linear(x, *layers, gelu)
+
+    weights = [torch.randn(*shape).bfloat16().float() / k**0.5 for shape in ((n, k), (n, k), (n,), (n,))]
+    weights = [weight.bfloat16().float() for weight in weights]
+    check(fused, plain, [torch.randn(rows, k).bfloat16(), *weights], BF16)
+
+
 def test_gradients_of_products_add_up_and_are_forgotten():
     packed, weight = PackedWeight(), torch.randn(40, 64, requires_grad=True)
     slopes = []
     for _ in range(2):
         x = torch.randn(20, 64).bfloat16()
-        (y,) = fused_ops.linears(x, [(packed, weight, None)], BF16)
+        (y,) = fused_products.linears(x, [(packed, weight, None)], BF16)
         slope = torch.randn_like(y)
         y.backward(slope)
         slopes.append(slope.double().t() @ x.double())
     assert distance(weight.grad, slopes[0] + slopes[1]) < 1e-6
     weight.grad = None
-    y = fused_ops.linears(x, [(packed, weight, None)], BF16)[0]
+    y = fused_products.linears(x, [(packed, weight, None)], BF16)[0]
     y.backward(slope)
     assert distance(weight.grad, slopes[1]) < 1e-6
 
@@ -172,11 +194,11 @@ def test_gradients_of_products_add_up_and_are_forgotten():
 def test_a_weight_that_is_written_to_is_packed_again():
     packed, weight = PackedWeight(), torch.randn(32, 32, requires_grad=True)
     x = torch.eye(32).bfloat16()
-    fused_ops.linears(x, [(packed, weight, None)], BF16)
+    fused_products.linears(x, [(packed, weight, None)], BF16)
     optimizer = make_optimizer([("w", weight)], TrainConfig(learning_rate=1.0))
     weight.grad = torch.ones_like(weight)
     apply(optimizer, 1.0, 1e9)
-    (y,) = fused_ops.linears(x, [(packed, weight, None)], BF16)
+    (y,) = fused_products.linears(x, [(packed, weight, None)], BF16)
     assert torch.equal(y, weight.t().bfloat16())
 
 
@@ -184,7 +206,7 @@ def test_a_weight_in_bfloat16_has_its_gradient_in_bfloat16():
     weight, x = torch.randn(32, 64).bfloat16().requires_grad_(), torch.randn(40, 64).bfloat16()
     slopes = torch.randn(2, 40, 32).bfloat16()
     for slope in slopes:
-        fused_ops.linears(x, [(PackedWeight(), weight, None)], BF16)[0].backward(slope)
+        fused_products.linears(x, [(PackedWeight(), weight, None)], BF16)[0].backward(slope)
     expected = slopes.double().sum(0).t() @ x.double()
     assert weight.grad.dtype == BF16 and distance(weight.grad, expected) < 2 * ROUNDING[BF16]
 
@@ -194,7 +216,7 @@ def test_no_rows_give_a_gradient_of_zero(dtype):
     packed, weight = PackedWeight(), torch.randn(40, 64, requires_grad=True)
     for rows in (20, 0):  # the room for the gradient holds something else before
         weight.grad = None
-        (y,) = fused_ops.linears(torch.randn(rows, 64, requires_grad=True), [(packed, weight, None)], dtype)
+        (y,) = fused_products.linears(torch.randn(rows, 64, requires_grad=True), [(packed, weight, None)], dtype)
         y.sum().backward()
     assert y.shape == (0, 40) and not weight.grad.any()
 
@@ -202,7 +224,7 @@ def test_no_rows_give_a_gradient_of_zero(dtype):
 def test_a_frozen_weight_gets_no_gradient():
     frozen, trained = torch.randn(32, 32), torch.randn(32, 32, requires_grad=True)
     x = torch.randn(5, 32, requires_grad=True)
-    a, b = fused_ops.linears(x, [(PackedWeight(), frozen, None), (PackedWeight(), trained, None)], BF16)
+    a, b = fused_products.linears(x, [(PackedWeight(), frozen, None), (PackedWeight(), trained, None)], BF16)
     (a.sum() + b.sum()).backward()
     assert frozen.grad is None and trained.grad is not None and x.grad is not None
 
@@ -240,8 +262,8 @@ def check_attention(segments, heads, kv_heads, dim, window, dtype):
         scores = torch.einsum("nhd,mhd->hnm", q, k) * scale
         return torch.einsum("hnm,mhd->nhd", scores.masked_fill(~mask, -torch.inf).softmax(-1), v)
 
-    q, k, v = (torch.randn(count, h, dim) for h in (heads, kv_heads, kv_heads))
-    inputs = [q, k, v.to(dtype)]
+    q, k, v = (torch.randn(count, h, dim).to(dtype) for h in (heads, kv_heads, kv_heads))
+    inputs = [q.float(), k.float(), v]
     check(lambda q, k, v: fused_ops.attention(q, k, v, Segments.of(segments), scale, window), plain, inputs, dtype)
 
 
@@ -326,6 +348,9 @@ def test_float32_gradients_are_the_models_own(name):
 @pytest.mark.parametrize("name", ["llama-tied-biased", "qwen3", "gemma3_text", "mixtral"])
 def test_bfloat16_is_as_near_to_float32_as_autocast(name):
     own, own_forward, mine, my_forward, _ = pair(name)
+    with torch.no_grad():  # what is served is rounded anyway, vectors too
+        for parameter in [*own.parameters(), *mine.parameters()]:
+            parameter.copy_(parameter.bfloat16())
     truth = gradients(own, own_forward, F32)
     theirs, ours = gradients(own, own_forward, BF16), gradients(mine, my_forward, BF16)
 

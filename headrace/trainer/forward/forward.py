@@ -74,6 +74,7 @@ class Forward:
                 dtype=dtype,
                 kept=asked[2],
                 softcap=softcap,
+                packed=getattr(head, "packed", None),
             ),
         )
 

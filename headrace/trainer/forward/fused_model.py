@@ -18,23 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headrace.native.memory import keep_freed_memory, touch
 from headrace.packing import ROOT, Segment
-from headrace.trainer.forward import fused_ops
+from headrace.trainer.forward import fused_ops, fused_products, fused_served
 from headrace.trainer.forward.forward import Forward, own_hidden, packed_hidden
-from headrace.trainer.forward.fused_ops import PackedWeight, Segments
+from headrace.trainer.forward.fused_ops import Segments
+from headrace.trainer.forward.fused_products import PackedWeight
 from headrace.trainer.forward.tree_attention import Tree, tree_of
 from headrace.trainer.kernels import binding
 from headrace.trainer.kernels.build import built
 
 TOLERANCE = 1e-4
 """Largest difference of hidden states and gradients from the model's own, relative to their norm. Rounding gives 1e-6."""
-
-
-ROOM = 64 << 20
-"""Bytes that are touched at once."""
-MOST_TOKENS = 2048
-"""A budget may be far above what a batch fills."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +53,13 @@ def fuse(forward: Forward) -> tuple[str, ...]:
     }
     expected = _numbers(forward)
     done = {kind: fused for kind, put in kinds.items() if (fused := put(model, forward))}
-    if _holds(forward, expected):
-        return tuple(done)
     for kind, modules in reversed(list(done.items())):
+        if _holds(forward, expected):
+            break
         for module in modules:
             del module.forward
         del done[kind]
-        if _holds(forward, expected):
-            break
+    _fuse_ends(model, "layers" in done)
     return tuple(done)
 
 
@@ -77,26 +70,6 @@ def why_none(device: torch.device) -> str:
     if binding.library() is None:
         return f"there are none here ({built().reason})"
     return "they do not reproduce this model's own numbers"
-
-
-def reserve(model: Any, tokens: int, dtype: torch.dtype) -> None:
-    """What the first steps would wait for: packs the weights for bfloat16, and has the system hand out the memory of the weights that
-    will change (until then it may be the file's), of their gradients, of the optimizer's state, and of what is kept of `tokens`
-    tokens (at most MOST_TOKENS) in `dtype` for the backward pass."""
-    keep_freed_memory()
-    layers = [module for module in model.modules() if hasattr(module, "packed")]
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    state = sum(parameter.nbytes + 8 * parameter.numel() for parameter in trained)
-    kept = dtype.itemsize * sum(sum(module.weight.shape) for module in layers) * min(tokens, MOST_TOKENS)
-    rooms = [touch(torch.empty(ROOM, dtype=torch.uint8)) for _ in range((state + kept) // ROOM)]
-    del rooms  # freed, and kept for what comes next
-    for parameter in trained:
-        parameter.data = parameter.data.clone()
-    for module in layers:
-        if dtype == torch.bfloat16:
-            module.packed.packed(module.weight)
-        if module.weight.requires_grad and module.weight.dtype == torch.float32:
-            module.packed.gradient(module.weight)
 
 
 def _numbers(forward: Forward) -> list[Tensor]:
@@ -152,6 +125,10 @@ def _low() -> bool:
     return torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
 
 
+def _factors() -> torch.dtype:
+    return torch.bfloat16 if _low() else torch.float32
+
+
 def _fuse_linears(model: Any, forward: Forward) -> list[Any]:
     head = model.get_output_embeddings()
     found: list[Any] = [module for module in model.modules() if type(module) is nn.Linear and module is not head]
@@ -161,16 +138,41 @@ def _fuse_linears(model: Any, forward: Forward) -> list[Any]:
     return found
 
 
+def _fuse_ends(model: Any, served: bool) -> None:
+    """Log-probs are those of logits in float32, where a head without a bias is all that makes them. Where the layers are computed
+    as they are served, the embedding is as well."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if type(head) is nn.Linear and head.bias is None:
+        head.packed = PackedWeight()
+    if served and type(embedding) is nn.Embedding and embedding.max_norm is None:
+        setattr(embedding, "forward", MethodType(_embedding, embedding))  # noqa: B010 (mypy knows the class)
+
+
 def _linear(module: Any, x: Tensor) -> Tensor:
     return _together(x, module)[0]
 
 
-def _together(x: Tensor, *modules: Any) -> tuple[Tensor, ...]:
-    """Several layers over the same x: in one operation where all of them are plain."""
-    plain = all(type(module) is nn.Linear and hasattr(module, "packed") for module in modules)
-    if plain:
-        layers = [(module.packed, module.weight, module.bias) for module in modules]
-        return fused_ops.linears(x, layers, torch.bfloat16 if _low() else torch.float32)
+def _plain(*modules: Any) -> bool:
+    """Whether a product of the module's weight is all it does: an adapter's layer does more."""
+    return all(type(module) is nn.Linear and hasattr(module, "packed") for module in modules)
+
+
+def _parts(module: Any) -> fused_products.Layer:
+    return module.packed, module.weight, module.bias
+
+
+def _onto(total: Tensor, x: Tensor, module: Any) -> Tensor:
+    """total + module(x): in one operation where the layer is plain."""
+    if not _plain(module):
+        return total + module(x)
+    return fused_products.linear_onto(total, x, _parts(module), _factors())
+
+
+def _together(x: Tensor, *modules: Any, wide: tuple[bool, ...] | None = None) -> tuple[Tensor, ...]:
+    """Several layers over the same x: in one operation where all of them are plain. `wide`: which results are float32, at least
+    where they are."""
+    if _plain(*modules):
+        return fused_products.linears(x, [_parts(module) for module in modules], _factors(), wide)
     return tuple(module(x) for module in modules)
 
 
@@ -234,8 +236,21 @@ def _is_gelu(function: Callable[[Tensor], Tensor]) -> bool | None:
 
 
 def _gated(module: Any, x: Tensor) -> Tensor:
+    return module.down_proj(_inner(module, x))
+
+
+def _inner(module: Any, x: Tensor) -> Tensor:
+    """What the last product is made of."""
+    if _low() and _plain(module.gate_proj, module.up_proj):
+        return fused_served.gated_linear(x, _parts(module.gate_proj), _parts(module.up_proj), module.gelu)
     gate, up = _together(x, module.gate_proj, module.up_proj)
-    return module.down_proj(fused_ops.gated(gate, up, module.gelu))
+    return fused_ops.gated(gate, up, module.gelu)
+
+
+def _embedding(module: Any, tokens: Tensor) -> Tensor:
+    """As it is served."""
+    found = type(module).forward(module, tokens)
+    return fused_ops.rounded(found.float()) if _low() else found
 
 
 # -- attention --------------------------------------------------------------------------------------------------------------
@@ -283,25 +298,36 @@ def _is_plain(module: Any, spec: AttentionSpec) -> bool:
 
 
 def _attention(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-    tree, places = kwargs.get("tree"), kwargs.get("position_embeddings")
-    if tree is None or places is None or args or kwargs.get("past_key_values") is not None:
+    mixed = None if args else _mixed(module, hidden_states, **kwargs)
+    if mixed is None:
         return type(module).forward(module, hidden_states, *args, **kwargs)
+    return module.o_proj(mixed), None
+
+
+def _mixed(module: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor | None:
+    """What the last product is made of; None where the module's own forward is asked for."""
+    tree, places = kwargs.get("tree"), kwargs.get("position_embeddings")
+    if tree is None or places is None or kwargs.get("past_key_values") is not None:
+        return None
     spec: AttentionSpec = module.fused
     tree.windows.append(spec.window)
     count = hidden_states.shape[-2]
     q, k, v = (
-        x.view(count, -1, spec.dim) for x in _together(hidden_states, module.q_proj, module.k_proj, module.v_proj)
+        x.view(count, -1, spec.dim)
+        for x in _together(hidden_states, module.q_proj, module.k_proj, module.v_proj, wide=(True, True, False))
     )
     cos, sin = (x.reshape(-1, spec.dim).float().contiguous() for x in places)
-    q, k = (_rotated(x, cos, sin, getattr(module, name, None)) for x, name in ((q, "q_norm"), (k, "k_norm")))
+    q, k = (
+        _rotated(x, cos, sin, norm=getattr(module, name, None), dtype=v.dtype)
+        for x, name in ((q, "q_norm"), (k, "k_norm"))
+    )
     out = fused_ops.attention(q, k, v=v, segments=_segments(tree), scale=spec.scale, window=spec.window or 0)
-    return module.o_proj(out.view(*hidden_states.shape[:-1], -1)), None
+    return out.view(*hidden_states.shape[:-1], -1)
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, norm: Any) -> Tensor:
-    if norm is None:
-        return fused_ops.rotary(x, cos, sin=sin, weight=None, eps=0.0, unit=0.0)
-    return fused_ops.rotary(x, cos, sin=sin, weight=norm.weight, eps=norm.fused.eps, unit=norm.fused.unit)
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, *, norm: Any, dtype: torch.dtype) -> Tensor:
+    weight, eps, unit = (None, 0.0, 0.0) if norm is None else (norm.weight, norm.fused.eps, norm.fused.unit)
+    return fused_ops.rotary(x, cos, sin=sin, weight=weight, eps=eps, unit=unit, dtype=dtype)
 
 
 def _segments(tree: Any) -> Segments:
@@ -327,13 +353,21 @@ def _fuse_layers(model: Any, forward: Forward) -> list[Any]:
 
 
 def _layer(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """x + attention(norm(x)), then x + mlp(norm(x)): the first sum and the norm behind it are one operation."""
-    if args:
+    """x + attention(norm(x)), then x + mlp(norm(x)): sums begin with x, as the engine's do."""
+    attention, mlp = module.self_attn, module.mlp
+    normed = module.input_layernorm(hidden_states)
+    mixed = None if args or not _is_fused(attention) else _mixed(attention, normed, **kwargs)
+    if mixed is None:
         return type(module).forward(module, hidden_states, *args, **kwargs)
-    attended, _ = module.self_attn(hidden_states=module.input_layernorm(hidden_states), **kwargs)
-    norm = module.post_attention_layernorm
-    spec: NormSpec = norm.fused
-    normed, total = fused_ops.add_norm(
-        hidden_states, attended, weight=norm.weight, eps=spec.eps, unit=spec.unit, dtype=_dtype(attended)
+    total = _onto(hidden_states, mixed, attention.o_proj)
+    normed = module.post_attention_layernorm(total)
+    return (
+        _onto(total, _inner(mlp, normed), mlp.down_proj)
+        if _is_fused(mlp) and hasattr(mlp, "gelu")
+        else total + mlp(normed)
     )
-    return total + module.mlp(normed)
+
+
+def _is_fused(module: Any) -> bool:
+    """Whether a `forward` of ours was put in, and nobody wrapped the module since."""
+    return "forward" in vars(module)

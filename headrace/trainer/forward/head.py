@@ -3,8 +3,11 @@
 The vocabulary is walked in blocks. (Blocks of tokens would do too, but each of them adds to the whole gradient of the head
 matrix; a block of the vocabulary writes its own rows of it once.)
 
-What is wanted of the logits is few numbers: those at certain (place, id) pairs - the targets, and the ids that the sampler
-kept - and the log-sum-exp of each place. Everything else is made of these by plain operations on short vectors.
+What is wanted of the logits is few numbers: the log-probs of certain (place, id) pairs - the targets, and the ids that the
+sampler kept. Everything else is made of these by plain operations on short vectors.
+
+With the trainer's kernels logits are float32. PyTorch's products of bfloat16 give bfloat16, which knows a logit of 20 to 1/16: that was
+most of the difference between the trainer's log-probs and the sampler's.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from headrace.packing import Kept
+from headrace.trainer.forward.fused_products import PackedWeight
+from headrace.trainer.forward.fused_served import Asked, log_probabilities
 
 BLOCK_ELEMENTS = 1 << 20
 """Logits held at once: 4 MiB in float32, so that they stay in a CPU's cache. (Measured: 250 to 3,000 places, bf16.)"""
@@ -61,19 +66,23 @@ def token_logprobs(
     dtype: torch.dtype,
     kept: Kept | None = None,
     softcap: float = 0.0,
+    packed: PackedWeight | None = None,
 ) -> Head:
     """log p(target) of the distribution that the sampler drew from, and entropies.
 
     hidden [N, H], weight [V, H], bias [V], predictor [M] places in hidden, target [M], kept [M]. The products are computed in
-    `dtype`, softmax and sums in float32. A place that predicts several targets (the end of a shared prompt) is computed once.
+    `dtype`, softmax and sums in float32; by the kernels where `packed` is given (a head without a bias). A place that predicts
+    several targets (the end of a shared prompt) is computed once.
     """
     places, which = torch.unique(predictor, return_inverse=True)
     if bias is None:
         bias = weight.new_zeros(0)
     place, ids = (which, target) if kept is None else _pairs(which, target, kept)
     scale = Scale(temperature, softcap)
-    values, logsumexp, entropy = _Logits.apply(hidden.index_select(0, places), weight, bias, place, ids, scale, dtype)
-    return _compose(values, logsumexp, entropy=entropy, which=which, target=target, kept=kept)
+    packed = None if softcap or dtype != torch.bfloat16 else packed
+    how = _How(scale, dtype, packed)
+    values, entropy = _LogProbs.apply(hidden.index_select(0, places), weight, bias, place, ids, how)
+    return _compose(values, entropy, which=which, target=target, kept=kept)
 
 
 def dense_logprobs(logits: Tensor, predictor: Tensor, target: Tensor, kept: Kept | None, temperature: float) -> Head:
@@ -81,9 +90,10 @@ def dense_logprobs(logits: Tensor, predictor: Tensor, target: Tensor, kept: Kept
     logits = logits.index_select(0, predictor).float() / temperature
     which = torch.arange(len(target), device=target.device)
     place, ids = (which, target) if kept is None else _pairs(which, target, kept)
-    log_p = logits.detach().log_softmax(-1).clamp(min=-1e30)  # 0 · -inf is NaN
-    entropy = -(log_p.exp() * log_p).sum(-1)
-    return _compose(logits[place, ids], logits.logsumexp(-1), entropy=entropy, which=which, target=target, kept=kept)
+    log_p = logits.log_softmax(-1)
+    finite = log_p.detach().clamp(min=-1e30)  # 0 · -inf is NaN
+    entropy = -(finite.exp() * finite).sum(-1)
+    return _compose(log_p[place, ids], entropy, which=which, target=target, kept=kept)
 
 
 def _pairs(which: Tensor, target: Tensor, kept: Kept) -> tuple[Tensor, Tensor]:
@@ -96,26 +106,36 @@ def _rows(kept: Kept) -> Tensor:
     return torch.repeat_interleave(kept.offsets.diff(), output_size=len(kept.ids))
 
 
-def _compose(
-    values: Tensor, logsumexp: Tensor, entropy: Tensor, which: Tensor, target: Tensor, kept: Kept | None
-) -> Head:
-    """values: at the targets [M], then at the ids that were kept [nnz]; logsumexp and entropy of each place."""
-    total = logsumexp[which]
+def _compose(values: Tensor, entropy: Tensor, which: Tensor, target: Tensor, kept: Kept | None) -> Head:
+    """values: log-probs of the targets [M], then of the ids that were kept [nnz]; entropy of each place."""
     if kept is None:
-        return Head(values - total, entropy[which], 0)
+        return Head(values, entropy[which], 0)
     chosen, cut = values.split([len(target), len(kept.ids)])
     rows = _rows(kept)
     inside = torch.zeros_like(target).index_add_(0, rows, (kept.ids == target[rows]).long()) > 0
     outside = int(((kept.offsets.diff() > 0) & ~inside).sum())
-    top = torch.zeros_like(total).scatter_reduce_(0, rows, cut.detach(), "amax", include_self=False)
+    top = torch.zeros_like(chosen).scatter_reduce_(0, rows, cut.detach(), "amax", include_self=False)
     # index_put rather than index_add: on CUDA its sums have an order (C8)
-    mass = torch.zeros_like(total).index_put((rows,), (cut - top[rows]).exp(), accumulate=True)
+    mass = torch.zeros_like(chosen).index_put((rows,), (cut - top[rows]).exp(), accumulate=True)
     restricted = top + torch.where(inside, mass, 1.0).log()
-    return Head(chosen - torch.where(inside, restricted, total), entropy[which], outside)
+    return Head(chosen - torch.where(inside, restricted, 0.0), entropy[which], outside)
 
 
-class _Logits(torch.autograd.Function):
-    """hidden [U, H], place [P] in 0..U-1, ids [P] -> logits at these pairs [P], log-sum-exp [U], entropy [U] (no gradient).
+class _Pairs(NamedTuple):
+    place: Tensor
+    """[P] in 0..U-1"""
+    ids: Tensor
+    """[P]"""
+
+
+class _How(NamedTuple):
+    scale: Scale
+    dtype: torch.dtype
+    packed: PackedWeight | None
+
+
+class _LogProbs(torch.autograd.Function):
+    """hidden [U, H], place [P] in 0..U-1, ids [P] -> log-probs of these pairs [P], entropy [U] (no gradient).
 
     The backward pass computes the logits of each block again.
     """
@@ -128,34 +148,22 @@ class _Logits(torch.autograd.Function):
         bias: Tensor,
         place: Tensor,
         ids: Tensor,
-        scale: Scale,
-        dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        low_hidden, low_weight = hidden.to(dtype), weight.to(dtype)
+        how: _How,
+    ) -> tuple[Tensor, Tensor]:
+        low_hidden, low_weight = hidden.to(how.dtype), weight.to(how.dtype)
+        if how.packed is None:
+            found, logsumexp, entropy = _by_blocks(low_hidden, low_weight, bias, _Pairs(place, ids), how)
+        else:  # the weight itself: a copy may lie where the last one lay, and be taken for it
+            found, logsumexp, entropy = _by_kernels(low_hidden, weight, _Pairs(place, ids), how)
         order = ids.argsort(stable=True)
-        place, ids = place[order], ids[order]
-        found = torch.empty(len(ids), dtype=torch.float32, device=hidden.device)
-        # Running maximum, sum of exp(l - maximum), and that sum weighted by l: softmax online (arXiv 1805.02867).
-        top = torch.full((len(hidden), 1), -torch.inf, device=hidden.device)
-        mass, moment = torch.zeros_like(top), torch.zeros_like(top)
-        for block, mine in _blocks(len(hidden), len(weight), ids):
-            logits = _block_logits(low_hidden, low_weight, bias, block, scale)
-            found[mine] = logits[place[mine], ids[mine] - block.start]
-            higher = torch.maximum(top, logits.amax(1, keepdim=True))
-            shrink, top = torch.exp(top - higher), higher
-            probs = torch.exp(logits - top)
-            mass = mass * shrink + probs.sum(1, keepdim=True)
-            moment = moment * shrink + probs.mul_(logits).sum(1, keepdim=True)
-        logsumexp = (top + mass.log())[:, 0]
-        entropy = logsumexp - (moment / mass)[:, 0]
-        ctx.save_for_backward(low_hidden, low_weight, bias, order, place, ids, logsumexp)
-        ctx.scale, ctx.dtypes = scale, (hidden.dtype, weight.dtype)
+        ctx.save_for_backward(low_hidden, low_weight, bias, order, place[order], ids[order], logsumexp)
+        ctx.scale, ctx.dtypes = how.scale, (hidden.dtype, weight.dtype)
         ctx.mark_non_differentiable(entropy)
-        return torch.empty_like(found).index_copy_(0, order, found), logsumexp, entropy
+        return found, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_values: Tensor, grad_total: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_values: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, order, place, ids, logsumexp = ctx.saved_tensors
         hidden_dtype, weight_dtype = ctx.dtypes
         wants_weight = ctx.needs_input_grad[1]  # not where the head is frozen
@@ -163,6 +171,8 @@ class _Logits(torch.autograd.Function):
         d_weight = torch.empty_like(weight, dtype=weight_dtype) if wants_weight else None
         d_bias = torch.empty_like(bias)
         grad_values = grad_values[order]
+        # index_put rather than index_add: on CUDA its sums have an order (C8)
+        grad_total = torch.zeros_like(logsumexp).index_put_((place,), -grad_values, accumulate=True)
         for block, mine in _blocks(len(hidden), len(weight), ids):
             d_logits = _block_logits(hidden, weight, bias, block, ctx.scale)
             slope = ctx.scale.slope(d_logits)
@@ -176,7 +186,40 @@ class _Logits(torch.autograd.Function):
             d_hidden += low @ weight[block]
             if d_weight is not None:
                 d_weight[block] = low.t() @ hidden
-        return d_hidden.to(hidden_dtype), d_weight, d_bias, None, None, None, None
+        return d_hidden.to(hidden_dtype), d_weight, d_bias, None, None, None
+
+
+def _by_kernels(hidden: Tensor, weight: Tensor, pairs: _Pairs, how: _How) -> tuple[Tensor, Tensor, Tensor]:
+    """As `_by_blocks` without a bias, with logits in float32."""
+    assert how.packed is not None
+    place, ids = pairs
+    order = place.argsort(stable=True)
+    offsets = torch.searchsorted(place[order], torch.arange(len(hidden) + 1))
+    asked = Asked(offsets, ids[order])
+    found, logsumexp, entropy = log_probabilities(hidden, how.packed, weight, how.scale.temperature, asked)
+    return torch.empty_like(found).index_copy_(0, order, found), logsumexp, entropy
+
+
+def _by_blocks(hidden: Tensor, weight: Tensor, bias: Tensor, pairs: _Pairs, how: _How) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs of the pairs, log-sum-exp and entropy of each place."""
+    place, ids = pairs
+    order = ids.argsort(stable=True)
+    place, ids = place[order], ids[order]
+    found = torch.empty(len(ids), dtype=torch.float32, device=hidden.device)
+    # Running maximum, sum of exp(l - maximum), and that sum weighted by l: softmax online (arXiv 1805.02867).
+    top = torch.full((len(hidden), 1), -torch.inf, device=hidden.device)
+    mass, moment = torch.zeros_like(top), torch.zeros_like(top)
+    for block, mine in _blocks(len(hidden), len(weight), ids):
+        logits = _block_logits(hidden, weight, bias, block, how.scale)
+        found[mine] = logits[place[mine], ids[mine] - block.start]
+        higher = torch.maximum(top, logits.amax(1, keepdim=True))
+        shrink, top = torch.exp(top - higher), higher
+        probs = torch.exp(logits - top)
+        mass = mass * shrink + probs.sum(1, keepdim=True)
+        moment = moment * shrink + probs.mul_(logits).sum(1, keepdim=True)
+    logsumexp = (top + mass.log())[:, 0]
+    entropy = logsumexp - (moment / mass)[:, 0]
+    return torch.empty_like(found).index_copy_(0, order, found - logsumexp[place]), logsumexp, entropy
 
 
 def _block_logits(hidden: Tensor, weight: Tensor, bias: Tensor, block: slice, scale: Scale) -> Tensor:

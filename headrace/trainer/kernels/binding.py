@@ -12,9 +12,8 @@ from headrace.trainer.kernels.build import built
 
 class Weight(Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("across", "down", "bias", "y", "gradient")),
-        ("n", c_int32),
-        ("add", c_int32),
+        *((name, c_void_p) for name in ("across", "down", "bias", "y", "gradient", "onto")),
+        *((name, c_int32) for name in ("n", "add", "wide")),
     ]
 
 
@@ -35,11 +34,13 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "headrace_linear": (None, [c_int, c_void_p, c_int, c_int, _POINTERS, c_int]),
     "headrace_linear_input_gradient": (None, [c_int, c_void_p, c_int, c_int, _POINTERS, c_int]),
     "headrace_linear_weight_gradient": (None, [c_int, c_void_p, c_int, c_int, _POINTERS, c_int]),
-    "headrace_norm": (None, [c_int, c_int, *[c_void_p] * 6, c_int, c_int, c_float, c_float]),
-    "headrace_norm_backward": (None, [c_int, c_int, *[c_void_p] * 9, c_int, c_int, c_float]),
+    "headrace_linear_gated": (None, [c_void_p, c_int, c_int, _POINTERS, _POINTERS, c_void_p, c_int]),
+    "headrace_log_probabilities": (None, [c_void_p, c_int, c_int, c_void_p, c_int, c_float, *[c_void_p] * 5]),
+    "headrace_norm": (None, [c_int, c_int, *[c_void_p] * 4, c_int, c_int, c_float, c_float]),
+    "headrace_norm_backward": (None, [c_int, c_int, *[c_void_p] * 7, c_int, c_int, c_float]),
     "headrace_gated": (None, [c_int, *[c_void_p] * 3, c_int64, c_int]),
     "headrace_gated_backward": (None, [c_int, *[c_void_p] * 5, c_int64, c_int]),
-    "headrace_rotary": (None, [c_int, *[c_void_p] * 5, c_int, c_int, c_int, c_float, c_float]),
+    "headrace_rotary": (None, [c_int, *[c_void_p] * 5, c_int, c_int, c_int, c_float, c_float, c_int]),
     "headrace_rotary_backward": (None, [c_int, *[c_void_p] * 8, c_int, c_int, c_int, c_float, c_float]),
     "headrace_attention": (None, [c_int, POINTER(Trees), *[c_void_p] * 4]),
     "headrace_attention_backward": (None, [c_int, POINTER(Trees), *[c_void_p] * 7]),

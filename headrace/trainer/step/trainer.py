@@ -20,7 +20,8 @@ from headrace.packing import Plan, pack_rows, pack_sequence
 from headrace.reports import TrainReport
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.forward import choose_forward
-from headrace.trainer.forward.fused_model import fuse, reserve, why_none
+from headrace.trainer.forward.fused_model import fuse, why_none
+from headrace.trainer.forward.fused_products import reserve
 from headrace.trainer.forward.routing import RoutingReplay, no_replay
 from headrace.trainer.model.adapters import ADAPTER_MODEL, Adapters
 from headrace.trainer.model.causal_lm import (

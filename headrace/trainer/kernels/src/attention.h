@@ -1,14 +1,13 @@
-// Attention over packed trees, forward and backward: a segment's tokens see all of its ancestors, and themselves causally.
+// Attention over packed trees, backward, and in float32 forward (served.h has that of bf16): a segment's tokens see all of its ancestors, and themselves causally.
 //
 // Thirty-two rows of queries at a time (the heads that share keys, of neighbouring tokens) against all keys they see: scores are
 // whole rows, so the softmax is the plain one and nothing but q, k and v is kept for the backward pass, which computes scores
 // again. Keys and values lie in blocks of 32 tokens of one segment. No mask is ever made: what a row sees of a block is a range.
 //
-// In bf16 queries and keys still come in float32, and what is computed inside (the weights of the softmax, the gradients of the
-// scores) is float32 too: products take both halves of it, x = high + low. Scores may be 50 while what matters are differences
-// of a hundredth; the gradients of a row's scores sum to zero; the weight of a token that all attend to is just below one and
-// rounds the same way in every row. (Measured on SmolLM2-135M: with all of it rounded the error of the whole gradient is six
-// times that of attention in float32; with both halves it is the same.)
+// In bf16 queries and keys come in float32, of numbers that bf16 has. What is computed inside (the weights of the softmax, the
+// gradients of the scores) is float32 too: products take both halves of it, x = high + low. The gradients of a row's scores sum
+// to zero; the weight of a token that all attend to is just below one and rounds the same way in every row. (Measured on
+// SmolLM2-135M: rounded once, they make the error of the whole gradient several times that of attention in float32.)
 #pragma once
 #include "rows.h"
 
@@ -75,7 +74,7 @@ struct Attention {
     Layout layout{t};
     const int panels = up(t.dim), wide = panels * SIDE;
     const size_t one = (size_t)panels * AREA;  // elements of a packed block
-    static constexpr int PARTS = sizeof(T) == 2 ? 3 : 1;  // of scores: high * high + low * high + high * low
+    static constexpr bool HALVES = sizeof(T) == 2;  // whether there is a second half to what is computed inside
 
     static T* arena(size_t count, int which) {
         static thread_local Arena kept[4];
@@ -83,49 +82,31 @@ struct Attention {
         return (T*)kept[which].data;
     }
 
-    // What is left of x when it is rounded to T.
-    static void leftover(const float* x, const T* rounded, T* left, int n) {
-        for (int i = 0; i < n; i += 16) write(left + i, load(x + i) - read(rounded + i));
-    }
-
-    // Blocks of keys or values of all heads, [kv_heads][blocks][panels][AREA], packed along the tokens or across them; `split`:
-    // in all PARTS for scores, [kv_heads][blocks][PARTS][panels][AREA], the third of them what is left.
+    // Blocks of keys or values of all heads, [kv_heads][blocks][panels][AREA], packed along the tokens or across them, or both.
     template <class S>
-    void pack(const S* from, T* across, T* down, bool split, T* down_left = nullptr) const {
+    void pack(const S* from, T* across, T* down) const {
         team::each(t.segments * t.kv_heads, [&](int item) {
-            int s = item / t.kv_heads, h = item % t.kv_heads, parts = split ? PARTS : 1;
-            alignas(64) float exact[AREA];
+            int s = item / t.kv_heads, h = item % t.kv_heads;
             alignas(64) T block[AREA];
             for (int b = 0; b < up(t.length[s]); b++)
                 for (int p = 0; p < panels; p++) {
                     size_t token = t.start[s] + b * SIDE, place = ((size_t)h * layout.blocks + layout.block[s] + b) * one;
                     cut(from + (token * t.kv_heads + h) * t.dim + p * SIDE, (size_t)t.kv_heads * t.dim, std::min(SIDE, t.length[s] - b * SIDE),
-                        std::min(SIDE, t.dim - p * SIDE), exact, SIDE);
-                    for (int i = 0; i < AREA; i += 16) write(block + i, load(exact + i));
+                        std::min(SIDE, t.dim - p * SIDE), block, SIDE);
                     if (down) pack_down(block, SIDE, down + place + (size_t)p * AREA);
-                    T* to = across + place * parts + (size_t)p * AREA;
-                    if (across) pack_across(block, SIDE, to);
-                    if (!across || parts == 1) continue;
-                    pack_across(block, SIDE, to + one);
-                    leftover(exact, block, block, AREA);
-                    pack_across(block, SIDE, to + 2 * one);
-                    if (down_left) pack_down(block, SIDE, down_left + place + (size_t)p * AREA);
+                    if (across) pack_across(block, SIDE, across + place + (size_t)p * AREA);
                 }
         });
     }
 
-    // Rows of head h, in `parts`: rounded, what is left, rounded.
+    // Rows of head h.
     template <class S>
-    void collect(const S* from, const Rows& rows, int h, T* to, int parts) const {
+    void collect(const S* from, const Rows& rows, int h, T* to) const {
         float* exact = team::room<float>(wide, 8);
         for (int r = 0; r < SIDE; r++) {
-            T* row = to + (size_t)r * wide * parts;
             for (int i = 0; i < wide; i++) exact[i] = 0;
             if (r < rows.count) expand(from + layout.place(rows, h, r), t.dim, exact);
-            for (int i = 0; i < wide; i += 16) write(row + i, load(exact + i));
-            if (parts == 1) continue;
-            leftover(exact, row, row + wide, wide);
-            std::memcpy(row + 2 * wide, row, wide * sizeof(T));
+            for (int i = 0; i < wide; i += 16) write(to + (size_t)r * wide + i, load(exact + i));
         }
     }
     template <class S>
@@ -134,11 +115,11 @@ struct Attention {
             shrink(from + r * SIDE, std::min(SIDE, t.dim - panel * SIDE), to + layout.place(rows, h, r) + panel * SIDE);
     }
 
-    // s [32, columns] = rows [32, wide * parts] times the keys (or values) of all spans.
-    void against(const T* rows, const T* across, const std::vector<Span>& spans, float* s, size_t ld, int parts) const {
+    // s [32, columns] = rows [32, wide] times the keys (or values) of all spans.
+    void against(const T* rows, const T* across, const std::vector<Span>& spans, float* s, size_t ld) const {
         for (const Span& span : spans)
             for (int b = span.block; b < span.block + span.count; b++, s += SIDE)
-                multiply<false>(rows, wide * parts, across + b * one * parts, AREA, panels * parts, s, ld);
+                multiply<false>(rows, wide, across + b * one, AREA, panels, s, ld);
     }
     // c [32, 32] = weights [32, columns] times one panel of the values (or keys) of all spans; added to c unless `first`.
     void along(const T* weights, size_t ld, const T* down, const std::vector<Span>& spans, int panel, float* c, bool first = true) const {
@@ -177,9 +158,10 @@ struct Attention {
     }
 
     void forward(T* out) const {
-        T *keys = arena(layout.blocks * t.kv_heads * one * PARTS, 0), *values = arena(layout.blocks * t.kv_heads * one, 1);
-        pack(k, keys, nullptr, true);
-        pack(v, nullptr, values, false);
+        static_assert(!HALVES, "in bf16 the forward pass is the engine's");
+        T *keys = arena(layout.blocks * t.kv_heads * one, 0), *values = arena(layout.blocks * t.kv_heads * one, 1);
+        pack(k, keys, nullptr);
+        pack(v, nullptr, values);
         std::vector<Rows> all;
         for (auto& tree : layout.trees) all.insert(all.end(), tree.begin(), tree.end());
         team::each((int)all.size() * t.kv_heads, [&](int item) {
@@ -187,22 +169,14 @@ struct Attention {
             int h = item % t.kv_heads;
             std::vector<Span> spans;
             size_t ld = (size_t)layout.spans(rows, spans) * SIDE, head = (size_t)h * layout.blocks * one;
-            T *mine = team::room<T>(SIDE * wide * PARTS, 0), *weights = team::room<T>(SIDE * ld * 2, 1), *left = weights + SIDE * ld;
+            T* mine = team::room<T>(SIDE * wide, 0);
             float *s = team::room<float>(SIDE * ld, 2), by[SIDE] = {};
             alignas(64) float c[AREA];
-            collect(q, rows, h, mine, PARTS);
-            against(mine, keys + head * PARTS, spans, s, ld, PARTS);
-            for (int r = 0; r < SIDE; r++) {
-                if (r < rows.count) by[r] = 1.f / exponentials(s + r * ld, spans, layout.position(rows, r));
-                for (size_t i = r * ld; i < (r + 1) * ld; i += 16) {
-                    f16x weight = r < rows.count ? load(s + i) : f16x{};
-                    write(weights + i, weight);
-                    write(left + i, weight - read(weights + i));
-                }
-            }
+            collect(q, rows, h, mine);
+            against(mine, keys + head, spans, s, ld);
+            for (int r = 0; r < rows.count; r++) by[r] = 1.f / exponentials(s + r * ld, spans, layout.position(rows, r));
             for (int p = 0; p < panels; p++) {
-                along(weights, ld, values + head, spans, p, c);
-                if (PARTS > 1) along(left, ld, values + head, spans, p, c, false);
+                along(s, ld, values + head, spans, p, c);
                 for (int r = 0; r < rows.count; r++)
                     for (int i = 0; i < SIDE; i += 16) store(c + r * SIDE + i, load(c + r * SIDE + i) * by[r]);
                 scatter(c, rows, h, p, out);
@@ -215,9 +189,9 @@ struct Attention {
 
     void backward(const T* d_out, float* dq, float* dk, T* dv) const {
         size_t count = layout.blocks * t.kv_heads * one;
-        T *keys = arena(count * PARTS, 0), *values = arena(count, 1), *keys_down = arena(count * 2, 2);
-        pack(k, keys, keys_down, true, keys_down + count);
-        pack(v, values, nullptr, false);
+        T *keys = arena(count, 0), *values = arena(count, 1), *keys_down = arena(count, 2);
+        pack(k, keys, keys_down);
+        pack(v, values, nullptr);
         static thread_local Arena sums;
         int shares = chunks();
         sums.grow(shares * count * 2 * sizeof(float));
@@ -229,7 +203,7 @@ struct Attention {
             for (int s = 0; s < t.segments; s++)
                 if (layout.root[s] == tree) std::memset(mine + layout.block[s] * one * 2, 0, up(t.length[s]) * one * 2 * sizeof(float));
             for (size_t i = share; i < layout.trees[tree].size(); i += shares)
-                rows_backward(layout.trees[tree][i], h, d_out, keys + head * PARTS, keys_down + head, values + head, dq, mine);
+                rows_backward(layout.trees[tree][i], h, d_out, keys + head, keys_down + head, values + head, dq, mine);
         });
         team::each(t.segments * t.kv_heads, [&](int item) { add_up(item / t.kv_heads, item % t.kv_heads, summed, shares, dk, dv); });
     }
@@ -238,25 +212,20 @@ struct Attention {
     void rows_backward(const Rows& rows, int h, const T* d_out, const T* keys, const T* keys_down, const T* values, float* dq, float* sums) const {
         std::vector<Span> spans;
         size_t ld = (size_t)layout.spans(rows, spans) * SIDE;
-        T *mine = team::room<T>(SIDE * wide * PARTS, 0), *d_mine = team::room<T>(SIDE * wide, 1), *p = team::room<T>(SIDE * ld * 2, 2), *p_left = p + SIDE * ld, *ds = team::room<T>(SIDE * ld * 2, 3);
-        T *ds_left = ds + SIDE * ld, *mine_down = team::room<T>(one * 2, 6), *mine_left = mine_down + one, *d_mine_down = team::room<T>(one, 7);
+        T *mine = team::room<T>(SIDE * wide, 0), *d_mine = team::room<T>(SIDE * wide, 1), *p = team::room<T>(SIDE * ld * 2, 2), *p_left = p + SIDE * ld, *ds = team::room<T>(SIDE * ld * 2, 3);
+        T *ds_left = ds + SIDE * ld, *mine_down = team::room<T>(one, 6), *d_mine_down = team::room<T>(one, 7);
         float *s = team::room<float>(SIDE * ld, 4), *dp = team::room<float>(SIDE * ld, 5);
         alignas(64) float c[AREA];
-        collect(q, rows, h, mine, PARTS);
-        collect(d_out, rows, h, d_mine, 1);
-        against(mine, keys, spans, s, ld, PARTS);
-        against(d_mine, values, spans, dp, ld, 1);
+        collect(q, rows, h, mine);
+        collect(d_out, rows, h, d_mine);
+        against(mine, keys, spans, s, ld);
+        against(d_mine, values, spans, dp, ld);
         for (int r = 0; r < SIDE; r++) scores_backward(s + r * ld, dp + r * ld, spans, r < rows.count ? layout.position(rows, r) : -1, ld, p + r * ld, p_left + r * ld, ds + r * ld, ds_left + r * ld);
-        const T* keys_left = keys_down + (size_t)t.kv_heads * layout.blocks * one;
         for (int panel = 0; panel < panels; panel++) {
             along(ds, ld, keys_down, spans, panel, c);
-            if (PARTS > 1) {
-                along(ds_left, ld, keys_down, spans, panel, c, false);
-                along(ds, ld, keys_left, spans, panel, c, false);
-                pack_down(mine + wide + panel * SIDE, wide * PARTS, mine_left + panel * AREA);
-            }
+            if (HALVES) along(ds_left, ld, keys_down, spans, panel, c, false);
             scatter(c, rows, h, panel, dq);
-            pack_down(mine + panel * SIDE, wide * PARTS, mine_down + panel * AREA);
+            pack_down(mine + panel * SIDE, wide, mine_down + panel * AREA);
             pack_down(d_mine + panel * SIDE, wide, d_mine_down + panel * AREA);
         }
         alignas(64) T turned[AREA], turned_left[AREA];
@@ -265,18 +234,16 @@ struct Attention {
             for (int b = span.block; b < span.block + span.count; b++, column += SIDE) {
                 float* to = sums + (size_t)b * one * 2;  // [dk | dv][32 tokens, wide]
                 turn(ds + column, ld, turned, SIDE);
-                if (PARTS > 1) turn(ds_left + column, ld, turned_left, SIDE);
+                if (HALVES) turn(ds_left + column, ld, turned_left, SIDE);
                 for (int panel = 0; panel < panels; panel++) {
                     multiply<true>(turned, SIDE, mine_down + panel * AREA, AREA, 1, to + panel * SIDE, wide);
-                    if (PARTS == 1) continue;
-                    multiply<true>(turned_left, SIDE, mine_down + panel * AREA, AREA, 1, to + panel * SIDE, wide);
-                    multiply<true>(turned, SIDE, mine_left + panel * AREA, AREA, 1, to + panel * SIDE, wide);
+                    if (HALVES) multiply<true>(turned_left, SIDE, mine_down + panel * AREA, AREA, 1, to + panel * SIDE, wide);
                 }
                 turn(p + column, ld, turned, SIDE);
-                if (PARTS > 1) turn(p_left + column, ld, turned_left, SIDE);
+                if (HALVES) turn(p_left + column, ld, turned_left, SIDE);
                 for (int panel = 0; panel < panels; panel++) {
                     multiply<true>(turned, SIDE, d_mine_down + panel * AREA, AREA, 1, to + one + panel * SIDE, wide);
-                    if (PARTS > 1) multiply<true>(turned_left, SIDE, d_mine_down + panel * AREA, AREA, 1, to + one + panel * SIDE, wide);
+                    if (HALVES) multiply<true>(turned_left, SIDE, d_mine_down + panel * AREA, AREA, 1, to + one + panel * SIDE, wide);
                 }
             }
     }

@@ -8,9 +8,10 @@ template <class T>
 struct Weight {
     const T *across, *down;  // packed for y = x W^T: [up(n)][up(k)][AREA], and for dx = dy W: [up(k)][up(n)][AREA]
     const float* bias;       // [n] or null
-    T* y;                    // [rows, n]; in the backward pass dy
+    T* y;                    // [rows, n], in float32 where `wide`; in the backward pass dy
     float* gradient;         // [n, k] or null
-    int32_t n, add;          // add: to what the gradient holds
+    const float* onto;       // [rows, n]: what the sums begin with, or null for zero
+    int32_t n, add, wide;    // add: to what the gradient holds
 };
 
 // Both packings of a matrix [n, k] of float32; null for one that is not wanted.
@@ -103,39 +104,56 @@ static inline int panels_at_once(const std::vector<Piece>& pieces) {
 }
 
 // Blocks of 32 by 32 of the sum over all pieces of rows times panels. rows(piece, b, ld): 32 rows, from one to the next `ld`.
-// panel(piece, j): one panel. out(c, b, j): takes a block [32, 32] of results.
-template <class T, class X, class W, class Out>
-static void product(int row_blocks, int panels, const std::vector<Piece>& pieces, const X& rows, const W& panel, const Out& out) {
-    const int most = panels_at_once<T>(pieces), groups = (panels + most - 1) / most, wide = (panels + groups - 1) / groups;
+// panel(piece, j): one panel. begin(c, b, j): whether it wrote into c what the sum begins with. out(c, b, j): takes a block
+// [32, 32] of results. With EACH > 1, out takes as many blocks at once, and j counts them: their panels are j * EACH and what follows.
+template <class T, int EACH = 1, class X, class W, class Begin, class Out>
+static void product(int row_blocks, int panels, const std::vector<Piece>& pieces, const X& rows, const W& panel, const Begin& begin, const Out& out) {
+    const int most = std::max(1, panels_at_once<T>(pieces) / EACH), groups = (panels + most - 1) / most, wide = (panels + groups - 1) / groups;
     const int high = (row_blocks + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
     team::each(groups * high, [&](int item) {
         const int from = item / high * wide, to = std::min(panels, from + wide), top = item % high * ROWS_AT_ONCE;
-        float* sums = team::room<float>(pieces.size() > 1 ? ROWS_AT_ONCE * wide * AREA : AREA, 1);
+        float* sums = team::room<float>((pieces.size() > 1 ? ROWS_AT_ONCE * wide : 1) * EACH * AREA, 1);
         for (size_t p = 0; p < pieces.size(); p++)
             for (int b = top; b < std::min(row_blocks, top + ROWS_AT_ONCE); b++) {
                 size_t ld;
                 const T* x = rows(pieces[p], b, ld);
                 for (int j = from; j < to; j++) {
-                    float* c = sums + (pieces.size() > 1 ? ((b - top) * wide + j - from) * AREA : 0);
-                    if (p) multiply<true>(x, ld, panel(pieces[p], j), AREA, pieces[p].steps, c, SIDE);
-                    else multiply<false>(x, ld, panel(pieces[p], j), AREA, pieces[p].steps, c, SIDE);
+                    float* c = sums + (pieces.size() > 1 ? ((b - top) * wide + j - from) * EACH * AREA : 0);
+                    const bool begun = p || begin(c, b, j);
+                    for (int i = 0; i < EACH; i++) {
+                        const T* w = panel(pieces[p], j * EACH + i);
+                        if (begun) multiply<true>(x, ld, w, AREA, pieces[p].steps, c + i * AREA, SIDE);
+                        else multiply<false>(x, ld, w, AREA, pieces[p].steps, c + i * AREA, SIDE);
+                    }
                     if (p + 1 == pieces.size()) out(c, b, j);
                 }
             }
     });
 }
 
+// Sums begin with zero.
+static inline bool from_nothing(float*, int, int) { return false; }
+
 template <class T>
 static void linear(const T* x, int rows, int k, const Weight<T>* weights, int count) {
     const auto pieces = pieces_of<T>({up(k)});
-    for (const Weight<T>* w = weights; w < weights + count; w++)
+    for (const Weight<T>* w = weights; w < weights + count; w++) {
+        const auto place = [&](int b, int panel) { return (size_t)b * SIDE * w->n + panel * SIDE; };
+        const auto high = [&](int b) { return std::min(SIDE, rows - b * SIDE); };
+        const auto columns = [&](int panel) { return std::min(SIDE, w->n - panel * SIDE); };
         product<T>(
             up(rows), up(w->n), pieces, [&](const Piece& piece, int b, size_t& ld) { return whole(x, rows, k, b * SIDE, piece, ld); },
             [&](const Piece& piece, int panel) { return w->across + ((size_t)panel * up(k) + piece.first) * AREA; },
+            [&](float* c, int b, int panel) {
+                if (w->onto) cut(w->onto + place(b, panel), w->n, high(b), columns(panel), c, SIDE);
+                return w->onto != nullptr;
+            },
             [&](const float* c, int b, int panel) {
-                put(c, w->bias ? w->bias + panel * SIDE : nullptr, w->y + (size_t)b * SIDE * w->n + panel * SIDE, w->n,
-                    std::min(SIDE, rows - b * SIDE), std::min(SIDE, w->n - panel * SIDE));
+                const float* bias = w->bias ? w->bias + panel * SIDE : nullptr;
+                if (w->wide) put(c, bias, (float*)w->y + place(b, panel), w->n, high(b), columns(panel));
+                else put(c, bias, w->y + place(b, panel), w->n, high(b), columns(panel));
             });
+    }
 }
 
 // dx [rows, k] = the sum over all weights of dy W.
@@ -147,6 +165,7 @@ static void linear_input_gradient(T* dx, int rows, int k, const Weight<T>* weigh
         up(rows), up(k), pieces_of<T>(steps, count),
         [&](const Piece& piece, int b, size_t& ld) { return whole<T>(weights[piece.which].y, rows, weights[piece.which].n, b * SIDE, piece, ld); },
         [&](const Piece& piece, int panel) { return weights[piece.which].down + ((size_t)panel * steps[piece.which] + piece.first) * AREA; },
+        from_nothing,
         [&](const float* c, int b, int panel) {
             put(c, nullptr, dx + (size_t)b * SIDE * k + panel * SIDE, k, std::min(SIDE, rows - b * SIDE), std::min(SIDE, k - panel * SIDE));
         });
@@ -213,7 +232,7 @@ static void linear_weight_gradient(const T* x, int rows, int k, const Weight<T>*
                 apart = ld;
                 return turned + (size_t)b * SIDE * ld + piece.first * SIDE;
             },
-            [&](const Piece& piece, int panel) { return packed + ((size_t)panel * steps + piece.first) * AREA; },
+            [&](const Piece& piece, int panel) { return packed + ((size_t)panel * steps + piece.first) * AREA; }, from_nothing,
             [&](const float* c, int b, int panel) {
                 add_up(c, w->gradient + (size_t)b * SIDE * k + panel * SIDE, k, std::min(SIDE, w->n - b * SIDE), std::min(SIDE, k - panel * SIDE), w->add);
             });

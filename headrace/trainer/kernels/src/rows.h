@@ -1,6 +1,7 @@
-// What stands between the products, row by row: norms (with the residual sum before them), gated activations, rotary embeddings.
+// What stands between the products, row by row: norms, gated activations, rotary embeddings.
 // Each is one pass over memory in each direction; everything inside is float32.
 #pragma once
+#include "formulas.h"
 #include "loops.h"
 
 static inline int lanes(int n) { return (n + 15) / 16 * 16; }
@@ -25,6 +26,16 @@ static inline float dot(const float* a, const float* b, int n) {
     for (int c = 0; c < lanes(n); c += 16) total += load(a + c) * load(b + c);
     return sum(total);
 }
+static inline f16x squares(const float* a, int n) {
+    f16x total = {};
+    for (int c = 0; c < lanes(n); c += 16) total += load(a + c) * load(a + c);
+    return total;
+}
+static inline f16x rounded(f16x v) {
+    bf16 low[16];
+    narrow(low, v);
+    return widen(low);
+}
 
 // Rows that one thread takes at once, and whose parts of a weight's gradient it sums: fixed, so that sums have one order.
 constexpr int STRETCH = 32;
@@ -41,12 +52,10 @@ static void gather(const float* parts, int count, int n, float* to, bool add) {
     });
 }
 
-// RMSNorm (arXiv:1910.07467) of x + delta: [rows, n]. `unit` is added to the weight (Gemma's norms store it less one).
+// RMSNorm (arXiv:1910.07467) of x [rows, n]. `unit` is added to the weight (Gemma's norms store it less one).
 template <class S, class T>
 struct Norm {
     const S* x;
-    const T* delta;  // or null
-    S* total;        // x + delta, where there is a delta
     const float* weight;
     T* y;
     float* scale;  // [rows]: 1 / rms
@@ -60,27 +69,22 @@ struct Norm {
             for (int c = 0; c < n; c++) w[c] += unit;
             for (int r = item * STRETCH; r < std::min(rows, (item + 1) * STRETCH); r++) {
                 expand(x + (size_t)r * n, n, v);
-                if (delta) {
-                    expand(delta + (size_t)r * n, n, d);
-                    for (int c = 0; c < lanes(n); c += 16) store(v + c, load(v + c) + load(d + c));
-                    shrink(v, n, total + (size_t)r * n);
-                }
-                float by = scale[r] = 1.f / std::sqrt(dot(v, v, n) / n + eps);
+                float by = scale[r] = inverse_rms(squares(v, n), n, eps);
                 for (int c = 0; c < lanes(n); c += 16) store(d + c, load(v + c) * by * load(w + c));
                 shrink(d, n, y + (size_t)r * n);
             }
         });
     }
 
-    // From dy, and d_total (or null) that comes by the residual: dx, and the same as d_delta (or null). parts: [stretches, n].
-    void backward(const T* dy, const S* d_total, S* dx, T* d_delta, float* parts) const {
+    // dx from dy. parts: [stretches, n], of the weight's gradient, or null.
+    void backward(const T* dy, S* dx, float* parts) const {
         team::each(stretches(rows), [&](int item) {
-            float *v = team::room<float>(5 * lanes(n)), *g = v + lanes(n), *w = g + lanes(n), *b = w + lanes(n), *dw = b + lanes(n);
+            float *v = team::room<float>(4 * lanes(n)), *g = v + lanes(n), *w = g + lanes(n), *dw = w + lanes(n);
             expand(weight, n, w);
             for (int c = 0; c < n; c++) w[c] += unit;
             std::fill(dw, dw + lanes(n), 0.f);
             for (int r = item * STRETCH; r < std::min(rows, (item + 1) * STRETCH); r++) {
-                expand((delta ? total : x) + (size_t)r * n, n, v);
+                expand(x + (size_t)r * n, n, v);
                 expand(dy + (size_t)r * n, n, g);
                 float by = scale[r];
                 for (int c = 0; c < lanes(n); c += 16) {
@@ -88,13 +92,8 @@ struct Norm {
                     store(g + c, load(g + c) * load(w + c));
                 }
                 float along = dot(g, v, n) * by * by / n;
-                if (d_total) expand(d_total + (size_t)r * n, n, b);
-                for (int c = 0; c < lanes(n); c += 16) {
-                    f16x d = by * (load(g + c) - load(v + c) * along);
-                    store(g + c, d_total ? d + load(b + c) : d);
-                }
+                for (int c = 0; c < lanes(n); c += 16) store(g + c, by * (load(g + c) - load(v + c) * along));
                 shrink(g, n, dx + (size_t)r * n);
-                if (d_delta) shrink(g, n, d_delta + (size_t)r * n);
             }
             if (parts) std::memcpy(parts + (size_t)item * n, dw, n * sizeof(float));
         });
@@ -109,9 +108,7 @@ struct Gated {
     int64_t count;
     bool gelu;
 
-    f16x inner(f16x g) const { return gelu ? 1.5957691216f * (g + 0.044715f * g * g * g) : g; }
     f16x slope(f16x g) const { return gelu ? 1.5957691216f * (1.f + 0.134145f * g * g) : splat(1.f); }
-    f16x sigmoid(f16x z) const { return inverse(1.f + exp16(z < -80.f ? splat(80.f) : -z)); }
 
     template <class F>
     void over(const F& f) const {
@@ -136,12 +133,12 @@ struct Gated {
     void forward(const T* gate, const T* up, T* y) const {
         over([&](int64_t i, int n) {
             f16x g = some(gate + i, n);
-            keep(y + i, g * sigmoid(inner(g)) * some(up + i, n), n);
+            keep(y + i, activated(g, gelu) * some(up + i, n), n);
         });
     }
     void backward(const T* gate, const T* up, const T* dy, T* d_gate, T* d_up) const {
         over([&](int64_t i, int n) {
-            f16x g = some(gate + i, n), u = some(up + i, n), d = some(dy + i, n), s = sigmoid(inner(g));
+            f16x g = some(gate + i, n), u = some(up + i, n), d = some(dy + i, n), s = sigmoid(within_sigmoid(g, gelu));
             keep(d_up + i, d * g * s, n);
             keep(d_gate + i, d * u * (s + g * s * (1.f - s) * slope(g)), n);
         });
@@ -149,13 +146,13 @@ struct Gated {
 };
 
 // Rotary embedding (arXiv:2104.09864) of the heads of each token, after an RMSNorm of each head where there is a weight.
-// The result is float32: attention wants it exact.
 template <class T>
 struct Rotary {
     int rows, heads, dim;
     const float *cos, *sin;  // [rows, dim]
     const float* weight;     // [dim] or null
     float eps, unit;
+    bool low;  // the result is float32 all the same, of numbers that bf16 has
 
     void forward(const T* x, float* y) const {
         team::each(stretches(rows), [&](int item) {
@@ -166,14 +163,15 @@ struct Rotary {
                     size_t at = ((size_t)r * heads + h) * dim;
                     expand(x + at, dim, v);
                     if (weight) {
-                        float by = 1.f / std::sqrt(dot(v, v, dim) / dim + eps);
-                        for (int c = 0; c < dim; c++) v[c] *= by * w[c];
+                        float by = inverse_rms(squares(v, dim), dim, eps);
+                        for (int c = 0; c < dim; c++) v[c] = v[c] * by * w[c];
                     }
                     const float *cs = cos + (size_t)r * dim, *sn = sin + (size_t)r * dim;
                     for (int a = 0, b = dim / 2; b < dim; a++, b++) {
-                        o[a] = v[a] * cs[a] - v[b] * sn[a];
-                        o[b] = v[b] * cs[b] + v[a] * sn[b];
+                        const Turned both = turned(v[a], v[b], cs[a], sn[a]);
+                        o[a] = both.first, o[b] = both.second;
                     }
+                    for (int c = 0; low && c < lanes(dim); c += 16) store(o + c, rounded(load(o + c)));
                     shrink(o, dim, y + at);
                 }
         });
@@ -210,7 +208,7 @@ struct Rotary {
     }
     void norm_backward(const T* x, float* v, float* g, const float* w, float* dw) const {
         expand(x, dim, v);
-        float by = 1.f / std::sqrt(dot(v, v, dim) / dim + eps);
+        float by = inverse_rms(squares(v, dim), dim, eps);
         for (int c = 0; c < dim; c++) {
             dw[c] += g[c] * v[c] * by;
             g[c] *= w[c];

@@ -1,16 +1,16 @@
 // The trainer's kernels: what a forward and a backward pass are made of, each call one operation on contiguous arrays.
 // `wide` says float32 (1) or bf16 (0), of x first where there are two.
 #include "attention.h"
-#include "linear.h"
+#include "served.h"
 
 namespace {
 template <class S, class T>
-Norm<S, T> norm(const void* x, const void* delta, void* total, const float* weight, void* y, float* scale, int rows, int n, float eps, float unit) {
-    return {(const S*)x, (const T*)delta, (S*)total, weight, (T*)y, scale, rows, n, eps, unit};
+Norm<S, T> norm(const void* x, const float* weight, void* y, float* scale, int rows, int n, float eps, float unit) {
+    return {(const S*)x, weight, (T*)y, scale, rows, n, eps, unit};
 }
 template <class S, class T>
-void norm_back(const Norm<S, T>& n, const void* dy, const void* d_total, void* dx, void* d_delta, float* weight_gradient, float* parts) {
-    n.backward((const T*)dy, (const S*)d_total, (S*)dx, (T*)d_delta, weight_gradient ? parts : nullptr);
+void norm_back(const Norm<S, T>& n, const void* dy, void* dx, float* weight_gradient, float* parts) {
+    n.backward((const T*)dy, (S*)dx, weight_gradient ? parts : nullptr);
     if (weight_gradient) gather(parts, stretches(n.rows), n.n, weight_gradient, false);
 }
 template <class T>
@@ -57,20 +57,27 @@ void headrace_linear_weight_gradient(int wide, const void* x, int rows, int k, c
 #undef DO
 }
 
+void headrace_linear_gated(const bf16* x, int rows, int k, const void* gate, const void* up, bf16* y, int gelu) {
+    linear_gated(x, rows, k, *(const Weight<bf16>*)gate, *(const Weight<bf16>*)up, y, gelu);
+}
+void headrace_log_probabilities(const bf16* hidden, int rows, int k, const bf16* packed, int vocabulary, float inverse_temperature,
+                                const int64_t* offsets, const int64_t* ids, float* found, float* logsumexp, float* entropy) {
+    log_probabilities(hidden, rows, k, packed, vocabulary, inverse_temperature, offsets, ids, found, logsumexp, entropy);
+}
+
 #define NORMS(DO)                          \
     if (wide_x && wide_y) DO(float, float); \
     else if (wide_x) DO(float, bf16);       \
     else DO(bf16, bf16);
 
-void headrace_norm(int wide_x, int wide_y, const void* x, const void* delta, void* total, const float* weight, void* y, float* scale,
-                   int rows, int n, float eps, float unit) {
-#define DO(S, T) norm<S, T>(x, delta, total, weight, y, scale, rows, n, eps, unit).forward()
+void headrace_norm(int wide_x, int wide_y, const void* x, const float* weight, void* y, float* scale, int rows, int n, float eps, float unit) {
+#define DO(S, T) norm<S, T>(x, weight, y, scale, rows, n, eps, unit).forward()
     NORMS(DO)
 #undef DO
 }
-void headrace_norm_backward(int wide_x, int wide_y, const void* x, const float* weight, const float* scale, const void* dy,
-                            const void* d_total, void* dx, void* d_delta, float* weight_gradient, float* parts, int rows, int n, float unit) {
-#define DO(S, T) norm_back(norm<S, T>(x, nullptr, nullptr, weight, nullptr, (float*)scale, rows, n, 0, unit), dy, d_total, dx, d_delta, weight_gradient, parts)
+void headrace_norm_backward(int wide_x, int wide_y, const void* x, const float* weight, const float* scale, const void* dy, void* dx,
+                            float* weight_gradient, float* parts, int rows, int n, float unit) {
+#define DO(S, T) norm_back(norm<S, T>(x, weight, nullptr, (float*)scale, rows, n, 0, unit), dy, dx, weight_gradient, parts)
     NORMS(DO)
 #undef DO
 }
@@ -85,20 +92,20 @@ void headrace_gated_backward(int wide, const void* gate, const void* up, const v
 }
 
 void headrace_rotary(int wide, const void* x, float* y, const float* cos, const float* sin, const float* weight, int rows, int heads, int dim,
-                     float eps, float unit) {
-    if (wide) Rotary<float>{rows, heads, dim, cos, sin, weight, eps, unit}.forward((const float*)x, y);
-    else Rotary<bf16>{rows, heads, dim, cos, sin, weight, eps, unit}.forward((const bf16*)x, y);
+                     float eps, float unit, int low) {
+    if (wide) Rotary<float>{rows, heads, dim, cos, sin, weight, eps, unit, (bool)low}.forward((const float*)x, y);
+    else Rotary<bf16>{rows, heads, dim, cos, sin, weight, eps, unit, (bool)low}.forward((const bf16*)x, y);
 }
 void headrace_rotary_backward(int wide, const void* x, const float* dy, void* dx, const float* cos, const float* sin, const float* weight,
                               float* weight_gradient, float* parts, int rows, int heads, int dim, float eps, float unit) {
-    if (wide) Rotary<float>{rows, heads, dim, cos, sin, weight, eps, unit}.backward((const float*)x, dy, (float*)dx, parts);
-    else Rotary<bf16>{rows, heads, dim, cos, sin, weight, eps, unit}.backward((const bf16*)x, dy, (bf16*)dx, parts);
+    if (wide) Rotary<float>{rows, heads, dim, cos, sin, weight, eps, unit, false}.backward((const float*)x, dy, (float*)dx, parts);
+    else Rotary<bf16>{rows, heads, dim, cos, sin, weight, eps, unit, false}.backward((const bf16*)x, dy, (bf16*)dx, parts);
     if (weight_gradient) gather(parts, stretches(rows), dim, weight_gradient, false);
 }
 
 void headrace_attention(int wide, const Trees* trees, const float* q, const float* k, const void* v, void* out) {
     if (wide) Attention<float>{*trees, q, k, (const float*)v}.forward((float*)out);
-    else Attention<bf16>{*trees, q, k, (const bf16*)v}.forward((bf16*)out);
+    else Served{*trees, q, k, (const bf16*)v}.attend((bf16*)out);
 }
 void headrace_attention_backward(int wide, const Trees* trees, const float* q, const float* k, const void* v, const void* d_out, float* dq,
                                  float* dk, void* dv) {

@@ -1,6 +1,8 @@
 // What the decoder is told: plain structs that `binding.py` mirrors field by field. Pointers stay owned by Python.
 #pragma once
-#include "attention.h"
+#include "formulas.h"
+#include "look.h"
+#include "packing.h"
 
 constexpr int MOST_EXPERTS = 1024;
 

@@ -19,7 +19,7 @@ struct Dense : State {
     float inverse_rms(const Blocks<float>& from, int row) const {
         f16x squares = {};
         for (int c = 0; c < up(m.hidden) * SIDE; c += 16) squares += load(from.at(row, c)) * load(from.at(row, c));
-        return 1.f / std::sqrt(sum(squares) / m.hidden + m.eps);
+        return ::inverse_rms(squares, m.hidden, m.eps);
     }
 
     // h = RMSNorm(x) of all rows, or of the chosen ones. Notes the rows that are not finite: the layer before is to blame.
@@ -97,9 +97,5 @@ struct Dense : State {
         });
     }
 
-    f16x activate(f16x g) const {
-        // SiLU: g sigmoid(g). GELU's tanh form (Hendrycks & Gimpel, arXiv:1606.08415) is g sigmoid(2u) with the same u.
-        f16x u = m.gelu ? 1.5957691216f * (g + 0.044715f * g * g * g) : g;
-        return g * inverse(1.f + exp16(u < -80.f ? splat(80.f) : -u));
-    }
+    f16x activate(f16x g) const { return activated(g, m.gelu); }
 };

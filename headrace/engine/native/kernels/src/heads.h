@@ -26,8 +26,8 @@ struct Heads : Dense {
                         else normalise_head(in, query ? over_q : over_k, weight + (query ? head : head - m.heads) * d);
                     }
                     for (int c = 0; c < half; c++) {
-                        out[c] = in[c] * cos[c] - in[c + half] * sin[c];
-                        out[c + half] = in[c + half] * cos[c] + in[c] * sin[c];
+                        const Turned both = turned(in[c], in[c + half], cos[c], sin[c]);
+                        out[c] = both.first, out[c + half] = both.second;
                     }
                     from = out;
                 }
@@ -63,7 +63,7 @@ struct Heads : Dense {
     float inverse_rms_of(int row, int column, int count) const {
         f16x squares = {};
         for (int c = 0; c < count; c += 16) squares += load(qkv.at(row, column + c)) * load(qkv.at(row, column + c));
-        return 1.f / std::sqrt(sum(squares) / count + m.eps);
+        return ::inverse_rms(squares, count, m.eps);
     }
     void normalise_head(float* in, float by, const float* weight) const {
         for (int c = 0; c < m.head_dim; c += 16) store(in + c, load(in + c) * by * load(weight + c));
@@ -77,10 +77,10 @@ struct Heads : Dense {
             thread_local Arena room;
             const int tiles = (group + ROWS - 1) / ROWS;
             const size_t each = sizeof(float) + sizeof(taken);
-            room.grow((size_t)2 * heads * tiles * (sizeof(Queries) + ROWS * dim * each));
+            room.grow((size_t)2 * heads * tiles * (sizeof(Queries<taken>) + ROWS * dim * each));
             const Item& item = items[i / jobs];
-            Rows rows = {(Queries*)room.data, heads * tiles, i % jobs * heads, tiles};
-            char* behind = room.data + sizeof(Queries) * 2 * rows.count;
+            Rows rows = {(Queries<taken>*)room.data, heads * tiles, i % jobs * heads, tiles};
+            char* behind = room.data + sizeof(Queries<taken>) * 2 * rows.count;
             for (int t = 0; t < 2 * rows.count; t++, behind += ROWS * dim * each) {
                 rows.first[t].dim = dim, rows.first[t].out = (float*)behind, rows.first[t].q = (taken*)(behind + ROWS * dim * 4);
             }
@@ -92,24 +92,24 @@ struct Heads : Dense {
     // The query rows of an item: one `Queries` for each of its key-value heads, more where a group of heads exceeds a tile. As
     // many again stand behind them for the sequences one by one.
     struct Rows {
-        Queries* first;
+        Queries<taken>* first;
         int count, kv_head, tiles;
         int key_head(int t) const { return kv_head + t / tiles; }
     };
     int first_head(const Rows& rows, int t) const { return rows.key_head(t) * group + t % rows.tiles * ROWS; }
     int heads_of(const Rows& rows, int t) const { return std::min(ROWS, group - t % rows.tiles * ROWS); }
 
-    void take(Queries& a, int r, int row, int head, int window) const {
+    void take(Queries<taken>& a, int r, int row, int head, int window) const {
         std::memcpy(a.q + r * dim, ready(row, head), dim * sizeof(taken));
         a.to[r] = position[row] + 1;
         a.from[r] = window ? std::max(0, a.to[r] - window) : 0;
     }
-    void give(const Queries& a, int r, int row, int head) {
+    void give(const Queries<taken>& a, int r, int row, int head) {
         for (int c = 0; c < m.head_dim; c += 16) write(mixed.at(row, head * m.head_dim + c), load(a.out + r * dim + c) * (1.f / a.total[r]));
     }
     // Blocks [begin, end) of a sequence. `fresh`: the token whose key and value belong into the last one and are not there yet,
     // -1 where there is none. While a block is looked at the next one comes from memory.
-    void look_at(Queries* first, const Rows& rows, const Pass& p, int index, int s, int begin, int end, int fresh) const {
+    void look_at(Queries<taken>* first, const Rows& rows, const Pass& p, int index, int s, int begin, int end, int fresh) const {
         const int32_t* table = p.tables + (size_t)s * p.width;
         const size_t one = 2 * dim * SIDE;
         for (int b = begin; b < end; b++) {
@@ -129,13 +129,13 @@ struct Heads : Dense {
     void attend_chunk(const Pass& p, int index, const Layer& l, const Item& item, const Rows& rows) {
         int first = p.starts[item.place] + item.first;
         for (int t = 0; t < rows.count; t++) {
-            Queries& a = rows.first[t];
+            Queries<taken>& a = rows.first[t];
             int heads = heads_of(rows, t);
             a.rows = item.tokens * heads;
             for (int r = 0; r < a.rows; r++) take(a, r, first + r / heads, first_head(rows, t) + r % heads, l.window);
             a.begin();
         }
-        const Queries& any = rows.first[0];
+        const Queries<taken>& any = rows.first[0];
         look_at(rows.first, rows, p, index, item.place, any.from[0] / SIDE, up(any.to[any.rows - 1]), -1);
         for (int t = 0; t < rows.count; t++)
             for (int r = 0, heads = heads_of(rows, t); r < rows.first[t].rows; r++) give(rows.first[t], r, first + r / heads, first_head(rows, t) + r % heads);
@@ -145,7 +145,7 @@ struct Heads : Dense {
     void attend_together(const Pass& p, int index, const Layer& l, const Item& item, const Rows& rows) {
         int low = item.shared;
         for (int t = 0; t < rows.count; t++) {
-            Queries& a = rows.first[t];
+            Queries<taken>& a = rows.first[t];
             int heads = heads_of(rows, t);
             a.rows = item.count * heads;
             for (int r = 0; r < a.rows; r++) {
@@ -157,7 +157,7 @@ struct Heads : Dense {
         look_at(rows.first, rows, p, index, order[item.place], low, item.shared, -1);
         for (int i = 0; i < item.count; i++) {
             int s = order[item.place + i];
-            Queries* own = rows.first + rows.count;
+            Queries<taken>* own = rows.first + rows.count;
             for (int t = 0; t < rows.count; t++) own[t].split(rows.first[t], i * heads_of(rows, t), heads_of(rows, t));
             look_at(own, rows, p, index, s, std::max(item.shared, own[0].from[0] / SIDE), up(own[0].to[0]), p.starts[s]);
             for (int t = 0; t < rows.count; t++)

@@ -1,8 +1,6 @@
 // Draws one token from each row of logits by inverse CDF in two levels, as sampler.py does: no random number per entry.
 #pragma once
-#include "vec.h"
-
-constexpr int SEARCH = 256;  // entries summed before one stretch of them is searched
+#include "formulas.h"
 
 struct Draw {
     int64_t token;
@@ -24,13 +22,8 @@ static inline Draw draw(const float* logits, int vocabulary, float inverse_tempe
     for (int lane = 0; lane < 16; lane++)
         if (whole[lane] || !(peak > -INFINITY)) return {0, NAN};
     auto weight = [&](int i) { return exp2_16((logit(i) - peak) * scale); };
-    double total = 0;
-    int stretches = 0;
-    for (int i = 0; i < vocabulary; i += SEARCH) {
-        f16x part = {};
-        for (int j = i; j < i + SEARCH && j < vocabulary; j += 16) part += weight(j);
-        sums[stretches++] = total += sum(part);
-    }
+    const double total = mass_of(logits, vocabulary, peak, scale, sums, [](f16x, f16x) {});
+    const int stretches = (vocabulary + SEARCH - 1) / SEARCH;
     int64_t token = 0;
     if (u < 0) {
         while (logits[token] != peak) token++;
@@ -47,5 +40,5 @@ static inline Draw draw(const float* logits, int vocabulary, float inverse_tempe
         }
         token = last;  // rounding may leave target a hair above the last entry's sum: then it is the last one
     }
-    return {token, (double)(logits[token] - peak) * inverse_temperature - std::log(total)};
+    return {token, log_probability(logits[token], peak, inverse_temperature, total)};
 }

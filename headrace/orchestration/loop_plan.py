@@ -15,7 +15,7 @@ from headrace.types import Batch, Group, Prompt, Request
 
 
 @dataclass(frozen=True)
-class Plan:
+class LoopPlan:
     """The settings that the loops follow, and what follows from them alone: requests, and the batch of a step."""
 
     steps: int

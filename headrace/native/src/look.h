@@ -1,22 +1,24 @@
 // Attention over blocks of KV cache, sixteen query rows at a time.
 //
 // A block holds 32 tokens of one key-value head: in bf16 keys as [pairs of dimensions][32 tokens][2] and values as
-// [pairs of tokens][dim][2], in float32 [dim][32 tokens] and [32 tokens][dim], so that both products read it as `product.h` reads weights. The head's size is rounded up to 32, with zeros.
+// [pairs of tokens][dim][2], in float32 as [dim][32 tokens] and [32 tokens][dim], so that both products read it as `product.h` reads
+// weights. The head's size is rounded up to 32, with zeros.
 //
 // One block after the other, with a running maximum (online softmax: Milakov & Gimelshein, arXiv:1805.02867). A row's result
 // depends on its own blocks alone and on their order, so it is the same alone, in a batch, in prefill and in decoding, and
 // whether blocks that several sequences share are read once for all of them or once for each.
 #pragma once
-#include "packing.h"
+#include "product.h"
 
 constexpr int ROWS = 16;
 constexpr float LOWEST = -1e30f;
 
+template <class X>
 struct alignas(64) Queries {
     float peak[ROWS], total[ROWS];
     int from[ROWS], to[ROWS];  // positions [from, to) are seen
     int rows, dim;             // dim: rounded up to 32
-    taken* q;                  // [16, dim]
+    X* q;                      // [16, dim]
     float* out;                // [16, dim], to be divided by total
 
     void begin() {
@@ -30,16 +32,18 @@ struct alignas(64) Queries {
         for (int r = 0; r < count; r++) {
             peak[r] = all.peak[first + r], total[r] = all.total[first + r], from[r] = all.from[first + r], to[r] = all.to[first + r];
             std::memcpy(out + r * dim, all.out + (first + r) * dim, dim * sizeof(float));
-            std::memcpy(q + r * dim, all.q + (first + r) * dim, dim * sizeof(taken));
+            std::memcpy(q + r * dim, all.q + (first + r) * dim, dim * sizeof(X));
         }
     }
 };
 
-// All rows look at one block, whose first token is at position `first`. `scale`: of the scores, times log2(e).
-static inline void look(Queries& a, const stored* keys, const stored* values, int first, float scale) {
+// All rows look at one block of keys and values in W (bf16 or float32), whose first token is at position `first`. `scale`: of the scores, times log2(e).
+template <class X, class W>
+static inline void look(Queries<X>& a, const W* keys, const W* values, int first, float scale) {
+    constexpr int PAIR = sizeof(float) / sizeof(W);
     alignas(64) float s[ROWS * SIDE];
-    alignas(64) taken weights[ROWS * SIDE];
-    multiply<false>(Inputs<taken>{a.q, (size_t)a.dim, SIDE}, Panel<stored>{keys, AREA, PAIR * SIDE, PAIR * 16}, a.dim / SIDE, s, SIDE, a.rows);
+    alignas(64) X weights[ROWS * SIDE];
+    multiply<false>(Inputs<X>{a.q, (size_t)a.dim, SIDE}, Panel<W>{keys, AREA, PAIR * SIDE, PAIR * 16}, a.dim / SIDE, s, SIDE, a.rows);
     for (int r = 0; r < a.rows; r++) {
         f16x left = load(s + r * SIDE) * scale, right = load(s + r * SIDE + 16) * scale;
         if (first < a.from[r] || first + SIDE > a.to[r]) {
@@ -59,5 +63,5 @@ static inline void look(Queries& a, const stored* keys, const stored* values, in
         write(weights + r * SIDE + 16, right);
     }
     for (int d = 0; d < a.dim; d += SIDE)
-        multiply<true>(Inputs<taken>{weights}, Panel<stored>{values + d * PAIR, 0, (size_t)a.dim * PAIR, PAIR * 16}, 1, a.out + d, a.dim, a.rows);
+        multiply<true>(Inputs<X>{weights}, Panel<W>{values + d * PAIR, 0, (size_t)a.dim * PAIR, PAIR * 16}, 1, a.out + d, a.dim, a.rows);
 }

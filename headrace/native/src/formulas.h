@@ -1,0 +1,47 @@
+// Formulas that the engine and the trainer share. Each rounds at the same places wherever it is inlined: where the compiler
+// could choose which of two products it fuses into the sum, the choice is written down.
+#pragma once
+#include "vec.h"
+
+// 1 / rms of n numbers, from the sum of their squares in sixteen parts (RMSNorm, arXiv:1910.07467).
+static inline float inverse_rms(f16x squares, int n, float eps) { return 1.f / std::sqrt(sum(squares) / n + eps); }
+
+// The two halves of a head, turned by an angle (rotary embedding, arXiv:2104.09864): a cos - b sin, b cos + a sin.
+struct Turned {
+    float first, second;
+};
+static inline Turned turned(float a, float b, float cos, float sin) {
+#if defined(__FMA__) || defined(__aarch64__)
+    return {__builtin_fmaf(a, cos, -(b * sin)), __builtin_fmaf(b, cos, a * sin)};
+#else
+    return {a * cos - b * sin, b * cos + a * sin};
+#endif
+}
+
+// SiLU (arXiv:1702.03118) is g sigmoid(g). GELU's tanh form (arXiv:1606.08415) is g sigmoid(2u) with the same u as there.
+static inline f16x sigmoid(f16x z) { return inverse(1.f + exp16(z < -80.f ? splat(80.f) : -z)); }
+static inline f16x within_sigmoid(f16x g, bool gelu) { return gelu ? 1.5957691216f * (g + 0.044715f * g * g * g) : g; }
+static inline f16x activated(f16x g, bool gelu) { return g * sigmoid(within_sigmoid(g, gelu)); }
+
+// Softmax over a vocabulary: the sum of exp((logit - peak) / temperature). `scale`: log2(e) / temperature. Logits are readable up
+// to the next multiple of 16. sums [vocabulary / SEARCH + 1]: the sum up to the end of each stretch. `also` is
+// given sixteen terms at a time, and how far their logits lie below the peak.
+constexpr int SEARCH = 256;
+template <class F>
+static inline double mass_of(const float* logits, int vocabulary, float peak, float scale, double* sums, const F& also) {
+    double total = 0;
+    for (int i = 0, stretch = 0; i < vocabulary; i += SEARCH, stretch++) {
+        f16x part = {};
+        for (int j = i; j < i + SEARCH && j < vocabulary; j += 16) {
+            const f16x below = (j + 16 <= vocabulary ? load(logits + j) : within(load(logits + j), j, 0, vocabulary)) - peak;
+            const f16x term = exp2_16(below * scale);
+            part += term;
+            also(term, below);
+        }
+        sums[stretch] = total += sum(part);
+    }
+    return total;
+}
+static inline double log_probability(float logit, float peak, float inverse_temperature, double mass) {
+    return (double)(logit - peak) * inverse_temperature - std::log(mass);
+}

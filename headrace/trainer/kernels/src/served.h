@@ -1,0 +1,145 @@
+// Forward passes in the engine's own order of sums and with its roundings, so that a token's log-prob is the sampler's, bit by bit:
+// attention over blocks of 32 positions (look.h), gated activations of sums that no bf16 has rounded, log-probs of float32 logits.
+#pragma once
+#include "attention.h"
+#include "linear.h"
+#include "look.h"
+
+// gate, up = x W^T in bf16, for the backward pass; y = act(gate) * up of what they were before they were rounded.
+static void linear_gated(const bf16* x, int rows, int k, const Weight<bf16>& gate, const Weight<bf16>& up_, bf16* y, bool gelu) {
+    const int n = gate.n;
+    const Weight<bf16>* both[2] = {&gate, &up_};
+    product<bf16, 2>(
+        up(rows), up(n), pieces_of<bf16>({up(k)}), [&](const Piece& piece, int b, size_t& ld) { return whole(x, rows, k, b * SIDE, piece, ld); },
+        [&](const Piece& piece, int panel) { return both[panel % 2]->across + ((size_t)(panel / 2) * up(k) + piece.first) * AREA; },
+        from_nothing,
+        [&](float* c, int b, int panel) {
+            const size_t at = (size_t)b * SIDE * n + panel * SIDE;
+            const int high = std::min(SIDE, rows - b * SIDE), columns = std::min(SIDE, n - panel * SIDE);
+            for (int which = 0; which < 2; which++) {
+                float* sums = c + which * AREA;
+                const float* bias = both[which]->bias;
+                for (int i = 0; bias && i < AREA; i++)
+                    if (i % SIDE < columns) sums[i] += bias[panel * SIDE + i % SIDE];
+                put(sums, nullptr, both[which]->y + at, n, high, columns);
+            }
+            for (int i = 0; i < AREA; i += 16) store(c + i, activated(load(c + i), gelu) * load(c + AREA + i));
+            put(c, nullptr, y + at, n, high, columns);
+        });
+}
+
+// Attention forward. A segment has blocks of its own from the one on that its first token lies in: what its ancestors have there
+// is copied, as the engine copies a block where a sequence forks.
+struct Served {
+    const Trees& t;
+    const float *q, *k;  // [tokens, heads, dim] and [tokens, kv_heads, dim], of numbers that bf16 has
+    const bf16* v;       // [tokens, kv_heads, dim]
+    const int group = t.heads / t.kv_heads, dim = up(t.dim) * SIDE;
+    const size_t one = (size_t)2 * dim * SIDE;  // elements of a block of one head: keys, then values
+    std::vector<int> base = std::vector<int>(t.segments);  // position of a segment's first token
+    std::vector<std::vector<int>> table = std::vector<std::vector<int>>(t.segments);  // block of every 32 positions
+    int blocks = 0;
+
+    void attend(bf16* out) {
+        for (int s = 0; s < t.segments; s++) {
+            const int above = t.parent[s];
+            base[s] = above < 0 ? 0 : base[above] + t.length[above];
+            if (above >= 0) table[s].assign(table[above].begin(), table[above].begin() + base[s] / SIDE);
+            while ((int)table[s].size() < up(base[s] + t.length[s])) table[s].push_back(blocks++);
+        }
+        static thread_local Arena room;
+        room.grow(blocks * one * t.kv_heads * sizeof(bf16));
+        bf16* cache = (bf16*)room.data;
+        team::each(t.segments * t.kv_heads, [&](int item) { remember(item / t.kv_heads, item % t.kv_heads, cache); });
+        std::vector<Rows> items;  // `most` tokens of a segment
+        const int most = std::max(1, ROWS / group);
+        for (int s = 0; s < t.segments; s++)
+            for (int first = 0; first < t.length[s]; first += most) items.push_back({s, first, std::min(most, t.length[s] - first)});
+        const int tiles = (group + ROWS - 1) / ROWS;
+        team::each((int)items.size() * t.kv_heads, [&](int item) {
+            for (int tile = 0; tile < tiles; tile++) attend_some(items[item / t.kv_heads], item % t.kv_heads, tile * ROWS, cache, out);
+        });
+    }
+
+   private:
+    bf16* block(bf16* cache, int number, int head) const { return cache + ((size_t)number * t.kv_heads + head) * one; }
+
+    void remember(int s, int head, bf16* cache) const {
+        const int from = base[s] / SIDE;
+        for (int b = from; b < (int)table[s].size(); b++) std::memset(block(cache, table[s][b], head), 0, one * sizeof(bf16));
+        for (int owner = s; owner >= 0 && base[owner] + t.length[owner] > from * SIDE; owner = t.parent[owner])
+            for (int i = std::max(0, from * SIDE - base[owner]); i < t.length[owner]; i++) {
+                const int position = base[owner] + i, slot = position % SIDE;
+                const size_t at = ((size_t)(t.start[owner] + i) * t.kv_heads + head) * t.dim;
+                bf16 *to = block(cache, table[s][position / SIDE], head), *value = to + dim * SIDE + slot / 2 * dim * 2 + slot % 2;
+                for (int c = 0; c < t.dim; c++) {
+                    to[(c / 2) * 2 * SIDE + slot * 2 + c % 2] = narrow1(k[at + c]);
+                    value[c * 2] = v[at + c];
+                }
+            }
+    }
+
+    // Tokens of a segment and up to sixteen of the heads that share their keys, from `first` on.
+    void attend_some(const Rows& rows, int head, int first, bf16* cache, bf16* out) const {
+        Queries<bf16> a;
+        const int s = rows.segment, heads = std::min(ROWS, group - first);
+        a.dim = dim, a.rows = rows.count * heads;
+        a.q = team::room<bf16>(ROWS * dim, 0), a.out = team::room<float>(ROWS * dim, 1);
+        std::memset(a.q, 0, ROWS * dim * sizeof(bf16));
+        a.begin();
+        for (int r = 0; r < a.rows; r++) {
+            for (int c = 0; c < t.dim; c++) a.q[r * dim + c] = narrow1(q[place(rows, head, first, heads, r) + c]);
+            a.to[r] = base[s] + rows.first + r / heads + 1;
+            a.from[r] = t.window ? std::max(0, a.to[r] - t.window) : 0;
+        }
+        for (int b = a.from[0] / SIDE; b < up(a.to[a.rows - 1]); b++) {
+            bf16* keys = block(cache, table[s][b], head);
+            look(a, keys, keys + dim * SIDE, b * SIDE, t.scale * 1.44269504f);
+        }
+        for (int r = 0; r < a.rows; r++) {
+            bf16* to = out + place(rows, head, first, heads, r);
+            for (int c = 0; c < t.dim; c += 16) {
+                f16x mixed = load(a.out + r * dim + c) * (1.f / a.total[r]);
+                if (c + 16 <= t.dim) narrow(to + c, mixed);
+                else
+                    for (int i = 0; c + i < t.dim; i++) to[c + i] = narrow1(mixed[i]);
+            }
+        }
+    }
+    size_t place(const Rows& rows, int head, int first, int heads, int r) const {
+        return ((size_t)(t.start[rows.segment] + rows.first + r / heads) * t.heads + head * group + first + r % heads) * t.dim;
+    }
+};
+
+// From hidden states [rows, k] and a head [vocabulary, k]: log-probs of the ids [offsets[r], offsets[r + 1]) of each row, the
+// log-sum-exp of its logits over the temperature, and the entropy.
+static void log_probabilities(const bf16* hidden, int rows, int k, const bf16* packed, int vocabulary, float inverse_temperature,
+                              const int64_t* offsets, const int64_t* ids, float* found, float* logsumexp, float* entropy) {
+    constexpr int AT_ONCE = 2;  // blocks of rows: the weights are read again for the next, and logits are large
+    const size_t width = (size_t)up(vocabulary) * SIDE;
+    const float scale = inverse_temperature * 1.44269504f;
+    static thread_local Arena room;
+    room.grow(AT_ONCE * SIDE * width * sizeof(float));
+    float* logits = (float*)room.data;
+    for (int begin = 0; begin < rows; begin += AT_ONCE * SIDE) {
+        const int count = std::min(AT_ONCE * SIDE, rows - begin);
+        product<bf16>(
+            up(count), up(vocabulary), pieces_of<bf16>({up(k)}),
+            [&](const Piece& piece, int b, size_t& ld) { return whole(hidden + (size_t)begin * k, count, k, b * SIDE, piece, ld); },
+            [&](const Piece& piece, int panel) { return packed + ((size_t)panel * up(k) + piece.first) * AREA; }, from_nothing,
+            [&](const float* c, int b, int panel) { put(c, nullptr, logits + b * SIDE * width + panel * SIDE, width, SIDE, SIDE); });
+        team::each(count, [&](int r) {
+            const float* mine = logits + r * width;
+            f16x high = splat(-INFINITY), moment = {};
+            auto logit = [&](int i) { return i + 16 <= vocabulary ? load(mine + i) : within(load(mine + i), i, 0, vocabulary); };
+            for (int i = 0; i < vocabulary; i += 16) high = max16(logit(i), high);
+            const float peak = largest(high);
+            const double mass = mass_of(mine, vocabulary, peak, scale, team::room<double>(vocabulary / SEARCH + 1, 2),
+                                        [&](f16x term, f16x below) { moment += term * max16(below, splat(-1e30f)); });
+            for (int64_t i = offsets[begin + r]; i < offsets[begin + r + 1]; i++)
+                found[i] = (float)log_probability(mine[ids[i]], peak, inverse_temperature, mass);
+            logsumexp[begin + r] = (float)((double)peak * inverse_temperature + std::log(mass));
+            entropy[begin + r] = (float)(std::log(mass) - (double)sum(moment) * inverse_temperature / mass);
+        });
+    }
+}
