@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from fake_world import FakeWorld
 from msgspec.structs import replace
-from test_pipeline import World
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headrace.algo.advantage.groups import algorithm_of
@@ -231,12 +231,12 @@ def test_its_rewards_are_added_by_name() -> None:
 # --- two turns through the pipeline --------------------------------------------------------------------------------------
 
 
-def requests_of(*worlds: World) -> set[tuple[int, ...]]:
+def requests_of(*worlds: FakeWorld) -> set[tuple[int, ...]]:
     """The prompts of all requests."""
     return {request.prompt for world in worlds for request in world.engine.requests}
 
 
-def check_rows(world: World, *others: World) -> int:
+def check_rows(world: FakeWorld, *others: FakeWorld) -> int:
     """C5: each row has all turns of its episode, nothing but what was sampled in its loss. Returns the number of rows."""
     rows, asked = 0, requests_of(world, *others)
     for batch in world.trainer.batches:
@@ -256,16 +256,16 @@ def check_rows(world: World, *others: World) -> int:
 
 
 def test_two_turns_are_one_row_in_training_journal_and_packing(tmp_path: Path) -> None:
-    world = World(tmp_path, environment=scripted(2, seconds=0.05), steps=4)
+    world = FakeWorld(tmp_path, environment=scripted(2, seconds=0.05), steps=4)
     virtual_time.run(world.run())
     assert check_rows(world) == 4 * 3 * 2
-    ended = world.ledger.of(GroupEnded)
+    ended = world.facts.of(GroupEnded)
     sampled = {
         group.ticket: [one.episode.sampled for one in group.scored] for b in world.trainer.batches for group in b.groups
     }
     assert all(list(fact.lengths) == sampled[fact.ticket] for fact in ended if fact.ticket in sampled)
     assert not any(fact.lost_tokens for fact in ended)
-    plan, algorithm = world.pipeline._plan, world.parts.algorithm
+    plan, algorithm = world.plan, world.parts.algorithm
     again = [plan.batch_again(step, algorithm) for step in read_steps(tmp_path)]
     assert [batch.groups for batch in again] == [batch.groups for batch in world.trainer.batches], "C8"
     packed = pack_rows(again[0].rows, lambda counts, constant: [1.0] * len(counts), 1, budget=10_000, step=0)
@@ -275,8 +275,8 @@ def test_two_turns_are_one_row_in_training_journal_and_packing(tmp_path: Path) -
 
 
 def test_a_killed_run_goes_on_in_the_turn_that_it_was_in(tmp_path: Path) -> None:
-    def world() -> World:
-        return World(tmp_path, steps=20, engine=FakeEngine(0.3), environment=scripted(2, seconds=0.4))
+    def world() -> FakeWorld:
+        return FakeWorld(tmp_path, steps=20, engine=FakeEngine(0.3), environment=scripted(2, seconds=0.4))
 
     first = world()
     virtual_time.run(first.run(interrupt_after=8.0))
@@ -292,7 +292,7 @@ def test_a_killed_run_goes_on_in_the_turn_that_it_was_in(tmp_path: Path) -> None
     asked = {request.id: request for request in second.engine.requests}
     assert not over & set(asked), "what was over is sampled again"
     assert all(asked[name].prefix == one.tokens for name, one in halfway.items())
-    assert not any(fact.lost_tokens for fact in second.ledger.of(GroupEnded))
+    assert not any(fact.lost_tokens for fact in second.facts.of(GroupEnded))
     assert check_rows(second, first) == len(second.trainer.batches) * 3 * 2 and second.trainer.version == 20
     assert not second.parts.interrupts.so_far(), "what was sampled is kept for nobody"
 
@@ -301,9 +301,9 @@ def test_a_killed_run_goes_on_in_the_turn_that_it_was_in(tmp_path: Path) -> None
 def test_where_the_environment_goes_another_way_its_old_turns_are_lost_and_counted(
     tmp_path: Path, resumes: Any
 ) -> None:
-    def world(life: int) -> World:
+    def world(life: int) -> FakeWorld:
         kind = scripted(2, seconds=0.4, reply=lambda done, seed: (90 + life,), resumes=resumes)
-        return World(tmp_path, steps=20, engine=FakeEngine(0.3), environment=kind)
+        return FakeWorld(tmp_path, steps=20, engine=FakeEngine(0.3), environment=kind)
 
     first = world(1)
     virtual_time.run(first.run(interrupt_after=8.0))
@@ -313,16 +313,16 @@ def test_where_the_environment_goes_another_way_its_old_turns_are_lost_and_count
     assert vain, "nothing was in its second turn: choose another moment"
     second = world(2)
     virtual_time.run(second.run(resume=True))
-    ended = second.ledger.of(GroupEnded)
+    ended = second.facts.of(GroupEnded)
     assert sum(fact.lost_tokens for fact in ended) == vain
     assert {request.id for request in second.engine.requests}.isdisjoint(name for name in begun if keys[name].turn == 1)
     assert check_rows(second, first), "C5"
-    said = [fact.message for fact in second.ledger.of(Warned) if "can be replayed" in fact.message]
+    said = [fact.message for fact in second.facts.of(Warned) if "can be replayed" in fact.message]
     assert len(said) == (resumes == "replayed"), "one that says it can be replayed is warned of, once"
 
 
 def test_held_out_prompts_are_played_too(tmp_path: Path) -> None:
-    world = World(tmp_path, steps=2, environment=scripted(2), evaluate_every=1)
+    world = FakeWorld(tmp_path, steps=2, environment=scripted(2), evaluate_every=1)
     virtual_time.run(world.run())
     held_out = [request for request in world.engine.requests if request.id.startswith("eval")]
     assert len(held_out) == 2 * 2 * 2, "prompts, samples, turns"
@@ -330,7 +330,7 @@ def test_held_out_prompts_are_played_too(tmp_path: Path) -> None:
 
 
 def test_environments_that_fail_stop_the_run_with_the_remedy(tmp_path: Path) -> None:
-    world = World(tmp_path, environment=scripted(2, limits=Limits(turns=1)))
+    world = FakeWorld(tmp_path, environment=scripted(2, limits=Limits(turns=1)))
     with pytest.raises(Exception, match=r"environment_turns.*raise its limit of turns, then resume"):
         virtual_time.run(world.run())
 
@@ -353,7 +353,7 @@ def test_a_step_over_two_turns_has_only_sampled_tokens_in_its_loss_and_replays_b
     tmp_path: Path, model_dir: Path
 ) -> None:
     """Against torch, row by row: on policy, where every ratio is 1, the gradient is that of -A log p, whatever the surrogate."""
-    world = World(tmp_path, environment=scripted(2), steps=1)
+    world = FakeWorld(tmp_path, environment=scripted(2), steps=1)
     virtual_time.run(world.run())
     (step,) = read_steps(tmp_path)
     algo = AlgoConfig(name="reinforce", aggregation="token_mean")
