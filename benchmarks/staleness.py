@@ -71,7 +71,7 @@ def simulated(given: argparse.Namespace, policy: Json, seed: int) -> Json:
     from headrace.observe.facts import GroupEnded, StepTrained, WeightsLive
     from headrace.observe.numbers.state import RunState
     from headrace.observe.records import summarise
-    from headrace.plan.world import World
+    from headrace.plan.planned import planned_world
     from headrace.reports import EngineStats
     from headrace.simulate import virtual_time
 
@@ -92,7 +92,7 @@ def simulated(given: argparse.Namespace, policy: Json, seed: int) -> Json:
                 self.state.fold(fact)
 
     scenario, watcher = scenario_of(given, policy, seed), Watcher()
-    world = World(scenario, watcher)
+    world = planned_world(scenario, watcher)
 
     async def go() -> EngineStats:
         await world.run()
@@ -165,7 +165,7 @@ def asked(scenario: Any, tickets: int) -> list[Prompted]:
     for ticket in range(tickets):
         prompt, size = task.draw(), scenario.rollout.group_size
         seeds = [seed_of(scenario.seed, "rollout", ticket, i) for i in range(size)]
-        requests = [scenario.rollout.request("", prompt, seed, ticket) for seed in seeds]
+        requests = [scenario.rollout.request("", prompt.tokens, seed, ticket) for seed in seeds]
         reward = scorer._rewards(prompt)
         chance = NormalDist().cdf(solve_shift(scenario.solved) - difficulty(prompt.tokens))
         contrast = len({reward(i) for i in range(size)}) > 1

@@ -39,6 +39,7 @@ FLOORS = {
     "packing": 3,
     "tasks": 4,
     "scoring": 4,
+    "environments": 4,
     "rollouts": 4,
     "engine": 4,
     "trainer": 4,
@@ -48,7 +49,8 @@ FLOORS = {
     "orchestration": 6,
     "auto": 5,
     "simulate": 7,
-    "commands": 7,
+    "serve": 7,
+    "commands": 8,
     "__init__": 7,
     "plan": 8,
     "faultsim": 8,
@@ -83,6 +85,8 @@ CONCRETE = {
     "ReasoningGymTask": "tasks",
     "RowsTask": "tasks",
     "FakeTask": "tasks",
+    "SingleTurn": "environments",
+    "ScriptedTurns": "environments",
 }
 BUILD = ("orchestration/build.py", "orchestration/workers/build.py")
 

@@ -16,6 +16,7 @@ from pydantic.dataclasses import dataclass
 from headrace.observe.health.waits import Waits
 from headrace.protocols import Engine
 from headrace.reports import LoadReport
+from headrace.rollout_key import RolloutKey
 from headrace.types import Completion, Request, SamplingMask, TopLogprobs, VersionSpan
 from headrace.weights import WeightUpdate
 
@@ -26,16 +27,16 @@ BEHIND = 1 << 40
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class PartialConfig:
     mode: Literal["inflight", "stream", "abort_resume", "save_resume", "drain", "barrier", "cancel_group"] = "inflight"
-    """When new weights come:
-    inflight: swap between two forward passes; what runs goes on (its KV cache as `engine.swap` says).
-    stream: replace the weights in `parts`, with forward passes in between; their tokens are marked as mixed.
-    abort_resume: end all requests, swap, go on from their tokens under the new weights.
-    save_resume: as abort_resume, but what was ended is set aside and goes on behind new rollouts, where there is room.
-    drain: begin no new request, let those that run end, swap.
+    """How new weights enter:
+    inflight: swap between two forward passes; running requests continue (`engine.swap` decides about their KV cache).
+    stream: replace the weights in `parts`, with forward passes in between, whose tokens are marked as mixed.
+    abort_resume: end all requests, swap, and continue them from their tokens under the new weights.
+    save_resume: as abort_resume, but ended requests are set aside and continue after new rollouts, when there is room.
+    drain: start no new request, let the running ones end, swap.
     barrier: admit no new group, let those in flight end and be scored, swap.
-    cancel_group: swap, and end the groups that had begun under older weights (dropped, reason `interrupted`)."""
+    cancel_group: swap, and end the groups that began under older weights (dropped, reason `interrupted`)."""
     parts: int = Field(default=4, gt=1)
-    """Of stream."""
+    """stream: the number of parts."""
 
     @model_validator(mode="after")
     def _parts_of_stream(self) -> PartialConfig:
@@ -85,6 +86,8 @@ class Interrupts:
         """What was sampled before an interruption or in an earlier process, and what is done, by request, until `forget`."""
         self._asked: dict[str, asyncio.Future[Completion]] = {}
         """Requests that the engine has."""
+        self._names: dict[int, dict[str, bool]] = {}
+        """The requests of each group, by ticket, and whether their rollouts asked for them in this process."""
         self._groups = 0
         self._idle, self._open, self._admits = asyncio.Event(), asyncio.Event(), asyncio.Event()
         for event in (self._idle, self._open, self._admits):
@@ -93,7 +96,9 @@ class Interrupts:
     # -- for rollouts ---------------------------------------------------------------------------------------------------
 
     async def generate(self, request: Request) -> Completion:
-        """As `Engine.generate`, but for interruptions. What came of it is kept until `forget`."""
+        """As `Engine.generate`, but for interruptions. What came of it is kept until `forget` or `forget_group`."""
+        if key := RolloutKey.read(request.id):
+            self._names.setdefault(key.ticket, {})[request.id] = True
         had = self._kept.get(request.id)
         while had is None or had.stop == "interrupted":
             if not self._open.is_set():
@@ -131,6 +136,19 @@ class Interrupts:
     def forget(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             self._kept.pop(request_id, None)
+
+    def names(self, ticket: int) -> list[str]:
+        """Every request of a group: those that its rollouts asked for, and those that were recorded before the run was killed."""
+        return list(self._names.get(ticket, ()))
+
+    def unused(self, ticket: int) -> dict[str, Completion]:
+        """What was recorded of a group before the run was killed, and its rollouts did not ask for again."""
+        asked = self._names.get(ticket, {})
+        return {name: self._kept[name] for name, used in asked.items() if not used and name in self._kept}
+
+    def forget_group(self, ticket: int) -> None:
+        """When it has ended."""
+        self.forget(self._names.pop(ticket, ()))
 
     @contextlib.asynccontextmanager
     async def group(self) -> AsyncIterator[None]:
@@ -190,6 +208,9 @@ class Interrupts:
 
     def restore(self, kept: Mapping[str, Completion]) -> None:
         self._kept = dict(kept)
+        for name in kept:
+            if key := RolloutKey.read(name):
+                self._names.setdefault(key.ticket, {})[name] = False
 
     def first_version(self, request_ids: Iterable[str]) -> int | None:
         """Of the oldest token of these requests; None where nothing is sampled yet."""

@@ -1,45 +1,41 @@
-"""One prompt -> G rollouts: requests to the engine, completions to episodes, failures to data."""
+"""Settings of rollouts, and the requests that follow from them."""
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Sequence
 
-import msgspec
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from headrace.types import Completion, Episode, Failure, Prompt, Request, Sampling, Turn
-
-Decode = Callable[[Sequence[int]], str]
-Generate = Callable[[Request], Awaitable[Completion]]
+from headrace.types import Request, Sampling
 
 
-@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class RolloutConfig:
     group_size: int = Field(default=8, gt=0)
-    """G: completions of each prompt."""
+    """G: the number of completions per prompt."""
     max_tokens: int = Field(default=64, gt=0)
-    """Of a completion; a longer one is cut off (`algo.overlong` says what becomes of it)."""
+    """The most tokens of a completion. A longer one is cut off (`algo.overlong` decides whether it is trained on)."""
     temperature: float = Field(default=1.0, ge=0)
-    """Of the distribution that is sampled from and trained."""
+    """Temperature of the distribution that is sampled from and trained."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Keeps the most probable tokens that together have this probability; 1 keeps all."""
     top_k: int = Field(default=0, ge=0)
-    """Keeps so many of the most probable tokens; 0 keeps all."""
+    """Keeps this many of the most probable tokens; 0 keeps all."""
     min_p: float = Field(default=0.0, ge=0, lt=1)
-    """Keeps tokens that are at least this often as probable as the most probable one; 0 keeps all."""
+    """Keeps tokens whose probability is at least this fraction of the most probable token's; 0 keeps all."""
     stop: tuple[str, ...] = ()
     """Strings that end a completion."""
     keep_mask: bool = True
-    """With top_p, top_k or min_p: record what they kept, and train the distribution that was sampled from. Switched off, the
-    trainer compares it with that of the whole vocabulary, which is wrong, and there to be shown."""
+    """With top_p, top_k or min_p: record the tokens that they kept, and train the distribution that was sampled from.
+    If false, the trainer uses the whole vocabulary, which is wrong; it is offered for comparison."""
     keep_routing: bool = False
-    """Record which experts every token went to, and force them in the trainer. For mixture-of-experts models."""
+    """Record which experts every token was routed to, and route it to the same ones in the trainer. For
+    mixture-of-experts models."""
     patience: int = Field(default=200, gt=0)
-    """Groups in a row of which none had anything to teach, such as contrast, before the run stops and says why. Failed ones are not
-    counted here (`watch.failed_pause`)."""
+    """Number of consecutive groups without anything to learn from (no contrast, for example) after which the run stops
+    and says why. Failed groups are not counted here (`watch.failed_pause`)."""
 
     @property
     def truncates(self) -> bool:
@@ -56,11 +52,11 @@ class RolloutConfig:
             "is not the distribution that was sampled from; set it to true unless that is what you want to see"
         ]
 
-    def request(self, name: str, prompt: Prompt, seed: int, priority: int, adapter: str = "") -> Request:
-        """For a rollout that will be trained on."""
+    def request(self, name: str, context: Sequence[int], seed: int, priority: int, adapter: str = "") -> Request:
+        """The request for a turn that will be trained on. `context`: the tokens before it."""
         return Request(
             name,
-            prompt.tokens,
+            tuple(context),
             self._sampling(seed, self.temperature),
             priority=priority,
             adapter=adapter,
@@ -68,9 +64,11 @@ class RolloutConfig:
             return_routing=self.keep_routing,
         )
 
-    def evaluation(self, name: str, prompt: Prompt, seed: int, temperature: float, adapter: str = "") -> Request:
-        """For a rollout that is only scored: nothing is recorded, and it goes before training's."""
-        return Request(name, prompt.tokens, self._sampling(seed, temperature), adapter=adapter)
+    def evaluation(
+        self, name: str, context: Sequence[int], seed: int, temperature: float, adapter: str = ""
+    ) -> Request:
+        """The request for a turn that is only scored: nothing is recorded, and it goes before those of training."""
+        return Request(name, tuple(context), self._sampling(seed, temperature), adapter=adapter)
 
     def _sampling(self, seed: int, temperature: float) -> Sampling:
         return Sampling(
@@ -88,27 +86,3 @@ def seed_of(*parts: object) -> int:
     """A 63-bit seed from names and numbers, the same on every machine."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
-
-
-async def boundary(generate: Generate, request: Request) -> Completion | Failure:
-    """The one place where a failed rollout becomes data. What is not the rollout's own fault propagates."""
-    try:
-        result = await generate(request)
-    except ValueError as error:  # the engine refused the request
-        return Failure("request_refused", str(error))
-    return Failure("engine_error", result.error) if result.stop == "error" else result
-
-
-async def roll_out(
-    generate: Generate, prompt: Prompt, requests: Iterable[Request], decode: Decode
-) -> list[Episode | Failure]:
-    """Completions of one prompt, sampled side by side."""
-    results = await asyncio.gather(*(boundary(generate, request) for request in requests))
-    return [
-        result if isinstance(result, Failure) else Episode((Turn(prompt.tokens, _with_text(result, decode)),))
-        for result in results
-    ]
-
-
-def _with_text(completion: Completion, decode: Decode) -> Completion:
-    return msgspec.structs.replace(completion, text=decode(completion.tokens))
