@@ -15,6 +15,7 @@ from headrace.observe.facts import Evaluated, Fact, FirstFailure, Warned, Worker
 from headrace.observe.records import steps_done
 from headrace.observe.text import plural
 from headrace.orchestration.build import (
+    build_environment,
     build_scorer,
     build_task,
     export_weights,
@@ -96,6 +97,7 @@ async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int, in
             pools.teaching = await open_teaching(reading, planned_teachers, student, telemetry)
             evaluator = Evaluator(
                 generate=pools.engine.generate,
+                environment=build_environment(config.environment),
                 scorer=pools.teaching.rewarding(scorer),
                 prompts=task.held_out(prompts),
                 config=config.eval,
