@@ -29,6 +29,7 @@ from headrace.observe.facts import Waited, Warned
 from headrace.observe.health import stacks
 from headrace.observe.health.family import Child, Family, family
 from headrace.observe.health.own_stacks import VARIABLE
+from headrace.observe.health.patience import Starvation
 from headrace.observe.health.snapshot import blame
 from headrace.observe.health.status import read_live
 from headrace.observe.health.waits import Lasting, Waits, counted
@@ -135,6 +136,35 @@ def test_a_process_that_stood_still_blames_nobody():
 
     assert virtual_time.run(main()) == 32
     assert [fact.t for fact in facts if isinstance(fact, Warned)] == [10, 22]
+
+
+def test_time_in_which_a_process_had_no_core_puts_off_the_second_deadline_alone():
+    facts: list[Any] = []
+
+    async def main() -> float:
+        waits = here(facts.append)
+        asyncio.get_running_loop().call_later(15, waits.spare, 12)
+        asyncio.get_running_loop().call_later(18, waits.spare, 1)
+        with pytest.raises(StalledError, match="has waited 33 s"):
+            async with waits.named("a", "b"):
+                await asyncio.sleep(31)
+                assert not waits.overdue()
+                await asyncio.sleep(1e6)
+        return asyncio.get_running_loop().time()
+
+    assert virtual_time.run(main()) == 33
+    assert [fact.t for fact in facts if isinstance(fact, Warned)] == [10]
+
+
+def test_the_process_that_was_kept_waiting_the_longest_counts():
+    waited = {1: 5.0, 2: 3.0}
+    starvation = Starvation(waited.__getitem__)
+    assert starvation.since_last([1]) == 5.0
+    waited |= {1: 5.5, 2: 3.0}
+    assert starvation.since_last([1, 2]) == 3.0
+    waited |= {1: 6.5, 2: 3.25}
+    assert starvation.since_last([1, 2]) == 1.0
+    assert starvation.since_last([]) == 0.0
 
 
 def test_equal_waits_are_said_once():
