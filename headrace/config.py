@@ -31,7 +31,7 @@ from headrace.settings.other_names import meaning
 from headrace.settings.process_config import CheckpointConfig, ChosenConfig, EvalConfig, WatchConfig
 from headrace.settings.toml import Tree, build, dump, merge, parse_sets, read_toml
 from headrace.tasks.config import TaskConfig
-from headrace.trainer.config import TrainConfig
+from headrace.trainer.config import TrainConfig, parity_problems
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -133,6 +133,13 @@ def check(config: RunConfig) -> list[str]:
         *_core_problems(config),
         *_teacher_problems(config),
         *partial_problems(config.partial, bool(config.lora.served_name), several=False),
+        *parity_problems(
+            config.train,
+            engine={name: str(getattr(config.engine, name)) for name in ("kind", "path", "dtype", "device")},
+            adapters=bool(config.lora.rank),
+            truncates=config.rollout.truncates,
+            routing=config.rollout.keep_routing,
+        ),
     ]
     if config.lora.quantise and config.lora.merged and config.algo.reference_in_reward:
         problems.append(

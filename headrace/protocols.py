@@ -273,6 +273,11 @@ class TrainerCore(Protocol):
     def dtype(self) -> str:
         """In which it computes: `bfloat16` or `float32`."""
 
+    @property
+    def arithmetic(self) -> str:
+        """The name of its forward pass: an engine that has the same name gets the same log-probs of equal weights, bit for bit.
+        Empty where it has none."""
+
     def parameters(self, adapter: str = "") -> Iterable[tuple[str, torch.Tensor]]:
         """As they are published: in canonical order (`named_parameters()`, tied ones once; of an adapter as peft saves it).
         The sender casts to the serving dtype."""

@@ -79,6 +79,8 @@ class TrainReport(Struct, frozen=True):
     """Mean k3 estimate of KL(trainer || reference), at most 10 a token, whatever `algo.kl.estimator` the loss has."""
     teacher_kl: float = 0.0
     """Mean of logprob - teacher over the tokens that a teacher scored: the sampled-token estimate of the reverse KL."""
+    bitwise_tokens: int = 0
+    """Loss tokens at lag 0 whose log-probs were found to be the sampler's, bit for bit (`train.parity`)."""
     noise: Noise | None = None
     """None of a step without tokens of lag 0, and in journals from before 2026-11-22."""
 
@@ -171,10 +173,14 @@ class Capabilities(Struct, frozen=True):
     exact: bool = False
     """Tokens and log-probs of a request depend on nothing but itself and the weights, bit for bit: not on what else is in the
     batch, and not on where it was interrupted before it went on from its prefix."""
+    arithmetic: str = ""
+    """The name of its forward pass: a trainer that has the same name gets the same log-probs of equal weights, bit for bit."""
 
 
-def capable(context_length: int, path: str, adapters: int = 0, routing: bool = False, **more: bool) -> Capabilities:
+def capable(
+    context_length: int, path: str, *, adapters: int = 0, routing: bool = False, arithmetic: str = "", **more: bool
+) -> Capabilities:
     """Of an engine of our own: everything, but what depends on its settings and its model."""
     always = ("masks", "forks", "streamed", "spans", "prompt_logprobs", "top_logprobs")
     has = {**dict.fromkeys(always, True), "stop_strings": True, **more}
-    return Capabilities(context_length, path, adapters=adapters, routing=routing, **has)
+    return Capabilities(context_length, path, adapters=adapters, routing=routing, arithmetic=arithmetic, **has)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from pydantic import ConfigDict, Field, model_validator
@@ -35,6 +36,9 @@ class TrainConfig:
     path: Literal["auto", "kernels", "torch"] = "auto"
     """kernels: our own C++, on a CPU; torch: PyTorch's; auto: kernels where they serve the model, unless PyTorch was measured to be
     faster."""
+    parity: Literal["off", "bitwise"] = "off"
+    """bitwise: tokens that the trainer's own weights sampled must have the log-probs that the trainer computes, to the last bit. A batch in
+    which one has not is not trained, and the run stops with the layer in which engine and trainer part. Refused where that is not proven."""
     weights: Literal["float32", "bfloat16"] = "float32"
     """Of the weights that are trained, and of their gradients. bfloat16: rounded stochastically after every update, 12 bytes a
     parameter with the optimizer's instead of 16; for what does not fit otherwise. The optimizer's state is always float32."""
@@ -60,3 +64,35 @@ class TrainConfig:
                 "train.dtype = bfloat16, or train.weights = float32"
             )
         return self
+
+
+def parity_problems(
+    train: TrainConfig, *, engine: Mapping[str, str], adapters: bool, truncates: bool, routing: bool
+) -> Iterator[str]:
+    """What train.parity = "bitwise" excludes, as far as settings say it. The rest is found when trainer and engine have loaded the model.
+
+    `engine`: its kind, path, dtype and device. `adapters`: whether any are trained. `truncates`: whether sampling cuts the vocabulary.
+    """
+    if train.parity == "off":
+        return
+    asks = 'train.parity = "bitwise" asks engine and trainer for the same log-probs, bit for bit, which is proven'
+    if engine["kind"] != "native":
+        yield f'{asks} for engine.kind = "native" only; use it, or set train.parity = "off"'
+    for name, path in (("engine.path", engine["path"]), ("train.path", train.path)):
+        if path not in ("auto", "kernels"):
+            yield f'{asks} for the C++ kernels, and {name} = "{path}" does without; set it to "kernels"'
+    for name, device in (("engine.device", engine["device"]), ("train.device", train.device)):
+        if device == "cuda":
+            yield f'{asks} on a CPU, and {name} = "cuda"; set it to "cpu"'
+    if "auto" not in (engine["dtype"], train.dtype) and engine["dtype"] != train.dtype:
+        yield f"{asks} where both compute in one dtype, and engine.dtype = {engine['dtype']}, train.dtype = {train.dtype}; make them equal"
+    if train.weights != "float32":
+        yield f'{asks} for train.weights = "float32" only; use it'
+    if adapters:
+        yield f"{asks} for models whose weights are all trained, and not for adapters; set lora.rank = 0"
+    if truncates:
+        yield (
+            f"{asks} where tokens are drawn from the whole vocabulary; remove rollout.top_p, rollout.top_k and rollout.min_p"
+        )
+    if routing:
+        yield f"{asks} for dense models; set rollout.keep_routing = false"

@@ -75,6 +75,8 @@ class Runner(Protocol):
     """Bytes of one block of KV cache, all layers."""
     exact: bool
     """Logits of a token depend on its sequence alone, bit for bit: not on the batch, nor on how it was cut into chunks."""
+    arithmetic: str
+    """The name of its forward pass among those that a trainer has too (`headrace/native/arithmetic.py`); empty if it has none."""
     experts: tuple[int, int]
     """(layers with experts, experts chosen in each); (0, 0) for dense models."""
 

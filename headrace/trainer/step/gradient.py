@@ -20,6 +20,7 @@ from headrace.algo.policy.tokens import TokenLoss, Tokens, TopTokens, k3, ratio_
 from headrace.packing import Pack
 from headrace.trainer.forward.forward import Forward, Scores
 from headrace.trainer.forward.routing import Replayed, no_replay
+from headrace.trainer.step.bitwise import compare
 from headrace.trainer.step.learner import Learner
 from headrace.trainer.step.reference import Reference
 
@@ -53,6 +54,8 @@ class Sums:
     """Those of the first two kinds."""
     outside: int = 0
     missing_routes: int = 0
+    bitwise: int = 0
+    """Tokens whose log-probs were compared with the sampler's and are equal."""
     diagnostics: Diagnostics = field(default_factory=Diagnostics)
 
     def add(self, pack: Pack, tokens: Tokens, scores: Scores, result: TokenLoss) -> None:
@@ -97,6 +100,8 @@ class Gradient:
     """Of the computation."""
     reference: Reference | None = None
     replay: Replay = no_replay
+    bitwise: bool = False
+    """Log-probs of tokens at lag 0 must be the sampler's (`bitwise.py`)."""
     sums: Sums = field(default_factory=Sums)
     kept: Kept | None = field(init=False)
     """Where what is rejected leaves the denominator."""
@@ -141,6 +146,8 @@ class Gradient:
         reference = self.reference(pack, self.temperature) if self.reference else None
         with self.replay(pack) as replayed:
             scores = self.forward.logprobs(pack, self.temperature, self.dtype)
+            if self.bitwise:
+                self.sums.bitwise += compare(pack, scores.logprob, self.learner.version)
             tokens = _tokens(pack, scores, reference, keep)
             result = self.learner.objective(tokens)
             if self.kept:

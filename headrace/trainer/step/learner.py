@@ -56,13 +56,17 @@ class Learner:
         """Of the next step of a run of so many; 0: of `train.steps`."""
         return learning_rate(self.version, self.config, steps)
 
+    def forget(self) -> None:
+        """The gradients so far."""
+        self.optimizer.zero_grad(set_to_none=True)
+
     def update(self, loss: float, unless_zero: bool = False, steps: int = 0) -> float:
         """Updates parameters and version unless loss or gradient is not finite. Returns the gradient's norm before clipping.
 
         `steps`: as for `lr`. `unless_zero`: a gradient of zero updates nothing either (momentum and decay alone would).
         """
         if not torch.isfinite(torch.tensor(loss)):
-            self.optimizer.zero_grad(set_to_none=True)
+            self.forget()
             return float("nan")
         norm = apply(self.optimizer, self.lr(steps), self.config.max_grad_norm, unless_zero)
         if norm < float("inf") and not (unless_zero and norm == 0):

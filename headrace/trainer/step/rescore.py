@@ -1,13 +1,17 @@
-"""What a training step would compute for rows, before its update: for the parity report."""
+"""What a training step would compute, before its update: for the parity report, and to find where it differs from an engine."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from headrace.packing import pack_rows
+from headrace.packing import pack_rows, pack_sequence
 from headrace.protocols import TrainerCore
+from headrace.trainer.forward.forward import packed_hidden
+from headrace.trainer.forward.tree_attention import tree_of
 from headrace.trainer.step.trainer import TorchTrainer
 from headrace.types import Row
 
@@ -30,3 +34,25 @@ def _of_row(trainer: TorchTrainer, row: Row, temperature: float) -> list[float]:
         there = pack.to(device)
         with trainer._replay(there):
             return trainer._forward.logprobs(there, temperature, dtype).logprob.tolist()
+
+
+@torch.no_grad()
+def residual_stream(trainer: TrainerCore, tokens: Sequence[int]) -> Tensor:
+    """[layers + 1, T, H] float32 of one sequence: its embeddings, then the result of each layer."""
+    assert isinstance(trainer, TorchTrainer)
+    model, device, dtype = trainer._model, trainer._device, trainer._dtype
+    found: list[Tensor] = []
+    modules = [model.get_input_embeddings(), *model.base_model.layers]
+    hooks = [module.register_forward_hook(lambda _, __, result: found.append(_states(result))) for module in modules]
+    pack = pack_sequence(tokens).to(device)
+    try:
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            packed_hidden(model, pack.tokens, pack.positions, tree_of(pack.segments, device))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return torch.stack(found)
+
+
+def _states(result: Any) -> Tensor:
+    return (result[0] if isinstance(result, tuple) else result)[0].float()

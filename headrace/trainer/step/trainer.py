@@ -33,6 +33,7 @@ from headrace.trainer.model.causal_lm import (
 )
 from headrace.trainer.model.low_memory import lower_weights
 from headrace.trainer.step import checkpoint
+from headrace.trainer.step.bitwise import UnequalLogprobs, shared_arithmetic
 from headrace.trainer.step.checkpoint import Kept
 from headrace.trainer.step.gradient import Gradient, Replay, Sums
 from headrace.trainer.step.learner import Assignment, Learner
@@ -69,6 +70,11 @@ class TorchTrainer:
         if adapters:
             loras = {name: assignment.lora for name, assignment in adapters.items()}
             self._adapters = Adapters(self._model, loras, self._dtype, model_dir)
+        self.arithmetic, unproven = shared_arithmetic(self._forward, self._fused, self._dtype, bool(adapters))
+        if config.parity == "bitwise" and unproven:
+            raise ConfigError(
+                f'train.parity = "bitwise" asks for the engine\'s log-probs, and {unproven}; set train.parity = "off"'
+            )
         replay = RoutingReplay(self._forward, self._dtype) if keep_routing else None
         self._replay: Replay = replay or no_replay
         self._reference = None
@@ -115,7 +121,11 @@ class TorchTrainer:
         if not plan.packs:
             seconds = time.perf_counter() - started
             return TrainReport(batch.step, batch.step, "no_tokens", dropped_tokens=plan.dropped_tokens, seconds=seconds)
-        sums = self._gradients(plan, batch.temperature, batch.adapter)
+        try:
+            sums = self._gradients(plan, batch.temperature, batch.adapter)
+        except UnequalLogprobs:
+            learner.forget()
+            raise
         lr = learner.lr(batch.steps)
         norm = learner.update(sums.loss, sums.all_cut and batch.skippable, batch.steps)
         skipped = "" if learner.version > batch.step else "all_rejected" if norm == 0 else "nonfinite_gradient"
@@ -141,6 +151,7 @@ class TorchTrainer:
             missing_routes=sums.missing_routes,
             routing_conflicts=plan.routing_conflicts,
             reference_kl=sums.reference_kl / sums.tokens,
+            bitwise_tokens=sums.bitwise,
             teacher_kl=sums.teacher_kl / max(sums.taught, 1),
             noise=sums.diagnostics.noise(),
         )
@@ -237,5 +248,6 @@ class TorchTrainer:
             dtype=self._dtype,
             reference=reference,
             replay=self._replay,
+            bitwise=self._config.parity == "bitwise",
         )
         return gradient.of(plan.packs, self._device)
