@@ -22,8 +22,16 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.durable.journal import Drawn, Journal, JournalStep, Live, Ready, Stepped, read_steps
-from headrace.durable.passes import PassLog
+from headrace.durable.journal import (
+    DrawnRecord,
+    Journal,
+    JournalStep,
+    LiveRecord,
+    ReadyRecord,
+    SteppedRecord,
+    read_steps,
+)
+from headrace.durable.pass_log import PassLog
 from headrace.observe.facts import Accounting
 from headrace.observe.records import StepRow, read_metrics
 from headrace.orchestration.store.snapshots import ControllerState
@@ -112,10 +120,10 @@ def measure(steps: Sequence[JournalStep], directory: Path) -> tuple[list[list[fl
 
 def _write(journal: Journal, step: JournalStep) -> None:
     for group in step.groups:
-        journal.write(Drawn(step.t, group.ticket, group.prompt))
-        journal.write(Ready(step.t, group))
-    journal.write(Stepped(step.t, step.report, tuple(group.ticket for group in step.groups)))
-    journal.write(Live(step.t, step.version, "0" * 32))
+        journal.write(DrawnRecord(step.t, group.ticket, group.prompt))
+        journal.write(ReadyRecord(step.t, group))
+    journal.write(SteppedRecord(step.t, step.report, tuple(group.ticket for group in step.groups)))
+    journal.write(LiveRecord(step.t, step.version, "0" * 32))
 
 
 def _save(directory: Path, state: ControllerState) -> None:

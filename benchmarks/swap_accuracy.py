@@ -30,7 +30,7 @@ from safetensors.torch import load_file, save_file
 
 from headrace.algo.config import AlgoConfig
 from headrace.config import load_config
-from headrace.engine.native.batch import BLOCK, Batch
+from headrace.engine.native.forward_pass import BLOCK, ForwardInput
 from headrace.engine.native.runners import skeleton
 from headrace.engine.native.runners.decoder import FusedRunner
 from headrace.engine.native.runners.weights import parameters_from_dir
@@ -93,13 +93,13 @@ class Cache:
     def forward(self, pieces: Pieces, every: bool) -> torch.Tensor:
         """Logits behind every token of the pieces, or behind the last of each."""
         ends = np.cumsum([len(piece) for piece in pieces])
-        batch = Batch(
-            np.concatenate(pieces).astype(np.int64),
-            np.concatenate([[0], ends]).astype(np.int32),
-            self._length.copy(),
-            self._tables,
-            np.arange(ends[-1]) if every else ends - 1,
-            np.full(len(pieces), -1, np.int32),
+        batch = ForwardInput(
+            tokens=np.concatenate(pieces).astype(np.int64),
+            starts=np.concatenate([[0], ends]).astype(np.int32),
+            context=self._length.copy(),
+            tables=self._tables,
+            rows=np.arange(ends[-1]) if every else ends - 1,
+            adapters=np.full(len(pieces), -1, np.int32),
         )
         self._length += np.diff(batch.starts)
         return self._runner.forward(batch).logits

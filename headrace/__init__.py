@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from headrace.observe.facts import Evaluated
     from headrace.observe.numbers.progress import Evaluation, Step
     from headrace.orchestration.runs.result import RunResult
-    from headrace.scoring.handed import Rewards
+    from headrace.scoring.python_rewards import Rewards
     from headrace.scoring.trl import trl_reward
 
 __all__ = [
@@ -74,14 +74,14 @@ def train(
     have to be passed again.
     Raises `errors.HeadraceError`.
     """
-    from headrace.orchestration.handed import settings_of, take_over
+    from headrace.orchestration.python_inputs import settings_of, with_python_inputs
 
-    resolved, handed = take_over(settings_of(config, resume), sets, reward, dataset)
+    resolved, inputs = with_python_inputs(settings_of(config, resume), sets, reward, dataset)
     from headrace.orchestration.runs import run
     from headrace.orchestration.runs.callbacks import Callbacks
 
     callbacks = Callbacks(on_step, on_evaluation) if on_step or on_evaluation else None
-    return run.train(resolved, Path(resume) if resume is not None else None, handed, callbacks)
+    return run.train(resolved, Path(resume) if resume is not None else None, inputs, callbacks)
 
 
 def evaluate(
@@ -100,14 +100,14 @@ def evaluate(
     unless `step` names it. With `run` the settings are those that the run was trained with, and `sets` on top of them; a `config`
     beside it has no say, and where it differs that is written to stderr. `reward` and `dataset` as for `train`.
     """
-    from headrace.orchestration.handed import say_what_differs, settings_of, take_over
+    from headrace.orchestration.python_inputs import report_differences, settings_of, with_python_inputs
 
-    resolved, handed = take_over(settings_of(None if run else config, run), sets, reward, dataset)
+    resolved, inputs = with_python_inputs(settings_of(None if run else config, run), sets, reward, dataset)
     if run and config is not None:
-        say_what_differs(config, resolved, Path(run))
+        report_differences(config, resolved, Path(run))
     from headrace.orchestration.runs import one_shot
 
-    return one_shot.evaluate(resolved, Path(run) if run is not None else None, prompts, step, handed)
+    return one_shot.evaluate(resolved, Path(run) if run is not None else None, prompts, step, inputs)
 
 
 def export(

@@ -155,14 +155,14 @@ def export(arguments: argparse.Namespace) -> int:
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    from headrace.plan.answer import Question, config_for
+    from headrace.plan.answer import PlanRequest, config_for
     from headrace.plan.command import tell
 
     run_dir = None if is_config(arguments.source) else run_directory(arguments.source)
     chip, _, file = arguments.hardware.partition(":")
     if chip == "cpu" and not file:
         raise ConfigError("--hardware cpu:FILE names a file of measured rates; --calibrate writes one")
-    question = Question(
+    question = PlanRequest(
         config=config_for(arguments.source, run_dir, arguments.set),
         run=run_dir if chip != "cpu" else None,
         calibrate=arguments.calibrate,
@@ -198,8 +198,8 @@ def doctor(arguments: argparse.Namespace) -> int:
 def _config(file: str | None, run_dir: Path | None, sets: Sequence[str]) -> RunConfig:
     """The config named, or that of the run."""
     from headrace.config import adapter_runs, config_of_run, load_config
-    from headrace.orchestration.choosing import going_on
-    from headrace.orchestration.handed import refuse_handed
+    from headrace.orchestration.choosing import resumed_settings
+    from headrace.orchestration.python_inputs import refuse_python_inputs
 
     source = file or (run_dir and config_of_run(run_dir))
     if not source:
@@ -208,9 +208,9 @@ def _config(file: str | None, run_dir: Path | None, sets: Sequence[str]) -> RunC
         raise ConfigError(
             f"{file} is the directory of a run, not a config; go on with it: headrace train --resume {file}"
         )
-    config = load_config(going_on(file, run_dir) if file and run_dir else source, sets)
+    config = load_config(resumed_settings(file, run_dir) if file and run_dir else source, sets)
     for run in adapter_runs(config) or (config,):
-        refuse_handed(run)
+        refuse_python_inputs(run)
         if not run.reward.specs and not run.teachers:  # unlike `headrace.train`, we cannot be handed a function
             raise ConfigError(
                 'nothing gives rewards: set reward.function = "path/to/file.py:name" (or "reasoning_gym"); a function that Python '

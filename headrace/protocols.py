@@ -1,6 +1,7 @@
 """The ports between the parts. Each has one shipped fake (`engine/fake.py`, `trainer/fake.py`, `tasks/fake.py`, ...).
 
-The first half is what the pipeline sees (asynchronous); the second what a worker process holds (synchronous).
+The pipeline uses the ports of the first half (asynchronous); a worker process holds those of the second (synchronous).
+The examples go on with the values of those in `types.py`, on the fakes.
 """
 
 from __future__ import annotations
@@ -23,175 +24,227 @@ T = TypeVar("T")
 
 
 class Engine(Protocol):
-    """Generates, and swaps weights while it generates."""
+    """Generates, and swaps weights while it generates.
+
+    >>> from headrace.engine.fake import FakeEngine
+    >>> async def case():
+    ...     engine = FakeEngine(seconds_per_token=0, length=lambda rng: 3)
+    ...     await engine.load(update)
+    ...     return await engine.generate(request)
+    >>> sampled = asyncio.run(case())
+    >>> len(sampled.tokens), sampled.spans, sampled.stop
+    (3, (VersionSpan(start=0, version=6, kv_version=6, mixed=False),), 'stop')
+    """
 
     capabilities: Capabilities
 
     async def generate(self, request: Request) -> Completion:
-        """Cancelling the awaiting task cancels the request and frees its KV. Raises `ValueError` when the engine refuses the
-        request, `WorkerDied` when the engine is given up."""
+        """Samples one completion. Cancelling the awaiting task cancels the request and frees its KV.
+
+        Raises `ValueError` if the engine refuses the request, `WorkerDied` if the engine is lost for good."""
 
     async def load(self, update: WeightUpdate, parts: int = 1) -> LoadReport:
         """Returns when the weights (the model's, or an adapter's) are live. Raises `IdentityError` if they are not those
         published, `ValueError` if they do not fit.
 
-        `parts` > 1 streams them: parameters are replaced in so many groups of neighbours in canonical order, with a forward
-        pass at least between two groups when there is work. What is sampled between the first and the last is `mixed`."""
+        `parts` > 1 streams them: the parameters are replaced in this many groups of neighbours in canonical order, with at
+        least one forward pass between two groups while there is work. Tokens sampled in between are marked `mixed`."""
 
     async def score(self, tokens: Sequence[int], adapter: str = "") -> Completion:
-        """Its `prompt_logprobs` are those (temperature 1) of tokens[1:] given what precedes them; its span tells the version.
-        Runs as a request of its own beside the others, before those that wait."""
+        """Returns a completion whose `prompt_logprobs` are those (temperature 1) of tokens[1:], each given the tokens before it,
+        and whose span holds the version. Runs as a request of its own, ahead of those that wait."""
 
     async def drain(self) -> None:
-        """Admits nobody new until `resume`. Returns when those that had begun have ended."""
+        """Admits no new requests until `resume`. Returns when all running requests have ended."""
 
-    async def resume(self) -> None: ...
+    async def resume(self) -> None:
+        """Admits requests again after `drain`."""
 
     async def abort(self) -> None:
-        """Every request that is here, waiting ones included, ends as `interrupted`, with what there is of it. Requests that come after the call are not touched."""
+        """Ends the requests that are running or waiting at the time of the call, even if the engine's process dies meanwhile.
+
+        They end as `interrupted`, with the tokens sampled so far. Requests that arrive after the call are unaffected."""
 
     def unfinished(self, among: Iterable[str] | None = None) -> Mapping[str, Transcript]:
-        """What has been told so far of each request under way (`among` these), by its id. A copy.
+        """Returns copies of the transcripts of the requests under way (limited to the ids in `among`), by id.
 
-        It has an `end` where that is told and whoever awaits it has not had his turn. Of an engine that was given up: what it
-        had until then."""
+        A transcript has an `end` if the request has ended but the task that awaits it has not run yet. An engine that is lost
+        for good returns the transcripts as they were at that moment."""
 
     def listen(self, listener: Callable[[bytes], None]) -> None:
-        """`listener` is given every `StepOutput` (msgpack) before anybody is told of a token or an end in it. What it raises
-        ends the engine."""
+        """Calls `listener` with every `StepOutput` (msgpack) before any caller sees a token or an end of it. An exception in
+        `listener` ends the engine."""
 
     async def stats(self) -> EngineStats: ...
 
     async def watch(self) -> None:
-        """Returns never; raises `WorkerDied` as soon as the engine is lost for good."""
+        """Never returns; raises `WorkerDied` as soon as the engine is lost for good."""
 
     def kill(self) -> None:
-        """Instead of asking it to leave. `close` still has to be called."""
+        """Ends the engine's process at once. `close` still has to be called."""
 
     async def close(self) -> None: ...
 
 
 class Trainer(Protocol):
-    """Turns batches into new weights."""
+    """Turns batches into new weights.
+
+    >>> from headrace.trainer.fake import FakeTrainer
+    >>> trainer = FakeTrainer(seconds_per_step=0)
+    >>> trainer.versions[""] = 5
+    >>> asyncio.run(trainer.step(batch)).version, asyncio.run(trainer.publish()).version
+    (6, 6)
+    """
 
     async def step(self, batch: Batch) -> TrainReport: ...
 
     async def publish(self, adapter: str = "") -> WeightUpdate:
-        """Writes the current weights where engines can load them: those of an adapter, or the whole model's. Where adapters are
-        trained, the latter are the frozen base, which has to be published first."""
+        """Writes the current weights of an adapter, or of the whole model, where engines can load them.
+
+        If adapters are trained, the model is their frozen base, which has to be published first."""
 
     async def publish_shadow(self) -> WeightUpdate | None:
-        """The student's older self, where a new version of it is due."""
+        """Publishes the student's older self (`teacher.kind = "self"`), if a new version of it is due."""
 
     async def score(self, tokens: Sequence[int], adapter: str = "") -> list[float]:
-        """[T-1] log-probs (temperature 1) of tokens[1:] given what precedes them, under the trainer's own weights."""
+        """Returns [T-1] log-probs (temperature 1) of tokens[1:], each given the tokens before it, under the trainer's weights."""
 
     async def save(self, directory: Path, adapter: str = "") -> None: ...
 
     async def watch(self) -> None:
-        """Returns never; raises `WorkerDied` as soon as the trainer is lost."""
+        """Never returns; raises `WorkerDied` as soon as the trainer is lost."""
 
     def kill(self) -> None:
-        """As `Engine.kill`."""
+        """Ends the trainer's process at once. `close` still has to be called."""
 
     async def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker is wanted for."""
+    """The work that a worker is started for.
+
+    >>> job = Job("engine", who="teacher math", cores=(0, 1))
+    """
 
     kind: Literal["engine", "trainer"]
     who: str
-    """In messages to people: `engine`, `teacher math`."""
+    """The worker's name in messages to people: `engine`, `teacher math`."""
     cores: Sequence[int] = ()
-    """CPU cores of its process; empty: all of them."""
+    """CPU cores that its process may use; empty: all of them."""
     inherited: Sequence[int] = ()
     """File descriptors that it needs under the same numbers (`Transport.inherited`)."""
 
 
 class Worker(Protocol):
-    """A process that works for the controller, wherever it runs. Calls are answered, pushes are not."""
+    """A process that works for the controller, wherever it runs. It answers calls, and does not answer pushes."""
 
     async def start(self) -> None:
-        """Raises `WorkerDied` where it cannot be started."""
+        """Raises `WorkerDied` if it cannot be started."""
 
     async def call(self, method: str, payload: Any, returns: type[T]) -> T:
-        """Raises what the worker raised, or `WorkerDied`."""
+        """Returns the worker's answer. Raises the exception that the worker raised, or `WorkerDied`."""
 
     def push(self, method: str, payload: Any) -> None:
-        """Raises `WorkerDied` where the connection has ended already."""
+        """Sends a message without an answer. Raises `WorkerDied` if the connection has ended already."""
 
     async def watch(self) -> str:
-        """Returns as soon as it is lost, and says how it ended."""
+        """Returns how the worker ended, as soon as it is lost."""
 
     async def end(self) -> None:
-        """Asks it to leave, waits, kills it."""
+        """Asks the worker to leave, waits, and kills it if it has not left."""
 
     def kill(self) -> None:
-        """At once. `end` still has to be called."""
+        """Kills the worker at once. `end` still has to be called."""
 
 
 Heard = Callable[[str, "msgspec.Raw"], None]
-"""Is called with method and payload (msgpack) of what a worker pushes."""
+"""A function that is called with method and payload (msgpack) of every push of a worker."""
 
 
 class Launcher(Protocol):
-    """Where workers come from: this machine, another one, a simulation."""
+    """The place where workers run: this machine, another one, a simulation."""
 
     def worker(self, job: Job, heard: Heard) -> Worker:
-        """One that has not been started. Raises `ConfigError` for a job that cannot be done there."""
+        """Makes a worker that has not been started. Raises `ConfigError` for a job that this place cannot do."""
 
 
 class Task(Protocol):
-    """Where prompts come from. Prompts are drawn one after the other; `state` says where the cursor stands (JSON-able)."""
+    """The source of prompts, which are drawn one after the other.
+
+    >>> from headrace.tasks.fake import FakeTask
+    >>> task = FakeTask()
+    >>> task.draw().id, task.draw().id, task.state()
+    ('train/0', 'train/1', {'next': 2})
+    """
 
     def draw(self) -> Prompt: ...
 
     def held_out(self, count: int) -> list[Prompt]:
-        """The same `count` prompts at every call; `draw` never yields one of them."""
+        """Returns the same `count` prompts at every call; `draw` never yields one of them."""
 
-    def state(self) -> dict[str, Any]: ...
+    def state(self) -> dict[str, Any]:
+        """Returns the position of the cursor (JSON-able)."""
 
     def restore(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Scorer(Protocol):
+    """Gives rewards.
+
+    >>> from headrace.scoring.fake import FakeScorer
+    >>> scorer = FakeScorer(reward=lambda prompt, episode: float(episode.last.text.startswith(prompt.columns["answer"])))
+    >>> [one] = asyncio.run(scorer.score(prompt, [episode]))
+    >>> one.reward, one.rewards
+    (1.0, {'fake': 1.0})
+    """
+
     async def score(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[Scored | Failure]:
-        """One result per episode, in order. Never raises for what the user's reward did: that is a `Failure`."""
+        """Returns one result per episode, in order. An exception in the user's reward function becomes a `Failure`."""
 
     async def close(self) -> None: ...
 
 
 class Observer(Protocol):
-    """The one place where facts go (see `observe/facts.py`)."""
+    """The one receiver of facts (`observe/facts.py`)."""
 
     def record(self, fact: Any) -> None: ...
 
 
 class Transport(Protocol):
-    """How weights reach engines, as a value: opened by the controller, handed to trainer and engines at their start.
+    """The way of weights to engines, as a value: the controller opens it and passes it to trainer and engines at their start.
 
-    It fills the packed buffer of the manifest (`weight_sync/packed.py`); an update says in `where`, in a form that the transport
-    owns, where its bytes are."""
+    It fills the packed buffer of the manifest (`weight_sync/packed.py`). `WeightUpdate.where` says, in a form that only the
+    transport reads, where the bytes are.
+
+    >>> import torch
+    >>> from headrace.weight_sync.shared_memory import SharedMemory
+    >>> transport = SharedMemory.open()
+    >>> sender, receiver = transport.sender({"": manifest}), transport.receiver({"": manifest})
+    >>> sent = sender.send(6, [("fc.weight", torch.ones(8, 8)), ("fc.bias", torch.zeros(8))])
+    >>> received = receiver.receive(sent)
+    >>> received["fc.weight"].shape, received["fc.weight"].dtype, sent.where
+    (torch.Size([8, 8]), torch.bfloat16, {'offset': 0})
+    >>> transport.close()
+    """
 
     @classmethod
     def open(cls) -> Transport:
-        """Raises OSError where this machine cannot have it."""
+        """Raises OSError if this machine does not support it."""
 
     @property
     def inherited(self) -> tuple[int, ...]:
-        """File descriptors that both ends have to inherit under the same numbers. Empty for what works between machines."""
+        """File descriptors that both ends inherit under the same numbers. Empty for a transport that works between machines."""
 
     def sender(self, manifests: Mapping[str, Manifest], once: Collection[str] = ()) -> WeightSender:
-        """`manifests`: the layout of all that will be published, by adapter; the model's has the empty name. `once`: names of
-        what is published a single time, and needs no second buffer."""
+        """Makes the trainer's end. `manifests`: the layouts of everything that is published, by adapter; the model's has the
+        empty name. `once`: the names of those that are published a single time, and need no second buffer."""
 
     def receiver(self, manifests: Mapping[str, Manifest]) -> WeightReceiver:
-        """`manifests`: those that the sender was made with."""
+        """Makes the engine's end, from the manifests that the sender was made with."""
 
     def close(self) -> None:
-        """At the controller, when both ends are gone."""
+        """Frees what `open` took. The controller calls it after both ends have ended."""
 
 
 class WeightSender(Protocol):
@@ -200,20 +253,21 @@ class WeightSender(Protocol):
     def send(
         self, version: int, parameters: Iterable[tuple[str, torch.Tensor]], adapter: AdapterSpec | None = None
     ) -> WeightUpdate:
-        """`adapter`: whose parameters they are, where they are not the model's."""
+        """Writes the parameters of the model, or of `adapter`, and returns the update that announces them."""
 
 
 class WeightReceiver(Protocol):
     """The engine's end of a transport."""
 
     def receive(self, update: WeightUpdate) -> Mapping[str, torch.Tensor]:
-        """Views of the published parameters by name, verified against the fingerprint. Thread-safe.
+        """Returns views of the published parameters by name, verified against the fingerprint. Thread-safe.
 
-        The views stay valid until the version after the next one is published."""
+        The views stay valid until the version after the next one is published. Raises `IdentityError` if the bytes are not
+        those published."""
 
 
 class EngineCore(Protocol):
-    """An engine as its worker process drives it: one thread calls `step` for ever; `prepare` may run beside it."""
+    """An engine inside its worker process: one thread calls `step` for ever; `prepare` may run beside it in another."""
 
     capabilities: Capabilities
 
@@ -221,19 +275,19 @@ class EngineCore(Protocol):
         """Raises `ValueError` with the remedy when the request can never run."""
 
     def cancel(self, request_id: str) -> None:
-        """Frees its KV at once; unknown ids are ignored (it may just have ended)."""
+        """Ends a request and frees its KV at once. Unknown ids are ignored: the request may just have ended."""
 
     def prepare(self, update: WeightUpdate, tensors: Mapping[str, torch.Tensor], mixed: bool = False) -> Any:
-        """Whatever must be done to new weights before they can serve; called in a side thread, beside `step`.
+        """Makes new weights ready to serve, and returns what `swap` takes. Called in a side thread, beside `step`.
 
-        `mixed`: some of the tensors are still those of the version before, which keeps its number until all are swapped.
+        `mixed`: some of the tensors are still those of the previous version, whose number stays until all are swapped.
         Raises `ValueError` naming the first parameter that is missing, unknown, or of another shape or dtype."""
 
     def swap(self, prepared: Any) -> None:
-        """Called between two steps: the next forward pass uses the new weights. Running sequences go on.
+        """Puts prepared weights into service between two steps: the next forward pass uses them. Running sequences continue.
 
-        Raises `ValueError` when they do not go with what was loaded since they were prepared; nothing has changed then.
-        After mixed ones, the version of before may be swapped in once more: that takes the update back."""
+        Raises `ValueError`, and changes nothing, if they do not fit weights loaded since they were prepared. After a mixed
+        swap the previous version may be swapped in again, which undoes a streamed update."""
 
     def unload(self, adapter: str) -> None: ...
 
@@ -247,31 +301,31 @@ class EngineCore(Protocol):
 
     @property
     def drained(self) -> bool:
-        """Whether nothing is left to do for those that had begun, or nobody drains any more."""
+        """Whether all requests that were running at `drain` have ended, or `resume` has been called since."""
 
     def has_work(self) -> bool: ...
 
     def step(self) -> StepOutput:
-        """One forward pass: chunks of waiting prompts beside one token for every running sequence."""
+        """Runs one forward pass: chunks of waiting prompts beside one token for every running sequence."""
 
     def stats(self) -> EngineStats: ...
 
 
 class TrainerCore(Protocol):
-    """A trainer as its worker process drives it. It trains all weights, which go by the empty name, or adapters of a frozen
-    base, which go by theirs."""
+    """A trainer inside its worker process. It trains all weights, under the empty name, or adapters of a frozen base, under
+    their own names."""
 
     def step(self, batch: Batch) -> TrainReport: ...
 
     @property
     def version(self) -> int:
-        """Of the model's weights; 0 for ever of a frozen base."""
+        """The version of the model's weights; always 0 for a frozen base."""
 
     def version_of(self, adapter: str) -> int: ...
 
     @property
     def dtype(self) -> str:
-        """In which it computes: `bfloat16` or `float32`."""
+        """The dtype of its computation: `bfloat16` or `float32`."""
 
     @property
     def arithmetic(self) -> str:
@@ -279,18 +333,18 @@ class TrainerCore(Protocol):
         Empty where it has none."""
 
     def parameters(self, adapter: str = "") -> Iterable[tuple[str, torch.Tensor]]:
-        """As they are published: in canonical order (`named_parameters()`, tied ones once; of an adapter as peft saves it).
-        The sender casts to the serving dtype."""
+        """Yields names and tensors in the order of publishing: canonical (`named_parameters()`, tied ones once) for the model,
+        as peft saves them for an adapter. The sender casts to the serving dtype."""
 
     def adapters(self) -> Sequence[AdapterSpec]:
-        """Those that are trained and published beside the base."""
+        """Returns the adapters that are trained and published beside the base."""
 
     def score(self, tokens: Sequence[int], adapter: str = "") -> list[float]: ...
 
     def save(self, directory: Path, adapter: str = "") -> None:
-        """Weights, optimizer, RNG, schedule. Files are flushed to disk; the caller renames the directory."""
+        """Writes weights, optimizer, RNG and schedule. Files are flushed to disk; the caller renames the directory."""
 
     def restore(self, directory: Path, adapter: str = "") -> None: ...
 
     def export(self, directory: Path) -> None:
-        """A directory that `transformers` loads."""
+        """Writes a directory that `transformers` loads."""

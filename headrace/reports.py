@@ -1,4 +1,4 @@
-"""What engine and trainer tell of their work."""
+"""What engine and trainer report about their work."""
 
 from __future__ import annotations
 
@@ -6,49 +6,58 @@ from headrace.types import Struct
 
 
 class LagStats(Struct, frozen=True):
-    """Sampler against trainer on the loss tokens of one lag (`algo/loss/diagnostics.py`)."""
+    """The sampler's log-probs against the trainer's, over the loss tokens of one lag (`algo/loss/diagnostics.py`).
+
+    >>> lag = LagStats("1", tokens=4, ratio=1.002, kl=0.004, ess=0.99, chi2=0.01, clipped=0.0)
+    """
 
     name: str
-    """`0`, `1`, `2`, `3+`, or `swapped`: tokens of sequences that more than one version sampled."""
+    """`0`, `1`, `2`, `3+`, or `swapped`: the tokens of sequences that more than one version sampled."""
     tokens: int
     ratio: float
     """Mean of exp(logprob - sampled)."""
     kl: float
     """k3 estimate of KL(sampler || trainer)."""
     ess: float
-    """(Σr)² / (n Σr²): share of the tokens that the weighted sample is worth, 0 to 1."""
+    """(Σr)² / (n Σr²): the effective sample size as a share of the tokens, 0 to 1."""
     chi2: float
     """E[r²] - 1"""
     clipped: float
-    """Share of tokens."""
+    """Share of the tokens whose policy gradient a bound took away."""
     masked: dict[str, float] = {}
-    """Share of tokens whose policy loss a rule took out, by rule."""
+    """Share of the tokens whose policy loss a rule took out, by rule."""
     gaps: dict[str, float] = {}
     """Quantiles of |logprob - sampled| by name: p50, p90, p99, max."""
 
 
 class Noise(Struct, frozen=True):
-    """What rounding alone makes of log-probs: trainer - sampler of tokens that the very weights being trained have sampled."""
+    """The difference that rounding alone makes: trainer's minus sampler's log-probs, over tokens of lag 0.
+
+    >>> noise = Noise(tokens=1, token_rms=0.02, sequences=0, sequence_rms=0.0)
+    """
 
     tokens: int
     token_rms: float
     """Root of the mean square over tokens, nats."""
     sequences: int
-    """Those of which every loss token has lag 0."""
+    """Number of sequences whose loss tokens all have lag 0."""
     sequence_rms: float
-    """The same of the mean over each of them."""
+    """Root of the mean square over these sequences of each one's mean difference, nats."""
 
 
 class TrainReport(Struct, frozen=True):
-    """What one `Trainer.step` did. Means are over the tokens in the loss, with the denominator of the whole step (C9)."""
+    """The result of one `Trainer.step`. Means are over the tokens in the loss, with the denominator of the whole step (C9).
+
+    >>> report = TrainReport(step=5, version=6, loss_tokens=5, lags=(lag,), noise=noise)
+    """
 
     step: int
     """Optimizer steps done before this one."""
     version: int
-    """The version the weights have now: step + 1, or step when the update was skipped."""
+    """The version of the weights after the step: step + 1, or step if the update was skipped."""
     skipped: str = ""
-    """Empty, or the reason why the weights did not change: `nonfinite_gradient`, `no_tokens`, `all_rejected` (rules and bounds of the
-    algorithm left nothing of the policy loss)."""
+    """Why the weights did not change: `nonfinite_gradient`, `no_tokens`, or `all_rejected` (the algorithm's rules and bounds
+    left nothing of the policy loss). Empty if they did."""
     loss: float = 0.0
     grad_norm: float = 0.0
     """Before clipping."""
@@ -62,31 +71,35 @@ class TrainReport(Struct, frozen=True):
     """k3 estimate of KL(sampler || trainer)."""
     loss_tokens: int = 0
     forward_tokens: int = 0
-    """Tokens really forwarded: a prompt shared by a group counts once."""
+    """Tokens that were forwarded: a prompt that a group shares counts once."""
     dropped_tokens: int = 0
     """Tokens with a non-finite sampler log-prob."""
     microbatches: int = 0
     seconds: float = 0.0
     lags: tuple[LagStats, ...] = ()
-    """Diagnostics by lag, those that have tokens."""
+    """Diagnostics by lag, for each lag that has tokens."""
     outside_tokens: int = 0
-    """Loss tokens that are not in their own sampling mask: they count with the whole vocabulary."""
+    """Loss tokens that their own sampling mask does not contain; their log-prob is over the whole vocabulary."""
     missing_routes: int = 0
-    """Positions (times layers) without recorded experts: the live router chose."""
+    """Positions times layers without recorded experts, for which the trainer's router chose."""
     routing_conflicts: int = 0
-    """Prompt tokens that rows share and whose recorded experts differ: those of the first row were forced."""
+    """Prompt tokens that rows share but whose recorded experts differ; the first row's experts were used."""
     reference_kl: float = 0.0
-    """Mean k3 estimate of KL(trainer || reference), at most 10 a token, whatever `algo.kl.estimator` the loss has."""
+    """Mean k3 estimate of KL(trainer || reference), at most 10 per token, whichever `algo.kl.estimator` the loss uses."""
     teacher_kl: float = 0.0
-    """Mean of logprob - teacher over the tokens that a teacher scored: the sampled-token estimate of the reverse KL."""
+    """Mean of logprob - teacher's over the tokens that a teacher scored: the sampled-token estimate of the reverse KL."""
     bitwise_tokens: int = 0
     """Loss tokens at lag 0 whose log-probs were found to be the sampler's, bit for bit (`train.parity`)."""
     noise: Noise | None = None
-    """None of a step without tokens of lag 0, and in journals from before 2026-11-22."""
+    """None for a step without tokens of lag 0, and in journals from before 2026-11-22."""
 
 
 def differing(report: TrainReport, before: TrainReport) -> list[str]:
-    """Fields that are not equal bit for bit, but for the time, and for what an earlier version did not report."""
+    """Names the fields that differ in any bit, except `seconds` and fields that an earlier release did not report.
+
+    >>> differing(TrainReport(step=5, version=6, loss=0.5, seconds=1.0), TrainReport(step=5, version=6, loss=0.25))
+    ['loss']
+    """
     return [
         name
         for name in before.__struct_fields__
@@ -97,14 +110,21 @@ def differing(report: TrainReport, before: TrainReport) -> list[str]:
 
 
 class EngineStats(Struct, frozen=True):
+    """The load and the totals of an engine. Totals count from the start of its process.
+
+    >>> stats = EngineStats(running=2, version=5, asked_tokens=8, cached_tokens=4, sampled_tokens=5, busy_seconds=0.25)
+    >>> stats.prefix_hit_rate, stats.tokens_per_second
+    (0.5, 20.0)
+    """
+
     running: int = 0
     waiting: int = 0
     kv_used: float = 0.0
-    """Share of the KV budget that requests hold, 0 to 1. What is cached beyond it is given away when room is needed."""
+    """Share of the KV budget that requests hold, 0 to 1. Cached entries that no request holds are not counted: they are
+    freed when room is needed."""
     sampled_tokens: int = 0
-    """Since the process started, as all totals."""
     prompt_tokens: int = 0
-    """Prompt tokens really forwarded (a group's prompt counts once)."""
+    """Prompt tokens that were forwarded (a group's prompt counts once)."""
     steps: int = 0
     busy_seconds: float = 0.0
     version: int = -1
@@ -112,67 +132,75 @@ class EngineStats(Struct, frozen=True):
     asked_tokens: int = 0
     """Prompt tokens of the requests that were admitted."""
     cached_tokens: int = 0
-    """How many of these were found in the prefix cache."""
+    """Those of them that were found in the prefix cache."""
     recomputed_tokens: int = 0
-    """Forwarded a second time: after a preemption, or a swap with `engine.swap = "recompute"`."""
+    """Tokens forwarded a second time: after a preemption, or after a swap with `engine.swap = "recompute"`."""
     swaps: int = 0
     preemptions: int = 0
-    """Requests that had to make room for others, and went on later."""
+    """How often a request had to make room for others and was continued later."""
 
     @property
     def tokens_per_second(self) -> float:
-        """While there was work."""
+        """Sampled tokens per second of work."""
         return self.sampled_tokens / self.busy_seconds if self.busy_seconds else 0.0
 
     @property
     def prefix_hit_rate(self) -> float:
+        """The share of the prompt tokens that the prefix cache held, 0 to 1."""
         return self.cached_tokens / self.asked_tokens if self.asked_tokens else 0.0
 
 
 class LoadReport(Struct, frozen=True):
-    """How a `WeightUpdate` went live."""
+    """How a `WeightUpdate` went live.
+
+    >>> live = LoadReport(version=6, verify_seconds=0.08, swap_seconds=0.003)
+    """
 
     version: int
     verify_seconds: float
-    """Fingerprinting and unpacking, beside generation."""
+    """Time for fingerprinting and unpacking, while generation continues."""
     swap_seconds: float
-    """The gap between two forward passes (the gaps, of an update that was streamed): the only time in which generation
+    """The gap between two forward passes (the sum of the gaps, for a streamed update): the only time in which generation
     stood still."""
     mixed_tokens: int = 0
-    """Sampled between the first and the last part of an update that was streamed."""
+    """Tokens sampled between the first and the last part of a streamed update."""
 
 
 class Capabilities(Struct, frozen=True):
-    """What can be asked of an engine. What a run needs and an engine lacks is refused at the start with a sentence
-    (`orchestration/needs.py`), never ignored.
+    """What an engine can do. A run that needs more is refused at its start with a sentence (`orchestration/needs.py`).
 
-    Whatever is not said is not there: an engine that is asked for it would have to ignore it."""
+    An engine can do nothing that it does not declare here.
+
+    >>> server = Capabilities(context_length=4096, path="a server", stop_strings=True, spans=True)
+    >>> server.masks, server.adapters  # no top-p can be replayed in the trainer, and no adapter served
+    (False, 0)
+    """
 
     context_length: int
     """Tokens of prompt and completion together."""
     path: str = ""
-    """A word for people: `fused llama`, `hugging face gpt_neox`, `fake`."""
+    """The forward path in words, for people: `fused llama`, `hugging face gpt_neox`, `fake`."""
     stop_strings: bool = False
     """Ends completions at strings (`Sampling.stop`)."""
     masks: bool = False
-    """Returns which vocabulary was left at each position (`Request.return_mask`)."""
+    """Returns the vocabulary that was left at each position (`Request.return_mask`)."""
     routing: bool = False
-    """Returns which experts every position went to (`Request.return_routing`)."""
+    """Returns the experts that every position was routed to (`Request.return_routing`)."""
     adapters: int = 0
-    """LoRA adapters that it serves at once beside the model."""
+    """Number of LoRA adapters that it serves at once beside the model."""
     forks: bool = False
-    """Goes on from any token of another request over the cache entries that it has (`Request.fork`)."""
+    """Continues another request from any of its tokens, over that request's KV entries (`Request.fork`)."""
     streamed: bool = False
-    """Takes an update in parts, and marks what is sampled between them (`Engine.load`)."""
+    """Takes an update in parts, and marks the tokens that are sampled between them (`Engine.load`)."""
     spans: bool = False
-    """Reports under which version it sampled each token, also where weights are swapped in the middle of a completion."""
+    """Reports the version that sampled each token, even if weights are swapped in the middle of a completion."""
     prompt_logprobs: bool = False
     """Scores given tokens (`Request.prompt_logprobs`)."""
     top_logprobs: bool = False
     """Returns the most probable tokens of each position (`Request.top_logprobs`)."""
     exact: bool = False
-    """Tokens and log-probs of a request depend on nothing but itself and the weights, bit for bit: not on what else is in the
-    batch, and not on where it was interrupted before it went on from its prefix."""
+    """Tokens and log-probs of a request depend, bit for bit, on the request and the weights alone: not on the rest of the
+    batch, and not on where it was interrupted before it was continued from its prefix."""
     arithmetic: str = ""
     """The name of its forward pass: a trainer that has the same name gets the same log-probs of equal weights, bit for bit."""
 
@@ -180,7 +208,7 @@ class Capabilities(Struct, frozen=True):
 def capable(
     context_length: int, path: str, *, adapters: int = 0, routing: bool = False, arithmetic: str = "", **more: bool
 ) -> Capabilities:
-    """Of an engine of our own: everything, but what depends on its settings and its model."""
+    """Makes the capabilities of headrace's own engines: everything, except what depends on their settings and model."""
     always = ("masks", "forks", "streamed", "spans", "prompt_logprobs", "top_logprobs")
     has = {**dict.fromkeys(always, True), "stop_strings": True, **more}
     return Capabilities(context_length, path, adapters=adapters, routing=routing, arithmetic=arithmetic, **has)

@@ -1,9 +1,9 @@
-"""What an engine tells after every forward pass, and how a completion is put together from it."""
+"""What an engine reports after every forward pass, and how a completion is put together from these reports."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from headrace.types import (
@@ -15,11 +15,15 @@ from headrace.types import (
     Struct,
     TopLogprobs,
     VersionSpan,
-    spans_of,
 )
 
 
 class Finished(Struct, frozen=True):
+    """The end of a request.
+
+    >>> end = Finished("t12/0", "stop")
+    """
+
     request_id: str
     stop: Stop
     error: str = ""
@@ -27,7 +31,10 @@ class Finished(Struct, frozen=True):
 
 
 class PromptScores(Struct, frozen=True):
-    """What a request wanted to know of its prompt: told once, when all of it is known, before anything is sampled."""
+    """The log-probs of a request's prompt, reported once, when all are known and before a token is sampled.
+
+    >>> scores = PromptScores("t12/0", version=4, logprobs=(-3.1, -0.9, -0.4))  # of the second to the fourth token
+    """
 
     request_id: str
     version: int
@@ -38,7 +45,10 @@ class PromptScores(Struct, frozen=True):
 
 
 class TokenDetails(Struct, frozen=True):
-    """What some requests want beside the token that was sampled: one row of `TopLogprobs` and of `SamplingMask`."""
+    """One sampled position of a request that asked for more than the token: a row of `TopLogprobs` and of `SamplingMask`.
+
+    >>> details = TokenDetails("t12/0", mask=array("i", [9, 20]).tobytes())  # tokens 9 and 20 were left to sample from
+    """
 
     request_id: str
     top_tokens: bytes = b""
@@ -47,7 +57,11 @@ class TokenDetails(Struct, frozen=True):
 
 
 class StepOutput(Struct, frozen=True):
-    """What one forward pass sampled: columns over the rows that got a token, and the requests that ended."""
+    """The result of one forward pass: columns over the requests that got a token, and the requests that ended.
+
+    >>> first = StepOutput(4, ("t12/0", "t12/1"), tokens=(20, 8), logprobs=(-0.1, -2.0), kv_versions=(4, 4))
+    >>> second = StepOutput(5, ("t12/0",), (2,), (-0.2,), kv_versions=(4,), finished=(end,))
+    """
 
     version: int
     request_ids: tuple[str, ...] = ()
@@ -56,16 +70,25 @@ class StepOutput(Struct, frozen=True):
     kv_versions: tuple[int, ...] = ()
     finished: tuple[Finished, ...] = ()
     versions: tuple[int, ...] = ()
-    """Empty where all are `version`; else one per row, for rows with an adapter the adapter's."""
+    """One per column, for requests with an adapter the adapter's; empty if all are `version`."""
     details: tuple[TokenDetails, ...] = ()
     scores: tuple[PromptScores, ...] = ()
     mixed: bool = False
-    """An update was being streamed in: some parameters are newer than `version` (see `VersionSpan.mixed`)."""
+    """Whether an update was being streamed in: some parameters are newer than `version` (see `VersionSpan.mixed`)."""
 
 
 @dataclass
 class Transcript:
-    """A request and what has been told of it so far: all that another engine needs to go on with it."""
+    """A request and all that has been reported about it so far: what another engine needs to continue it.
+
+    >>> transcript = Transcript(request)
+    >>> write_down(first, {"t12/0": transcript}.get)
+    >>> transcript.so_far().tokens, transcript.so_far().stop
+    ((20,), 'interrupted')
+    >>> write_down(second, {"t12/0": transcript}.get)
+    >>> transcript.completion(end).versions()
+    [4, 5]
+    """
 
     request: Request
     tokens: list[int] = field(default_factory=list)
@@ -78,7 +101,7 @@ class Transcript:
     end: Finished | None = None
 
     def copy(self) -> Transcript:
-        """As it is now: nothing that is told later shows in it."""
+        """Returns a copy, which later reports do not change."""
         return Transcript(
             request=self.request,
             tokens=self.tokens.copy(),
@@ -92,7 +115,7 @@ class Transcript:
         )
 
     def so_far(self) -> Completion:
-        """`interrupted` where it has not ended."""
+        """Returns the completion as it stands, with `stop` = `interrupted` if the request has not ended."""
         return self.completion(self.end or Finished(self.request.id, "interrupted"))
 
     def completion(self, end: Finished) -> Completion:
@@ -128,7 +151,7 @@ class Transcript:
 
 
 def write_down(output: StepOutput, find: Callable[[str], Transcript | None]) -> None:
-    """Puts what a pass sampled into the transcripts; unknown requests (cancelled meanwhile) are skipped."""
+    """Adds the output of a pass to the transcripts. Requests that `find` does not know were cancelled, and are skipped."""
     versions = output.versions or (output.version,) * len(output.tokens)
     columns = zip(output.request_ids, output.tokens, output.logprobs, versions, output.kv_versions, strict=True)
     for request_id, token, logprob, version, kv_version in columns:
@@ -144,3 +167,19 @@ def write_down(output: StepOutput, find: Callable[[str], Transcript | None]) -> 
     for scores in output.scores:
         if transcript := find(scores.request_id):
             transcript.scores = scores
+
+
+def spans_of(
+    versions: Sequence[int], kv_versions: Sequence[int], mixed: Sequence[bool] | None = None
+) -> tuple[VersionSpan, ...]:
+    """Encodes the [T] versions of tokens as runs. Without `mixed` [T] no token is mixed.
+
+    >>> spans_of([4, 4, 5], [4, 4, 4]) == (before, after)
+    True
+    """
+    spans: list[VersionSpan] = []
+    flags = [False] * len(versions) if mixed is None else mixed
+    for start, one in enumerate(zip(versions, kv_versions, flags, strict=True)):
+        if not spans or (spans[-1].version, spans[-1].kv_version, spans[-1].mixed) != one:
+            spans.append(VersionSpan(start, *one))
+    return tuple(spans)

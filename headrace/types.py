@@ -7,6 +7,10 @@ Read this file, then `protocols.py`, then `orchestration/loops/pipeline.py`, and
 A stage makes a new value; it never fills a hole in an old one. Every type is a `msgspec.Struct`, so that the same value
 travels between processes (msgpack), into the journal (JSON) and into a checkpoint without a second definition.
 
+One small case runs through the examples of this file, of `rollout_key.py`, `weights.py`, `steps.py`, `reports.py` and `protocols.py`: two
+rollouts of a prompt of four tokens; version 5 of the weights goes live while the first of them is sampled.
+`tests/test_examples.py` evaluates them in this order.
+
 Legend for shapes: P prompts a step, G rollouts a prompt, T tokens of one sequence, N packed tokens, V vocabulary.
 """
 
@@ -25,24 +29,30 @@ class Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Prompt(Struct, frozen=True):
-    """One prompt as drawn from a task, already through the chat template (which is applied once, here and nowhere else)."""
+    """A prompt as a task yields it, already through the chat template (which is applied once, here and nowhere else).
+
+    >>> prompt = Prompt(id="sums/7", text="2+3=", tokens=(1, 17, 10, 18), columns={"answer": "5"})
+    """
 
     id: str
-    """Unique within the task and stable across restarts: the accounting and the resume test rest on it."""
+    """Unique within the task and stable across restarts: accounting and resuming rely on it."""
     text: str
-    """What the person asked, for reward functions, journals and reports. Never re-tokenised."""
+    """The question as a person wrote it, for reward functions, journals and reports. Never re-tokenised."""
     tokens: tuple[int, ...]
     columns: dict[str, Any] = {}
-    """The row's other columns, handed to reward functions by name. JSON-able."""
+    """The other columns of the data row, passed to reward functions by name. JSON-able."""
     chat: str = ""
-    """The column that holds the conversation of which `text` is the last question; empty where the prompt is one text."""
+    """The column that holds the conversation that `text`, its last question, belongs to; empty for a prompt of one text."""
 
 
 class Sampling(Struct, frozen=True):
-    """How tokens are drawn. Log-probs returned are always of the distribution these settings make."""
+    """How tokens are drawn. The log-probs returned are always those of the distribution that these settings make.
+
+    >>> sampling = Sampling(max_tokens=4, temperature=0.8, seed=7)
+    """
 
     max_tokens: int = 64
-    """0 samples nothing: for requests that only score their prompt (`Request.prompt_logprobs`)."""
+    """0 samples nothing: for a request that only scores its prompt (`Request.prompt_logprobs`)."""
     temperature: float = 1.0
     """0 is greedy (log-probs are then those at temperature 1)."""
     top_p: float = 1.0
@@ -51,114 +61,102 @@ class Sampling(Struct, frozen=True):
     min_p: float = 0.0
     """Keeps tokens of probability >= min_p * max probability. Order of filters: temperature, top_k, top_p, min_p."""
     stop: tuple[str, ...] = ()
-    """Matched in the text of the completion only, never in the prompt. The tokens that matched stay in the completion."""
+    """Strings that end a completion. They are matched in its text only, not in the prompt, and their tokens stay in it."""
     stop_token_ids: tuple[int, ...] = ()
-    """In addition to the model's own end-of-sequence tokens."""
+    """Tokens that end a completion, in addition to the model's own end-of-sequence tokens."""
     ignore_eos: bool = False
     seed: int = 0
-    """Token t of a request is drawn with a number that depends on (seed, t) alone: not on the batch, not on restarts."""
+    """Token t of a request is drawn with a number that depends on (seed, t) alone, not on the batch or on restarts."""
 
 
 class Fork(Struct, frozen=True):
-    """Go on from an earlier token of another request, over the cache entries that it has: nothing is computed again but the
-    one token before the first that is sampled."""
+    """A request to continue another request from one of its tokens, over that request's KV entries: only the token before the
+    first one sampled is computed again.
 
-    of: str
-    """Id of a request that runs, or that ended not long ago. Refused when its cache entries live no more."""
-    at_token: int
-    """Tokens of its completion that are kept: the fork samples what comes behind them. 0 keeps its prompt alone."""
-
-
-class RolloutKey(Struct, frozen=True):
-    """Which completion of a run a request asks for. `str` spells it as the request's id, the same in every process:
-
-    rollout 3 of ticket 12              RolloutKey(12, 3)                    t12/3
-    its third turn                      RolloutKey(12, 3, turn=2)            t12/3.2
-    beside others in one engine         RolloutKey(12, 3, adapter="math")    math:t12/3
+    >>> fork = Fork(of="t12/0", at_token=2)  # keeps the prompt and the first two sampled tokens of t12/0
     """
 
-    ticket: int
-    index: int
-    """Of the rollout in its group, from 0."""
-    turn: int = 0
-    adapter: str = ""
-
-    def __str__(self) -> str:
-        owner, turn = f"{self.adapter}:" if self.adapter else "", f".{self.turn}" if self.turn else ""
-        return f"{owner}t{self.ticket}/{self.index}{turn}"
-
-    @classmethod
-    def read(cls, request_id: str) -> RolloutKey | None:
-        """None for a request that is no rollout's: a probe's, or an evaluation's."""
-        adapter, _, name = request_id.rpartition(":")
-        ticket, _, place = name.partition("/")
-        index, _, turn = place.partition(".")
-        try:
-            key = cls(int(ticket[1:]), int(index), int(turn or 0), adapter)
-        except ValueError:
-            return None
-        right = str(key) == request_id and min(key.ticket, key.index, key.turn) >= 0
-        return key if right else None  # `int` takes more than we write: "01", say
+    of: str
+    """Id of a request that runs, or that ended recently. The fork is refused when its KV entries have been freed."""
+    at_token: int
+    """Number of tokens of its completion that are kept; 0 keeps its prompt alone."""
 
 
 class Request(Struct, frozen=True):
-    """Requests with equal prompts (a group's, say) share it: an engine computes it once for each version of the weights."""
+    """One completion asked of an engine. Requests with equal prompts (those of a group) share the prompt's KV entries: an engine
+    computes them once per version of the weights.
+
+    >>> request = Request("t12/0", prompt.tokens, sampling)
+    >>> continued = Request("b", (), sampling, fork=fork)  # a fork has no prompt of its own
+    """
 
     id: str
     prompt: tuple[int, ...]
     """Empty for a fork."""
     sampling: Sampling
     prefix: tuple[int, ...] = ()
-    """Tokens already sampled for this request (before an engine died, say). They are forwarded, not sampled again, count
-    towards `max_tokens`, and are not part of what the engine returns."""
+    """Tokens already sampled for this request, for example before an engine died. They are forwarded, not sampled again, they
+    count towards `max_tokens`, and the engine does not return them."""
     priority: int = 0
-    """Lower goes first; equal ones in their order of arrival."""
+    """Requests with a lower number are admitted first, those with equal numbers in their order of arrival."""
     adapter: str = ""
-    """Name of a LoRA adapter that is loaded; empty for the base model. A fork has that of its source."""
+    """Name of a loaded LoRA adapter; empty for the base model. A fork has the adapter of its source."""
     fork: Fork | None = None
     prompt_logprobs: bool = False
-    """Return the log-probs (temperature 1) of the prompt's tokens. The prompt is then computed anew, under one version."""
+    """Return the log-probs (temperature 1) of the prompt's tokens. The whole prompt is then computed again, under one version."""
     top_logprobs: int = 0
-    """Return the log-probs of so many most probable tokens at every position that is sampled (or scored)."""
+    """Return the log-probs of this many most probable tokens at every position that is sampled or scored."""
     return_mask: bool = False
-    """Return which vocabulary top-k, top-p and min-p kept at every position."""
+    """Return the vocabulary that top-k, top-p and min-p kept at every position (`SamplingMask`)."""
     return_routing: bool = False
-    """Return which experts every position went to."""
+    """Return the experts that every position was routed to (`RoutingTrace`)."""
 
 
 def scoring(request_id: str, tokens: Sequence[int], priority: int = 0, adapter: str = "") -> Request:
-    """A request for the log-probs of `tokens` and nothing else: `Completion.prompt_logprobs`."""
+    """Makes a request for the log-probs of `tokens` (`Completion.prompt_logprobs`) that samples nothing."""
     return Request(
         request_id, tuple(tokens), Sampling(max_tokens=0), priority=priority, adapter=adapter, prompt_logprobs=True
     )
 
 
 class VersionSpan(Struct, frozen=True):
-    """Tokens from `start` on were sampled by the weights `version` (until the next span starts).
+    """A run of tokens sampled by the same weights, from token `start` of the completion to the start of the next span.
 
-    Of a request with an adapter both versions are the adapter's.
+    A request that uses an adapter has the adapter's versions.
+
+    >>> before = VersionSpan(start=0, version=4, kv_version=4)
+    >>> after = VersionSpan(start=2, version=5, kv_version=4)  # new weights went live; the KV entries of before were kept
     """
 
     start: int
     version: int
     kv_version: int
-    """The oldest weights that computed any of the KV entries those tokens attended to (<= version)."""
+    """The oldest version among the KV entries that these tokens attended to (<= version)."""
     mixed: bool = False
-    """Sampled while an update was streamed in, when some parameters were newer than `version`, the oldest in use."""
+    """Whether the tokens were sampled while an update was streamed in: `version` is then the oldest in use, and some
+    parameters were newer."""
 
 
 class TopLogprobs(Struct, frozen=True):
-    """The most probable tokens of each position, most probable first. [T, k] int32 and float32, as bytes in rows."""
+    """The most probable tokens of each position, most probable first.
+
+    >>> from array import array
+    >>> top = TopLogprobs(k=2, tokens=array("i", [20, 9]).tobytes(), logprobs=array("f", [-0.1, -2.5]).tobytes())  # T = 1
+    """
 
     k: int
     tokens: bytes = b""
+    """[T, k] int32, row by row"""
     logprobs: bytes = b""
+    """[T, k] float32, row by row"""
 
 
 class SamplingMask(Struct, frozen=True):
-    """The vocabulary that was left to be sampled from at each position, compressed by rows.
+    """The vocabulary that top-k, top-p and min-p left at each position, as compressed sparse rows.
 
-    An empty row is one from which nothing was cut. It cannot be mistaken for one that keeps nothing: one token always stays.
+    An empty row means that nothing was cut at its position. This is unambiguous, since at least one token is always kept.
+
+    >>> mask = SamplingMask(array("i", [9, 20]).tobytes(), array("q", [0, 2, 2]).tobytes())  # T = 2; nothing cut at the second
     """
 
     token_ids: bytes
@@ -168,45 +166,54 @@ class SamplingMask(Struct, frozen=True):
 
 
 class RoutingTrace(Struct, frozen=True):
-    """[T', layers, k] experts chosen, best first, at every forwarded position: prompt and completion but its last token.
+    """The experts chosen at every forwarded position: the prompt and the completion without its last token.
 
-    Of a position that another request had computed it is what that pass chose, of one that was computed again (after a swap
-    with `engine.swap = "recompute"`, or when room had run out) the last choice: that of the cache entries in use.
+    The choices are those that made the KV entries in use. For a position whose entries another request computed, they are that
+    request's; for a position computed again (after a swap with `engine.swap = "recompute"`, or after its entries had been
+    freed to make room), they are the last ones.
+
+    >>> routing = RoutingTrace(layers=2, k=1, width=1, experts=bytes([3, 0, 1, 7]))  # two positions, two layers
     """
 
     layers: int
-    """Those with experts."""
+    """Number of layers that have experts."""
     k: int
     width: int
-    """Bytes of one expert's number: 1, or 2 above 256 experts."""
+    """Bytes per expert number: 1, or 2 if there are more than 256 experts."""
     experts: bytes
+    """[T', layers, k], the best expert first"""
 
 
 class Completion(Struct, frozen=True):
-    """What an engine sampled. C4: versions of the spans never decrease; every token lies in exactly one span."""
+    """The sampled tokens of one request. C4: the versions of the spans never decrease; every token lies in exactly one span.
+
+    >>> completion = Completion((20, 9, 2), (-0.1, -0.7, -0.2), (before, after), "stop", text="5.")
+    >>> completion.versions()
+    [4, 4, 5]
+    """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """[T] of the distribution really sampled from."""
+    """[T] log-probs of the distribution that the tokens were sampled from."""
     spans: tuple[VersionSpan, ...]
-    """One (of no token) when the request only scored its prompt: under which version."""
+    """When the request only scored its prompt, one span without tokens, with the version that scored it."""
     stop: Stop
     text: str = ""
     """Decoded for rewards and reports; training never reads it (C5)."""
     error: str = ""
-    """What went wrong, where `stop` is `error`."""
+    """The cause, if `stop` is `error`."""
     prompt_logprobs: tuple[float, ...] | None = None
-    """[prompt - 1] of its tokens but the first, given what precedes them, at temperature 1. All under one version: that of the
-    first span."""
+    """[prompt - 1] log-probs at temperature 1 of the prompt's tokens from the second on, each given those before it, all
+    under the version of the first span."""
     prompt_top: TopLogprobs | None = None
-    """[prompt - 1, k] beside `prompt_logprobs`."""
+    """[prompt - 1, k] the most probable tokens at the same positions."""
     top: TopLogprobs | None = None
-    """[T, k] of the distributions sampled from."""
+    """[T, k] the most probable tokens of the distributions sampled from."""
     mask: SamplingMask | None = None
     routing: RoutingTrace | None = None
 
     def versions(self) -> list[int]:
-        """[T] the version of every token, spans unrolled."""
+        """[T] the version of every token."""
         return [span.version for span in self._unrolled()]
 
     def kv_versions(self) -> list[int]:
@@ -221,16 +228,27 @@ class Completion(Struct, frozen=True):
 
 
 class Turn(Struct, frozen=True):
-    """One completion within an episode. `context` are the tokens before it that its parents do not already hold."""
+    """One completion within an episode, and the tokens before it.
+
+    >>> turn = Turn(prompt.tokens, completion)
+    >>> reply = Turn((30, 31), completion, parents=(0,))  # 30, 31: the result of a tool, after the tokens of turn 0
+    """
 
     context: tuple[int, ...]
+    """The tokens before the completion that its parents do not hold."""
     completion: Completion
     parents: tuple[int, ...] = ()
+    """Indices of turns in the episode."""
     agent: str = ""
 
 
 class Episode(Struct, frozen=True):
-    """A directed graph of turns. A single-turn rollout is an episode of one turn."""
+    """A rollout: a directed graph of turns. A single-turn rollout is an episode of one turn.
+
+    >>> episode = Episode((turn,))
+    >>> episode.last.text
+    '5.'
+    """
 
     turns: tuple[Turn, ...]
 
@@ -240,71 +258,85 @@ class Episode(Struct, frozen=True):
 
 
 class TeacherTrace(Struct, frozen=True):
-    """What another model thinks of tokens that the policy sampled: [T] over a completion, or over a row."""
+    """The log-probs that another model gives the tokens of a completion, or of a row.
+
+    >>> trace = TeacherTrace("math", versions=(0, 0, 0), logprobs=(-0.2, -1.1, -0.1))
+    """
 
     name: str
     versions: tuple[int, ...]
-    """[T] of the teacher's weights; 0 of one that never changes."""
+    """[T] versions of the teacher's weights; 0 for a teacher that never changes."""
     logprobs: tuple[float, ...]
-    """[T] at temperature 1. NaN where it was not asked."""
+    """[T] at temperature 1. NaN for tokens that the teacher did not score."""
     top: TopLogprobs | None = None
-    """[T, k] its most probable tokens, where whole distributions are compared."""
+    """[T, k] the teacher's most probable tokens, if whole distributions are compared."""
 
 
 class Scored(Struct, frozen=True):
-    """An episode with its reward, and the name of who gave each part of it."""
+    """An episode with its rewards, each by the name of the function or service that gave it.
+
+    >>> right = Scored(episode, reward=1.0, rewards={"exact": 1.0})
+    """
 
     episode: Episode
     reward: float
     """The weighted sum of `rewards`."""
     rewards: dict[str, float]
     teachers: tuple[TeacherTrace, ...] = ()
-    """One for each turn, where a teacher was asked."""
+    """One per turn, if a teacher scored the episode."""
     references: tuple[tuple[float, ...], ...] = ()
-    """For each turn, [T] log-probs of the reference model, where the KL to it is part of the reward."""
+    """Per turn, the [T] log-probs of the reference model, if the KL to it is part of the reward."""
     extracted: dict[str, str] = {}
-    """What a reward function was given of the completion, by its name, where that is not the whole text (`reward.extract`)."""
+    """By reward function, the part of the completion that it was given, if not the whole text (`reward.extract`)."""
 
 
 OUTAGES = ("engine_error", "teacher_error", "reference_error", "reward_unreachable")
-"""Reasons of failures that are nobody's fault who could mend data or reward."""
+"""Reasons of failures that neither the data nor the reward function caused."""
 
 
 class Failure(Struct, frozen=True):
-    """A rollout that could not be had or scored. It is data with a reason (C2), never a reward of zero."""
+    """A rollout that could not be sampled or scored. It is data with a reason (C2), never a reward of zero.
+
+    >>> failure = Failure("reward_raised", traceback="rewards.py:3, in exact\\nKeyError: 'b'")
+    >>> failure.kind, failure.outage
+    ('KeyError', False)
+    """
 
     reason: str
     """A short stable name: `reward_raised`, `reward_timeout`, `reward_nan`, `engine_error`, `prompt_too_long`, ..."""
     detail: str = ""
     traceback: str = ""
-    """Where the user's function raised, its own frames alone; the last line is `KeyError: 'b'`. Empty where nothing raised."""
+    """The frames of the user's own function, and the exception as the last line; empty if nothing was raised."""
 
     @property
     def kind(self) -> str:
-        """`KeyError`, where something raised; else the reason."""
+        """The name of the exception, if one was raised; else the reason."""
         return self.traceback.rpartition("\n")[2].partition(":")[0] or self.reason
 
     @property
     def outage(self) -> bool:
-        """Whether it was the engine or the network that failed, not the data or the reward: to try again later may help."""
+        """Whether the engine or the network failed, not the data or the reward: trying again later may help."""
         return self.reason in OUTAGES
 
 
 class Row(Struct, frozen=True):
-    """One training row: a root-to-leaf path of an episode. Everything in it is [T] over the sampled tokens but `prompt`."""
+    """One training row: a root-to-leaf path of an episode. All fields but `prompt` are [T] over the tokens behind the prompt.
+
+    >>> row = Row(prompt.tokens, (20, 9, 2), (-0.1, -0.7, -0.2), advantages=(0.5,) * 3, mask=(True,) * 3, versions=(4, 4, 5))
+    """
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """The sampler's. A non-finite one removes its token from numerator and denominator (and is counted)."""
+    """The sampler's. A token whose log-prob is not finite is left out of numerator and denominator, and is counted."""
     advantages: tuple[float, ...]
     mask: tuple[bool, ...]
     """False keeps a token as context and takes it out of the loss and its denominator."""
     versions: tuple[int, ...]
     sampling_mask: SamplingMask | None = None
-    """[T] the vocabulary that was left at each position; an empty row where nothing was cut (and for context)."""
+    """[T] the vocabulary that was left at each position; rows are empty where nothing was cut, and for context."""
     routing: RoutingTrace | None = None
-    """[T', layers, k] from the prompt's first token on; what lies behind it was not recorded."""
+    """[T', layers, k] from the prompt's first token on; positions after the T'th were not recorded."""
     teacher: TeacherTrace | None = None
     """[T]"""
     kv_versions: tuple[int, ...] = ()
@@ -312,43 +344,42 @@ class Row(Struct, frozen=True):
 
 
 class Group(Struct, frozen=True):
-    """G scored rollouts of one prompt with their advantages: what the buffer holds and the trainer consumes."""
+    """G scored rollouts of one prompt with their advantages: the value that the buffer holds and the trainer consumes.
+
+    >>> wrong = Scored(Episode((Turn(prompt.tokens, Completion((8, 2), (-2.0, -0.3), (before,), "stop")),)), 0.0, {"exact": 0.0})
+    >>> other = Row(prompt.tokens, (8, 2), (-2.0, -0.3), advantages=(-0.5,) * 2, mask=(True,) * 2, versions=(4, 4))
+    >>> group = Group(ticket=12, prompt=prompt, scored=(right, wrong), rows=(row, other))  # advantage: reward - mean of rewards
+    """
 
     ticket: int
-    """Admission number: groups were admitted in this order (C1)."""
+    """Its number in the order of admission (C1)."""
     prompt: Prompt
     scored: tuple[Scored, ...]
     rows: tuple[Row, ...]
     failures: tuple[Failure, ...] = ()
-    """Rollouts of this group that failed; the others are normalised among themselves."""
+    """Rollouts of this group that failed; the advantages compare the others among themselves."""
 
 
 class Batch(Struct, frozen=True):
-    """What one optimizer step consumes. `step` is the number of optimizer steps done before it, so lag = step - version."""
+    """The groups that one optimizer step consumes.
+
+    >>> batch = Batch(step=5, groups=(group,))
+    >>> [[batch.step - version for version in one.versions] for one in batch.rows]  # the lag of every token
+    [[1, 1, 0], [1, 1]]
+    """
 
     step: int
+    """Number of optimizer steps done before this one, so that lag = step - version."""
     groups: tuple[Group, ...]
     temperature: float = 1.0
     adapter: str = ""
-    """Which adapter it trains; empty where all weights are trained."""
+    """The adapter that it trains; empty where all weights are trained."""
     skippable: bool = True
-    """Whether it is skipped where everything in it is rejected. Of a step that is done again the journal says whether it was: before
-    2026-11-22 none was."""
+    """Whether the step is skipped if the algorithm rejects all its tokens. A step that is replayed takes this from its journal:
+    runs from before 2026-11-22 never skipped one."""
     steps: int = 0
-    """Optimizer steps of the run as they are planned now, which the learning rate goes by; 0: `train.steps`."""
+    """Optimizer steps that the run plans at present, for the learning rate's schedule; 0: `train.steps`."""
 
     @property
     def rows(self) -> list[Row]:
         return [row for group in self.groups for row in group.rows]
-
-
-def spans_of(
-    versions: Sequence[int], kv_versions: Sequence[int], mixed: Sequence[bool] | None = None
-) -> tuple[VersionSpan, ...]:
-    """Run-length code of per-token versions. `mixed`: none are, unless given."""
-    spans: list[VersionSpan] = []
-    flags = [False] * len(versions) if mixed is None else mixed
-    for start, one in enumerate(zip(versions, kv_versions, flags, strict=True)):
-        if not spans or (spans[-1].version, spans[-1].kv_version, spans[-1].mixed) != one:
-            spans.append(VersionSpan(start, *one))
-    return tuple(spans)

@@ -8,56 +8,75 @@ from headrace.types import Struct
 
 
 class AdapterSpec(Struct, frozen=True):
-    """A LoRA adapter (Hu et al., arXiv:2106.09685) without its tensors, in peft's terms."""
+    """A LoRA adapter (Hu et al., arXiv:2106.09685) without its tensors, in peft's terms.
+
+    >>> math = AdapterSpec("math", rank=16, alpha=32.0)  # scales by 32 / 16
+    """
 
     name: str
     rank: int
     alpha: float
     rslora: bool = False
-    """Scale by alpha / sqrt(rank) (Kalajdzievski, arXiv:2312.03732) and not by alpha / rank."""
+    """Whether it scales by alpha / sqrt(rank) (Kalajdzievski, arXiv:2312.03732) instead of alpha / rank."""
     rank_pattern: dict[str, int] = {}
-    """Module name (or its end) -> rank, where it differs."""
+    """Module name (or its end) -> rank, for modules with a rank of their own."""
     alpha_pattern: dict[str, float] = {}
+    """Module name (or its end) -> alpha, for modules with an alpha of their own."""
     base: str = ""
-    """Fingerprint of the base weights it was trained on; empty when unknown. Served over others, it is refused."""
+    """Fingerprint of the base weights that it was trained on; empty if unknown. Engines refuse to serve it over others."""
 
 
 class WeightUpdate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """One publish: which weights they are, where their bytes are, and the fingerprint that whoever loads them must find (C3).
+    """One publish: which weights they are, where their bytes are, and the fingerprint that a loader has to find (C3).
 
-    Records of runs from before 2026-11-23 have a field `slot` here, which is passed over."""
+    Records of runs from before 2026-11-23 have a field `slot`, which is ignored.
+
+    >>> update = WeightUpdate(
+    ...     version=6, kind="full", fingerprint="fake-6", nbytes=192, seconds=0.11, where={"offset": 0}
+    ... )
+    """
 
     version: int
-    """Of the whole model, or of the adapter."""
+    """The version of the whole model, or of the adapter."""
     kind: Literal["full", "adapter"]
     fingerprint: str
     nbytes: int
     seconds: float
-    """The time that the publish took on the trainer's side."""
+    """Time that the trainer took to publish."""
     where: dict[str, Any] = {}
-    """Finds the bytes. Only the transport that wrote it reads it; its values are numbers and texts."""
+    """Where the bytes are, as numbers and texts that only the transport that wrote them reads."""
     adapter: AdapterSpec | None = None
-    """Set where kind is `adapter`."""
+    """Set if `kind` is `adapter`."""
 
 
 class TensorSpec(Struct, frozen=True):
-    """One parameter in the packed buffer. `dtype` is a torch name such as `bfloat16`."""
+    """One parameter in the packed buffer.
+
+    >>> weight = TensorSpec("fc.weight", shape=(8, 8), dtype="bfloat16", offset=0, nbytes=128)
+    >>> bias = TensorSpec("fc.bias", shape=(8,), dtype="bfloat16", offset=128, nbytes=16)
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    """Torch's name of it, such as `bfloat16`."""
     offset: int
     """First byte, counted from the beginning of the buffer."""
     nbytes: int
 
 
 class Manifest(Struct, frozen=True):
-    """The packed buffer that every transport fills: all parameters in their canonical order (that of `named_parameters()`, tied
-    ones once)."""
+    """The layout of the packed buffer that every transport fills: all parameters in canonical order (that of
+    `named_parameters()`, tied ones once).
+
+    >>> manifest = Manifest((weight, bias), nbytes=192)
+    >>> manifest.payload
+    144
+    """
 
     tensors: tuple[TensorSpec, ...]
     nbytes: int
-    """Bytes of the whole buffer, gaps for alignment included."""
+    """Bytes of the whole buffer, including gaps for alignment."""
 
     @property
     def payload(self) -> int:

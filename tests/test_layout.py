@@ -29,6 +29,7 @@ FLOORS = {
     "weights": 1,
     "reports": 1,
     "steps": 1,
+    "rollout_key": 1,
     "settings": 1,
     "durable": 2,
     "models": 2,

@@ -1,6 +1,11 @@
-"""An algorithm as a value: which advantage, which loss, which weights on it.
+"""An algorithm as a value: an advantage, a policy loss, and the weights on it. Read in this order:
 
-Read `recipes.py` (the table of algorithms and of losses), `config.py` with `tables.py` (the settings that replace a recipe's values), `policy/` (the policy
-losses, each a value), `advantages.py` and `advantage/` (rewards become training rows), `loss/` (what the trainer calls on every microbatch); then `noise.py`, `caveats.py`, `earlier.py` and
-`load.py`.
+recipes.py         the table of algorithms
+config.py          the settings that replace a recipe's values, with those of its parts in recipe_parts.py
+policy/            the policy losses, each a value
+advantages.py      one number per rollout from the rewards of its group
+advantage/         from rewards to training rows
+loss/              the loss that the trainer computes on every microbatch
+noise.py           the noise that rounding adds to log-probs
+caveats.py, earlier.py, user_functions.py   advice, settings of older runs, losses and advantages of the user's own
 """

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
-from headrace.algo.load import load_function
+from headrace.algo.user_functions import load_function
 from headrace.errors import ConfigError
 
 EPSILON = 1e-6

@@ -14,8 +14,7 @@ from headrace.algo.advantages import ADVANTAGES
 from headrace.algo.policy.constants import settings_of
 from headrace.algo.policy.loss import Loss
 from headrace.algo.policy.user import UserLoss
-from headrace.algo.recipes import LOSSES, RECIPES, Recipe
-from headrace.algo.tables import (
+from headrace.algo.recipe_parts import (
     Aggregation,
     Correction,
     CorrectionConfig,
@@ -26,6 +25,7 @@ from headrace.algo.tables import (
     Old,
     SelectConfig,
 )
+from headrace.algo.recipes import LOSSES, RECIPES, Recipe
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -13,7 +13,7 @@ from headrace.algo.policy.loss import Loss
 from headrace.algo.policy.region import DPPOKL, DPPOTV, IPO, DPPOTVQuadratic
 from headrace.algo.policy.smooth import SAPO, Kimi, KLCov
 from headrace.algo.policy.weighted import CISPO, TOPR, CrossEntropy, Importance, Reinforce, TOPRToken
-from headrace.algo.tables import KL, Aggregation, Correction, Distill, LagWeight, Old, Select
+from headrace.algo.recipe_parts import KL, Aggregation, Correction, Distill, LagWeight, Old, Select
 
 
 @dataclass(frozen=True)

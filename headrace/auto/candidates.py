@@ -68,7 +68,7 @@ class Figures(Struct, frozen=True):
     """Why nothing could be measured."""
 
 
-class Choice(Struct, frozen=True):
+class PartChoice(Struct, frozen=True):
     """What a part of a run is given where its settings say `auto`."""
 
     part: Part
@@ -101,20 +101,20 @@ def candidates(engine: EngineConfig, train: TrainConfig, wide: bool = True) -> l
 
 def choose(
     part: Part, config: EngineConfig | TrainConfig, allowed: Sequence[Candidate], figures: Figures, threads: int
-) -> Choice:
+) -> PartChoice:
     """The fastest of those that are `allowed` and were measured. `threads`: as `choose_threads` has it, 0 to leave it."""
     mine = [one for one in allowed if one.part == part and figures.tokens.get(one.name)]
     threads = 0 if config.cores or config.threads else threads
     if not mine:
         why = figures.problem or "nothing was measured for what the settings ask for"
-        return Choice(
+        return PartChoice(
             part=part, dtype=config.dtype, path=config.path, threads=threads, rate=0.0, why=f"not measured: {why}"
         )
     rates = {one: figures.tokens[one.name] for one in mine}
     best = next(one for one in mine if rates[one] >= NEAR * max(rates.values()))
     alone = [one for one in mine if one.dtype == best.dtype]
     path = config.path if best == alone[0] else best.path  # `auto` takes the first of the table too
-    return Choice(
+    return PartChoice(
         part=part,
         dtype=best.dtype,
         path=path,

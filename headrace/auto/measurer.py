@@ -20,7 +20,7 @@ from headrace.auto.candidates import CANDIDATES, Candidate, Figures
 from headrace.auto.slices import slice_of
 from headrace.durable.files import replace_file
 from headrace.models.resolve import cache_dir
-from headrace.observe.machine import cpu_model
+from headrace.observe.machine_mark import cpu_model
 
 SECONDS = 300
 """After which a measurement is given up: enough for a machine that is busy, where some ten are usual."""

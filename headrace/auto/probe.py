@@ -1,6 +1,6 @@
 """Times a piece of a model in every way that can be chosen; runs in a process of its own (`python -m headrace.auto.probe`).
 
-A question is read from the standard input and figures are written to the standard output, both as JSON. CPU time of one thread is
+A request is read from the standard input and figures are written to the standard output, both as JSON. CPU time of one thread is
 what is compared, and the least of several rounds: a busy machine makes a pass wait, which CPU time does not count.
 """
 
@@ -21,7 +21,7 @@ import torch
 from headrace.auto.candidates import Candidate, Figures
 from headrace.auto.slices import Slice, slice_of
 from headrace.engine.config import EngineConfig
-from headrace.engine.native.batch import BLOCK, Batch
+from headrace.engine.native.forward_pass import BLOCK, ForwardInput
 from headrace.engine.native.parts import read_model
 from headrace.errors import ConfigError
 from headrace.trainer.config import TrainConfig
@@ -41,7 +41,7 @@ HOPELESS = 1.5
 """Times the best so far: what takes so much longer is not measured again."""
 
 
-class Question(Struct, frozen=True):
+class ProbeRequest(Struct, frozen=True):
     config: dict[str, Any]
     """The model's, as in its `config.json`."""
     candidates: tuple[tuple[str, str, str], ...]
@@ -72,21 +72,21 @@ class Clock:
         return least
 
 
-def measure(question: Question) -> Figures:
+def measure(request: ProbeRequest) -> Figures:
     """Figures of the whole model. A candidate that this machine or this model has not is left out."""
     began = time.perf_counter()
-    piece = slice_of(question.config)
+    piece = slice_of(request.config)
     if piece is None:
         return Figures(problem="the model's config.json does not say how large its layers are")
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    wanted = [Candidate(part, dtype, path) for part, dtype, path in question.candidates]  # type: ignore[arg-type]
+    wanted = [Candidate(part, dtype, path) for part, dtype, path in request.candidates]  # type: ignore[arg-type]
     with tempfile.TemporaryDirectory(prefix="headrace-auto-") as folder:
         directory = Path(folder)
         (directory / "config.json").write_bytes(msgspec.json.encode(piece.config))
         engines, passes = _engines([one for one in wanted if one.part == "engine"], directory, piece.scale)
         trainers, update = _trainers([one for one in wanted if one.part == "trainer"], directory, piece)
-        threads = _threads(passes, question.threads, directory) if len(question.threads) > 1 else {}
+        threads = _threads(passes, request.threads, directory) if len(request.threads) > 1 else {}
     return Figures(engines | trainers, update, threads, ROWS, time.perf_counter() - began)
 
 
@@ -113,7 +113,7 @@ def _engine_pass(one: Candidate, directory: Path) -> Callable[[], Any]:
     blocks = -(-(CONTEXT + 1) // BLOCK)
     model.runner.allocate(ROWS * blocks)
     model.runner.use(model.prepare({name: tensor.to(model.dtype) for name, tensor in tensors.items()}))
-    batch = Batch(
+    batch = ForwardInput(
         tokens=np.arange(ROWS, dtype=np.int64) % model.vocabulary,
         starts=np.arange(ROWS + 1, dtype=np.int32),
         context=np.full(ROWS, CONTEXT, dtype=np.int32),
@@ -211,9 +211,9 @@ def _group(count: int, vocabulary: int) -> Any:
 
 
 def main() -> None:
-    question = msgspec.json.decode(sys.stdin.buffer.read(), type=Question)
+    request = msgspec.json.decode(sys.stdin.buffer.read(), type=ProbeRequest)
     with contextlib.redirect_stdout(sys.stderr):  # what libraries print is no answer
-        figures = measure(question)
+        figures = measure(request)
     sys.stdout.buffer.write(msgspec.json.encode(figures))
 
 

@@ -14,7 +14,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headrace.durable.journal import JOURNAL, Damage, Drawn, Gone, JournalStep, count_steps, read_only, read_steps
+from headrace.durable.journal import (
+    JOURNAL,
+    Damage,
+    DrawnRecord,
+    GoneRecord,
+    JournalStep,
+    count_steps,
+    read_only,
+    read_steps,
+)
 from headrace.errors import ConfigError
 from headrace.reports import TrainReport
 from headrace.types import Completion, Group, Row, Scored
@@ -40,7 +49,7 @@ KINDS = {
 
 
 @dataclass(frozen=True)
-class Difference:
+class RunDifference:
     kind: str
     step: int
     """Counted from 1; 0 where it lies before all steps."""
@@ -63,10 +72,10 @@ class Difference:
 
 
 @dataclass
-class Parting:
+class RunComparison:
     settings: list[tuple[str, Any, Any]]
     """Those that differ, but for names and places."""
-    first: dict[str, Difference] = field(default_factory=dict)
+    first: dict[str, RunDifference] = field(default_factory=dict)
     """By kind."""
     counts: Counter[str] = field(default_factory=Counter)
     """By kind: in how many steps, groups or rollouts there is such a difference."""
@@ -76,25 +85,25 @@ class Parting:
     """What of their journals cannot be read, and is not compared."""
 
     @property
-    def earliest(self) -> Difference | None:
+    def earliest(self) -> RunDifference | None:
         order = list(KINDS)
 
-        def when(one: Difference) -> tuple[float, int]:
+        def when(one: RunDifference) -> tuple[float, int]:
             return math.inf if one.kind == "outcome" else one.step, order.index(one.kind)
 
         return min(self.first.values(), key=when, default=None)
 
-    def add(self, difference: Difference) -> None:
+    def add(self, difference: RunDifference) -> None:
         self.first.setdefault(difference.kind, difference)
         self.counts[difference.kind] += 1
 
 
-def part(a: Path, b: Path) -> Parting:
+def compare_runs(a: Path, b: Path) -> RunComparison:
     """What of a journal cannot be read is not compared, and said. Raises ConfigError where one is no run."""
     for run in (a, b):
         if not (run / JOURNAL).is_file():
             raise ConfigError(f"{run} is not the directory of a run: it has no {JOURNAL}")
-    found = Parting(_settings(a, b), damage={a: Damage(), b: Damage()})
+    found = RunComparison(_settings(a, b), damage={a: Damage(), b: Damage()})
     for difference in _prompts(a, b):
         found.add(difference)
     rounding = max(_rounding(a), _rounding(b))
@@ -105,7 +114,7 @@ def part(a: Path, b: Path) -> Parting:
     done = {run: count_steps(run) for run in (a, b)}
     if done[a] != done[b]:
         told = ["done" if done[run] == max(done.values()) else "not done" for run in (a, b)]
-        found.add(Difference("length", min(done.values()) + 1, told[0], told[1]))
+        found.add(RunDifference("length", min(done.values()) + 1, told[0], told[1]))
     for difference in _outcomes(a, b):
         found.add(difference)
     return found
@@ -151,49 +160,49 @@ def _rounding(run: Path) -> float:
     return ROUNDING["float32" if dtype == "float32" else "bfloat16"]
 
 
-def _prompts(a: Path, b: Path) -> Iterator[Difference]:
-    one, other = ({record.ticket: record.prompt for record in read_only(run, Drawn)} for run in (a, b))
+def _prompts(a: Path, b: Path) -> Iterator[RunDifference]:
+    one, other = ({record.ticket: record.prompt for record in read_only(run, DrawnRecord)} for run in (a, b))
     for ticket in sorted(one.keys() & other.keys()):
         left, right = one[ticket], other[ticket]
         if (left.id, left.tokens, left.columns) != (right.id, right.tokens, right.columns):
             what = "" if left.id != right.id else "other tokens" if left.tokens != right.tokens else "other columns"
-            yield Difference(kind="prompt", step=0, a=left.id, b=right.id, ticket=ticket, prompt=left.id, what=what)
+            yield RunDifference(kind="prompt", step=0, a=left.id, b=right.id, ticket=ticket, prompt=left.id, what=what)
 
 
-def _outcomes(a: Path, b: Path) -> Iterator[Difference]:
+def _outcomes(a: Path, b: Path) -> Iterator[RunDifference]:
     """Groups that only one of them trained, or that ended for other reasons."""
     one, other = (
-        {record.ticket: f"{record.outcome}: {record.reason}" for record in read_only(run, Gone)} for run in (a, b)
+        {record.ticket: f"{record.outcome}: {record.reason}" for record in read_only(run, GoneRecord)} for run in (a, b)
     )
     last = min(max(gone, default=-1) for gone in (one, other))
     for ticket in sorted(one.keys() | other.keys()):
         left, right = one.get(ticket, "-"), other.get(ticket, "-")
         if left != right and ticket <= last:
-            yield Difference(kind="outcome", step=0, a=left, b=right, ticket=ticket, prompt="")
+            yield RunDifference(kind="outcome", step=0, a=left, b=right, ticket=ticket, prompt="")
 
 
 # -- one step ---------------------------------------------------------------------------------------------------------------
 
 
-def _of_steps(a: JournalStep, b: JournalStep, rounding: float) -> Iterator[Difference]:
+def _of_steps(a: JournalStep, b: JournalStep, rounding: float) -> Iterator[RunDifference]:
     step = a.step + 1
     left, right = ({group.ticket: group for group in one.groups} for one in (a, b))
     if list(left) != list(right):
-        yield Difference("order", step, f"tickets {_listed(left)}", f"tickets {_listed(right)}")
+        yield RunDifference("order", step, f"tickets {_listed(left)}", f"tickets {_listed(right)}")
     for ticket, group in left.items():
         if ticket in right:
             yield from _of_groups(step, group, right[ticket], rounding)
     yield from _of_reports(step, a.report, b.report)
 
 
-def _of_groups(step: int, a: Group, b: Group, rounding: float) -> Iterator[Difference]:
+def _of_groups(step: int, a: Group, b: Group, rounding: float) -> Iterator[RunDifference]:
     if len(a.scored) != len(b.scored):
         told = [f"{len(one.scored)} rollouts" for one in (a, b)]
-        yield Difference(kind="order", step=step, a=told[0], b=told[1], ticket=a.ticket, prompt=a.prompt.id)
+        yield RunDifference(kind="order", step=step, a=told[0], b=told[1], ticket=a.ticket, prompt=a.prompt.id)
         return
     for i, (one, other) in enumerate(zip(a.scored, b.scored, strict=True)):
         for kind, token, left, right, what in _of_rollouts(one, other, rounding):
-            yield Difference(
+            yield RunDifference(
                 kind=kind,
                 step=step,
                 a=left,
@@ -207,7 +216,7 @@ def _of_groups(step: int, a: Group, b: Group, rounding: float) -> Iterator[Diffe
     if len(a.rows) == len(b.rows):
         for i, (row, again) in enumerate(zip(a.rows, b.rows, strict=True)):
             for kind, token, left, right in _of_rows(row, again):
-                yield Difference(
+                yield RunDifference(
                     kind=kind, step=step, a=left, b=right, ticket=a.ticket, prompt=a.prompt.id, rollout=i, token=token
                 )
 
@@ -248,12 +257,12 @@ def _of_rows(a: Row, b: Row) -> Iterator[tuple[str, int, str, str]]:
             yield kind, place, *_two(left[place], right[place])
 
 
-def _of_reports(step: int, a: TrainReport, b: TrainReport) -> Iterator[Difference]:
+def _of_reports(step: int, a: TrainReport, b: TrainReport) -> Iterator[RunDifference]:
     for name in a.__struct_fields__:
         left, right = getattr(a, name), getattr(b, name)
         if name != "seconds" and repr(left) != repr(right):
             told = ("", "") if isinstance(left, tuple) else _two(left, right)
-            yield Difference("report", step, told[0], told[1], what=name)
+            yield RunDifference("report", step, told[0], told[1], what=name)
 
 
 def _first(a: Sequence[Any], b: Sequence[Any]) -> int | None:

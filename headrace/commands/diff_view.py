@@ -8,14 +8,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from headrace.commands.diff import KINDS, Parting, part
+from headrace.commands.diff import KINDS, RunComparison, compare_runs
 from headrace.observe.text import clip, plural
 
 
 def report(a: Path, b: Path, console: Console | None = None) -> int:
     """0 where the journals say the same, 1 where they do not, or cannot be read to the end."""
     console = console or Console(highlight=False)
-    found = part(a, b)
+    found = compare_runs(a, b)
     console.print(f"A = {escape(str(a))}, B = {escape(str(b))}: {plural(found.steps, 'step')} in both")
     if found.settings:
         console.print(_settings(found))
@@ -35,14 +35,14 @@ def report(a: Path, b: Path, console: Console | None = None) -> int:
     return 0
 
 
-def _settings(found: Parting) -> Table:
+def _settings(found: RunComparison) -> Table:
     table = _table("setting", "A", "B")
     for name, a, b in found.settings:
         table.add_row(escape(name), *(escape("-" if one is None else str(one)) for one in (a, b)))
     return table
 
 
-def _kinds(found: Parting) -> Table:
+def _kinds(found: RunComparison) -> Table:
     table = _table("", "first difference", "A", "B", "in all")
     for kind, title in KINDS.items():
         one = found.first.get(kind)

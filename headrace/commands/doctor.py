@@ -23,7 +23,7 @@ NEEDED_MEMORY = 6 * GIB
 NEEDED_DISK = 4 * GIB
 
 
-class Finding(NamedTuple):
+class DoctorFinding(NamedTuple):
     what: str
     state: State
     value: str
@@ -43,32 +43,32 @@ def examine(full: bool = False) -> int:
         "Models": models,
         "What would run where": list(_placement(torch)),
     }
-    return tell(sections)
+    return print_findings(sections)
 
 
 # --- software --------------------------------------------------------------------------------------------------------
 
 
-def _python() -> Finding:
-    return Finding("Python", "ok", ".".join(map(str, sys.version_info[:3])))
+def _python() -> DoctorFinding:
+    return DoctorFinding("Python", "ok", ".".join(map(str, sys.version_info[:3])))
 
 
-def torch_findings(torch: dict[str, Any] | str) -> Iterator[Finding]:
+def torch_findings(torch: dict[str, Any] | str) -> Iterator[DoctorFinding]:
     if isinstance(torch, str):
-        yield Finding("torch", "bad", torch, "pip install 'torch>=2.11,<2.14'")
+        yield DoctorFinding("torch", "bad", torch, "pip install 'torch>=2.11,<2.14'")
         return
     yield _in_range("torch", torch["version"], f", {torch['threads']} threads, built for {_built_for(torch)}")
     fast = [name for key, name in (("amx", "AMX"), ("avx512_bf16", "AVX512-BF16")) if torch[key]]
     if torch["cuda"]:
         names = ", ".join(f"{name} ({memory / GIB:.0f} GiB)" for name, memory in torch["cuda"])
-        yield Finding("GPU", "ok", names)
+        yield DoctorFinding("GPU", "ok", names)
     else:
-        yield Finding("GPU", "note", "none that torch can use", "not needed: engine and trainer run on the CPU")
+        yield DoctorFinding("GPU", "note", "none that torch can use", "not needed: engine and trainer run on the CPU")
     if fast or not torch["cuda"]:
-        yield Finding("bfloat16 on the CPU", "ok", " and ".join(fast) or "emulated by other instructions")
+        yield DoctorFinding("bfloat16 on the CPU", "ok", " and ".join(fast) or "emulated by other instructions")
 
 
-def _kernels() -> Iterator[Finding]:
+def _kernels() -> Iterator[DoctorFinding]:
     from headrace.engine.native.kernels import binding
     from headrace.engine.native.kernels import build as engine
     from headrace.native.build import LIMIT
@@ -78,29 +78,31 @@ def _kernels() -> Iterator[Finding]:
     for who, found in (("engine", engine.built()), ("trainer", trainer.built())):
         if found.library is None:
             remedy = f"install a C++ compiler: on a CPU the {who} is slower without"
-            yield Finding(f"{who}'s kernels", "note", found.reason, remedy)
+            yield DoctorFinding(f"{who}'s kernels", "note", found.reason, remedy)
         elif tier is None:
-            yield Finding(
+            yield DoctorFinding(
                 f"{who}'s kernels", "note", "this processor cannot execute them", f"name others in ${LIMIT}, or none"
             )
         else:
-            yield Finding(f"{who}'s kernels", "ok", f"for {tier}, {found.reason}")
+            yield DoctorFinding(f"{who}'s kernels", "ok", f"for {tier}, {found.reason}")
 
 
 def _built_for(torch: dict[str, Any]) -> str:
     return "the CPU" if torch["built_for"] == "CPU" else f"CUDA {torch['built_for']}"
 
 
-def _packages() -> list[Finding]:
+def _packages() -> list[DoctorFinding]:
     return [_in_range(name, _version(name)) for name in ("transformers", "pydantic", "msgspec")]
 
 
-def _extras() -> Iterator[Finding]:
+def _extras() -> Iterator[DoctorFinding]:
     for name, extra in EXTRAS.items():
         if importlib.util.find_spec(extra.module):
-            yield Finding(f"[{name}]", "ok", f"{extra.module.replace('_', '-')} {_version(extra.module) or ''}".strip())
+            yield DoctorFinding(
+                f"[{name}]", "ok", f"{extra.module.replace('_', '-')} {_version(extra.module) or ''}".strip()
+            )
         else:
-            yield Finding(f"[{name}]", "note", "not installed", f"{extra.brings}: {install(name)}")
+            yield DoctorFinding(f"[{name}]", "note", "not installed", f"{extra.brings}: {install(name)}")
 
 
 def _version(distribution: str) -> str | None:
@@ -110,13 +112,13 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _in_range(name: str, version: str | None, more: str = "") -> Finding:
+def _in_range(name: str, version: str | None, more: str = "") -> DoctorFinding:
     wanted = _requirement(name)
     if version is None:
-        return Finding(name, "bad", "not installed", f"pip install '{name}{wanted}'")
+        return DoctorFinding(name, "bad", "not installed", f"pip install '{name}{wanted}'")
     if not satisfies(version, wanted):
-        return Finding(name, "bad", version + more, f"headrace needs {wanted}: pip install '{name}{wanted}'")
-    return Finding(name, "ok", version + more)
+        return DoctorFinding(name, "bad", version + more, f"headrace needs {wanted}: pip install '{name}{wanted}'")
+    return DoctorFinding(name, "ok", version + more)
 
 
 def _requirement(name: str) -> str:
@@ -149,23 +151,23 @@ def _numbers(version: str) -> tuple[int, ...]:
 # --- machine ---------------------------------------------------------------------------------------------------------
 
 
-def _machine() -> Iterator[Finding]:
+def _machine() -> Iterator[DoctorFinding]:
     count = usable_cores()
     advice = "engine and trainer will take turns" if count < 2 else ""
-    yield Finding("CPU cores", "note" if count < 2 else "ok", str(count), advice)
+    yield DoctorFinding("CPU cores", "note" if count < 2 else "ok", str(count), advice)
     present = memory()
     low = present < NEEDED_MEMORY
-    yield Finding(
+    yield DoctorFinding(
         "Memory", "note" if low else "ok", _gib(present), f"the demo wants about {_gib(NEEDED_MEMORY)}" if low else ""
     )
 
 
-def _disks() -> Iterator[Finding]:
+def _disks() -> Iterator[DoctorFinding]:
     for what, path in (("Disk for runs/", Path("runs")), ("Disk for models", _cache_dir())):
         free = shutil.disk_usage(_existing(path)).free
         low = free < NEEDED_DISK
         remedy = "a checkpoint of the demo takes 1.6 GiB, its model 0.3 GiB" if low else ""
-        yield Finding(what, "note" if low else "ok", f"{_gib(free)} free at {path}", remedy)
+        yield DoctorFinding(what, "note" if low else "ok", f"{_gib(free)} free at {path}", remedy)
 
 
 def _existing(path: Path) -> Path:
@@ -186,7 +188,7 @@ def _gib(count: float) -> str:
 # --- models and placement --------------------------------------------------------------------------------------------
 
 
-def _models(full: bool) -> Iterator[Finding]:
+def _models(full: bool) -> Iterator[DoctorFinding]:
     from headrace.models.resolve import model_states
 
     marks: dict[str, State] = {"ready": "ok", "absent": "note", "damaged": "bad"}
@@ -196,17 +198,17 @@ def _models(full: bool) -> Iterator[Finding]:
         )
         more = found.detail if found.state != "ready" else ""
         remedy = "; ".join(filter(None, [more, found.remedy]))
-        yield Finding(found.model.name, marks[found.state], value, remedy)
+        yield DoctorFinding(found.model.name, marks[found.state], value, remedy)
 
 
 def _size(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
-def _placement(torch: dict[str, Any] | str) -> Iterator[Finding]:
+def _placement(torch: dict[str, Any] | str) -> Iterator[DoctorFinding]:
     """What `device`, `dtype` and `path` = "auto" come to here."""
     if isinstance(torch, str):
-        yield Finding("engine, trainer", "bad", "nothing can run without torch")
+        yield DoctorFinding("engine, trainer", "bad", "nothing can run without torch")
         return
     cuda = torch["cuda"]
     where = f"GPU 0 ({cuda[0][0]})" if cuda else f"CPU, {torch['threads']} threads"
@@ -214,10 +216,10 @@ def _placement(torch: dict[str, Any] | str) -> Iterator[Finding]:
         chosen = {"engine": "bfloat16", "trainer": "bfloat16" if torch["bfloat16"] else "float32"}
     else:
         chosen = _chosen()
-    yield Finding("engine", "ok", f"a process of its own: {where}, {chosen['engine']}")
-    yield Finding("trainer", "ok", f"a process of its own: {where}, float32 weights, {chosen['trainer']}")
-    yield Finding("rewards", "ok", "worker processes on the CPU")
-    yield Finding("new weights", "ok", "shared memory, from trainer to engine")
+    yield DoctorFinding("engine", "ok", f"a process of its own: {where}, {chosen['engine']}")
+    yield DoctorFinding("trainer", "ok", f"a process of its own: {where}, float32 weights, {chosen['trainer']}")
+    yield DoctorFinding("rewards", "ok", "worker processes on the CPU")
+    yield DoctorFinding("new weights", "ok", "shared memory, from trainer to engine")
 
 
 def _chosen() -> dict[str, str]:
@@ -260,7 +262,7 @@ SMOLLM2_135M = {
 _MARKS = {"ok": "[green]✓[/]", "note": "[yellow]–[/]", "bad": "[bold red]✗[/]"}
 
 
-def tell(sections: dict[str, list[Finding]]) -> int:
+def print_findings(sections: dict[str, list[DoctorFinding]]) -> int:
     """Prints the findings and the verdict; returns the exit code."""
     from rich.console import Console
     from rich.table import Table

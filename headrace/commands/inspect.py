@@ -10,8 +10,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from headrace.commands.rerun import Stage, plot_course, rerun
-from headrace.durable.journal import JOURNAL, Damage, Gone, JournalStep, count_steps, read_only, read_steps
+from headrace.commands.rerun import Stage, plan_rerun, rerun
+from headrace.durable.journal import JOURNAL, Damage, GoneRecord, JournalStep, count_steps, read_only, read_steps
 from headrace.durable.spelling import encode
 from headrace.errors import ConfigError
 from headrace.observe.numbers.rollout_view import Look, Place, looks_at, row_of, settings_of, trimmed_below
@@ -101,7 +101,7 @@ def _step_of(run_dir: Path, ticket: int, damage: Damage) -> JournalStep:
     for step in read_steps(run_dir, damage=damage):
         if any(group.ticket == ticket for group in step.groups):
             return step
-    gone = {one.ticket: one for one in read_only(run_dir, Gone)}.get(ticket)
+    gone = {one.ticket: one for one in read_only(run_dir, GoneRecord)}.get(ticket)
     why = (
         f": it was {gone.outcome} ({gone.reason})"
         if gone
@@ -137,7 +137,7 @@ def _trainer_side(
 
 
 async def _rescored(run_dir: Path, step: JournalStep, ticket: int | None) -> dict[Place, Sequence[float]]:
-    course = plot_course(run_dir, step.step + 1, step.step + 1)
+    course = plan_rerun(run_dir, step.step + 1, step.step + 1)
     found: dict[Place, Sequence[float]] = {}
     async with rerun(course) as stages:
         async for stage in stages:

@@ -55,7 +55,7 @@ EXPERTS = ("num_experts", "num_local_experts")
 
 
 @dataclass(frozen=True)
-class Difference:
+class ParityRow:
     """|Δ log-prob| between engine and trainer over some sampled tokens, in nats."""
 
     dtype: Dtype
@@ -80,7 +80,7 @@ class Difference:
         return not self.judged or bool(self.absent) or (self.mean <= mean and self.p99 <= p99)
 
 
-def measure(model_dir: Path, dtypes: Sequence[Dtype] = DTYPES, tokens: int = TOKENS) -> Iterator[Difference]:
+def measure(model_dir: Path, dtypes: Sequence[Dtype] = DTYPES, tokens: int = TOKENS) -> Iterator[ParityRow]:
     """Row after row, as they come; `tokens`: of each completion. Raises ConfigError for a model that cannot be trained."""
     asked = _Asked(_prompts(model_dir), tokens)
     for dtype in dtypes:
@@ -94,13 +94,13 @@ class _Asked:
     tokens: int
 
 
-def _of_dtype(published: _Published, asked: _Asked) -> Iterator[Difference]:
+def _of_dtype(published: _Published, asked: _Asked) -> Iterator[ParityRow]:
     served = []
     for path in PATHS:
         try:
             engine = published.engine(path)
         except ConfigError as error:
-            yield Difference(published.dtype, path, "plain", "", judged=False, absent=str(error))
+            yield ParityRow(published.dtype, path, "plain", "", judged=False, absent=str(error))
             continue
         served.append(path)
         rows = _rows(engine, asked, {}, published.routed)
@@ -110,7 +110,7 @@ def _of_dtype(published: _Published, asked: _Asked) -> Iterator[Difference]:
         yield from _told(published, engine, name, _rows(engine, asked, options, published.routed))
 
 
-def _told(published: _Published, engine: EngineCore, sampling: str, rows: Sequence[Row]) -> Iterator[Difference]:
+def _told(published: _Published, engine: EngineCore, sampling: str, rows: Sequence[Row]) -> Iterator[ParityRow]:
     """With all that was recorded, and without each thing that was."""
     recorded = {"experts": "routing"} if published.routed else {}
     if sampling in FILTERS:
@@ -120,7 +120,7 @@ def _told(published: _Published, engine: EngineCore, sampling: str, rows: Sequen
     for said, dropped in tellings:
         stripped = [msgspec.structs.replace(row, **dict.fromkeys(dropped)) for row in rows]
         differences = _differences(rows, published.rescore(stripped))
-        yield Difference(
+        yield ParityRow(
             dtype=published.dtype,
             path=engine.capabilities.path,
             sampling=sampling,

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.status import Status
 from rich.table import Table
 
-from headrace.commands.parity import DTYPES, LIMITS, Difference, Dtype, measure
+from headrace.commands.parity import DTYPES, LIMITS, Dtype, ParityRow, measure
 from headrace.models.resolve import resolve_model
 
 COLUMNS = ("dtype", "engine", "sampling", "replayed in the trainer", "tokens", "mean", "p99", "max", "")
@@ -22,7 +22,7 @@ def report(model: str, dtypes: Sequence[Dtype] = DTYPES, console: Console | None
     directory = (
         Path(model) if (Path(model) / "config.json").is_file() else resolve_model(model)
     )  # no tokenizer is needed
-    found: list[Difference] = []
+    found: list[ParityRow] = []
     _silence_progress_bars()
     with console.status(f"{Path(model).name}: publishing, sampling, scoring ...") as status:
         for one in measure(directory, dtypes):
@@ -40,11 +40,11 @@ def _silence_progress_bars() -> None:
     logging.disable_progress_bar()
 
 
-def _progress(status: Status, found: Sequence[Difference]) -> None:
+def _progress(status: Status, found: Sequence[ParityRow]) -> None:
     status.update(f"{len(found)} rows, the last: {found[-1].dtype} {escape(found[-1].path)} {found[-1].sampling} ...")
 
 
-def table(found: Sequence[Difference]) -> Table:
+def table(found: Sequence[ParityRow]) -> Table:
     drawn = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in COLUMNS:
         drawn.add_column(name, justify="right" if name in ("tokens", "mean", "p99", "max") else "left")
@@ -57,20 +57,20 @@ def table(found: Sequence[Difference]) -> Table:
     return drawn
 
 
-def _cells(one: Difference) -> tuple[str, ...]:
+def _cells(one: ParityRow) -> tuple[str, ...]:
     if one.absent:
         return (one.dtype, escape(one.path), one.sampling, "", "", "", "", "", "not here")
     numbers = (f"{value:.5f}" for value in (one.mean, one.p99, one.largest))
     return (one.dtype, escape(one.path), one.sampling, one.replayed, str(one.tokens), *numbers, _mark(one))
 
 
-def _mark(one: Difference) -> str:
+def _mark(one: ParityRow) -> str:
     if not one.judged:
         return "for comparison"
     return "[green]✓[/]" if one.ok else "[bold red]✗ too far[/]"
 
 
-def _verdict(found: Sequence[Difference], console: Console) -> int:
+def _verdict(found: Sequence[ParityRow], console: Console) -> int:
     dtypes = dict.fromkeys(one.dtype for one in found)
     limits = "; ".join(f"{name}: mean {LIMITS[name][0]:g}, p99 {LIMITS[name][1]:g}" for name in dtypes)
     console.print(f"\n[dim]What rounding may make: {limits}.[/]")

@@ -19,12 +19,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from headrace.commands.rerun import Course, Stage, cores_here, plot_course, rerun
+from headrace.commands.rerun import RerunPlan, Stage, cores_here, plan_rerun, rerun
 from headrace.config import RunConfig, config_of_run, read_config
-from headrace.durable.journal import Live, read_only
+from headrace.durable.journal import LiveRecord, read_only
 from headrace.errors import CheckpointError
 from headrace.observe.facts import RunStarted, WeightsLive
-from headrace.observe.machine import machine_mark
+from headrace.observe.machine_mark import machine_mark
 from headrace.observe.records import StepRow, read_metrics
 from headrace.observe.text import plural
 from headrace.reports import TrainReport, differing
@@ -71,15 +71,15 @@ class Outcome:
 def replay(run_dir: Path, first: int, last: int | None = None, console: Console | None = None) -> int:
     """Steps `first` to `last` (counted from 1), printed as they come. 0 when all come out as they did, 1 when one does not."""
     console = console or Console(highlight=False)
-    course = plot_course(run_dir, first, last or first)
+    course = plan_rerun(run_dir, first, last or first)
     return asyncio.run(_replay(course, console))
 
 
-async def _replay(course: Course, console: Console) -> int:
+async def _replay(course: RerunPlan, console: Console) -> int:
     for complaint in course.complaints:
         console.print(f"{escape(complaint)}: an older one is used")
     console.print(_where_from(course))
-    expected = what_it_says(course.run_dir)
+    expected = read_expected(course.run_dir)
     table, outcomes = _table(), []
     async with aclosing(outcomes_of(course, expected)) as found:
         async for outcome in found:
@@ -89,7 +89,7 @@ async def _replay(course: Course, console: Console) -> int:
     return _conclude(outcomes, expected, console)
 
 
-def _where_from(course: Course) -> str:
+def _where_from(course: RerunPlan) -> str:
     if course.checkpoint:
         ahead = course.first - 1 - course.begins
         return f"from the checkpoint of step {course.begins}" + (
@@ -103,7 +103,7 @@ def _where_from(course: Course) -> str:
     )
 
 
-def what_it_says(run_dir: Path) -> Expected:
+def read_expected(run_dir: Path) -> Expected:
     """What of journal and metrics cannot be read is not compared."""
     kind = "adapter" if read_config(config_of_run(run_dir)).lora.served_name else "full"
     machine: Mapping[str, str] = {}
@@ -117,10 +117,10 @@ def what_it_says(run_dir: Path) -> Expected:
                 machines[fact.report.step + 1] = machine
             case WeightsLive() if fact.update.kind == kind:
                 fingerprints[fact.update.version] = fact.update.fingerprint
-    return Expected(fingerprints | {one.version: one.fingerprint for one in read_only(run_dir, Live)}, machines)
+    return Expected(fingerprints | {one.version: one.fingerprint for one in read_only(run_dir, LiveRecord)}, machines)
 
 
-async def outcomes_of(course: Course, expected: Expected) -> AsyncGenerator[Outcome, None]:
+async def outcomes_of(course: RerunPlan, expected: Expected) -> AsyncGenerator[Outcome, None]:
     """Up to a step that cannot be followed by the next one."""
     checked = False
     async with rerun(course) as stages:
@@ -137,7 +137,7 @@ async def outcomes_of(course: Course, expected: Expected) -> AsyncGenerator[Outc
                 return
 
 
-async def _check_start(course: Course, stage: Stage, expected: Expected) -> None:
+async def _check_start(course: RerunPlan, stage: Stage, expected: Expected) -> None:
     """The weights that all begins with: nothing was computed yet, so they are equal on every machine."""
     update = await stage.trainer.publish(stage.adapter)
     recorded = expected.fingerprints.get(update.version, "")
@@ -221,7 +221,7 @@ def _table() -> Table:
     return drawn
 
 
-def _cells(one: Outcome, course: Course) -> tuple[str, ...]:
+def _cells(one: Outcome, course: RerunPlan) -> tuple[str, ...]:
     report = one.report
     name = f"{one.step}" if one.step >= course.first else f"{one.step} (before)"
     seconds = f"{report.seconds:.2f} ({one.before.seconds:.2f})"

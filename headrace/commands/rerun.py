@@ -20,10 +20,10 @@ from headrace.durable.journal import JOURNAL, Damage, JournalStep, count_steps, 
 from headrace.errors import ConfigError, HeadraceError
 from headrace.models.resolve import resolve_model
 from headrace.orchestration.build import plan_of
-from headrace.orchestration.clients.trainer import ProcessTrainer
+from headrace.orchestration.clients.process_trainer import ProcessTrainer
 from headrace.orchestration.pools import trainer_start
 from headrace.orchestration.store.checkpoints import Checkpoints, damage
-from headrace.orchestration.store.directory import configs_until
+from headrace.orchestration.store.run_directory import configs_until
 from headrace.orchestration.teaching import reward_weights
 from headrace.orchestration.workers.build import open_launcher, open_transport
 from headrace.protocols import Trainer
@@ -32,7 +32,7 @@ from headrace.types import Batch
 
 
 @dataclass(frozen=True)
-class Course:
+class RerunPlan:
     """What is executed again, and from where."""
 
     run_dir: Path
@@ -70,7 +70,7 @@ class Stage:
         return await self.trainer.step(self.batch)
 
 
-def plot_course(run_dir: Path, first: int, last: int) -> Course:
+def plan_rerun(run_dir: Path, first: int, last: int) -> RerunPlan:
     """Raises ConfigError where the run has no such steps."""
     if not (run_dir / "config.toml").exists() or any(run_dir.glob("*/checkpoints")):
         lanes = [str(path.parent) for path in sorted(run_dir.glob("*/checkpoints"))]
@@ -89,11 +89,11 @@ def plot_course(run_dir: Path, first: int, last: int) -> Course:
                 checkpoint = path
                 break
             complaints.append(problem)
-    return Course(run_dir, checkpoint, first, last, tuple(complaints))
+    return RerunPlan(run_dir, checkpoint, first, last, tuple(complaints))
 
 
 @asynccontextmanager
-async def rerun(course: Course) -> AsyncIterator[AsyncIterator[Stage]]:
+async def rerun(course: RerunPlan) -> AsyncIterator[AsyncIterator[Stage]]:
     """The trainer before each step after the checkpoint, in order. Whoever is given a stage executes it before the next.
 
     A context, so that the trainer's process has ended when it is left, however many stages were asked for. Raises
@@ -103,7 +103,7 @@ async def rerun(course: Course) -> AsyncIterator[AsyncIterator[Stage]]:
         yield stages
 
 
-async def _stages(course: Course) -> AsyncGenerator[Stage, None]:
+async def _stages(course: RerunPlan) -> AsyncGenerator[Stage, None]:
     steps = _without_a_gap(course)
     restore, at = course.checkpoint, course.begins
     with tempfile.TemporaryDirectory() as scratch:
@@ -120,7 +120,7 @@ async def _stages(course: Course) -> AsyncGenerator[Stage, None]:
                     await trainer.save(restore, config.lora.served_name)
 
 
-def _without_a_gap(course: Course) -> Iterator[JournalStep]:
+def _without_a_gap(course: RerunPlan) -> Iterator[JournalStep]:
     """Raises HeadraceError at the first that cannot be read: what follows it cannot be done without it."""
     following = course.begins
     for step in read_steps(course.run_dir, range(course.begins, course.last)):
@@ -137,7 +137,7 @@ def _without_a_gap(course: Course) -> Iterator[JournalStep]:
         )
 
 
-def _by_settings(course: Course) -> Iterator[tuple[RunConfig, int]]:
+def _by_settings(course: RerunPlan) -> Iterator[tuple[RunConfig, int]]:
     """Settings, and the last step that was done with them: a run may have been resumed with others."""
     at = course.begins
     for until, path in [*configs_until(course.run_dir), (course.last, config_of_run(course.run_dir))]:

@@ -16,7 +16,7 @@ from rich.live import Live as Redrawn
 from headrace.errors import ConfigError, HeadraceError
 from headrace.observe.health import stacks, status
 from headrace.observe.screen import status_view
-from headrace.orchestration.store.directory import CONFIG, LOCK, held
+from headrace.orchestration.store.run_directory import CONFIG, LOCK, held
 
 DEAD = 1
 EVERY = 2.0

@@ -16,7 +16,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager
-def full_disk_is_said(place: Path) -> Iterator[None]:
+def full_disk_as_error(place: Path) -> Iterator[None]:
     """Whatever a full disk ends ends with a sentence: `HeadraceError` instead of `OSError`. `place`: where it wrote to, in case the
     error does not know."""
     try:
@@ -24,7 +24,7 @@ def full_disk_is_said(place: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in FULL:
             raise
-        raise not_written(Path(error.filename or place), error) from error
+        raise write_error(Path(error.filename or place), error) from error
 
 
 class AppendFile:
@@ -39,7 +39,7 @@ class AppendFile:
             self._file = path.open("ab", buffering=0)
             self._size = os.fstat(self._file.fileno()).st_size
         except OSError as error:
-            raise not_written(self.path, error) from error
+            raise write_error(self.path, error) from error
 
     def write(self, line: bytes) -> None:
         """Appends `line` and a newline. Raises `HeadraceError` naming the file when the disk does not take it."""
@@ -52,7 +52,7 @@ class AppendFile:
         except OSError as error:
             with suppress(OSError):  # half a line must not glue itself to the next one
                 self._file.truncate(self._size)
-            raise not_written(self.path, error) from error
+            raise write_error(self.path, error) from error
         self._size += len(data)
 
     def check(self) -> None:
@@ -72,7 +72,7 @@ class AppendFile:
         try:
             os.fsync(self._file.fileno())
         except OSError as error:
-            raise not_written(self.path, error) from error
+            raise write_error(self.path, error) from error
 
     def close(self) -> None:
         self._file.close()
@@ -92,12 +92,12 @@ def replacing(path: Path, flush: bool = True) -> Iterator[Callable[[bytes], None
                 os.fsync(file.fileno())
         os.replace(part, path)
         if flush:
-            put_on_disk(path.parent)
+            sync_to_disk(path.parent)
     except BaseException as error:
         with suppress(OSError):
             part.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            raise not_written(path, error) from error
+            raise write_error(path, error) from error
         raise
 
 
@@ -105,7 +105,7 @@ PART = ".part"
 """End of the name of a file that is to replace another one. One that is found was left by a kill."""
 
 
-def forget_parts(directory: Path) -> None:
+def remove_parts(directory: Path) -> None:
     """Those that a kill left in it."""
     for part in directory.glob(f".*{PART}"):
         part.unlink(missing_ok=True)
@@ -117,7 +117,7 @@ def replace_file(path: Path, data: bytes, flush: bool = True) -> None:
         write(data)
 
 
-def put_on_disk(path: Path) -> None:
+def sync_to_disk(path: Path) -> None:
     """What a file holds, or which names there are in a directory, outlives a loss of power from here on."""
     fd = os.open(path, os.O_RDONLY)
     try:
@@ -126,7 +126,7 @@ def put_on_disk(path: Path) -> None:
         os.close(fd)
 
 
-def not_written(path: Path, error: OSError) -> HeadraceError:
+def write_error(path: Path, error: OSError) -> HeadraceError:
     remedy = "Make room on that disk" if error.errno in FULL else "See that it can be written"
     return HeadraceError(f"could not write {path}: {error.strerror}. {remedy}; a run goes on with --resume")
 

@@ -27,25 +27,27 @@ from headrace.types import Group, Prompt, Struct
 JOURNAL = "journal.jsonl"
 
 
-class Record(Struct, frozen=True, tag_field="kind", tag=True):
+class Record(Struct, frozen=True, tag_field="kind", tag=lambda name: name.removesuffix("Record")):
+    """One line of the journal. Its `kind` there is the name of its class without `Record`: `DrawnRecord` is `Drawn`."""
+
     t: float
     """Seconds since the start of the run."""
 
 
-class Drawn(Record, frozen=True):
+class DrawnRecord(Record, frozen=True):
     """A ticket, and the prompt that the task gave for it."""
 
     ticket: int
     prompt: Prompt
 
 
-class Ready(Record, frozen=True):
+class ReadyRecord(Record, frozen=True):
     """A group whose rollouts are sampled and scored, as the buffer holds it."""
 
     group: Group
 
 
-class Gone(Record, frozen=True):
+class GoneRecord(Record, frozen=True):
     """A group that will not be trained."""
 
     ticket: int
@@ -55,7 +57,7 @@ class Gone(Record, frozen=True):
     """Reasons of the rollouts that failed, where the group is dropped for another one."""
 
 
-class Stepped(Record, frozen=True):
+class SteppedRecord(Record, frozen=True):
     """What one optimizer step took, in order, and what came of it. A skipped one drops its groups."""
 
     report: TrainReport
@@ -64,7 +66,7 @@ class Stepped(Record, frozen=True):
     """That the run was to have then; 0 of a run that did not say."""
 
 
-class Live(Record, frozen=True):
+class LiveRecord(Record, frozen=True):
     """A version that the engine serves, and the fingerprint of its weights as they are served (C3)."""
 
     version: int
@@ -72,7 +74,7 @@ class Live(Record, frozen=True):
 
 
 R = TypeVar("R", bound=Record)
-AnyRecord = Drawn | Ready | Gone | Stepped | Live
+AnyRecord = DrawnRecord | ReadyRecord | GoneRecord | SteppedRecord | LiveRecord
 
 
 _HEAD = re.compile(rb'\{"n":(\d+),"sum":"([0-9a-f]{16})","record":')
@@ -191,7 +193,7 @@ class JournalStep(Struct, frozen=True):
     groups: tuple[Group, ...]
     report: TrainReport
     steps: int = 0
-    """As in `Stepped`."""
+    """As in `SteppedRecord`."""
 
 
 class _Peek(msgspec.Struct, tag_field="kind", tag="Ready"):
@@ -205,8 +207,8 @@ class _Ticket(msgspec.Struct):
 
 
 _peek = msgspec.json.Decoder(_Peek)
-_gone = msgspec.json.Decoder(Gone)
-_stepped = msgspec.json.Decoder(Stepped, strict=False)
+_gone = msgspec.json.Decoder(GoneRecord)
+_stepped = msgspec.json.Decoder(SteppedRecord, strict=False)
 
 
 def read_steps(
@@ -258,11 +260,11 @@ def count_steps(run_dir: Path) -> int:
     return done
 
 
-def _step(record: Stepped, bodies: list[bytes]) -> JournalStep:
+def _step(record: SteppedRecord, bodies: list[bytes]) -> JournalStep:
     groups = []
     for body in bodies:
         ready = _record.decode(body)
-        assert isinstance(ready, Ready)
+        assert isinstance(ready, ReadyRecord)
         groups.append(ready.group)
     report = record.report
     return JournalStep(

@@ -1,6 +1,6 @@
 """The contracts C1 to C8, checked at every fact of a simulated run, at every record of its journal, and at its end.
 
-`Ledger` outlives the kills: it knows what was sampled, told, trained and served in all lives of a run. `Referee` is the observer
+`RunHistory` outlives the kills: it knows what was sampled, told, trained and served in all lives of a run. `Referee` is the observer
 of one life: it looks at every fact before it is written. What they compare with is in `oracles.py`.
 """
 
@@ -13,8 +13,9 @@ from typing import Any
 
 import msgspec
 
-from headrace.durable.journal import JOURNAL, Live, read_journal, read_steps
+from headrace.durable.journal import JOURNAL, LiveRecord, read_journal, read_steps
 from headrace.faultsim.case import Case
+from headrace.faultsim.chance import Chance
 from headrace.faultsim.engine_worker import Truth
 from headrace.faultsim.faults import Disk, Fault, rot, rot_journal
 from headrace.faultsim.oracles import (
@@ -27,23 +28,23 @@ from headrace.faultsim.oracles import (
     one_age,
     records_in,
 )
-from headrace.faultsim.processes import Chance
 from headrace.faultsim.trainer_worker import SKIPPED, WEIGHTS
 from headrace.observe.facts import CheckpointSaved, GroupEnded, StepTrained, TicketDrawn, Warned, WeightsLive
 from headrace.observe.records import StepRow, read_metrics
-from headrace.orchestration.plan import Plan
+from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.store.checkpoints import FILES, Checkpoints, damage
 from headrace.orchestration.store.snapshots import load_controller
 from headrace.orchestration.store.storage import Storage
+from headrace.rollout_key import RolloutKey
 from headrace.rollouts.buffer import Buffer
 from headrace.rollouts.partial import Interrupts
 from headrace.steps import StepOutput
-from headrace.types import Completion, Group, RolloutKey, Row
+from headrace.types import Completion, Group, Row
 
 _output = msgspec.msgpack.Decoder(StepOutput)
 
 
-class Ledger:
+class RunHistory:
     """What happened in all lives of a run."""
 
     def __init__(self, group_size: int, remembers: bool = True) -> None:
@@ -104,13 +105,13 @@ class Ledger:
 
     def opens(self, storage: Storage, counts: Counts) -> None:
         """C7: a kill costs no record of the journal, and no step that was told of."""
-        past, before = storage.past, self.journal
-        if past is None or before is None or not self.truth.remembers:
+        saved, before = storage.saved, self.journal
+        if saved is None or before is None or not self.truth.remembers:
             return
         found, written = counts.end, before.counts.end
-        if past.rewinds or self.changes or self.rotten:  # by this process, or by one that was killed then
-            written = min(written, past.state.journal if past.state else 0)
-            self._forget(past.saved_step)
+        if saved.rewinds or self.changes or self.rotten:  # by this process, or by one that was killed then
+            written = min(written, saved.state.journal if saved.state else 0)
+            self._forget(saved.saved_step)
         least = min(written, before.flushed) if self.lost_power else written
         assert least <= found <= written, f"C7: {written} records were written, {least} are safe, and {found} are there"
         for step, taken in self.trained.items():
@@ -125,10 +126,10 @@ class Ledger:
         self.truth.served = {version: one for version, one in self.truth.served.items() if version <= step}
         self.reached.clear()
 
-    def resumes(self, storage: Storage, buffer: Buffer, interrupts: Interrupts, plan: Plan) -> None:
+    def resumes(self, storage: Storage, buffer: Buffer, interrupts: Interrupts, plan: LoopPlan) -> None:
         """C7: nothing that had reached the controller is sampled again."""
         self.changes = self.rotten = False
-        if storage.past is None or not self.truth.remembers:
+        if storage.saved is None or not self.truth.remembers:
             return
         kept = interrupts.so_far()
         reached, self.reached = self.reached, Counter()
@@ -179,7 +180,7 @@ class Ledger:
         assert replayed == list(range(steps)), f"C8: the journal gives steps {replayed}"
         assert trained_in(directory) == self.trained, "C8: the journal has other steps than were trained"
         for record in read_journal(directory):
-            if isinstance(record, Live):
+            if isinstance(record, LiveRecord):
                 self.truth.serves(record.version, record.fingerprint)
         told = [fact.report.step for fact in read_metrics(directory) if isinstance(fact, StepRow)]
         # They are not flushed: a loss of power costs some of them.
@@ -210,8 +211,8 @@ def trained_in(directory: Path) -> dict[int, tuple[tuple[int, str], ...]]:
 class Referee:
     """Implements `protocols.Observer`."""
 
-    def __init__(self, case: Case, storage: Storage, buffer: WatchedBuffer, ledger: Ledger, disk: Disk) -> None:
-        self._case, self._storage, self._buffer, self._ledger, self._disk = case, storage, buffer, ledger, disk
+    def __init__(self, case: Case, storage: Storage, buffer: WatchedBuffer, history: RunHistory, disk: Disk) -> None:
+        self._case, self._storage, self._buffer, self._history, self._disk = case, storage, buffer, history, disk
         self._reached: Counter[str] = Counter()
         """What the engine had told when the journal was flushed last."""
         self._live, self._delivered = -1, -1
@@ -227,17 +228,17 @@ class Referee:
 
     def begins(self, chance: Chance) -> None:
         """When the files are open."""
-        disk, ledger, buffer, self._chance = self._disk, self._ledger, self._buffer, chance
+        disk, history, buffer, self._chance = self._disk, self._history, self._buffer, chance
         counts = Counts(records_in(Path(disk.root)))
-        ledger.opens(self._storage, counts)
-        self.journal = ledger.journal = WatchedJournal(self._storage.journal, buffer, counts, lambda: disk.dead)
+        history.opens(self._storage, counts)
+        self.journal = history.journal = WatchedJournal(self._storage.journal, buffer, counts, lambda: disk.dead)
         self._admission = Admission(self._case.staleness, counts)
         buffer.on_take, self.journal.on_ready, self.journal.on_flush = self._take, self._ready, self._flush
 
     def record(self, fact: Any) -> None:
         if self._disk.dead:
             return
-        self._ledger.facts += 1
+        self._history.facts += 1
         assert self._buffer.accounting().balance() == 0, f"C2: {self._buffer.accounting()}"
         match fact:
             case TicketDrawn():
@@ -258,16 +259,16 @@ class Referee:
                     self._checkpoint(fact)
         self._storage.recorder.record(fact)
 
-    def resumes(self, step: int, interrupts: Interrupts, plan: Plan) -> None:
+    def resumes(self, step: int, interrupts: Interrupts, plan: LoopPlan) -> None:
         self._step, self._interrupts = step, interrupts
         self.journal.counts.agree(self._buffer.accounting(), "when the run goes on")
-        self._ledger.resumes(self._storage, self._buffer, interrupts, plan)
+        self._history.resumes(self._storage, self._buffer, interrupts, plan)
 
     # -- tickets ----------------------------------------------------------------------------------------------------------
 
     def _drawn(self, fact: TicketDrawn) -> None:
         assert fact.ticket in self.journal.counts.drawn, f"C7: ticket {fact.ticket} is told of, and not in the journal"
-        self._ledger.admitted[fact.ticket] = self._live
+        self._history.admitted[fact.ticket] = self._live
         self._admission.drawn(fact.ticket, self._step, self._live)
 
     def _take(self, ticket: int) -> None:
@@ -289,10 +290,10 @@ class Referee:
             expected = fate_of(case.seed, ticket, case.group_size)
             found = fact.outcome, fact.failures
             assert found == expected, f"C2: ticket {ticket} ends as {found}, and should as {expected}"
-        elif fact.reason != SKIPPED and self._ledger.truth.remembers:
+        elif fact.reason != SKIPPED and self._history.truth.remembers:
             limit = self._step - (case.max_lag if fact.reason == "overdue" else 0)
             names = [str(RolloutKey(ticket, place)) for place in range(case.group_size)]
-            first = oldest(self._ledger.truth.tokens, names)
+            first = oldest(self._history.truth.tokens, names)
             assert first is not None and first < limit, (
                 f"C2: ticket {ticket} ends as {fact.reason}, with tokens of {first}"
             )
@@ -308,11 +309,11 @@ class Referee:
             self._admitted(group, step)
         self._step = fact.report.version
         self._admission.trained(tickets, self._step)
-        self._ledger.step(fact)
+        self._history.step(fact)
 
     def _admitted(self, group: Group, step: int) -> None:
         """The proof in `rollouts/staleness.py` speaks of the version that was live when a group was admitted."""
-        admitted = self._ledger.admitted.get(group.ticket)  # None: killed before it was told
+        admitted = self._history.admitted.get(group.ticket)  # None: killed before it was told
         if admitted is None:
             return
         first = min(version for row in group.rows for version in row.versions)
@@ -335,7 +336,7 @@ class Referee:
         """C7: a checkpoint at this instant would have every token that was told. Swaps are when many requests end at once."""
         if self._interrupts is not None:
             kept = self._interrupts.so_far()
-            self._has_all(kept, self._buffer.in_flight, self._ledger.reached, "a checkpoint would have")
+            self._has_all(kept, self._buffer.in_flight, self._history.reached, "a checkpoint would have")
 
     # -- checkpoints ----------------------------------------------------------------------------------------------------------
 
@@ -346,7 +347,7 @@ class Referee:
 
     def _flush(self) -> None:
         """What a checkpoint holds is taken at this instant."""
-        self._reached = self._ledger.reached.copy()
+        self._reached = self._history.reached.copy()
 
     def _checkpoint(self, fact: CheckpointSaved) -> None:
         """C7: weights, tickets, journal and tokens of one instant."""
@@ -367,17 +368,17 @@ class Referee:
     def _has_all(
         self, kept: Mapping[str, Completion], tickets: Iterable[int], told: Mapping[str, int], what: str
     ) -> None:
-        for ticket in tickets if self._ledger.truth.remembers else ():
+        for ticket in tickets if self._history.truth.remembers else ():
             for name in (str(RolloutKey(ticket, place)) for place in range(self._case.group_size)):
                 have = len(kept[name].tokens) if name in kept else 0
                 assert have >= told[name], f"C7: {name} had {told[name]} tokens, and {what} {have}"
 
     def _passes_of(self) -> None:
         """C7: a checkpoint is of use with the passes behind it, older ones too."""
-        root, ledger = Path(self._disk.root), self._ledger
-        good = [path for path in self._storage.checkpoints.all() if not ledger.is_spoiled(path)]
+        root, history = Path(self._disk.root), self._history
+        good = [path for path in self._storage.checkpoints.all() if not history.is_spoiled(path)]
         missing = [path.name for path in good if not (root / "passes" / f"{path.name}.bin").exists()]
-        assert not missing or ledger.passes_lost or self._disk.was_full, f"C7: there are no passes behind {missing}"
+        assert not missing or history.passes_lost or self._disk.was_full, f"C7: there are no passes behind {missing}"
 
 
 def _aged(row: Row) -> list[int]:

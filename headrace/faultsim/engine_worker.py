@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from headrace.errors import IdentityError
-from headrace.faultsim.processes import Chance, Process
+from headrace.faultsim.chance import Chance, Process
 from headrace.orchestration.workers.wire import Frame, unpack
 from headrace.reports import EngineStats, LoadReport, capable
 from headrace.steps import Finished, PromptScores, StepOutput

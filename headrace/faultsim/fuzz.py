@@ -23,7 +23,7 @@ TRIES = 300
 """Trials that shrinking may take."""
 
 
-class Finding(Struct, frozen=True):
+class FailingCase(Struct, frozen=True):
     case: Case
     problem: str
 
@@ -41,15 +41,15 @@ def problem_of(case: Case) -> str:
     return ""
 
 
-def shrunk(case: Case, problem: str, tries: int = TRIES) -> Finding:
+def shrunk(case: Case, problem: str, tries: int = TRIES) -> FailingCase:
     """A simpler case with a problem of the same kind: fewer faults, steps, groups; plainer settings; earlier faults."""
-    found, kind = Finding(case, problem), _kind(problem)
+    found, kind = FailingCase(case, problem), _kind(problem)
     while tries > 0:
         for simpler in _simpler(found.case):
             tries -= 1
             again = problem_of(simpler)
             if _kind(again) == kind:
-                found = Finding(simpler, again)
+                found = FailingCase(simpler, again)
                 break
             if tries <= 0:
                 return found
@@ -86,7 +86,7 @@ def _with(value: Any, **changes: Any) -> Any:
     return msgspec.structs.replace(value, **changes)
 
 
-def fuzz(first: int, count: float, seconds: float) -> list[Finding]:
+def fuzz(first: int, count: float, seconds: float) -> list[FailingCase]:
     """Prints what it finds at once."""
     began, seed, findings = time.monotonic(), first, []
     while seed - first < count and time.monotonic() - began < seconds:

@@ -1,7 +1,7 @@
 """Deterministic simulation testing: a whole run with all its lives, faults included, from one seed, in milliseconds.
 
 Pipeline, buffer, staleness, interrupts, recovery, journal, passes, checkpoints, facts and the clients of the worker processes
-are those of a run. Worker processes, sockets, clock and disk are simulated (`processes.py`, `faults.py`). A run that is
+are those of a run. Worker processes, sockets, clock and disk are simulated (`chance.py`, `faults.py`). A run that is
 killed goes on from what lies on its disk, until it has finished; `checks.py` watches every fact of it.
 """
 
@@ -22,27 +22,27 @@ from headrace.algo.config import AlgoConfig
 from headrace.durable.journal import Journal
 from headrace.errors import HeadraceError, StalledError, WorkerDied
 from headrace.faultsim.case import Case
-from headrace.faultsim.checks import Ledger, Referee
+from headrace.faultsim.chance import Chance
+from headrace.faultsim.checks import Referee, RunHistory
 from headrace.faultsim.engine_worker import MAX_TOKENS, SimulatedEngineProcess
 from headrace.faultsim.faults import Disk, Fault, Killed, Kind
 from headrace.faultsim.oracles import WatchedBuffer
-from headrace.faultsim.processes import Chance
 from headrace.faultsim.scorer import SeededScorer
 from headrace.faultsim.trainer_worker import SimulatedTrainerProcess
 from headrace.observe.facts import Books, RunEnded, RunStarted
 from headrace.observe.health.waits import Waits
 from headrace.observe.recorder import Recorder
 from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.assembly import assemble, go_live, stand
-from headrace.orchestration.clients.engine import ProcessEngine
-from headrace.orchestration.clients.trainer import ProcessTrainer
+from headrace.orchestration.assembly import assemble, go_live, restore_state
+from headrace.orchestration.clients.process_engine import ProcessEngine
+from headrace.orchestration.clients.process_trainer import ProcessTrainer
+from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.loops.identity import IdentityProbe
 from headrace.orchestration.loops.parts import told_of
 from headrace.orchestration.loops.pipeline import Pipeline
-from headrace.orchestration.plan import Plan
 from headrace.orchestration.runs.session import run_clock
 from headrace.orchestration.store.checkpoints import Checkpoints
-from headrace.orchestration.store.recovery import Past, read_past
+from headrace.orchestration.store.recovery import SavedRun, read_saved_run
 from headrace.orchestration.store.snapshots import Snapshots, load_controller
 from headrace.orchestration.store.storage import Storage
 from headrace.orchestration.workers.fake import FakeLauncher
@@ -66,8 +66,8 @@ ENDLESS = 40_000
 class Life:
     """One process of the controller, from its start to its end, its kill or an error."""
 
-    def __init__(self, case: Case, number: int, ledger: Ledger, disk: Disk, directory: Path) -> None:
-        self._case, self._number, self._ledger, self._disk, self._directory = case, number, ledger, disk, directory
+    def __init__(self, case: Case, number: int, history: RunHistory, disk: Disk, directory: Path) -> None:
+        self._case, self._number, self._history, self._disk, self._directory = case, number, history, disk, directory
         faults = tuple(one for one in case.faults if one.life == number)
         self.chance = Chance(f"{case.seed}/{number}", faults, PATIENCE)
         self._memory: dict[int, str] = {}
@@ -84,7 +84,7 @@ class Life:
                 await engine.launch()
                 await engine.open(EngineStart("", {}, {}))
             pipeline = self._join(trainer, engine)
-            await pipeline.redo(self._standing.redo)
+            await pipeline.redo(self._restored.redo)
             recorder.record(self._started(pipeline.step))
             self._referee.resumes(pipeline.step, self._parts.interrupts, self._plan)
             await go_live(self._parts)
@@ -133,38 +133,40 @@ class Life:
     def _open(self) -> None:
         case, directory = self._case, self._directory
         self._checkpoints = Checkpoints(directory / "checkpoints", keep=2)
-        checkpoint, past = self._behind() if self._number else (None, None)
-        self._clock = run_clock(past.seconds if past else 0.0)
-        self._recorder = Recorder(directory, (), past.resume if past else None, waits=True)
+        checkpoint, saved = self._behind() if self._number else (None, None)
+        self._clock = run_clock(saved.seconds if saved else 0.0)
+        self._recorder = Recorder(directory, (), saved.resume if saved else None, waits=True)
         self._storage = Storage(
             run_dir=directory,
             recorder=self._recorder,
             checkpoints=self._checkpoints,
             flush=True,
             checkpoint=checkpoint,
-            past=past,
+            saved=saved,
         )
         self._buffer = WatchedBuffer(case.staleness, case.steps * case.groups)
-        self._referee = Referee(case, self._storage, self._buffer, self._ledger, self._disk)
+        self._referee = Referee(case, self._storage, self._buffer, self._history, self._disk)
         self._waits = Waits(self._referee.record, self._clock, PATIENCE / 2, PATIENCE)
 
-    def _behind(self) -> tuple[Path | None, Past]:
+    def _behind(self) -> tuple[Path | None, SavedRun]:
         """What the lives before this one left, and what became of it since."""
-        ledger, checkpoints = self._ledger, self._checkpoints
+        history, checkpoints = self._history, self._checkpoints
         checkpoint, complaints = checkpoints.newest_good()
         newest = checkpoints.all()[-1:]
         assert checkpoint or not newest, f"C7: no checkpoint can be used: {complaints}"
-        assert bool(complaints) == any(map(ledger.is_spoiled, newest)), f"C7: {complaints}"
-        past = read_past(self._directory, load_controller(checkpoint) if checkpoint else None, not ledger.changes)
-        rewinds = ledger.damaged or ledger.changes or (ledger.rotten and past.rewinds)
-        assert past.complaints or not ledger.damaged, "C7: damage of the journal is not told"
-        assert past.rewinds == rewinds, (
-            f"C7: is what came after the checkpoint set aside? {past.rewinds}: {past.complaints}"
+        assert bool(complaints) == any(map(history.is_spoiled, newest)), f"C7: {complaints}"
+        saved = read_saved_run(
+            self._directory, load_controller(checkpoint) if checkpoint else None, not history.changes
         )
-        return checkpoint, past
+        rewinds = history.damaged or history.changes or (history.rotten and saved.rewinds)
+        assert saved.complaints or not history.damaged, "C7: damage of the journal is not told"
+        assert saved.rewinds == rewinds, (
+            f"C7: is what came after the checkpoint set aside? {saved.rewinds}: {saved.complaints}"
+        )
+        return checkpoint, saved
 
     def _workers(self) -> tuple[ProcessTrainer, ProcessEngine]:
-        chance, memory, truth = self.chance, self._memory, self._ledger.truth
+        chance, memory, truth = self.chance, self._memory, self._history.truth
 
         def engine_process() -> SimulatedEngineProcess:
             return SimulatedEngineProcess(chance, memory, truth, lambda: next(self._engine_turns))
@@ -196,16 +198,16 @@ class Life:
         plan = self._plan = self._plan_of(rollout)
         task: Task = SimulatedTask(fixed(3), case.seed)
         telemetry = Telemetry(referee.record, clock, self._waits)
-        self._standing = stand(
+        self._restored = restore_state(
             plan=plan,
             task=task,
             engine=engine,
             partial=PartialConfig(mode=case.mode),
             telemetry=telemetry,
-            past=storage.past,
+            saved=storage.saved,
             buffer=self._buffer,
         )
-        storage.begin(self._standing.outlived)
+        storage.begin(self._restored.outlived)
         referee.begins(self.chance)
         engine.listen(storage.passes.write)
         engine.listen(self._told)
@@ -213,7 +215,7 @@ class Life:
         held_out = task.held_out(2) if case.evaluate_every else []
         self._parts = assemble(
             plan=plan,
-            standing=self._standing,
+            restored=self._restored,
             telemetry=telemetry,
             task=task,
             engine=engine,
@@ -229,10 +231,10 @@ class Life:
             probe=IdentityProbe([1, 2, 3], 2, 1e-9, telemetry),
         )
         referee.saved_step = lambda: self._parts.snapshots.saved_step
-        return Pipeline(self._parts, plan, self._standing.step, told_of(storage.recorder.state))
+        return Pipeline(self._parts, plan, self._restored.step, told_of(storage.recorder.state))
 
-    def _plan_of(self, rollout: RolloutConfig) -> Plan:
-        return Plan(
+    def _plan_of(self, rollout: RolloutConfig) -> LoopPlan:
+        return LoopPlan(
             steps=self._case.steps,
             staleness=self._case.staleness,
             rollout=rollout,
@@ -245,7 +247,7 @@ class Life:
 
     def _told(self, output: bytes) -> None:
         if not self._disk.dead:
-            self._ledger.told(output)
+            self._history.told(output)
 
     def _started(self, step: int) -> RunStarted:
         case, buffer = self._case, self._buffer
@@ -273,45 +275,45 @@ class Life:
         loop.jump(PATIENCE * 0.7)
 
 
-def trial(case: Case) -> Ledger:
+def trial(case: Case) -> RunHistory:
     """Runs a case to its end and returns what happened. Raises `AssertionError` where a contract does not hold."""
-    ledger = Ledger(case.group_size)
+    history = RunHistory(case.group_size)
     with tempfile.TemporaryDirectory(dir=_fast_directory()) as name:
         lives = 0
-        while not _live(case, lives, ledger, name):
+        while not _live(case, lives, history, name):
             lives += 1
             assert lives <= len(case.faults) + 1, "C6: the run does not end, though nothing goes wrong any more"
-        ledger.finish(Path(name), case.steps, case.groups)
+        history.finish(Path(name), case.steps, case.groups)
     if case.loses_nothing:
-        ledger.trained_all(case.seed, case.steps * case.groups)
-    if case.synchronous and case.faults and ledger.weights:
+        history.trained_all(case.seed, case.steps * case.groups)
+    if case.synchronous and case.faults and history.weights:
         undisturbed = trial(msgspec.structs.replace(case, faults=()))
-        assert ledger.weights == undisturbed.weights, "C7: other weights than the undisturbed run's"
-    return ledger
+        assert history.weights == undisturbed.weights, "C7: other weights than the undisturbed run's"
+    return history
 
 
 def _fast_directory() -> str | None:
     return "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
-def _live(case: Case, number: int, ledger: Ledger, name: str) -> bool:
+def _live(case: Case, number: int, history: RunHistory, name: str) -> bool:
     """Whether the run is finished."""
     faults = [one for one in case.faults if one.life == number]
-    ledger.meanwhile(Path(name), faults)
+    history.meanwhile(Path(name), faults)
     disk = Disk(Path(name), faults)
     with disk.mounted() as directory:
-        life = Life(case, number, ledger, disk, directory)
+        life = Life(case, number, history, disk, directory)
         try:
             until_done(life.run(), disk)
         except Killed:
-            ledger.killed += 1
+            history.killed += 1
         except HeadraceError as error:
             kinds = {fault.kind for fault in life.chance.befell}
             assert _explained(error, kinds, disk), f"C6: nothing explains that it stopped: {error!r}"
-            ledger.stopped.append(str(error))
-        ledger.befell += life.chance.befell
-        ledger.passes_lost |= disk.was_full or disk.lost_power
-        ledger.lost_power |= disk.lost_power
+            history.stopped.append(str(error))
+        history.befell += life.chance.befell
+        history.passes_lost |= disk.was_full or disk.lost_power
+        history.lost_power |= disk.lost_power
     disk.lose()
     return life.finished and not disk.dead
 

@@ -13,7 +13,16 @@ from typing import Any
 
 import msgspec
 
-from headrace.durable.journal import JOURNAL, AnyRecord, Drawn, Gone, Journal, Live, Ready, Stepped
+from headrace.durable.journal import (
+    JOURNAL,
+    AnyRecord,
+    DrawnRecord,
+    GoneRecord,
+    Journal,
+    LiveRecord,
+    ReadyRecord,
+    SteppedRecord,
+)
 from headrace.faultsim.engine_worker import MAX_TOKENS, fate
 from headrace.faultsim.scorer import reward_of
 from headrace.observe.facts import Accounting, GroupEnded
@@ -70,24 +79,24 @@ class Counts:
     def fold(self, number: int, record: AnyRecord) -> None:
         self.records.append((number, record))
         match record:
-            case Drawn():
+            case DrawnRecord():
                 self.drawn.add(record.ticket)
-            case Ready():
+            case ReadyRecord():
                 self.ready[record.group.ticket] = None
                 self._failures.update(failure.reason for failure in record.group.failures)
-            case Gone():
+            case GoneRecord():
                 self.ended.add(record.ticket)
                 (self._dropped if record.outcome == "dropped" else self._failed)[record.reason] += 1
                 if record.ticket not in self.ready:
                     self._failures.update(record.failures)
-            case Stepped():
+            case SteppedRecord():
                 self.ended.update(record.tickets)
                 if reason := record.report.skipped:
                     self._dropped[reason] += len(record.tickets)
                 else:
                     self.steps[record.report.step] = record.tickets
                     self._trained += len(record.tickets)
-            case Live():
+            case LiveRecord():
                 self.live.add(record.version)
 
     @property
@@ -123,7 +132,7 @@ class WatchedJournal:
         if self._dead():
             return
         self.counts.agree(self._buffer.accounting(), f"before {type(record).__name__}")
-        if isinstance(record, Ready):
+        if isinstance(record, ReadyRecord):
             self.on_ready(record.group)
         number = self._journal.position
         self._journal.write(record)

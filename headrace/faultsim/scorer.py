@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from headrace.faultsim.processes import Chance
+from headrace.faultsim.chance import Chance
 from headrace.rollouts.rollout import seed_of
 from headrace.types import Episode, Failure, Prompt, Scored
 

@@ -12,8 +12,8 @@ import msgspec
 import xxhash
 
 from headrace.errors import HeadraceError
+from headrace.faultsim.chance import Chance, Process
 from headrace.faultsim.engine_worker import opinion
-from headrace.faultsim.processes import Chance, Process
 from headrace.orchestration.workers.messages import TrainerReady, TrainerStart
 from headrace.orchestration.workers.wire import Frame, unpack
 from headrace.reports import TrainReport

@@ -4,5 +4,5 @@ Read `facts.py` (what the loops report), `telemetry.py` (what every part reports
 then the rooms: `numbers/`
 (counted from facts), `diagnosis/` (what the numbers mean), `health/` (processes that hang or die), `screen/` (terminal and notebook),
 `report/` (a page of charts). `build.py` names the sinks of `sinks.py`; `text.py` spells numbers for people;
-`config.py`, `machine.py` and `resume.py` are small and need no order.
+`config.py`, `machine_mark.py` and `resume.py` are small and need no order.
 """

@@ -14,14 +14,14 @@ from headrace.algo.noise import NoiseWatch
 from headrace.durable.journal import Journal, JournalStep
 from headrace.observe.facts import WeightsLive
 from headrace.observe.telemetry import Telemetry
+from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.loops.evaluation import Evaluator
 from headrace.orchestration.loops.identity import IdentityProbe
 from headrace.orchestration.loops.ledger import Ledger
 from headrace.orchestration.loops.minutes import Minutes
 from headrace.orchestration.loops.parts import Parts
 from headrace.orchestration.loops.turns import Turns
-from headrace.orchestration.plan import Plan
-from headrace.orchestration.store.recovery import Past, recover
+from headrace.orchestration.store.recovery import SavedRun, recover
 from headrace.orchestration.store.snapshots import Snapshots
 from headrace.protocols import Engine, Scorer, Task, Trainer
 from headrace.rollouts.buffer import Buffer
@@ -32,7 +32,7 @@ from headrace.types import Prompt
 
 
 @dataclass(frozen=True)
-class Standing:
+class RestoredState:
     """Where a run is, before its loops begin."""
 
     buffer: Buffer
@@ -45,27 +45,27 @@ class Standing:
     """Optimizer steps that the trainer has done when it has loaded the checkpoint."""
 
 
-def stand(
+def restore_state(
     *,
-    plan: Plan,
+    plan: LoopPlan,
     task: Task,
     engine: Engine,
     partial: PartialConfig,
     telemetry: Telemetry,
-    past: Past | None,
+    saved: SavedRun | None,
     buffer: Buffer | None = None,
-) -> Standing:
-    """`past`: what a resumed run has behind it. Raises ConfigError when the task gives other prompts than it did."""
+) -> RestoredState:
+    """`saved`: what a resumed run has behind it. Raises ConfigError when the task gives other prompts than it did."""
     buffer = buffer or Buffer(plan.staleness, plan.steps * plan.staleness.groups_per_step)
     interrupts = Interrupts(engine, partial, telemetry.waits, telemetry.clock)
-    redo, outlived = recover(past, task, buffer, interrupts, plan) if past else ([], False)
-    return Standing(buffer, interrupts, redo, outlived, past.saved_step if past else 0)
+    redo, outlived = recover(saved, task, buffer, interrupts, plan) if saved else ([], False)
+    return RestoredState(buffer, interrupts, redo, outlived, saved.saved_step if saved else 0)
 
 
 def assemble(
     *,
-    plan: Plan,
-    standing: Standing,
+    plan: LoopPlan,
+    restored: RestoredState,
     telemetry: Telemetry,
     task: Task,
     engine: Engine,
@@ -85,7 +85,7 @@ def assemble(
     sentinels: Sequence[Callable[[], Awaitable[None]]] = (),
 ) -> Parts:
     """`scorer`: of what is trained on; `evaluated_by`: of the held-out prompts, without penalties and teachers' traces."""
-    buffer, interrupts = standing.buffer, standing.interrupts
+    buffer, interrupts = restored.buffer, restored.interrupts
     return Parts(
         task=task,
         engine=engine,

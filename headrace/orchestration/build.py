@@ -23,27 +23,27 @@ from headrace.models.chat import ChatEncoder
 from headrace.models.resolve import resolve_model
 from headrace.observe.facts import Books, RunStarted
 from headrace.observe.health.waits import Waits
-from headrace.observe.machine import machine_mark
+from headrace.observe.machine_mark import machine_mark
 from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.assembly import Standing, assemble, go_live, stand
+from headrace.orchestration.assembly import RestoredState, assemble, go_live, restore_state
 from headrace.orchestration.choosing import allowance_of
-from headrace.orchestration.handed import Handed
+from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.loops.identity import PROBE, TOLERANCE, IdentityProbe
 from headrace.orchestration.loops.minutes import Minutes
 from headrace.orchestration.loops.parts import Parts, told_of
 from headrace.orchestration.loops.pipeline import Pipeline
 from headrace.orchestration.loops.utilisation import Utilisation
-from headrace.orchestration.plan import Plan
 from headrace.orchestration.pools import Pools, open_pools
+from headrace.orchestration.python_inputs import PythonInputs
 from headrace.orchestration.store.resume_rules import scoring_mark
 from headrace.orchestration.store.snapshots import Snapshots
 from headrace.orchestration.store.storage import Storage
-from headrace.orchestration.teaching import Lesson, Student, open_teaching, plan_lessons, reward_weights
-from headrace.orchestration.wording import headline, where
+from headrace.orchestration.teaching import PlannedTeacher, Student, open_teaching, plan_teachers, reward_weights
+from headrace.orchestration.wording import headline, placement
 from headrace.protocols import Observer, Scorer, Task
 from headrace.rehearsal.reward import try_in_loop
-from headrace.scoring.handed import RewardFunction
 from headrace.scoring.overlong import punished
+from headrace.scoring.python_rewards import RewardFunction
 from headrace.tasks.config import TaskConfig
 from headrace.tasks.read import Row
 from headrace.types import Prompt
@@ -65,7 +65,7 @@ async def open_model(config: RunConfig) -> tuple[Path, ChatEncoder]:
 
 
 @dataclass
-class Built:
+class BuiltRun:
     """A run ready to go."""
 
     pools: Pools
@@ -96,7 +96,7 @@ class Built:
             slots=config.staleness.generating,
             window=config.staleness.window,
             max_lag=config.staleness.lag_bound,
-            where=where(config, self.pools.engine.capabilities.path),
+            where=placement(config, self.pools.engine.capabilities.path),
             resumed_at=step,
             books=books,
             machine=machine_mark(config.train.cores, config.train.threads),
@@ -118,7 +118,7 @@ class Built:
 
 
 @dataclass
-class Prepared:
+class PreparedRun:
     """What a run has beside its pools."""
 
     model_dir: Path
@@ -126,35 +126,44 @@ class Prepared:
     task: Task
     scorer: Scorer
     prompts: Sequence[Prompt]
-    lessons: Sequence[Lesson]
+    planned_teachers: Sequence[PlannedTeacher]
 
 
-async def prepare(config: RunConfig, model_dir: Path, encoder: ChatEncoder, handed: Handed, logs: Path) -> Prepared:
+async def prepare(
+    config: RunConfig, model_dir: Path, encoder: ChatEncoder, inputs: PythonInputs, logs: Path
+) -> PreparedRun:
     """What can be wrong in the user's input is found out here, before processes are started, which takes seconds."""
-    task = await asyncio.to_thread(build_task, config.task, encoder, config.seed, handed.rows)
-    scorer = await asyncio.to_thread(build_scorer, config, handed.rewards, logs / "scorer.log")
+    task = await asyncio.to_thread(build_task, config.task, encoder, config.seed, inputs.rows)
+    scorer = await asyncio.to_thread(build_scorer, config, inputs.rewards, logs / "scorer.log")
     answer, size = config.task.answer, config.rollout.group_size
     await try_in_loop(
-        handed.rewards, scorer, task=task, answer=answer, group_size=size, encode=encoder.encode_completion
+        inputs.rewards, scorer, task=task, answer=answer, group_size=size, encode=encoder.encode_completion
     )
-    lessons = await plan_lessons(config, model_dir, encoder, handed.rows)
+    planned_teachers = await plan_teachers(config, model_dir, encoder, inputs.rows)
     prompts = await asyncio.to_thread(task.held_out, config.eval.prompts)
-    return Prepared(model_dir=model_dir, encoder=encoder, task=task, scorer=scorer, prompts=prompts, lessons=lessons)
+    return PreparedRun(
+        model_dir=model_dir,
+        encoder=encoder,
+        task=task,
+        scorer=scorer,
+        prompts=prompts,
+        planned_teachers=planned_teachers,
+    )
 
 
 async def build(
     config: RunConfig,
     logs: Path,
     storage: Storage,
-    handed: Handed,
+    inputs: PythonInputs,
     waits: Waits,
     clock: Clock,
-) -> Built:
+) -> BuiltRun:
     observer = storage.recorder
     async with waits.named(
         "start", "the files of models, task and reward", endless=True
     ):  # some may have to be fetched
-        prepared = await prepare(config, *await open_model(config), handed, logs)
+        prepared = await prepare(config, *await open_model(config), inputs, logs)
     async with AsyncExitStack() as undo:
         undo.push_async_callback(prepared.scorer.close)
         adapter = config.lora.served_name
@@ -173,14 +182,14 @@ async def build(
 
 async def join(
     config: RunConfig,
-    prepared: Prepared,
+    prepared: PreparedRun,
     pools: Pools,
     adapter: str,
     logs: Path,
     storage: Storage,
     waits: Waits,
     clock: Clock,
-) -> Callable[[], Built]:
+) -> Callable[[], BuiltRun]:
     """A pipeline over pools that are up. `adapter`: which one it trains; empty where the engine serves full weights.
 
     Here ends what may be refused: only what is returned, and begins the run, changes its directory."""
@@ -193,20 +202,20 @@ async def join(
         launcher=pools.launcher,
     )
     pools.teaching = await open_teaching(
-        config, prepared.lessons, student=student, observer=storage.recorder, waits=waits, clock=clock
+        config, prepared.planned_teachers, student=student, observer=storage.recorder, waits=waits, clock=clock
     )
     telemetry = Telemetry(storage.recorder.record, clock, waits)
-    standing = stand(
+    restored = restore_state(
         plan=plan_of(config, adapter),
         task=prepared.task,
         engine=pools.engine,
         partial=config.partial,
         telemetry=telemetry,
-        past=storage.past,
+        saved=storage.saved,
     )
 
-    def begin() -> Built:
-        storage.begin(standing.outlived)
+    def begin() -> BuiltRun:
+        storage.begin(restored.outlived)
         pools.engine.listen(storage.passes.write)
         return _built(
             config,
@@ -214,7 +223,7 @@ async def join(
             pools=pools,
             adapter=adapter,
             storage=storage,
-            standing=standing,
+            restored=restored,
             telemetry=telemetry,
         )
 
@@ -223,19 +232,19 @@ async def join(
 
 def _built(
     config: RunConfig,
-    prepared: Prepared,
+    prepared: PreparedRun,
     pools: Pools,
     adapter: str,
     storage: Storage,
-    standing: Standing,
+    restored: RestoredState,
     telemetry: Telemetry,
-) -> Built:
-    encoder, plan, past, mark = prepared.encoder, plan_of(config, adapter), storage.past, scoring_mark(config)
+) -> BuiltRun:
+    encoder, plan, saved, mark = prepared.encoder, plan_of(config, adapter), storage.saved, scoring_mark(config)
     assert pools.teaching is not None
     rewarding = pools.teaching.rewarding(prepared.scorer)
     parts = assemble(
         plan=plan,
-        standing=standing,
+        restored=restored,
         telemetry=telemetry,
         task=prepared.task,
         engine=pools.engine,
@@ -269,13 +278,13 @@ def _built(
         minutes=Minutes(allowance_of(config), storage.keep_steps, telemetry.record, telemetry.clock),
         sentinels=(pools.teaching.watch,),
     )
-    pipeline = Pipeline(parts, plan, standing.step, told_of(storage.recorder.state))
-    return Built(
+    pipeline = Pipeline(parts, plan, restored.step, told_of(storage.recorder.state))
+    return BuiltRun(
         pools=pools,
         parts=parts,
         pipeline=pipeline,
-        redo=standing.redo,
-        outdated=past.outdated(mark) if past else (),
+        redo=restored.redo,
+        outdated=saved.outdated(mark) if saved else (),
         utilisation=Utilisation(pools.engine, pools.turns, telemetry),
         clock=telemetry.clock,
         config=config,
@@ -283,8 +292,8 @@ def _built(
     )
 
 
-def plan_of(config: RunConfig, adapter: str) -> Plan:
-    return Plan(
+def plan_of(config: RunConfig, adapter: str) -> LoopPlan:
+    return LoopPlan(
         steps=config.train.steps,
         staleness=config.staleness,
         rollout=config.rollout,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.auto.allowance import Allowance
-from headrace.auto.candidates import Choice, Figures, candidates, choose, choose_threads
+from headrace.auto.candidates import Figures, PartChoice, candidates, choose, choose_threads
 from headrace.auto.fit import SPARE, Fitted, Speeds, Wish, fit
 from headrace.auto.measurer import Measurer, thread_counts
 from headrace.auto.share import Share
@@ -77,7 +77,7 @@ def _one_arithmetic(config: RunConfig) -> RunConfig:
     return with_chosen(config, values, {"one forward pass": 'train.parity = "bitwise"'} if values else {})
 
 
-def _taken(config: RunConfig, choice: Choice) -> RunConfig:
+def _taken(config: RunConfig, choice: PartChoice) -> RunConfig:
     section = "engine" if choice.part == "engine" else "train"
     values: dict[str, Any] = {"dtype": choice.dtype, "path": choice.path}
     values |= {"threads": choice.threads} if choice.threads else {}
@@ -106,7 +106,7 @@ def setting(config: RunConfig, name: str) -> Any:
     return value
 
 
-def going_on(source: RunConfig | Mapping[str, Any] | str | Path, run_dir: Path) -> Tree:
+def resumed_settings(source: RunConfig | Mapping[str, Any] | str | Path, run_dir: Path) -> Tree:
     """A config for a run that goes on: settings which it leaves as they had been left are those that the run has chosen."""
     tree = read_tree(source)
     config, before = build(RunConfig, tree, meaning), read_config(config_of_run(run_dir))

@@ -14,7 +14,7 @@ ONE_VERSION = ("abort_resume", "save_resume", "drain", "barrier")
 
 
 @dataclass(frozen=True)
-class Need:
+class EngineNeed:
     """`asks`: whether a run needs it. `has`: whether an engine can do it, for this run."""
 
     asks: Callable[[RunConfig], bool]
@@ -35,55 +35,55 @@ def _probes(config: RunConfig) -> bool:
 
 
 NEEDS = {
-    "stop_strings": Need(
+    "stop_strings": EngineNeed(
         lambda run: bool(run.rollout.stop),
         lambda engine, run: engine.stop_strings,
         "end completions at strings (the model has no tokenizer it can use)",
         "remove rollout.stop",
     ),
-    "masks": Need(
+    "masks": EngineNeed(
         lambda run: run.rollout.keep_mask and run.rollout.truncates,
         lambda engine, run: engine.masks,
         "tell what top_p, top_k and min_p left to be sampled from, which the trainer has to know",
         "remove rollout.top_p, rollout.top_k and rollout.min_p",
     ),
-    "routing": Need(
+    "routing": EngineNeed(
         lambda run: run.rollout.keep_routing,
         lambda engine, run: engine.routing,
         "tell which experts it chose",
         "set rollout.keep_routing = false",
     ),
-    "adapters": Need(
+    "adapters": EngineNeed(
         lambda run: _adapters(run) > 0,
         lambda engine, run: engine.adapters >= _adapters(run),
         "serve as many LoRA adapters beside the model as the run trains",
         'set lora.publish = "merged", which serves them as full weights, or train fewer at once',
     ),
-    "streamed": Need(
+    "streamed": EngineNeed(
         lambda run: run.partial.mode == "stream",
         lambda engine, run: engine.streamed,
         "take an update in parts",
         'set partial.mode = "inflight"',
     ),
-    "spans": Need(
+    "spans": EngineNeed(
         lambda run: any(one.partial.mode not in ONE_VERSION for one in (run, *adapter_runs(run))),
         lambda engine, run: engine.spans,
         "tell which version of the weights sampled which token, when they are swapped in the middle of a completion",
         'set partial.mode = "abort_resume" (or save_resume, drain, barrier)',
     ),
-    "prompt_logprobs": Need(
+    "prompt_logprobs": EngineNeed(
         _probes,
         lambda engine, run: engine.prompt_logprobs,
         "tell the log-probs of given tokens, by which it is proven to serve the trainer's weights",
         "set watch.identity_every = 0, and algo.kl.place = loss where it is reward",
     ),
-    "arithmetic": Need(
+    "arithmetic": EngineNeed(
         lambda run: run.train.parity == "bitwise",
         lambda engine, run: bool(engine.arithmetic),
         "compute the log-probs that the trainer does, bit for bit",
         'set train.parity = "off", or serve a model, dtype and path for which that is proven (docs/parity.md)',
     ),
-    "exact": Need(
+    "exact": EngineNeed(
         lambda run: run.engine.exact,
         lambda engine, run: engine.exact,
         "compute a request by itself, bit for bit",

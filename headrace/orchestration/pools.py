@@ -14,8 +14,8 @@ from headrace.config import RunConfig, adapter_runs
 from headrace.observe.facts import WeightsLive
 from headrace.observe.health.waits import Waits
 from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.clients.engine import ProcessEngine
-from headrace.orchestration.clients.trainer import ProcessTrainer
+from headrace.orchestration.clients.process_engine import ProcessEngine
+from headrace.orchestration.clients.process_trainer import ProcessTrainer
 from headrace.orchestration.loops.turns import Turns
 from headrace.orchestration.needs import check_needs, check_parity
 from headrace.orchestration.teaching import Shadowing, Teaching, shadow_of

@@ -22,7 +22,7 @@ from headrace.models.chat import ChatEncoder
 from headrace.models.resolve import resolve_model
 from headrace.observe.facts import EngineSample, Fact, Warned
 from headrace.observe.health.waits import Waits
-from headrace.orchestration.clients.engine import ProcessEngine
+from headrace.orchestration.clients.process_engine import ProcessEngine
 from headrace.orchestration.needs import check_teacher
 from headrace.orchestration.workers.messages import EngineStart, ShadowStart
 from headrace.protocols import Engine, Job, Launcher, Observer, Scorer, Trainer, Transport
@@ -42,7 +42,7 @@ Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
-class Lesson:
+class PlannedTeacher:
     """A teacher whose model was found to fit."""
 
     config: TeacherConfig
@@ -52,21 +52,21 @@ class Lesson:
     """Its own, where it reads text."""
 
 
-async def plan_lessons(
-    config: RunConfig, model_dir: Path, encoder: ChatEncoder, handed: Sequence[Row] | None = None
-) -> list[Lesson]:
+async def plan_teachers(
+    config: RunConfig, model_dir: Path, encoder: ChatEncoder, rows: Sequence[Row] | None = None
+) -> list[PlannedTeacher]:
     """Finds the teachers' models (fetched if need be). Raises ConfigError for one that cannot teach this student.
 
-    `handed`: the rows that Python passed."""
-    if problem := await asyncio.to_thread(_prompt_without_teacher, config, handed):
+    `rows`: the rows that Python passed."""
+    if problem := await asyncio.to_thread(_prompt_without_teacher, config, rows):
         raise ConfigError(problem)
     return [await asyncio.to_thread(_lesson, config, teacher, model_dir, encoder) for teacher in config.teachers]
 
 
-def _lesson(config: RunConfig, teacher: TeacherConfig, model_dir: Path, encoder: ChatEncoder) -> Lesson:
+def _lesson(config: RunConfig, teacher: TeacherConfig, model_dir: Path, encoder: ChatEncoder) -> PlannedTeacher:
     engine = teacher_engine(config, teacher)
     if teacher.student:
-        return Lesson(teacher, model_dir, engine, None)
+        return PlannedTeacher(teacher, model_dir, engine, None)
     try:
         directory = resolve_model(teacher.path, setting=f"the teacher {teacher.name}: path")
     except ConfigError as error:
@@ -76,7 +76,7 @@ def _lesson(config: RunConfig, teacher: TeacherConfig, model_dir: Path, encoder:
         ) from None
     own = ChatEncoder(directory)
     if teacher.mode == "text":
-        return Lesson(teacher, directory, engine, own)
+        return PlannedTeacher(teacher, directory, engine, own)
     problem = vocabulary_problem(encoder.vocabulary(), own.vocabulary())
     widths = width_of(model_dir), width_of(directory)
     if not problem and config.algo.teacher_top and widths[0] != widths[1]:
@@ -86,15 +86,15 @@ def _lesson(config: RunConfig, teacher: TeacherConfig, model_dir: Path, encoder:
             f"the teacher {teacher.name} has another vocabulary than the student: {problem}. Log-probs by token cannot be "
             'compared; set mode = "text" in its table, which makes its opinion of the whole text a reward'
         )
-    return Lesson(teacher, directory, engine, None)
+    return PlannedTeacher(teacher, directory, engine, None)
 
 
-def _prompt_without_teacher(config: RunConfig, handed: Sequence[Row] | None) -> str:
+def _prompt_without_teacher(config: RunConfig, rows: Sequence[Row] | None) -> str:
     """Empty, or the first row of the task that no teacher takes. Of procedural tasks it cannot be known before."""
     teachers = [teacher for teacher in config.teachers if teacher.mode == "tokens"]
     if not teachers or config.task.kind == "reasoning_gym" or any(teacher.route is None for teacher in teachers):
         return ""
-    for number, row in enumerate(read_rows(config.task.kind, config.task.path) if handed is None else handed, 1):
+    for number, row in enumerate(read_rows(config.task.kind, config.task.path) if rows is None else rows, 1):
         if not any(teacher.takes(row) for teacher in teachers):
             columns = sorted({teacher.route.column for teacher in teachers if teacher.route})
             told = ", ".join(f"{column} = {row.get(column)!r}" for column in columns)
@@ -147,7 +147,7 @@ class Shadowing:
     transport: Transport
 
 
-class Classroom:
+class TeacherEngines:
     """Opens engines, side by side, and closes them all."""
 
     def __init__(self, launcher: Launcher, observer: Observer, waits: Waits, clock: Clock) -> None:
@@ -233,7 +233,7 @@ class PublishingTrainer:
 class Teaching:
     """Teachers and reference, ready to be asked."""
 
-    classroom: Classroom
+    engines: TeacherEngines
     teachers: Sequence[Teacher]
     texts: Sequence[TextTeacher]
     reference: Engine | None
@@ -258,18 +258,18 @@ class Teaching:
     async def watch(self) -> None:
         """Raises what ends a teacher; returns at once where there is none."""
         async with asyncio.TaskGroup() as watched:
-            for engine in self.classroom.engines:
+            for engine in self.engines.engines:
                 watched.create_task(engine.watch())
             if self.self_teaching:
                 watched.create_task(self.self_teaching.watch())
 
     def kill(self) -> None:
-        self.classroom.kill()
+        self.engines.kill()
 
     async def close(self) -> None:
         if self.self_teaching:
             self.self_teaching.close()
-        await self.classroom.close()
+        await self.engines.close()
 
 
 @dataclass(frozen=True)
@@ -287,35 +287,37 @@ class Student:
 
 async def open_teaching(
     config: RunConfig,
-    lessons: Sequence[Lesson],
+    planned_teachers: Sequence[PlannedTeacher],
     student: Student,
     observer: Observer,
     waits: Waits,
     clock: Clock,
 ) -> Teaching:
     """Starts an engine for each teacher, and one for the reference. Raises ConfigError for a context that is too short."""
-    classroom = Classroom(student.launcher, observer, waits, clock)
+    engines = TeacherEngines(student.launcher, observer, waits, clock)
     async with AsyncExitStack() as undo:
-        undo.push_async_callback(classroom.close)
+        undo.push_async_callback(engines.close)
         try:
             async with asyncio.TaskGroup() as starts:
-                opening = [starts.create_task(_open(classroom, lesson, student)) for lesson in lessons]
-                referring = starts.create_task(_reference(config, classroom, student))
+                opening = [starts.create_task(_open(engines, planned, student)) for planned in planned_teachers]
+                referring = starts.create_task(_reference(config, engines, student))
         except BaseExceptionGroup as group:
             raise first_error(group) from group
-        engines, reference = [task.result() for task in opening], referring.result()
-        pairs = list(zip(lessons, engines, strict=True))
-        for lesson, engine in pairs:
-            check_teacher(f"teacher {lesson.config.name}", engine.capabilities, config.algo.teacher_top)
-            _check_room(lesson, engine, student.engine)
-        own = [engine for lesson, engine in pairs if lesson.config.student]
+        opened, reference = [task.result() for task in opening], referring.result()
+        pairs = list(zip(planned_teachers, opened, strict=True))
+        for planned, engine in pairs:
+            check_teacher(f"teacher {planned.config.name}", engine.capabilities, config.algo.teacher_top)
+            _check_room(planned, engine, student.engine)
+        own = [engine for planned, engine in pairs if planned.config.student]
         self_teaching = SelfTeaching(student.trainer, own[0], waits) if own else None
         undo.pop_all()
     top = config.algo.teacher_top
     return Teaching(
-        classroom=classroom,
-        teachers=[_teacher(lesson, engine, top) for lesson, engine in pairs if lesson.config.mode == "tokens"],
-        texts=[_text_teacher(lesson, engine, config.task) for lesson, engine in pairs if lesson.config.mode == "text"],
+        engines=engines,
+        teachers=[_teacher(planned, engine, top) for planned, engine in pairs if planned.config.mode == "tokens"],
+        texts=[
+            _text_teacher(planned, engine, config.task) for planned, engine in pairs if planned.config.mode == "text"
+        ],
         reference=reference,
         self_teaching=self_teaching,
         waits=waits,
@@ -323,36 +325,36 @@ async def open_teaching(
     )
 
 
-async def _open(classroom: Classroom, lesson: Lesson, student: Student) -> Engine:
-    shadow = student.shadow if lesson.config.student else None
-    return await classroom.open(f"teacher {lesson.config.name}", lesson.model_dir, lesson.engine, shadow)
+async def _open(engines: TeacherEngines, planned: PlannedTeacher, student: Student) -> Engine:
+    shadow = student.shadow if planned.config.student else None
+    return await engines.open(f"teacher {planned.config.name}", planned.model_dir, planned.engine, shadow)
 
 
-async def _reference(config: RunConfig, classroom: Classroom, student: Student) -> Engine | None:
+async def _reference(config: RunConfig, engines: TeacherEngines, student: Student) -> Engine | None:
     """The model that the run began with: its directory, or the run's own engine without an adapter."""
     if not config.algo.reference_in_reward:
         return None
     if student.serves_base:
         return student.engine
     engine = dataclasses.replace(config.engine, max_adapters=0, routing=False)
-    return await classroom.open("reference", student.model_dir, engine)
+    return await engines.open("reference", student.model_dir, engine)
 
 
-def _check_room(lesson: Lesson, engine: Engine, student: Engine) -> None:
+def _check_room(planned: PlannedTeacher, engine: Engine, student: Engine) -> None:
     room, needed = engine.capabilities.context_length, student.capabilities.context_length
-    if lesson.config.mode == "tokens" and room < needed:
+    if planned.config.mode == "tokens" and room < needed:
         raise ConfigError(
-            f"the teacher {lesson.config.name} holds {room} tokens of context, too few for the {needed} that the policy may "
+            f"the teacher {planned.config.name} holds {room} tokens of context, too few for the {needed} that the policy may "
             f"fill; lower engine.context_length to {room}, or choose a teacher with a longer context"
         )
 
 
-def _teacher(lesson: Lesson, engine: Engine, top: int) -> Teacher:
-    return Teacher(lesson.config.name, engine, lambda prompt: lesson.config.takes(prompt.columns), top)
+def _teacher(planned: PlannedTeacher, engine: Engine, top: int) -> Teacher:
+    return Teacher(planned.config.name, engine, lambda prompt: planned.config.takes(prompt.columns), top)
 
 
-def _text_teacher(lesson: Lesson, engine: Engine, task: TaskConfig) -> TextTeacher:
-    encoder, config = lesson.encoder, lesson.config
+def _text_teacher(planned: PlannedTeacher, engine: Engine, task: TaskConfig) -> TextTeacher:
+    encoder, config = planned.encoder, planned.config
     assert encoder is not None
     system = config.system or task.system
 

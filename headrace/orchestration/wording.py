@@ -17,7 +17,7 @@ def headline(config: RunConfig) -> str:
     return f"{model} · {prompts} · {config.algo.name} · max lag {config.staleness.max_lag}"
 
 
-def where(config: RunConfig, path: str) -> dict[str, str]:
+def placement(config: RunConfig, path: str) -> dict[str, str]:
     """What runs where, in words."""
     return {
         "controller": "this process",
@@ -31,7 +31,7 @@ def where(config: RunConfig, path: str) -> dict[str, str]:
     }
 
 
-def elsewhere(before: RunStarted, now: RunStarted) -> str:
+def machine_change(before: RunStarted, now: RunStarted) -> str:
     """What is another machine, or another way to compute, since the process before; empty where nothing is."""
     changed = [
         f"{name} was {before.machine[name]}, now {value}"

@@ -14,7 +14,7 @@ from headrace.observe.report.lag_charts import lag_class
 from headrace.observe.text import number, short_time
 from headrace.plan.answer import Answer
 from headrace.plan.reasons import bottleneck, recommendation
-from headrace.plan.sweep import Choice
+from headrace.plan.sweep import Option
 
 _STYLE = Path(report_package.__file__).parent / "style.css"
 
@@ -51,13 +51,13 @@ def draw(found: Answer, name: str, price: float) -> str:
     )
 
 
-def _throughput(choices: Sequence[Choice], best: Choice) -> str:
+def _throughput(choices: Sequence[Option], best: Option) -> str:
     bars = _bars(choices, best, lambda choice: choice.prediction.tokens_per_second)
     legend = [("c1", "tried"), ("c2", "recommended")]
     return figure("Trained tokens a second", bars, legend, "The settings are listed below by their numbers.", wide=True)
 
 
-def _bars(choices: Sequence[Choice], best: Choice, value: Callable[[Choice], float]) -> str:
+def _bars(choices: Sequence[Option], best: Option, value: Callable[[Option], float]) -> str:
     values = [value(choice) for choice in choices]
     chart = Chart((0.4, len(values) + 0.6), extent(values, zero=True), x_label="setting")
     for place, (choice, height) in enumerate(zip(choices, values, strict=True), 1):
@@ -66,13 +66,13 @@ def _bars(choices: Sequence[Choice], best: Choice, value: Callable[[Choice], flo
     return chart.html("Settings")
 
 
-def _listed(choices: Sequence[Choice], best: Choice, price: float) -> str:
+def _listed(choices: Sequence[Option], best: Option, price: float) -> str:
     heads = ["#setting", "", "#tokens/s", "#s a step", "#engine idle", "#trainer idle", "#mean lag"]
     heads += ["#cost a step"] if price else []
     return table(heads, [_row(place, choice, choice is best, price) for place, choice in enumerate(choices, 1)])
 
 
-def _row(place: int, choice: Choice, best: bool, price: float) -> list[str]:
+def _row(place: int, choice: Option, best: bool, price: float) -> list[str]:
     one = choice.prediction
     cells = [
         str(place),
@@ -87,7 +87,7 @@ def _row(place: int, choice: Choice, best: bool, price: float) -> list[str]:
     return [f"<b>{escape(cell)}</b>" if best else escape(cell) for cell in cells]
 
 
-def _idle(choices: Sequence[Choice], best: Choice) -> str:
+def _idle(choices: Sequence[Option], best: Option) -> str:
     chart = Chart((0.4, len(choices) + 0.6), (0.0, 1.0), percent=True, x_label="setting")
     for place, choice in enumerate(choices, 1):
         chart.box(place - 0.35, place - 0.02, 0.0, choice.prediction.engine_idle, "c1")
@@ -96,7 +96,7 @@ def _idle(choices: Sequence[Choice], best: Choice) -> str:
     return figure("Idle share of both pools", chart.html("Idle"), [("c1", "engine"), ("c5", "trainer")], wide=True)
 
 
-def _splits(choices: Sequence[Choice], best: Choice) -> list[str]:
+def _splits(choices: Sequence[Option], best: Option) -> list[str]:
     """Throughput by the trainer's GPUs: at the depth asked for, and at the one recommended."""
     lines = {}
     for name, like in (("as asked", choices[0].scenario), ("as recommended", best.scenario)):
@@ -119,7 +119,7 @@ def _splits(choices: Sequence[Choice], best: Choice) -> list[str]:
     return [figure("How the pools are split", chart.html("Splits"), legend, note)]
 
 
-def _lags(choice: Choice) -> str:
+def _lags(choice: Option) -> str:
     lags = choice.prediction.lags
     chart = Chart((-0.6, max(lags) + 0.6), (0.0, 1.0), percent=True, x_label="lag, optimizer steps")
     for lag, share in lags.items():
@@ -128,7 +128,7 @@ def _lags(choice: Choice) -> str:
     return figure("Lag of the trained tokens", chart.html("Lag"), note=f"mean {choice.prediction.lag_mean:.2f}")
 
 
-def _pace(choice: Choice) -> str:
+def _pace(choice: Option) -> str:
     points = [(float(step), seconds) for step, seconds in enumerate(choice.prediction.step_seconds, 1)]
     chart = Chart((0.5, len(points) + 0.5), extent((y for _, y in points), zero=True)).line(points, "c1")
     return figure("Seconds a step", chart.html("Pace"), note="the first steps fill the pipeline")

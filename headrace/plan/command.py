@@ -11,23 +11,23 @@ from typing import Any
 import msgspec
 
 from headrace.observe.text import number, short_time
-from headrace.plan.answer import Answer, Question, answer
+from headrace.plan.answer import Answer, PlanRequest, answer
 from headrace.plan.reasons import bias, bottleneck, recommendation
-from headrace.plan.sweep import Choice
+from headrace.plan.sweep import Option
 
 
-def tell(question: Question, price: float, as_json: bool, picture: Path | None) -> int:
+def tell(request: PlanRequest, price: float, as_json: bool, picture: Path | None) -> int:
     """Prints the answer, and draws it."""
-    found = answer(question, _progress)
+    found = answer(request, _progress)
     print(
-        json.dumps(report(found, price, question.config.train.steps), indent=1)
+        json.dumps(report(found, price, request.config.train.steps), indent=1)
         if as_json
-        else text(found, question, price)
+        else text(found, request, price)
     )
     if picture:
         from headrace.plan.charts import draw
 
-        picture.write_text(draw(found, question.config.name, price))
+        picture.write_text(draw(found, request.config.name, price))
         print(f"the picture is in {picture}", file=sys.stderr)
     return 0
 
@@ -36,8 +36,8 @@ def _progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def text(found: Answer, question: Question, price: float) -> str:
-    asked, run_steps = found.asked, question.config.train.steps
+def text(found: Answer, request: PlanRequest, price: float) -> str:
+    asked, run_steps = found.asked, request.config.train.steps
     scenario, prediction = asked.scenario, asked.prediction
     lines = [
         f"rates: {scenario.rates.source or 'as given'}; completions {scenario.completions.told}; prompts {scenario.prompts.told}",
@@ -53,7 +53,7 @@ def text(found: Answer, question: Question, price: float) -> str:
     return "\n".join(lines)
 
 
-def _details(choice: Choice, price: float, run_steps: int) -> list[str]:
+def _details(choice: Option, price: float, run_steps: int) -> list[str]:
     one = choice.prediction
     lags = ", ".join(f"{lag}: {share:.0%}" for lag, share in one.lags.items())
     total = one.seconds_per_step * run_steps
@@ -71,11 +71,11 @@ def _details(choice: Choice, price: float, run_steps: int) -> list[str]:
     return lines
 
 
-def _cost(choice: Choice, price: float, steps: int) -> str:
+def _cost(choice: Option, price: float, steps: int) -> str:
     return f" and cost {choice.prediction.cost(price, steps):,.2f} at {price:g} a GPU-hour" if price else ""
 
 
-def table(choices: Sequence[Choice], price: float, best: Choice) -> list[str]:
+def table(choices: Sequence[Option], price: float, best: Option) -> list[str]:
     width = max(len(choice.name) for choice in choices)
     head = f"  {'setting':<{width}}  tokens/s    s a step  engine idle  trainer idle  mean lag" + (
         "  cost/step" if price else ""
@@ -104,7 +104,7 @@ def report(found: Answer, price: float, run_steps: int) -> dict[str, Any]:
     }
 
 
-def _entry(choice: Choice, price: float, run_steps: int) -> dict[str, Any]:
+def _entry(choice: Option, price: float, run_steps: int) -> dict[str, Any]:
     scenario, prediction = choice.scenario, choice.prediction
     return {
         "max_lag": scenario.staleness.max_lag,

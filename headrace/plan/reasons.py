@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from headrace.plan.measure import Prediction
 from headrace.plan.scenario import Scenario
-from headrace.plan.sweep import Choice, fastest
+from headrace.plan.sweep import Option, fastest
 
 BUSY = 0.1
 """Idle share below which a pool is the one that the others wait for."""
@@ -34,7 +34,7 @@ def bias(prediction: Prediction) -> str:
     return f"trained completions are {abs(share - 1):.0%} {word} than drawn ones: these settings are biased"
 
 
-def recommendation(choice: Choice, choices: Sequence[Choice]) -> str:
+def recommendation(choice: Option, choices: Sequence[Option]) -> str:
     """Why this one, beside the fastest and the synchronous one of its split."""
     best, own = fastest(choices), choice.prediction
     said = f"{choice.name}: {own.tokens_per_second:,.0f} tokens/s"
@@ -48,7 +48,7 @@ def recommendation(choice: Choice, choices: Sequence[Choice]) -> str:
     return f"{said}; {bottleneck(own)}"
 
 
-def _is_synchronous(choice: Choice) -> bool:
+def _is_synchronous(choice: Option) -> bool:
     return choice.scenario.staleness.max_lag == 0
 
 

@@ -25,7 +25,7 @@ Split = Callable[[int], Scenario | None]
 
 
 @dataclass(frozen=True)
-class Choice:
+class Option:
     scenario: Scenario
     prediction: Prediction
 
@@ -42,21 +42,21 @@ class Choice:
         return ", ".join(parts)
 
 
-def try_out(scenario: Scenario, steps: int = STEPS) -> Choice:
+def try_out(scenario: Scenario, steps: int = STEPS) -> Option:
     """`steps`: that count at least, beside those in which the pipeline fills and empties.
 
     Where generation is paced, slots come back together and batches come in bursts of max_lag + 1: whole bursts are counted."""
     burst = scenario.staleness.max_lag + 1
     steps = -(-steps // burst) * burst
     whole = dataclasses.replace(scenario, steps=steps + sum(margins(scenario)))
-    return Choice(whole, predict(whole))
+    return Option(whole, predict(whole))
 
 
 class Sweep:
     """Every setting that is tried is simulated, once."""
 
     def __init__(self, scenario: Scenario, say: Callable[[str], None]) -> None:
-        self.tried: list[Choice] = []
+        self.tried: list[Option] = []
         self._say = say
         self.explore([scenario])
 
@@ -70,7 +70,7 @@ class Sweep:
             self._say(f"{choice.name}: {choice.prediction.tokens_per_second:,.0f} tokens/s")
 
 
-def sweep(scenario: Scenario, split: Split | None, say: Callable[[str], None]) -> list[Choice]:
+def sweep(scenario: Scenario, split: Split | None, say: Callable[[str], None]) -> list[Option]:
     """The scenario itself first. Then its pools are split in other ways (where `split` can), then depths are tried at the best
     split, then splits at the best depth, then batch sizes."""
     found = Sweep(scenario, say)
@@ -121,11 +121,11 @@ def wider(scenario: Scenario) -> Iterable[Scenario]:
             yield dataclasses.replace(scenario, rates=msgspec.structs.replace(scenario.rates, engine=narrowed))
 
 
-def fastest(choices: Sequence[Choice]) -> Choice:
+def fastest(choices: Sequence[Option]) -> Option:
     return max(choices, key=lambda choice: choice.prediction.tokens_per_second)
 
 
-def recommended(choices: Sequence[Choice]) -> Choice:
+def recommended(choices: Sequence[Option]) -> Option:
     """Of those nearly as fast as the fastest, the one with the least lag; then the strictest order."""
     best = fastest(choices).prediction.tokens_per_second
     good = [choice for choice in choices if choice.prediction.tokens_per_second >= GOOD_ENOUGH * best]

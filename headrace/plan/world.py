@@ -13,13 +13,13 @@ from typing import Any
 
 from headrace.algo.advantage.groups import algorithm_of
 from headrace.durable.journal import Journal
-from headrace.durable.passes import PassLog
+from headrace.durable.pass_log import PassLog
 from headrace.observe.health.waits import Waits
 from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.assembly import assemble, go_live, stand
+from headrace.orchestration.assembly import assemble, go_live, restore_state
+from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.loops.identity import IdentityProbe
 from headrace.orchestration.loops.pipeline import Pipeline
-from headrace.orchestration.plan import Plan
 from headrace.orchestration.store.checkpoints import Checkpoints
 from headrace.orchestration.store.snapshots import Snapshots
 from headrace.plan.parts.cores import Shared
@@ -31,7 +31,7 @@ from headrace.protocols import Engine, Observer, Scorer, Task, Trainer
 from headrace.rollouts.buffer import Buffer
 from headrace.rollouts.rollout import RolloutConfig
 from headrace.settings.process_config import EvalConfig
-from headrace.simulate.surroundings import Lengths, SimulatedScorer, SimulatedTask
+from headrace.simulate.surroundings import CompletionLengths, SimulatedScorer, SimulatedTask
 
 NEVER = 1e12
 """Seconds. A plan may be slow; what would stop a run for waiting too long is not what it asks about."""
@@ -45,7 +45,7 @@ class World:
         self.scenario, self.observer, self.directory = scenario, observer, directory
         rates, grain, seed = scenario.rates, scenario.token_grain, scenario.seed
         shared = Shared(rates.engine_slowed, rates.trainer_slowed)
-        lengths = Lengths(scenario.completions, scenario.rollout.max_tokens)
+        lengths = CompletionLengths(scenario.completions, scenario.rollout.max_tokens)
         engines = [
             SimulatedEngine(
                 rates=rates.engine,
@@ -84,7 +84,7 @@ class World:
         waits = Waits(observer.record, clock, self.stop_after / 2, self.stop_after)
         telemetry = Telemetry(observer.record, clock, waits)
         journal, snapshots = self._storage(telemetry)
-        plan = Plan(
+        plan = LoopPlan(
             steps=scenario.steps,
             staleness=scenario.staleness,
             rollout=rollout,
@@ -93,18 +93,18 @@ class World:
             checkpoint_every=self.checkpoint_every,
             evaluate_every=0,
         )
-        standing = stand(
+        restored = restore_state(
             plan=plan,
             task=self.task,
             engine=self.engine,
             partial=scenario.partial,
             telemetry=telemetry,
-            past=None,
+            saved=None,
             buffer=self.buffer,
         )
         self.parts = assemble(
             plan=plan,
-            standing=standing,
+            restored=restored,
             telemetry=telemetry,
             task=self.task,
             engine=self.engine,

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 from headrace.engine.config import EngineConfig
 from headrace.models.lora import LoraConfig
 from headrace.rehearsal.machine import GIB, Machine, gib
-from headrace.rehearsal.shape import Shape
+from headrace.rehearsal.shape import ModelShape
 from headrace.trainer.config import TrainConfig
 
 PROCESS = 0.4 * GIB
@@ -23,7 +23,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "nf4": 0.5}
 Device = Literal["cpu", "cuda"]
 
 
-class Need(NamedTuple):
+class MemoryNeed(NamedTuple):
     who: str
     what: str
     bytes: float
@@ -32,7 +32,7 @@ class Need(NamedTuple):
     """Whether it is taken as soon as the run starts, and is known exactly: the rest is an upper bound or an estimate."""
 
 
-class Plan(NamedTuple):
+class MemoryPlan(NamedTuple):
     """What the arithmetic needs of a run."""
 
     engine: EngineConfig
@@ -46,49 +46,49 @@ class Plan(NamedTuple):
     reference_in_loss: bool
 
 
-def needs(shape: Shape, plan: Plan) -> list[Need]:
+def needs(shape: ModelShape, plan: MemoryPlan) -> list[MemoryNeed]:
     """Of the run's own processes. Teachers come on top: `engine_needs` of each."""
     serving = shape.parameters * BYTES[plan.engine.serving_dtype]
     copies = 1 if plan.adapters and not plan.lora.merged else 2
     return [
-        Need("controller", "Python, tokenizer, groups that wait", CONTROLLER, "cpu"),
+        MemoryNeed("controller", "Python, tokenizer, groups that wait", CONTROLLER, "cpu"),
         *_trainer(shape, plan),
-        Need("between", f"published weights ({copies} ×)", copies * serving, "cpu", certain=True),
+        MemoryNeed("between", f"published weights ({copies} ×)", copies * serving, "cpu", certain=True),
         *engine_needs("engine", shape, plan.engine, plan.engine_device),
     ]
 
 
-def engine_needs(who: str, shape: Shape, config: EngineConfig, device: Device) -> list[Need]:
+def engine_needs(who: str, shape: ModelShape, config: EngineConfig, device: Device) -> list[MemoryNeed]:
     """On a CPU the weights are packed for the kernels, where these serve the model."""
     weights = shape.parameters * BYTES[config.serving_dtype]
     return [
-        Need(who, "Python and torch", PROCESS, "cpu"),
-        Need(who, "weights as they are computed with", weights, device),
-        Need(who, "KV cache, at most (engine.kv_gib)", config.kv_gib * GIB, device),
+        MemoryNeed(who, "Python and torch", PROCESS, "cpu"),
+        MemoryNeed(who, "weights as they are computed with", weights, device),
+        MemoryNeed(who, "KV cache, at most (engine.kv_gib)", config.kv_gib * GIB, device),
     ]
 
 
-def _trainer(shape: Shape, plan: Plan) -> Iterator[Need]:
+def _trainer(shape: ModelShape, plan: MemoryPlan) -> Iterator[MemoryNeed]:
     train, device = plan.train, plan.train_device
-    yield Need("trainer", "Python and torch", PROCESS, "cpu")
+    yield MemoryNeed("trainer", "Python and torch", PROCESS, "cpu")
     computing = BYTES[plan.train_dtype]
     if plan.adapters:
         kept = BYTES[plan.lora.quantise or plan.train_dtype]
-        yield Need("trainer", "frozen weights", shape.parameters * kept, device, certain=True)
+        yield MemoryNeed("trainer", "frozen weights", shape.parameters * kept, device, certain=True)
         extra = plan.adapters * shape.adapter(plan.lora)
-        yield Need("trainer", "adapter, gradients, AdamW", 16 * extra, device, certain=True)
+        yield MemoryNeed("trainer", "adapter, gradients, AdamW", 16 * extra, device, certain=True)
     else:
         size, host = BYTES[train.weights], "cpu" if train.offload_optimizer else device
-        yield Need("trainer", f"weights ({train.weights})", shape.parameters * size, device, certain=True)
-        yield Need("trainer", "gradients", shape.parameters * size, device, certain=True)
+        yield MemoryNeed("trainer", f"weights ({train.weights})", shape.parameters * size, device, certain=True)
+        yield MemoryNeed("trainer", "gradients", shape.parameters * size, device, certain=True)
         optimizer = 12 if train.offload_optimizer else 8
-        yield Need("trainer", "AdamW", shape.parameters * optimizer, host, certain=True)
+        yield MemoryNeed("trainer", "AdamW", shape.parameters * optimizer, host, certain=True)
         if plan.reference_in_loss:
-            yield Need("trainer", "reference model", shape.parameters * computing, device, certain=True)
-    yield Need("trainer", "activations, about", activations(shape, train, computing), device)
+            yield MemoryNeed("trainer", "reference model", shape.parameters * computing, device, certain=True)
+    yield MemoryNeed("trainer", "activations, about", activations(shape, train, computing), device)
 
 
-def activations(shape: Shape, train: TrainConfig, size: float) -> float:
+def activations(shape: ModelShape, train: TrainConfig, size: float) -> float:
     """Of one microbatch: what a layer keeps of a token is its inputs, queries to values, norms, and three times the MLP's inner
     width; with checkpointing its input alone, and one whole layer at a time."""
     whole = 10 * shape.hidden + 3 * shape.inner
@@ -96,7 +96,7 @@ def activations(shape: Shape, train: TrainConfig, size: float) -> float:
     return train.microbatch_tokens * layers * size
 
 
-def checkpoint_bytes(shape: Shape, plan: Plan) -> int:
+def checkpoint_bytes(shape: ModelShape, plan: MemoryPlan) -> int:
     """Weights and AdamW's state of what is trained."""
     trained = plan.adapters * shape.adapter(plan.lora) if plan.adapters else shape.parameters
     return trained * (12 if plan.train.weights == "float32" or plan.train.offload_optimizer else 10)
@@ -105,7 +105,7 @@ def checkpoint_bytes(shape: Shape, plan: Plan) -> int:
 # --- verdicts ----------------------------------------------------------------------------------------------------------
 
 
-def refusals(found: Sequence[Need], shape: Shape, plan: Plan, machine: Machine) -> Iterator[str]:
+def refusals(found: Sequence[MemoryNeed], shape: ModelShape, plan: MemoryPlan, machine: Machine) -> Iterator[str]:
     """What cannot fit whatever else runs here, each with its remedy."""
     has = _has(machine, plan.engine_device)
     cache, token = plan.engine.kv_gib * GIB, shape.cached * BYTES[plan.engine.serving_dtype]
@@ -134,7 +134,7 @@ def refusals(found: Sequence[Need], shape: Shape, plan: Plan, machine: Machine) 
         )
 
 
-def notes(found: Sequence[Need], machine: Machine) -> Iterator[str]:
+def notes(found: Sequence[MemoryNeed], machine: Machine) -> Iterator[str]:
     """What may not fit."""
     need = sum(one.bytes for one in found if one.where == "cpu")
     if need > machine.available:
@@ -144,7 +144,7 @@ def notes(found: Sequence[Need], machine: Machine) -> Iterator[str]:
         )
 
 
-def _smaller(plan: Plan) -> str:
+def _smaller(plan: MemoryPlan) -> str:
     if not plan.adapters:
         return "train an adapter (lora.rank = 16), set train.weights = bfloat16, or take a smaller model"
     return "take a smaller model" if plan.lora.quantise else 'set lora.quantise = "nf4", or take a smaller model'

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from headrace.errors import ConfigError
 from headrace.protocols import Scorer, Task
-from headrace.rehearsal.prompts import first_prompts
+from headrace.rehearsal.prompt_lengths import first_prompts
 from headrace.scoring.job import is_async
 from headrace.types import Completion, Episode, Failure, Prompt, Scored, Turn, VersionSpan
 

@@ -14,7 +14,7 @@ from headrace.models.model_files import read_header
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     parameters: int
     """0 where nothing says."""
     matrices: tuple[tuple[str, int, int], ...]
@@ -38,7 +38,7 @@ class Shape:
         )
 
 
-def read_shape(directory: Path) -> Shape:
+def read_shape(directory: Path) -> ModelShape:
     """Of a directory that `check_model_dir` has found to be whole."""
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     text: dict[str, Any] = {**config, **(config.get("text_config") or {})}
@@ -50,7 +50,7 @@ def read_shape(directory: Path) -> Shape:
     stored = {name: one for path in _weight_files(directory) for name, one in read_header(path).items()}
     parameters = sum(one.elements for one in stored.values()) or _from_pickles(directory)
     inner = _number(text, "moe_intermediate_size") * _number(text, "num_experts_per_tok")
-    return Shape(
+    return ModelShape(
         parameters=parameters,
         matrices=tuple(_matrices({name: one.shape for name, one in stored.items()})),
         layers=layers,

@@ -9,7 +9,7 @@ from typing import Any
 from headrace.algo.config import AlgoConfig
 from headrace.algo.recipes import Recipe
 from headrace.rehearsal.machine import Machine, gib
-from headrace.rehearsal.memory import Need
+from headrace.rehearsal.memory import MemoryNeed
 
 WIDTH, LABEL = 80, 13
 
@@ -98,7 +98,7 @@ def _plain(value: float) -> str:
 # --- the page ----------------------------------------------------------------------------------------------------------
 
 
-def memory_lines(needs: Sequence[Need], machine: Machine) -> Lines:
+def memory_lines(needs: Sequence[MemoryNeed], machine: Machine) -> Lines:
     """A line for each part of each process, and what the machine has."""
     lines = []
     for who in dict.fromkeys(need.who for need in needs):
@@ -113,7 +113,7 @@ def memory_lines(needs: Sequence[Need], machine: Machine) -> Lines:
     return lines
 
 
-def _amount(need: Need) -> str:
+def _amount(need: MemoryNeed) -> str:
     return f"{gib(need.bytes):>9}  {need.what}{' (on the GPU)' if need.where == 'cuda' else ''}"
 
 

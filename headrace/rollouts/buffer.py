@@ -10,7 +10,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from headrace.durable.journal import AnyRecord, Drawn, Gone, Live, Ready, Stepped
+from headrace.durable.journal import AnyRecord, DrawnRecord, GoneRecord, LiveRecord, ReadyRecord, SteppedRecord
 from headrace.observe.facts import Accounting
 from headrace.rollouts.staleness import StalenessConfig
 from headrace.types import Group, Prompt, Struct
@@ -51,18 +51,18 @@ class Buffer:
     def count(self, record: AnyRecord) -> None:
         """Does what a record of the journal says: in a run right after it was written, and once more when the run is recovered."""
         match record:
-            case Drawn():
+            case DrawnRecord():
                 self.start(record.ticket, record.prompt)
-            case Ready():
+            case ReadyRecord():
                 self.put(record.group)
-            case Gone():
+            case GoneRecord():
                 self.end(record.ticket, record.outcome, record.reason, record.failures)
-            case Stepped(report=report) if report.skipped:
+            case SteppedRecord(report=report) if report.skipped:
                 for ticket in record.tickets:
                     self.end(ticket, "dropped", report.skipped)
-            case Stepped():
+            case SteppedRecord():
                 self.trained(record.tickets, record.report.version)
-            case Live():
+            case LiveRecord():
                 self.release(record.version)
 
     # -- the producer's side ------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Rewards: scored groups from finished ones.
 
 Read `config.py`, `job.py` (one call for one group), `functions.py` (several reward functions, weighted), `builtin.py`, `extract.py`,
-`trl.py`, `handed.py` and `overlong.py`; `workers/` (where functions run), `teacher/` (log-probs of other models). `fake.py` is the
+`trl.py`, `python_rewards.py` and `overlong.py`; `workers/` (where functions run), `teacher/` (log-probs of other models). `fake.py` is the
 scorer without functions.
 """

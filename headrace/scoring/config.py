@@ -56,7 +56,7 @@ class RewardSpec:
         return self.function.rpartition(":")[2]
 
     @property
-    def handed(self) -> bool:
+    def from_python(self) -> bool:
         return self.function.startswith(HANDED)
 
 
@@ -110,9 +110,9 @@ class RewardConfig:
         return (RewardSpec(self.function, extract=self.extract),) if self.function else self.functions
 
     @property
-    def handed(self) -> tuple[RewardSpec, ...]:
+    def from_python(self) -> tuple[RewardSpec, ...]:
         """Those that only Python can pass again."""
-        return tuple(spec for spec in self.specs if spec.handed)
+        return tuple(spec for spec in self.specs if spec.from_python)
 
     @property
     def weights(self) -> dict[str, float]:

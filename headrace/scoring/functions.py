@@ -15,8 +15,8 @@ import msgspec
 from headrace.errors import ConfigError
 from headrace.scoring.config import RewardConfig, distinct
 from headrace.scoring.extract import Extractor
-from headrace.scoring.handed import rewards_of
 from headrace.scoring.job import Job, Values, is_async
+from headrace.scoring.python_rewards import rewards_of
 from headrace.scoring.workers.processes import PrivatePool, SharedProcess, check_functions
 from headrace.scoring.workers.threads import ThreadPool
 from headrace.types import Episode, Failure, Prompt, Scored
@@ -46,8 +46,8 @@ class FunctionScorer:
         self._pools: list[PrivatePool | SharedProcess] = []
         if callables:
             self._judges = self._judges_in_threads(config, callables)
-        elif config.handed:
-            names = ", ".join(spec.name for spec in config.handed)
+        elif config.from_python:
+            names = ", ".join(spec.name for spec in config.from_python)
             raise ConfigError(
                 f"the settings name functions that Python passed ({names}), and no file has them: pass them again with reward= "
                 "from Python, or name functions in a file in reward.functions"
@@ -94,8 +94,8 @@ class FunctionScorer:
         return Scored(episode, total, rewards, extracted=extracted)
 
     def _judges_in_threads(self, config: RewardConfig, callables: Sequence[Callable[..., Any]]) -> list[_Judge]:
-        if len(config.handed) == len(callables):
-            given = list(zip(config.handed, callables, strict=True))
+        if len(config.from_python) == len(callables):
+            given = list(zip(config.from_python, callables, strict=True))
         else:
             given = rewards_of(callables)
         return [_Judge(spec.name, spec.weight, Extractor(), self._in_thread(function)) for spec, function in given]

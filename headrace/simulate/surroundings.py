@@ -21,7 +21,7 @@ def uniform(*parts: object) -> float:
     return (seed_of(*parts) + 0.5) / _SEEDS
 
 
-class Lengths:
+class CompletionLengths:
     """How long each completion becomes: its seed and its prompt's difficulty say so, whoever asks and however often."""
 
     def __init__(self, completions: Distribution, max_tokens: int) -> None:

@@ -36,13 +36,13 @@ class RowsTask:
     """
 
     def __init__(
-        self, config: TaskConfig, seed: int, encoder: Encoder, handed: Sequence[Mapping[str, Any]] | None = None
+        self, config: TaskConfig, seed: int, encoder: Encoder, passed: Sequence[Mapping[str, Any]] | None = None
     ) -> None:
         """Reads and checks all rows. Raises ConfigError for whatever is wrong with them, with the place and the remedy.
 
-        `handed`: the rows, where `task.kind = "python"`."""
+        `passed`: the rows, where `task.kind = "python"`."""
         self._config, self._seed = config, seed
-        raw = _handed(handed) if config.kind == "python" else read_rows(config.kind, config.path)
+        raw = _given(passed) if config.kind == "python" else read_rows(config.kind, config.path)
         self._rows = _all_checked(raw, config.source, config)
         settings = (seed, config.shuffle, config.held_out, config.held_out_path, config.examples)
         self._source = digest_of([str(settings), *(_key(row[config.prompt]) for row in self._rows)])
@@ -140,7 +140,7 @@ def _key(prompt: Any) -> str:
     return prompt if isinstance(prompt, str) else repr(prompt)
 
 
-def _handed(rows: Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[str, Any]]:
+def _given(rows: Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[str, Any]]:
     if rows is None:
         raise ConfigError(
             "the prompts of this run are rows that were passed to headrace.train(dataset=...), which are kept in no file: pass "

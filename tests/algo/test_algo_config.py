@@ -16,8 +16,8 @@ from headrace.algo.loss.aggregate import AGGREGATIONS
 from headrace.algo.loss.objective import objective_of, selection_of
 from headrace.algo.policy.clipped import PPOClip
 from headrace.algo.policy.user import UserLoss
+from headrace.algo.recipe_parts import KL, Correction
 from headrace.algo.recipes import LOSSES, RECIPES, Recipe
-from headrace.algo.tables import KL, Correction
 from headrace.config import load_config
 
 MINIMAL = {

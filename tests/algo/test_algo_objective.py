@@ -23,8 +23,8 @@ from headrace.algo.loss.kl import kl_estimate, kl_loss
 from headrace.algo.loss.objective import objective_of, old_of, selection_of
 from headrace.algo.loss.selection import covariance, m2po
 from headrace.algo.policy.tokens import Tokens, TopTokens
+from headrace.algo.recipe_parts import Distill
 from headrace.algo.recipes import RECIPES
-from headrace.algo.tables import Distill
 from headrace.errors import ConfigError
 
 SEQUENCE = np.array([0, 0, 0, 1, 2, 2, 2, 2])

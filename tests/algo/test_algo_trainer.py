@@ -16,21 +16,10 @@ from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.config import AlgoConfig
 from headrace.algo.recipes import RECIPES
 from headrace.reports import TrainReport
+from headrace.steps import spans_of
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.step.trainer import TorchTrainer
-from headrace.types import (
-    Batch,
-    Completion,
-    Episode,
-    Group,
-    Prompt,
-    Row,
-    Scored,
-    TeacherTrace,
-    TopLogprobs,
-    Turn,
-    spans_of,
-)
+from headrace.types import Batch, Completion, Episode, Group, Prompt, Row, Scored, TeacherTrace, TopLogprobs, Turn
 
 V, K = 32, 4
 PROMPT = Prompt("p", "?", (1, 2, 3))

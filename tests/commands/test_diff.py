@@ -12,15 +12,15 @@ from fact_stream import FactStream, records_of, write_journal
 from rich.console import Console
 
 from headrace import cli
-from headrace.commands.diff import Parting, part
+from headrace.commands.diff import RunComparison, compare_runs
 from headrace.commands.diff_view import report
-from headrace.durable.journal import JOURNAL, AnyRecord, Drawn, Gone, Ready, Stepped
+from headrace.durable.journal import JOURNAL, AnyRecord, DrawnRecord, GoneRecord, ReadyRecord, SteppedRecord
 from headrace.errors import ConfigError
 from headrace.types import Group, Prompt
 
 FACTS = list(FactStream(steps=4, groups=2, size=2, tokens=6, troubles=False).facts())
-RECORDS: list[AnyRecord] = [Drawn(0.1, 3, Prompt("p3", "", (1, 2))), *records_of(FACTS)]
-STEPS = [record for record in RECORDS if isinstance(record, Stepped)]
+RECORDS: list[AnyRecord] = [DrawnRecord(0.1, 3, Prompt("p3", "", (1, 2))), *records_of(FACTS)]
+STEPS = [record for record in RECORDS if isinstance(record, SteppedRecord)]
 CONFIG = 'name = "one"\nseed = 1\n[train]\nlearning_rate = 0.01\n[engine]\ndtype = "float32"\n'
 
 
@@ -31,14 +31,14 @@ def make(directory: Path, records: list[AnyRecord], config: str = CONFIG) -> Pat
     return directory
 
 
-def parting(tmp_path: Path, other: list[AnyRecord]) -> Parting:
-    return part(make(tmp_path / "a", RECORDS), make(tmp_path / "b", other))
+def parting(tmp_path: Path, other: list[AnyRecord]) -> RunComparison:
+    return compare_runs(make(tmp_path / "a", RECORDS), make(tmp_path / "b", other))
 
 
 def changed(ticket: int, change: Callable[[Group], Group]) -> list[AnyRecord]:
     return [
         msgspec.structs.replace(one, group=change(one.group))
-        if isinstance(one, Ready) and one.group.ticket == ticket
+        if isinstance(one, ReadyRecord) and one.group.ticket == ticket
         else one
         for one in RECORDS
     ]
@@ -58,7 +58,7 @@ def with_completion(rollout: int, **fields: object) -> Callable[[Group], Group]:
 
 TICKET = STEPS[2].tickets[1]
 """The second group of step 3."""
-GROUP = next(one.group for one in RECORDS if isinstance(one, Ready) and one.group.ticket == TICKET)
+GROUP = next(one.group for one in RECORDS if isinstance(one, ReadyRecord) and one.group.ticket == TICKET)
 DONE = GROUP.scored[1].episode.last
 
 
@@ -111,7 +111,7 @@ def test_versions_rewards_advantages_and_masks_are_told_apart(tmp_path: Path) ->
 
 def test_reports_are_compared_but_for_time(tmp_path: Path) -> None:
     def slower(one: AnyRecord, loss: float) -> AnyRecord:
-        if not isinstance(one, Stepped):
+        if not isinstance(one, SteppedRecord):
             return one
         seconds = msgspec.structs.replace(one.report, seconds=99.0)
         return msgspec.structs.replace(
@@ -126,10 +126,12 @@ def test_groups_taken_otherwise_and_prompts_and_ends(tmp_path: Path) -> None:
     other: list[AnyRecord] = [
         msgspec.structs.replace(one, tickets=one.tickets[::-1]) if one is STEPS[1] else one for one in RECORDS
     ]
-    other[0] = Drawn(0.1, 3, Prompt("p3", "", (1, 9)))
-    other.append(Gone(9.0, 5, "dropped", "no_contrast"))
-    both = [*RECORDS, Gone(9.0, 6, "failed", "reward_raised")]
-    found = part(make(tmp_path / "a", both), make(tmp_path / "b", [*other, Gone(9.0, 6, "failed", "reward_timeout")]))
+    other[0] = DrawnRecord(0.1, 3, Prompt("p3", "", (1, 9)))
+    other.append(GoneRecord(9.0, 5, "dropped", "no_contrast"))
+    both = [*RECORDS, GoneRecord(9.0, 6, "failed", "reward_raised")]
+    found = compare_runs(
+        make(tmp_path / "a", both), make(tmp_path / "b", [*other, GoneRecord(9.0, 6, "failed", "reward_timeout")])
+    )
     assert set(found.first) == {"prompt", "order", "outcome"}
     assert found.first["prompt"].place == "ticket 3 (p3), other tokens" and found.earliest is found.first["prompt"]
     assert found.first["order"].step == 2 and found.counts["outcome"] == 2
@@ -159,13 +161,13 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     a = make(tmp_path / "a", RECORDS)
     (tmp_path / "none").mkdir()
     with pytest.raises(ConfigError, match="not the directory of a run"):
-        part(a, tmp_path / "none")
+        compare_runs(a, tmp_path / "none")
 
 
 def test_what_cannot_be_read_is_not_compared_and_said(tmp_path: Path) -> None:
     a, b = make(tmp_path / "a", RECORDS), make(tmp_path / "b", RECORDS)
     (b / JOURNAL).write_bytes((b / JOURNAL).read_bytes().replace(b"chain_sum", b"chain_som", 1))
-    found = part(a, b)
+    found = compare_runs(a, b)
     assert not found.damage[a] and "does not match its checksum" in str(found.damage[b])
     assert "(step 1) trains ticket" in str(found.damage[b])
     assert found.steps == len(STEPS) - 1 and not found.first, "the other steps are compared, each with its own"

@@ -16,16 +16,17 @@ from rich.console import Console
 
 from headrace import cli
 from headrace.commands.inspect import find_step, inspect
-from headrace.durable.journal import AnyRecord, Gone, JournalStep, Ready, read_steps
+from headrace.durable.journal import AnyRecord, GoneRecord, JournalStep, ReadyRecord, read_steps
 from headrace.errors import ConfigError
 from headrace.observe.numbers.rollout_view import look, looks_at, row_of, spans_told, told_of, trimmed_below
 from headrace.observe.screen.inspect_view import rollout
 from headrace.orchestration.runs.pieces import split_text
 from headrace.reports import TrainReport
-from headrace.types import Completion, VersionSpan, spans_of
+from headrace.steps import spans_of
+from headrace.types import Completion, VersionSpan
 
 FACTS = list(FactStream(steps=4, groups=2, size=3, tokens=6, troubles=False).facts())
-RECORDS: list[AnyRecord] = [Gone(0.1, 99, "dropped", "no_contrast"), *records_of(FACTS)]
+RECORDS: list[AnyRecord] = [GoneRecord(0.1, 99, "dropped", "no_contrast"), *records_of(FACTS)]
 
 
 @pytest.fixture
@@ -200,7 +201,7 @@ def test_log_probs_of_a_tempered_distribution_are_not_compared(run: Path) -> Non
 
 
 def test_text_of_a_model_is_no_markup(run: Path) -> None:
-    ready = next(one for one in RECORDS if isinstance(one, Ready))
+    ready = next(one for one in RECORDS if isinstance(one, ReadyRecord))
     found = look(next(read_steps(run)), ready.group, 0, lambda tokens: ["[bold]"] * len(tokens))
     console = Console(file=io.StringIO(), width=100)
     console.print(rollout(found))

@@ -13,12 +13,12 @@ from tiny_models import saved
 
 from headrace import cli
 from headrace.commands import parity, parity_table
-from headrace.commands.parity import LIMITS, Difference, measure
+from headrace.commands.parity import LIMITS, ParityRow, measure
 
 TOKENS = 12
 
 
-def measured(model: str, *dtypes: str) -> dict[tuple[str, str, str, str], Difference]:
+def measured(model: str, *dtypes: str) -> dict[tuple[str, str, str, str], ParityRow]:
     rows = measure(saved(model), dtypes or ("float32",), TOKENS)  # type: ignore[arg-type]
     return {(one.dtype, one.path.split()[0], one.sampling, one.replayed): one for one in rows}
 
@@ -110,8 +110,8 @@ def test_dtype_alone_means_nothing(capsys):
 BASE = {"dtype": "bfloat16", "path": "fused llama", "sampling": "plain", "replayed": "", "judged": True, "tokens": 8}
 
 
-def row(**changes) -> Difference:
-    return Difference(
+def row(**changes) -> ParityRow:
+    return ParityRow(
         **{
             **BASE,
             **changes,

@@ -20,13 +20,22 @@ import headrace
 from headrace import cli
 from headrace.commands import diff_view, replay
 from headrace.commands.replay import beyond, differing, outcome_of
-from headrace.commands.rerun import Stage, plot_course, rerun
+from headrace.commands.rerun import Stage, plan_rerun, rerun
 from headrace.config import dump_config, load_config
-from headrace.durable.journal import JOURNAL, AnyRecord, Journal, Live, Ready, Stepped, count_steps, read_journal
+from headrace.durable.journal import (
+    JOURNAL,
+    AnyRecord,
+    Journal,
+    LiveRecord,
+    ReadyRecord,
+    SteppedRecord,
+    count_steps,
+    read_journal,
+)
 from headrace.errors import CheckpointError, ConfigError
 from headrace.observe.health.family import Family, family
-from headrace.observe.machine import machine_mark
-from headrace.orchestration.store.directory import RunDirectory, configs_until
+from headrace.observe.machine_mark import machine_mark
+from headrace.orchestration.store.run_directory import RunDirectory, configs_until
 from headrace.reports import LagStats, Noise, TrainReport
 
 STEPS = 5
@@ -48,7 +57,7 @@ def test_leaving_a_rerun_early_ends_its_trainer(finished: Path) -> None:
     children = Family()
 
     async def first_stage_only() -> Stage:
-        async with rerun(plot_course(finished, 4, 5)) as stages:
+        async with rerun(plan_rerun(finished, 4, 5)) as stages:
             async for stage in stages:
                 assert [child.who for child in children.children()] == ["trainer"]
                 return stage
@@ -89,12 +98,12 @@ def test_every_step_from_the_beginning_is_bit_for_bit(finished: Path) -> None:
 
 
 def test_a_forged_advantage_and_a_forged_fingerprint_are_caught_at_their_steps(run: Path) -> None:
-    step = next(one for one in read_journal(run) if isinstance(one, Stepped) and one.report.step == 3)
+    step = next(one for one in read_journal(run) if isinstance(one, SteppedRecord) and one.report.step == 3)
 
     def forge(record: AnyRecord) -> AnyRecord:
-        if isinstance(record, Live) and record.version == 2:
-            return Live(record.t, 2, "0" * 32)
-        if not isinstance(record, Ready) or record.group.ticket != step.tickets[0]:
+        if isinstance(record, LiveRecord) and record.version == 2:
+            return LiveRecord(record.t, 2, "0" * 32)
+        if not isinstance(record, ReadyRecord) or record.group.ticket != step.tickets[0]:
             return record
         row = record.group.rows[0]
         row = msgspec.structs.replace(row, advantages=tuple(value * 1.001 for value in row.advantages))
@@ -120,7 +129,12 @@ def test_another_learning_rate_is_caught_at_the_first_step(run: Path, capsys: py
 
 
 def test_a_checkpoint_with_other_weights_is_caught_before_any_step(run: Path) -> None:
-    rewrite(run, lambda one: Live(one.t, one.version, "0" * 32) if isinstance(one, Live) and one.version == 4 else one)
+    rewrite(
+        run,
+        lambda one: (
+            LiveRecord(one.t, one.version, "0" * 32) if isinstance(one, LiveRecord) and one.version == 4 else one
+        ),
+    )
     with pytest.raises(CheckpointError, match="step-000004 holds other weights .* than the run served as version 4"):
         replayed(run, 5)
 

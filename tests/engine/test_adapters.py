@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_models import MIXTURES, Driver, parameters, prompts, reference, skeleton
 
-from headrace.engine.native.batch import Batch
+from headrace.engine.native.forward_pass import ForwardInput
 from headrace.engine.native.runners.adapters import PREFIX, by_adapter
 from headrace.engine.native.runners.decoder import FusedRunner
 from headrace.engine.native.runners.hugging_face import HuggingFaceRunner
@@ -214,13 +214,13 @@ def test_routing_is_told_in_the_order_of_the_batch_whatever_the_adapters():
 
 
 def test_sorting_by_adapter_moves_segments_whole_and_keeps_the_order_of_rows():
-    batch = Batch(
-        np.array([10, 11, 20, 30, 31, 32]),
-        np.array([0, 2, 3, 6], np.int32),
-        np.array([5, 6, 7], np.int32),
-        np.array([[1], [2], [3]], np.int32),
-        np.array([1, 2, 5]),
-        np.array([1, -1, 0], np.int32),
+    batch = ForwardInput(
+        tokens=np.array([10, 11, 20, 30, 31, 32]),
+        starts=np.array([0, 2, 3, 6], np.int32),
+        context=np.array([5, 6, 7], np.int32),
+        tables=np.array([[1], [2], [3]], np.int32),
+        rows=np.array([1, 2, 5]),
+        adapters=np.array([1, -1, 0], np.int32),
     )
     moved, went = by_adapter(batch)
     assert moved.tokens.tolist() == [20, 30, 31, 32, 10, 11]

@@ -24,8 +24,8 @@ from headrace.orchestration.workers.engine_loop import EngineLoop
 from headrace.orchestration.workers.wire import Frame, pack_payload
 from headrace.reports import LoadReport
 from headrace.simulate import virtual_time
-from headrace.steps import StepOutput, Transcript, write_down
-from headrace.types import Completion, Request, Sampling, VersionSpan, scoring, spans_of
+from headrace.steps import StepOutput, Transcript, spans_of, write_down
+from headrace.types import Completion, Request, Sampling, VersionSpan, scoring
 from headrace.weights import AdapterSpec, WeightUpdate
 
 # --- the parts ---------------------------------------------------------------------------------------------------------

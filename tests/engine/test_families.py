@@ -13,7 +13,7 @@ import torch
 from tiny_models import MIXTURES, MODELS, OTHERS, Driver, make, parameters, prompts, reference, skeleton
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from headrace.engine.native.batch import BLOCK
+from headrace.engine.native.forward_pass import BLOCK
 from headrace.engine.native.runners.attention import PagedCache
 from headrace.engine.native.runners.cuda_graphs import rows_bucket, width_bucket
 from headrace.engine.native.runners.decoder import FusedRunner

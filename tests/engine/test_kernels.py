@@ -18,7 +18,7 @@ from test_adapters import adapters_of
 from tiny_models import Driver, make, prompts
 from transformers import AutoModelForCausalLM
 
-from headrace.engine.native.batch import BLOCK
+from headrace.engine.native.forward_pass import BLOCK
 from headrace.engine.native.kernels import binding
 from headrace.engine.native.kernels.packing import Packer, gate_up_order, padded
 from headrace.engine.native.kernels.runner import KernelRunner, serves

@@ -172,10 +172,10 @@ def test_doctor_of_a_machine_that_can_run(capsys):
 
 
 def test_doctor_says_what_is_wrong_and_how_to_mend_it(capsys):
-    assert doctor.tell({"Software": [doctor.Finding("torch", "bad", "1.0", "pip install torch")]}) == 1
+    assert doctor.print_findings({"Software": [doctor.DoctorFinding("torch", "bad", "1.0", "pip install torch")]}) == 1
     out = capsys.readouterr().out
     assert "Cannot run yet: torch" in out and "pip install torch" in out
-    assert doctor.tell({"Software": [doctor.Finding("[trackio]", "note", "not installed")]}) == 0
+    assert doctor.print_findings({"Software": [doctor.DoctorFinding("[trackio]", "note", "not installed")]}) == 0
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from pydantic.dataclasses import dataclass
 
 from headrace.config import RunConfig, available_cores, check, dump_config, load_config
 from headrace.errors import ConfigError
-from headrace.orchestration.store.resume_rules import check_bound, same_course, scoring_mark
+from headrace.orchestration.store.resume_rules import check_bound, same_training, scoring_mark
 from headrace.settings import toml
 from headrace.types import Prompt
 
@@ -330,7 +330,7 @@ def test_available_cores_are_those_of_this_process():
     ],
 )
 def test_steps_can_be_done_again_only_with_the_settings_that_they_depend_on(sets, same):
-    assert same_course(load_config(MINIMAL), load_config(MINIMAL, sets)) is same
+    assert same_training(load_config(MINIMAL), load_config(MINIMAL, sets)) is same
 
 
 @pytest.mark.parametrize(

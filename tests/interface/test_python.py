@@ -26,7 +26,7 @@ from headrace.config import load_config
 from headrace.errors import ConfigError
 from headrace.observe.facts import RunEnded, Warned
 from headrace.observe.screen.surface import NotebookScreen, as_html
-from headrace.orchestration.handed import take_over
+from headrace.orchestration.python_inputs import with_python_inputs
 from headrace.orchestration.runs.callbacks import Callbacks
 from headrace.orchestration.runs.hosting import host
 
@@ -299,7 +299,7 @@ CONFIG = {"name": "x", "model": {"path": "nowhere"}, "task": {"held_out": 2}, "e
 
 
 def taken(**passed: Any) -> Any:
-    return take_over(CONFIG, (), **{"reward": brief, "dataset": ROWS, **passed})
+    return with_python_inputs(CONFIG, (), **{"reward": brief, "dataset": ROWS, **passed})
 
 
 def test_rows_are_the_same_in_every_form():
@@ -307,7 +307,7 @@ def test_rows_are_the_same_in_every_form():
 
     same = [ROWS, tuple(ROWS), iter(ROWS), pandas.DataFrame(ROWS), datasets.Dataset.from_list(ROWS)]
     found = [taken(dataset=one) for one in same]
-    assert all(list(handed.rows) == ROWS for _, handed in found)
+    assert all(list(inputs.rows) == ROWS for _, inputs in found)
     assert len({config.task.rows for config, _ in found}) == 1
 
 
@@ -317,7 +317,9 @@ def test_what_is_missing_in_a_frame_is_none():
 
 
 def test_rows_take_the_place_of_a_file():
-    config, _ = take_over({**CONFIG, "task": {"kind": "jsonl", "path": "a.jsonl", "held_out": 2}}, (), brief, ROWS)
+    config, _ = with_python_inputs(
+        {**CONFIG, "task": {"kind": "jsonl", "path": "a.jsonl", "held_out": 2}}, (), brief, ROWS
+    )
     assert (config.task.kind, config.task.path, config.task.held_out) == ("python", "", 2)
 
 
@@ -353,9 +355,9 @@ def test_rows_are_checked_as_those_of_a_file_are(rows, said, tiny_llama):
     from headrace.models.chat import ChatEncoder
     from headrace.orchestration.build import build_task
 
-    config, handed = taken(dataset=rows)
+    config, inputs = taken(dataset=rows)
     with pytest.raises(ConfigError, match=said):
-        build_task(config.task, ChatEncoder(tiny_llama), 0, handed.rows)
+        build_task(config.task, ChatEncoder(tiny_llama), 0, inputs.rows)
 
 
 def test_rows_that_are_not_passed_again_are_missed(tiny_llama):
@@ -396,15 +398,15 @@ def test_a_file_cannot_ask_for_rows_of_python(task, said):
     ],
 )
 def test_one_or_several_functions(reward, specs):
-    config, handed = taken(reward=reward)
+    config, inputs = taken(reward=reward)
     assert [(one.function, one.weight) for one in config.reward.specs] == specs
-    assert len(handed.rewards) == len(specs)
+    assert len(inputs.rewards) == len(specs)
     assert load_config(json.loads(json.dumps(asdict(config)))) == config
 
 
 def test_functions_take_the_place_of_those_of_the_settings():
     settings = {**CONFIG, "reward": {"function": "a.py:b", "extract": "last_number", "timeout": 7}}
-    config, _ = take_over(settings, (), brief, ROWS)
+    config, _ = with_python_inputs(settings, (), brief, ROWS)
     assert [one.function for one in config.reward.specs] == ["python:brief"] and config.reward.timeout == 7
 
 
@@ -433,7 +435,7 @@ def test_a_config_is_needed_or_a_run():
 def test_an_adapter_with_a_task_of_its_own_and_rows_for_all_are_one_too_many():
     adapters = [{"name": "north", "task": {"kind": "jsonl", "path": "a"}}, {"name": "south"}]
     with pytest.raises(ConfigError, match="north has a task of its own"):
-        take_over({**CONFIG, "lora": {"rank": 4}, "adapters": adapters}, (), brief, ROWS)
+        with_python_inputs({**CONFIG, "lora": {"rank": 4}, "adapters": adapters}, (), brief, ROWS)
 
 
 # -- the notebook's screen --------------------------------------------------------------------------------------------------

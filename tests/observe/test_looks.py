@@ -14,7 +14,7 @@ from test_troubles import half_failed
 
 from headrace.commands.inspect import inspect
 from headrace.observe.facts import Fact, StepTrained, Warned
-from headrace.observe.health.status import Live, Status
+from headrace.observe.health.status import LiveStatus, Status
 from headrace.observe.numbers.state import RunState
 from headrace.observe.recorder import Recorder
 from headrace.observe.records import summarise
@@ -180,7 +180,7 @@ def test_the_summary_is_whole_at_80_columns() -> None:
 
 
 def test_status_is_whole_at_80_columns(state: RunState) -> None:
-    told = Live(4711, 0.0, workers={"engine": 4712, "trainer": 4713}, picture="runs/demo/logs/stacks-1.txt")
+    told = LiveStatus(4711, 0.0, workers={"engine": 4712, "trainer": 4713}, picture="runs/demo/logs/stacks-1.txt")
     text = shown(panel("runs/demo", Status("alive", "training", told), state), 80)
     assert max(map(len, text.splitlines())) <= 80 and "…" not in text
     for words in (

@@ -23,12 +23,12 @@ from headrace.config import dump_config, load_config
 from headrace.durable.spelling import encode
 from headrace.errors import HeadraceError
 from headrace.observe.facts import Accounting, CheckpointSaved, RunEnded, RunStarted, TicketDrawn, Warned, WorkerLost
-from headrace.observe.health.status import Follower, Live, Status, as_dict, judge, read_live, write_live
+from headrace.observe.health.status import Follower, LiveStatus, Status, as_dict, judge, read_live, write_live
 from headrace.observe.health.waits import Lasting
 from headrace.observe.numbers.state import RunState
 from headrace.observe.records import METRICS
 from headrace.observe.screen import status_view
-from headrace.orchestration.store.directory import RunDirectory, held
+from headrace.orchestration.store.run_directory import RunDirectory, held
 
 STARTED = RunStarted(0.0, "tiny", "a model · a task", 0, 10, 4, 2, 8, 1, 1, {})
 NOBODY = 2**22 + 1
@@ -46,8 +46,8 @@ def ended(reason: str) -> RunEnded:
     return RunEnded(9.0, reason, 3, Accounting(), 0.0, 0.0)
 
 
-def live(written: float, pid: int = os.getpid(), **more: Any) -> Live:
-    return Live(pid, written, (Lasting("trainer", "8 scored groups", 3.0),), **more)
+def live(written: float, pid: int = os.getpid(), **more: Any) -> LiveStatus:
+    return LiveStatus(pid, written, (Lasting("trainer", "8 scored groups", 3.0),), **more)
 
 
 # --- who lives ---------------------------------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ def live(written: float, pid: int = os.getpid(), **more: Any) -> Live:
     ],
 )
 def test_a_run_is_alive_silent_ended_or_dead(
-    alive: bool, facts: list[Any], said: Live | None, life: str, words: str
+    alive: bool, facts: list[Any], said: LiveStatus | None, life: str, words: str
 ) -> None:
     status = judge(state_of(*facts), said, alive, 100.0)
     assert status.life == life and words in status.words
@@ -132,7 +132,7 @@ WAITS = (
     Lasting("trainer", "4 groups", 1.0),
 )
 TELLING = Status(
-    "alive", "training", Live(7, time.time(), WAITS, workers={"engine": 8, "trainer": 9}, picture="logs/x")
+    "alive", "training", LiveStatus(7, time.time(), WAITS, workers={"engine": 8, "trainer": 9}, picture="logs/x")
 )
 
 
@@ -223,7 +223,7 @@ def test_a_run_is_asked_while_it_lives_after_kill_9_and_after_its_end(
 HOLDS = """
 import sys, time
 from pathlib import Path
-from headrace.orchestration.store.directory import RunDirectory
+from headrace.orchestration.store.run_directory import RunDirectory
 held = RunDirectory(Path(sys.argv[1]))
 print("ready", flush=True)
 time.sleep(100)

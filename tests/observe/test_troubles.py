@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from headrace.durable.journal import Ready
+from headrace.durable.journal import ReadyRecord
 from headrace.durable.spelling import encode
 from headrace.observe import records
 from headrace.observe.diagnosis.advice import advices
@@ -248,7 +248,7 @@ def test_journals_of_before_are_still_read() -> None:
     failure = {"reason": "reward_raised", "detail": "KeyError: '7' (r.py:3)"}
     prompt = {"id": "p", "text": "?", "tokens": [1], "columns": {}}
     group = {"ticket": 0, "prompt": prompt, "scored": [scored], "rows": [], "failures": [failure]}
-    read = msgspec.json.decode(json.dumps({"kind": "Ready", "t": 1.0, "group": group}).encode(), type=Ready)
+    read = msgspec.json.decode(json.dumps({"kind": "Ready", "t": 1.0, "group": group}).encode(), type=ReadyRecord)
     assert read.group.scored[0].extracted == {} and read.group.failures[0].traceback == ""
     assert read.group.failures[0].kind == "reward_raised"
 

@@ -24,11 +24,11 @@ from headrace.config import config_of_run, load_config, read_config
 from headrace.durable.journal import read_steps
 from headrace.engine.fake import FakeEngine
 from headrace.observe.facts import FirstText, Planned, RunStarted, Warned
-from headrace.orchestration.choosing import allowance_of, fit_minutes, going_on, settle
+from headrace.orchestration.choosing import allowance_of, fit_minutes, resumed_settings, settle
 from headrace.orchestration.loops.minutes import Minutes
 from headrace.orchestration.runs import run
 from headrace.orchestration.runs.rehearse import rehearse
-from headrace.orchestration.wording import elsewhere
+from headrace.orchestration.wording import machine_change
 from headrace.rehearsal.machine import Machine
 from headrace.simulate import virtual_time
 from headrace.trainer.config import TrainConfig
@@ -207,7 +207,7 @@ def test_a_run_keeps_what_was_chosen_when_it_goes_on(tmp_path, tiny_llama):
     started, texts = of(directory, RunStarted), of(directory, FirstText)
     assert "float32 PyTorch" in started[0].chosen["trainer chosen"] and "float32" in started[0].where["engine"]
     assert texts and texts[0].tokens > 0
-    again = going_on({**source, "train": {**source["train"], "steps": 5}}, directory)
+    again = resumed_settings({**source, "train": {**source["train"], "steps": 5}}, directory)
     assert again["engine"]["dtype"] == "float32" and again["train"]["path"] == "torch" and again["train"]["steps"] == 5
     result = headrace.train({**source, "train": {**source["train"], "steps": 5}}, resume=directory)
     assert result.step == 5 and read_config(config_of_run(directory)).train.path == "torch"
@@ -219,8 +219,8 @@ def test_what_is_otherwise_than_at_the_beginning_is_said():
         where = {"engine": engine, "trainer": "2 threads"}
         return RunStarted(0.0, "a", "b", 0, 5, 2, 2, 4, 1, 1, where, machine={"cpu": cpu, "threads": "2"})
 
-    assert elsewhere(started("Xeon", "kernels llama"), started("Xeon", "kernels llama")) == ""
-    said = elsewhere(started("Xeon", "kernels llama"), started("EPYC", "fused llama"))
+    assert machine_change(started("Xeon", "kernels llama"), started("Xeon", "kernels llama")) == ""
+    said = machine_change(started("Xeon", "kernels llama"), started("EPYC", "fused llama"))
     assert "cpu was Xeon, now EPYC" in said and "engine: it was kernels llama, now fused llama" in said
 
 

@@ -21,7 +21,7 @@ from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.config import AlgoConfig
 from headrace.algo.noise import NoiseWatch
 from headrace.durable.journal import Journal
-from headrace.durable.passes import PassLog
+from headrace.durable.pass_log import PassLog
 from headrace.engine.fake import FakeEngine
 from headrace.errors import CheckpointError, HeadraceError, IdentityError, StalledError, TrainingError, WorkerDied
 from headrace.observe.facts import CheckpointSaved, Evaluated, Fact, GroupEnded, StepTrained, Warned, WeightsLive
@@ -29,14 +29,14 @@ from headrace.observe.health.waits import Waits
 from headrace.observe.numbers.state import RunState
 from headrace.observe.records import summarise
 from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.assembly import assemble, go_live, stand
+from headrace.orchestration.assembly import assemble, go_live, restore_state
+from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.loops.identity import IdentityProbe
 from headrace.orchestration.loops.parts import Told, told_of
 from headrace.orchestration.loops.pipeline import Pipeline
 from headrace.orchestration.loops.turns import Turns
-from headrace.orchestration.plan import Plan
 from headrace.orchestration.store.checkpoints import Checkpoints
-from headrace.orchestration.store.recovery import read_past
+from headrace.orchestration.store.recovery import read_saved_run
 from headrace.orchestration.store.snapshots import Snapshots, load_controller
 from headrace.reports import LagStats, Noise
 from headrace.rollouts.buffer import Buffer
@@ -107,31 +107,31 @@ class World:
         rollout = RolloutConfig(group_size=self.group_size, max_tokens=8, patience=self.patience)
         waits = Waits(self.ledger.record, clock, self.stop_after / 2, self.stop_after)
         every = self.checkpoint_every, self.evaluate_every
-        plan = Plan(self.steps, self.staleness, rollout, 0, 3, *every, watch=self.watch)
+        plan = LoopPlan(self.steps, self.staleness, rollout, 0, 3, *every, watch=self.watch)
         telemetry = Telemetry(self.ledger.record, clock, waits)
         checkpoint, _ = self.checkpoints.newest_good() if resume else (None, [])
-        past = None
+        saved = None
         if resume:
-            past = read_past(self.directory, load_controller(checkpoint) if checkpoint else None, True)
-            assert not past.complaints
-        standing = stand(
+            saved = read_saved_run(self.directory, load_controller(checkpoint) if checkpoint else None, True)
+            assert not saved.complaints
+        restored = restore_state(
             plan=plan,
             task=self.task,
             engine=self.engine,
             partial=self.partial,
             telemetry=telemetry,
-            past=past,
+            saved=saved,
             buffer=self.buffer,
         )
-        self.redo, step = standing.redo, standing.step
-        self.outdated = past.outdated(self.mark) if past else frozenset()
-        if past:
+        self.redo, step = restored.redo, restored.step
+        self.outdated = saved.outdated(self.mark) if saved else frozenset()
+        if saved:
             self.trainer.versions[""] = step
         passes = PassLog(self.directory, step, self.fail)
         self.engine.listen(passes.write)
         parts = assemble(
             plan=plan,
-            standing=standing,
+            restored=restored,
             telemetry=telemetry,
             task=self.task,
             engine=self.engine,

@@ -16,10 +16,11 @@ from test_pipeline import _world as plain_world
 
 from headrace.engine.fake import FakeEngine
 from headrace.observe.facts import GroupEnded, StepTrained
+from headrace.rollout_key import RolloutKey
 from headrace.rollouts.staleness import StalenessConfig, first_version, judge
 from headrace.simulate import virtual_time
 from headrace.trainer.fake import FakeTrainer
-from headrace.types import Group, Prompt, RolloutKey, Row
+from headrace.types import Group, Prompt, Row
 
 
 def _kept_lags(world: World) -> list[int]:

@@ -27,23 +27,23 @@ from headrace.errors import IdentityError, StalledError
 from headrace.observe.facts import Waited, Warned
 from headrace.observe.health import stacks
 from headrace.observe.health.family import Child, Family, family
-from headrace.observe.health.frames import VARIABLE
+from headrace.observe.health.own_stacks import VARIABLE
 from headrace.observe.health.snapshot import blame
 from headrace.observe.health.status import read_live
 from headrace.observe.health.waits import Lasting, Waits, counted
 from headrace.observe.health.waits import Testimony as Told
 from headrace.observe.health.watchdog import STALLED, Watchdog
 from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.build import Built, build, open_waits
-from headrace.orchestration.handed import NOTHING
+from headrace.orchestration.build import BuiltRun, build, open_waits
 from headrace.orchestration.loops.evaluation import Evaluator
 from headrace.orchestration.loops.turns import Turns
 from headrace.orchestration.loops.utilisation import Utilisation
 from headrace.orchestration.pools import open_pools
-from headrace.orchestration.runs.session import Session, on_unheard
+from headrace.orchestration.python_inputs import NO_INPUTS
+from headrace.orchestration.runs.session import Session, report_unhandled
 from headrace.orchestration.runs.several import _close, _serve_base, _Together
-from headrace.orchestration.teaching import Classroom, SelfTeaching
-from headrace.orchestration.workers.process import LocalLauncher
+from headrace.orchestration.teaching import SelfTeaching, TeacherEngines
+from headrace.orchestration.workers.local import LocalLauncher
 from headrace.rollouts.partial import PartialConfig
 from headrace.rollouts.rollout import RolloutConfig
 from headrace.scoring.config import RewardConfig
@@ -287,12 +287,12 @@ async def of_start(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
     world = World(tmp / "run", stop_after=600.0)
     pipeline = world.build()
     spoil(world.parts.telemetry.waits)
-    await Built(None, world.parts, pipeline, (), (), None, None, None, "").go_live()  # type: ignore[arg-type]
+    await BuiltRun(None, world.parts, pipeline, (), (), None, None, None, "").go_live()  # type: ignore[arg-type]
 
 
 async def of_teacher_s_start(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
     clock = asyncio.get_running_loop().time
-    classroom = Classroom(LocalLauncher(tmp), Ledger(), spoil(here(lambda fact: None)), clock)
+    classroom = TeacherEngines(LocalLauncher(tmp), Ledger(), spoil(here(lambda fact: None)), clock)
     await classroom.open("teacher math", tmp, EngineConfig())
 
 
@@ -369,7 +369,7 @@ def several(tmp: Path, spoil: Callable[[Waits], Waits], facts: list[Any]) -> _To
     storage = SimpleNamespace(seconds=0.0, recorder=Recording(facts), checkpoint=None)
     config, directory = a_config(tmp), SimpleNamespace(path=tmp, logs=tmp)
     lane = SimpleNamespace(storage=storage, directory=directory, config=config, session=OneSession())
-    return _Together(config, directory, {"a": lane}, NOTHING, Showing(), lambda settings: None, None)  # type: ignore[arg-type, dict-item]
+    return _Together(config, directory, {"a": lane}, NO_INPUTS, Showing(), lambda settings: None, None)  # type: ignore[arg-type, dict-item]
 
 
 async def of_several(tmp: Path, spoil: Callable[[Waits], Waits], ledger: Ledger) -> None:
@@ -483,7 +483,7 @@ def test_processes_that_do_not_close_are_told_and_hide_no_error(capsys: pytest.C
 
 HANGS = """
 import re, sys, threading, time
-from headrace.observe.health.frames import answer_signals
+from headrace.observe.health.own_stacks import answer_signals
 
 def sleeps():
     time.sleep(100)
@@ -727,7 +727,7 @@ def test_what_nobody_awaits_is_said(caplog: pytest.LogCaptureFixture) -> None:
         raise RuntimeError("in a callback")
 
     async def main() -> None:
-        on_unheard(said.append)
+        report_unhandled(said.append)
         asyncio.get_running_loop().call_soon(fails)
         await asyncio.sleep(0.01)
 

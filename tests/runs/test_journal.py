@@ -23,20 +23,20 @@ from headrace.durable.journal import (
     JOURNAL,
     AnyRecord,
     Damage,
-    Drawn,
-    Gone,
+    DrawnRecord,
+    GoneRecord,
     Journal,
     JournalDamaged,
-    Live,
-    Ready,
-    Stepped,
+    LiveRecord,
+    ReadyRecord,
+    SteppedRecord,
     count_steps,
     cut_journal,
     end_of_journal,
     read_journal,
     read_steps,
 )
-from headrace.durable.passes import PassLog, discard_passes, read_passes
+from headrace.durable.pass_log import PassLog, discard_passes, read_passes
 from headrace.errors import HeadraceError
 from headrace.observe.facts import StepTrained
 from headrace.reports import TrainReport
@@ -45,9 +45,9 @@ from headrace.types import Prompt
 
 FACTS = list(FactStream(steps=3, groups=2, size=2, tokens=4).facts())
 RECORDS: tuple[AnyRecord, ...] = (
-    Drawn(0.5, 0, Prompt("p0", 'a\n"b" ✓ null', (1, 2), {"answer": 7, "deep": [1, {"x": None}]})),
-    Drawn(0.6, 1, Prompt("p1", "", ())),
-    Gone(0.9, 1, "failed", "reward_raised", ("reward_raised", "reward_raised")),
+    DrawnRecord(0.5, 0, Prompt("p0", 'a\n"b" ✓ null', (1, 2), {"answer": 7, "deep": [1, {"x": None}]})),
+    DrawnRecord(0.6, 1, Prompt("p1", "", ())),
+    GoneRecord(0.9, 1, "failed", "reward_raised", ("reward_raised", "reward_raised")),
     *records_of(FACTS),
 )
 
@@ -100,9 +100,9 @@ def test_steps_come_with_the_groups_they_took(tmp_path: Path, written: bytes) ->
 
 
 def test_a_skipped_step_is_none_but_its_groups_are_gone(tmp_path: Path) -> None:
-    one, two = (Ready(1.0, FactStream(seed=i).group(i, 0)) for i in range(2))
-    skipped = Stepped(2.0, TrainReport(0, 0, skipped="nonfinite_gradient", loss=math.nan), (0,))
-    write_journal(tmp_path, [one, two, skipped, Stepped(3.0, TrainReport(0, 1), (1,))])
+    one, two = (ReadyRecord(1.0, FactStream(seed=i).group(i, 0)) for i in range(2))
+    skipped = SteppedRecord(2.0, TrainReport(0, 0, skipped="nonfinite_gradient", loss=math.nan), (0,))
+    write_journal(tmp_path, [one, two, skipped, SteppedRecord(3.0, TrainReport(0, 1), (1,))])
     (step,) = read_steps(tmp_path)
     assert [group.ticket for group in step.groups] == [1] and step.version == 1
     assert count_steps(tmp_path) == 1
@@ -110,8 +110,8 @@ def test_a_skipped_step_is_none_but_its_groups_are_gone(tmp_path: Path) -> None:
 
 def test_a_step_whose_group_is_missing_is_left_out_and_said(tmp_path: Path) -> None:
     group = FactStream(seed=1).group(8, 0)
-    steps = Stepped(3.0, TrainReport(0, 1), (9,)), Stepped(4.0, TrainReport(1, 2), (8,))
-    write_journal(tmp_path, [Live(1.0, 0, "f"), Ready(2.0, group), *steps])
+    steps = SteppedRecord(3.0, TrainReport(0, 1), (9,)), SteppedRecord(4.0, TrainReport(1, 2), (8,))
+    write_journal(tmp_path, [LiveRecord(1.0, 0, "f"), ReadyRecord(2.0, group), *steps])
     damage = Damage()
     assert [one.step for one in read_steps(tmp_path, damage=damage)] == [1] and count_steps(tmp_path) == 2
     assert str(damage) == "line 3 (step 1) trains ticket 9, whose group cannot be read"
@@ -134,7 +134,7 @@ def test_any_number_and_any_text_come_back_bit_for_bit(
     count = len(logprobs)
     row = msgspec.structs.replace(group.rows[0], tokens=(5,) * count, logprobs=tuple(logprobs))
     group = msgspec.structs.replace(group, prompt=Prompt("p", text, ()), rows=(row,))
-    write_journal(directory, [Ready(1.0, group), Stepped(2.0, TrainReport(0, 1, loss=loss), (0,))])
+    write_journal(directory, [ReadyRecord(1.0, group), SteppedRecord(2.0, TrainReport(0, 1, loss=loss), (0,))])
     (step,) = read_steps(directory)
     found = step.groups[0].rows[0].logprobs
     assert all(same(a, b) for a, b in zip(found, logprobs, strict=True)) and same(step.report.loss, loss)
@@ -147,10 +147,10 @@ def test_what_is_not_there_does_not_make_encoding_slow(monkeypatch: pytest.Monke
     plain = spelling._spelled
     monkeypatch.setattr(spelling, "_spelled", lambda value: (looks.append(value), plain(value))[1])
     group = FactStream(seed=1).group(0, 0)
-    spelling.encode(Ready(1.0, group))
+    spelling.encode(ReadyRecord(1.0, group))
     assert not looks
     row = msgspec.structs.replace(group.rows[0], advantages=(math.nan,) * len(group.rows[0].tokens))
-    assert b'"nan"' in spelling.encode(Ready(1.0, msgspec.structs.replace(group, rows=(row,)))) and looks
+    assert b'"nan"' in spelling.encode(ReadyRecord(1.0, msgspec.structs.replace(group, rows=(row,)))) and looks
 
 
 # -- kills ------------------------------------------------------------------------------------------------------------
@@ -167,9 +167,9 @@ def test_a_cut_at_any_byte_costs_the_torn_record_alone(
     assert tuple(read_journal(directory)) == RECORDS[:whole]
     journal = Journal(directory)
     assert journal.position == whole
-    journal.write(Live(9.0, 77, "after"))
+    journal.write(LiveRecord(9.0, 77, "after"))
     journal.close()
-    assert tuple(read_journal(directory)) == (*RECORDS[:whole], Live(9.0, 77, "after"))
+    assert tuple(read_journal(directory)) == (*RECORDS[:whole], LiveRecord(9.0, 77, "after"))
 
 
 @given(st.data())
@@ -288,7 +288,7 @@ def test_a_full_disk_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / JOURNAL).symlink_to("/dev/full")
     journal = Journal(tmp_path)
     with pytest.raises(HeadraceError, match=r"could not write .*journal\.jsonl: No space left"):
-        journal.write(Live(0.0, 0, "f"))
+        journal.write(LiveRecord(0.0, 0, "f"))
     journal.close()
 
 
@@ -297,14 +297,14 @@ def test_a_journal_that_is_there_no_more_is_not_written_to_in_silence(tmp_path: 
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     journal = Journal(run_dir)
-    journal.write(Live(0.0, 0, "f"))
+    journal.write(LiveRecord(0.0, 0, "f"))
     if fate == "deleted":
         shutil.rmtree(run_dir)
     else:
         run_dir.rename(tmp_path / "elsewhere")
     if fate == "replaced":
         shutil.copytree(tmp_path / "elsewhere", run_dir)
-    for ask in (lambda: journal.write(Live(1.0, 1, "f")), journal.flush):
+    for ask in (lambda: journal.write(LiveRecord(1.0, 1, "f")), journal.flush):
         with pytest.raises(HeadraceError, match=r"journal.jsonl was deleted, moved or replaced.*go on with --resume"):
             ask()
     journal.close()
@@ -315,22 +315,22 @@ def test_a_disk_that_fills_leaves_whole_records_and_their_numbers(tmp_path: Path
 import resource, signal, sys
 from pathlib import Path
 from headrace.errors import HeadraceError
-from headrace.durable.journal import Journal, Live
+from headrace.durable.journal import Journal, LiveRecord
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 journal = Journal(Path(sys.argv[1]))
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
 try:
     for version in range(100):
-        journal.write(Live(1.0, version, "f" * 40))
+        journal.write(LiveRecord(1.0, version, "f" * 40))
 except HeadraceError as error:
     print(version, journal.position)
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-journal.write(Live(2.0, 1000, "room again"))
+journal.write(LiveRecord(2.0, 1000, "room again"))
 """
     failed, position = map(int, run(script, tmp_path).split())
     assert failed == position and 3 < position < 10
     found = list(read_journal(tmp_path))
-    assert found == [*(Live(1.0, i, "f" * 40) for i in range(position)), Live(2.0, 1000, "room again")]
+    assert found == [*(LiveRecord(1.0, i, "f" * 40) for i in range(position)), LiveRecord(2.0, 1000, "room again")]
 
 
 class Flushes:
@@ -349,8 +349,10 @@ def test_a_record_is_with_the_system_at_once_and_on_the_disk_when_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: bool, expected: int
 ) -> None:
     flushes, journal = Flushes(monkeypatch), Journal(tmp_path, policy)
-    journal.write(Live(0.0, 0, "f"))
-    assert flushes.count == 0 and list(read_journal(tmp_path)) == [Live(0.0, 0, "f")], "before close, before flush"
+    journal.write(LiveRecord(0.0, 0, "f"))
+    assert flushes.count == 0 and list(read_journal(tmp_path)) == [LiveRecord(0.0, 0, "f")], (
+        "before close, before flush"
+    )
     journal.flush()
     assert flushes.count == expected
     journal.close()

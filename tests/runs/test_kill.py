@@ -23,7 +23,7 @@ from tiny_run import tiny_config, workers_of
 
 from headrace.durable.journal import read_steps
 from headrace.faultsim.case import Case
-from headrace.faultsim.checks import Ledger, trained_in
+from headrace.faultsim.checks import RunHistory, trained_in
 from headrace.faultsim.faults import Fault
 from headrace.faultsim.lives import trial
 from headrace.observe.facts import RunEnded
@@ -54,12 +54,12 @@ def test_a_process_killed_at_any_write_loses_nothing(tmp_path: Path, seed: int) 
     case = Case(seed, modes[seed % 6], max_lag=seed // 6 % 3, steps=3 + seed % 3, checkpoint_every=seed % 4)
     kills = _until_finished(tmp_path, case, rng)
     assert kills > 0, "nobody was killed: choose other moments"
-    ledger = Ledger(case.group_size, remembers=False)
-    ledger.trained = trained_in(tmp_path)
-    ledger.finish(tmp_path, case.steps, case.groups)
-    ledger.trained_all(case.seed, case.steps * case.groups)
+    history = RunHistory(case.group_size, remembers=False)
+    history.trained = trained_in(tmp_path)
+    history.finish(tmp_path, case.steps, case.groups)
+    history.trained_all(case.seed, case.steps * case.groups)
     if case.synchronous:
-        assert ledger.weights == trial(case).weights
+        assert history.weights == trial(case).weights
     ended = [fact for fact in read_metrics(tmp_path) if isinstance(fact, RunEnded)][-1]
     assert ended.reason == "finished" and ended.accounting.balance() == 0
 

@@ -20,14 +20,14 @@ from headrace.errors import ConfigError
 from headrace.models.chat import ChatEncoder
 from headrace.models.lora import LoraConfig
 from headrace.orchestration.build import build_task
-from headrace.orchestration.handed import take_over
+from headrace.orchestration.python_inputs import with_python_inputs
 from headrace.orchestration.runs.rehearse import Rehearsal, rehearse
 from headrace.rehearsal import memory
 from headrace.rehearsal.machine import GIB, Machine, gib
-from headrace.rehearsal.memory import Plan, needs, notes, refusals
+from headrace.rehearsal.memory import MemoryPlan, needs, notes, refusals
 from headrace.rehearsal.place import place_problem
-from headrace.rehearsal.prompts import first_prompts, length_problem, lengths
-from headrace.rehearsal.shape import Shape, read_shape
+from headrace.rehearsal.prompt_lengths import first_prompts, length_problem, lengths
+from headrace.rehearsal.shape import ModelShape, read_shape
 from headrace.rehearsal.words import algorithm, page
 from headrace.settings.other_names import MEANINGS
 from headrace.settings.toml import setting_names
@@ -39,8 +39,8 @@ Config = dict[str, Any]
 
 
 def done(config: Config, reward: Any = None, resume: Path | None = None) -> Rehearsal:
-    resolved, handed = take_over(config, (), reward)
-    return asyncio.run(rehearse(resolved, handed, resume))
+    resolved, inputs = with_python_inputs(config, (), reward)
+    return asyncio.run(rehearse(resolved, inputs, resume))
 
 
 # --- what is shown -----------------------------------------------------------------------------------------------------
@@ -209,12 +209,14 @@ def test_lengths_and_what_is_said_of_them(tmp_path, tiny_llama):
 
 # --- memory ------------------------------------------------------------------------------------------------------------
 
-BILLION = Shape(10**9, (("a.q_proj.weight", 100, 50), ("a.up.weight", 200, 50)), 10, 1000, 4000, 2 * 10 * 4 * 64, 4096)
+BILLION = ModelShape(
+    10**9, (("a.q_proj.weight", 100, 50), ("a.up.weight", 200, 50)), 10, 1000, 4000, 2 * 10 * 4 * 64, 4096
+)
 
 
-def plan_of(adapters: int = 0, reference: bool = False, **sections: Config) -> Plan:
+def plan_of(adapters: int = 0, reference: bool = False, **sections: Config) -> MemoryPlan:
     engine, train, lora = (sections.get(name, {}) for name in ("engine", "train", "lora"))
-    return Plan(
+    return MemoryPlan(
         engine=EngineConfig(**engine),
         engine_device="cpu",
         train=TrainConfig(**train),
@@ -243,7 +245,7 @@ def machine_of(memory: float, free: float | None = None) -> Machine:
         (plan_of(lora={"rank": 16, "quantise": "nf4"}, adapters=1), {"trainer": 0.5, "between": 2}),
     ],
 )
-def test_bytes_a_parameter_are_those_of_the_trainer_s_table(plan: Plan, billions: dict[str, float]):
+def test_bytes_a_parameter_are_those_of_the_trainer_s_table(plan: MemoryPlan, billions: dict[str, float]):
     found = needs(BILLION, plan)
     for who, bytes in billions.items():
         certain = sum(need.bytes for need in found if need.who == who and need.certain)
@@ -277,7 +279,7 @@ def test_checkpointing_keeps_one_number_in_place_of_all_of_a_layer():
         (plan_of(engine={"kv_gib": 0.001}), 64, "takes 0.00977 GiB for this model; raise engine.kv_gib"),
     ],
 )
-def test_what_cannot_fit_is_refused(plan: Plan, memory: float, words: str):
+def test_what_cannot_fit_is_refused(plan: MemoryPlan, memory: float, words: str):
     said = "\n".join(refusals(needs(BILLION, plan), BILLION, plan, machine_of(memory)))
     assert words in said and bool(words) == bool(said)
 

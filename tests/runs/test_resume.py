@@ -21,8 +21,17 @@ import headrace
 from headrace.commands.status import report as status
 from headrace.config import RunConfig, dump_config, read_config
 from headrace.durable.files import read_lines
-from headrace.durable.journal import JOURNAL, AnyRecord, Damage, Drawn, Journal, Stepped, end_of_journal, read_steps
-from headrace.durable.passes import PassLog, read_passes
+from headrace.durable.journal import (
+    JOURNAL,
+    AnyRecord,
+    Damage,
+    DrawnRecord,
+    Journal,
+    SteppedRecord,
+    end_of_journal,
+    read_steps,
+)
+from headrace.durable.pass_log import PassLog, read_passes
 from headrace.errors import ConfigError, HeadraceError, WorkerDied
 from headrace.faultsim.faults import Disk, Fault, Killed
 from headrace.faultsim.lives import Case
@@ -30,13 +39,14 @@ from headrace.observe.facts import RunEnded, TicketDrawn, Warned
 from headrace.observe.records import METRICS, StepRow
 from headrace.orchestration.runs.lane import Lane, open_lane
 from headrace.orchestration.store.checkpoints import Checkpoints
-from headrace.orchestration.store.directory import RunDirectory, configs_until
-from headrace.orchestration.store.recovery import Past, _begun, read_past
-from headrace.orchestration.store.resume_rules import same_course
+from headrace.orchestration.store.recovery import SavedRun, _begun, read_saved_run
+from headrace.orchestration.store.resume_rules import same_training
+from headrace.orchestration.store.run_directory import RunDirectory, configs_until
 from headrace.orchestration.store.snapshots import ControllerState, load_controller
 from headrace.reports import TrainReport
+from headrace.rollout_key import RolloutKey
 from headrace.steps import Finished, StepOutput
-from headrace.types import Prompt, Request, RolloutKey, Sampling
+from headrace.types import Prompt, Request, Sampling
 
 CASE = Case(7, steps=7, checkpoint_every=2)
 
@@ -69,9 +79,9 @@ def killed(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Killed
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir()
         live(path, CASE, 0, Fault("kill", 0, at, 0.5))
-        past = past_of(path)
-        in_step = len(of(path, StepRow)) == past.step and len(of(path, TicketDrawn)) == past.resume.next_ticket
-        if past.state and past.step == past.saved_step + 2 and in_step and past.resume.flying:
+        saved = saved_of(path)
+        in_step = len(of(path, StepRow)) == saved.step and len(of(path, TicketDrawn)) == saved.resume.next_ticket
+        if saved.state and saved.step == saved.saved_step + 2 and in_step and saved.resume.flying:
             break
     else:
         raise AssertionError("no kill leaves such a run")
@@ -81,9 +91,9 @@ def killed(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Killed
     return Killed7(path, config)
 
 
-def past_of(path: Path, same_course: bool = True) -> Past:
+def saved_of(path: Path, same_training: bool = True) -> SavedRun:
     checkpoint, _ = Checkpoints(path / "checkpoints", 2).newest_good()
-    return read_past(path, load_controller(checkpoint) if checkpoint else None, same_course)
+    return read_saved_run(path, load_controller(checkpoint) if checkpoint else None, same_training)
 
 
 def begun(path: Path, config: RunConfig | None = None) -> Lane:
@@ -119,19 +129,21 @@ def assert_whole(path: Path, before: RunConfig, after: RunConfig) -> None:
     """What a reader of the directory can tell of a run that can go on."""
     current = (path / "config.toml").read_text()
     assert current in (dump_config(before), dump_config(after)), "the settings are others, or none"
-    past = past_of(path)
-    assert not past.complaints, past.complaints
+    saved = saved_of(path)
+    assert not saved.complaints, saved.complaints
     steps = [row.report.step for row in of(path, StepRow)]
-    assert steps == list(range(past.step)), f"the metrics have steps {steps}, the journal {past.step}"
+    assert steps == list(range(saved.step)), f"the metrics have steps {steps}, the journal {saved.step}"
     tickets = [fact.ticket for fact in of(path, TicketDrawn)]
-    assert tickets == list(range(past.resume.next_ticket)), "tickets twice, or without a record"
+    assert tickets == list(range(saved.resume.next_ticket)), "tickets twice, or without a record"
     for until, settings in configs_until(path):
-        assert settings.read_text() == dump_config(before) and until <= past.step
-    state = past.state
+        assert settings.read_text() == dump_config(before) and until <= saved.step
+    state = saved.state
     assert state is not None
     passes = read_passes(path, state.step, state.passes)
-    assert all(output.version <= past.step for output in passes), "tokens of weights that no step has made"
-    assert current == dump_config(before) or same_course(before, after) or not past.records, "steps of other settings"
+    assert all(output.version <= saved.step for output in passes), "tokens of weights that no step has made"
+    assert current == dump_config(before) or same_training(before, after) or not saved.records, (
+        "steps of other settings"
+    )
     assert not list(path.glob(".*.part")), "what a kill left of a file is cleaned up"
 
 
@@ -223,7 +235,7 @@ def test_several_adapters_killed_between_any_two_operations_all_go_on(killed: Ki
         resumed(path, read_config(path / "config.toml"))
         for name in ("e", "o"):
             assert (path / name / "config.toml").read_text() == (path / "config.toml").read_text()
-            assert [row.report.step for row in of(path / name, StepRow)] == list(range(past_of(path / name).step))
+            assert [row.report.step for row in of(path / name, StepRow)] == list(range(saved_of(path / name).step))
 
 
 # --- refused, finished ---------------------------------------------------------------------------------------------------
@@ -305,22 +317,22 @@ def test_what_was_made_for_a_run_that_never_began_goes_again(tmp_path: Path) -> 
 def test_a_journal_that_is_shorter_than_the_checkpoint_knows_is_repaired_at_once(
     killed: Killed7, tmp_path: Path
 ) -> None:
-    state = past_of(killed.path).state
+    state = saved_of(killed.path).state
     assert state is not None
     for left in (0, 1, state.journal // 2, state.journal - 1):
         path = killed.copy(tmp_path / "run")
         lines = (path / JOURNAL).read_bytes().splitlines(keepends=True)[:left]
         (path / JOURNAL).write_bytes(b"".join(lines))
         lane = begun(path)
-        (said,) = lane.storage.past.complaints  # type: ignore[union-attr]
+        (said,) = lane.storage.saved.complaints  # type: ignore[union-attr]
         assert f"({state.journal - left} records before the checkpoint of step {state.step})" in said
         assert f"The run goes on from step {state.step}, whose weights and groups are whole" in said
         assert any(said == fact.message for fact in of(path, Warned)), "the user reads it"
         assert end_of_journal(path) in (state.journal, left), "what the checkpoint knows of them is there again"
         more = _one_more_step(path, state)  # by a process that is killed then
         for _ in range(2):
-            past = begun(path).storage.past
-            assert past is not None and past.records == more and not past.rewinds and past.step == state.step + 1
+            saved = begun(path).storage.saved
+            assert saved is not None and saved.records == more and not saved.rewinds and saved.step == state.step + 1
         assert [one.step for one in read_steps(path)][-1:] == [state.step], "with all of its groups"
         damage = Damage()
         list(read_steps(path, damage=damage))
@@ -333,8 +345,8 @@ def _one_more_step(path: Path, state: ControllerState) -> tuple[AnyRecord, ...]:
     assert journal.position == state.journal
     tickets = tuple(group.ticket for group in state.buffer.ready)
     records = (
-        Drawn(99.0, state.buffer.next_ticket, Prompt("new", "", (1,))),
-        Stepped(99.5, TrainReport(state.step, state.step + 1), tickets),
+        DrawnRecord(99.0, state.buffer.next_ticket, Prompt("new", "", (1,))),
+        SteppedRecord(99.5, TrainReport(state.step, state.step + 1), tickets),
     )
     for record in records:
         journal.write(record)
@@ -348,21 +360,21 @@ def test_damage_before_the_checkpoint_is_said_and_costs_nothing(killed: Killed7,
     lines[3] = lines[3][:90] + b"~" + lines[3][91:]
     (path / JOURNAL).write_bytes(b"".join(lines))
     lane = begun(path)
-    past = lane.storage.past
-    assert past is not None and past.step == past_of(killed.path).step and not past.rewinds
+    saved = lane.storage.saved
+    assert saved is not None and saved.step == saved_of(killed.path).step and not saved.rewinds
     assert any("line 4 does not match its checksum. The run goes on whole" in one.message for one in of(path, Warned))
 
 
 def test_damage_behind_the_checkpoint_sets_aside_what_follows(killed: Killed7, tmp_path: Path) -> None:
     path = killed.copy(tmp_path / "run")
-    state = past_of(path).state
+    state = saved_of(path).state
     assert state is not None
     lines = (path / JOURNAL).read_bytes().splitlines(keepends=True)
     for place in (state.journal, len(lines) - 1):
         spoilt = [*lines[:place], b"~" + lines[place][1:], *lines[place + 1 :]]
         (path / JOURNAL).write_bytes(b"".join(spoilt))
         lane = begun(path)
-        assert lane.storage.past is not None and lane.storage.past.rewinds
+        assert lane.storage.saved is not None and lane.storage.saved.rewinds
         assert (path / JOURNAL).read_bytes() == b"".join(lines[: state.journal])
         assert_whole(path, read_config(path / "config.toml"), read_config(path / "config.toml"))
 
@@ -395,10 +407,13 @@ def test_passes_are_folded_as_they_are_read(tmp_path: Path) -> None:
         log.write(msgspec.msgpack.encode(output))
     log.close()
     size = sum(one.stat().st_size for one in (tmp_path / "passes").iterdir())
-    request, drawn = Request(mine, (1,), Sampling()), tuple(Drawn(0.0, t, Prompt("p", "", ())) for t in range(100))
+    request, drawn = (
+        Request(mine, (1,), Sampling()),
+        tuple(DrawnRecord(0.0, t, Prompt("p", "", ())) for t in range(100)),
+    )
     tracemalloc.start()
     try:
-        found = _begun(Past(tmp_path, None, drawn), {mine: request}, "")
+        found = _begun(SavedRun(tmp_path, None, drawn), {mine: request}, "")
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -8,20 +8,20 @@ import pytest
 from tiny_run import tiny_config
 
 from headrace.config import RunConfig, load_config
-from headrace.durable.files import full_disk_is_said
+from headrace.durable.files import full_disk_as_error
 from headrace.errors import ConfigError, HeadraceError
 from headrace.faultsim.faults import Disk, Fault
 from headrace.observe.facts import Warned
 from headrace.observe.health.watchdog import Watchdog
 from headrace.observe.records import read_metrics
 from headrace.orchestration.runs.lane import open_lane
-from headrace.orchestration.store.directory import RunDirectory
+from headrace.orchestration.store.run_directory import RunDirectory
 
 
 def _start(config: RunConfig) -> None:
     """All that is written before a process is started."""
     path = config.run_dir
-    with full_disk_is_said(path), RunDirectory.of(path, False) as directory:
+    with full_disk_as_error(path), RunDirectory.of(path, False) as directory:
         lane = open_lane(config, directory, False)
         lane.storage.recorder.add(watchdog := Watchdog(directory.logs, 100.0, 200.0))
         with watchdog:

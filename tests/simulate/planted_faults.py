@@ -177,23 +177,23 @@ OF_LEDGER = (
     ),
     _one(
         "skipped_is_trained", BUFFER, "C2", "groups of a skipped step are counted as trained, in a run and when it goes on",
-        "case Stepped(report=report) if report.skipped:", "case Stepped(report=report) if report.skipped and False:",
+        "case SteppedRecord(report=report) if report.skipped:", "case SteppedRecord(report=report) if report.skipped and False:",
     ),
     _one(
         "live_not_told", LEDGER, "C3", "which weights were served is not in the journal",
-        "self._enter(Live(self._clock(), update.version, update.fingerprint))", "self._buffer.release(update.version)",
+        "self._enter(LiveRecord(self._clock(), update.version, update.fingerprint))", "self._buffer.release(update.version)",
     ),
     _one(
         "drawn_told_first", LEDGER, "C7", "a ticket is reported, and then written into the journal",
-        "        self._enter(Drawn(self._clock(), ticket, prompt))\n"
+        "        self._enter(DrawnRecord(self._clock(), ticket, prompt))\n"
         "        self._record(TicketDrawn(self._clock(), ticket, prompt.id))\n",
         "        self._record(TicketDrawn(self._clock(), ticket, prompt.id))\n"
-        "        self._enter(Drawn(self._clock(), ticket, prompt))\n",
+        "        self._enter(DrawnRecord(self._clock(), ticket, prompt))\n",
     ),
     _one(
         "gone_not_written", LEDGER, "C7", "a group that ends is not written into the journal",
-        "self._enter(Gone(self._clock(), rolled.ticket, outcome, reason, reasons))",
-        "self._buffer.count(Gone(self._clock(), rolled.ticket, outcome, reason, reasons))",
+        "self._enter(GoneRecord(self._clock(), rolled.ticket, outcome, reason, reasons))",
+        "self._buffer.count(GoneRecord(self._clock(), rolled.ticket, outcome, reason, reasons))",
     ),
     _one(
         "gone_without_failures", LEDGER, "C2", "failures inside a dropped group are not counted",
@@ -250,7 +250,7 @@ OF_PARTIAL = (
 OF_RECOVERY = (
     _one(
         "checkpoint_prefix_lost", RECOVERY, "C7", "what a checkpoint holds of requests under way is not used",
-        "before = past.state.begun if past.state else {}", "before: dict[str, Completion] = {}",
+        "before = saved.state.begun if saved.state else {}", "before: dict[str, Completion] = {}",
     ),
     _one(
         "tokens_twice", RECOVERY, "C5", "tokens of a request that had ended are attached once more",
@@ -258,24 +258,24 @@ OF_RECOVERY = (
     ),
     _one(
         "passes_from_before", RECOVERY, "C5", "passes that are in the checkpoint are attached to it",
-        "read_passes(past.run_dir, past.saved_step, past.state.passes if past.state else 0)",
-        "read_passes(past.run_dir, past.saved_step)",
+        "read_passes(saved.run_dir, saved.saved_step, saved.state.passes if saved.state else 0)",
+        "read_passes(saved.run_dir, saved.saved_step)",
     ),
     _one(
         "tokens_of_old_tickets_only", RECOVERY, "C7", "tokens are kept of tickets in the checkpoint, not of those drawn since",
-        "    steps = list(_apply(past.records, task, buffer))\n    buffer.release", "    buffer.release",
+        "    steps = list(_apply(saved.records, task, buffer))\n    buffer.release", "    buffer.release",
         (
             "    return steps, begun is None\n",
-            "    return list(_apply(past.records, task, buffer)), begun is None\n",
+            "    return list(_apply(saved.records, task, buffer)), begun is None\n",
         ),
     ),
     _one(
         "passes_outlive", RECOVERY, "C5", "passes are used of tickets that a loss of power took out of the journal",
-        "return None if any(key.ticket >= past.resume.next_ticket for key in keys) else found", "return found",
+        "return None if any(key.ticket >= saved.resume.next_ticket for key in keys) else found", "return found",
     ),
     _one(
         "recovered_slots_kept", RECOVERY, "C6", "slots of steps in the journal are never given back",
-        "    buffer.release(past.step)  # what was trained is live as soon as the run begins\n", "",
+        "    buffer.release(saved.step)  # what was trained is live as soon as the run begins\n", "",
     ),
     _one(
         "task_stands_still", RECOVERY, "C7", "the task is not moved past the prompts that were drawn",
@@ -372,13 +372,13 @@ ELSEWHERE = (
     ),
     _one(
         "seal_last", CHECKPOINT, "C7", "a checkpoint that is removed loses its seal last",
-        "    if (checkpoint / FILES).exists():\n        (checkpoint / FILES).unlink()\n        put_on_disk(checkpoint)\n",
+        "    if (checkpoint / FILES).exists():\n        (checkpoint / FILES).unlink()\n        sync_to_disk(checkpoint)\n",
         "    for path in sorted(checkpoint.iterdir(), key=lambda path: path.name == FILES) if checkpoint.exists() else ():\n"
         "        path.unlink()\n",
     ),
     _one(
         "sealed_unflushed", CHECKPOINT, "C7", "a checkpoint is sealed before its files are on the disk",
-        "    for path in files:\n        put_on_disk(path)\n", "",
+        "    for path in files:\n        sync_to_disk(path)\n", "",
     ),
     _one(
         "damage_unseen", CHECKPOINT, "C7", "a checkpoint is used that does not match its checksums",

@@ -11,7 +11,7 @@ from collections import Counter
 import msgspec
 import pytest
 
-from headrace.durable import passes
+from headrace.durable import pass_log
 from headrace.faultsim.case import MODES, Case, case_of
 from headrace.faultsim.faults import Fault
 from headrace.faultsim.fuzz import fuzz, problem_of, shrunk
@@ -120,9 +120,9 @@ def test_the_schedules_reach_what_they_are_for() -> None:
     assert set(Counter(case.mode for case in cases)) == set(MODES)
     assert {case.overdue for case in cases} == {"wait", "trim", "drop", "cancel"}
     assert sum(case.synchronous for case in cases) > 100 and sum(case.loses_nothing for case in cases) > 500
-    ledgers = [trial(case) for case in cases[:80]]
-    assert sum(ledger.killed for ledger in ledgers) > 60 and sum(len(ledger.stopped) for ledger in ledgers) > 5
-    assert len({fault.kind for ledger in ledgers for fault in ledger.befell}) >= 8
+    histories = [trial(case) for case in cases[:80]]
+    assert sum(history.killed for history in histories) > 60 and sum(len(history.stopped) for history in histories) > 5
+    assert len({fault.kind for history in histories for fault in history.befell}) >= 8
 
 
 def test_equal_cases_run_equally() -> None:
@@ -136,7 +136,7 @@ def test_equal_cases_run_equally() -> None:
 
 
 def test_passes_that_count_twice_are_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recovery, "read_passes", lambda run_dir, step, first: passes.read_passes(run_dir, step))
+    monkeypatch.setattr(recovery, "read_passes", lambda run_dir, step, first: pass_log.read_passes(run_dir, step))
     case, problem = next(
         (case, problem)
         for case in map(case_of, range(1000))

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from headrace.durable.journal import AnyRecord, Journal, Live, Ready, Stepped
+from headrace.durable.journal import AnyRecord, Journal, LiveRecord, ReadyRecord, SteppedRecord
 from headrace.observe.facts import (
     Accounting,
     CheckpointSaved,
@@ -246,10 +246,10 @@ def records_of(facts: Iterable[Fact]) -> Iterator[AnyRecord]:
     """What a journal beside these facts would hold of the steps that were trained."""
     for fact in facts:
         if isinstance(fact, StepTrained):
-            yield from (Ready(fact.t, group) for group in fact.groups)
-            yield Stepped(fact.t, fact.report, tuple(group.ticket for group in fact.groups))
+            yield from (ReadyRecord(fact.t, group) for group in fact.groups)
+            yield SteppedRecord(fact.t, fact.report, tuple(group.ticket for group in fact.groups))
         elif isinstance(fact, WeightsLive):
-            yield Live(fact.t, fact.update.version, fact.update.fingerprint)
+            yield LiveRecord(fact.t, fact.update.version, fact.update.fingerprint)
 
 
 def standing(facts: Iterable[Fact], step: int) -> Resume:

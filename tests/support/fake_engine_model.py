@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from headrace.engine.config import EngineConfig
-from headrace.engine.native.batch import BLOCK, Batch, Forward
 from headrace.engine.native.core import Core
+from headrace.engine.native.forward_pass import BLOCK, ForwardInput, ForwardOutput
 from headrace.engine.native.parts import GIB, Model
 from headrace.engine.native.sampling.sampler import Settings, sample
 from headrace.steps import StepOutput
@@ -51,7 +51,7 @@ class FakeRunner:
         self.poisoned = False
         self.adapters: dict[int, int] = {}
         """Slot -> what tells one adapter's weights from others': number of its name, and version."""
-        self.passes: list[Batch] = []
+        self.passes: list[ForwardInput] = []
         self.oldest: np.ndarray = np.zeros(0)
         """Of each row of the last pass: the oldest version among its entries."""
 
@@ -82,7 +82,7 @@ class FakeRunner:
         if adapter is not None:
             self.adapters[slot] = adapter
 
-    def forward(self, batch: Batch) -> Forward:
+    def forward(self, batch: ForwardInput) -> ForwardOutput:
         self.passes.append(batch)
         self._check(batch)
         segments, positions = batch.segments(), batch.positions()
@@ -97,16 +97,16 @@ class FakeRunner:
         self.oldest = np.array([int(seen["version"].min()) for seen in found])
         logits = [self._logits(batch, int(row), segments, seen) for row, seen in zip(batch.rows, found, strict=True)]
         told = [routing_of(*at, self.version) for at in zip(batch.tokens, positions, strict=True)]
-        return Forward(
+        return ForwardOutput(
             torch.from_numpy(np.array(logits, dtype=np.float32).reshape(-1, VOCABULARY)),
             np.array(told, dtype=np.uint8) if batch.routing else None,
         )
 
-    def _seen(self, batch: Batch, row: int, segments: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    def _seen(self, batch: ForwardInput, row: int, segments: np.ndarray, positions: np.ndarray) -> np.ndarray:
         table = batch.tables[segments[row]]
         return self.cache[table].reshape(-1)[: positions[row] + 1]
 
-    def _logits(self, batch: Batch, row: int, segments: np.ndarray, seen: np.ndarray) -> np.ndarray:
+    def _logits(self, batch: ForwardInput, row: int, segments: np.ndarray, seen: np.ndarray) -> np.ndarray:
         adapter = self.adapters.get(int(batch.adapters[segments[row]]), -1)
         if seen["nan"].any():
             return np.full(VOCABULARY, np.nan, dtype=np.float32)
@@ -114,8 +114,8 @@ class FakeRunner:
         assert len(makers) == 1, "entries of the base model and of an adapter, or of two, do not mix"
         return logits_of(seen["token"].tolist(), 0 if adapter >= 0 else self.version, adapter, self.part)
 
-    def _check(self, batch: Batch) -> None:
-        """What `Batch` promises."""
+    def _check(self, batch: ForwardInput) -> None:
+        """What `ForwardInput` promises."""
         lengths = np.diff(batch.starts)
         assert (lengths > 0).all() and batch.starts[-1] == len(batch.tokens) and (np.diff(batch.rows) > 0).all()
         tables = [
@@ -131,7 +131,7 @@ class FakeRunner:
                 "written by one, seen by another"
             )
 
-    def blame(self, batch: Batch) -> np.ndarray:
+    def blame(self, batch: ForwardInput) -> np.ndarray:
         segments, positions = batch.segments(), batch.positions()
         seen = [self._seen(batch, token, segments, positions)["nan"].any() for token in range(len(batch.tokens))]
         return np.where(seen, 1, -1)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from headrace.engine.native.batch import BLOCK, Batch, Forward
+from headrace.engine.native.forward_pass import BLOCK, ForwardInput, ForwardOutput
 from headrace.engine.native.runners.skeleton import Skeleton, read
 
 SMALL = {
@@ -137,7 +137,9 @@ class Driver:
     def sequence(self, tokens: Sequence[int], adapter: int = -1) -> Stretch:
         return Stretch(list(tokens), adapter)
 
-    def batch(self, segments: Sequence[tuple[Stretch, int]], rows: Sequence[int] | None = None, routing=False) -> Batch:
+    def batch(
+        self, segments: Sequence[tuple[Stretch, int]], rows: Sequence[int] | None = None, routing=False
+    ) -> ForwardInput:
         """The next tokens of each sequence. `rows`: the last of every segment unless said otherwise."""
         for sequence, count in segments:
             while len(sequence.blocks) * BLOCK < sequence.cached + count:
@@ -146,17 +148,17 @@ class Driver:
         tables = [sequence.blocks + [0] * (width - len(sequence.blocks)) for sequence, _ in segments]
         tokens = [token for s, count in segments for token in s.tokens[s.cached : s.cached + count]]
         starts = np.cumsum([0, *(count for _, count in segments)])
-        return Batch(
-            np.array(tokens, dtype=np.int64),
-            starts.astype(np.int32),
-            np.array([sequence.cached for sequence, _ in segments], dtype=np.int32),
-            np.array(tables, dtype=np.int32),
-            np.array(starts[1:] - 1 if rows is None else rows, dtype=np.int64),
-            np.array([sequence.adapter for sequence, _ in segments], dtype=np.int32),
-            routing,
+        return ForwardInput(
+            tokens=np.array(tokens, dtype=np.int64),
+            starts=starts.astype(np.int32),
+            context=np.array([sequence.cached for sequence, _ in segments], dtype=np.int32),
+            tables=np.array(tables, dtype=np.int32),
+            rows=np.array(starts[1:] - 1 if rows is None else rows, dtype=np.int64),
+            adapters=np.array([sequence.adapter for sequence, _ in segments], dtype=np.int32),
+            routing=routing,
         )
 
-    def step(self, segments: Sequence[tuple[Stretch, int]], **options: Any) -> Forward:
+    def step(self, segments: Sequence[tuple[Stretch, int]], **options: Any) -> ForwardOutput:
         out = self.runner.forward(self.batch(segments, **options))
         for sequence, count in segments:
             sequence.cached += count

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MethodType
 from typing import Any
 
 import pytest
 import tiny_models
 import torch
+from msgspec.structs import replace
 from tiny_run import tiny_config
 from torch import Tensor
 
@@ -39,12 +43,19 @@ proven = pytest.mark.skipif(
     binding.tier() not in ("AMX", "AVX512-BF16"), reason="the mode is refused where no instruction multiplies bfloat16"
 )
 
-BITWISE = {"train": {"parity": "bitwise"}}
+_saved = TemporaryDirectory(prefix="headrace-bitwise-")
+
+
+@cache
+def saved(name: str) -> Path:
+    """Heads that the engine's kernels serve."""
+    tiny_models.make(name, head_dim=16, intermediate_size=48).save_pretrained(directory := Path(_saved.name) / name)
+    return directory
 
 
 def trainer_of(name: str, **settings: Any) -> TorchTrainer:
     return TorchTrainer(
-        model_dir=tiny_models.saved(name),
+        model_dir=saved(name),
         config=TrainConfig(**{"parity": "bitwise", "dtype": "bfloat16", "learning_rate": 1e-3, **settings}),
         algo=AlgoConfig(name="reinforce"),
         seed=0,
@@ -54,7 +65,7 @@ def trainer_of(name: str, **settings: Any) -> TorchTrainer:
 def sampled(trainer: TorchTrainer, name: str, version: int = 0) -> list[Row]:
     """By an engine that has the trainer's weights."""
     engine = NativeEngine(
-        tiny_models.saved(name), EngineConfig(dtype="bfloat16", device="cpu", kv_gib=0.01, context_length=96)
+        saved(name), EngineConfig(dtype="bfloat16", device="cpu", path="kernels", kv_gib=0.01, context_length=96)
     )
     update = WeightUpdate(version=version, kind="full", fingerprint="", nbytes=0, seconds=0.0)
     engine.swap(engine.prepare(update, {key: value.to(torch.bfloat16) for key, value in trainer.parameters()}))
@@ -140,7 +151,7 @@ def test_the_embedding_the_head_and_the_engines_process_are_told_apart() -> None
         trainer.step(batch(0, rows))
     assert "part in the final norm or the head" in str(explained(caught.value, trainer, start_of("llama3-rope")))
     other = trainer_of("llama3-rope")
-    wrong = Row(**{name: getattr(rows[0], name) for name in Row.__struct_fields__} | {"logprobs": (-1.0,) * 20})
+    wrong = replace(rows[0], logprobs=(-1.0,) * 20)
     with pytest.raises(UnequalLogprobs) as caught:
         other.step(batch(0, [*rows[1:], wrong]))
     assert "in the process that served it" in str(explained(caught.value, other, start_of("llama3-rope")))
@@ -150,7 +161,7 @@ def start_of(name: str) -> TrainerStart:
     with_nothing = open_transport()
     try:
         return TrainerStart(
-            model_dir=str(tiny_models.saved(name)),
+            model_dir=str(saved(name)),
             train={},
             algo={},
             seed=0,
@@ -169,12 +180,9 @@ def test_what_older_weights_had_a_part_in_is_not_compared() -> None:
     rows = sampled(trainer, "qwen2")
     assert trainer.step(batch(0, rows)).version == 1
     assert trainer.step(batch(1, rows)).bitwise_tokens == 0, "these are of version 0"
-    mixed = [Row(**{n: getattr(row, n) for n in Row.__struct_fields__} | {"versions": (2,) * 20}) for row in rows]
+    mixed = [replace(row, versions=(2,) * 20) for row in rows]
     assert trainer.step(batch(2, mixed)).bitwise_tokens == 0, "over keys and values of version 0"
-    plain = [
-        Row(**{n: getattr(row, n) for n in Row.__struct_fields__} | {"versions": (3,) * 20, "kv_versions": ()})
-        for row in rows
-    ]
+    plain = [replace(row, versions=(3,) * 20, kv_versions=()) for row in rows]
     with pytest.raises(UnequalLogprobs):
         trainer.step(batch(3, plain))
 
@@ -227,7 +235,7 @@ def test_adapters_are_refused() -> None:
     algo, train = AlgoConfig(name="reinforce"), TrainConfig(parity="bitwise", dtype="bfloat16")
     adapters = {"": Assignment(train, algo, LoraConfig(rank=2))}
     with pytest.raises(ConfigError, match="adapters"):
-        TorchTrainer(tiny_models.saved("qwen2"), train, algo, 0, adapters=adapters)
+        TorchTrainer(saved("qwen2"), train, algo, 0, adapters=adapters)
 
 
 def test_two_forward_passes_are_refused(tmp_path: Path) -> None:
@@ -240,14 +248,34 @@ def test_two_forward_passes_are_refused(tmp_path: Path) -> None:
         check_parity(served, "llama float32 AMX", config)
 
 
+@pytest.fixture
+def served(tiny_llama: Path, tmp_path: Path) -> Path:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    directory = shutil.copytree(tiny_llama, tmp_path / "model")
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(tiny_llama, head_dim=16)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    return directory
+
+
 @proven
-def test_a_run_with_the_mode_on(tiny_llama: Path, tmp_path: Path) -> None:
+def test_a_model_that_the_engines_kernels_do_not_serve_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
+    config = tiny_config(
+        tmp_path, tiny_llama, train={"parity": "bitwise", "dtype": "bfloat16"}, engine={"dtype": "bfloat16"}
+    )
+    with pytest.raises(ConfigError, match="kernels|bit for bit"):
+        headrace.train(config)
+
+
+@proven
+def test_a_run_with_the_mode_on(served: Path, tmp_path: Path) -> None:
     """Synchronous, so that every token is at lag 0; and then asynchronous."""
     auto = {"dtype": "auto"}
     for name, lag in (("on-policy", 0), ("asynchronous", 1)):
         config = tiny_config(
             tmp_path,
-            tiny_llama,
+            served,
             name=name,
             train={"parity": "bitwise", "steps": 4, **auto},
             engine=auto,

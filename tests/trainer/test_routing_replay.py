@@ -21,7 +21,7 @@ import transformers
 from headrace.algo.config import AlgoConfig
 from headrace.algo.loss.aggregate import token_mean
 from headrace.commands import parity
-from headrace.commands.parity import Difference
+from headrace.commands.parity import ParityRow
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
 from headrace.engine.native.runners.weights import parameters_from_dir
@@ -380,9 +380,9 @@ def upcycled(source: Path, to: Path) -> Path:
     return to
 
 
-def by_telling(model_dir: Path) -> dict[tuple[str, str], Difference]:
+def by_telling(model_dir: Path) -> dict[tuple[str, str], ParityRow]:
     """Of the engine's fastest path, by what was sampled and what was replayed."""
-    found: dict[tuple[str, str], Difference] = {}
+    found: dict[tuple[str, str], ParityRow] = {}
     for one in parity.measure(model_dir, ("bfloat16",), tokens=32):
         if not one.absent:
             found.setdefault((one.sampling, one.replayed), one)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from msgspec.structs import replace
 
 from headrace.algo.advantage.credit import kl_penalty, return_to_go, whiten
-from headrace.algo.advantage.rows import reference_of, rows_of
+from headrace.algo.advantage.training_rows import reference_of, rows_of
 from headrace.algo.advantages import Advantage, GroupRewards, advantage_of, penalised
 from headrace.algo.config import AlgoConfig
 from headrace.types import Group, Prompt, Row, Scored

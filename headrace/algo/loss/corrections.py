@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headrace.algo.policy.tokens import Tokens, binary_kl, ratio_of, sequence_mean, sequence_sum
-from headrace.algo.tables import Correction, LagWeight, Level
+from headrace.algo.recipe_parts import Correction, LagWeight, Level
 
 
 def importance_weight(x: Tensor, tokens: Tokens, level: Level) -> Tensor:

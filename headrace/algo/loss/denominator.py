@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headrace.algo.policy.tokens import sequence_sum
-from headrace.algo.tables import Aggregation
+from headrace.algo.recipe_parts import Aggregation
 
 
 @dataclass

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headrace.algo.policy.tokens import Tokens, TopTokens
-from headrace.algo.tables import Distill
+from headrace.algo.recipe_parts import Distill
 
 TINY = 1e-12
 """Least probability of the tail, -27.6 as a logarithm: k tokens may hold all of it to rounding."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headrace.algo.policy.tokens import log_ratio, ratio_of
-from headrace.algo.tables import Estimator
+from headrace.algo.recipe_parts import Estimator
 
 
 def kl_estimate(logprob: Tensor, reference: Tensor, estimator: Estimator) -> Tensor:

@@ -25,8 +25,8 @@ from headrace.algo.loss.kl import kl_loss
 from headrace.algo.loss.selection import covariance, m2po
 from headrace.algo.policy.loss import LossFunction
 from headrace.algo.policy.tokens import TokenLoss, Tokens
+from headrace.algo.recipe_parts import Distill, Old
 from headrace.algo.recipes import Recipe
-from headrace.algo.tables import Distill, Old
 
 Objective = Callable[[Tokens], TokenLoss]
 """tokens of a microbatch -> per-token losses, to be weighed by the aggregation and summed."""

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic.dataclasses import dataclass
 
-from headrace.algo.load import load_function
 from headrace.algo.policy.loss import STRICT, Loss, LossFunction
 from headrace.algo.policy.tokens import TokenLoss, Tokens, unclipped
+from headrace.algo.user_functions import load_function
 from headrace.errors import ConfigError
 
 if TYPE_CHECKING:

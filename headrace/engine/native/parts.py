@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from headrace.engine.config import EngineConfig
-from headrace.engine.native.batch import BLOCK, Runner
+from headrace.engine.native.forward_pass import BLOCK, Runner
 from headrace.engine.native.runners import skeleton, weights
 from headrace.engine.native.sampling.stopping import Decode
 from headrace.errors import ConfigError

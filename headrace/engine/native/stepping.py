@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 import torch
 
-from headrace.engine.native.batch import Forward, Runner
 from headrace.engine.native.cache.routing import Routing
+from headrace.engine.native.forward_pass import ForwardOutput, Runner
 from headrace.engine.native.sampling import details
 from headrace.engine.native.sampling.drawing import draw
 from headrace.engine.native.sampling.sampler import Drawn
@@ -87,7 +87,7 @@ class Stepper:
 
     # -- what came of it ----------------------------------------------------------------------------------------------------
 
-    def _collect(self, plan: Plan, forward: Forward, lost: tuple[Finished, ...]) -> StepOutput:
+    def _collect(self, plan: Plan, forward: ForwardOutput, lost: tuple[Finished, ...]) -> StepOutput:
         running, ends = self._running, Ends()
         drawn = self._draw(plan, forward)
         self._advance(plan)
@@ -110,7 +110,7 @@ class Stepper:
         finished = self._take_out(plan, ends)
         return msgspec.structs.replace(output, finished=lost + finished) if lost or finished else output
 
-    def _draw(self, plan: Plan, forward: Forward) -> Drawn:
+    def _draw(self, plan: Plan, forward: ForwardOutput) -> Drawn:
         running, rows = self._running, plan.rows
         if not len(rows):
             nothing = np.zeros(0)

@@ -19,8 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from headrace.observe.health.frames import innermost
 from headrace.observe.health.outside import may_be_read_by, stacks_from_outside
+from headrace.observe.health.own_stacks import innermost
 from headrace.observe.health.stacks import is_stopped, process_state
 from headrace.observe.health.status import add_verdict
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.observe.health import frames, stacks
+from headrace.observe.health import own_stacks, stacks
 from headrace.observe.health.family import Family
 from headrace.observe.health.waits import Lasting, counted
 
@@ -46,10 +46,10 @@ class Camera:
     def _take(self, why: str) -> Picture:
         lines = [f"headrace: {why}", "", "waits, longest first:"]
         lines += [f"  {said}" for said, _ in counted(self._lasting())] or ["  nobody waits"]
-        lines += ["", f"--- controller, pid {os.getpid()}", *frames.thread_lines([threading.get_ident()])]
+        lines += ["", f"--- controller, pid {os.getpid()}", *own_stacks.thread_lines([threading.get_ident()])]
         if self.loop is not None:
             with suppress(RuntimeError):  # the tasks change faster than they can be counted
-                lines += frames.task_lines(self.loop)
+                lines += own_stacks.task_lines(self.loop)
         accounts = stacks.ask(self._family.children())
         for account in accounts:
             lines += ["", *account.lines]
@@ -72,13 +72,13 @@ def blame(wait: Lasting, every: Sequence[Lasting], accounts: Sequence[stacks.Acc
     for what in (wait.what, ", ".join(one.what for one in every)):
         guilty = [one for one in accounts if one.child.who in what]
         guilty = guilty or [one for one in accounts if one.child.who.split()[0] in what]  # `scorer 2`: one of several
-        threads = frames.threads_named(REWARD_THREADS) if "scorer" in what else []
+        threads = own_stacks.threads_named(REWARD_THREADS) if "scorer" in what else []
         if guilty or threads:
             said = [one.brief for one in guilty]
-            said += [f"thread {name}: in {frames.thread_place(ident)}" for name, ident in threads]
+            said += [f"thread {name}: in {own_stacks.thread_place(ident)}" for name, ident in threads]
             lines = [line for one in guilty for line in one.short]
             for name, ident in threads:
-                lines += [f"--- controller, thread {name}", *frames.thread_stack(ident)[-stacks.SHORT :]]
+                lines += [f"--- controller, thread {name}", *own_stacks.thread_stack(ident)[-stacks.SHORT :]]
             return "; ".join(said), lines
     return "", []
 

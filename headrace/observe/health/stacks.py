@@ -1,6 +1,6 @@
 """Where the worker processes stand: their Python stacks, and what the kernel says of them.
 
-A worker is asked by SIGUSR1 and writes its stacks to a file itself (`health/frames.py`). One that does not answer, because native
+A worker is asked by SIGUSR1 and writes its stacks to a file itself (`health/own_stacks.py`). One that does not answer, because native
 code keeps its interpreter's lock or because it is stopped, is read from outside (`health/outside.py`).
 """
 
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.observe.health.family import Child
-from headrace.observe.health.frames import innermost, main_frames
 from headrace.observe.health.outside import stacks_from_outside
+from headrace.observe.health.own_stacks import innermost, main_frames
 from headrace.observe.health.patience import Patience
 
 PATIENCE, SETTLED, POLL = 2.0, 0.3, 0.05

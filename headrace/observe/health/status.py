@@ -27,7 +27,7 @@ SILENT = 15.0
 """Seconds after which a living run that writes no status is said to be silent; it writes one every other second."""
 
 
-class Live(Struct, frozen=True):
+class LiveStatus(Struct, frozen=True):
     pid: int
     written: float
     """Seconds since 1970."""
@@ -43,7 +43,7 @@ class Live(Struct, frozen=True):
     """The last file with everybody's stacks."""
 
 
-def write_live(run_dir: Path, live: Live) -> None:
+def write_live(run_dir: Path, live: LiveStatus) -> None:
     """At once: a reader never sees half of it."""
     replace_file(run_dir / STATUS, msgspec.json.encode(live), flush=False)
 
@@ -54,10 +54,10 @@ def add_verdict(run_dir: Path, verdict: str) -> None:
         write_live(run_dir, msgspec.structs.replace(live, verdict=verdict))
 
 
-def read_live(run_dir: Path) -> Live | None:
+def read_live(run_dir: Path) -> LiveStatus | None:
     """None without one, or with one that another version of headrace wrote."""
     try:
-        return msgspec.json.decode((run_dir / STATUS).read_bytes(), type=Live)
+        return msgspec.json.decode((run_dir / STATUS).read_bytes(), type=LiveStatus)
     except (OSError, msgspec.MsgspecError):
         return None
 
@@ -71,7 +71,7 @@ class Status(Struct, frozen=True):
 
     life: Life
     words: str
-    live: Live | None
+    live: LiveStatus | None
 
     @property
     def ok(self) -> bool:
@@ -126,7 +126,7 @@ class Follower:
         warnings.append(self._said)
 
 
-def judge(state: RunState, live: Live | None, alive: bool, now: float) -> Status:
+def judge(state: RunState, live: LiveStatus | None, alive: bool, now: float) -> Status:
     if alive:
         return _living(state, live, now)
     if live and live.verdict:
@@ -143,7 +143,7 @@ def judge(state: RunState, live: Live | None, alive: bool, now: float) -> Status
             return Status("stopped", reason, live)
 
 
-def _living(state: RunState, live: Live | None, now: float) -> Status:
+def _living(state: RunState, live: LiveStatus | None, now: float) -> Status:
     age = now - live.written if live else 0.0
     doing = process_state(live.pid) if live else "gone"
     if live is None or (age > SILENT and doing == "gone"):  # that file is of the process before

@@ -27,11 +27,11 @@ from typing import Any
 
 from headrace.errors import HeadraceError
 from headrace.observe.facts import RunEnded, RunStarted, Warned, WorkerLost
-from headrace.observe.health import frames, stacks
+from headrace.observe.health import own_stacks, stacks
 from headrace.observe.health.family import Family, family
 from headrace.observe.health.monitor import Monitor
 from headrace.observe.health.snapshot import Camera, blame
-from headrace.observe.health.status import Live, write_live
+from headrace.observe.health.status import LiveStatus, write_live
 from headrace.observe.health.waits import Lasting, Testimony, Waits, picture
 
 STALLED = 3
@@ -188,13 +188,13 @@ class Watchdog:
             self._end(f"a wait that was stopped does not end: {late[0]}")
 
     def _blocked(self) -> list[str]:
-        place = frames.thread_place(self._loop_thread)
+        place = own_stacks.thread_place(self._loop_thread)
         said = f"the event loop has not turned for {self._silent:.0f} s: blocked in {place}"
-        return [said, *frames.thread_stack(self._loop_thread)[-stacks.SHORT :]]
+        return [said, *own_stacks.thread_stack(self._loop_thread)[-stacks.SHORT :]]
 
     def _unnamed(self) -> list[str]:
         said = f"for {self._nameless:.0f} s nothing has been waited for by name, and the run is not over"
-        return [said, *(frames.task_lines(self._loop) if self._loop else [])]
+        return [said, *(own_stacks.task_lines(self._loop) if self._loop else [])]
 
     def _judge(self, seconds: float, seen: Callable[[], list[str]]) -> None:
         """Called once in a turn for each fault, so that of what lasts the warning falls into one turn."""
@@ -237,7 +237,7 @@ class Watchdog:
             with suppress(OSError, HeadraceError):  # a full disk is the recorder's to tell
                 write_live(
                     path,
-                    Live(
+                    LiveStatus(
                         pid=os.getpid(),
                         written=time.time(),
                         waits=every,

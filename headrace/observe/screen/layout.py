@@ -50,7 +50,7 @@ class Lines:
         yield table
 
 
-class Stack:
+class HeaderAbove:
     """A header, and beneath it what takes the height that is left, as `options.height` says."""
 
     def __init__(self, header: RenderableType, rest: RenderableType) -> None:

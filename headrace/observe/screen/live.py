@@ -37,7 +37,7 @@ def frame(state: RunState) -> RenderableType:
     """Everything below the header."""
     if not state.started:
         return Text("")
-    return Frame(_lines(state), _samples(state), _notes(state), _trace(state))
+    return StateView(_lines(state), _samples(state), _notes(state), _trace(state))
 
 
 def brief(state: RunState) -> RenderableType:
@@ -45,10 +45,10 @@ def brief(state: RunState) -> RenderableType:
     if not state.started:
         return Text("")
     lines = [("reward", reward(state)), ("lag", _lag(state)), ("trainer", trainer(state)), ("checks", _checks(state))]
-    return Frame(lines, (), _notes(state)[:1])
+    return StateView(lines, (), _notes(state)[:1])
 
 
-class Frame:
+class StateView:
     """Numbers, notes, a traceback, then as many samples as the height leaves room for. Laid out when it is shown, by rich's thread:
     it has no part of the state, which goes on changing."""
 

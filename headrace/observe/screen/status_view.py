@@ -15,7 +15,7 @@ from headrace.observe.diagnosis.advice import advices
 from headrace.observe.diagnosis.troubles import failings, shares
 from headrace.observe.diagnosis.verdicts import equation, reasons
 from headrace.observe.diagnosis.verdicts import lag as lag_verdict
-from headrace.observe.health.status import LIVING, SILENT, Live, Status
+from headrace.observe.health.status import LIVING, SILENT, LiveStatus, Status
 from headrace.observe.numbers import measures
 from headrace.observe.numbers.state import RunState
 from headrace.observe.screen import live
@@ -83,7 +83,7 @@ def _state(status: Status) -> Text:
     return Text(f"{mark} ", style).append(clip(status.words, 600), style if status.life != "alive" else "bold")
 
 
-def _processes(status: Status, live: Live) -> list[Text]:
+def _processes(status: Status, live: LiveStatus) -> list[Text]:
     text = Text(f"controller {live.pid}")
     for who, pid in live.workers.items():
         text.append(f", {who} {pid}")

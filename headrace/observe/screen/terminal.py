@@ -28,7 +28,7 @@ from headrace.observe.facts import (
 from headrace.observe.numbers import measures
 from headrace.observe.numbers.state import RunState
 from headrace.observe.records import MetricsFact, StepRow
-from headrace.observe.screen.layout import FAINT, LABEL, Stack, flow
+from headrace.observe.screen.layout import FAINT, LABEL, HeaderAbove, flow
 from headrace.observe.screen.live import WIDTH, frame, padded
 from headrace.observe.screen.surface import REFRESH, open_screen
 from headrace.observe.text import clip, duration, number, percent, plural, short_time, with_error
@@ -85,7 +85,7 @@ class LiveTerminal:
         self._screen = open_screen(self._view, self._console)
 
     def _view(self) -> RenderableType:
-        return padded(Stack(self._header, self._frame))
+        return padded(HeaderAbove(self._header, self._frame))
 
     def record(self, fact: MetricsFact, state: RunState) -> None:
         now = time.monotonic()

@@ -13,7 +13,7 @@ from headrace.protocols import Heard, Job, Launcher, Worker
 T = TypeVar("T")
 
 
-class Ward(Protocol):
+class WorkerOwner(Protocol):
     """Whose worker it is."""
 
     async def begin(self, worker: Worker) -> None:
@@ -28,7 +28,7 @@ class Ward(Protocol):
 
 
 class Keeper:
-    def __init__(self, launcher: Launcher, job: Job, max_deaths: int, ward: Ward, heard: Heard) -> None:
+    def __init__(self, launcher: Launcher, job: Job, max_deaths: int, ward: WorkerOwner, heard: Heard) -> None:
         self._launcher, self._job, self._max_deaths, self._ward, self._heard = launcher, job, max_deaths, ward, heard
         self._worker = launcher.worker(job, heard)
         self._deaths = 0

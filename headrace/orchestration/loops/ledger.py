@@ -14,7 +14,7 @@ same `Buffer.count`, what the killed process may not have come to.
 
 from __future__ import annotations
 
-from headrace.durable.journal import AnyRecord, Drawn, Gone, Journal, Live, Ready, Stepped
+from headrace.durable.journal import AnyRecord, DrawnRecord, GoneRecord, Journal, LiveRecord, ReadyRecord, SteppedRecord
 from headrace.observe.facts import GroupEnded, TicketDrawn, WeightsLive
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.loops.outcomes import Outcome, Rolled, rolled_of, step_fact
@@ -31,11 +31,11 @@ class Ledger:
         self._record, self._clock = telemetry.record, telemetry.clock
 
     def drawn(self, ticket: int, prompt: Prompt) -> None:
-        self._enter(Drawn(self._clock(), ticket, prompt))
+        self._enter(DrawnRecord(self._clock(), ticket, prompt))
         self._record(TicketDrawn(self._clock(), ticket, prompt.id))
 
     def ready(self, group: Group, rolled: Rolled) -> GroupEnded:
-        self._enter(Ready(self._clock(), group))
+        self._enter(ReadyRecord(self._clock(), group))
         return self._ended(rolled, "ready")
 
     def ended(self, rolled: Rolled, outcome: Outcome, reason: str) -> GroupEnded:
@@ -43,14 +43,14 @@ class Ledger:
         assert outcome != "ready"
         failures = rolled.failures if outcome == "dropped" else ()
         reasons = tuple(failure.reason for failure in failures)
-        self._enter(Gone(self._clock(), rolled.ticket, outcome, reason, reasons))
+        self._enter(GoneRecord(self._clock(), rolled.ticket, outcome, reason, reasons))
         return self._ended(rolled, outcome, reason)
 
     def trained(self, report: TrainReport, batch: Batch, drawn: float, waited: float) -> None:
         """An optimizer step, also a skipped one. `drawn` and `waited`: see `step_fact`. Returns with the journal on the disk."""
         groups = batch.groups
         tickets = tuple(group.ticket for group in groups)
-        self._enter(Stepped(self._clock(), report, tickets, batch.steps), flush=True)
+        self._enter(SteppedRecord(self._clock(), report, tickets, batch.steps), flush=True)
         if not report.skipped:
             self._record(step_fact(self._clock(), report, groups, drawn, waited))
             return
@@ -59,7 +59,7 @@ class Ledger:
 
     def live(self, update: WeightUpdate, delivery: Delivery, cancelled: int) -> None:
         """`cancelled`: rollouts of groups that are dropped because of the new weights."""
-        self._enter(Live(self._clock(), update.version, update.fingerprint))
+        self._enter(LiveRecord(self._clock(), update.version, update.fingerprint))
         interrupted = delivery.interrupted + cancelled
         self._record(WeightsLive(self._clock(), update, delivery.load, interrupted, delivery.pause))
 

@@ -33,11 +33,11 @@ from msgspec.structs import replace
 
 from headrace.durable.journal import JournalStep
 from headrace.errors import CheckpointError, HeadraceError, IdentityError, TrainingError, WorkerDied, first_error
+from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.loops.leaving import Leaving, until_saved
 from headrace.orchestration.loops.outcomes import rolled_of, step_fact
 from headrace.orchestration.loops.parts import Parts, Told
 from headrace.orchestration.loops.rolling import Rolling
-from headrace.orchestration.plan import Plan
 from headrace.reports import TrainReport, differing
 from headrace.rollouts.staleness import judge
 from headrace.types import Group
@@ -61,7 +61,7 @@ P = ParamSpec("P")
 
 
 class Pipeline:
-    def __init__(self, parts: Parts, plan: Plan, first_step: int = 0, told: Told | None = None) -> None:
+    def __init__(self, parts: Parts, plan: LoopPlan, first_step: int = 0, told: Told | None = None) -> None:
         """`told`: what the metrics have of the processes before, in a run that goes on."""
         self._parts, self._plan, self._clock = parts, plan, parts.telemetry.clock
         self._record, self._warn = parts.telemetry.record, parts.telemetry.warn

@@ -6,16 +6,16 @@ import asyncio
 import math
 from collections.abc import Sequence
 
+from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.loops.budgets import Budgets
 from headrace.orchestration.loops.outcomes import FirstTexts, Rolled
 from headrace.orchestration.loops.parts import Parts, Told
-from headrace.orchestration.plan import Plan
 from headrace.rollouts.rollout import roll_out
 from headrace.types import Episode, Failure, Group, Prompt, Scored
 
 
 class Rolling:
-    def __init__(self, parts: Parts, plan: Plan, told: Told) -> None:
+    def __init__(self, parts: Parts, plan: LoopPlan, told: Told) -> None:
         self._parts, self._plan, self._clock = parts, plan, parts.telemetry.clock
         self._tasks: dict[int, asyncio.Task[None]] = {}
         """By ticket."""

@@ -24,9 +24,9 @@ from headrace.observe.screen.summary import print_summary
 from headrace.orchestration.runs.pieces import pieces_of
 from headrace.orchestration.runs.session import Session
 from headrace.orchestration.store.checkpoints import Checkpoints
-from headrace.orchestration.store.directory import RunDirectory
-from headrace.orchestration.store.recovery import Past, read_past
-from headrace.orchestration.store.resume_rules import check_bound, check_resumable, check_steps, same_course
+from headrace.orchestration.store.recovery import SavedRun, read_saved_run
+from headrace.orchestration.store.resume_rules import check_bound, check_resumable, check_steps, same_training
+from headrace.orchestration.store.run_directory import RunDirectory
 from headrace.orchestration.store.snapshots import load_controller
 from headrace.orchestration.store.storage import Storage
 
@@ -65,15 +65,15 @@ def open_lane(config: RunConfig, directory: RunDirectory, resume: bool) -> Lane:
     Raises ConfigError for settings that a resumed run cannot change, CheckpointError without a whole checkpoint."""
     if not resume:
         return _with_caveats(config, directory, _storage_of_new(config, directory))
-    path, (checkpoints, checkpoint, past, complaints) = directory.path, _found(config, directory)
-    finished = checkpoint is not None and past.saved_step == past.step == config.train.steps and _said_so(path)
+    path, (checkpoints, checkpoint, saved, complaints) = directory.path, _found(config, directory)
+    finished = checkpoint is not None and saved.saved_step == saved.step == config.train.steps and _said_so(path)
     observe = dataclasses.replace(config.observe, terminal="off") if finished else config.observe
-    recorder = open_recorder(observe, path, past.resume)
+    recorder = open_recorder(observe, path, saved.resume)
     if recorder.unreadable:
-        complaints.append(left_out(recorder.unreadable, past.seconds).message)
-    for complaint in [*complaints, *past.complaints]:
-        recorder.record(Warned(past.seconds, complaint))
-    keep = partial(directory.keep_config, dump_config(config), past.step)
+        complaints.append(left_out(recorder.unreadable, saved.seconds).message)
+    for complaint in [*complaints, *saved.complaints]:
+        recorder.record(Warned(saved.seconds, complaint))
+    keep = partial(directory.keep_config, dump_config(config), saved.step)
     steps = partial(_keep_steps, config, directory)
     storage = Storage(
         run_dir=path,
@@ -81,7 +81,7 @@ def open_lane(config: RunConfig, directory: RunDirectory, resume: bool) -> Lane:
         checkpoints=checkpoints,
         flush=config.checkpoint.flush_journal,
         checkpoint=checkpoint,
-        past=past,
+        saved=saved,
         keep_settings=keep,
         keep_steps=steps,
     )
@@ -92,13 +92,13 @@ def open_lane(config: RunConfig, directory: RunDirectory, resume: bool) -> Lane:
     return _with_caveats(config, directory, storage)
 
 
-def say_unbegun(lanes: Iterable[Lane]) -> None:
+def report_unbegun(lanes: Iterable[Lane]) -> None:
     """Where there is no summary that would say it."""
     if all(lane.session.reason == "interrupted" and not lane.storage.begun for lane in lanes):
         print("headrace: interrupted while loading: nothing was written", file=sys.stderr)
 
 
-def say_finished(path: Path, lanes: Sequence[Lane]) -> None:
+def report_finished(path: Path, lanes: Sequence[Lane]) -> None:
     """Of a run whose adapters have all done what they were to do. Nothing of it is changed."""
     for lane in lanes:
         lane.close()
@@ -129,7 +129,7 @@ def _storage_of_new(config: RunConfig, directory: RunDirectory) -> Storage:
         checkpoints=checkpoints,
         flush=config.checkpoint.flush_journal,
         checkpoint=None,
-        past=None,
+        saved=None,
         keep_settings=begin,
         keep_steps=steps,
     )
@@ -141,7 +141,7 @@ def _keep_steps(config: RunConfig, directory: RunDirectory, steps: int, step: in
     directory.keep_config(dump_config(dataclasses.replace(config, train=train)), step)
 
 
-def _found(config: RunConfig, directory: RunDirectory) -> tuple[Checkpoints, Path | None, Past, list[str]]:
+def _found(config: RunConfig, directory: RunDirectory) -> tuple[Checkpoints, Path | None, SavedRun, list[str]]:
     """What an earlier process left, and what is wrong with it."""
     path = directory.path
     before = read_config(config_of_run(path))
@@ -151,9 +151,9 @@ def _found(config: RunConfig, directory: RunDirectory) -> tuple[Checkpoints, Pat
     state = load_controller(checkpoint) if checkpoint else None
     if state and (state.buffer.ready or state.buffer.in_flight):
         check_bound(before, config)
-    past = read_past(path, state, same_course(before, config))
-    check_steps(path, past.step, config.train.steps)
-    return checkpoints, checkpoint, past, complaints
+    saved = read_saved_run(path, state, same_training(before, config))
+    check_steps(path, saved.step, config.train.steps)
+    return checkpoints, checkpoint, saved, complaints
 
 
 def _said_so(path: Path) -> bool:

@@ -22,13 +22,13 @@ from headrace.orchestration.build import (
     open_model,
     open_waits,
 )
-from headrace.orchestration.handed import NOTHING, Handed
 from headrace.orchestration.loops.evaluation import Evaluator
 from headrace.orchestration.pools import open_pools
+from headrace.orchestration.python_inputs import NO_INPUTS, PythonInputs
 from headrace.orchestration.runs.hosting import complete
 from headrace.orchestration.store.checkpoints import Checkpoints, damage, step_of
-from headrace.orchestration.store.directory import held
-from headrace.orchestration.teaching import Student, for_reading, open_teaching, plan_lessons
+from headrace.orchestration.store.run_directory import held
+from headrace.orchestration.teaching import Student, for_reading, open_teaching, plan_teachers
 
 
 class _Stderr:
@@ -48,10 +48,10 @@ def evaluate(
     run: Path | None = None,
     prompts: int | None = None,
     step: int | None = None,
-    handed: Handed = NOTHING,
+    inputs: PythonInputs = NO_INPUTS,
 ) -> Evaluated:
     """Mean reward on `prompts` held-out prompts of the model in the config, or of the last checkpoint of `run` (or that of
-    `step`, see `checkpoint_of`), whose own settings the config then is. `handed`: functions and rows that the config names but
+    `step`, see `checkpoint_of`), whose own settings the config then is. `inputs`: functions and rows that the config names but
     cannot hold."""
     if config.adapters:
         names = ", ".join(one.name for one in config.adapters)
@@ -65,19 +65,19 @@ def evaluate(
         raise ConfigError(f"{count} held-out prompts were asked for; there are {config.task.held_out} (task.held_out)")
     if step is not None and run is None:
         raise ConfigError("a step is one of a run: name its directory, not a config")
-    return complete(_evaluate(config, checkpoint_of(run, step) if run else None, count, handed))
+    return complete(_evaluate(config, checkpoint_of(run, step) if run else None, count, inputs))
 
 
-async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int, handed: Handed) -> Evaluated:
+async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int, inputs: PythonInputs) -> Evaluated:
     with tempfile.TemporaryDirectory() as logs:
         waits = open_waits(config, _Stderr(), time.monotonic)
         telemetry = Telemetry(_Stderr().record, time.monotonic, waits)
         async with waits.named("start", "the files of models, task and reward", endless=True):
             model_dir, encoder = await open_model(config)
             reading = for_reading(config)
-            lessons = await plan_lessons(reading, model_dir, encoder)
-        task = build_task(config.task, encoder, config.seed, handed.rows)
-        scorer = build_scorer(config, handed.rewards)
+            planned_teachers = await plan_teachers(reading, model_dir, encoder)
+        task = build_task(config.task, encoder, config.seed, inputs.rows)
+        scorer = build_scorer(config, inputs.rewards)
         adapter = config.lora.served_name
         restore = {adapter: checkpoint} if checkpoint else {}
         pools = await open_pools(
@@ -97,7 +97,7 @@ async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int, ha
                 launcher=pools.launcher,
             )
             pools.teaching = await open_teaching(
-                reading, lessons, student=student, observer=_Stderr(), waits=waits, clock=time.monotonic
+                reading, planned_teachers, student=student, observer=_Stderr(), waits=waits, clock=time.monotonic
             )
             evaluator = Evaluator(
                 generate=pools.engine.generate,

@@ -24,20 +24,20 @@ from headrace.models.model_files import check_model_dir
 from headrace.models.resolve import resolve_model
 from headrace.orchestration.build import build_scorer, build_task
 from headrace.orchestration.choosing import fit_minutes, settle
-from headrace.orchestration.handed import NOTHING, Handed
-from headrace.orchestration.store.directory import refuse_used
-from headrace.orchestration.teaching import Lesson, plan_lessons
-from headrace.orchestration.wording import headline, where
+from headrace.orchestration.python_inputs import NO_INPUTS, PythonInputs
+from headrace.orchestration.store.run_directory import refuse_used
+from headrace.orchestration.teaching import PlannedTeacher, plan_teachers
+from headrace.orchestration.wording import headline, placement
 from headrace.rehearsal import machine as machines
 from headrace.rehearsal.machine import Machine, gib
-from headrace.rehearsal.memory import Need, Plan, checkpoint_bytes, engine_needs, needs, notes, refusals
+from headrace.rehearsal.memory import MemoryNeed, MemoryPlan, checkpoint_bytes, engine_needs, needs, notes, refusals
 from headrace.rehearsal.place import place_problem
-from headrace.rehearsal.prompts import first_prompts, length_problem, lengths
+from headrace.rehearsal.prompt_lengths import first_prompts, length_problem, lengths
 from headrace.rehearsal.reward import reward_lines, try_reward
-from headrace.rehearsal.shape import Shape, read_shape
+from headrace.rehearsal.shape import ModelShape, read_shape
 from headrace.rehearsal.words import Lines, algorithm, memory_lines, page
-from headrace.scoring.handed import RewardFunction
 from headrace.scoring.job import is_async
+from headrace.scoring.python_rewards import RewardFunction
 from headrace.settings.user_code import defines
 from headrace.types import Prompt
 
@@ -55,7 +55,7 @@ class Rehearsal:
     """What works, but perhaps not as one wants."""
     problems: list[str] = field(default_factory=list)
     resumes: bool = False
-    lessons: list[Lesson] = field(default_factory=list)
+    planned_teachers: list[PlannedTeacher] = field(default_factory=list)
     """Teachers."""
     prompt_tokens: int = 0
     """Of a usual prompt."""
@@ -85,14 +85,14 @@ class Rehearsal:
 
 async def rehearse(
     config: RunConfig,
-    handed: Handed = NOTHING,
+    inputs: PythonInputs = NO_INPUTS,
     resume: Path | None = None,
     thorough: bool = False,
     measurer: Measurer | None = None,
 ) -> Rehearsal:
     """Raises ConfigError with all complaints, one a line.
 
-    `handed`: as for `run.train`. `resume`: the directory of the run that is to go on: what only may go wrong (memory, prompts that
+    `inputs`: as for `run.train`. `resume`: the directory of the run that is to go on: what only may go wrong (memory, prompts that
     are too long) is then a note, as it was good enough before, and nothing is chosen, as that was done then. `thorough`: ask torch for
     what is only printed too. `measurer`: what this machine can do; a short measurement unless given.
     """
@@ -105,7 +105,7 @@ async def rehearse(
         with found.part():
             model_dir = await asyncio.to_thread(resolve_model, config.model.path)
         for run in adapter_runs(config) or (config,):
-            await _task_and_reward(found, run, model_dir, handed)
+            await _task_and_reward(found, run, model_dir, inputs)
         with found.part():
             machine = await asyncio.to_thread(machines.look, probe)
             if model_dir and not resume:
@@ -152,7 +152,7 @@ def _run(config: RunConfig) -> Lines:
 # --- the task and the reward -------------------------------------------------------------------------------------------
 
 
-async def _task_and_reward(found: Rehearsal, config: RunConfig, model_dir: Path | None, handed: Handed) -> None:
+async def _task_and_reward(found: Rehearsal, config: RunConfig, model_dir: Path | None, inputs: PythonInputs) -> None:
     several = f", {config.name}" if found.config.adapters else ""
     with found.part():
         _own_functions(config.algo)
@@ -162,11 +162,11 @@ async def _task_and_reward(found: Rehearsal, config: RunConfig, model_dir: Path 
     with found.part():
         check_model_dir(model_dir, need_chat_template=config.task.chat)
         encoder = await asyncio.to_thread(ChatEncoder, model_dir)
-        task = await asyncio.to_thread(build_task, config.task, encoder, config.seed, handed.rows)
+        task = await asyncio.to_thread(build_task, config.task, encoder, config.seed, inputs.rows)
         prompts = await asyncio.to_thread(first_prompts, task, config.eval.prompts)
         found.sections[f"Prompts{several}"] = _prompts(found, config, read_shape(model_dir), encoder, prompts)
-        found.lessons += await plan_lessons(config, model_dir, encoder, handed.rows)
-        found.sections[f"Reward{several}"] = await _reward(config, handed.rewards, prompts[0], encoder)
+        found.planned_teachers += await plan_teachers(config, model_dir, encoder, inputs.rows)
+        found.sections[f"Reward{several}"] = await _reward(config, inputs.rewards, prompts[0], encoder)
 
 
 def _own_functions(algo: AlgoConfig) -> None:
@@ -177,7 +177,7 @@ def _own_functions(algo: AlgoConfig) -> None:
 
 
 def _prompts(
-    found: Rehearsal, config: RunConfig, shape: Shape, encoder: ChatEncoder, prompts: Sequence[Prompt]
+    found: Rehearsal, config: RunConfig, shape: ModelShape, encoder: ChatEncoder, prompts: Sequence[Prompt]
 ) -> Lines:
     context, most = config.engine.context_length, config.rollout.max_tokens
     room = min(context, shape.positions or context) - most
@@ -239,7 +239,7 @@ def _machine_and_memory(found: Rehearsal, machine: Machine, model_dir: Path) -> 
     )
     why = {**({"not measured": found.unmeasured} if found.unmeasured else {}), **config.chosen.why}
     found.sections["Where"] = [
-        *where(resolved, "path chosen when the model is read").items(),
+        *placement(resolved, "path chosen when the model is read").items(),
         *why.items(),
     ]
     wanted = [*needs(shape, plan), *_others(found, machine, model_dir, shape, plan)]
@@ -251,13 +251,13 @@ def _machine_and_memory(found: Rehearsal, machine: Machine, model_dir: Path) -> 
         found.notes += notes(wanted, machine)
 
 
-def _plan(config: RunConfig, machine: Machine) -> Plan:
+def _plan(config: RunConfig, machine: Machine) -> MemoryPlan:
     engine = machine.device("engine.device", config.engine.device)
     trainer = machine.device("train.device", config.train.device)
     dtype = machine.dtype(config.train.dtype, trainer)
     runs = adapter_runs(config) or (config,)
     first = runs[0]
-    return Plan(
+    return MemoryPlan(
         engine=config.engine,
         engine_device=engine,
         train=config.train,
@@ -269,15 +269,17 @@ def _plan(config: RunConfig, machine: Machine) -> Plan:
     )
 
 
-def _others(found: Rehearsal, machine: Machine, model_dir: Path, shape: Shape, plan: Plan) -> Iterator[Need]:
+def _others(
+    found: Rehearsal, machine: Machine, model_dir: Path, shape: ModelShape, plan: MemoryPlan
+) -> Iterator[MemoryNeed]:
     """Engines of teachers and of the reference."""
-    for lesson in found.lessons:
-        device = machine.device(f"the teacher {lesson.config.name}: engine.device", lesson.engine.device)
-        yield from engine_needs(f"teacher {lesson.config.name}", read_shape(lesson.model_dir), lesson.engine, device)
+    for planned in found.planned_teachers:
+        device = machine.device(f"the teacher {planned.config.name}: engine.device", planned.engine.device)
+        yield from engine_needs(f"teacher {planned.config.name}", read_shape(planned.model_dir), planned.engine, device)
     if found.config.algo.reference_in_reward and not found.config.lora.served_name:
         yield from engine_needs("reference", shape, plan.engine, plan.engine_device)
 
 
-def _disk(config: RunConfig, shape: Shape, plan: Plan) -> tuple[str, str]:
+def _disk(config: RunConfig, shape: ModelShape, plan: MemoryPlan) -> tuple[str, str]:
     size = checkpoint_bytes(shape, plan)
     return "on disk", f"{gib(size)} a checkpoint, of which {config.checkpoint.keep + 1} are there at most"

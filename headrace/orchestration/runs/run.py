@@ -7,68 +7,68 @@ from pathlib import Path
 
 from headrace.auto.measurer import Measurer
 from headrace.config import RunConfig
-from headrace.durable.files import full_disk_is_said
+from headrace.durable.files import full_disk_as_error
 from headrace.errors import HeadraceError
 from headrace.observe.facts import Warned
 from headrace.observe.health.watchdog import Watchdog
 from headrace.orchestration.build import build, open_waits
-from headrace.orchestration.handed import NOTHING, Handed
+from headrace.orchestration.python_inputs import NO_INPUTS, PythonInputs
 from headrace.orchestration.runs.callbacks import Callbacks
 from headrace.orchestration.runs.hosting import Act, complete, host
-from headrace.orchestration.runs.lane import Lane, open_lane, say_finished, say_unbegun
+from headrace.orchestration.runs.lane import Lane, open_lane, report_finished, report_unbegun
 from headrace.orchestration.runs.rehearse import rehearse
 from headrace.orchestration.runs.result import RunResult, result_of
-from headrace.orchestration.runs.session import on_unheard, run_clock
+from headrace.orchestration.runs.session import report_unhandled, run_clock
 from headrace.orchestration.runs.several import train_together
-from headrace.orchestration.store.directory import RunDirectory
+from headrace.orchestration.store.run_directory import RunDirectory
 
 
 def train(
     config: RunConfig,
     resume: Path | None = None,
-    handed: Handed = NOTHING,
+    inputs: PythonInputs = NO_INPUTS,
     callbacks: Callbacks | None = None,
     measurer: Measurer | None = None,
 ) -> RunResult:
     """Train to the end, an interrupt or an error; in each case with a summary, a report, and a checkpoint if there is one.
 
     `resume`: the directory of the run to go on with; its newest good checkpoint is used.
-    `handed`: functions and rows that the settings name but cannot hold. `callbacks` are called in this thread.
+    `inputs`: functions and rows that the settings name but cannot hold. `callbacks` are called in this thread.
     `measurer`: as for `rehearse`.
     Raises `HeadraceError` with one sentence when the run could not be finished, and what a callback raised. What can be known to
     be wrong before a model is loaded is a `ConfigError`, and nothing has been written then.
     """
     if config.adapters:
-        lanes = train_together(config, handed, resume, callbacks, measurer)
+        lanes = train_together(config, inputs, resume, callbacks, measurer)
         return result_of(resume or config.run_dir, lanes)
     notes: list[str] = []
     if not resume:
-        rehearsed = complete(rehearse(config, handed, measurer=measurer))
+        rehearsed = complete(rehearse(config, inputs, measurer=measurer))
         config, notes = rehearsed.config, rehearsed.notes
     with (
-        full_disk_is_said(resume or config.run_dir),
+        full_disk_as_error(resume or config.run_dir),
         RunDirectory.of(resume or config.run_dir, bool(resume)) as directory,
     ):
         lane = open_lane(config, directory, bool(resume))
         if lane.finished:
-            say_finished(directory.path, [lane])
+            report_finished(directory.path, [lane])
             return result_of(directory.path, {"": lane})
         try:
             if resume:  # whether it is finished had to be known first; nothing of it has been changed yet
-                notes = complete(rehearse(config, handed, resume)).notes
+                notes = complete(rehearse(config, inputs, resume)).notes
             for note in notes:
                 lane.storage.recorder.record(Warned(lane.storage.seconds, note))
-            _train(lane, handed, callbacks, tells=not resume)
+            _train(lane, inputs, callbacks, tells=not resume)
         except HeadraceError as error:
             lane.say_how_to_go_on(error)
             raise
         finally:
             lane.close()
-        say_unbegun([lane])
+        report_unbegun([lane])
         return result_of(directory.path, {"": lane})
 
 
-def _train(lane: Lane, handed: Handed, callbacks: Callbacks | None, tells: bool) -> None:
+def _train(lane: Lane, inputs: PythonInputs, callbacks: Callbacks | None, tells: bool) -> None:
     config, directory, storage = lane.config, lane.directory, lane.storage
     watchdog = Watchdog(directory.logs, config.watch.warn_after, config.watch.stop_after, tells)
     storage.recorder.add(watchdog)
@@ -80,11 +80,11 @@ def _train(lane: Lane, handed: Handed, callbacks: Callbacks | None, tells: bool)
         on_interrupt(lane.session.interrupt)
         if callbacks:
             callbacks.attach(lane.session.stop)
-        on_unheard(lambda said: storage.recorder.record(Warned(clock(), said)))
+        report_unhandled(lambda said: storage.recorder.record(Warned(clock(), said)))
         waits = open_waits(config, storage.recorder, clock)
         watchdog.add(directory.path, waits)
         watchdog.attach()
-        await lane.session.run(build(config, directory.logs, storage=storage, handed=handed, waits=waits, clock=clock))
+        await lane.session.run(build(config, directory.logs, storage=storage, inputs=inputs, waits=waits, clock=clock))
 
     with watchdog:
         host(go, callbacks.errands if callbacks else None)

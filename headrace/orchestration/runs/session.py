@@ -10,10 +10,10 @@ from typing import Any
 
 from headrace.errors import HeadraceError, StalledError
 from headrace.observe.facts import Evaluated, RunEnded, Warned
-from headrace.orchestration.build import Built
+from headrace.orchestration.build import BuiltRun
 from headrace.orchestration.loops.utilisation import LAST_WORD
 from headrace.orchestration.store.storage import Storage
-from headrace.orchestration.wording import elsewhere
+from headrace.orchestration.wording import machine_change
 
 
 def run_clock(age: float) -> Callable[[], float]:
@@ -23,7 +23,7 @@ def run_clock(age: float) -> Callable[[], float]:
     return lambda: loop.time() - origin
 
 
-def on_unheard(say: Callable[[str], None]) -> None:
+def report_unhandled(say: Callable[[str], None]) -> None:
     """What goes wrong where nobody can catch it (a callback, a task that nobody awaits) is said, and not only logged.
 
     It does not end the run: each background task of headrace has a sentinel that does, and this may be one of a reward function."""
@@ -39,11 +39,11 @@ class Session:
     """One process's share of one pipeline's run: from its parts to their end, whatever ends it."""
 
     def __init__(self, storage: Storage) -> None:
-        self._recorder, self._past = storage.recorder, storage.past
-        self.reason, self.step = "finished", self._past.step if self._past else 0
+        self._recorder, self._saved = storage.recorder, storage.saved
+        self.reason, self.step = "finished", self._saved.step if self._saved else 0
         self.before: Evaluated | None = None
         self.after: Evaluated | None = None
-        self._built: Built | None = None
+        self._built: BuiltRun | None = None
         self._training = self._trained = self._leaving = False
         self._interrupts, self._left_for = 0, "interrupted"
         self._main: asyncio.Task[Any] | None = None
@@ -53,7 +53,7 @@ class Session:
         known = {one.phase: one for one in self._recorder.state.evals}
         self.before, self.after = known.get("before"), known.get("after")
 
-    async def run(self, building: Awaitable[Built]) -> None:
+    async def run(self, building: Awaitable[BuiltRun]) -> None:
         self._main = asyncio.current_task()
         try:
             self._built = await building
@@ -72,11 +72,11 @@ class Session:
                     self._recorder.record(await self._ended(self._built))
                 await self._close(self._built)
 
-    async def _train(self, built: Built) -> None:
+    async def _train(self, built: BuiltRun) -> None:
         await self._redo(built)
         earlier, started = self._recorder.state.started, built.started(built.pipeline.step)
         self._recorder.record(started)
-        if earlier and (said := elsewhere(earlier, started)):
+        if earlier and (said := machine_change(earlier, started)):
             self._recorder.record(Warned(built.clock(), said))
         await built.go_live()
         if not self._recorder.state.evals and built.pipeline.step == 0:
@@ -95,14 +95,14 @@ class Session:
         else:
             self.after = await built.parts.evaluator.measure("after", self.step)
 
-    async def _close(self, built: Built) -> None:
+    async def _close(self, built: BuiltRun) -> None:
         try:
             async with built.parts.telemetry.waits.named("closing", "the worker processes"):
                 await built.close()
         except StalledError as error:  # nor may a process that cannot even be killed
             print(f"headrace: {error}", file=sys.stderr)
 
-    async def _redo(self, built: Built) -> None:
+    async def _redo(self, built: BuiltRun) -> None:
         """Brings the trainer, too, to the moment at which the run was killed."""
         built.pipeline.discard(built.outdated)
         if not built.redo:
@@ -130,7 +130,7 @@ class Session:
             self._left_for = reason
             self.interrupt(why, again="")
 
-    async def _ended(self, built: Built) -> RunEnded:
+    async def _ended(self, built: BuiltRun) -> RunEnded:
         saved = built.parts.snapshots.saved_step == built.pipeline.step
         return RunEnded(
             t=built.clock(),

@@ -19,28 +19,28 @@ from typing import Any
 
 from headrace.auto.measurer import Measurer
 from headrace.config import RunConfig, adapter_runs, config_of_run, dump_config, read_config
-from headrace.durable.files import full_disk_is_said
+from headrace.durable.files import full_disk_as_error
 from headrace.errors import HeadraceError
 from headrace.observe.facts import Warned
 from headrace.observe.health.waits import Waits
 from headrace.observe.health.watchdog import Watchdog
 from headrace.observe.screen.board import Board, open_board
 from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.build import Built, Clock, Pools, Prepared, join, open_model, open_waits, prepare
-from headrace.orchestration.handed import Handed
+from headrace.orchestration.build import BuiltRun, Clock, Pools, PreparedRun, join, open_model, open_waits, prepare
 from headrace.orchestration.pools import open_pools
+from headrace.orchestration.python_inputs import PythonInputs
 from headrace.orchestration.runs.callbacks import Callbacks
 from headrace.orchestration.runs.hosting import Act, complete, host
-from headrace.orchestration.runs.lane import Lane, open_lane, say_finished, say_unbegun
+from headrace.orchestration.runs.lane import Lane, open_lane, report_finished, report_unbegun
 from headrace.orchestration.runs.rehearse import rehearse
-from headrace.orchestration.runs.session import on_unheard, run_clock
-from headrace.orchestration.store.directory import CONFIG, RunDirectory
+from headrace.orchestration.runs.session import report_unhandled, run_clock
 from headrace.orchestration.store.resume_rules import check_resumable
+from headrace.orchestration.store.run_directory import CONFIG, RunDirectory
 
 
 def train_together(
     config: RunConfig,
-    handed: Handed,
+    inputs: PythonInputs,
     resume: Path | None,
     callbacks: Callbacks | None,
     measurer: Measurer | None = None,
@@ -48,9 +48,9 @@ def train_together(
     """All adapters to their ends. Where one fails the others leave with a checkpoint, and its error is raised."""
     notes: list[str] = []
     if not resume:
-        rehearsed = complete(rehearse(config, handed, measurer=measurer))
+        rehearsed = complete(rehearse(config, inputs, measurer=measurer))
         config, notes = rehearsed.config, rehearsed.notes
-    with full_disk_is_said(resume or config.run_dir), ExitStack() as undo:
+    with full_disk_as_error(resume or config.run_dir), ExitStack() as undo:
         directory = undo.enter_context(RunDirectory.of(resume or config.run_dir, bool(resume)))
         if resume:
             check_resumable(read_config(config_of_run(resume)), config)
@@ -62,10 +62,10 @@ def train_together(
             undo.callback(lanes[run.name].close)
         undo.callback(board.close)  # before the summaries
         if all(lane.finished for lane in lanes.values()):
-            say_finished(directory.path, list(lanes.values()))
+            report_finished(directory.path, list(lanes.values()))
             return lanes
         if resume:
-            notes = complete(rehearse(config, handed, resume)).notes
+            notes = complete(rehearse(config, inputs, resume)).notes
         for lane in lanes.values():
             for note in notes:
                 lane.storage.recorder.record(Warned(lane.storage.seconds, note))
@@ -76,7 +76,7 @@ def train_together(
                 config=config,
                 directory=directory,
                 lanes=lanes,
-                handed=handed,
+                inputs=inputs,
                 watchdog=watchdog,
                 keep_settings=keep,
                 callbacks=callbacks,
@@ -84,7 +84,7 @@ def train_together(
             host(together.run, callbacks.errands if callbacks else None)
         if callbacks:
             callbacks.raise_error(f"go on with headrace.train(resume={str(directory.path)!r})")
-        say_unbegun(lanes.values())
+        report_unbegun(lanes.values())
         return lanes
 
 
@@ -128,12 +128,12 @@ class _Together:
         config: RunConfig,
         directory: RunDirectory,
         lanes: Mapping[str, Lane],
-        handed: Handed,
+        inputs: PythonInputs,
         watchdog: Watchdog,
         keep_settings: Callable[[str], None],
         callbacks: Callbacks | None,
     ) -> None:
-        self._config, self._directory, self._lanes, self._handed = config, directory, lanes, handed
+        self._config, self._directory, self._lanes, self._inputs = config, directory, lanes, inputs
         self._watchdog, self._keep_settings, self._callbacks = watchdog, keep_settings, callbacks
         self._loading: asyncio.Task[Any] | None = None
         """Until the pipelines run, each of which knows how to leave."""
@@ -150,7 +150,7 @@ class _Together:
     async def _run(self) -> None:
         clock = run_clock(max(lane.storage.seconds for lane in self._lanes.values()))
         everyone = _Everyone(self._lanes)
-        on_unheard(lambda said: everyone.record(Warned(clock(), said)))
+        report_unhandled(lambda said: everyone.record(Warned(clock(), said)))
         waits = open_waits(self._config, everyone, clock)
         for lane in self._lanes.values():
             self._watchdog.add(lane.directory.path, waits)
@@ -164,7 +164,7 @@ class _Together:
             async with waits.named("start", "the files of models, tasks and rewards", endless=True):
                 model_dir, encoder = await open_model(self._config)
                 for name, lane in self._lanes.items():
-                    prepared[name] = await prepare(lane.config, model_dir, encoder, self._handed, lane.directory.logs)
+                    prepared[name] = await prepare(lane.config, model_dir, encoder, self._inputs, lane.directory.logs)
                     undo.push_async_callback(prepared[name].scorer.close)
             restore = {name: at for name, lane in self._lanes.items() if (at := lane.storage.checkpoint)}
             pools = await open_pools(
@@ -183,7 +183,7 @@ class _Together:
             self._loading = None
             await self._train(built)
 
-    async def _begin(self, prepared: Mapping[str, Prepared], pools: Pools, clock: Clock) -> dict[str, Built]:
+    async def _begin(self, prepared: Mapping[str, PreparedRun], pools: Pools, clock: Clock) -> dict[str, BuiltRun]:
         """No directory is changed before all adapters can go on."""
         async with AsyncExitStack() as undo:
             joined = {}
@@ -208,7 +208,7 @@ class _Together:
             undo.pop_all()
         return built
 
-    async def _train(self, built: Mapping[str, Built]) -> None:
+    async def _train(self, built: Mapping[str, BuiltRun]) -> None:
         running = {
             asyncio.ensure_future(lane.session.run(_ready(built[name]))): name for name, lane in self._lanes.items()
         }
@@ -233,5 +233,5 @@ class _Together:
             lane.session.interrupt()
 
 
-async def _ready(built: Built) -> Built:
+async def _ready(built: BuiltRun) -> BuiltRun:
     return built

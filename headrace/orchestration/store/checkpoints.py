@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from headrace.durable.files import put_on_disk
+from headrace.durable.files import sync_to_disk
 from headrace.errors import CheckpointError
 
 FILES = "files.json"
@@ -55,7 +55,7 @@ class Checkpoints:
             await asyncio.to_thread(_seal, temporary)
             _remove(final)
             temporary.rename(final)
-            put_on_disk(self.root)
+            sync_to_disk(self.root)
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
             last = self.all()[-1].name if self.all() else "none"
@@ -120,7 +120,7 @@ def _remove(checkpoint: Path) -> None:
     OSError while it is sealed; what is left behind that is `clear`'s."""
     if (checkpoint / FILES).exists():
         (checkpoint / FILES).unlink()
-        put_on_disk(checkpoint)
+        sync_to_disk(checkpoint)
     shutil.rmtree(checkpoint, ignore_errors=True)
 
 
@@ -155,11 +155,11 @@ def damage(path: Path) -> str:
 def _seal(directory: Path) -> None:
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     for path in files:
-        put_on_disk(path)
+        sync_to_disk(path)
     entries = {str(path.relative_to(directory)): FileEntry(path.stat().st_size, _checksum(path)) for path in files}
     (directory / FILES).write_bytes(msgspec.json.encode(entries))
-    put_on_disk(directory / FILES)
-    put_on_disk(directory)
+    sync_to_disk(directory / FILES)
+    sync_to_disk(directory)
 
 
 def _checksum(path: Path) -> str:

@@ -3,8 +3,8 @@
 The checkpoint is the state between two steps. The journal behind it says what became of every ticket since: it is done to the
 real buffer and the real task once more, and its steps are done again by the trainer (`Pipeline.redo`). The passes behind it
 say what was sampled of groups that had not ended. Where the settings that a step depends on have changed, or the journal is
-damaged, the run goes on from the checkpoint alone, and what came after it is set aside. All is read first (`read_past`,
-`recover`), and changed on the disk only when the run is ready to go on (`settle`, `open_journal`).
+damaged, the run goes on from the checkpoint alone, and what came after it is set aside. All is read first (`read_saved_run`,
+`recover`), and changed on the disk only when the run is ready to go on (`discard_superseded`, `open_journal`).
 """
 
 from __future__ import annotations
@@ -17,34 +17,35 @@ from headrace.durable.journal import (
     JOURNAL,
     AnyRecord,
     Damage,
-    Drawn,
-    Gone,
+    DrawnRecord,
+    GoneRecord,
     Journal,
     JournalDamaged,
     JournalStep,
-    Ready,
-    Stepped,
+    ReadyRecord,
+    SteppedRecord,
     count_steps,
     cut_journal,
     end_of_journal,
     read_journal,
     read_only,
 )
-from headrace.durable.passes import discard_passes, read_passes
+from headrace.durable.pass_log import discard_passes, read_passes
 from headrace.errors import ConfigError
 from headrace.observe.resume import Resume
-from headrace.orchestration.plan import Plan
+from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.store.snapshots import ControllerState
 from headrace.protocols import Task
+from headrace.rollout_key import RolloutKey
 from headrace.rollouts.buffer import Buffer
 from headrace.rollouts.partial import Interrupts, joined
 from headrace.steps import Finished, StepOutput, Transcript, write_down
-from headrace.types import Completion, Request, RolloutKey
+from headrace.types import Completion, Request
 
 
 @dataclass(frozen=True)
-class Past:
-    """What a resumed run has behind it. It is read from the directory, which `settle` brings in line with it."""
+class SavedRun:
+    """What a resumed run has behind it. It is read from the directory, which `discard_superseded` brings in line with it."""
 
     run_dir: Path
     state: ControllerState | None
@@ -70,7 +71,7 @@ class Past:
     @property
     def step(self) -> int:
         """Optimizer steps that were done when the run was killed."""
-        done = [one.report.version for one in self.records if isinstance(one, Stepped)]
+        done = [one.report.version for one in self.records if isinstance(one, SteppedRecord)]
         return max([self.saved_step, *done])
 
     @property
@@ -82,16 +83,16 @@ class Past:
         drawn = buffer.next_ticket if buffer else 0
         for record in self.records:
             match record:
-                case Drawn():
+                case DrawnRecord():
                     flying.add(record.ticket)
                     drawn = record.ticket + 1
-                case Ready():
+                case ReadyRecord():
                     flying.discard(record.group.ticket)
                     ready.add(record.group.ticket)
-                case Gone():
+                case GoneRecord():
                     flying.discard(record.ticket)
                     ready.discard(record.ticket)
-                case Stepped():
+                case SteppedRecord():
                     ready.difference_update(record.tickets)
         anew = self.rewinds and self.state is None
         saved = self.state.step if self.state else None
@@ -100,7 +101,7 @@ class Past:
         )
 
     def outdated(self, mark: str) -> frozenset[int]:
-        """Tickets of finished groups in the checkpoint whose rows other settings made (`course.scoring_mark`)."""
+        """Tickets of finished groups in the checkpoint whose rows other settings made (`resume_rules.scoring_mark`)."""
         if self.state is None or self.state.scored_by in ("", mark):
             return frozenset()
         return frozenset(group.ticket for group in self.state.buffer.ready)
@@ -112,15 +113,15 @@ class Past:
         return max(known)
 
 
-def read_past(run_dir: Path, state: ControllerState | None, same_course: bool) -> Past:
-    """`same_course`: whether the steps in the journal can be done again with the settings of now. Changes nothing on the disk."""
+def read_saved_run(run_dir: Path, state: ControllerState | None, reproducible: bool) -> SavedRun:
+    """`reproducible`: whether the steps in the journal can be done again with the settings of now. Changes nothing on the disk."""
     damage = Damage()
     end, position = end_of_journal(run_dir, damage), state.journal if state else 0
     nothing = state is None and not end and not damage
     records: tuple[AnyRecord, ...] = ()
-    behind, lost = [] if same_course else [_CHANGED], max(0, position - end)
+    behind, lost = [] if reproducible else [_CHANGED], max(0, position - end)
     try:
-        if same_course:
+        if reproducible:
             records = tuple(read_journal(run_dir, position))
     except JournalDamaged as error:
         behind, damage = [str(error)], Damage()  # once is enough
@@ -135,7 +136,7 @@ def read_past(run_dir: Path, state: ControllerState | None, same_course: bool) -
             "diff will lack what is missing"
         )
     rewinds = bool(behind or lost)
-    return Past(run_dir=run_dir, state=state, records=records, complaints=tuple(said), rewinds=rewinds, lost=lost)
+    return SavedRun(run_dir=run_dir, state=state, records=records, complaints=tuple(said), rewinds=rewinds, lost=lost)
 
 
 _CHANGED = "the settings of training are not those of before"
@@ -156,73 +157,73 @@ def _lost(run_dir: Path, state: ControllerState | None, lost: int) -> str:
     )
 
 
-def settle(past: Past, outlived: bool) -> None:
-    """Sets aside what `past` is without. Killed between any two operations, the next resume finds what it can go on from: the
+def discard_superseded(saved: SavedRun, outlived: bool) -> None:
+    """Sets aside what `saved` is without. Killed between any two operations, the next resume finds what it can go on from: the
     passes go first, for without the journal that they belong to they would be taken for others. `outlived`: the passes have
     outlived it, see `recover`."""
-    if past.rewinds or outlived:
-        discard_passes(past.run_dir, past.saved_step)
-    if past.rewinds:
-        cut_journal(past.run_dir, past.position)
+    if saved.rewinds or outlived:
+        discard_passes(saved.run_dir, saved.saved_step)
+    if saved.rewinds:
+        cut_journal(saved.run_dir, saved.position)
 
 
-def open_journal(run_dir: Path, flushes: bool, past: Past | None) -> Journal:
+def open_journal(run_dir: Path, flushes: bool, saved: SavedRun | None) -> Journal:
     """What the checkpoint knows of the records that were lost is written once more, under their numbers."""
-    again = _known_of_lost(past) if past and past.lost else []
-    position = past.position if past else 0
+    again = _known_of_lost(saved) if saved and saved.lost else []
+    position = saved.position if saved else 0
     journal = Journal(run_dir, flushes, position - len(again))
     for record in again:
         journal.write(record)
     return journal
 
 
-def _known_of_lost(past: Past) -> list[AnyRecord]:
+def _known_of_lost(saved: SavedRun) -> list[AnyRecord]:
     """Groups and prompts of the checkpoint that the journal has no more."""
-    state = past.state
+    state = saved.state
     assert state is not None
-    finished = {record.group.ticket for record in read_only(past.run_dir, Ready)}
-    drawn = {record.ticket for record in read_only(past.run_dir, Drawn)}
+    finished = {record.group.ticket for record in read_only(saved.run_dir, ReadyRecord)}
+    drawn = {record.ticket for record in read_only(saved.run_dir, DrawnRecord)}
     groups: list[AnyRecord] = [
-        Ready(state.seconds, group) for group in state.buffer.ready if group.ticket not in finished
+        ReadyRecord(state.seconds, group) for group in state.buffer.ready if group.ticket not in finished
     ]
     prompts = {group.ticket: group.prompt for group in state.buffer.ready} | state.buffer.in_flight
     draws: list[AnyRecord] = [
-        Drawn(state.seconds, ticket, prompt) for ticket, prompt in prompts.items() if ticket not in drawn
+        DrawnRecord(state.seconds, ticket, prompt) for ticket, prompt in prompts.items() if ticket not in drawn
     ]
-    return [*draws, *groups][-past.lost :]
+    return [*draws, *groups][-saved.lost :]
 
 
 def recover(
-    past: Past, task: Task, buffer: Buffer, interrupts: Interrupts, plan: Plan
+    saved: SavedRun, task: Task, buffer: Buffer, interrupts: Interrupts, plan: LoopPlan
 ) -> tuple[list[JournalStep], bool]:
     """Brings all to the moment of the kill, and returns the steps that the trainer has to do again, and whether the passes since
     the checkpoint cannot be used: they tell of tickets that a loss of power took out of the journal. Those are drawn and sampled
     anew, under the same names.
 
     Raises ConfigError when the task gives other prompts than it did."""
-    if past.state:
-        task.restore(past.state.task)
-        buffer.restore(past.state.buffer)
-    steps = list(_apply(past.records, task, buffer))
-    buffer.release(past.step)  # what was trained is live as soon as the run begins
+    if saved.state:
+        task.restore(saved.state.task)
+        buffer.restore(saved.state.buffer)
+    steps = list(_apply(saved.records, task, buffer))
+    buffer.release(saved.step)  # what was trained is live as soon as the run begins
     asked = [plan.requests(ticket, prompt) for ticket, prompt in buffer.in_flight.items()]
     requests = {request.id: request for several in asked for request in several}
-    begun = _begun(past, requests, plan.adapter)
-    interrupts.restore(_of_checkpoint(past, requests) if begun is None else begun)
+    begun = _begun(saved, requests, plan.adapter)
+    interrupts.restore(_of_checkpoint(saved, requests) if begun is None else begun)
     return steps, begun is None
 
 
 def _apply(records: Iterable[AnyRecord], task: Task, buffer: Buffer) -> Iterator[JournalStep]:
     for record in records:
         match record:
-            case Drawn():
+            case DrawnRecord():
                 found = task.draw()
                 if found.tokens != record.prompt.tokens:
                     raise ConfigError(
                         f"the task gives the prompt {found.id} where it gave {record.prompt.id} before the run was killed: its "
                         "data have changed. Put them back, or start a new run"
                     )
-            case Stepped(report=report):
+            case SteppedRecord(report=report):
                 groups = buffer.take_again(record.tickets)
                 yield JournalStep(
                     step=report.step,
@@ -235,15 +236,15 @@ def _apply(records: Iterable[AnyRecord], task: Task, buffer: Buffer) -> Iterator
         buffer.count(record)
 
 
-def _of_checkpoint(past: Past, requests: Container[str]) -> dict[str, Completion]:
-    before = past.state.begun if past.state else {}
+def _of_checkpoint(saved: SavedRun, requests: Container[str]) -> dict[str, Completion]:
+    before = saved.state.begun if saved.state else {}
     return {name: completion for name, completion in before.items() if name in requests}
 
 
-def _begun(past: Past, requests: Mapping[str, Request], adapter: str) -> dict[str, Completion] | None:
+def _begun(saved: SavedRun, requests: Mapping[str, Request], adapter: str) -> dict[str, Completion] | None:
     """What was sampled of these requests until the kill, by their names; None where the passes tell of a ticket that was never
     drawn. Passes are folded as they are read: no more is held than what is in flight."""
-    found = _of_checkpoint(past, requests)
+    found = _of_checkpoint(saved, requests)
     since: dict[str, Transcript] = {}
     others: set[str] = set()
 
@@ -253,7 +254,7 @@ def _begun(past: Past, requests: Mapping[str, Request], adapter: str) -> dict[st
             return None
         return since.setdefault(name, Transcript(requests[name]))
 
-    for output in _passes(past):
+    for output in _passes(saved):
         write_down(output, find)
         for end in output.finished:
             if transcript := find(end.request_id):
@@ -262,14 +263,14 @@ def _begun(past: Past, requests: Mapping[str, Request], adapter: str) -> dict[st
     for name, transcript in since.items():
         _keep(found, transcript, Finished(name, "interrupted"))
     keys = [key for name in others if (key := RolloutKey.read(name)) and key.adapter == adapter]
-    return None if any(key.ticket >= past.resume.next_ticket for key in keys) else found
+    return None if any(key.ticket >= saved.resume.next_ticket for key in keys) else found
 
 
-def _passes(past: Past) -> Iterable[StepOutput]:
+def _passes(saved: SavedRun) -> Iterable[StepOutput]:
     """Of the engine, since the checkpoint."""
-    if past.rewinds:
+    if saved.rewinds:
         return ()
-    return read_passes(past.run_dir, past.saved_step, past.state.passes if past.state else 0)
+    return read_passes(saved.run_dir, saved.saved_step, saved.state.passes if saved.state else 0)
 
 
 def _keep(found: dict[str, Completion], transcript: Transcript, end: Finished) -> None:

@@ -62,7 +62,7 @@ def check_bound(old: RunConfig, new: RunConfig) -> None:
         )
 
 
-def same_course(old: RunConfig, new: RunConfig) -> bool:
+def same_training(old: RunConfig, new: RunConfig) -> bool:
     """Whether the steps of a run can be done again with other settings, and come out the same."""
 
     def course(config: RunConfig) -> dict[str, Any]:
@@ -103,4 +103,4 @@ def scoring_mark(config: RunConfig) -> str:
 
 def _says_nothing(reward: RewardConfig) -> bool:
     """One function from Python of weight 1: runs of earlier versions kept no word of it, and go on with it all the same."""
-    return len(reward.specs) == 1 and reward.specs[0].handed and reward.specs[0].weight == 1.0
+    return len(reward.specs) == 1 and reward.specs[0].from_python and reward.specs[0].weight == 1.0

@@ -8,15 +8,16 @@ from typing import Any, Protocol
 import msgspec
 
 from headrace.durable.journal import Journal
-from headrace.durable.passes import PassLog
+from headrace.durable.pass_log import PassLog
 from headrace.errors import CheckpointError
 from headrace.observe.facts import CheckpointSaved
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.store.checkpoints import Checkpoints
 from headrace.protocols import Task, Trainer
+from headrace.rollout_key import RolloutKey
 from headrace.rollouts.buffer import Buffer, BufferState
 from headrace.rollouts.partial import Interrupts
-from headrace.types import Completion, RolloutKey, Struct
+from headrace.types import Completion, Struct
 
 CONTROLLER = "controller.msgpack"
 
@@ -66,7 +67,7 @@ class Snapshots:
     ) -> None:
         """`adapter`: what the trainer is to save, where it is not the whole model. `saved_step`: of the checkpoint that the run
         goes on from. It is not written anew: the same weights are in it, and the rest is behind it in journal and passes.
-        `scored_by`: the mark of the settings that make rows (`course.scoring_mark`)."""
+        `scored_by`: the mark of the settings that make rows (`resume_rules.scoring_mark`)."""
         self._checkpoints, self._passes = checkpoints, passes
         self._telemetry, self._adapter = telemetry, adapter
         self._scored_by = scored_by

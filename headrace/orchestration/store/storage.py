@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from headrace.durable.files import forget_parts, not_written
+from headrace.durable.files import remove_parts, write_error
 from headrace.durable.journal import Journal
-from headrace.durable.passes import PassLog
+from headrace.durable.pass_log import PassLog
 from headrace.observe.facts import Warned
 from headrace.observe.recorder import Recorder
 from headrace.orchestration.store.checkpoints import Checkpoints
-from headrace.orchestration.store.recovery import Past, open_journal, settle
+from headrace.orchestration.store.recovery import SavedRun, discard_superseded, open_journal
 
 _OUTLIVED = (
     "the end of the journal is lost, as after a loss of power, and what was sampled then is not: rollouts that were not in the checkpoint "
@@ -29,43 +29,43 @@ class Storage:
         checkpoints: Checkpoints,
         flush: bool,
         checkpoint: Path | None = None,
-        past: Past | None = None,
+        saved: SavedRun | None = None,
         keep_settings: Callable[[], None] = lambda: None,
         keep_steps: Callable[[int, int], None] = lambda steps, step: None,
     ) -> None:
-        """`flush`: put the journal on the disk after every step. `checkpoint`: that the run goes on from. `past`: None of a fresh
+        """`flush`: put the journal on the disk after every step. `checkpoint`: that the run goes on from. `saved`: None of a fresh
         run. `keep_settings`: puts those of this process into the directory; `keep_steps`: with another number of steps, from a step
         on."""
         self._run_dir, self._flush, self._keep_settings = run_dir, flush, keep_settings
         self.recorder, self.checkpoints = recorder, checkpoints
-        self.checkpoint, self.past = checkpoint, past
+        self.checkpoint, self.saved = checkpoint, saved
         self.keep_steps = keep_steps
         self._open: tuple[Journal, PassLog] | None = None
 
     def begin(self, outlived: bool = False) -> None:
-        """The directory is made to say what `past` says, and is open for what comes. In this order: passes and journal that were
+        """The directory is made to say what `saved` says, and is open for what comes. In this order: passes and journal that were
         set aside, the metrics that belong to the rest, and only then the settings. So a run that is killed in between goes on
         with the settings that it had, from what those have done. `outlived`: see `recovery.recover`.
 
         Raises `HeadraceError` when the disk does not take it."""
-        past, seconds = self.past, self.seconds
-        step, number = (past.saved_step, past.state.passes if past.state else 0) if past else (0, 0)
+        saved, seconds = self.saved, self.seconds
+        step, number = (saved.saved_step, saved.state.passes if saved.state else 0) if saved else (0, 0)
         try:
-            if past:
-                forget_parts(self._run_dir)
-                settle(past, outlived)
+            if saved:
+                remove_parts(self._run_dir)
+                discard_superseded(saved, outlived)
             self.recorder.begin()
             self.checkpoints.root.mkdir(exist_ok=True)
             if outlived:
                 self.recorder.record(Warned(seconds, _OUTLIVED))
             if said := self.checkpoints.clear():
                 self.recorder.record(Warned(seconds, said))
-            journal = open_journal(self._run_dir, self._flush, past)
+            journal = open_journal(self._run_dir, self._flush, saved)
             passes = PassLog(self._run_dir, step, lambda said: self.recorder.record(Warned(seconds, said)), number)
             self._open = journal, passes
             self._keep_settings()
         except OSError as error:
-            raise not_written(Path(error.filename or self._run_dir), error) from error
+            raise write_error(Path(error.filename or self._run_dir), error) from error
 
     @property
     def begun(self) -> bool:
@@ -84,12 +84,12 @@ class Storage:
     @property
     def seconds(self) -> float:
         """Age of the run so far."""
-        return self.past.seconds if self.past else 0.0
+        return self.saved.seconds if self.saved else 0.0
 
     @property
     def saved_step(self) -> int:
         """Of the checkpoint; -1 where there is none."""
-        return self.past.saved_step if self.past and self.checkpoint else -1
+        return self.saved.saved_step if self.saved and self.checkpoint else -1
 
     def close(self) -> None:
         self.recorder.close()

@@ -32,7 +32,7 @@ import msgspec
 
 from headrace.errors import ConfigError, HeadraceError
 from headrace.orchestration.workers.connected import ConnectedWorker
-from headrace.orchestration.workers.process import WorkerProcess
+from headrace.orchestration.workers.local import ChildProcess
 from headrace.orchestration.workers.wire import BEATS, HEAD, WorkerEnd, length_of
 from headrace.protocols import Heard, Job
 from headrace.types import Struct
@@ -171,14 +171,14 @@ class DialInLauncher:
         self._logs, self._listener, self._silence = logs, listener, silence
 
     def worker(self, job: Job, heard: Heard) -> DialInWorker:
-        return DialInWorker(job, WorkerProcess(job.who, self._logs), self._listener, heard, self._silence)
+        return DialInWorker(job, ChildProcess(job.who, self._logs), self._listener, heard, self._silence)
 
 
 class DialInWorker(ConnectedWorker):
     """Protocol `Worker`."""
 
     def __init__(
-        self, job: Job, process: WorkerProcess, listener: Listener, heard: Heard, silence: float = SILENCE
+        self, job: Job, process: ChildProcess, listener: Listener, heard: Heard, silence: float = SILENCE
     ) -> None:
         super().__init__(job.who, heard, silence)
         self._job, self._process, self._listener = job, process, listener

@@ -18,7 +18,7 @@ from headrace.orchestration.workers.wire import BEAT, HEAD, Frame, decode, name_
 from headrace.protocols import Heard, Job
 
 
-class Post(Protocol):
+class Network(Protocol):
     """How messages travel."""
 
     @property
@@ -32,7 +32,7 @@ class Post(Protocol):
         """How often the next message arrives."""
 
 
-class Promptly:
+class InstantNetwork:
     """Everything arrives at once, and once."""
 
     scale = 0.0
@@ -47,20 +47,20 @@ class Promptly:
 class Pipe:
     """One direction of a stream: in order, each message as late as it likes. Protocol `wire.Writer`."""
 
-    def __init__(self, post: Post, arrive: Callable[[bytes], None]) -> None:
-        self._post, self._arrive = post, arrive
+    def __init__(self, network: Network, arrive: Callable[[bytes], None]) -> None:
+        self._network, self._arrive = network, arrive
         self._under_way: deque[bytes] = deque()
         self._last = 0.0
         self._closed = False
 
     def write(self, data: bytes) -> None:
-        for _ in range(self._post.copies()):
+        for _ in range(self._network.copies()):
             self.put(data)
 
     def put(self, data: bytes) -> None:
         """As it is: neither lost nor repeated."""
         loop = asyncio.get_running_loop()
-        self._last = max(self._last, loop.time() + self._post.seconds(self._post.scale))
+        self._last = max(self._last, loop.time() + self._network.seconds(self._network.scale))
         self._under_way.append(data)
         loop.call_at(self._last, lambda: self._arrive(self._under_way.popleft()))
 
@@ -77,8 +77,8 @@ class Pipe:
 class FakeProcess:
     """The worker's end. `serve` is its life."""
 
-    def __init__(self, post: Post | None = None) -> None:
-        self.post = post or Promptly()
+    def __init__(self, network: Network | None = None) -> None:
+        self.network = network or InstantNetwork()
         self.to_controller: Pipe
         self.alive = True
         self.how = "ended with exit code 0"
@@ -158,18 +158,18 @@ Begin = Callable[[], FakeProcess]
 class FakeWorker(ConnectedWorker):
     """Protocol `Worker`."""
 
-    def __init__(self, who: str, begin: Begin, heard: Heard, post: Post) -> None:
+    def __init__(self, who: str, begin: Begin, heard: Heard, network: Network) -> None:
         super().__init__(who, heard)
-        self._begin_process, self._post = begin, post
+        self._begin_process, self._network = begin, network
         self.process: FakeProcess | None = None
 
     async def start(self) -> None:
         self._begin()
-        await asyncio.sleep(self._post.seconds(1.0))
+        await asyncio.sleep(self._network.seconds(1.0))
         self.process = process = self._begin_process()
         reader = asyncio.StreamReader()
-        process.to_controller = Pipe(self._post, lambda data: reader.feed_data(data) if data else reader.feed_eof())
-        self.channel.open(reader, Pipe(self._post, process.arrive))
+        process.to_controller = Pipe(self._network, lambda data: reader.feed_data(data) if data else reader.feed_eof())
+        self.channel.open(reader, Pipe(self._network, process.arrive))
 
     async def end(self) -> None:
         await self.channel.close()
@@ -182,15 +182,15 @@ class FakeWorker(ConnectedWorker):
     async def _how_it_ended(self, wrong: str) -> str:
         assert self.process is not None
         how = f"was ended: {wrong}" if wrong else self.process.how
-        await asyncio.sleep(self._post.seconds(0.01))
+        await asyncio.sleep(self._network.seconds(0.01))
         return how
 
 
 class FakeLauncher:
     """Protocol `Launcher`. `begin` makes the process of a job, by its kind."""
 
-    def __init__(self, begin: Mapping[str, Begin], post: Post | None = None) -> None:
-        self._begin, self._post = begin, post or Promptly()
+    def __init__(self, begin: Mapping[str, Begin], network: Network | None = None) -> None:
+        self._begin, self._network = begin, network or InstantNetwork()
 
     def worker(self, job: Job, heard: Heard) -> FakeWorker:
-        return FakeWorker(job.who, self._begin[job.kind], heard, self._post)
+        return FakeWorker(job.who, self._begin[job.kind], heard, self._network)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from headrace.errors import ConfigError, IdentityError
-from headrace.observe.health.frames import answer_signals
+from headrace.observe.health.own_stacks import answer_signals
 from headrace.orchestration.workers.answers import answer
 from headrace.orchestration.workers.dial_in import SEAT, TOKEN, dial
 from headrace.orchestration.workers.engine_loop import EngineLoop

@@ -18,9 +18,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from headrace.errors import IdentityError
 from headrace.plan.parts.cores import Shared, work
-from headrace.plan.parts.flight import ROUNDING, Ends, Flight, LengthOf
+from headrace.plan.parts.flight import ROUNDING, EndTimes, Flight, LengthOf
 from headrace.plan.parts.forward_passes import Passes
-from headrace.plan.parts.telling import Listener, Prompts, Telling, transcript
+from headrace.plan.parts.listeners import Listener, Listeners, Prompts, transcript
 from headrace.plan.rates.rates import EngineRates
 from headrace.reports import EngineStats, LoadReport, capable
 from headrace.steps import Transcript
@@ -44,9 +44,9 @@ class SimulatedEngine:
         self._passes = Passes(rates, shared)
         self._swaps: list[tuple[float, int, bool]] = []
         self._running: dict[str, Flight] = {}
-        self._ends = Ends()
+        self._ends = EndTimes()
         self._waiting: list[tuple[int, int, Flight]] = []
-        self._prompts, self._telling = Prompts(), Telling()
+        self._prompts, self._listeners = Prompts(), Listeners()
         self._reserved = self._prompted = 0.0
         self._order = itertools.count()
         self._draining = self._settling = False
@@ -145,7 +145,7 @@ class SimulatedEngine:
     # -- what is told -------------------------------------------------------------------------------------------------
 
     def listen(self, listener: Listener) -> None:
-        self._telling.listeners.append(listener)
+        self._listeners.add(listener)
 
     def unfinished(self, among: Iterable[str] | None = None) -> Mapping[str, Transcript]:
         """What was sampled so far of every request that is here; listeners are told first."""
@@ -154,7 +154,7 @@ class SimulatedEngine:
         for flight in [*self._running.values(), *(one[2] for one in self._waiting)]:
             if not flight.gone and (names is None or flight.request.id in names):
                 so_far = self._completion(flight, "interrupted")
-                self._telling.tell(flight, so_far, self.version, None)
+                self._listeners.report(flight, so_far, self.version, None)
                 found[flight.request.id] = transcript(flight.request, so_far)
         return found
 
@@ -241,7 +241,7 @@ class SimulatedEngine:
 
     def _end(self, flight: Flight, stop: Stop) -> None:
         completion = self._completion(flight, stop)
-        self._telling.tell(flight, completion, self.version, stop)
+        self._listeners.report(flight, completion, self.version, stop)
         self._leave(flight)
         if not flight.done.done():
             flight.done.set_result(completion)

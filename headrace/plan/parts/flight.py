@@ -1,4 +1,4 @@
-"""A request inside a simulated engine."""
+"""A request inside a simulated engine, and the order in which requests end."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from headrace.simulate.codes import completion_tokens
 from headrace.types import Completion, Request, Stop, VersionSpan
 
 ROUNDING = 1e-6
-"""Passes (of tokens) by which a sum of floats may be off."""
+"""Passes by which a sum of floats may be off."""
 
 LengthOf = Callable[[Request], tuple[int, bool]]
-"""Real tokens of a request's whole completion, and whether max_tokens ends it."""
+"""Returns the real tokens of a request's whole completion, and whether max_tokens ends it."""
 
 Swaps = Sequence[tuple[float, int, bool]]
-"""(Passes done, version from there on, whether it is mixed with the next), ascending."""
+"""Ascending: passes done at the swap, the version from then on, and whether that version is mixed with the next one."""
 
 
 class Flight:
@@ -30,47 +30,49 @@ class Flight:
         "order",
         "prefix",
         "prompt",
+        "reported",
         "request",
         "room",
         "start",
         "swaps",
-        "told",
     )
 
     def __init__(self, request: Request, length: int, at_limit: bool, prefix: int, order: int) -> None:
-        """`length`: real tokens of the whole completion, `prefix` of what an earlier request sampled of it."""
+        """`length`: real tokens of the whole completion; `prefix`: those of them that an earlier request sampled."""
         self.request, self.at_limit, self.order = request, at_limit, order
         self.prompt = request.prompt[1] if len(request.prompt) > 1 else len(request.prompt)
         self.length, self.prefix = max(length, prefix + 1), prefix
         self.done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self.begun = self.gone = False
         self.start = 0
-        """Passes done when it began: it gets a token with every pass from there on."""
+        """Passes done when it began: every later pass gives it one token."""
         self.swaps = 0
-        """Of all swaps, the last one before it began."""
+        """Index of the last swap before it began."""
         self.room = 0.0
-        self.told = 0
-        """Simulated tokens that listeners know of."""
+        self.reported = 0
+        """Simulated tokens that listeners have been sent."""
 
     @property
     def end(self) -> int:
-        """The pass that gives it its last token."""
+        """The number of the pass that gives it its last token."""
         return self.start + self.length - self.prefix
 
     def completion(self, passes: float, swaps: Swaps, grain: int, stop: Stop, recompute: bool) -> Completion:
-        """What there is of it after so many passes; the whole of it where it ended by itself."""
+        """Returns what is sampled after `passes` passes; the whole completion if it ended by itself."""
         whole = completion_tokens(self.length, grain)
         kept = len(whole)
         if not self.begun:
             kept = len(self.request.prefix)
-        elif stop == "interrupted":  # to the nearest: no gain and no loss on average; the last token would end it
+        elif (
+            stop == "interrupted"
+        ):  # rounded, so that nothing is gained or lost on average; the last token would end it
             kept = min(kept - 1, max(len(self.request.prefix), round((self.prefix + passes - self.start) / grain)))
         tokens = whole[len(self.request.prefix) : kept]
         spans = self._spans(len(tokens), swaps, grain, recompute) if tokens else ()
         return Completion(tokens, (-1.0,) * len(tokens), spans, stop)
 
     def _spans(self, count: int, swaps: Swaps, grain: int, recompute: bool) -> tuple[VersionSpan, ...]:
-        """A simulated token has the version of the first real one in it."""
+        """Gives each simulated token the version of the first real token in it."""
         _, oldest, mixed = swaps[self.swaps]
         spans = [VersionSpan(0, oldest, oldest, mixed)]
         for at, version, mixed in swaps[self.swaps + 1 :]:
@@ -85,8 +87,8 @@ class Flight:
         return tuple(spans)
 
 
-class Ends:
-    """When those that run will end."""
+class EndTimes:
+    """The running requests, ordered by the pass that ends them."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Flight]] = []
@@ -95,7 +97,7 @@ class Ends:
         heapq.heappush(self._heap, (flight.end, flight.order, flight))
 
     def first(self) -> Flight | None:
-        """Of those that are still here, the one that ends first."""
+        """Returns the request that ends first, among those that have not left."""
         while self._heap and self._heap[0][2].gone:
             heapq.heappop(self._heap)
         return self._heap[0][2] if self._heap else None

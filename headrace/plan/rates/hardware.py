@@ -56,7 +56,7 @@ GPUS = {
 
 
 @dataclass(frozen=True)
-class Shape:
+class Architecture:
     parameters: float
     active: float
     """Those that a token passes: fewer than all with mixtures of experts."""
@@ -72,15 +72,15 @@ class Shape:
 
 # From the published config.json of each: Qwen2.5 (dense), Qwen3 (mixtures of experts).
 SHAPES = {
-    "0.5b": Shape(0.494e9, 0.494e9, 24, 2, 64),
-    "1.5b": Shape(1.54e9, 1.54e9, 28, 2, 128),
-    "3b": Shape(3.09e9, 3.09e9, 36, 2, 128),
-    "7b": Shape(7.62e9, 7.62e9, 28, 4, 128),
-    "14b": Shape(14.8e9, 14.8e9, 48, 8, 128),
-    "32b": Shape(32.8e9, 32.8e9, 64, 8, 128),
-    "72b": Shape(72.7e9, 72.7e9, 80, 8, 128),
-    "30b-a3b": Shape(30.5e9, 3.3e9, 48, 4, 128),
-    "235b-a22b": Shape(235e9, 22e9, 94, 4, 128),
+    "0.5b": Architecture(0.494e9, 0.494e9, 24, 2, 64),
+    "1.5b": Architecture(1.54e9, 1.54e9, 28, 2, 128),
+    "3b": Architecture(3.09e9, 3.09e9, 36, 2, 128),
+    "7b": Architecture(7.62e9, 7.62e9, 28, 4, 128),
+    "14b": Architecture(14.8e9, 14.8e9, 48, 8, 128),
+    "32b": Architecture(32.8e9, 32.8e9, 64, 8, 128),
+    "72b": Architecture(72.7e9, 72.7e9, 80, 8, 128),
+    "30b-a3b": Architecture(30.5e9, 3.3e9, 48, 4, 128),
+    "235b-a22b": Architecture(235e9, 22e9, 94, 4, 128),
 }
 
 
@@ -92,7 +92,7 @@ def gpu(name: str) -> Gpu:
     return GPUS[name]
 
 
-def shape(name: str) -> Shape:
+def shape(name: str) -> Architecture:
     """A known one, or one of any other size between them (`8b`). Raises ConfigError with what may be written."""
     key = name.lower()
     if key in SHAPES:
@@ -104,20 +104,20 @@ def shape(name: str) -> Shape:
     near = min(dense, key=lambda one: abs(math.log(one.parameters / parameters))) if parameters else dense[0]
     if not 0.1e9 <= parameters <= 1e12:
         raise ConfigError(f"--model {name}: plans are for models of 0.1b to 1000b")
-    return Shape(parameters, parameters, near.layers, near.kv_heads, near.head)
+    return Architecture(parameters, parameters, near.layers, near.kv_heads, near.head)
 
 
-def replica_gpus(chip: Gpu, model: Shape) -> int:
+def replica_gpus(chip: Gpu, model: Architecture) -> int:
     """The fewest, a power of two, that hold the weights beside a cache worth having."""
     return _power_of_two(model.parameters * BFLOAT16 / (WEIGHTS_SHARE * chip.memory))
 
 
-def trainer_gpus(chip: Gpu, model: Shape) -> int:
+def trainer_gpus(chip: Gpu, model: Architecture) -> int:
     """The fewest that hold what training needs, sharded."""
     return _power_of_two(model.parameters * TRAINING_BYTES / (TRAINING_USABLE * chip.memory))
 
 
-def fits_one(chip: Gpu, model: Shape) -> bool:
+def fits_one(chip: Gpu, model: Architecture) -> bool:
     """Whether one GPU holds both pools: training, two versions of the served weights, and a cache worth having."""
     return (TRAINING_BYTES + 2 * BFLOAT16) * model.parameters <= TRAINING_USABLE * chip.memory
 
@@ -126,7 +126,7 @@ def _power_of_two(least: float) -> int:
     return 1 << max(0, math.ceil(math.log2(least))) if least > 1 else 1
 
 
-def engine_rates(chip: Gpu, model: Shape, gpus: int, max_running: int) -> EngineRates:
+def engine_rates(chip: Gpu, model: Architecture, gpus: int, max_running: int) -> EngineRates:
     """Of one replica, tensor-parallel over so many GPUs. A mixture of experts reads, with n sequences, at most n times what
     one of them passes."""
     joint = gpus * DOUBLING ** math.log2(gpus)
@@ -150,7 +150,7 @@ def engine_rates(chip: Gpu, model: Shape, gpus: int, max_running: int) -> Engine
     )
 
 
-def trainer_rates(chip: Gpu, model: Shape, gpus: int) -> TrainerRates:
+def trainer_rates(chip: Gpu, model: Architecture, gpus: int) -> TrainerRates:
     """Of the whole pool. The optimizer reads and writes its state once a step; publishing casts the weights once."""
     joint = gpus * DOUBLING ** max(0.0, math.log2(gpus / 8))
     memory = READS * chip.bandwidth * joint
@@ -162,7 +162,7 @@ def trainer_rates(chip: Gpu, model: Shape, gpus: int) -> TrainerRates:
     )
 
 
-def rates(chip: Gpu, model: Shape, replica: int, trainer: int, max_running: int, name: str = "") -> Rates:
+def rates(chip: Gpu, model: Architecture, replica: int, trainer: int, max_running: int, name: str = "") -> Rates:
     return Rates(
         engine_rates(chip, model, replica, max_running),
         trainer_rates(chip, model, trainer),
@@ -171,7 +171,7 @@ def rates(chip: Gpu, model: Shape, replica: int, trainer: int, max_running: int,
     )
 
 
-def shared_rates(chip: Gpu, model: Shape, max_running: int, name: str = "") -> Rates:
+def shared_rates(chip: Gpu, model: Architecture, max_running: int, name: str = "") -> Rates:
     """Engine and trainer on one GPU, as headrace runs today. The trainer's GPU is the engine's, and is counted there."""
     engine, trainer = engine_rates(chip, model, 1, max_running), trainer_rates(chip, model, 1)
     room = (USABLE * chip.memory - (TRAINING_BYTES + 2 * BFLOAT16) * model.parameters) / model.cache_bytes

@@ -18,7 +18,7 @@ from typing import Any
 from headrace import orphans
 from headrace.errors import ConfigError
 from headrace.observe.health.family import Child, current_family
-from headrace.observe.health.frames import VARIABLE
+from headrace.observe.health.own_stacks import VARIABLE
 from headrace.observe.health.patience import communicate, within
 from headrace.scoring.job import Job, Loaded, Values, fail_all, too_late
 from headrace.scoring.workers.frames import Call, Ready, pack, read_answer, receive

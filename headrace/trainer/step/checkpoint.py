@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from headrace.durable.files import put_on_disk
+from headrace.durable.files import sync_to_disk
 from headrace.errors import CheckpointError
 from headrace.trainer.model.low_memory import MixedAdamW
 
@@ -50,7 +50,7 @@ def save(directory: Path, kept: Kept, optimizer: torch.optim.Optimizer, version:
     text = json.dumps({"format": FORMAT, "version": version, "seed": seed, "base": kept.base})
     (directory / TRAINER).write_text(text)
     for name in (kept.file, OPTIMIZER, TRAINER):
-        put_on_disk(directory / name)
+        sync_to_disk(directory / name)
 
 
 def restore(directory: Path, kept: Kept, optimizer: torch.optim.Optimizer) -> int:

@@ -44,7 +44,7 @@ def residual_stream(trainer: TrainerCore, tokens: Sequence[int]) -> Tensor:
     found: list[Tensor] = []
     modules = [model.get_input_embeddings(), *model.base_model.layers]
     hooks = [module.register_forward_hook(lambda _, __, result: found.append(_states(result))) for module in modules]
-    pack = pack_sequence(tokens).to(device)
+    pack = pack_sequence((*tokens, tokens[-1])).to(device)  # the last one is only predicted
     try:
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             packed_hidden(model, pack.tokens, pack.positions, tree_of(pack.segments, device))

@@ -19,7 +19,7 @@ from tiny_run import tiny_config
 
 from headrace.config import load_config
 from headrace.errors import ConfigError, HeadraceError, WorkerDied
-from headrace.orchestration.clients.trainer import ProcessTrainer
+from headrace.orchestration.clients.process_trainer import ProcessTrainer
 from headrace.orchestration.pools import trainer_start
 from headrace.orchestration.workers.dial_in import DialInLauncher, DialInWorker, Hello, Listener, Stream, dial
 from headrace.orchestration.workers.wire import (

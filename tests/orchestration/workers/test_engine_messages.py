@@ -12,10 +12,10 @@ import pytest
 
 from headrace.errors import WorkerDied
 from headrace.observe.facts import WorkerLost
-from headrace.orchestration.clients.engine import ProcessEngine
-from headrace.orchestration.workers.fake import FakeProcess, FakeWorker, Promptly
+from headrace.orchestration.clients.process_engine import ProcessEngine
+from headrace.orchestration.workers.fake import FakeProcess, FakeWorker, InstantNetwork
+from headrace.orchestration.workers.local import LocalLauncher
 from headrace.orchestration.workers.messages import EngineStart
-from headrace.orchestration.workers.process import LocalLauncher
 from headrace.orchestration.workers.wire import Frame, pack, pack_payload, unpack
 from headrace.protocols import Heard, Job
 from headrace.reports import Capabilities, LoadReport
@@ -78,13 +78,13 @@ class Scripted:
     def worker(self, job: Job, heard: Heard) -> FakeWorker:
         if self._scripts or not self._broken:
             script = self._scripts.pop(0) if self._scripts else idle
-            return FakeWorker(job.who, lambda: Line(script), heard, Promptly())
+            return FakeWorker(job.who, lambda: Line(script), heard, InstantNetwork())
         return Unstartable(job.who, self._broken)
 
 
 class Unstartable(FakeWorker):
     def __init__(self, who: str, error: Exception) -> None:
-        super().__init__(who, lambda: Line(idle), lambda method, payload: None, Promptly())
+        super().__init__(who, lambda: Line(idle), lambda method, payload: None, InstantNetwork())
         self._error = error
 
     async def start(self) -> None:

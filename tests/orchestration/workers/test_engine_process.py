@@ -18,9 +18,9 @@ import torch
 
 from headrace.engine.fake import FakeEngine
 from headrace.engine.native.runners.weights import parameters_from_dir
-from headrace.orchestration.clients.engine import ProcessEngine
+from headrace.orchestration.clients.process_engine import ProcessEngine
+from headrace.orchestration.workers.local import LocalLauncher, LocalWorker
 from headrace.orchestration.workers.messages import EngineStart
-from headrace.orchestration.workers.process import LocalLauncher, LocalWorker
 from headrace.protocols import Engine, Job, Launcher
 from headrace.steps import StepOutput
 from headrace.types import Fork, Request, Sampling

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.engine.native.batch import BLOCK
 from headrace.engine.native.cache.blocks import Blocks
+from headrace.engine.native.forward_pass import BLOCK
 
 Tokens = tuple[int, ...]
 Root = tuple[int, str, int]

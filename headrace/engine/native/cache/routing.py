@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from headrace.engine.native.batch import BLOCK, Batch
+from headrace.engine.native.forward_pass import BLOCK, ForwardInput
 from headrace.types import RoutingTrace
 
 
@@ -14,7 +14,7 @@ class Routing:
         self._experts: np.ndarray | None = None
         """Made when the first pass shows how wide an expert's number is."""
 
-    def record(self, batch: Batch, chosen: np.ndarray) -> None:
+    def record(self, batch: ForwardInput, chosen: np.ndarray) -> None:
         """`chosen` [N, layers, K]."""
         if self._experts is None:
             self._experts = np.zeros(self._shape, dtype=chosen.dtype)

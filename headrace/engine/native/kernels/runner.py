@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.engine.native.batch import BLOCK, Batch, Forward
+from headrace.engine.native.forward_pass import BLOCK, ForwardInput, ForwardOutput
 from headrace.engine.native.kernels import binding
 from headrace.engine.native.kernels.packing import Packer, gate_up_order, padded
 from headrace.engine.native.runners.adapters import PARTS, read_adapter
@@ -185,7 +185,7 @@ class KernelRunner:
 
     # -- the pass -----------------------------------------------------------------------------------------------------------
 
-    def forward(self, batch: Batch, stream: torch.Tensor | None = None) -> Forward:
+    def forward(self, batch: ForwardInput, stream: torch.Tensor | None = None) -> ForwardOutput:
         """The logits are good until the next pass: their memory is used again.
 
         `stream` [layers + 1, N, hidden] float32 is filled with the residual stream: embeddings, then the result of each layer."""
@@ -215,7 +215,7 @@ class KernelRunner:
         self._library.headrace_forward(self._decoder, ctypes.byref(what))
         if routing is not None and self.spec.routing and self.spec.routing.experts <= 256:
             routing = routing.astype(np.uint8)
-        return Forward(self._views[len(batch.rows)], routing, self._draw)
+        return ForwardOutput(self._views[len(batch.rows)], routing, self._draw)
 
     def _room(self, rows: int) -> int:
         """Address of [rows up to 32, vocabulary up to 32]. The views are kept: to make one costs torch more than it seems."""
@@ -229,7 +229,7 @@ class KernelRunner:
         return self._logits_at
 
     def _draw(self, temperature: np.ndarray, u: np.ndarray, rows: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        """One token for each of the last pass's rows (or of these), and its log-prob; see `Forward.draw`."""
+        """One token for each of the last pass's rows (or of these), and its log-prob; see `ForwardOutput.draw`."""
         inverse = (1 / np.where(temperature == 0, 1, temperature)).astype(np.float32)
         u = np.where(temperature == 0, -1.0, u)
         places = np.arange(len(u)) if rows is None else _as(rows, np.int64)
@@ -245,7 +245,7 @@ class KernelRunner:
         )
         return tokens, logprobs
 
-    def blame(self, batch: Batch) -> np.ndarray:
+    def blame(self, batch: ForwardInput) -> np.ndarray:
         """Every pass takes notes, so none is run again."""
         assert len(self._broken) == len(batch.tokens), "blame comes right after the pass"
         blamed = self._broken.copy()

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.engine.native.batch import BLOCK, Batch
+from headrace.engine.native.forward_pass import BLOCK, ForwardInput
 from headrace.engine.native.kernels.runner import KernelRunner
 from headrace.engine.native.runners import skeleton
 
@@ -28,7 +28,7 @@ def residual_stream(
     runner.allocate(blocks)
     served = {name: parameter.detach().to(dtype) for name, parameter in parameters}
     runner.use(runner.prepare(served))
-    batch = Batch(
+    batch = ForwardInput(
         tokens=np.array(tokens, np.int64),
         starts=np.array([0, count], np.int32),
         context=np.zeros(1, np.int32),

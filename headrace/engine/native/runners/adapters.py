@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.nn.functional import linear
 
-from headrace.engine.native.batch import Batch
+from headrace.engine.native.forward_pass import ForwardInput
 from headrace.engine.native.runners.experts import Adapted, ExpertPair, Stack
 from headrace.engine.native.runners.families import LayerSpec, Spec, expert_shapes, linear_shapes
 from headrace.engine.native.runners.padding import EXACT_ROWS, in_pieces
@@ -84,7 +84,7 @@ class Groups:
         return [Adapted(pairs.get("gate_up"), pairs.get("down"), start, stop) for pairs, start, stop in parts if pairs]
 
 
-def by_adapter(batch: Batch) -> tuple[Batch, np.ndarray | None]:
+def by_adapter(batch: ForwardInput) -> tuple[ForwardInput, np.ndarray | None]:
     """The batch with its segments sorted by adapter, and where each token [N] went; None where nothing had to move."""
     if not len(batch.adapters) or (np.diff(batch.adapters) >= 0).all():
         return batch, None
@@ -108,7 +108,7 @@ def by_adapter(batch: Batch) -> tuple[Batch, np.ndarray | None]:
     return moved, went
 
 
-def groups(batch: Batch, slots: Sequence[Adapter | None], exact: bool) -> Groups | None:
+def groups(batch: ForwardInput, slots: Sequence[Adapter | None], exact: bool) -> Groups | None:
     """`batch`: sorted by adapter. None when nobody uses one."""
     parts = []
     for slot in np.unique(batch.adapters[batch.adapters >= 0]):

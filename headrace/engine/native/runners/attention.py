@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from headrace.engine.native.batch import BLOCK, Batch
+from headrace.engine.native.forward_pass import BLOCK, ForwardInput
 
 EXACT_BLOCKS = 4
 """Blocks that attention takes at a time in exact mode."""
@@ -227,7 +227,7 @@ class Pass:
         )
 
 
-def plan_pass(batch: Batch, cache: PagedCache, exact: bool = False) -> Pass:
+def plan_pass(batch: ForwardInput, cache: PagedCache, exact: bool = False) -> Pass:
     """Everything that attention must know of a batch, moved to the cache's device."""
 
     def move(array: np.ndarray, dtype: type = np.int64) -> torch.Tensor:

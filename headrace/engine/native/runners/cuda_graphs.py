@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from headrace.engine.native.batch import BLOCK, Batch
+from headrace.engine.native.forward_pass import BLOCK, ForwardInput
 from headrace.engine.native.runners.attention import PagedCache, Pass
 from headrace.engine.native.runners.padding import fill_up
 
@@ -51,7 +51,7 @@ class Buffers:
     narrow: torch.Tensor
     """[B, W] int32: the tables again."""
 
-    def fill(self, batch: Batch) -> None:
+    def fill(self, batch: ForwardInput) -> None:
         """`batch`: of this size."""
         positions = batch.context.astype(np.int64)
         where = batch.tables[np.arange(len(positions)), positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK
@@ -94,11 +94,11 @@ class DecodeGraphs:
         self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle() if capture else None
 
-    def takes(self, batch: Batch) -> bool:
+    def takes(self, batch: ForwardInput) -> bool:
         rows = len(batch.tokens)
         return rows == len(batch.context) <= MAX_ROWS and not batch.routing and bool((batch.adapters < 0).all())
 
-    def forward(self, batch: Batch) -> torch.Tensor:
+    def forward(self, batch: ForwardInput) -> torch.Tensor:
         """Logits [R, V] of a batch that `takes` accepts."""
         size = rows_bucket(len(batch.tokens)), width_bucket(batch.tables.shape[1])
         if size not in self._buffers:

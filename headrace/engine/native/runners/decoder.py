@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.nn.functional import embedding, gelu, rms_norm, silu
 
-from headrace.engine.native.batch import Batch, Forward
+from headrace.engine.native.forward_pass import ForwardInput, ForwardOutput
 from headrace.engine.native.runners.adapters import Adapter, Groups, by_adapter, groups, read_adapter
 from headrace.engine.native.runners.attention import Pass
 from headrace.engine.native.runners.cuda_graphs import DecodeGraphs
@@ -152,20 +152,20 @@ class FusedRunner(PagedRunner):
 
     # -- the pass -----------------------------------------------------------------------------------------------------------
 
-    def _forward(self, batch: Batch) -> Forward:
+    def _forward(self, batch: ForwardInput) -> ForwardOutput:
         if self._graphs is not None and self._graphs.takes(batch):
-            return Forward(self._graphs.forward(batch))
+            return ForwardOutput(self._graphs.forward(batch))
         batch, went = by_adapter(batch)
         inputs = self._inputs(batch)
         for x in self._layers(inputs):
             last = x
         logits = self._logits(last[inputs.rows])
         if not inputs.routing:
-            return Forward(logits)
+            return ForwardOutput(logits)
         assert self.spec.routing is not None
         width = np.uint8 if self.spec.routing.experts <= 256 else np.uint16
         routing = torch.stack(inputs.routing, 1).cpu().numpy().astype(width)
-        return Forward(logits, routing if went is None else routing[went])
+        return ForwardOutput(logits, routing if went is None else routing[went])
 
     def _decode(self, tokens: torch.Tensor, attention: Pass) -> torch.Tensor:
         """[N, V] of tokens that are a segment each."""
@@ -174,7 +174,7 @@ class FusedRunner(PagedRunner):
         return self._logits(last)
 
     @torch.inference_mode()
-    def blame(self, batch: Batch) -> np.ndarray:
+    def blame(self, batch: ForwardInput) -> np.ndarray:
         batch, went = by_adapter(batch)
         inputs = self._inputs(batch)
         blamed = torch.full((len(batch.tokens),), -1, device=self.device)
@@ -186,7 +186,7 @@ class FusedRunner(PagedRunner):
         found = blamed.cpu().numpy()
         return found if went is None else found[went]
 
-    def _inputs(self, batch: Batch) -> Inputs:
+    def _inputs(self, batch: ForwardInput) -> Inputs:
         return Inputs(
             self._tensor(batch.tokens),
             self._tensor(batch.rows),

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from headrace.engine.native.batch import Batch, Forward
+from headrace.engine.native.forward_pass import ForwardInput, ForwardOutput
 from headrace.engine.native.runners.attention import Pass
 from headrace.engine.native.runners.padding import EXACT_ROWS
 from headrace.engine.native.runners.paged import PagedRunner
@@ -71,13 +71,13 @@ class HuggingFaceRunner(PagedRunner):
 
     # -- the pass -----------------------------------------------------------------------------------------------------------
 
-    def _forward(self, batch: Batch) -> Forward:
+    def _forward(self, batch: ForwardInput) -> ForwardOutput:
         rows = self._tensor(batch.rows)
         wanted = pad(rows, (0, EXACT_ROWS - len(rows))) if self.exact else rows
-        return Forward(self._run(batch, wanted)[: len(rows)])
+        return ForwardOutput(self._run(batch, wanted)[: len(rows)])
 
     @torch.inference_mode()
-    def blame(self, batch: Batch) -> np.ndarray:
+    def blame(self, batch: ForwardInput) -> np.ndarray:
         blamed = torch.full((len(batch.tokens),), -1, device=self.device)
         seen = 0
 
@@ -98,7 +98,7 @@ class HuggingFaceRunner(PagedRunner):
         blamed[rows] = torch.where((blamed[rows] < 0) & broken, layers, blamed[rows])
         return blamed.cpu().numpy()
 
-    def _run(self, batch: Batch, rows: torch.Tensor) -> torch.Tensor:
+    def _run(self, batch: ForwardInput, rows: torch.Tensor) -> torch.Tensor:
         """Logits [len(rows), V]."""
         assert self._loaded, "forward before the first weights"
         plan = self._plan(batch)

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch.nn.functional import pad as pad_tensor
 
-from headrace.engine.native.batch import Batch, Forward
+from headrace.engine.native.forward_pass import ForwardInput, ForwardOutput
 
 EXACT_ROWS = 32
 """Rows of every matrix product in exact mode."""
 
 
-def cut(batch: Batch, size: int) -> Iterator[Batch]:
+def cut(batch: ForwardInput, size: int) -> Iterator[ForwardInput]:
     """Pieces of `size` tokens, the last one shorter. Run in this order they do what the whole does: a later token of a
     sequence finds the earlier ones in the cache."""
     for start in range(0, len(batch.tokens), size):
@@ -39,7 +39,7 @@ def cut(batch: Batch, size: int) -> Iterator[Batch]:
         )
 
 
-def fill_up(batch: Batch, tokens: int, width: int, scratch: int) -> Batch:
+def fill_up(batch: ForwardInput, tokens: int, width: int, scratch: int) -> ForwardInput:
     """At least `tokens` tokens and tables at least `width` wide: what is missing are sequences of one token, all written to
     the block `scratch`, which nobody else reads. The rows stay as they are."""
     missing = max(tokens - len(batch.tokens), 0)
@@ -56,10 +56,10 @@ def fill_up(batch: Batch, tokens: int, width: int, scratch: int) -> Batch:
     )
 
 
-def join(parts: Sequence[Forward], sizes: Sequence[int]) -> Forward:
+def join(parts: Sequence[ForwardOutput], sizes: Sequence[int]) -> ForwardOutput:
     """The passes over the pieces of a batch as one; `sizes` are the pieces' tokens without filling."""
     routing = [part.routing[:size] for part, size in zip(parts, sizes, strict=True) if part.routing is not None]
-    return Forward(torch.cat([part.logits for part in parts]), np.concatenate(routing) if routing else None)
+    return ForwardOutput(torch.cat([part.logits for part in parts]), np.concatenate(routing) if routing else None)
 
 
 def in_pieces(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, rows: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 import numpy as np
 import torch
 
-from headrace.engine.native.batch import Batch, Forward
+from headrace.engine.native.forward_pass import ForwardInput, ForwardOutput
 from headrace.engine.native.runners.attention import Geometry, PagedCache, Pass, plan_pass
 from headrace.engine.native.runners.padding import EXACT_ROWS, cut, fill_up, join
 
@@ -39,7 +39,7 @@ class PagedRunner(ABC):
         self._cache.clear(blocks)
 
     @torch.inference_mode()
-    def forward(self, batch: Batch) -> Forward:
+    def forward(self, batch: ForwardInput) -> ForwardOutput:
         if not self.exact:
             return self._forward(batch)
         pieces = list(cut(batch, EXACT_ROWS))
@@ -47,9 +47,9 @@ class PagedRunner(ABC):
         return join(parts, [len(piece.tokens) for piece in pieces])
 
     @abstractmethod
-    def _forward(self, batch: Batch) -> Forward: ...
+    def _forward(self, batch: ForwardInput) -> ForwardOutput: ...
 
-    def _plan(self, batch: Batch) -> Pass:
+    def _plan(self, batch: ForwardInput) -> Pass:
         return plan_pass(batch, self._cache, self.exact)
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:

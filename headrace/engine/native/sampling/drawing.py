@@ -10,11 +10,13 @@ from dataclasses import fields
 import numpy as np
 import torch
 
-from headrace.engine.native.batch import Forward
+from headrace.engine.native.forward_pass import ForwardOutput
 from headrace.engine.native.sampling.sampler import Drawn, Mask, Settings, sample, uniforms
 
 
-def draw(forward: Forward, settings: Settings, places: np.ndarray | None, masks: np.ndarray, tops: np.ndarray) -> Drawn:
+def draw(
+    forward: ForwardOutput, settings: Settings, places: np.ndarray | None, masks: np.ndarray, tops: np.ndarray
+) -> Drawn:
     """`places` [R]: where the rows are among the logits, None for all in order. `masks` [R] bool and `tops` [R]: whose kept
     vocabulary, and how many of whose most probable tokens, are wanted."""
     special = masks | (tops > 0) | settings.filters().on()
@@ -40,7 +42,7 @@ def draw(forward: Forward, settings: Settings, places: np.ndarray | None, masks:
 
 
 def _sample(
-    forward: Forward, settings: Settings, places: np.ndarray | None, masks: np.ndarray, tops: np.ndarray
+    forward: ForwardOutput, settings: Settings, places: np.ndarray | None, masks: np.ndarray, tops: np.ndarray
 ) -> Drawn:
     logits = forward.logits
     if places is not None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from headrace.engine.native.batch import BLOCK
 from headrace.engine.native.cache.blocks import Blocks
+from headrace.engine.native.forward_pass import BLOCK
 from headrace.engine.native.schedule.scheduler import Scheduler
 from headrace.engine.native.schedule.sequences import Pinned, Running, Sequence
 from headrace.types import Fork

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from headrace.engine.native.batch import BLOCK
+from headrace.engine.native.forward_pass import BLOCK
 from headrace.engine.native.schedule.sequences import Running, Sequence
 
 MEMORY = 32

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headrace.engine.native.batch import BLOCK, Batch
+from headrace.engine.native.forward_pass import BLOCK, ForwardInput
 from headrace.engine.native.schedule.sequences import Running
 
 SCORE_CHUNK = 128
@@ -28,7 +28,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Plan:
-    batch: Batch
+    batch: ForwardInput
     decoding: np.ndarray
     """Rows, each a segment of one token; these segments come first."""
     chunks: list[Chunk]
@@ -58,7 +58,7 @@ class Planner:
     def _decoding(self, running: Running) -> Plan:
         n, columns = len(running), running.columns[: len(running)]
         rows = self._places[:n]
-        batch = Batch(
+        batch = ForwardInput(
             tokens=columns["token"].copy(),
             starts=self._starts[: n + 1],
             context=columns["computed"].copy(),
@@ -82,7 +82,7 @@ class Planner:
                 wanted.append(start + chunk.stop - chunk.start - 1)
         parts = [running.history[chunk.row, chunk.start : chunk.stop] for chunk in chunks]
         width = columns["blocks"][rows].max(initial=1)
-        batch = Batch(
+        batch = ForwardInput(
             tokens=np.concatenate([columns["token"][decoding], *parts]),
             starts=starts,
             context=columns["computed"][rows],

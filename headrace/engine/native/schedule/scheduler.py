@@ -14,9 +14,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from headrace.engine.native.batch import BLOCK
 from headrace.engine.native.cache.blocks import Blocks
 from headrace.engine.native.cache.prefixes import Match
+from headrace.engine.native.forward_pass import BLOCK
 from headrace.engine.native.schedule.lifetimes import Lifetimes
 from headrace.engine.native.schedule.sequences import Running, Sequence
 from headrace.engine.native.schedule.sharing import Sharing

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from headrace.engine.native.batch import BLOCK
 from headrace.engine.native.cache.prefixes import Node
+from headrace.engine.native.forward_pass import BLOCK
 from headrace.engine.native.sampling.sampler import Settings
 from headrace.engine.native.sampling.stopping import Stopper
 from headrace.types import Request

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from headrace.engine.native.batch import BLOCK
 from headrace.engine.native.cache.blocks import Blocks
 from headrace.engine.native.cache.prefixes import Match, Prefixes
+from headrace.engine.native.forward_pass import BLOCK
 from headrace.engine.native.schedule.sequences import Running, Sequence
 from headrace.engine.native.served import Served
 

@@ -6,14 +6,15 @@ from dataclasses import dataclass
 
 from headrace.algo.advantage.groups import Algorithm
 from headrace.durable.journal import JournalStep
+from headrace.rollout_key import RolloutKey
 from headrace.rollouts.rollout import RolloutConfig, seed_of
 from headrace.rollouts.staleness import StalenessConfig, judge
 from headrace.settings.process_config import WatchConfig
-from headrace.types import Batch, Group, Prompt, Request, RolloutKey
+from headrace.types import Batch, Group, Prompt, Request
 
 
 @dataclass(frozen=True)
-class Plan:
+class LoopPlan:
     """The settings that the loops follow, and what follows from them alone: requests, and the batch of a step."""
 
     steps: int

@@ -19,7 +19,7 @@ from headrace import orphans
 from headrace.native.cores import usable_cores
 from headrace.observe.health import patience
 from headrace.observe.health.family import Child, current_family
-from headrace.observe.health.frames import VARIABLE
+from headrace.observe.health.own_stacks import VARIABLE
 from headrace.observe.health.stacks import process_state
 from headrace.orchestration.workers.connected import ConnectedWorker
 from headrace.protocols import Heard, Job
@@ -44,7 +44,7 @@ class LocalWorker(ConnectedWorker):
     def __init__(self, job: Job, logs: Path, heard: Heard) -> None:
         super().__init__(job.who, heard)
         self._job = job
-        self._process = WorkerProcess(job.who, logs)
+        self._process = ChildProcess(job.who, logs)
 
     @property
     def pid(self) -> int:
@@ -80,7 +80,7 @@ class LocalWorker(ConnectedWorker):
         return await asyncio.to_thread(self._process.how_it_ended, wrong)
 
 
-class WorkerProcess:
+class ChildProcess:
     """A child process that runs `python -m headrace.orchestration.workers.worker KIND ...`: no `__main__` guard is needed in the
     user's script."""
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from headrace.durable.files import full_disk_is_said, read_lines, replace_file
+from headrace.durable.files import full_disk_as_error, read_lines, replace_file
 from headrace.durable.journal import JOURNAL
 from headrace.errors import ConfigError
 from headrace.observe.records import METRICS
@@ -135,7 +135,7 @@ def refuse_used(path: Path) -> None:
 @contextmanager
 def _writable(path: Path) -> Iterator[None]:
     try:
-        with full_disk_is_said(path):
+        with full_disk_as_error(path):
             yield
     except OSError as error:
         raise ConfigError(

@@ -13,7 +13,7 @@ from headrace.engine.streaming import check_parts
 from headrace.errors import HeadraceError
 from headrace.observe.facts import EngineSample, WorkerLost
 from headrace.orchestration.clients.keeper import Keeper
-from headrace.orchestration.clients.requests import RequestBook
+from headrace.orchestration.clients.request_book import RequestBook
 from headrace.orchestration.workers.messages import EngineStart
 from headrace.orchestration.workers.wire import unpack
 from headrace.protocols import Job, Launcher, Observer, Worker

@@ -14,7 +14,7 @@ LOOKED_AT = 128
 """Prompts. They come in the order of the run."""
 
 
-class Lengths(NamedTuple):
+class PromptLengths(NamedTuple):
     shortest: int
     median: int
     longest: int
@@ -33,14 +33,14 @@ def first_prompts(task: Task, held_out: int) -> list[Prompt]:
     return [*distinct.values(), *itertools.islice(task.held_out(held_out), LOOKED_AT)]
 
 
-def lengths(prompts: Sequence[Prompt], room: int) -> Lengths:
+def lengths(prompts: Sequence[Prompt], room: int) -> PromptLengths:
     """`room`: tokens that a prompt may have."""
     counts = [len(prompt.tokens) for prompt in prompts]
     long = sum(count > room for count in counts)
-    return Lengths(min(counts), int(statistics.median(counts)), max(counts), long, len(counts))
+    return PromptLengths(min(counts), int(statistics.median(counts)), max(counts), long, len(counts))
 
 
-def length_problem(found: Lengths, max_tokens: int, context: int, positions: int) -> str:
+def length_problem(found: PromptLengths, max_tokens: int, context: int, positions: int) -> str:
     """Empty, or what is too long. `context`: engine.context_length; `positions`: of the model, 0 where unknown."""
     if not found.too_long:
         return ""

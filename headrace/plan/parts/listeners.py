@@ -1,4 +1,4 @@
-"""What a simulated engine tells to those who listen: nothing is encoded while nobody does."""
+"""The listeners of a simulated engine: they get the output of its passes, and nothing is encoded while there are none."""
 
 from __future__ import annotations
 
@@ -13,17 +13,22 @@ from headrace.types import Completion, Request, Stop
 Listener = Callable[[bytes], None]
 
 
-class Telling:
-    def __init__(self) -> None:
-        self.listeners: list[Listener] = []
+class Listeners:
+    """Functions that are called with every encoded `StepOutput`."""
 
-    def tell(self, flight: Flight, so_far: Completion, version: int, stop: Stop | None) -> None:
-        """What is new of a request, as one pass; `stop`: that it has ended."""
-        if not self.listeners:
+    def __init__(self) -> None:
+        self._listeners: list[Listener] = []
+
+    def add(self, listener: Listener) -> None:
+        self._listeners.append(listener)
+
+    def report(self, flight: Flight, so_far: Completion, version: int, stop: Stop | None) -> None:
+        """Sends the tokens that are new since the last report of this request, as one pass. `stop`: set if it has ended."""
+        if not self._listeners:
             return
-        new, name = slice(flight.told, None), flight.request.id
+        new, name = slice(flight.reported, None), flight.request.id
         tokens, versions = so_far.tokens[new], tuple(so_far.versions()[new])
-        flight.told = len(so_far.tokens)
+        flight.reported = len(so_far.tokens)
         ends = (Finished(name, stop),) if stop else ()
         output = StepOutput(
             version=version,
@@ -35,7 +40,7 @@ class Telling:
             versions=versions,
         )
         encoded = msgspec.msgpack.encode(output)
-        for listener in list(self.listeners):
+        for listener in list(self._listeners):
             listener(encoded)
 
 
@@ -52,14 +57,14 @@ def transcript(request: Request, so_far: Completion) -> Transcript:
 
 
 class Prompts:
-    """Of the requests that run: a group's prompt is computed once under each version of the weights."""
+    """The prompts of the running requests: a group's prompt is computed once under each version of the weights."""
 
     def __init__(self) -> None:
         self._used: dict[tuple[int, ...], tuple[int, int]] = {}
-        """(Version under which it was computed last, how many use it)."""
+        """By prompt: the version under which it was computed last, and the number of requests that use it."""
 
     def enter(self, prompt: tuple[int, ...], version: int) -> bool:
-        """Whether it has to be computed."""
+        """Counts one more request with this prompt and returns whether the prompt has to be computed."""
         computed, users = self._used.get(prompt, (-1, 0))
         self._used[prompt] = version, users + 1
         return computed != version

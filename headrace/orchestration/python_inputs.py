@@ -14,11 +14,11 @@ from typing import Any
 
 from headrace.config import RunConfig, checked, config_of_run, read_tree
 from headrace.errors import ConfigError
-from headrace.orchestration.choosing import going_on
-from headrace.scoring.handed import RewardFunction, Rewards, rewards_of
+from headrace.orchestration.choosing import resumed_settings
+from headrace.scoring.python_rewards import RewardFunction, Rewards, rewards_of
 from headrace.settings.other_names import meaning
 from headrace.settings.toml import Tree, build
-from headrace.tasks.handed import fingerprint, rows_of
+from headrace.tasks.python_rows import fingerprint, rows_of
 from headrace.tasks.read import Row
 
 Source = RunConfig | Mapping[str, Any] | str | Path
@@ -28,7 +28,7 @@ _REPLACED = {"task": ("kind", "name", "options", "path", "rows"), "reward": ("fu
 
 
 @dataclass(frozen=True)
-class Handed:
+class PythonInputs:
     """The objects themselves."""
 
     rewards: tuple[RewardFunction, ...] = ()
@@ -36,15 +36,15 @@ class Handed:
     rows: Sequence[Row] | None = None
 
 
-NOTHING = Handed()
+NO_INPUTS = PythonInputs()
 
 
-def take_over(
+def with_python_inputs(
     source: Source,
     sets: Sequence[str] = (),
     reward: Rewards | None = None,
     dataset: Any = None,
-) -> tuple[RunConfig, Handed]:
+) -> tuple[RunConfig, PythonInputs]:
     """Settings and objects, which take the place of what the settings name. Raises ConfigError as `load_config` does."""
     rewards = rewards_of(reward) if reward is not None else []
     rows = rows_of(dataset) if dataset is not None else None
@@ -55,13 +55,13 @@ def take_over(
     if rows is not None:
         _refuse_own_tasks(tree)
         tree = _replaced(tree, "task", {"kind": "python", "rows": fingerprint(rows)})
-    return checked(build(RunConfig, tree, meaning)), Handed(tuple(function for _, function in rewards), rows)
+    return checked(build(RunConfig, tree, meaning)), PythonInputs(tuple(function for _, function in rewards), rows)
 
 
 def settings_of(config: Source | None, run: str | Path | None) -> Source:
     """The config, with what the run has chosen where it leaves the choice; where it is left out the one that the run keeps."""
     if config is not None and run is not None:
-        return going_on(config, Path(run))
+        return resumed_settings(config, Path(run))
     if config is not None:
         return config
     if run is None:
@@ -69,7 +69,7 @@ def settings_of(config: Source | None, run: str | Path | None) -> Source:
     return config_of_run(Path(run))
 
 
-def say_what_differs(config: Source, used: RunConfig, run: Path) -> None:
+def report_differences(config: Source, used: RunConfig, run: Path) -> None:
     """Settings that the config has otherwise than the run of which they are taken."""
     theirs = dict(_leaves(dataclasses.asdict(used)))
     others = [
@@ -114,9 +114,9 @@ def _refuse_own_tasks(tree: Tree) -> None:
         )
 
 
-def refuse_handed(config: RunConfig) -> None:
+def refuse_python_inputs(config: RunConfig) -> None:
     """For the command line. Raises ConfigError for a run that lives on objects which only Python can pass."""
-    passed = [f"the reward {spec.name}" for spec in config.reward.handed]
+    passed = [f"the reward {spec.name}" for spec in config.reward.from_python]
     if config.task.kind == "python":
         passed.append("its rows")
     if passed:

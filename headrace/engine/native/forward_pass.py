@@ -1,0 +1,113 @@
+"""The input and output of one forward pass over a flat list of tokens in segments.
+
+    tokens = [ s0 | s1 | s2 2 2 2 2 2 | s3 | ... ]      a decoding sequence is a segment of one token, a chunk of a prompt a longer one
+
+Each segment is a stretch of one sequence over that sequence's blocks of KV cache. Decoding and prefill are the same: n tokens
+at positions [context, context + n) attend, causally, to the context in the cache and to themselves. The input is plain
+numpy: runners move to their device what they need.
+
+Legend: N tokens of the pass, S segments, R rows whose logits are needed, W width of the block tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from headrace.weights import AdapterSpec
+
+BLOCK = 32
+"""Tokens per block of KV cache. The cache is shared, copied and accounted for in whole blocks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardInput:
+    """The tokens of one forward pass, and where their KV entries are."""
+
+    tokens: np.ndarray
+    """[N] int64"""
+    starts: np.ndarray
+    """[S + 1] int32: segment s holds tokens[starts[s]:starts[s + 1]]. No segment is empty."""
+    context: np.ndarray
+    """[S] int32: tokens of the sequence that are in the cache, which is the position of the segment's first token."""
+    tables: np.ndarray
+    """[S, W] int32: the blocks of each sequence in order, including those that the new tokens are written to, then zeros.
+    No block that a segment writes to is in another segment's table."""
+    rows: np.ndarray
+    """[R] int64: flat positions whose logits are needed, ascending."""
+    adapters: np.ndarray
+    """[S] int32: slot of each sequence's adapter; -1 for the base model alone."""
+    routing: bool = False
+    """Whether the experts chosen at every position are returned."""
+
+    def segments(self) -> np.ndarray:
+        """Returns [N], the segment of each token."""
+        return np.repeat(np.arange(len(self.context)), np.diff(self.starts))
+
+    def positions(self) -> np.ndarray:
+        """Returns [N] int64, the position of each token in its sequence."""
+        segments = self.segments()
+        return np.arange(len(self.tokens)) - self.starts[segments] + self.context[segments]
+
+
+Draw = Callable[[np.ndarray, np.ndarray, np.ndarray | None], tuple[np.ndarray, np.ndarray]]
+"""(temperature [n], uniform number [n], rows [n] of the logits or None for all) -> tokens [n], log-probs [n]."""
+
+
+@dataclass(frozen=True)
+class ForwardOutput:
+    """The results of one forward pass."""
+
+    logits: torch.Tensor
+    """[R, V] float32 or the serving dtype. Valid until the next pass, which may reuse the memory."""
+    routing: np.ndarray | None = None
+    """[N, layers with experts, K] uint8 (uint16 above 256 experts): the experts chosen, best first. None unless asked for."""
+    draw: Draw | None = None
+    """Draws from whole distributions as `sampler.sample` does for rows without filters; None if the runner has no faster way.
+    Temperature 0 is greedy. A log-prob of NaN means that the row's logits are not finite."""
+
+
+class Runner(Protocol):
+    """A model's forward pass over a batch, and the KV cache that it keeps in a layout of its own."""
+
+    path: str
+    """The path in words, for people: `kernels llama`, `fused qwen3`, `hugging face gpt_neox`."""
+    block_nbytes: int
+    """Bytes of one block of KV cache, all layers."""
+    exact: bool
+    """Whether the logits of a token depend, bit for bit, on its sequence alone: not on the batch, or on how it was cut into chunks."""
+    arithmetic: str
+    """The name of its forward pass among those that a trainer has too (`headrace/native/arithmetic.py`); empty if it has none."""
+    experts: tuple[int, int]
+    """(layers with experts, experts chosen in each); (0, 0) for dense models."""
+
+    def allocate(self, blocks: int) -> None:
+        """Allocates this many blocks. Called once, before anything else."""
+
+    def copy_blocks(self, source: np.ndarray, target: np.ndarray) -> None:
+        """Copies block source[i] to block target[i], all layers."""
+
+    def clear_blocks(self, blocks: np.ndarray) -> None:
+        """Zeroes blocks of a sequence that may have left NaN in them, so that no later sequence reads it."""
+
+    def prepare(self, tensors: Any) -> Any:
+        """Makes new weights ready to serve, and returns what `use` takes. Runs in a side thread, beside `forward`."""
+
+    def use(self, weights: Any) -> None:
+        """Puts prepared weights into service, between two passes. Changes pointers, never copies."""
+
+    def prepare_adapter(self, spec: AdapterSpec, tensors: Any) -> Any:
+        """Does what `prepare` does, for a LoRA adapter. Raises ValueError naming the first tensor that does not fit the base model."""
+
+    def use_adapter(self, slot: int, adapter: Any) -> None:
+        """Puts a prepared adapter into service in a slot; None empties the slot."""
+
+    def forward(self, batch: ForwardInput) -> ForwardOutput: ...
+
+    def blame(self, batch: ForwardInput) -> np.ndarray:
+        """Returns [N], the first layer after which a token's hidden state is not finite: the number of layers if only its logits
+        are not, -1 if all are finite. Runs the pass again and checks every layer, for the error message only."""
