@@ -1,8 +1,9 @@
-"""The time of a run that has `train.minutes`, while it goes on: how many steps still fit, and when the last one has to be over.
+"""The remaining time of a run with `train.minutes`: how many steps still fit, and when the last one has to be over.
 
-The fit before the start knows speeds of a short measurement. The first real steps show what a step takes here, with all that runs
-beside it, and how many groups it takes to have enough that teach something: once, after `LOOK` of them, the number of steps is fitted
-again. After that a run that is slower than it was ends early, so that its last evaluation and its checkpoint are within the time.
+The fit before the start uses the speeds of a short measurement. The first real steps show how long a step takes on this machine with
+everything else that runs on it, and how many groups have to be sampled to get enough with contrast. So the number of steps is fitted
+again once, after `REFIT_AFTER` steps. A run that becomes slower later ends early, so that its last evaluation and its checkpoint are
+within the time.
 """
 
 from __future__ import annotations
@@ -11,27 +12,29 @@ import itertools
 import math
 from dataclasses import dataclass, field
 
-LOOK = 3
+REFIT_AFTER = 3
 """Steps after which their number is fitted again."""
 OFF = 0.15
-"""Share by which the number has to differ to be worth it."""
+"""Relative difference below which the number of steps is not changed."""
 MARGIN = 1.25
-"""Times the longest of the last steps that one more may take, and times the first evaluation that the last one may."""
+"""Safety factor: one more step may take this many times the longest of the recent ones; so may the last evaluation and checkpoint."""
 FIRST = 3.0
-"""Times what is expected of the first step, of which only the short measurement has told."""
+"""The same factor for the first step, whose time is known from the short measurement alone."""
 RECENT = 5
+"""Steps over which the pace is averaged."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Allowance:
-    """Of one process of a run; one that goes on has what the processes before have left. All times are of the run's clock."""
+    """The time that one process of a run has. A resumed run has what the processes before it left. All times are in seconds of the
+    run's clock."""
 
     end: float
     """When the run has to be over."""
     steps: int
-    """That are planned."""
+    """Steps that are planned."""
     most: int
-    """That the recipe asks for."""
+    """Steps that the recipe asks for."""
     evaluation: float
     """Seconds that the last evaluation is expected to take."""
     save: float
@@ -39,48 +42,50 @@ class Allowance:
     step: float
     """Seconds that a step is expected to take, until the first one is over."""
     fitted: bool = False
-    """Whether the number of steps has been fitted to real ones."""
+    """Whether the number of steps has been fitted to measured steps."""
     _began: float | None = None
     _ends: list[float] = field(default_factory=list)
-    """Of the steps of this process."""
+    """When each step of this process ended."""
 
     def begin(self, now: float) -> None:
-        """Training begins."""
+        """Marks the start of training."""
         self._began = now
 
     def measured(self, evaluation: float = 0.0, save: float = 0.0) -> None:
-        """What such things have taken here."""
+        """Replaces the expected seconds of an evaluation or a checkpoint by measured ones; 0 leaves them."""
         self.evaluation = max(evaluation, 0.0) or self.evaluation
         self.save = max(self.save, save)
 
     @property
     def reserved(self) -> float:
-        """Seconds for what comes after the last step."""
+        """Seconds reserved for the evaluation and the checkpoint after the last step."""
         return MARGIN * self.evaluation + MARGIN * self.save
 
     @property
     def pace(self) -> float:
-        """Seconds of one step: the mean of the last ones."""
+        """Seconds of one step: the mean of the last `RECENT`."""
         times = self._times()
         return sum(times) / len(times) if times else self.step
 
     def left(self, now: float) -> float:
-        """Seconds for steps."""
+        """Seconds that are left for steps."""
         return self.end - self.reserved - now
 
     def patience(self, now: float, doing: float) -> float:
-        """Seconds that may pass before a step has to begin which takes `doing` seconds itself."""
+        """Returns the seconds that may pass before a step of `doing` seconds has to begin."""
         return max(0.0, self.left(now) - MARGIN * doing)
 
     def another(self, now: float) -> bool:
-        """Whether one more step fits."""
+        """Returns whether one more step fits."""
         times = self._times()
         return self.left(now) >= (MARGIN * max(times) if times else FIRST * self.step)
 
     def stepped(self, done: int, now: float) -> int | None:
-        """After a step; `done`: of the whole run. Another number of steps where the time asks for it, else None."""
+        """Records the end of a step. `done`: steps of the whole run.
+
+        Returns a new number of steps if the remaining time calls for one, else None."""
         self._ends.append(now)
-        if self.fitted or len(self._ends) < LOOK:
+        if self.fitted or len(self._ends) < REFIT_AFTER:
             return None
         self.fitted = True
         room = max(0, math.floor(self.left(now) / self.pace)) if self.pace > 0 else self.most
@@ -91,7 +96,7 @@ class Allowance:
         return steps
 
     def _times(self) -> list[float]:
-        """Of the last steps, each from the end of the one before."""
+        """Returns the seconds of the last steps, each from the end of the one before."""
         if self._began is None:
             return []
         ends = [self._began, *self._ends][-RECENT - 1 :]

@@ -1,7 +1,7 @@
-"""What `auto` chooses from, and the choice as a function of measured figures.
+"""The candidates that `auto` chooses from, and the choice as a function of measured figures.
 
-A row of `CANDIDATES` is all that another dtype or another implementation needs: what this machine or this model has not is absent
-from the figures, and is not chosen.
+A new dtype or implementation needs one row of `CANDIDATES` and nothing else: a candidate that this machine or this model does not
+support is absent from the figures, and is not chosen.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class Candidate(NamedTuple):
     part: Part
     dtype: str
     path: str
-    """As `engine.path` and `train.path` call it."""
+    """A value of `engine.path` or `train.path`."""
 
     @property
     def name(self) -> str:
-        """Its key in the figures."""
+        """The key in `Figures.tokens`."""
         return f"{self.part} {self.dtype} {self.path}"
 
     @property
@@ -47,45 +47,45 @@ CANDIDATES = (
     Candidate("trainer", "float32", "torch"),
 )
 NEAR = 0.95
-"""Of the fastest: what reaches this share of it is as good, and the first of these in the table is taken. Two measurements of one
-candidate differ by a few percent."""
+"""Candidates that reach this share of the fastest count as equal, and the first of them in the table is taken. Two measurements of
+one candidate differ by a few percent."""
 
 
 class Figures(Struct, frozen=True):
-    """What was measured of one model on one machine. All of it is for the whole model, and for one core."""
+    """The measurements of one model on one machine, scaled to the whole model, on one core."""
 
     tokens: dict[str, float] = {}
-    """Tokens a CPU-second, by `Candidate.name`: sampled by the engine at `rows` sequences, trained by the trainer."""
+    """Tokens per CPU-second by `Candidate.name`: sampled by the engine with `rows` sequences, or trained by the trainer."""
     update: float = 0.0
     """CPU-seconds of one optimizer update."""
     threads: dict[int, float] = {}
-    """Seconds of one engine pass by the number of threads; empty where there is one number to choose from."""
+    """Seconds of one engine pass by the number of threads; empty if there is only one number to choose from."""
     rows: int = 0
     """Sequences that the engine decoded at once."""
     seconds: float = 0.0
-    """That the measurement took."""
+    """Seconds that the measurement took."""
     problem: str = ""
-    """Why nothing could be measured."""
+    """Why nothing could be measured; empty if all went well."""
 
 
 class PartChoice(Struct, frozen=True):
-    """What a part of a run is given where its settings say `auto`."""
+    """The values that replace `auto` in the settings of engine or trainer."""
 
     part: Part
     dtype: str
-    """`auto` where nothing was measured: the part decides as it is built."""
+    """`auto` if nothing was measured: the part then decides when it is built."""
     path: str
-    """`auto` where that comes to the chosen one."""
+    """`auto` if that leads to the chosen one."""
     threads: int
-    """0 where nothing was chosen: as many as there are cores."""
+    """0 if nothing was chosen: one per core."""
     rate: float
-    """Tokens a CPU-second; 0 where it is not known."""
+    """Tokens per CPU-second; 0 if unknown."""
     why: str
-    """For people, with the figures."""
+    """A sentence with the figures."""
 
 
 def candidates(engine: EngineConfig, train: TrainConfig, wide: bool = True) -> list[Candidate]:
-    """Those that the settings allow. `wide`: whether the memory holds float32 weights in the engine."""
+    """Returns the candidates that the settings allow. `wide`: whether the memory holds float32 weights in the engine."""
     allowed = []
     for one in CANDIDATES:
         config = engine if one.part == "engine" else train
@@ -102,7 +102,7 @@ def candidates(engine: EngineConfig, train: TrainConfig, wide: bool = True) -> l
 def choose(
     part: Part, config: EngineConfig | TrainConfig, allowed: Sequence[Candidate], figures: Figures, threads: int
 ) -> PartChoice:
-    """The fastest of those that are `allowed` and were measured. `threads`: as `choose_threads` has it, 0 to leave it."""
+    """Returns the fastest candidate that is `allowed` and was measured. `threads`: the result of `choose_threads`, or 0 for no choice."""
     mine = [one for one in allowed if one.part == part and figures.tokens.get(one.name)]
     threads = 0 if config.cores or config.threads else threads
     if not mine:
@@ -113,7 +113,7 @@ def choose(
     rates = {one: figures.tokens[one.name] for one in mine}
     best = next(one for one in mine if rates[one] >= NEAR * max(rates.values()))
     alone = [one for one in mine if one.dtype == best.dtype]
-    path = config.path if best == alone[0] else best.path  # `auto` takes the first of the table too
+    path = config.path if best == alone[0] else best.path  # `auto` leads to the first of the table
     return PartChoice(
         part=part,
         dtype=best.dtype,
@@ -125,7 +125,7 @@ def choose(
 
 
 def choose_threads(counts: Sequence[int], figures: Figures) -> int:
-    """Of the numbers that can be had, the fastest; the smaller one where they are alike."""
+    """Returns the fastest of the possible numbers of threads; the smaller one if two are about equal."""
     timed = {count: seconds for count, seconds in figures.threads.items() if count in counts}
     if not timed:
         return counts[0]

@@ -1,8 +1,8 @@
-"""Steps, groups and evaluations for so many minutes (`train.minutes`): plain arithmetic on measured speeds.
+"""Fits steps, groups and evaluations into a number of minutes (`train.minutes`): plain arithmetic on measured speeds.
 
-What the recipe says is the most that is done. Where that does not fit, evaluations give way first (down to a fifth of the time),
-then groups a step, then steps: many small steps taught the demo's model more in the same time than few large ones. None of them
-falls below the least of which one can still learn something; where not even that fits, the fit says so.
+The numbers of the recipe are upper bounds. If they do not fit, evaluations are reduced first (down to a fifth of the time), then groups
+per step, then steps: with the demo's model, many small steps gained more reward in the same time than few large ones. Each number has
+a lower bound below which a run would not be worth its time; if not even the lower bounds fit, `Fitted.fits` is False.
 """
 
 from __future__ import annotations
@@ -13,90 +13,94 @@ from dataclasses import dataclass
 from headrace.types import Struct
 
 
-class Wish(Struct, frozen=True):
-    """What a recipe asks for."""
+class Wish(Struct, frozen=True, kw_only=True):
+    """The numbers that a recipe asks for."""
 
     steps: int
     groups: int
-    """A step."""
+    """Per step."""
     rollouts: int
-    """A group."""
+    """Per group."""
     prompts: int
-    """Of an evaluation."""
+    """Per evaluation."""
     samples: int
-    """Of each of them."""
+    """Completions per prompt of an evaluation."""
     max_tokens: int
-    """Of a completion."""
+    """Tokens of a completion, at most."""
     prompt_tokens: int
+    """Tokens of a prompt."""
     evaluate_every: int = 0
-    """Steps between evaluations; 0 evaluates before and after alone."""
+    """Steps between evaluations; 0 evaluates only before and after training."""
     save_every: int = 0
-    """Steps between checkpoints; 0 writes the last one alone."""
+    """Steps between checkpoints; 0 writes only the last one."""
     warmup: int = 0
     least_groups: int = 1
-    """That the staleness settings need."""
+    """Fewest groups per step that the staleness settings need."""
 
 
 class Speeds(Struct, frozen=True):
-    """Seconds of this machine, with what others leave of it."""
+    """Seconds on this machine, with the cores that other processes leave free."""
 
     sampled: float
-    """For one sampled token."""
+    """Per sampled token."""
     trained: float
-    """For one token that the trainer forwards, and its gradient."""
+    """Per token that the trainer forwards, with its backward pass."""
     update: float
-    """For what an optimizer step takes besides: the update and the publish."""
+    """Per optimizer step, for the update and the publish."""
     start: float
     """From the command until the first token is sampled."""
     save: float
-    """For a checkpoint."""
+    """Per checkpoint."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Fitted:
+    """Numbers that fit into the time, and how long they are expected to take."""
+
     steps: int
     groups: int
     prompts: int
     warmup: int
     seconds: float
-    """That all of it is expected to take."""
+    """Expected seconds of the whole run."""
     step_seconds: float
     evaluation_seconds: float
     fits: bool
-    """Whether that is within the time."""
+    """Whether `seconds` is within the time."""
 
     def of(self, wish: Wish) -> str:
-        """`24 steps of 2 groups, 32 held-out prompts (the recipe asks for 60 steps of 8 groups, 64 held-out prompts)`"""
+        """Formats the result: `24 steps of 2 groups, 32 held-out prompts (the recipe asks for 60 steps of 8 groups, 64 held-out prompts)`"""
         asked = f"{wish.steps} steps of {wish.groups} groups, {wish.prompts} held-out prompts"
         fitted = f"{self.steps} steps of {self.groups} groups, {self.prompts} held-out prompts"
         return fitted if fitted == asked else f"{fitted} (the recipe asks for {asked})"
 
 
 DRAWN = 2.0
-"""Groups that are drawn for one that is trained: the others have no contrast. It grows as a model learns; what the first steps
-show takes its place (`allowance.py`)."""
+"""Groups that are drawn for each one that is trained: the others have no contrast. The number grows as a model learns; the first real
+steps replace this estimate (`allowance.py`)."""
 SPARE = 0.1
-"""Share of the time that is left free for what nobody measured."""
+"""Share of the time that is left free for costs that were not measured."""
 EVALUATING = 0.2
 """Share of the time that all evaluations together may take."""
 LEAST_PROMPTS, LEAST_GROUPS, LEAST_STEPS = 16, 2, 8
 MANY = 40
-"""Steps below which groups are given up for more of them."""
+"""Below this number of steps, groups per step are reduced in favour of more steps."""
 
 
 def step_seconds(wish: Wish, speeds: Speeds, groups: int) -> float:
-    """Both pools share the cores, so that what one of them computes the other one waits for."""
+    """Returns the seconds of one step. Engine and trainer share the cores, so their times add up."""
     sampling = DRAWN * wish.rollouts * wish.max_tokens * speeds.sampled
     training = (wish.prompt_tokens + wish.rollouts * wish.max_tokens) * speeds.trained
     return groups * (sampling + training) + speeds.update
 
 
 def evaluation_seconds(wish: Wish, speeds: Speeds, prompts: int) -> float:
+    """Returns the seconds of one evaluation."""
     return prompts * wish.samples * wish.max_tokens * speeds.sampled
 
 
 def fit(wish: Wish, speeds: Speeds, seconds: float) -> Fitted:
-    """The most of what the recipe asks for that fits into `seconds`."""
+    """Returns the largest part of the recipe that fits into `seconds`."""
     least_prompts, least_steps = min(wish.prompts, LEAST_PROMPTS), min(wish.steps, LEAST_STEPS)
     least_groups = min(wish.groups, max(LEAST_GROUPS, wish.least_groups))
     usable = (1 - SPARE) * seconds

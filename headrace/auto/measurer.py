@@ -1,4 +1,4 @@
-"""Where figures come from: measured once on a machine for a model of one shape, and kept in the cache."""
+"""Measures the figures that `auto` chooses by: once per machine and shape of a model, kept in the cache."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from headrace.models.resolve import cache_dir
 from headrace.observe.machine_mark import cpu_model
 
 SECONDS = 300
-"""After which a measurement is given up: enough for a machine that is busy, where some ten are usual."""
+"""Timeout of a measurement. It takes about ten seconds on an idle machine."""
 TOO_SMALL = 5_000_000
-"""Parameters of a model that is as fast in every way."""
-MEASURING = "headrace: measuring what this machine does fastest with this model: once, about ten seconds where nothing else runs"
+"""Parameters below which all candidates are equally fast."""
+MEASURING = "headrace: measuring which dtype and kernels are fastest for this model here: once, about ten seconds on an idle machine"
 LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "HEADRACE_INSTRUCTIONS", "CXX")
-"""Variables that change what is measured."""
+"""Environment variables that change the result."""
 SOURCES = ("native/src", "engine/native/kernels", "trainer/kernels")
 
 
 class Measurer(Protocol):
     def measure(self, config: Mapping[str, Any], threads: Sequence[int]) -> Figures:
-        """Of the model of a `config.json`. `threads`: the numbers to choose from. Never raises: `Figures.problem` says why there
-        are none."""
+        """Returns the figures of the model with this `config.json`. `threads`: the numbers of threads to compare. Never raises:
+        `Figures.problem` says why there are none."""
 
 
 @dataclass
 class FakeMeasurer:
-    """Knows its figures, for tests."""
+    """Returns given figures, for tests."""
 
     figures: Figures
     asked: list[tuple[Mapping[str, Any], tuple[int, ...]]] = field(default_factory=list)
@@ -51,14 +51,14 @@ class FakeMeasurer:
 
 
 class ProbeMeasurer:
-    """Times a piece of the model in a process of its own."""
+    """Times a piece of the model in a separate process."""
 
     def measure(self, config: Mapping[str, Any], threads: Sequence[int]) -> Figures:
         piece = slice_of(config)
         if piece is None:
             return Figures(problem="the model's config.json does not say how large its layers are")
         if piece.parameters < TOO_SMALL:
-            return Figures(problem="so small a model is as fast in every way")
+            return Figures(problem="with so small a model all choices are equally fast")
         place = cache_dir() / "measured" / f"{fingerprint(piece.config, threads)}.json"
         if (kept := _read(place)) is not None:
             return kept
@@ -70,7 +70,7 @@ class ProbeMeasurer:
 
 
 def fingerprint(config: Mapping[str, Any], threads: Sequence[int]) -> str:
-    """Of all that figures depend on: the processor with its instruction sets, versions, kernels, and the shape of the model."""
+    """Hashes everything that the figures depend on: processor and instruction sets, versions, kernels, and the shape of the model."""
     parts = [
         cpu_model(),
         _instructions(),
@@ -90,7 +90,7 @@ def fingerprint(config: Mapping[str, Any], threads: Sequence[int]) -> str:
 
 
 def thread_counts(cores: int) -> tuple[int, ...]:
-    """Worth comparing: a thread for each core that a process may use, and one for each pair of those that share one."""
+    """Returns the numbers of threads worth comparing: one per logical core that the process may use, and one per physical core."""
     siblings = set()
     for cpu in sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ():
         try:
@@ -101,12 +101,12 @@ def thread_counts(cores: int) -> tuple[int, ...]:
 
 
 def _ask(config: Mapping[str, Any], threads: Sequence[int]) -> Figures:
-    question = {"config": dict(config), "candidates": [tuple(one) for one in _all()], "threads": list(threads)}
+    request = {"config": dict(config), "candidates": [tuple(one) for one in _all()], "threads": list(threads)}
     quiet = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "TOKENIZERS_PARALLELISM": "false"}
     try:
         done = subprocess.run(
             [sys.executable, "-m", "headrace.auto.probe"],
-            input=msgspec.json.encode(question),
+            input=msgspec.json.encode(request),
             capture_output=True,
             timeout=SECONDS,
             env={**os.environ, **quiet},
@@ -127,12 +127,12 @@ def _all() -> tuple[Candidate, ...]:
 def _read(place: Path) -> Figures | None:
     try:
         return msgspec.json.decode(place.read_bytes(), type=Figures)
-    except (OSError, msgspec.DecodeError):  # none, or one of another version
+    except (OSError, msgspec.DecodeError):  # no file, or one of another version
         return None
 
 
 def _keep(place: Path, figures: Figures) -> None:
-    """Where the cache cannot be written, the next start measures again."""
+    """Writes the figures to the cache. If it cannot be written, the next start measures again."""
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         replace_file(place, msgspec.json.encode(figures))
@@ -141,7 +141,7 @@ def _keep(place: Path, figures: Figures) -> None:
 
 
 def _instructions() -> str:
-    """Sets of instructions, where the system tells them."""
+    """Returns the instruction sets of the processor as the system lists them, else its name."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

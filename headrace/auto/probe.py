@@ -1,7 +1,7 @@
-"""Times a piece of a model in every way that can be chosen; runs in a process of its own (`python -m headrace.auto.probe`).
+"""Times a piece of a model with every candidate, in a separate process (`python -m headrace.auto.probe`).
 
-A request is read from the standard input and figures are written to the standard output, both as JSON. CPU time of one thread is
-what is compared, and the least of several rounds: a busy machine makes a pass wait, which CPU time does not count.
+The request is read from standard input and the figures are written to standard output, both as JSON. Candidates are compared by the CPU
+time of one thread, the least of several rounds: CPU time does not count the time that a pass waits on a busy machine.
 """
 
 from __future__ import annotations
@@ -28,36 +28,38 @@ from headrace.trainer.config import TrainConfig
 from headrace.types import Row, Struct
 
 ROWS, CONTEXT = 32, 40
-"""Sequences that are decoded at once, and tokens that each of them has already."""
+"""Sequences that are decoded at once, and tokens in the cache of each."""
 OPERATIONS = 12e9
-"""Of one forward and backward pass of the trainer: sets its number of tokens."""
+"""Floating-point operations of one forward and backward pass of the trainer, which set its number of tokens."""
 FEWEST, MOST = 22, 264
-"""Tokens of it."""
+"""Bounds of that number of tokens."""
 GROUP, PROMPT = 8, 3
-"""Completions in it, and how many times as long as one of them their prompt is."""
+"""Completions that share a prompt, and the length of the prompt in completions."""
 ROUNDS, ENOUGH = 4, 0.1
-"""Measurements of a candidate, and CPU-seconds of one of them."""
+"""Rounds of measurement per candidate, and CPU-seconds of a round."""
 HOPELESS = 1.5
-"""Times the best so far: what takes so much longer is not measured again."""
+"""A candidate that takes this many times the best so far is not measured further."""
 
 
 class ProbeRequest(Struct, frozen=True):
+    """What is to be measured."""
+
     config: dict[str, Any]
-    """The model's, as in its `config.json`."""
+    """The model's `config.json`."""
     candidates: tuple[tuple[str, str, str], ...]
-    """As `Candidate` has them."""
+    """The fields of each `Candidate`."""
     threads: tuple[int, ...]
-    """Numbers of threads to compare; one of them needs no measurement."""
+    """Numbers of threads to compare; a single one is not measured."""
 
 
 class Clock:
-    """Finds the least CPU time of a call. `best`: of all that was timed with this clock."""
+    """Measures the least CPU time of a call. `best`: the least of all calls that were timed with this clock."""
 
     def __init__(self, now: Callable[[], float] = time.process_time) -> None:
         self._now, self.best = now, float("inf")
 
     def time(self, work: Callable[[], Any]) -> float:
-        """Seconds of one call, after one that is not counted."""
+        """Returns the seconds of one call, after a first one that is not counted."""
         work()
         least = float("inf")
         for _ in range(ROUNDS):
@@ -73,7 +75,7 @@ class Clock:
 
 
 def measure(request: ProbeRequest) -> Figures:
-    """Figures of the whole model. A candidate that this machine or this model has not is left out."""
+    """Returns figures scaled to the whole model. Candidates that this machine or this model does not support are left out."""
     began = time.perf_counter()
     piece = slice_of(request.config)
     if piece is None:
@@ -94,7 +96,8 @@ def measure(request: ProbeRequest) -> Figures:
 
 
 def _engines(wanted: list[Candidate], directory: Path, scale: float) -> tuple[dict[str, float], Candidate | None]:
-    """Tokens a CPU-second by candidate, and the fastest. Hugging Face's own forward is tried where neither of ours serves."""
+    """Returns tokens per CPU-second by candidate, and the fastest. Hugging Face's own forward is tried only if neither of ours serves
+    the model."""
     clock, found = Clock(), dict[Candidate, float]()
     for one in wanted:
         if one.path == "hf" and any(other.path != "hf" for other in found):
@@ -106,7 +109,7 @@ def _engines(wanted: list[Candidate], directory: Path, scale: float) -> tuple[di
 
 
 def _engine_pass(one: Candidate, directory: Path) -> Callable[[], Any]:
-    """Raises ConfigError where it does not serve this model here."""
+    """Returns a function that runs one pass. Raises ConfigError if the candidate does not serve this model here."""
     settings: dict[str, Any] = {"dtype": one.dtype, "path": one.path}
     model = read_model(directory, EngineConfig(device="cpu", context_length=4 * BLOCK, **settings))
     tensors = {name: torch.randn(shape, dtype=torch.float32).mul_(0.02) for name, shape in model.shapes.items()}
@@ -130,7 +133,7 @@ def _engine_pass(one: Candidate, directory: Path) -> Callable[[], Any]:
 
 
 def _threads(fastest: Candidate | None, counts: tuple[int, ...], directory: Path) -> dict[int, float]:
-    """Seconds of a pass, by the clock on the wall: the least of several, because others may be at work."""
+    """Returns wall-clock seconds of a pass by the number of threads: the least of several, because other processes may be running."""
     timed = {}
     for count in counts if fastest else ():
         assert fastest is not None
@@ -143,7 +146,7 @@ def _threads(fastest: Candidate | None, counts: tuple[int, ...], directory: Path
 
 
 def _trainers(wanted: list[Candidate], directory: Path, piece: Slice) -> tuple[dict[str, float], float]:
-    """Tokens a CPU-second by candidate, and CPU-seconds of an update of the whole model."""
+    """Returns tokens per CPU-second by candidate, and CPU-seconds of an update of the whole model."""
     if not wanted:
         return {}, 0.0
     clock, tokens, update = Clock(), {}, 0.0
@@ -159,7 +162,7 @@ def _trainers(wanted: list[Candidate], directory: Path, piece: Slice) -> tuple[d
 def _trainer_passes(
     path: str, wanted: list[Candidate], directory: Path, count: int
 ) -> Iterator[tuple[Candidate, Callable[[], Any], Callable[[], Any]]]:
-    """For each dtype a forward and backward pass over `count` tokens, and an update. One model serves all of a path."""
+    """Yields for each dtype a forward and backward pass over `count` tokens, and an update. One model serves all dtypes of a path."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from headrace.trainer.forward.forward import choose_forward
@@ -189,7 +192,7 @@ def _trainer_passes(
 
 
 def _group(count: int, vocabulary: int) -> Any:
-    """A prompt and `GROUP` completions of it, of about `count` tokens together: they share the prompt, as a group of a run does."""
+    """Packs a prompt with `GROUP` completions, about `count` tokens together. They share the prompt, as a group of a run does."""
     from headrace.packing import pack_rows
 
     length = max(1, count // (GROUP + PROMPT))
@@ -212,7 +215,7 @@ def _group(count: int, vocabulary: int) -> Any:
 
 def main() -> None:
     request = msgspec.json.decode(sys.stdin.buffer.read(), type=ProbeRequest)
-    with contextlib.redirect_stdout(sys.stderr):  # what libraries print is no answer
+    with contextlib.redirect_stdout(sys.stderr):  # libraries may print; standard output is for the figures alone
         figures = measure(request)
     sys.stdout.buffer.write(msgspec.json.encode(figures))
 

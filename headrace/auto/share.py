@@ -1,4 +1,4 @@
-"""What other processes leave of this machine's cores at this moment: a run that starts gets that much of them, and no more."""
+"""Measures how much of this machine's cores other processes leave free at this moment, which is what a new run gets."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-LOOKS, EVERY = 10, 0.05
-"""Looks at the scheduler's queue, and seconds between them."""
+SAMPLES, EVERY = 10, 0.05
+"""Samples of the scheduler's queue, and seconds between them."""
 
 
 class Share(NamedTuple):
     cores: float
-    """That a run with a thread for each core gets."""
+    """Cores that a run with one thread per core gets."""
     of_each: float
     """Share of a core that one thread gets, 0 to 1."""
 
     @property
     def words(self) -> str:
-        return "" if self.of_each > 0.95 else f"; others use the machine, which leaves about {self.cores:.2g} cores"
+        return "" if self.of_each > 0.95 else f"; other processes leave about {self.cores:.2g} cores free"
 
 
 def share_of(cores: int, busy: float, stolen: float) -> Share:
-    """`busy`: threads of others that want a core; `stolen`: share of the time in which the host runs somebody else's machine.
+    """Computes the share. `busy`: runnable threads of other processes; `stolen`: share of the time that the host gives to other virtual
+    machines.
 
     The scheduler is fair: of N + B threads on N cores each gets N / (N + B)."""
     fair = cores / (cores + busy) if busy > 0 else 1.0
@@ -31,10 +32,10 @@ def share_of(cores: int, busy: float, stolen: float) -> Share:
     return Share(cores * of_each, of_each)
 
 
-def look(cores: int, sleep: Callable[[float], None] = time.sleep) -> Share:
-    """Over half a second. A machine that does not say is taken to be free."""
+def measure_share(cores: int, sleep: Callable[[float], None] = time.sleep) -> Share:
+    """Measures over half a second. A machine without `/proc/stat` is assumed to be idle."""
     running, before = [], _stolen()
-    for _ in range(LOOKS):
+    for _ in range(SAMPLES):
         sleep(EVERY)
         running.append(_runnable())
     total, stolen = (after - earlier for after, earlier in zip(_stolen(), before, strict=True))
@@ -42,7 +43,7 @@ def look(cores: int, sleep: Callable[[float], None] = time.sleep) -> Share:
 
 
 def _runnable() -> float:
-    """Threads that run or could, without the one that asks."""
+    """Returns the number of runnable threads, without the calling one."""
     try:
         lines = Path("/proc/stat").read_text().splitlines()
     except OSError:
@@ -51,7 +52,7 @@ def _runnable() -> float:
 
 
 def _stolen() -> tuple[float, float]:
-    """Ticks of all cores since the start: all, and those that the host gave to others."""
+    """Returns ticks of all cores since boot: the total, and those that the host gave to other virtual machines."""
     try:
         ticks = [float(one) for one in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     except (OSError, IndexError, ValueError):

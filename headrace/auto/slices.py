@@ -1,7 +1,7 @@
-"""A piece of a model that is timed in place of the whole: a few of its layers, and the same share of its vocabulary.
+"""A piece of a model that is timed instead of the whole: a few of its layers, and the same share of its vocabulary.
 
-Every layer costs the same and the head costs as its rows, so the whole model costs `scale` times the piece. The piece is made
-large enough that its weights do not stay in a second-level cache.
+All layers cost the same, and the cost of the head is proportional to its rows, so the whole model costs `scale` times the piece. The
+piece is large enough that its weights do not fit into a second-level cache.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 PARAMETERS = 16_000_000
-"""Of the piece, at least, where the model has so many: 32 MB in bfloat16."""
+"""Fewest parameters of the piece, if the model has as many: 32 MB in bfloat16."""
 LEAST_VOCABULARY = 256
 
 
 class Slice(NamedTuple):
     config: dict[str, Any]
-    """As in a `config.json`."""
+    """The piece's `config.json`."""
     scale: float
-    """Cost of the whole model over that of the piece."""
+    """Cost of the whole model divided by that of the piece."""
     parameters: int
-    """Of the whole model, about; experts are not counted."""
+    """Approximate parameters of the whole model; experts are not counted."""
 
 
 def slice_of(config: Mapping[str, Any]) -> Slice | None:
-    """None where the config does not say what is needed."""
+    """Returns the piece of a model, or None if the config does not give the sizes of its layers."""
     text = {**config, **(config.get("text_config") or {})}
     try:
         layers, hidden = int(text["num_hidden_layers"]), int(text["hidden_size"])
@@ -46,7 +46,7 @@ def slice_of(config: Mapping[str, Any]) -> Slice | None:
 
 
 def _cut(config: Mapping[str, Any], layers: int, kept: int, rows: int) -> dict[str, Any]:
-    """The settings that count layers or tokens."""
+    """Returns the changed values of settings that depend on the number of layers or tokens."""
     changed: dict[str, Any] = {}
     for name, value in config.items():
         if name in ("num_hidden_layers", "max_window_layers") and isinstance(value, int):

@@ -1,5 +1,5 @@
-"""Models as files: where they come from and what belongs to them. Nothing here runs one.
+"""Models as files: where they come from and what belongs to them. Nothing here runs a model.
 
-Read `resolve.py` (a name becomes a directory) with `known_models.py` (the table) and `model_files.py` (what a directory must hold);
-`chat.py` (messages and tokens), `lora.py` (what an adapter is).
+Read `resolve.py` (a name becomes a directory) with `known_models.py` (the table) and `model_files.py` (the files of a directory);
+`chat.py` (messages and tokens), `lora.py` (settings of adapters).
 """

@@ -1,4 +1,4 @@
-"""Messages <-> tokens, with the model's own chat template and tokenizer. Imports transformers when first used."""
+"""Converts messages to tokens and back, with the model's own chat template and tokenizer. Imports transformers at first use."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Message = Mapping[str, str]
 """`{"role": "system" | "user" | "assistant", "content": text}`"""
 
 _GENERIC = ("TokenizersBackend", "PreTrainedTokenizerFast")
-"""Classes that are what tokenizer.json says and no more."""
+"""Tokenizer classes that add nothing to tokenizer.json."""
 
 
 class ChatEncoder:
-    """Turns prompts into tokens once, before they are sampled from, and completions into text for rewards (C5)."""
+    """Encodes prompts once, before they are sampled from, and decodes completions for rewards (C5)."""
 
     def __init__(self, model_dir: str | Path) -> None:
-        """Raises ConfigError where `model_dir` holds no tokenizer that can be loaded."""
+        """Raises ConfigError if `model_dir` holds no tokenizer that can be loaded."""
         self._directory = Path(model_dir)
         self._tokenizer = _load_tokenizer(self._directory)
 
@@ -29,9 +29,9 @@ class ChatEncoder:
         return bool(self._tokenizer.chat_template)
 
     def encode_messages(self, messages: Sequence[Message]) -> tuple[str, tuple[int, ...]]:
-        """The conversation as the template writes it, the assistant's turn opened, and its tokens.
+        """Returns the conversation as the template writes it, with the assistant's turn opened, and its tokens.
 
-        Raises ConfigError without a template, and where the template refuses the messages.
+        Raises ConfigError if there is no template, or the template refuses the messages.
         """
         if not self.has_template:
             raise ConfigError(
@@ -45,31 +45,31 @@ class ChatEncoder:
         except Exception as error:  # a template is a program of the model's author and may raise anything
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise ConfigError(
-                f"the chat template of {self._directory} refuses messages of the roles {roles}: {error}. Some templates "
-                "know no system role: put task.system into the prompts then"
+                f"the chat template of {self._directory} refuses messages with the roles {roles}: {error}. Some templates "
+                "have no system role: put the text of task.system into the prompts instead"
             ) from None
-        # The template has written the special tokens already: adding them again would double the start token.
+        # The template has already written the special tokens: adding them again would double the start token.
         return text, self._tokens(text, add_special_tokens=False)
 
     def encode_text(self, text: str) -> tuple[int, ...]:
-        """Plain text with whatever the tokenizer puts around it (a start token, for most)."""
+        """Returns the tokens of plain text, with the special tokens that the tokenizer adds (usually a start token)."""
         return self._tokens(text, add_special_tokens=True)
 
     def encode_completion(self, text: str, ended: bool) -> tuple[int, ...]:
-        """What an assistant said, as the tokens behind `encode_messages`; with its end of turn where it `ended` by itself."""
+        """Returns the tokens of an assistant's answer, which follow those of `encode_messages`. `ended`: whether to add the end of turn."""
         end = self._tokenizer.eos_token_id
         return (*self._tokens(text, add_special_tokens=False), *((end,) if ended and end is not None else ()))
 
     def vocabulary(self) -> dict[str, int]:
-        """What every id stands for, added tokens included."""
+        """Returns the id of every token, added tokens included."""
         return dict(self._tokenizer.get_vocab())
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text for rewards and reports, without special tokens and otherwise as it is."""
+        """Returns text for rewards and reports: without special tokens, otherwise unchanged."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def written(self, tokens: Sequence[int]) -> str:
-        """Text with the special tokens in it: what the model is really given."""
+        """Returns text with the special tokens: exactly what the model is given."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _tokens(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
@@ -81,7 +81,7 @@ def _load_tokenizer(directory: Path) -> Any:
         raise ConfigError(f"there is no directory {directory}; model.path must name one that holds a model")
     try:
         if _is_generic(directory):
-            # AutoTokenizer comes to the same, but imports torch on its way: 2 s and 300 MB in the controller.
+            # AutoTokenizer gives the same, but imports torch: 2 s and 300 MB in the controller.
             from transformers import PreTrainedTokenizerFast
 
             return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)

@@ -1,6 +1,6 @@
-"""LoRA (Hu et al., arXiv:2106.09685): its settings, and what an adapter is to an engine. Imports no torch and no peft.
+"""LoRA (Hu et al., arXiv:2106.09685): its settings, and the description of an adapter for an engine. Imports neither torch nor peft.
 
-An adapter has one name from the trainer to the engine, and one shape: that of the tensors which peft saves.
+An adapter has the same name in trainer and engine, and its tensors have the names and shapes that peft saves.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ POLICY = "policy"
 """The adapter's name in a run that trains one."""
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]*$"
-"""What an adapter may be called: it names a directory, a module of peft's, and the requests of an engine."""
+"""Pattern of an adapter's name, which is used for a directory, a module of peft, and the requests of an engine."""
 
 
-@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"), kw_only=True)
 class AdapterConfig:
-    """One of several adapters that a run trains at once on one base: what it has of its own."""
+    """One of several adapters that a run trains at once on one base model, with its own settings."""
 
     name: str = Field(pattern=NAME)
-    """Of its directory in that of the run, and in the engine."""
+    """Name of its directory inside the run's, and its name in the engine."""
     task: dict[str, Any] = Field(default_factory=dict)
-    """A table in place of the run's; so is `reward`."""
+    """Replaces the run's [task]."""
     reward: dict[str, Any] = Field(default_factory=dict)
+    """Replaces the run's [reward]."""
     rollout: dict[str, Any] = Field(default_factory=dict)
-    """Settings on top of the run's; so are all below."""
+    """Overrides single settings of the run's section; so do all sections below."""
     algo: dict[str, Any] = Field(default_factory=dict)
     train: dict[str, Any] = Field(default_factory=dict)
     lora: dict[str, Any] = Field(default_factory=dict)
@@ -42,35 +43,34 @@ class AdapterConfig:
     eval: dict[str, Any] = Field(default_factory=dict)
 
 
-@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"), kw_only=True)
 class LoraConfig:
     rank: int = Field(default=0, ge=0)
-    """0 trains all weights of the model. Policy gradients carry little information a step, so that small ranks lose nothing
-    (Schulman et al. 2025, LoRA Without Regret): 16 is plenty. Set train.learning_rate to about ten times that of full
-    training."""
+    """0 trains all weights of the model. Policy gradients carry little information per step, so small ranks lose nothing (Schulman et
+    al. 2025, LoRA Without Regret): 16 is enough. Set train.learning_rate to about ten times that of full training."""
     alpha: float = Field(default=32.0, gt=0)
-    """The adapter's product is scaled by alpha / rank: the learning rate that fits one rank then fits the others."""
+    """The product of the adapter's matrices is scaled by alpha / rank, so that one learning rate fits all ranks."""
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
-    """Modules that are adapted, by name or the end of it: every linear layer but the output head, or those of a list such as
+    """Modules that are adapted: all linear layers except the output head, or a list of names or ends of names such as
     ["q_proj", "v_proj"]."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) (Kalajdzievski, arXiv:2312.03732)."""
     dora: bool = False
-    """Train lengths and directions of the columns apart (Liu et al., arXiv:2402.09353). Served merged."""
+    """Train lengths and directions of the columns separately (Liu et al., arXiv:2402.09353). The weights are served merged."""
     rank_pattern: dict[str, int] = Field(default_factory=dict)
-    """Module name, the end of it or a regular expression for it -> its rank."""
+    """Ranks of single modules, by name, end of the name or regular expression."""
     alpha_pattern: dict[str, float] = Field(default_factory=dict)
-    """The same for alpha."""
+    """Values of alpha of single modules, in the same way."""
     experts: bool = False
-    """Adapt the experts of a mixture-of-experts model too, each with `rank`."""
+    """Also adapt the experts of a mixture-of-experts model, each with `rank`."""
     quantise: Literal["", "int8", "nf4"] = ""
-    """Keep the frozen matrices of linear layers in 8 or 4 bits while training (Dettmers et al., arXiv:2305.14314). The engine serves what they
-    stand for, in its own dtype."""
+    """Keep the frozen matrices of linear layers in 8 or 4 bits while training (Dettmers et al., arXiv:2305.14314). The engine serves the
+    dequantised values in its own dtype."""
     publish: Literal["auto", "adapter", "merged"] = "auto"
-    """adapter: the base weights are published once, then the adapter alone. merged: full weights with the adapter in them,
-    which any engine serves. auto: adapter, but merged for DoRA, which is not served beside the base weights."""
+    """adapter: publish the base weights once, then only the adapter. merged: publish full weights with the adapter merged in, which any
+    engine can serve. auto: adapter, except merged for DoRA, which cannot be served beside the base weights."""
     init_seed: int = Field(default=0, ge=0)
-    """Draws the first matrix A of each pair; B begins at zero, so that training begins at the base model."""
+    """Seed of the first matrix A of each pair; B starts at zero, so that training starts at the base model."""
 
     @model_validator(mode="after")
     def _pairs_fit(self) -> LoraConfig:
@@ -81,10 +81,12 @@ class LoraConfig:
             )
         if self.dora and self.quantise:
             raise ValueError(
-                "lora.quantise and lora.dora exclude each other: DoRA needs the lengths of full columns at every step"
+                "lora.quantise and lora.dora cannot be combined: DoRA needs the lengths of full columns at every step; remove one of them"
             )
         if self.dora and self.experts:
-            raise ValueError("lora.experts and lora.dora exclude each other: peft adapts experts by plain LoRA only")
+            raise ValueError(
+                "lora.experts and lora.dora cannot be combined: peft adapts experts with plain LoRA only; remove one of them"
+            )
         if not self.targets and not self.experts:
             raise ValueError('lora.targets is empty: name modules to adapt, or use "all-linear"')
         if bad := [name for name, rank in self.rank_pattern.items() if rank < 1]:
@@ -95,16 +97,16 @@ class LoraConfig:
 
     @property
     def merged(self) -> bool:
-        """Whether an engine is given full weights with the adapter in them."""
+        """Whether the engine is sent full weights with the adapter merged in."""
         return bool(self.rank) and (self.publish == "merged" or (self.publish == "auto" and self.dora))
 
     @property
     def served_name(self) -> str:
-        """What requests of a run with one adapter name; empty where the engine serves full weights."""
+        """The adapter that requests name in a run with one adapter; empty if the engine serves full weights."""
         return POLICY if self.rank and not self.merged else ""
 
     def spec(self, name: str, base: str = "") -> AdapterSpec:
-        """`base`: fingerprint of the base weights as they were published."""
+        """Returns the description that is published with the adapter. `base`: fingerprint of the published base weights."""
         return AdapterSpec(
             name=name,
             rank=self.rank,
@@ -117,7 +119,8 @@ class LoraConfig:
 
 
 def lora_problems(config: LoraConfig, weights: str, engine_path: str, self_taught: bool) -> Iterator[str]:
-    """`weights`, `engine_path`: train.weights and engine.path. `self_taught`: the student's older self is a teacher."""
+    """Yields settings that cannot work together. `weights`: train.weights; `engine_path`: engine.path; `self_taught`: whether an older
+    version of the student is a teacher."""
     if not config.rank:
         usual = LoraConfig()
         if given := [one.name for one in fields(config) if getattr(config, one.name) != getattr(usual, one.name)]:
@@ -127,8 +130,8 @@ def lora_problems(config: LoraConfig, weights: str, engine_path: str, self_taugh
         yield f"lora.rank needs peft, which is not installed: {install('lora')}, or set lora.rank = 0"
     if weights != "float32":
         yield (
-            f"train.weights = {weights} is about weights that are trained; with lora.rank they are frozen, and lie in the dtype "
-            "of the computation anyway; remove train.weights"
+            f"train.weights = {weights} sets the dtype of trained weights; with lora.rank they are frozen and kept in the dtype "
+            "of the computation; remove train.weights"
         )
     if config.merged:
         return
@@ -136,6 +139,6 @@ def lora_problems(config: LoraConfig, weights: str, engine_path: str, self_taugh
         yield 'engine.path = hf serves no adapters; use engine.path = auto, or lora.publish = "merged"'
     if self_taught:
         yield (
-            "a teacher that is the student itself is published as full weights, and lora.publish = adapter never makes them; "
+            "a teacher that is the student itself needs full weights, which lora.publish = adapter never publishes; "
             'use lora.publish = "merged"'
         )

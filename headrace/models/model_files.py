@@ -1,7 +1,8 @@
-"""What the directory of a model must hold, and what its weights' files say that they hold. Imports nothing heavy.
+"""The files that a model directory must hold, and the headers of its weight files. Imports nothing heavy.
 
-A safetensors file is 8 bytes with the length of its header (little endian), the header (JSON: name -> dtype, shape, data_offsets)
-and the data: how many parameters there are, and whether the file is whole, is known without reading a weight.
+A safetensors file consists of 8 bytes with the length of its header (little endian), the header (JSON: name -> dtype, shape,
+data_offsets) and the data. So the number of parameters, and whether the file is complete, are known without reading a weight
+(format: https://github.com/huggingface/safetensors).
 """
 
 from __future__ import annotations
@@ -29,18 +30,19 @@ ENCODERS = (
     "mpnet",
     "modernbert",
 )
-"""Model types that only read, unless an architecture with a head for writing is named."""
+"""Model types of encoders, unless an architecture with a language-modelling head is named."""
 READING = r"For(MaskedLM|SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice|NextSentencePrediction|CTC|ImageClassification)$"
+"""Architectures of encoders."""
 
 
 def check_model_dir(path: str | Path, need_chat_template: bool) -> None:
-    """Raises ConfigError for whatever is missing, all at once, each with its remedy. Reads no weights."""
+    """Raises ConfigError with everything that is missing, each with its remedy. Reads no weights."""
     directory = Path(path)
     if not directory.is_dir():
         raise ConfigError(f"there is no directory {directory}; model.path must name one that holds a model")
     if (directory / "adapter_config.json").exists() and not (directory / "config.json").exists():
         raise ConfigError(
-            f"{directory} holds an adapter alone; merge it into its base model (merge_and_unload) and save that"
+            f"{directory} holds only an adapter; merge it into its base model (merge_and_unload) and save that"
         )
     missing = [*_config_problems(directory), *_weight_problems(directory), *_tokenizer_problems(directory)]
     if need_chat_template and not missing and not has_chat_template(directory):
@@ -64,13 +66,13 @@ def _config_problems(directory: Path) -> Iterator[str]:
             yield "config.json names no model_type; it must be a transformers config"
         elif kind := _other_than_causal(config):
             yield (
-                f"{kind}, and what is trained here writes text from left to right; use a causal language model (its config.json "
+                f"{kind}, and headrace trains models that write text from left to right; use a causal language model (its config.json "
                 "names an architecture such as LlamaForCausalLM)"
             )
 
 
 def _other_than_causal(config: dict[str, Any]) -> str:
-    """Empty, or what kind of model this is instead of a causal language model."""
+    """Returns an empty string for a causal language model, else the kind of model."""
     kind = config["model_type"]
     named = [name for name in config.get("architectures") or () if isinstance(name, str)]
     if config.get("is_encoder_decoder"):
@@ -120,12 +122,12 @@ def has_chat_template(directory: Path) -> bool:
 # --- weights -----------------------------------------------------------------------------------------------------------
 
 LONGEST_HEADER = 100_000_000
-"""Bytes of a header, as the format has it: more is no safetensors file."""
+"""Longest header in bytes that the format allows."""
 
 
 class Stored(NamedTuple):
     dtype: str
-    """Such as BF16, F32."""
+    """In the format's spelling: BF16, F32."""
     shape: tuple[int, ...]
 
     @property
@@ -134,13 +136,13 @@ class Stored(NamedTuple):
 
 
 def read_header(path: Path) -> dict[str, Stored]:
-    """Raises ValueError with what is wrong, where the file is no safetensors file or ends too early."""
+    """Returns the tensors by name. Raises ValueError if the file is not a safetensors file or ends too early."""
     size = path.stat().st_size
     with path.open("rb") as file:
         first = file.read(8)
         length = struct.unpack("<Q", first)[0] if len(first) == 8 else 0
         if not 2 <= length <= LONGEST_HEADER:
-            raise ValueError("is no safetensors file" if size >= 8 else f"is cut off: it has {size} bytes")
+            raise ValueError("is not a safetensors file" if size >= 8 else f"is cut off: it has {size} bytes")
         text = file.read(length)
     if len(text) < length:
         raise ValueError(f"is cut off: its header alone needs {8 + length:,} bytes, and the file has {size:,}")
@@ -152,5 +154,5 @@ def read_header(path: Path) -> dict[str, Stored]:
     except (ValueError, KeyError, TypeError, AttributeError, IndexError):
         raise ValueError("has a header that cannot be read") from None
     if size < end:
-        raise ValueError(f"is cut off: {end:,} bytes are announced in its header, and the file has {size:,}")
+        raise ValueError(f"is cut off: its header announces {end:,} bytes, and the file has {size:,}")
     return stored

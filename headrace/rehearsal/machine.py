@@ -1,4 +1,4 @@
-"""What this machine has: memory with a container's limit counted, GPUs, and what torch says, asked in a process of its own."""
+"""The cores, memory and GPUs of this machine, within the limits of a container. Torch is asked in a separate process."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ print(json.dumps({
 
 
 def ask_torch() -> subprocess.Popen[str]:
-    """Started now, so that other things are looked at meanwhile; `torch_facts` has the answer."""
+    """Starts the probe and returns at once, so that other checks run meanwhile; `torch_facts` reads the answer."""
     command = [sys.executable, "-c", TORCH_PROBE]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def torch_facts(probe: subprocess.Popen[str]) -> dict[str, Any] | str:
-    """What torch says of itself, or why it could not."""
+    """Returns the output of `TORCH_PROBE`, or the reason why torch failed."""
     try:
         out, err = probe.communicate(timeout=120)
     except subprocess.TimeoutExpired:
@@ -49,26 +49,28 @@ def torch_facts(probe: subprocess.Popen[str]) -> dict[str, Any] | str:
 class Machine(NamedTuple):
     cores: int
     memory: int
-    """Bytes, counting a container's limit."""
+    """Bytes, within a container's limit."""
     available: int
-    """Bytes that nobody uses now."""
+    """Bytes that are free now."""
     gpu: tuple[str, int] | None
-    """Name and bytes of the one that is used."""
+    """Name and bytes of the GPU that a run uses; None if there is none."""
     torch: dict[str, Any] | None
-    """None where it was not asked: a machine without a GPU has nothing that it could tell but how fast it is."""
+    """The output of `TORCH_PROBE`. None if torch was not asked: without a GPU only its speed is unknown."""
 
     def device(self, setting: str, wanted: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"]:
-        """Raises ConfigError where there is no GPU and one is wanted."""
+        """Returns the device that a part runs on. `setting`: its name in the config.
+
+        Raises ConfigError if `wanted` is a GPU and there is none."""
         if wanted == "cuda" and self.gpu is None:
             built = self.torch["built_for"] if self.torch else ""
             why = "this build of torch is for the CPU" if built == "CPU" else "torch finds no GPU here"
             raise ConfigError(
-                f'{setting} = "cuda", but {why}; set it to "auto" or "cpu" (headrace doctor says what there is)'
+                f'{setting} = "cuda", but {why}; set it to "auto" or "cpu" (headrace doctor lists the devices)'
             )
         return "cuda" if self.gpu and wanted != "cpu" else "cpu"
 
     def dtype(self, wanted: str, device: str) -> str:
-        """That the trainer computes in, as far as it is known."""
+        """Returns the dtype that the trainer computes in, estimated if torch was not asked."""
         if wanted != "auto":
             return wanted
         if self.torch is None:
@@ -76,31 +78,31 @@ class Machine(NamedTuple):
         return "bfloat16" if self.torch["bfloat16"] else "float32"
 
 
-def look(probe: subprocess.Popen[str] | None) -> Machine:
-    """Raises ConfigError where torch cannot be imported."""
+def inspect_machine(probe: subprocess.Popen[str] | None) -> Machine:
+    """Returns the facts of this machine. Raises ConfigError if torch cannot be imported."""
     facts = torch_facts(probe) if probe else None
     if isinstance(facts, str):
-        raise ConfigError(f"torch cannot be used here: {facts} (headrace doctor says what is missing)")
+        raise ConfigError(f"torch cannot be used here: {facts} (headrace doctor shows what is missing)")
     cuda = facts["cuda"] if facts else []
     gpu = (str(cuda[0][0]), int(cuda[0][1])) if cuda else None
     return Machine(usable_cores(), memory(), available(), gpu, facts)
 
 
 def may_have_gpu() -> bool:
-    """Whether the kernel knows of one (NVIDIA's, through WSL, AMD's): without, torch need not be asked."""
+    """Returns whether the operating system has a GPU driver (NVIDIA, WSL, AMD). Without one, torch need not be asked."""
     drivers = ("/proc/driver/nvidia/gpus", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
     return any(Path(driver).exists() for driver in drivers)
 
 
 def memory() -> int:
-    """Bytes, counting a container's limit."""
+    """Returns bytes, within a container's limit."""
     present = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = _read("/sys/fs/cgroup/memory.max")
     return min(present, int(limit)) if limit.isdigit() else present
 
 
 def available() -> int:
-    """Bytes that could be had now: caches of files are given back when others need their room."""
+    """Returns bytes that are free now. Caches of files count as free: the system gives them up when a process needs the room."""
     found = [line.split() for line in _read("/proc/meminfo").splitlines() if line.startswith("MemAvailable:")]
     free = int(found[0][1]) * 1024 if found else memory()
     limit, used = _read("/sys/fs/cgroup/memory.max"), _read("/sys/fs/cgroup/memory.current")
@@ -112,7 +114,7 @@ def available() -> int:
 
 
 def _has_avx512() -> bool:
-    """What oneDNN asks for before torch computes in bfloat16."""
+    """Returns whether the CPU has the instructions that oneDNN requires before torch computes in bfloat16."""
     flags = next((line for line in _read("/proc/cpuinfo").splitlines() if line.startswith("flags")), "").split()
     return {"avx512bw", "avx512vl", "avx512dq"} <= set(flags)
 
@@ -125,6 +127,6 @@ def _read(path: str) -> str:
 
 
 def gib(count: float) -> str:
-    """`0.02 GiB`, `1.5 GiB`, `500 GiB`."""
+    """Formats bytes: `0.02 GiB`, `1.5 GiB`, `500 GiB`."""
     size = count / GIB
     return f"{size:.0f} GiB" if size >= 100 else f"{size:.1f} GiB" if size >= 0.1 else f"{size:.2f} GiB"

@@ -1,7 +1,7 @@
-"""What each process will take, from the model's shape and the settings; and whether the machine has it.
+"""The memory that each process needs, computed from the model's shape and the settings, and whether the machine has it.
 
-Bytes a parameter are those of `trainer/model/low_memory.py`. Weights lie between trainer and engine twice (one is served while the
-other is written), with an adapter of LoRA once. What a forward pass keeps for its backward pass is an estimate.
+Bytes per parameter are those of `trainer/model/low_memory.py`. The transport holds the published weights twice, because one copy is
+served while the other is written; with a LoRA adapter it holds them once. The activations of a forward pass are an estimate.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from headrace.rehearsal.shape import ModelShape
 from headrace.trainer.config import TrainConfig
 
 PROCESS = 0.4 * GIB
-"""Of Python with torch in it: engine and trainer of a tiny model took 0.38 GiB each."""
+"""Bytes of a process with Python and torch: engine and trainer of a tiny model took 0.38 GiB each."""
 CONTROLLER = 0.15 * GIB
+"""Bytes of the controller, which does not import torch."""
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "nf4": 0.5}
 
 Device = Literal["cpu", "cuda"]
@@ -29,11 +30,11 @@ class MemoryNeed(NamedTuple):
     bytes: float
     where: Device
     certain: bool = False
-    """Whether it is taken as soon as the run starts, and is known exactly: the rest is an upper bound or an estimate."""
+    """Whether the number is exact and taken from the start of the run; otherwise it is an upper bound or an estimate."""
 
 
 class MemoryPlan(NamedTuple):
-    """What the arithmetic needs of a run."""
+    """The settings of a run that determine its memory."""
 
     engine: EngineConfig
     engine_device: Device
@@ -42,12 +43,12 @@ class MemoryPlan(NamedTuple):
     train_dtype: str
     lora: LoraConfig
     adapters: int
-    """That are trained; 0 trains all weights."""
+    """Number of adapters that are trained; 0 trains all weights."""
     reference_in_loss: bool
 
 
 def needs(shape: ModelShape, plan: MemoryPlan) -> list[MemoryNeed]:
-    """Of the run's own processes. Teachers come on top: `engine_needs` of each."""
+    """Returns the memory of the run's own processes. `engine_needs` gives that of each teacher."""
     serving = shape.parameters * BYTES[plan.engine.serving_dtype]
     copies = 1 if plan.adapters and not plan.lora.merged else 2
     return [
@@ -59,11 +60,11 @@ def needs(shape: ModelShape, plan: MemoryPlan) -> list[MemoryNeed]:
 
 
 def engine_needs(who: str, shape: ModelShape, config: EngineConfig, device: Device) -> list[MemoryNeed]:
-    """On a CPU the weights are packed for the kernels, where these serve the model."""
+    """Returns the memory of an engine. On a CPU the weights are stored packed for the kernels, if these serve the model."""
     weights = shape.parameters * BYTES[config.serving_dtype]
     return [
         MemoryNeed(who, "Python and torch", PROCESS, "cpu"),
-        MemoryNeed(who, "weights as they are computed with", weights, device),
+        MemoryNeed(who, "weights, in the dtype of the computation", weights, device),
         MemoryNeed(who, "KV cache, at most (engine.kv_gib)", config.kv_gib * GIB, device),
     ]
 
@@ -89,15 +90,16 @@ def _trainer(shape: ModelShape, plan: MemoryPlan) -> Iterator[MemoryNeed]:
 
 
 def activations(shape: ModelShape, train: TrainConfig, size: float) -> float:
-    """Of one microbatch: what a layer keeps of a token is its inputs, queries to values, norms, and three times the MLP's inner
-    width; with checkpointing its input alone, and one whole layer at a time."""
+    """Returns the bytes that one microbatch keeps for its backward pass. A layer keeps, per token, its inputs, queries, keys, values and
+    norms, and three times the inner width of the MLP. With gradient checkpointing it keeps its input alone, and one layer at a time is
+    recomputed in full."""
     whole = 10 * shape.hidden + 3 * shape.inner
     layers = shape.layers * shape.hidden + whole if train.gradient_checkpointing else shape.layers * whole
     return train.microbatch_tokens * layers * size
 
 
 def checkpoint_bytes(shape: ModelShape, plan: MemoryPlan) -> int:
-    """Weights and AdamW's state of what is trained."""
+    """Returns the bytes of a checkpoint: the trained weights and their AdamW state."""
     trained = plan.adapters * shape.adapter(plan.lora) if plan.adapters else shape.parameters
     return trained * (12 if plan.train.weights == "float32" or plan.train.offload_optimizer else 10)
 
@@ -106,17 +108,19 @@ def checkpoint_bytes(shape: ModelShape, plan: MemoryPlan) -> int:
 
 
 def refusals(found: Sequence[MemoryNeed], shape: ModelShape, plan: MemoryPlan, machine: Machine) -> Iterator[str]:
-    """What cannot fit whatever else runs here, each with its remedy."""
+    """Yields what cannot fit, even if nothing else ran on this machine, each with its remedy."""
     has = _has(machine, plan.engine_device)
     cache, token = plan.engine.kv_gib * GIB, shape.cached * BYTES[plan.engine.serving_dtype]
     context = min(plan.engine.context_length, shape.positions or plan.engine.context_length)
     if cache > has:
         most = plan.engine.max_running * context * token
         enough = (
-            f", and {gib(most)} hold all that engine.max_running = {plan.engine.max_running} can fill" if most else ""
+            f", and {gib(most)} hold all that engine.max_running = {plan.engine.max_running} sequences can fill"
+            if most
+            else ""
         )
         yield (
-            f"engine.kv_gib = {plan.engine.kv_gib:g} is more than the {gib(has)} of memory of {_name(plan.engine_device)}; lower it (2 is "
+            f"engine.kv_gib = {plan.engine.kv_gib:g} is more than the {gib(has)} of memory that {_name(plan.engine_device)} has; lower it (2 is "
             f"usual{enough if most < has else ''})"
         )
     elif token * context > cache:
@@ -130,17 +134,17 @@ def refusals(found: Sequence[MemoryNeed], shape: ModelShape, plan: MemoryPlan, m
             continue
         yield (
             f"training {_count(shape.parameters)} parameters takes {gib(least)} on {_name(device)}, which has {gib(present)}, for weights and "
-            f"optimizer alone; {_smaller(plan)}"
+            f"optimizer state alone; {_smaller(plan)}"
         )
 
 
 def notes(found: Sequence[MemoryNeed], machine: Machine) -> Iterator[str]:
-    """What may not fit."""
+    """Yields what may not fit."""
     need = sum(one.bytes for one in found if one.where == "cpu")
     if need > machine.available:
         yield (
-            f"the processes may take {gib(need)} of memory, and {gib(machine.available)} are free now: where it runs out, the system kills "
-            "one of them; lower engine.kv_gib or train.microbatch_tokens, or train an adapter (lora.rank = 16)"
+            f"the processes may take {gib(need)} of memory, and {gib(machine.available)} are free now. If memory runs out, the system kills "
+            "one of them: lower engine.kv_gib or train.microbatch_tokens, or train an adapter (lora.rank = 16)"
         )
 
 

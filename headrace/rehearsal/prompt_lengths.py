@@ -1,4 +1,4 @@
-"""The first prompts of a task, as long as the chat template makes them."""
+"""The lengths of the first prompts of a task, with the chat template applied."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from headrace.protocols import Task
 from headrace.types import Prompt
 
 LOOKED_AT = 128
-"""Prompts. They come in the order of the run."""
+"""Prompts that are looked at, in the order of the run."""
 
 
 class PromptLengths(NamedTuple):
+    """Tokens of the prompts that were looked at, and how many are too long."""
+
     shortest: int
     median: int
     longest: int
@@ -23,25 +25,26 @@ class PromptLengths(NamedTuple):
 
 
 def first_prompts(task: Task, held_out: int) -> list[Prompt]:
-    """Those to be trained on first, then held-out ones. The task is as before."""
+    """Returns the first prompts to be trained on, then held-out ones. The state of the task is restored."""
     state = task.state()
     drawn = [task.draw() for _ in range(LOOKED_AT)]
     distinct: dict[tuple[int, ...], Prompt] = {}
     for prompt in drawn:
-        distinct.setdefault(prompt.tokens, prompt)  # a short file comes round again
+        distinct.setdefault(prompt.tokens, prompt)  # a short file starts over
     task.restore(state)
     return [*distinct.values(), *itertools.islice(task.held_out(held_out), LOOKED_AT)]
 
 
 def lengths(prompts: Sequence[Prompt], room: int) -> PromptLengths:
-    """`room`: tokens that a prompt may have."""
+    """Summarises the lengths. `room`: tokens that a prompt may have."""
     counts = [len(prompt.tokens) for prompt in prompts]
     long = sum(count > room for count in counts)
     return PromptLengths(min(counts), int(statistics.median(counts)), max(counts), long, len(counts))
 
 
 def length_problem(found: PromptLengths, max_tokens: int, context: int, positions: int) -> str:
-    """Empty, or what is too long. `context`: engine.context_length; `positions`: of the model, 0 where unknown."""
+    """Returns an empty string, or a sentence about prompts that are too long. `context`: engine.context_length; `positions`: those of the
+    model, 0 if unknown."""
     if not found.too_long:
         return ""
     wanted = found.longest + max_tokens

@@ -1,7 +1,7 @@
-"""The reward, called once on a real row, as the run will call it, before there is a model to write anything.
+"""Calls the reward once on a real row, as the run will call it, before a model is loaded.
 
-In place of completions it is given the row's own answer, so that one can see what a right answer earns; a row without one gets a
-sentence. A function must be able to judge whatever a model writes.
+The completions are the row's own answer, so that the result shows what a right answer earns; a row without an answer gets a fixed
+sentence. A reward function must be able to judge any text that a model writes.
 """
 
 from __future__ import annotations
@@ -19,19 +19,25 @@ SENTENCE = "This sentence stands where a completion will be."
 Encode = Callable[[str, bool], tuple[int, ...]]
 
 
-class Tried(NamedTuple):
+class RewardTrial(NamedTuple):
+    """The result of calling the reward on one row."""
+
     prompt: Prompt
     text: str
-    """That was given as the completions."""
+    """The text that stood for every completion."""
     is_answer: bool
+    """Whether `text` is the row's own answer."""
     reward: float
     rewards: dict[str, float]
 
 
-async def try_reward(scorer: Scorer, prompt: Prompt, answer: str, tags: bool, group_size: int, encode: Encode) -> Tried:
-    """`answer`: the name of its column; `tags`: write it as <answer>...</answer>, which is what the functions look for.
+async def try_reward(
+    scorer: Scorer, prompt: Prompt, *, answer: str, tags: bool, group_size: int, encode: Encode
+) -> RewardTrial:
+    """Scores one group whose completions are all the same text. `answer`: the column of the right answer; `tags`: whether to write it as
+    <answer>...</answer>, which is what the built-in functions look for.
 
-    Raises ConfigError with the traceback where a function gives no number.
+    Raises ConfigError with the traceback if a function does not return a number.
     """
     right = prompt.columns.get(answer)
     is_answer = isinstance(right, str | int | float) and not isinstance(right, bool) and str(right) != ""
@@ -45,14 +51,14 @@ async def try_reward(scorer: Scorer, prompt: Prompt, answer: str, tags: bool, gr
         raise ConfigError(_refusal(failed, prompt, text, is_answer))
     first = results[0]
     assert isinstance(first, Scored)
-    return Tried(prompt, text, is_answer, first.reward, first.rewards)
+    return RewardTrial(prompt, text, is_answer, first.reward, first.rewards)
 
 
 async def try_in_loop(
-    rewards: Sequence[Callable[..., Any]], scorer: Scorer, task: Task, answer: str, group_size: int, encode: Encode
+    rewards: Sequence[Callable[..., Any]], scorer: Scorer, task: Task, *, answer: str, group_size: int, encode: Encode
 ) -> None:
-    """Of an async function that Python passed: what it keeps open belongs to one event loop, so that it is called in that of the
-    run and not in the rehearsal's. Any other was called there."""
+    """Tries async functions that were passed from Python. Their open connections belong to one event loop, so they are called in the
+    run's loop and not in the rehearsal's; all other functions were called there."""
     if any(map(is_async, rewards)):
         await try_reward(
             scorer, first_prompts(task, 0)[0], answer=answer, tags=False, group_size=group_size, encode=encode
@@ -63,9 +69,9 @@ def _refusal(failed: Failure, prompt: Prompt, text: str, is_answer: bool) -> str
     given = "its own answer" if is_answer else "a sentence"
     return "\n".join(
         [
-            f"the reward fails on the row {prompt.id}, with {given} in place of the completion ({_short(text)}): {failed.detail}",
+            f"the reward fails on row {prompt.id}, with {given} in place of the completion ({_short(text)}): {failed.detail}",
             *failed.traceback.splitlines(),
-            f"mend the function: it is called with prompts, completions and the row's columns ({_columns(prompt)}), and returns a "
+            f"correct the function: it is called with prompts, completions and the row's columns ({_columns(prompt)}), and returns a "
             "number for each completion, whatever the model wrote",
         ]
     )
@@ -80,8 +86,8 @@ def _short(text: str, most: int = 60) -> str:
     return shown if len(shown) <= most else f"{shown[: most - 3]}..."
 
 
-def reward_lines(tried: Tried, named: Sequence[str] = ()) -> list[str]:
-    """For people."""
+def reward_lines(tried: RewardTrial, named: Sequence[str] = ()) -> list[str]:
+    """Returns the lines of the page."""
     parts = ", ".join(f"{name} = {value:g}" for name, value in tried.rewards.items())
     total = f"; weighted sum {tried.reward:g}" if len(tried.rewards) > 1 else ""
     given = "the row's own answer" if tried.is_answer else "a sentence"

@@ -1,4 +1,4 @@
-"""A model by its config.json and the headers of its weights: how many parameters, how much a token takes in the KV cache."""
+"""The size of a model, read from its config.json and the headers of its weights: parameters, layers, KV cache per token."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from headrace.models.lora import LoraConfig
 from headrace.models.model_files import read_header
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelShape:
     parameters: int
-    """0 where nothing says."""
+    """0 if the files do not say."""
     matrices: tuple[tuple[str, int, int], ...]
-    """Linear layers by name, with rows and columns; without embeddings and head."""
+    """Linear layers: name, rows, columns; without embeddings and output head."""
     layers: int
     hidden: int
     inner: int
-    """Of the MLP of one layer, as a token passes it."""
+    """Inner width of the MLP of one layer, as one token passes it: with experts, that of the chosen ones together."""
     cached: int
-    """Numbers that one token leaves in the KV cache."""
+    """Elements that one token takes in the KV cache."""
     positions: int
-    """That the model was made for; 0 where its config does not say."""
+    """Longest context that the model was made for; 0 if its config does not say."""
 
     def adapter(self, config: LoraConfig) -> int:
-        """Parameters of a LoRA adapter, without those of experts."""
+        """Returns the parameters of a LoRA adapter, without those of experts."""
         targets = config.targets
         return sum(
             config.rank * (rows + columns)
@@ -39,7 +39,7 @@ class ModelShape:
 
 
 def read_shape(directory: Path) -> ModelShape:
-    """Of a directory that `check_model_dir` has found to be whole."""
+    """Reads the shape of a model from a directory that passed `check_model_dir`."""
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     text: dict[str, Any] = {**config, **(config.get("text_config") or {})}
     hidden = _number(text, "hidden_size", "n_embd", "d_model")
@@ -62,7 +62,7 @@ def read_shape(directory: Path) -> ModelShape:
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    """Those of the index where there is one: some repositories hold the weights twice."""
+    """Returns the files that the index names, if there is one: some repositories hold the weights twice."""
     for index in directory.glob("*.safetensors.index.json"):
         shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         return [directory / shard for shard in sorted(shards)]
@@ -71,7 +71,7 @@ def _weight_files(directory: Path) -> list[Path]:
 
 
 def _from_pickles(directory: Path) -> int:
-    """Of `pytorch_model*.bin`, whose content is not read: as if all were in the dtype of the config."""
+    """Estimates the parameters of `pytorch_model*.bin` from the file sizes, as if all were in the dtype of the config."""
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     size = 4 if config.get("dtype", config.get("torch_dtype")) == "float32" else 2
     return sum(path.stat().st_size for path in directory.glob("pytorch_model*.bin")) // size

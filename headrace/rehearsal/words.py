@@ -1,4 +1,4 @@
-"""The algorithm as it comes out of its recipe and the settings, and the page that `--dry-run` prints."""
+"""The algorithm that results from the recipe and the settings, and the page that `--dry-run` prints."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from headrace.rehearsal.memory import MemoryNeed
 WIDTH, LABEL = 80, 13
 
 Lines = Sequence[tuple[str, str]]
-"""What it is called, what it is."""
+"""Pairs of label and text."""
 
 
 def algorithm(algo: AlgoConfig) -> Lines:
-    """`algo`: with its `length_constant` filled in."""
+    """Returns a line for each choice of the algorithm. `algo`: with its `length_constant` filled in."""
     recipe = algo.recipe
     return [
         ("recipe", algo.name),
@@ -52,8 +52,8 @@ _AGGREGATIONS = {
     "seq_mean_token_sum": "the step's sequences; tokens are summed (seq_mean_token_sum)",
     "token_sum": "the step's sequences times {constant} tokens (token_sum)",
 }
-_DENOMINATORS = {"all": "", "kept": "; what a rule takes out is not counted (algo.denominator = kept)"}
-_OVERLONG = {"train": "are trained on", "mask": "leave the loss and its denominator"}
+_DENOMINATORS = {"all": "", "kept": "; tokens that a rule masks are not counted (algo.denominator = kept)"}
+_OVERLONG = {"train": "are trained on", "mask": "are left out of the loss and its denominator"}
 
 
 def _loss(recipe: Recipe) -> str:
@@ -99,7 +99,7 @@ def _plain(value: float) -> str:
 
 
 def memory_lines(needs: Sequence[MemoryNeed], machine: Machine) -> Lines:
-    """A line for each part of each process, and what the machine has."""
+    """Returns a line for each part of each process, and the machine's memory."""
     lines = []
     for who in dict.fromkeys(need.who for need in needs):
         own = [need for need in needs if need.who == who]
@@ -118,7 +118,7 @@ def _amount(need: MemoryNeed) -> str:
 
 
 def page(sections: dict[str, Lines], notes: Iterable[str]) -> str:
-    """Wrapped for 80 columns."""
+    """Formats the sections and notes, wrapped at 80 columns."""
     blocks = [
         "\n".join([title, *(line for one in lines for line in _entry(*one))]) for title, lines in sections.items()
     ]
@@ -126,7 +126,7 @@ def page(sections: dict[str, Lines], notes: Iterable[str]) -> str:
 
 
 def _entry(label: str, text: str) -> Iterator[str]:
-    """Lines that the text has of its own (a prompt's) stay lines."""
+    """Wraps one entry. Line breaks within the text (a prompt's) are kept."""
     for number, line in enumerate(text.splitlines() or [""]):
         first = f"  {label if not number else '':<{LABEL}} "
         line = line.replace("\t", "    ")

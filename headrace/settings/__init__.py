@@ -1,6 +1,6 @@
-"""How settings are read; `config.py` says which there are.
+"""How settings are read; `config.py` lists them.
 
-Read `toml.py` (text to dataclasses and back, with sentences for what is wrong), `other_names.py` (what other libraries call a
-setting), `process_config.py` (checkpoints, evaluation, patience), `user_code.py` (functions named in a config), `extras.py`
+Read `toml.py` (text to dataclasses and back, with a sentence for each mistake), `other_names.py` (the names that other libraries give
+to a setting), `process_config.py` (checkpoints, evaluation, deadlines), `user_code.py` (functions named in a config), `extras.py`
 (packages that only some settings need).
 """

@@ -1,5 +1,6 @@
-"""Packages that only some settings need, and the command that installs each. headrace itself may lie on no package index, so
-that `pip install headrace[...]` would fail: the command names the package."""
+"""Packages that only some settings need, and the command that installs each.
+
+headrace itself may not be on a package index, so that `pip install headrace[...]` would fail: the command names the package instead."""
 
 from __future__ import annotations
 
@@ -8,10 +9,13 @@ from typing import NamedTuple
 
 class Extra(NamedTuple):
     module: str
-    """What is imported."""
+    """Name of the module that is imported."""
     requirement: str
-    """As in `pyproject.toml`."""
+    """Requirement as in `pyproject.toml`."""
     brings: str
+    """What it is used for."""
+    beside: tuple[str, ...] = ()
+    """Requirements that come with it."""
 
 
 EXTRAS = {
@@ -20,11 +24,13 @@ EXTRAS = {
     "datasets": Extra("datasets", "datasets>=4,<6", "prompts from a saved datasets directory"),
     "tensorboard": Extra("tensorboard", "tensorboard>=2.18,<3", "curves in TensorBoard"),
     "trackio": Extra("trackio", "trackio>=0.20,<1", "curves in trackio"),
+    "serve": Extra("uvicorn", "uvicorn>=0.34,<1", "the engine behind HTTP (headrace serve)", ("starlette>=0.46,<2",)),
     "lora": Extra("peft", "peft>=0.18,<1", "training of LoRA adapters"),
 }
-"""By the name of the extra of headrace that has it."""
+"""By the name of headrace's extra."""
 
 
 def install(extra: str) -> str:
-    """`pip install 'peft>=0.18,<1'`: quoted, because a shell reads < and > otherwise."""
-    return f"pip install '{EXTRAS[extra].requirement}'"
+    """Returns the command, such as `pip install 'peft>=0.18,<1'`; quoted, because a shell would take < and > as redirections."""
+    found = EXTRAS[extra]
+    return "pip install " + " ".join(f"'{one}'" for one in (found.requirement, *found.beside))

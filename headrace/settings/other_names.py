@@ -1,7 +1,7 @@
-"""What other libraries call our settings: TRL, verl, OpenRLHF, prime-rl. For whoever writes a config from memory.
+"""The names that other libraries (TRL, verl, OpenRLHF, prime-rl) give to our settings, for people who write a config from memory.
 
-A name is looked up whole, then without its first parts: `actor_rollout_ref.rollout.n`, `rollout.n`, `n`. Names that are ours too
-(`rollout.temperature`, `train.warmup_steps`) need no row: they are found as misplaced names are.
+A name is looked up whole, then without its first parts: `actor_rollout_ref.rollout.n`, `rollout.n`, `n`. Names that headrace uses too
+(`rollout.temperature`, `train.warmup_steps`) need no row: they are found like misplaced names.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ class Meaning(NamedTuple):
     whose: str
     """Libraries that use the name."""
     ours: str
-    """Our setting, or several, or empty where there is none."""
+    """Our setting, or several; empty if there is none."""
     note: str = ""
-    """What differs."""
+    """How it differs."""
 
 
 _ONE_UPDATE = "every batch gets exactly one update"
 _BY_TOKENS = "which counts tokens, bounds memory, and never changes the gradient"
-_STEPS = "which counts optimizer steps: prompts are drawn epoch after epoch until they are done"
+_STEPS = "which counts optimizer steps; prompts are drawn epoch after epoch until all steps are done"
 _LENGTH = "which holds prompt and completion together"
 _GROUPS = "which counts prompts, each with rollout.group_size completions"
 _ONE_DEVICE = "headrace trains on one device and serves on one"
@@ -32,7 +32,7 @@ MEANINGS: dict[str, Meaning] = {
     "actor_rollout_ref.model.path": Meaning("verl", "model.path"),
     "model.name": Meaning("prime-rl", "model.path"),
     # the data
-    "dataset_name": Meaning("TRL", "task.path", "with task.kind; data of the hub are saved with save_to_disk first"),
+    "dataset_name": Meaning("TRL", "task.path", "with task.kind; save a data set of the hub with save_to_disk first"),
     "data.train_files": Meaning("verl", "task.path", "with task.kind = parquet"),
     "data.val_files": Meaning("verl", "task.held_out_path"),
     "data.prompt_key": Meaning("verl", "task.prompt"),
@@ -44,7 +44,9 @@ MEANINGS: dict[str, Meaning] = {
     # the reward
     "reward_funcs": Meaning("TRL", "reward.function", 'as "path/to/file.py:name"; several are reward.functions'),
     "reward_weights": Meaning("TRL", "reward.functions", "each entry has a weight"),
-    "remote_rm_url": Meaning("OpenRLHF", "reward.function", "a function of yours, async perhaps, that asks the server"),
+    "remote_rm_url": Meaning(
+        "OpenRLHF", "reward.function", "write a function, async if you like, that calls the server"
+    ),
     "custom_reward_function.path": Meaning("verl", "reward.function", 'as "path/to/file.py:name"'),
     "custom_reward_function.name": Meaning("verl", "reward.function", 'as "path/to/file.py:name"'),
     # rollouts
@@ -81,17 +83,21 @@ MEANINGS: dict[str, Meaning] = {
     "eps_clip_low_high": Meaning("OpenRLHF", "algo.clip_low and algo.clip_high"),
     "cliprange": Meaning("TRL", "algo.clip_low and algo.clip_high"),
     "delta": Meaning("TRL", "algo.dual_clip"),
-    "loss_type": Meaning("TRL", "algo.name", "such as grpo, dr_grpo, dapo; or algo.loss and algo.aggregation apart"),
+    "loss_type": Meaning(
+        "TRL", "algo.name", "such as grpo, dr_grpo, dapo; or algo.loss and algo.aggregation separately"
+    ),
     "loss_agg_mode": Meaning("verl", "algo.aggregation"),
     "scale_rewards": Meaning("TRL", "algo.advantage", "centred does not divide by the deviation, group_norm does"),
-    "importance_sampling_level": Meaning("TRL", 'algo.name = "gspo"', "where it is sequence"),
+    "importance_sampling_level": Meaning("TRL", 'algo.name = "gspo"', "if it is sequence"),
     "mask_truncated_completions": Meaning("TRL", 'algo.overlong = "mask"'),
     "adv_estimator": Meaning("verl", "algo.name"),
     "advantage_estimator": Meaning("OpenRLHF", "algo.name"),
     "num_iterations": Meaning("TRL", "", _ONE_UPDATE),
     "ppo_epochs": Meaning("verl", "", _ONE_UPDATE),
     "ppo_mini_batch_size": Meaning("verl", "", f"{_ONE_UPDATE}, of staleness.groups_per_step groups"),
-    "entropy_coeff": Meaning("verl", "", "no entropy bonus is offered; algo.loss = file.py:name takes a loss of yours"),
+    "entropy_coeff": Meaning(
+        "verl", "", "there is no entropy bonus; write your own loss with algo.loss = file.py:name"
+    ),
     "gamma": Meaning("PPO", "", "a completion has one reward, which is not discounted"),
     "lam": Meaning("PPO", "", "there is no critic"),
     # the optimizer
@@ -153,7 +159,7 @@ MEANINGS: dict[str, Meaning] = {
 
 
 def meaning(name: str) -> str:
-    """A sentence for a name of another library, or nothing. `name`: dotted, as it was given."""
+    """Returns a sentence about a name of another library, or an empty string. `name`: dotted, as it was given."""
     parts = name.split(".")
     for cut in range(len(parts)):
         if found := MEANINGS.get(".".join(parts[cut:]).lower()):

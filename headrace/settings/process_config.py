@@ -1,4 +1,4 @@
-"""Settings of the run as a whole: checkpoints, evaluation, and how long a wait may last."""
+"""Settings of the run as a whole: checkpoints, evaluation, deadlines of waits."""
 
 from __future__ import annotations
 
@@ -11,57 +11,57 @@ _STRICT = ConfigDict(extra="forbid")
 @dataclass(frozen=True, config=_STRICT)
 class CheckpointConfig:
     every: int = Field(default=50, ge=0)
-    """Optimizer steps between checkpoints; 0 writes one at the end only."""
+    """Optimizer steps between checkpoints; 0 writes only one at the end."""
     keep: int = Field(default=2, gt=0)
-    """How many of the newest are kept."""
+    """Number of newest checkpoints that are kept."""
     patience: float = Field(default=300.0, ge=0)
-    """Seconds for which a run that has done its steps tries its last checkpoint again where the disk does not take it. After that
-    it ends with an error: without its weights on the disk it is not finished. 0 tries once."""
+    """Seconds for which a run that has done its steps retries its last checkpoint if writing fails. After that it ends with an error,
+    because a run is finished only when its weights are on the disk. 0 tries once."""
     flush_journal: bool = True
-    """Put the journal on the disk after every step: a loss of power then costs at most one. A killed process loses nothing
+    """Flush the journal to the disk after every step, so that a loss of power costs at most one step. A killed process loses nothing
     either way."""
 
 
 @dataclass(frozen=True, config=_STRICT)
 class EvalConfig:
     prompts: int = Field(default=64, ge=0)
-    """Held-out prompts; 0 measures nothing."""
+    """Held-out prompts; 0 switches evaluation off."""
     samples: int = Field(default=4, gt=0)
-    """Completions of each."""
+    """Completions per prompt."""
     temperature: float = Field(default=1.0, ge=0)
-    """1 measures the policy that is trained, 0 its greedy answers."""
+    """Sampling temperature: 1 measures the trained policy, 0 its greedy answers."""
     every: int = Field(default=0, ge=0)
-    """Optimizer steps between evaluations while training goes on; 0 evaluates before and after only."""
+    """Optimizer steps between evaluations while training goes on; 0 evaluates only before and after."""
 
 
 @dataclass(frozen=True, config=_STRICT)
 class ChosenConfig:
-    """What a run was given where its settings leave the choice, in the `config.toml` that it keeps. Not to be set."""
+    """The values that headrace chose for this run, written to the run's own `config.toml`. Not to be set by hand."""
 
     wishes: dict[str, str | int] = Field(default_factory=dict)
-    """What was asked for, by the setting that holds what was chosen: `"engine.dtype" = "auto"`."""
+    """The original value of every setting that was chosen: `"engine.dtype" = "auto"`."""
     why: dict[str, str] = Field(default_factory=dict)
-    """In words, with what was measured."""
+    """The reason for each choice, with the measured figures."""
     speeds: dict[str, float] = Field(default_factory=dict)
-    """Seconds that `train.minutes` was fitted with (`headrace/auto/fit.py`)."""
+    """Measured seconds that `train.minutes` was fitted with (`headrace/auto/fit.py`)."""
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=_STRICT, kw_only=True)
 class WatchConfig:
-    """What a run looks at while it trains: waits, each with a name, an owner and two deadlines (C6), what fails, and the weights."""
+    """The checks of a run while it trains: waits, each with a name, an owner and two deadlines (C6); failed rollouts; and the weights."""
 
     warn_after: float = Field(default=120.0, gt=0)
-    """Seconds after which the run says who waits for whom."""
+    """Seconds of a wait after which the run reports what waits for what."""
     stop_after: float = Field(default=1800.0, gt=0)
-    """Seconds after which the run stops with that sentence."""
+    """Seconds of a wait after which the run stops with that report."""
     failed_warn: float = Field(default=0.05, ge=0, le=1)
-    """Share of the last 64 rollouts (of at least 8 prompts) that failed through data or reward, above which a warning is shown."""
+    """A warning is shown if more than this share of the last 64 rollouts (of at least 8 prompts) failed because of data or reward."""
     failed_pause: float = Field(default=0.5, gt=0, le=1)
-    """Share of them from which on the run pauses: it writes a checkpoint and says why; `--resume` goes on."""
+    """The run pauses if at least this share failed: it writes a checkpoint and reports why; `--resume` continues it."""
     outages: int = Field(default=64, gt=0)
-    """Groups in a row that the engine or the network left without a rollout, before the run pauses."""
+    """The run pauses after this many groups in a row without a rollout because of engine or network."""
     identity_every: int = Field(default=10, ge=0)
-    """Versions between two policy-identity probes (C3); the fingerprint is checked at every version. 0 switches probes off."""
+    """Versions between two policy-identity probes (C3); 0 switches probes off. The fingerprint is checked at every version."""
 
     @model_validator(mode="after")
     def _warn_before_stop(self) -> WatchConfig:

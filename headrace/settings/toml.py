@@ -1,6 +1,6 @@
-"""TOML and `--set a.b=c` to any tree of pydantic dataclasses and back, with sentences for what is wrong.
+"""Converts TOML and `--set a.b=c` to any tree of pydantic dataclasses and back, with a sentence for each mistake.
 
-Knows no setting of headrace by name: `config.py` says which settings exist.
+Knows no setting of headrace by name: `config.py` lists the settings.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PART = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def read_toml(path: Path) -> Tree:
-    """Raises ConfigError where the file is missing, a directory or not TOML."""
+    """Reads a file. Raises ConfigError if it is missing, a directory or not TOML."""
     try:
         text = path.read_text(encoding="utf-8-sig")
         return tomllib.loads(text)
@@ -37,7 +37,7 @@ def read_toml(path: Path) -> Tree:
     except IsADirectoryError:
         raise ConfigError(f"{path} is a directory; name a TOML file in it") from None
     except PermissionError:
-        raise ConfigError(f"{path} may not be read; change its permissions") from None
+        raise ConfigError(f"{path} cannot be read; change its permissions") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}; save it as UTF-8 text") from None
     except tomllib.TOMLDecodeError as error:
@@ -45,19 +45,19 @@ def read_toml(path: Path) -> Tree:
 
 
 def _other_language(path: Path, text: str) -> str:
-    """A sentence for JSON and YAML, or nothing."""
+    """Returns a sentence about JSON or YAML, or an empty string."""
     lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
     first = lines[0].strip() if lines else ""
     json_like, yaml_like = first == "{" or first.startswith('{"'), re.match(r"---|[\w.-]+:(\s|$)|- ", first)
     language = "JSON" if json_like else "YAML" if yaml_like else ""
     return language and (
         f"{path} is {language}, and a config is TOML: write a section as [train] and a setting below it as steps = 200 (README.md "
-        "has a whole one). From Python a dict of the same shape will do: headrace.train({...})"
+        "has a complete one). From Python, pass a dict of the same shape: headrace.train({...})"
     )
 
 
 def parse_sets(sets: Sequence[str]) -> Tree:
-    """`["a.b=1", "a.c=fast"]` -> `{"a": {"b": 1, "c": "fast"}}`: a value is TOML, or a string where it is not TOML."""
+    """`["a.b=1", "a.c=fast"]` -> `{"a": {"b": 1, "c": "fast"}}`: a value is TOML, or a string if it is not valid TOML."""
     tree: Tree = {}
     for text in sets:
         key, sign, value = text.partition("=")
@@ -69,7 +69,7 @@ def parse_sets(sets: Sequence[str]) -> Tree:
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tree:
-    """Tables are merged key by key; anything else in `above` replaces what `below` holds."""
+    """Merges tables key by key; any other value in `above` replaces that in `below`."""
     merged = dict(below)
     for key, value in above.items():
         old = merged.get(key)
@@ -78,11 +78,11 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tree:
 
 
 def build(kind: type[T], tree: Mapping[str, Any], elsewhere: Callable[[str], str] = lambda name: "") -> T:
-    """Validates strictly: a number in quotes is not a number. All complaints are raised at once, one a line.
+    """Builds and validates a config, strictly: a number in quotes is not a number. Raises ConfigError with all mistakes, one per line.
 
-    `elsewhere`: a sentence for a name that is not a setting but is known all the same, or nothing."""
+    `elsewhere` returns a sentence for a name that is not a setting but is known from elsewhere, or an empty string."""
     try:
-        # The JSON mode of pydantic is the strict mode that knows TOML's types: arrays may become tuples, 1 may become 1.0.
+        # JSON mode: in pydantic's strict mode it is the one that accepts an array for a tuple and 1 for 1.0, as TOML needs.
         return TypeAdapter(kind).validate_json(json.dumps(tree, default=str), strict=True)
     except ValidationError as error:
         complaints = _complaints(error.errors(include_url=False), kind, elsewhere)
@@ -90,14 +90,14 @@ def build(kind: type[T], tree: Mapping[str, Any], elsewhere: Callable[[str], str
 
 
 def dump(config: Any) -> str:
-    """TOML of a dataclass tree with every setting spelled out. What is None is left out: TOML has no word for it."""
+    """Returns the TOML of a dataclass tree with every setting. Settings that are None are left out: TOML has no null."""
     lines: list[str] = []
     _write_table(_plain(config), (), lines)
     return "\n".join(lines).strip() + "\n"
 
 
 def setting_names(kind: type, prefix: str = "") -> Iterator[str]:
-    """Dotted names of all settings and sections; the elements of a list of tables go by the name of the list."""
+    """Yields the dotted names of all settings and sections; the elements of a list of tables go by the name of the list."""
     hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
         name = f"{prefix}{field.name}"
@@ -110,7 +110,7 @@ def setting_names(kind: type, prefix: str = "") -> Iterator[str]:
 
 
 def _complaints(details: Sequence[Any], kind: type, elsewhere: Callable[[str], str]) -> Iterator[str]:
-    """One a setting: of a union every member complains."""
+    """Yields one complaint per setting. Pydantic reports one for every member of a union; they are joined."""
     by_value: dict[tuple[str, str], list[Any]] = {}
     for detail in details:
         by_value.setdefault((_dotted(detail["loc"]), repr(detail["input"])), []).append(detail)
@@ -124,7 +124,7 @@ def _sentence(kind: type, detail: Any, elsewhere: Callable[[str], str]) -> str:
     name = _dotted(detail["loc"])
     given, problem = detail["input"], detail["type"]
     if problem == "unexpected_keyword_argument":
-        if known := [told for leaf in _leaves(name, given) if (told := elsewhere(leaf))]:
+        if known := [sentence for leaf in _leaves(name, given) if (sentence := elsewhere(leaf))]:
             return "\n".join(known)
         near = _nearest(name, list(setting_names(kind)))
         return f"{name} is not a setting" + (f"; did you mean {near}?" if near else "")
@@ -132,14 +132,14 @@ def _sentence(kind: type, detail: Any, elsewhere: Callable[[str], str]) -> str:
         return f"{name} is missing: " + (
             "add it" if "." in name else f"add a [{name}] table or {name} = ... to the config"
         )
-    if problem == "value_error":  # raised by a validator of the owner, whose message names the remedy
+    if problem == "value_error":  # raised by a validator of the config class, whose message names the remedy
         message = str(detail["ctx"]["error"])
         return message if name.split(".")[0] in message else f"{name}: {message}"
     return f"{name} = {_short(given)} does not fit: {_expected(detail)}"
 
 
 def _leaves(name: str, value: Any) -> list[str]:
-    """Dotted names of what a table holds; of anything else, its own."""
+    """Returns the dotted names of the settings in a table; for any other value, its own name."""
     if not isinstance(value, dict):
         return [name]
     return [leaf for key, inner in value.items() for leaf in _leaves(f"{name}.{key}", inner)]
@@ -169,7 +169,8 @@ def _dotted(loc: Sequence[Any]) -> str:
 
 
 def _nearest(name: str, known: list[str]) -> str | None:
-    """First among the settings of the same section, then anywhere by the last part of the name, then by the whole name."""
+    """Returns the most similar setting: among those of the same section, then anywhere by the last part of the name, then by the whole
+    name."""
     plain = re.sub(r"\[\d+\]", "", name)
     section, _, leaf = plain.rpartition(".")
     siblings = [n for n in known if n.rpartition(".")[0] == section]
@@ -206,10 +207,10 @@ def _toml_value(text: str, where: str) -> Any:
         parsed = tomllib.loads(f"value = {text}")
         return parsed["value"] if list(parsed) == ["value"] else text
     except tomllib.TOMLDecodeError:
-        if text[:1] in ("[", "{", '"', "'"):  # was meant to be TOML
+        if text[:1] in ("[", "{", '"', "'"):  # it was meant to be TOML
             raise ConfigError(
-                f"{where}: {text} cannot be read. A list is written as [0, 1] or ['a', 'b'], a table as {{ a = 1 }}, a text as "
-                "'a', with the whole --set in quotes of the other kind, so that the shell leaves them"
+                f"{where}: {text} cannot be read. Write a list as [0, 1] or ['a', 'b'], a table as {{ a = 1 }}, a text as "
+                "'a', and put the whole --set into quotes of the other kind, so that the shell does not remove them"
             ) from None
         return text  # a bare word: `--set algo.name=rloo` needs no quotes
 
@@ -219,7 +220,7 @@ def _nest(parts: Sequence[str], value: Any) -> Tree:
 
 
 def _plain(value: Any) -> Any:
-    """Dataclasses to dicts without the settings that are None; tuples to lists; paths to strings."""
+    """Converts dataclasses to dicts without the settings that are None, tuples to lists, paths to strings."""
     if dataclasses.is_dataclass(value):
         return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value) if _is_set(value, f.name)}
     if isinstance(value, Mapping):
@@ -255,7 +256,7 @@ def _toml(value: Any) -> str:
 
 
 def _string(text: str) -> str:
-    # JSON's escapes are TOML's, except that TOML wants DEL escaped too and knows no surrogate pairs.
+    # JSON's escapes are those of TOML, except that TOML also requires DEL to be escaped and has no surrogate pairs.
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

@@ -1,4 +1,4 @@
-"""A user's own function, `path/to/file.py:name` -> the function, or a sentence why not."""
+"""Loads a user's own function by `path/to/file.py:name`, and formats the errors that user code raises."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from headrace.errors import ConfigError
 
 
 def load_function(spec: str, what: str, modules: dict[Path, ModuleType] | None = None) -> Callable[..., Any]:
-    """Raises ConfigError, in sentences about `what`. A file that is in `modules` already is not run again."""
+    """Returns the function. `what`: the setting that names it, for messages. A file that is already in `modules` is not run again.
+
+    Raises ConfigError if the file or the function is missing, or running the file fails."""
     modules = {} if modules is None else modules
     file, _, name = spec.rpartition(":")
     path = Path(file).expanduser().resolve()
@@ -33,7 +35,7 @@ def load_function(spec: str, what: str, modules: dict[Path, ModuleType] | None =
 
 
 def defines(spec: str) -> str:
-    """Empty, or why `file.py:name` cannot be a function of that file. The file is read, not run."""
+    """Returns an empty string, or why `file.py:name` cannot be a function of that file. The file is parsed, not run."""
     file, _, name = spec.rpartition(":")
     path = Path(file).expanduser()
     try:
@@ -51,7 +53,7 @@ def defines(spec: str) -> str:
 
 
 def _bound(node: ast.AST) -> list[str]:
-    """Names that a statement gives a meaning to."""
+    """Returns the names that a statement binds."""
     match node:
         case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
             return [name]
@@ -68,9 +70,9 @@ def _run(path: Path, what: str) -> ModuleType:
     found = importlib.util.spec_from_file_location(f"headrace_user_{path.stem}", path)
     assert found is not None and found.loader is not None
     module = importlib.util.module_from_spec(found)
-    sys.modules[found.name] = module  # dataclasses and pickle look their module up
+    sys.modules[found.name] = module  # dataclasses and pickle look up their module there
     if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # at the end: a neighbour called random.py must not replace Python's
+        sys.path.append(str(path.parent))  # at the end: a random.py beside the file must not shadow Python's own
     try:
         found.loader.exec_module(module)
     except SyntaxError as error:
@@ -81,7 +83,8 @@ def _run(path: Path, what: str) -> ModuleType:
 
 
 def one_line(error: BaseException) -> str:
-    """`ZeroDivisionError: division by zero (rewards.py:12)`: the last place within the file that headrace called."""
+    """Formats an error as `ZeroDivisionError: division by zero (rewards.py:12)`; the place is the last one in the file that headrace
+    called."""
     outside = _outside(error)
     theirs = [frame for frame in outside if frame.filename == outside[0].filename]
     place = f" ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else ""
@@ -89,8 +92,8 @@ def one_line(error: BaseException) -> str:
 
 
 def traceback_of(error: BaseException) -> str:
-    """The traceback as Python prints it, without the frames of headrace, of the standard library and of installed packages;
-    the last line is `KeyError: 'b'`. Where no frame is the user's, the last ones outside headrace."""
+    """Returns the traceback as Python prints it, without the frames of headrace, of the standard library and of installed packages;
+    its last line is like `KeyError: 'b'`. If no frame is the user's, it has the last two outside headrace."""
     outside = _outside(error)
     theirs = [frame for frame in outside if not frame.filename.startswith(_LIBRARIES)] or outside[-2:]
     lines = traceback.format_list(traceback.StackSummary.from_list(theirs[-_FRAMES:]))
@@ -98,7 +101,8 @@ def traceback_of(error: BaseException) -> str:
 
 
 def unreachable(error: BaseException) -> bool:
-    """Whether something on the network did not answer, by the names of the exception's classes: each client has its own."""
+    """Returns whether the error means that something on the network did not answer, judged by the names of its classes, because each
+    client library has its own."""
     return any(kind.__name__ in _UNREACHABLE for kind in type(error).__mro__)
 
 
@@ -119,4 +123,4 @@ _UNREACHABLE = (
     "ConnectionError", "TimeoutError", "Timeout", "URLError", "gaierror", "TransportError", "ClientConnectionError",
     "APIConnectionError",
 )  # fmt: skip
-"""Python's own, and those of requests, urllib, httpx, aiohttp and the clients of services."""
+"""Names of such classes in Python, requests, urllib, httpx, aiohttp and the clients of services."""

@@ -154,7 +154,9 @@ def test_the_share_of_a_busy_machine():
 
 # --- what fits -----------------------------------------------------------------------------------------------------------
 
-DEMO = Wish(60, 8, 8, 64, 4, 24, 46, save_every=30, warmup=5)
+DEMO = Wish(
+    steps=60, groups=8, rollouts=8, prompts=64, samples=4, max_tokens=24, prompt_tokens=46, save_every=30, warmup=5
+)
 wishes = st.builds(
     Wish, steps=st.integers(1, 300), groups=st.integers(1, 64), rollouts=st.integers(2, 16), prompts=st.integers(0, 200),
     samples=st.integers(1, 8), max_tokens=st.integers(1, 4000), prompt_tokens=st.integers(1, 4000),

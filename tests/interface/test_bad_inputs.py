@@ -148,7 +148,7 @@ COMMANDS = [
 SPELLING = [
     sets("no value", "write it as section.setting=value", "train.steps"),
     sets("no name", "write it as section.setting=value", "=3"),
-    sets("half a list", ("engine.cores=[0,1: [0,1 cannot be read", "A list is written as [0, 1]"), "engine.cores=[0,1"),
+    sets("half a list", ("engine.cores=[0,1: [0,1 cannot be read", "Write a list as [0, 1]"), "engine.cores=[0,1"),
     sets("half a text", "cannot be read", 'task.system="be brief'),
     sets("True", 'observe.tensorboard = "True" does not fit: expected a boolean: true or false', "observe.tensorboard=True"),
     sets("yes", "expected a boolean: true or false, in small letters", "task.chat=yes"),
@@ -216,19 +216,19 @@ PAIRS = [
 ]
 
 MODELS = [
-    sets("no model of that name", "is no directory; name a directory with a model, a known model", "model.path=./absent"),
+    sets("no model of that name", "is not a directory; name a directory with a model, a known model", "model.path=./absent"),
     sets("a file for a model", "name the directory that holds config.json", "model.path=./rows.jsonl"),
     model("no config.json", "no config.json; save the model with save_pretrained", lambda m: (m / "config.json").unlink()),
     model("a broken config.json", "is not valid JSON", lambda m: cut(m / "config.json")),
     model("no weights", "no weights (*.safetensors", lambda m: (m / "model.safetensors").unlink()),
     model("weights cut off", ("model.safetensors is cut off: ", "download or copy it again"), lambda m: cut(m / "model.safetensors")),
-    model("a page for weights", "is no safetensors file", lambda m: (m / "model.safetensors").write_text("<html>" * 9)),
+    model("a page for weights", "is not a safetensors file", lambda m: (m / "model.safetensors").write_text("<html>" * 9)),
     model("no tokenizer", "no tokenizer (tokenizer.json", lambda m: (m / "tokenizer.json").unlink()),
     model("a broken tokenizer", "no tokenizer that can be loaded", lambda m: cut(m / "tokenizer.json")),
     model("no template", "set task.chat = false", lambda m: (m / "chat_template.jinja").unlink()),
     model("an encoder", "it is an encoder (BertForMaskedLM)", lambda m: config_json(m, model_type="bert", architectures=["BertForMaskedLM"])),
     model("an encoder-decoder", "it is an encoder-decoder (t5)", lambda m: config_json(m, model_type="t5", is_encoder_decoder=True)),
-    model("an adapter alone", "holds an adapter alone; merge it", lambda m: (m / "config.json").rename(m / "adapter_config.json")),
+    model("an adapter alone", "holds only an adapter; merge it", lambda m: (m / "config.json").rename(m / "adapter_config.json")),
     model("too large for any machine", ("training 100 billion parameters takes", "lora.rank = 16"), huge),
     Bad("no such teacher", ("train", "a.toml"), ("the teacher a: path = ",), {"a.toml": CONFIG.replace("[eval]", '[algo]\nname = "opd"\n[eval]') + TEACHER.format(path="./absent")}),
 ]  # fmt: skip
@@ -263,7 +263,7 @@ REWARD = [
     reward("rewards.exact", "of the form path/to/file.py:name"),
     reward("rewards.py:constant", "is a int, which cannot be called"),
     reward("rewards.py:positional", "takes prompts by position only"),
-    reward("rewards.py:key", "the reward fails on the row train/0/", "KeyError: '", "rewards.py:10", "mend the function"),
+    reward("rewards.py:key", "the reward fails on row train/0/", "KeyError: '", "rewards.py:10", "correct the function"),
     reward("rewards.py:column", "it needs solution, which is no column of the task", "answer"),
     reward("rewards.py:none", "returned None instead of a list"),
     reward("rewards.py:short", "1 rewards came back for 2 completions"),
@@ -286,7 +286,7 @@ MACHINE = [
     sets("a cache for nobody", "raise engine.kv_gib or lower engine.context_length", "engine.kv_gib=0.00001"),
     sets("a file for a place", "is a file; set out", "out=rows.jsonl"),
     sets("a place below a file", "is a file; set out", "out=rows.jsonl/runs"),
-    sets("a place that cannot be written", "nothing can be written in /proc", "out=/proc/runs"),
+    sets("a place that cannot be written", "is not writable", "out=/proc/runs"),
     sets("a run that is there", "already holds a run: go on with it", files={"runs/mine/journal.jsonl": '{"a": 1}\n'}),
 ]
 GPU = [

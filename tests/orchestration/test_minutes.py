@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from fake_world import FakeWorld
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_pipeline import World
 from tiny_run import of, tiny_config
 
 import headrace
@@ -48,8 +48,8 @@ AMX = {
 }  # fmt: skip
 
 
-@dataclass
-class Timed(World):
+@dataclass(kw_only=True)
+class Timed(FakeWorld):
     """A world whose run has an allowance, and an evaluation before and after."""
 
     allowance: Allowance | None = None
@@ -92,7 +92,7 @@ def test_a_run_never_exceeds_its_minutes(
     """However fast the machine is, the measurement being off by three, and the machine another one in the middle."""
     expected = (step + 3 * 2 * 8 * token) * off
     engine, trainer = FakeEngine(seconds_per_token=token), FakeTrainer(seconds_per_step=step)
-    one = Allowance(end, steps, 40, evaluation * off, 0.0, expected)
+    one = Allowance(end=end, steps=steps, most=40, evaluation=evaluation * off, save=0.0, step=expected)
     world = Timed(
         tmp_path_factory.mktemp("timed"), steps=steps, engine=engine, trainer=trainer, allowance=one, slower=slower
     )
@@ -101,17 +101,27 @@ def test_a_run_never_exceeds_its_minutes(
     longest = max(1.0, slower) * (step + 8 * token * 4) + max(0.0, slower - MARGIN) * evaluation
     assert over <= end + (longest if done == 1 or slower > 1 else 1e-6), (over, end, done)
     assert 1 <= done <= 40 and world.buffer.accounting().balance() == 0
-    planned = [fact.steps for fact in world.ledger.of(Planned)]
+    planned = [fact.steps for fact in world.facts.of(Planned)]
     assert done == (planned[-1] if planned else steps) and [kept for kept, _ in world.kept] == planned
-    assert world.ledger.facts  # C2 was asserted at every fact
+    assert world.facts.facts  # C2 was asserted at every fact
 
 
 def test_a_run_with_time_to_spare_does_more_and_one_without_ends_early(tmp_path):
-    fast = Timed(tmp_path / "a", steps=5, trainer=FakeTrainer(0.1), allowance=Allowance(360, 5, 30, 1.0, 0.0, 10.0))
+    fast = Timed(
+        tmp_path / "a",
+        steps=5,
+        trainer=FakeTrainer(0.1),
+        allowance=Allowance(end=360, steps=5, most=30, evaluation=1.0, save=0.0, step=10.0),
+    )
     virtual_time.run(fast.timed(1.0))
     assert fast.pipeline.step == 30 and fast.kept == [(30, 3)]
-    assert "30 steps instead of 5" in fast.ledger.of(Planned)[0].message
-    slow = Timed(tmp_path / "b", steps=30, trainer=FakeTrainer(20.0), allowance=Allowance(200, 30, 30, 1.0, 0.0, 5.0))
+    assert "30 steps instead of 5" in fast.facts.of(Planned)[0].message
+    slow = Timed(
+        tmp_path / "b",
+        steps=30,
+        trainer=FakeTrainer(20.0),
+        allowance=Allowance(end=200, steps=30, most=30, evaluation=1.0, save=0.0, step=5.0),
+    )
     assert virtual_time.run(slow.timed(10.0)) <= 200
     assert 5 <= slow.pipeline.step < 10 and slow.kept[0] == (slow.kept[0][0], 3)
 
@@ -125,7 +135,7 @@ def test_waiting_for_groups_that_never_come_ends_in_time(tmp_path):
                 await asyncio.sleep(10_000)
             return await super().generate(request)
 
-    one = Allowance(200, 100, 100, 5.0, 0.0, 1.0)
+    one = Allowance(end=200, steps=100, most=100, evaluation=5.0, save=0.0, step=1.0)
     world = Timed(tmp_path / "a", steps=100, engine=Fading(), trainer=FakeTrainer(2.0), allowance=one)
     assert virtual_time.run(world.timed(5.0)) <= 200
     assert world.kept[-1][0] == world.pipeline.step and world.checkpoints.all()
@@ -133,7 +143,11 @@ def test_waiting_for_groups_that_never_come_ends_in_time(tmp_path):
 
 def test_a_resumed_run_whose_time_is_over_says_so_and_trains_nothing(tmp_path):
     said: list[Any] = []
-    minutes = Minutes(Allowance(100.0, 20, 60, 10.0, 8.0, 10.0), record=said.append, clock=lambda: 99.0)
+    minutes = Minutes(
+        Allowance(end=100.0, steps=20, most=60, evaluation=10.0, save=8.0, step=10.0),
+        record=said.append,
+        clock=lambda: 99.0,
+    )
     minutes.begin(7)
     assert not minutes.another(7) and minutes.another(0)
     assert [type(fact) for fact in said] == [Warned] and "train.minutes" in said[0].message
@@ -173,7 +187,8 @@ def test_minutes_are_fitted_and_written_down(tmp_path, tiny_llama):
     assert one is not None and (one.end, one.most, one.steps) == (120.0, 60, fitted.config.train.steps)
     busy = fit_minutes(settled, share_of(2, 30, 0), 10**8, 46)
     assert (
-        "too little for this machine" in busy.notes[0] and "others use the machine" in busy.config.chosen.why["minutes"]
+        "too little for this machine" in busy.notes[0]
+        and "other processes leave about" in busy.config.chosen.why["minutes"]
     )
 
 
@@ -233,7 +248,12 @@ def test_the_learning_rate_falls_to_the_end_that_is_planned_now():
 
 
 def test_a_step_that_is_done_again_has_the_number_of_steps_that_it_had(tmp_path):
-    world = Timed(tmp_path, steps=5, trainer=FakeTrainer(0.1), allowance=Allowance(360, 5, 30, 1.0, 0.0, 10.0))
+    world = Timed(
+        tmp_path,
+        steps=5,
+        trainer=FakeTrainer(0.1),
+        allowance=Allowance(end=360, steps=5, most=30, evaluation=1.0, save=0.0, step=10.0),
+    )
     virtual_time.run(world.timed(1.0))
     assert [step.steps for step in read_steps(tmp_path)][:4] == [5, 5, 5, 30]
     assert [batch.steps for batch in world.trainer.batches] == [step.steps for step in read_steps(tmp_path)]

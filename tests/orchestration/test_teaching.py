@@ -272,7 +272,7 @@ def test_what_can_be_known_is_refused_before_anything_starts(config: Config, oth
     absent = str(tmp_path / "absent")
     config["teachers"] = [{"name": "north", "path": absent}]
     with pytest.raises(
-        ConfigError, match=rf"the teacher north: path = {absent} is no directory.*headrace export RUN --to"
+        ConfigError, match=rf"the teacher north: path = {absent} is not a directory.*headrace export RUN --to"
     ):
         headrace.train(config)
     config["name"] = "routed"

@@ -180,7 +180,7 @@ def test_a_directory_that_holds_a_run_is_only_for_going_on(tmp_path, tiny_llama)
 def test_a_place_that_can_be_written_is_left_as_it_was(tmp_path):
     assert place_problem(tmp_path / "a" / "b", "a") == "" and not list(tmp_path.iterdir())
     (tmp_path / "nowhere").symlink_to(tmp_path / "absent")
-    assert "leads nowhere" in place_problem(tmp_path / "nowhere" / "b", "nowhere")
+    assert "is a broken link" in place_problem(tmp_path / "nowhere" / "b", "nowhere")
 
 
 # --- prompts -----------------------------------------------------------------------------------------------------------
@@ -210,7 +210,13 @@ def test_lengths_and_what_is_said_of_them(tmp_path, tiny_llama):
 # --- memory ------------------------------------------------------------------------------------------------------------
 
 BILLION = ModelShape(
-    10**9, (("a.q_proj.weight", 100, 50), ("a.up.weight", 200, 50)), 10, 1000, 4000, 2 * 10 * 4 * 64, 4096
+    parameters=10**9,
+    matrices=(("a.q_proj.weight", 100, 50), ("a.up.weight", 200, 50)),
+    layers=10,
+    hidden=1000,
+    inner=4000,
+    cached=2 * 10 * 4 * 64,
+    positions=4096,
 )
 
 
@@ -273,9 +279,9 @@ def test_checkpointing_keeps_one_number_in_place_of_all_of_a_layer():
         (
             plan_of(engine={"kv_gib": 500}),
             64,
-            "engine.kv_gib = 500 is more than the 64.0 GiB of memory of this machine",
+            "engine.kv_gib = 500 is more than the 64.0 GiB of memory that this machine has",
         ),
-        (plan_of(engine={"kv_gib": 500}), 64, "0.6 GiB hold all that engine.max_running = 64 can fill"),
+        (plan_of(engine={"kv_gib": 500}), 64, "0.6 GiB hold all that engine.max_running = 64 sequences can fill"),
         (plan_of(engine={"kv_gib": 0.001}), 64, "takes 0.00977 GiB for this model; raise engine.kv_gib"),
     ],
 )
@@ -333,8 +339,8 @@ def test_devices_and_dtypes_as_they_will_be():
         ({"name": "m2po"}, "selection", "m2po, tau = 0.04"),
         ({"name": "dr_grpo"}, "denominator", "the step's sequences times 64 tokens (token_sum)"),
         ({"name": "opd_topk"}, "distillation", "reverse, top 32, coefficient 1"),
-        ({"name": "icepop", "denominator": "kept"}, "denominator", "what a rule takes out is not counted"),
-        ({"overlong": "mask"}, "cut off", "leave the loss and its denominator"),
+        ({"name": "icepop", "denominator": "kept"}, "denominator", "tokens that a rule masks are not counted"),
+        ({"overlong": "mask"}, "cut off", "are left out of the loss and its denominator"),
     ],
 )
 def test_the_algorithm_is_told_as_it_comes_out(settings: Config, label: str, words: str):

@@ -60,8 +60,8 @@ def test_what_means_nothing_without_a_rank_is_refused_but_for_adapters_that_have
     ("settings", "sentence"),
     [
         ({"rank": 4, "dora": True, "publish": "adapter"}, "merged"),
-        ({"rank": 4, "dora": True, "experts": True}, "exclude each other"),
-        ({"rank": 4, "dora": True, "quantise": "nf4"}, "exclude each other"),
+        ({"rank": 4, "dora": True, "experts": True}, "cannot be combined"),
+        ({"rank": 4, "dora": True, "quantise": "nf4"}, "cannot be combined"),
         ({"rank": 4, "targets": ()}, "lora.targets is empty"),
         ({"rank": 4, "rank_pattern": {"q_proj": 0}}, "q_proj a rank below 1"),
         ({"rank": -1}, "greater than or equal to 0"),

@@ -15,8 +15,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from headrace.algo.config import AlgoConfig, is_user_function
-from headrace.auto import share
 from headrace.auto.measurer import Measurer, ProbeMeasurer
+from headrace.auto.share import measure_share
 from headrace.config import RunConfig, adapter_runs
 from headrace.errors import ConfigError
 from headrace.models.chat import ChatEncoder
@@ -107,7 +107,7 @@ async def rehearse(
         for run in adapter_runs(config) or (config,):
             await _task_and_reward(found, run, model_dir, inputs)
         with found.part():
-            machine = await asyncio.to_thread(machines.look, probe)
+            machine = await asyncio.to_thread(machines.inspect_machine, probe)
             if model_dir and not resume:
                 await asyncio.to_thread(_choose, found, machine, model_dir, measurer or ProbeMeasurer())
             if model_dir:
@@ -224,7 +224,7 @@ def _choose(found: Rehearsal, machine: Machine, model_dir: Path, measurer: Measu
     if not found.config.train.minutes:
         return
     size = checkpoint_bytes(shape, _plan(found.config, machine))
-    fitted = fit_minutes(settled, share.look(machine.cores), size, found.prompt_tokens)
+    fitted = fit_minutes(settled, measure_share(machine.cores), size, found.prompt_tokens)
     found.config = fitted.config
     found.notes += fitted.notes
 
