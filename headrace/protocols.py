@@ -376,6 +376,11 @@ class TrainerCore(Protocol):
     def dtype(self) -> str:
         """The dtype of its computation: `bfloat16` or `float32`."""
 
+    @property
+    def arithmetic(self) -> str:
+        """The name of its forward pass: an engine that has the same name gets the same log-probs of equal weights, bit for bit.
+        Empty where it has none."""
+
     def parameters(self, adapter: str = "") -> Iterable[tuple[str, torch.Tensor]]:
         """Yields names and tensors in the order of publishing: canonical (`named_parameters()`, tied ones once) for the model,
         as peft saves them for an adapter. The sender casts to the serving dtype."""
