@@ -16,7 +16,7 @@ from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.clients.process_engine import ProcessEngine
 from headrace.orchestration.clients.process_trainer import ProcessTrainer
 from headrace.orchestration.loops.turns import Turns
-from headrace.orchestration.needs import check_needs
+from headrace.orchestration.needs import check_needs, check_parity
 from headrace.orchestration.teaching import Shadowing, Teaching, shadow_of
 from headrace.orchestration.workers.build import open_launcher, open_transport
 from headrace.orchestration.workers.messages import AdapterStart, EngineStart, TrainerReady, TrainerStart
@@ -98,6 +98,7 @@ async def open_pools(
             settings = _engine_settings(config, adapters)
             await engine.open(EngineStart(str(model_dir), settings, ready.manifests, transports[0]))
         check_needs(engine.capabilities, config)
+        check_parity(engine.capabilities, ready.arithmetic, config)
         undo.pop_all()
     shadow = Shadowing(ready.shadow, transports[1]) if ready.shadow else None
     return Pools(
