@@ -1,4 +1,4 @@
-"""The one place of this folder that names its concrete sinks."""
+"""Creates the recorder and its sinks: the one file here that names the concrete classes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from headrace.observe.resume import Resume
 
 
 def open_recorder(config: ObserveConfig, run_dir: Path, resume: Resume | None = None) -> Recorder:
-    """A recorder with everything that `config` asks for; the terminal view begins to move at once, all else with `Recorder.begin`.
+    """Returns a recorder with the sinks that `config` asks for. The terminal view starts at once, everything else with `Recorder.begin`.
 
     `resume`: None for a fresh run.
-    Raises `ConfigError` when a sink's package is missing, or when the directory already holds a run.
+    Raises `ConfigError` if a sink's package is missing, or the directory already holds a run.
     """
     check_installed(config)
     step = resume.step if resume else None

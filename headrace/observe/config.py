@@ -1,4 +1,4 @@
-"""Which watchers a run has. The journal, the metrics and the report are always written."""
+"""Settings of the views and sinks of a run. The journal, the metrics and the report are always written."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from headrace.settings.extras import install
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class ObserveConfig:
     terminal: Literal["auto", "live", "plain", "off"] = "auto"
-    """`live` redraws one view, `plain` prints a line per step; `auto` is live on a terminal and in a notebook, and plain in a log."""
+    """live: redraw one view. plain: print a line per step. auto: live on a terminal and in a notebook, plain in a log file."""
     tensorboard: bool = False
-    """Scalars for TensorBoard under `runs/<name>/tensorboard`."""
+    """Write scalars for TensorBoard to `runs/<name>/tensorboard`."""
     trackio: bool = False
-    """Scalars for a local trackio dashboard; nothing leaves the machine."""
+    """Write scalars for a local trackio dashboard; nothing leaves the machine."""
 
 
 def check_installed(config: ObserveConfig, find: Callable[[str], object] = importlib.util.find_spec) -> None:
-    """Raises `ConfigError` with the pip remedy when a sink was asked for whose package `find` does not find."""
+    """Raises `ConfigError` with the pip command if `find` does not find the package of a requested sink."""
     for name in ("tensorboard", "trackio"):
         if getattr(config, name) and find(name) is None:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Scalars for TensorBoard and trackio: the same names in both, one value per optimizer step. Nothing leaves the machine."""
+"""Scalars for TensorBoard and trackio, with the same names in both and one value per optimizer step. Nothing leaves the machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from headrace.observe.records import MetricsFact, StepRow
 
 
 def scalars(fact: MetricsFact, state: RunState) -> tuple[int, dict[str, float]]:
-    """The step that a fact belongs to, and its finite numbers; empty for facts without any."""
+    """Returns the step that a fact belongs to, and its finite numbers; none for facts without numbers."""
     match fact:
         case StepRow():
             step, values = fact.report.version, _step_scalars(fact, state.engine) | _share_scalars(state.shares.recent)
@@ -70,7 +70,7 @@ def _step_scalars(row: StepRow, engine: EngineUse) -> dict[str, float]:
 
 
 def _share_scalars(recent: Tally) -> dict[str, float]:
-    """Of the last groups."""
+    """Returns shares over the last groups."""
     found = {
         "share/truncated": recent.truncated_share,
         "share/no_contrast": recent.no_contrast_share,
@@ -89,14 +89,14 @@ def _uncommon(row: StepRow) -> dict[str, int]:
 
 
 class TensorBoardSink:
-    """Uses TensorBoard's own writer, which needs neither torch nor TensorFlow."""
+    """Writes with TensorBoard's own writer, which needs neither torch nor TensorFlow."""
 
     def __init__(self, directory: Path, resume_at_step: int | None = None) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._writer = EventFileWriter(str(directory))
-        if resume_at_step is not None:  # TensorBoard then forgets what the killed run wrote from this step on
+        if resume_at_step is not None:  # makes TensorBoard discard what the killed process wrote from this step on
             start = SessionLog(status=SessionLog.START)
             self._writer.add_event(Event(wall_time=time.time(), step=resume_at_step + 1, session_log=start))
 
@@ -114,7 +114,7 @@ class TensorBoardSink:
 
 
 class TrackioSink:
-    """Into trackio's local database; look at it with `trackio show --project headrace`."""
+    """Writes to trackio's local database; `trackio show --project headrace` shows it."""
 
     def __init__(self, project: str = "headrace") -> None:
         for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
@@ -134,7 +134,7 @@ class TrackioSink:
         import trackio
 
         settings = {"headline": fact.headline, "seed": fact.seed, "max_lag": fact.max_lag, "steps": fact.steps}
-        with contextlib.redirect_stdout(io.StringIO()):  # its greeting would tear the live view
+        with contextlib.redirect_stdout(io.StringIO()):  # its greeting would break the live view
             return trackio.init(
                 project=self._project,
                 name=fact.name,
