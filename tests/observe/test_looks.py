@@ -118,7 +118,7 @@ def test_advice_and_the_traceback_have_room_before_the_samples_and_nothing_overf
     state = half_failed()
     for width, height in SIZES:
         text = live(state, width, height)
-        assert len(text.splitlines()) < height and "mend the reward, or the rows that it cannot read" in flat(text)
+        assert len(text.splitlines()) < height and "correct the reward, or the rows that it cannot read" in flat(text)
         assert "KeyError: '7'" in text
 
 

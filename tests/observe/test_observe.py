@@ -330,7 +330,7 @@ def test_gaps_in_what_the_sampler_recorded_are_told() -> None:
     tokens = sum(row.report.loss_tokens for row in whole.rows)
     assert verdicts.record(whole) == (
         "Sampler's record",
-        "whole",
+        "complete",
         f"{tokens} tokens trained as they were sampled",
         "good",
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from headrace.durable.journal import JOURNAL, Damage, JournalStep, count_steps, read_steps
 from headrace.observe.facts import GroupEnded, Warned
-from headrace.observe.numbers.rollout_view import Look, Pieces, look, settings_of, trimmed_below
+from headrace.observe.numbers.rollout_view import Pieces, RolloutView, settings_of, trimmed_below, view_rollout
 from headrace.observe.numbers.shares import NO_CONTRAST, Tally
 from headrace.observe.numbers.state import RunState
 from headrace.observe.records import StepRow, read_metrics
@@ -23,7 +23,7 @@ SAMPLED_STEPS = 8
 class ReportData:
     run_dir: Path
     state: RunState
-    samples: tuple[Look, ...]
+    samples: tuple[RolloutView, ...]
     config: str
     bins: tuple[Bin, ...]
     rewards: tuple[float, ...] = ()
@@ -154,7 +154,7 @@ def _began(state: RunState, place: int) -> float:
     return max(opened, state.rows[place - 1].t) if place else opened
 
 
-def sampled(run_dir: Path, pieces: Pieces | None = None, damage: Damage | None = None) -> list[Look]:
+def sampled(run_dir: Path, pieces: Pieces | None = None, damage: Damage | None = None) -> list[RolloutView]:
     """From steps spread evenly over the journal: the best and the worst rollout of one group of each."""
     count = count_steps(run_dir)
     if not count:
@@ -169,10 +169,12 @@ def sampled(run_dir: Path, pieces: Pieces | None = None, damage: Damage | None =
     ]
 
 
-def _two_of(step: JournalStep, pieces: Pieces | None, oldest: int | None) -> list[Look]:
+def _two_of(step: JournalStep, pieces: Pieces | None, oldest: int | None) -> list[RolloutView]:
     groups = [group for group in step.groups if group.scored]
     if not groups:
         return []
     group = groups[step.step % len(groups)]
     order = sorted(range(len(group.scored)), key=lambda i: -group.scored[i].reward)
-    return [look(step, group, index, pieces, oldest) for index in dict.fromkeys((order[0], order[-1]))]
+    return [
+        view_rollout(step, group, index, pieces=pieces, oldest=oldest) for index in dict.fromkeys((order[0], order[-1]))
+    ]

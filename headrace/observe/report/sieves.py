@@ -43,7 +43,7 @@ def solve_rates(state: RunState) -> str:
 
 def _unfinished(state: RunState) -> str:
     count = sum(fate.unfinished for fate in discarded(state.fates))
-    return f"{plural(count, 'group')} ended before they were done and are missing here." if count else ""
+    return f"{plural(count, 'group')} cancelled before completion: missing here." if count else ""
 
 
 def _histograms(title: str, sieve: Sieve, low: float, width: float, unit: str, note: str) -> str:

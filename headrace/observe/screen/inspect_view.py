@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.observe.diagnosis.troubles import judged
-from headrace.observe.numbers.rollout_view import Look, spans_told
+from headrace.observe.numbers.rollout_view import RolloutView, span_list
 from headrace.observe.screen.layout import one_line
 from headrace.observe.text import clip, counted, number, plural
 from headrace.reports import TrainReport
@@ -24,18 +24,18 @@ WIDE = 0.5
 
 def show(
     console: Console,
-    looks: Sequence[Look],
-    chosen: Sequence[Look],
+    views: Sequence[RolloutView],
+    chosen: Sequence[RolloutView],
     report: TrainReport,
     source: str,
     tokens: bool = False,
 ) -> None:
     """`chosen`: those shown token by token, with `tokens` also one a line. `source`: where the trainer's log-probs come from, or
     why there are none."""
-    console.print(_headline(looks, report))
+    console.print(_headline(views, report))
     console.print(_lag_lines(report))
-    if len(looks) > 1:
-        console.print(_Overview(looks))
+    if len(views) > 1:
+        console.print(_Overview(views))
     for one in chosen:
         console.print(rollout(one))
         if tokens:
@@ -43,10 +43,10 @@ def show(
     console.print(_legend(chosen, source))
 
 
-def _headline(looks: Sequence[Look], report: TrainReport) -> str:
-    tickets = len({one.ticket for one in looks})
+def _headline(views: Sequence[RolloutView], report: TrainReport) -> str:
+    tickets = len({one.ticket for one in views})
     return (
-        f"[bold]Step {report.step + 1}[/]: {plural(tickets, 'group')}, {plural(len(looks), 'rollout')}, made version "
+        f"[bold]Step {report.step + 1}[/]: {plural(tickets, 'group')}, {plural(len(views), 'rollout')}, made version "
         f"{report.version} · loss {number(report.loss)} · gradient {number(report.grad_norm)} · KL {number(report.kl)} · "
         f"{report.loss_tokens:,} tokens in the loss"
     )
@@ -69,12 +69,12 @@ ROOM = 40
 class _Overview:
     """One line a rollout where the terminal is wide, else its numbers and beneath them its text: neither is cut short by the other."""
 
-    def __init__(self, looks: Sequence[Look]) -> None:
-        gaps = any(one.trainer for one in looks)
-        self._looks = looks
+    def __init__(self, views: Sequence[RolloutView]) -> None:
+        gaps = any(one.trainer for one in views)
+        self._looks = views
         self._head = ["ticket", "rollout", "reward", "advantage", "tokens", "stop", "versions", "lag"]
         self._head += ["|Δ| mean"] if gaps else []
-        self._rows = [_numbers(one, gaps) for one in looks]
+        self._rows = [_numbers(one, gaps) for one in views]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         widths = [max(map(len, column)) for column in zip(self._head, *self._rows, strict=True)]
@@ -88,11 +88,11 @@ class _Overview:
             yield from (Text(line, no_wrap=True, overflow="ellipsis") for line in lines)
 
 
-def _text_of(one: Look) -> str:
+def _text_of(one: RolloutView) -> str:
     return (f"[not in the loss: {counted(one.reasons)}] " if one.reasons else "") + one_line(one.text)
 
 
-def _numbers(one: Look, gaps: bool) -> list[str]:
+def _numbers(one: RolloutView, gaps: bool) -> list[str]:
     versions = sorted({span.version for span in one.spans})
     return [
         str(one.ticket),
@@ -111,7 +111,7 @@ def _justified(cells: Sequence[str], widths: Sequence[int]) -> str:
     return " ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
 
 
-def rollout(one: Look) -> RenderableType:
+def rollout(one: RolloutView) -> RenderableType:
     """One rollout token by token."""
     rewards = ", ".join(f"{name} {number(value)}" for name, value in one.rewards.items())
     advantage = "not trained" if math.isnan(one.advantage) else f"advantage {one.advantage:+.3f}"
@@ -120,7 +120,7 @@ def rollout(one: Look) -> RenderableType:
     head.append(
         f" · {one.prompt_id} · reward {number(one.reward)} ({rewards}) · {advantage} · {one.stop}{turns}", "not bold"
     )
-    facts = [f"spans: {spans_told(one)}"]
+    facts = [f"spans: {span_list(one)}"]
     if words := judged(one.answer, one.extracted):
         facts.append(words)
     if one.reasons:
@@ -135,14 +135,14 @@ def rollout(one: Look) -> RenderableType:
     )
 
 
-def _tokens(one: Look) -> Text:
+def _tokens(one: RolloutView) -> Text:
     text = Text()
     for place, piece in enumerate(one.pieces):
         text.append(piece, _style(one, place))
     return text
 
 
-def _token_table(one: Look) -> Table:
+def _token_table(one: RolloutView) -> Table:
     table = _table(
         "#token", "#id", "", "#log-prob", *(["#trainer", "#Δ"] if one.trainer else []), "#lag", "#advantage", ""
     )
@@ -163,7 +163,7 @@ def _token_table(one: Look) -> Table:
     return table
 
 
-def _style(one: Look, place: int) -> str:
+def _style(one: RolloutView, place: int) -> str:
     style = LAG_STYLES[min(max(one.lags[place], 0), len(LAG_STYLES) - 1)]
     if one.left_out[place]:
         style += " strike"
@@ -174,7 +174,7 @@ def _style(one: Look, place: int) -> str:
     return style
 
 
-def _widest(one: Look, count: int = 4) -> str:
+def _widest(one: RolloutView, count: int = 4) -> str:
     gaps = sorted(
         ((b - a, i) for i, (a, b) in enumerate(zip(one.logprobs, one.trainer, strict=False))), key=lambda g: -abs(g[0])
     )
@@ -183,7 +183,7 @@ def _widest(one: Look, count: int = 4) -> str:
     )
 
 
-def _legend(chosen: Sequence[Look], source: str) -> RenderableType:
+def _legend(chosen: Sequence[RolloutView], source: str) -> RenderableType:
     lags = sorted({min(lag, len(LAG_STYLES) - 1) for one in chosen for lag in one.lags if lag >= 0})
     text = Text("\n")
     for lag in lags:
