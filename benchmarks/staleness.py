@@ -71,7 +71,7 @@ def simulated(given: argparse.Namespace, policy: Json, seed: int) -> Json:
     from headrace.observe.facts import GroupEnded, StepTrained, WeightsLive
     from headrace.observe.numbers.state import RunState
     from headrace.observe.records import summarise
-    from headrace.plan.world import World
+    from headrace.plan.planned import planned_world
     from headrace.reports import EngineStats
     from headrace.simulate import virtual_time
 
@@ -92,7 +92,7 @@ def simulated(given: argparse.Namespace, policy: Json, seed: int) -> Json:
                 self.state.fold(fact)
 
     scenario, watcher = scenario_of(given, policy, seed), Watcher()
-    world = World(scenario, watcher)
+    world = planned_world(scenario, watcher)
 
     async def go() -> EngineStats:
         await world.run()

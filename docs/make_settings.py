@@ -1,6 +1,6 @@
 """Writes docs/settings.md, the reference of all settings: `make docs`.
 
-Names, types and defaults are those of the config dataclasses; what a setting is for is the docstring beneath its field.
+Names, types and defaults are read from the config dataclasses, the purpose of a setting from the docstring beneath its field.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ TARGET = Path(__file__).with_name("settings.md")
 INTRODUCTION = """\
 # Settings
 
-Every setting: type, default, and what it is for. `make docs` makes this page from the docstrings in the source.
+Every setting with its type, default and purpose. `make docs` writes this page from the docstrings in the source.
 
 A run is one TOML file, whose tables are the sections below; `[[...]]` is a table that may be given several times. Only `model.path`,
-the task and something that gives rewards (or a teacher) must be set. `--set train.steps=200` on the command line replaces one
-setting, `--dry-run` prints all of them as they come out. Relative paths in a file are seen from the file's folder. A name that does
-not exist, a value that does not fit and settings that cannot work together are refused at the start, with the remedy. What a
-resumed run may change is in [journal.md](journal.md#going-on-with-a-run).
+the task and a source of rewards (or a teacher) must be set. `--set train.steps=200` on the command line replaces one setting;
+`--dry-run` prints the resulting value of every one. Relative paths in a file are relative to the file's folder. Unknown names, values
+that do not fit and settings that cannot work together are refused at the start, with the remedy. [journal.md](journal.md#resuming-a-run)
+lists what a resumed run may change.
 
-Two environment variables: `HEADRACE_CACHE` is where fetched models, compiled kernels and measured rates are kept
-(`~/.cache/headrace` otherwise), `CXX` the C++ compiler. C1 to C9 are [the contracts](design-notes.md#the-contracts).
+There are two environment variables: `HEADRACE_CACHE` is the folder of fetched models, compiled kernels and measured rates
+(`~/.cache/headrace` by default), and `CXX` is the C++ compiler. C1 to C9 are [the contracts](design-notes.md#the-contracts).
 """
 
 
@@ -42,13 +42,13 @@ class Section(NamedTuple):
     title: str
     about: str
     settings: list[tuple[str, str, str, str]]
-    """Name, type, default, what it is for."""
+    """Name, type, default, purpose."""
 
 
 def sections(
     kind: type, path: str = "", title: str = "The run, above all tables", about: str = ""
 ) -> Iterator[Section]:
-    """Of a dataclass of settings: its own, those of its tables, those of its lists of tables."""
+    """Yields the sections of a settings dataclass: its own settings, then those of its tables and of its lists of tables."""
     hints, told = typing.get_type_hints(kind), docstrings(kind) | (constants() if kind is AlgoConfig else {})
     own, tables, lists = [], [], []
     for name, field in kind.__pydantic_fields__.items():  # type: ignore[attr-defined]
@@ -66,7 +66,7 @@ def sections(
 
 
 def docstrings(kind: type) -> dict[str, str]:
-    """What stands beneath each field; under the empty name what stands beneath the class."""
+    """Returns the docstring beneath each field, by its name, and the class's under the empty name."""
     (node,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(node, ast.ClassDef)
     found = {"": ast.get_docstring(node) or ""}
@@ -77,7 +77,7 @@ def docstrings(kind: type) -> dict[str, str]:
 
 
 def constants() -> dict[str, str]:
-    """Beside each constant of the losses, what it does in which of them."""
+    """Returns, for each constant of the losses, its docstring in each of them."""
     said: dict[str, dict[str, list[str]]] = {}
     for loss in LOSSES.values():
         inherited = [docstrings(one) for one in reversed(loss.__mro__) if dataclasses.is_dataclass(one)]
@@ -91,7 +91,7 @@ def constants() -> dict[str, str]:
 
 
 def type_of(hint: Any, metadata: list[Any]) -> str:
-    """In TOML's words. `metadata`: bounds, as pydantic keeps them."""
+    """Names a type in TOML's words. `metadata`: bounds, as pydantic keeps them."""
     origin, inner = typing.get_origin(hint), [one for one in typing.get_args(hint) if one is not type(None)]
     if origin is Literal:
         return ", ".join(f"`{json.dumps(one)}`" for one in inner)
@@ -117,7 +117,7 @@ def default_of(field: Any) -> str:
 
 
 def cell(text: str) -> str:
-    """On one line, with what Markdown would take for its own escaped outside of code."""
+    """Puts a text on one line and escapes Markdown's characters outside of code."""
     parts = re.split(r"(`[^`]*`)", " ".join(text.split()))
     plain = [part if part.startswith("`") else part.replace("<", "&lt;") for part in parts]
     return "".join(plain).replace("|", "\\|")
@@ -131,7 +131,7 @@ def reference() -> str:
             text.append(f"{textwrap.fill(' '.join(about.split()), 130)}\n")
         if settings:
             rows = (f"| `{name}` | {kind} | {default} | {cell(what)} |" for name, kind, default, what in settings)
-            text.append("\n".join(["| setting | type | default | what it is for |", "|---|---|---|---|", *rows, ""]))
+            text.append("\n".join(["| setting | type | default | purpose |", "|---|---|---|---|", *rows, ""]))
     return "\n".join(text)
 
 

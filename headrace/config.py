@@ -34,28 +34,28 @@ from headrace.tasks.config import TaskConfig
 from headrace.trainer.config import TrainConfig
 
 
-@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class RunConfig:
-    """One run, resolved. Every section is owned by the part that it configures."""
+    """One run, with all settings resolved. Each section belongs to the part that it configures."""
 
     model: ModelConfig
     task: TaskConfig
     name: str = "run"
-    """The run's directory is `out/name`. A config file without a name lends its own."""
+    """The run's directory is `out/name`. Without a name, the config file's own name is used."""
     seed: int = Field(default=0, ge=0)
-    """Everything random is drawn from this and from names."""
+    """Seeds everything random. Each random stream has a name, so that the streams are independent."""
     out: str = "runs"
-    """Where runs are kept, seen from where the command is given."""
+    """The folder of all runs, relative to the working directory."""
     reward: RewardConfig = Field(default_factory=RewardConfig)
-    """May be empty where a function is passed to `headrace.train`, or where teachers are all there is to learn from."""
+    """May be empty if a function is passed to `headrace.train`, or if the policy learns from teachers alone."""
     teachers: tuple[TeacherConfig, ...] = ()
-    """Models that are asked about what the policy sampled."""
+    """Models that score what the policy sampled."""
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     algo: AlgoConfig = Field(default_factory=AlgoConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
     lora: LoraConfig = Field(default_factory=LoraConfig)
     adapters: tuple[AdapterConfig, ...] = ()
-    """Several adapters trained at once on one base, each with settings of its own on top of these."""
+    """Several adapters trained at once on one base. Each has settings of its own, on top of the run's."""
     engine: EngineConfig = Field(default_factory=EngineConfig)
     staleness: StalenessConfig = Field(default_factory=StalenessConfig)
     partial: PartialConfig = Field(default_factory=PartialConfig)

@@ -1,4 +1,4 @@
-"""Which algorithm: the name of a recipe and the settings that replace its values. Imports no torch."""
+"""The algorithm's settings: the name of a recipe, and values that replace its own. Imports no torch."""
 
 from __future__ import annotations
 
@@ -38,35 +38,39 @@ _STRICT = ConfigDict(extra="forbid")
 @dataclass(frozen=True, config=_STRICT)
 @settings_of(LOSSES.values(), before="correction")
 class AlgoConfig:
-    """A recipe, and the settings that replace its values. Every constant of a loss is one of them."""
+    """A recipe, and settings that replace its values. Every constant of a loss is one of them."""
 
     name: str = "grpo"
-    """A row of `recipes.RECIPES`; the settings below that are not given are the recipe's."""
+    """A recipe of [algorithms.md](algorithms.md). Settings below that are not given have the recipe's values."""
     _: KW_ONLY
     advantage: str | None = None
-    """Of the rewards of a group. A name, or `file.py:name`: your function GroupRewards -> one number per rollout."""
+    """The advantage, computed from the rewards of a group: a name, or `file.py:name` of your function GroupRewards ->
+    one number per rollout."""
     loss: str | None = None
-    """Of the tokens. A name, or `file.py:name`: your function Tokens -> Tensor [M]. It comes with its own constants,
-    unless it is the loss of the recipe."""
+    """The policy loss per token: a name, or `file.py:name` of your function Tokens -> Tensor [M]. A loss other than the
+    recipe's comes with its own constants."""
     aggregation: Aggregation | None = None
-    """How per-token losses become one number, over the whole optimizer step."""
+    """How the losses of all tokens of the optimizer step become one number."""
     denominator: Denominator = "all"
-    """Of tokens that a rule takes out (correction, `veto`, `kpop`, `opsm`, `lag`, `select`): `all` counts them in the denominator, so that
-    a step of which half was rejected is half as long; `kept` leaves them out of the whole loss, as if they had not been sampled."""
+    """How tokens that a rule takes out (correction, `veto`, `kpop`, `opsm`, `lag`, `select`) count. `all`: they stay in
+    the denominator, so that a step of which half was rejected is half as large. `kept`: they leave the whole loss, as
+    if they had not been sampled."""
     old: Old | None = None
-    """What ratios are anchored at: the sampler's log-probs; the trainer's own before the update (every batch gets exactly one
-    update, so that they are the current ones, exactly and for free); or between both, log-linear in the lag."""
+    """The log-probs that ratios are taken against. `sampler`: the sampler's. `trainer`: the trainer's own before the
+    update, which are the current ones, exactly and at no cost, since every batch gets exactly one update. `loglinear`:
+    between both, log-linear in the lag."""
     correction: CorrectionConfig = Field(default_factory=CorrectionConfig)
     lag: LagWeightConfig = Field(default_factory=LagWeightConfig)
     select: SelectConfig = Field(default_factory=SelectConfig)
     kl: KLConfig = Field(default_factory=KLConfig)
     distill: DistillConfig = Field(default_factory=DistillConfig)
     length_constant: int = Field(default=0, ge=0)
-    """What `token_sum` divides by, in tokens; 0 is the longest completion there can be (rollout.max_tokens)."""
+    """The number of tokens that `token_sum` divides by; 0 means the longest completion possible (rollout.max_tokens)."""
     length_penalty: float = Field(default=0.0, ge=0)
-    """A completion of full length loses this share of its group's mean reward where that is above 0, shorter ones in proportion."""
+    """A completion of full length loses this share of its group's mean reward, if that is above 0; shorter ones lose in
+    proportion."""
     overlong: Literal["train", "mask"] = "train"
-    """Completions cut off at max_tokens: train on them, or take them out of the loss and its denominator."""
+    """Whether completions cut off at max_tokens are trained on, or taken out of the loss and its denominator."""
 
     @field_validator("name")
     @classmethod

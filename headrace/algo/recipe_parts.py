@@ -1,4 +1,5 @@
-"""The parts of a recipe, each with the table within `[algo]` that replaces its values: None leaves the recipe's. Imports no torch."""
+"""The parts of a recipe, each with the table within `[algo]` that replaces its values; None keeps the recipe's value.
+Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ _STRICT = ConfigDict(extra="forbid")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Correction:
-    """Weights against the gap between sampler and trainer (`algo/loss/corrections.py`)."""
+    """Weights that correct for the gap between sampler and trainer (`algo/loss/corrections.py`)."""
 
     mode: Mode = "none"
     level: Level = "token"
@@ -33,27 +34,28 @@ class Correction:
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class CorrectionConfig:
-    """Weights on the policy loss against the gap between sampler and trainer."""
+    """Weights on the policy loss that correct for the gap between sampler and trainer."""
 
     mode: Mode | None = None
-    """`truncate` clamps the weight to [low, high], `mask` takes tokens outside out of the loss."""
+    """`truncate` clamps the weight to [low, high]; `mask` takes tokens with a weight outside it out of the loss."""
     level: Level | None = None
     """The weight of a token: its own ratio, the product over its sequence, or the geometric mean over it."""
     low: float | None = Field(default=None, ge=0)
-    """The smallest weight that is let through; 0 is none."""
+    """The smallest weight; 0 is no lower bound."""
     high: float | None = Field(default=None, gt=0)
-    """The largest weight that is let through."""
+    """The largest weight."""
     veto: float | None = Field(default=None, ge=0, lt=1)
-    """A sequence with a token whose ratio is below this is taken out (1e-4 is usual); 0 is off."""
+    """Takes out sequences in which a token's ratio is below this (1e-4 is usual); 0 is off."""
     kpop: float | None = Field(default=None, ge=0)
-    """A token is taken out where the larger of both binary divergences is above this; 0 is off."""
+    """Takes out tokens for which the larger of the two binary divergences is above this; 0 is off."""
     opsm: float | None = Field(default=None, ge=0)
-    """Tokens with a negative advantage are taken out where the sequence's mean of sampler - trainer is above this; 0 is off."""
+    """Takes out tokens of negative advantage in sequences whose mean of sampler's - trainer's log-prob is above this; 0
+    is off."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LagWeight:
-    """What a token's lag makes of its loss (`algo/loss/corrections.py`)."""
+    """The weight of a token's loss by its lag (`algo/loss/corrections.py`)."""
 
     kind: Literal["constant", "exponential", "trim"] = "constant"
     decay: float = 0.9
@@ -62,19 +64,19 @@ class LagWeight:
 
 @dataclass(frozen=True, config=_STRICT)
 class LagWeightConfig:
-    """What a token's lag makes of its policy loss."""
+    """The weight of a token's policy loss by its lag."""
 
     kind: Literal["constant", "exponential", "trim"] | None = None
-    """`exponential` multiplies by decay ** lag, `trim` takes out what is older than `maximum`."""
+    """`exponential` multiplies by decay ** lag; `trim` takes out tokens of a lag above `maximum`."""
     decay: float | None = Field(default=None, gt=0, lt=1)
-    """0.9 where it is not given."""
+    """exponential: the factor per optimizer step of lag; 0.9 if not given."""
     maximum: float | None = Field(default=None, ge=0)
-    """In optimizer steps; `trim` needs it."""
+    """trim: the largest lag that is trained, in optimizer steps. Must be given."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Select:
-    """Tokens chosen by looking at the whole optimizer step (`algo/loss/selection.py`)."""
+    """Tokens selected over the whole optimizer step (`algo/loss/selection.py`)."""
 
     kind: Literal["none", "m2po", "clip_cov", "kl_cov"] = "none"
     tau: float = 0.04
@@ -83,15 +85,15 @@ class Select:
 
 @dataclass(frozen=True, config=_STRICT)
 class SelectConfig:
-    """Tokens chosen over the whole optimizer step; costs a forward pass more, without gradient."""
+    """Tokens selected over the whole optimizer step, which costs another forward pass, without gradient."""
 
     kind: Literal["none", "m2po", "clip_cov", "kl_cov"] | None = None
-    """m2po takes out tokens of the largest squared log ratio; clip_cov those whose log-prob and advantage vary together most;
-    kl_cov keeps these, under a penalty."""
+    """m2po takes out the tokens with the largest squared log ratio; clip_cov those whose log-prob and advantage have
+    the largest covariance; kl_cov keeps these, with a penalty."""
     tau: float | None = Field(default=None, gt=0)
-    """m2po: what the mean squared log ratio is brought below."""
+    """m2po: the mean squared log ratio of the tokens that stay is below this."""
     fraction: float | None = Field(default=None, gt=0, lt=1)
-    """clip_cov, kl_cov: the share of tokens, those of largest covariance."""
+    """clip_cov, kl_cov: the share of tokens that are selected."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,18 +111,21 @@ class KLConfig:
     """Divergence from the reference model: the weights that the run started with."""
 
     coef: float | None = Field(default=None, ge=0)
-    """0 is off."""
+    """The factor of the divergence; 0 is off."""
     estimator: Estimator | None = None
-    """k1 = lp - ref, k2 = its square / 2, k3 = exp(ref - lp) - (ref - lp) - 1 (Schulman 2020). In the loss k3 or k2, in the reward k1."""
+    """k1 = lp - ref, k2 = its square / 2, k3 = exp(ref - lp) - (ref - lp) - 1 (Schulman 2020). k2 or k3 in the loss, k1
+    in the reward."""
     place: Literal["loss", "reward"] | None = None
-    """loss: the trainer holds the reference too. reward: an engine serves it, and the divergence is taken off the reward."""
+    """loss: the trainer holds the reference as well. reward: an engine serves the reference, and the divergence is
+    subtracted from the reward."""
     unbiased: bool | None = None
-    """In the loss: times the ratio to the sampler, which makes it exact for what older weights sampled."""
+    """loss: multiplies by the ratio to the sampler, which makes the estimate exact for tokens that older weights
+    sampled."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Distill:
-    """What a teacher adds (`algo/loss/distill.py`)."""
+    """The part of the loss that a teacher adds (`algo/loss/distill.py`)."""
 
     kind: Literal["none", "sampled", "forward", "reverse", "jsd"] = "none"
     coef: float = 1.0
@@ -130,13 +135,13 @@ class Distill:
 
 @dataclass(frozen=True, config=_STRICT)
 class DistillConfig:
-    """What a teacher adds."""
+    """The part of the loss that a teacher adds."""
 
     kind: Literal["none", "sampled", "forward", "reverse", "jsd"] | None = None
     """`sampled`: reverse KL on the sampled token, as an advantage. The others compare the teacher's k most probable tokens."""
     coef: float | None = Field(default=None, gt=0)
     """Weight of the teacher's part."""
     k: int | None = Field(default=None, ge=1)
-    """How many of the teacher's most probable tokens are compared; 32 where it is not given."""
+    """Number of the teacher's most probable tokens that are compared; 32 if not given."""
     beta: float | None = Field(default=None, gt=0, lt=1)
     """jsd: the teacher's share of the mixture."""

@@ -10,44 +10,47 @@ from pydantic.dataclasses import dataclass
 from headrace.engine.kinds import ENGINES
 
 
-@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class EngineConfig:
     kind: str = "native"
-    """Which engine serves the policy. native: headrace's own, in a process of this machine."""
+    """The engine that serves the policy. native: headrace's own, in a process on this machine."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda if there is one."""
+    """auto: cuda if there is a GPU, else cpu."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Of the weights that are served and of the KV cache. auto: what was measured to be faster here (`headrace doctor` says it)."""
+    """Dtype of the served weights and of the KV cache. auto: the one measured to be faster on this machine (`headrace
+    doctor` prints it)."""
     kv_gib: float = Field(default=2.0, gt=0)
-    """GiB of KV cache at most. Its pages are taken from the system when they are first used."""
+    """The largest size of the KV cache, in GiB. Its pages are taken from the system when they are first used."""
     max_running: int = Field(default=64, gt=0)
-    """Sequences decoding at once; fewer run when `kv_gib` does not hold the tokens that so many are expected to have."""
+    """The most sequences that decode at once. Fewer run if `kv_gib` cannot hold the tokens that so many are expected to
+    have."""
     context_length: int = Field(default=1024, gt=1)
-    """Tokens of prompt and completion together, for one request."""
+    """The most tokens of prompt and completion together, per request."""
     prefill_chunk: int = Field(default=512, gt=0)
-    """Prompt tokens forwarded at once, beside one token of every running sequence."""
+    """Prompt tokens forwarded per pass, beside one token of every running sequence."""
     swap: Literal["keep", "recompute"] = "keep"
-    """What becomes of the KV cache of running sequences when weights are swapped: keep it (their spans say so), or compute
-    it again under the new weights before they go on."""
+    """What is done with the KV cache of running sequences when weights are swapped: keep it (the version spans record
+    this), or recompute it under the new weights before the sequences continue."""
     exact: bool = False
-    """Tokens and log-probs of a request do not depend on what else is in the batch, nor on where it was interrupted: what goes on
-    from a prefix under the same weights gets the very bits that it would have had. Slower, but not through the kernels, whose
-    forward pass is always like that."""
+    """Tokens and log-probs of a request do not depend on the rest of the batch, or on where it was interrupted: a
+    request that is continued from a prefix under the same weights gets the same bits as without the interruption.
+    Slower, except through the kernels, which are always exact."""
     max_adapters: int = Field(default=0, ge=0)
-    """LoRA adapters that can be loaded at once."""
+    """Number of LoRA adapters that can be loaded at once."""
     routing: bool = False
-    """Keep which experts every position went to, so that requests may ask for it. Costs memory beside the KV cache."""
+    """Record which experts every position was routed to, so that requests may ask for it. Costs memory beside the KV
+    cache."""
     check: bool = False
-    """Assert after every forward pass that the books of the KV cache add up. For debugging."""
+    """Check after every forward pass that the KV cache's bookkeeping is consistent. For debugging."""
     cores: tuple[int, ...] = ()
-    """CPU cores of the engine process; empty shares all of them."""
+    """CPU cores of the engine process; if empty, all cores are shared."""
     threads: int = Field(default=0, ge=0)
-    """0: as many as `cores`, or what was measured to be fastest."""
+    """Number of threads. 0: as many as `cores`, or as were measured to be fastest."""
     max_deaths: int = Field(default=3, gt=0)
-    """Engine processes that may die before the run stops."""
+    """Number of engine processes that may die before the run stops."""
     path: Literal["auto", "kernels", "fused", "hf"] = "auto"
-    """kernels: our own C++; fused: the decoder in plain PyTorch; hf: Hugging Face's own forward; auto: the first of these
-    that serves the model on this machine, unless another one was measured to be faster."""
+    """kernels: headrace's C++ kernels; fused: a decoder in plain PyTorch; hf: Hugging Face's own forward; auto: the
+    first of these that supports the model on this machine, unless another was measured to be faster."""
 
     @field_validator("kind")
     @classmethod

@@ -16,7 +16,8 @@ from headrace.settings.extras import install
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class ObserveConfig:
     terminal: Literal["auto", "live", "plain", "off"] = "auto"
-    """live: redraw one view. plain: print a line per step. auto: live on a terminal and in a notebook, plain in a log file."""
+    """`live` redraws one view, `plain` prints a line per step; `auto` is live on a terminal and in a notebook, plain in
+    a log."""
     tensorboard: bool = False
     """Write scalars for TensorBoard to `runs/<name>/tensorboard`."""
     trackio: bool = False

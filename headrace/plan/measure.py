@@ -11,8 +11,8 @@ from headrace.errors import ConfigError
 from headrace.observe.facts import GroupEnded, StepTrained, Waited
 from headrace.observe.numbers.fates import Histogram
 from headrace.plan.parts.pool import Replicas
+from headrace.plan.planned import planned_world
 from headrace.plan.scenario import Scenario
-from headrace.plan.world import World
 from headrace.reports import EngineStats
 from headrace.simulate import virtual_time
 from headrace.types import Struct
@@ -115,7 +115,7 @@ def predict(scenario: Scenario, skip: int | None = None, tail: int | None = None
     if scenario.steps - first - last < 2:
         raise ConfigError(f"{scenario.steps} steps are too few: {first} fill the pipeline and {last} empty it")
     gauge = Gauge()
-    world = World(scenario, gauge)
+    world = planned_world(scenario, gauge)
     gauge.pool = world.pool
     virtual_time.run(world.run())
     return _summary(scenario, gauge, gauge.steps[first - 1 : len(gauge.steps) - last] if first else gauge.steps)

@@ -26,16 +26,16 @@ BEHIND = 1 << 40
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class PartialConfig:
     mode: Literal["inflight", "stream", "abort_resume", "save_resume", "drain", "barrier", "cancel_group"] = "inflight"
-    """When new weights come:
-    inflight: swap between two forward passes; what runs goes on (its KV cache as `engine.swap` says).
-    stream: replace the weights in `parts`, with forward passes in between; their tokens are marked as mixed.
-    abort_resume: end all requests, swap, go on from their tokens under the new weights.
-    save_resume: as abort_resume, but what was ended is set aside and goes on behind new rollouts, where there is room.
-    drain: begin no new request, let those that run end, swap.
+    """How new weights enter:
+    inflight: swap between two forward passes; running requests continue (`engine.swap` decides about their KV cache).
+    stream: replace the weights in `parts`, with forward passes in between, whose tokens are marked as mixed.
+    abort_resume: end all requests, swap, and continue them from their tokens under the new weights.
+    save_resume: as abort_resume, but ended requests are set aside and continue after new rollouts, when there is room.
+    drain: start no new request, let the running ones end, swap.
     barrier: admit no new group, let those in flight end and be scored, swap.
-    cancel_group: swap, and end the groups that had begun under older weights (dropped, reason `interrupted`)."""
+    cancel_group: swap, and end the groups that began under older weights (dropped, reason `interrupted`)."""
     parts: int = Field(default=4, gt=1)
-    """Of stream."""
+    """stream: the number of parts."""
 
     @model_validator(mode="after")
     def _parts_of_stream(self) -> PartialConfig:

@@ -16,30 +16,31 @@ Decode = Callable[[Sequence[int]], str]
 Generate = Callable[[Request], Awaitable[Completion]]
 
 
-@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class RolloutConfig:
     group_size: int = Field(default=8, gt=0)
-    """G: completions of each prompt."""
+    """G: the number of completions per prompt."""
     max_tokens: int = Field(default=64, gt=0)
-    """Of a completion; a longer one is cut off (`algo.overlong` says what becomes of it)."""
+    """The most tokens of a completion. A longer one is cut off (`algo.overlong` decides whether it is trained on)."""
     temperature: float = Field(default=1.0, ge=0)
-    """Of the distribution that is sampled from and trained."""
+    """Temperature of the distribution that is sampled from and trained."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Keeps the most probable tokens that together have this probability; 1 keeps all."""
     top_k: int = Field(default=0, ge=0)
-    """Keeps so many of the most probable tokens; 0 keeps all."""
+    """Keeps this many of the most probable tokens; 0 keeps all."""
     min_p: float = Field(default=0.0, ge=0, lt=1)
-    """Keeps tokens that are at least this often as probable as the most probable one; 0 keeps all."""
+    """Keeps tokens whose probability is at least this fraction of the most probable token's; 0 keeps all."""
     stop: tuple[str, ...] = ()
     """Strings that end a completion."""
     keep_mask: bool = True
-    """With top_p, top_k or min_p: record what they kept, and train the distribution that was sampled from. Switched off, the
-    trainer compares it with that of the whole vocabulary, which is wrong, and there to be shown."""
+    """With top_p, top_k or min_p: record the tokens that they kept, and train the distribution that was sampled from.
+    If false, the trainer uses the whole vocabulary, which is wrong; it is offered for comparison."""
     keep_routing: bool = False
-    """Record which experts every token went to, and force them in the trainer. For mixture-of-experts models."""
+    """Record which experts every token was routed to, and route it to the same ones in the trainer. For
+    mixture-of-experts models."""
     patience: int = Field(default=200, gt=0)
-    """Groups in a row of which none had anything to teach, such as contrast, before the run stops and says why. Failed ones are not
-    counted here (`watch.failed_pause`)."""
+    """Number of consecutive groups without anything to learn from (no contrast, for example) after which the run stops
+    and says why. Failed groups are not counted here (`watch.failed_pause`)."""
 
     @property
     def truncates(self) -> bool:

@@ -11,61 +11,63 @@ from pydantic.dataclasses import dataclass
 from headrace.types import Group, Row
 
 
-@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class StalenessConfig:
-    """`max_lag` is a promise, not a target: no token older than that is ever trained.
+    """`max_lag` is a guarantee, not a target: no token with a larger lag is ever trained.
 
-    **By pacing** (`overdue = "wait"`, the default): nothing is discarded to keep it.
+    **By pacing** (`overdue = "wait"`, the default): nothing is discarded to keep the guarantee.
 
     *The rule.* A ticket is drawn before a prompt is sampled. It is given back when the weights that its group trained
-    are live in the engine, or when the group ended otherwise (dropped, failed). At most `slots` tickets are out. The
-    trainer takes P = `groups_per_step` groups a step, and only groups whose ticket lies less than W = `window` places
-    behind the oldest ticket not taken yet.
+    are live in the engine, or when the group has ended otherwise (dropped, failed). At most `slots` tickets are out. The
+    trainer takes P = `groups_per_step` groups per step, and only groups whose ticket lies less than W = `window` places
+    after the oldest ticket not taken yet.
 
     *The proof.* Let group g be admitted with ticket n while version v is live, and be trained at step s (s optimizer
-    steps were done before). Its tokens are sampled at v or later, so its lag is at most s - v. The steps v, ..., s - 1
-    each trained P groups whose weights were not live when g was admitted. Such a group either held a ticket at that
-    moment: at most slots - 1 did, g holds the last. Or it was admitted later, with a ticket m > n, and was taken before
-    g: then m < a + W, where a <= n is the oldest ticket not taken (g itself is not), so m is one of n+1, ..., n+W-1: at
-    most W - 1 groups. Hence (s - v) P <= slots - 1 + W - 1, that is lag <= (slots + W - 2) // P.
+    steps were done before). Its tokens are sampled at v or later, so its lag is at most s - v. Each of the steps
+    v, ..., s - 1 trained P groups whose weights were not live when g was admitted. Such a group either held a ticket at
+    that moment, which at most slots - 1 groups did, since g holds one; or it was admitted later, with a ticket m > n, and
+    was taken before g. Then m < a + W, where a <= n is the oldest ticket not taken (g itself is not taken yet), so m is
+    one of n+1, ..., n+W-1: at most W - 1 groups. Hence (s - v) P <= slots - 1 + W - 1, that is
+    lag <= (slots + W - 2) // P.
 
-    With `slots = (max_lag + 1) P - (W - 1)` the bound is exactly `max_lag`. Slots alone would not do: where groups are
-    taken in the order of completion, a slow group can be passed without end. Which ready group inside the window is
-    taken first (`order`) does not enter the proof.
+    With `slots = (max_lag + 1) P - (W - 1)` the bound is exactly `max_lag`. Slots alone would not bound it: if groups
+    are taken in the order of completion, a slow group can be passed without end. The proof does not depend on which ready
+    group inside the window is taken first (`order`).
 
-    *A killed run* goes on with the same tickets, and with every token under the version that sampled it: nothing in the
-    proof looks at which process did a step.
+    *A killed run* is resumed with the same tickets, and every token keeps the version that sampled it. The proof does not
+    depend on which process did a step.
 
-    *Progress.* slots >= P, so that a batch can fill: its k < P groups hold k tickets, the others are ready, in flight
-    or free; the oldest one that is ready may always be taken, and tickets of trained groups come back with the swap.
+    *Progress.* slots >= P, so that a batch can fill: its k < P groups hold k tickets, and the others are ready, in flight
+    or free. The oldest ready group may always be taken, and tickets of trained groups are given back with the swap.
 
     **By version control** (`trim`, `drop`, `cancel`): generation is not paced by the trainer. `in_flight` groups are
-    generated at once, and `stored` finished ones may wait (0: an unbounded stream). Every token's age is looked at when
-    its group is taken for step s: it is trained only where s - version <= max_lag, so the bound holds by construction
-    too; what it costs is what is thrown away, and that those which take long are thrown away more often. Nothing is
-    admitted while the weights that are live are too old themselves.
+    generated at once, and `stored` finished ones may wait (0: an unbounded stream). When a group is taken for step s, the
+    age of every token is checked: it is trained only if s - version <= max_lag, so this bound holds by construction too.
+    The cost is the discarded tokens, more of them from rollouts that take long. No group is admitted while the live
+    weights are too old themselves.
 
     *Progress.* Ages grow with optimizer steps alone. While the trainer waits for the batch of step s, version s goes live
-    (its delivery waits for nobody), and no group admitted after that is overdue at s.
+    (its delivery waits for nothing), and no group admitted after that is overdue at s.
     """
 
     groups_per_step: int = Field(default=8, gt=0)
-    """P: groups (prompts) that one optimizer step trains."""
+    """P: the number of groups (prompts) that one optimizer step trains."""
     max_lag: int = Field(default=1, ge=0)
-    """0 is synchronous training, 1 a double buffer, K a buffer of K steps."""
+    """The largest lag of a trained token. 0 is synchronous training, 1 a double buffer, K a buffer of K steps."""
     window: int = Field(default=1, gt=0)
-    """W: 1 trains groups strictly in the order of admission; more lets fast groups pass slow ones, at W - 1 slots less."""
+    """W: 1 trains groups strictly in the order of admission. With more, fast groups may pass slow ones, at the cost of
+    W - 1 slots."""
     order: Literal["stalest", "finished"] = "stalest"
-    """Which of the finished groups that may be taken goes first: the one admitted first, whose tokens are the oldest, or the one
-    that was finished first."""
+    """Which finished group is taken first: the one admitted first, whose tokens are the oldest, or the one that
+    finished first."""
     overdue: Literal["wait", "trim", "drop", "cancel"] = "wait"
-    """wait: pace generation, so that nothing is ever overdue. trim: tokens that are too old stay as context and leave the loss
-    and its denominator. drop: a group with such a token is not trained. cancel: as drop, and such groups are ended while they
-    are generated."""
+    """wait: generation is paced so that nothing is ever too old. trim: tokens that are too old stay as context and
+    leave the loss and its denominator. drop: a group with such a token is not trained. cancel: as drop, and such groups
+    are ended while they are generated."""
     in_flight: int = Field(default=0, ge=0)
-    """Where overdue is not wait: groups generated and scored at once. 0: (max_lag + 1) P."""
+    """Unless overdue is wait: the number of groups generated and scored at once. 0: (max_lag + 1) P."""
     stored: int = Field(default=0, ge=0)
-    """Where overdue is not wait: finished groups that may wait for the trainer. 0: as many as come."""
+    """Unless overdue is wait: the number of finished groups that may wait for the trainer. 0: no limit."""
 
     @model_validator(mode="after")
     def _window_leaves_a_batch(self) -> StalenessConfig:

@@ -1,4 +1,4 @@
-"""Settings of what gives rewards."""
+"""Settings of rewards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic.dataclasses import dataclass
 
 BUILTIN = ("reasoning_gym",)
 HANDED = "python:"
-"""Before the name of a function that was passed to `headrace.train`: no file has it."""
+"""Prefix of the name of a function that was passed to `headrace.train` and is in no file."""
 PUNISHMENT = "soft_overlong_punishment"
 """Its name among the rewards."""
 Extract = Literal["", "last_number", "answer_tag"]
@@ -19,7 +19,7 @@ _STRICT = ConfigDict(extra="forbid")
 
 
 def distinct(names: Sequence[str]) -> list[str]:
-    """`exact`, `exact#2`: two files may call their function the same."""
+    """Makes names distinct (`exact`, `exact#2`): functions of two files may have the same name."""
     seen: Counter[str] = Counter()
     told = []
     for name in names:
@@ -42,12 +42,13 @@ def _checked_function(function: str) -> str:
 @dataclass(frozen=True, config=_STRICT)
 class RewardSpec:
     function: str
-    """`reasoning_gym` (the verifier of the task), or `path/to/file.py:name`. `headrace.train` writes `python:name` of a function
-    that it was passed."""
+    """`reasoning_gym` (the task's own verifier), or `path/to/file.py:name`. `headrace.train` writes `python:name` for a
+    function that it was passed."""
     weight: float = Field(default=1.0, allow_inf_nan=False)
-    """Its share of the sum. Negative for a penalty."""
+    """The function's weight in the sum; negative for a penalty."""
     extract: Extract = ""
-    """What the function sees of a completion: all, the last number, or what stands between <answer> and </answer>."""
+    """The part of a completion that the function receives: all of it, the last number, or the text between <answer> and
+    </answer>."""
 
     _function = field_validator("function")(_checked_function)
 
@@ -62,32 +63,34 @@ class RewardSpec:
 
 @dataclass(frozen=True, config=_STRICT)
 class OverlongConfig:
-    """Added to the reward of what is trained, not of evaluations: 0 up to rollout.max_tokens - cache tokens, from there down to -1 at
-    rollout.max_tokens (DAPO, arXiv 2503.14476)."""
+    """A punishment of long completions, added to rewards in training but not in evaluations: 0 up to rollout.max_tokens
+    - cache tokens, and from there falling to -1 at rollout.max_tokens (DAPO, arXiv 2503.14476)."""
 
     cache: int = Field(default=0, ge=0)
-    """Tokens before the end from which on a completion is punished (the paper's L_cache: 4,096 of 20,480); 0 is off."""
+    """The last tokens before rollout.max_tokens, in which the punishment grows (the paper's L_cache: 4,096 of 20,480);
+    0 is off."""
     weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """Times the punishment. The paper's rewards are -1 and 1; with 0 and 1 half of its weight is in proportion."""
+    """The factor of the punishment. The paper's rewards are -1 and 1; for rewards of 0 and 1, 0.5 has the same
+    proportion."""
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class RewardConfig:
     function: str = ""
     """Short for `functions` with one entry of weight 1."""
     extract: Extract = ""
-    """What that one function sees of a completion."""
+    """The part of a completion that this function receives; see `reward.functions`."""
     extract_truncated: bool = False
-    """Extract from completions that were cut off at rollout.max_tokens too. The last number of a sentence that was cut off is not
-    its answer, so that without this nothing is extracted from them."""
+    """Whether an answer is extracted from completions cut off at rollout.max_tokens too. By default nothing is: the
+    last number of an unfinished sentence is not its answer."""
     functions: tuple[RewardSpec, ...] = ()
-    """Several, whose weighted sum is the reward."""
+    """Several reward functions. Their weighted sum is the reward."""
     soft_overlong_punishment: OverlongConfig = Field(default_factory=OverlongConfig)
     timeout: float = Field(default=30.0, gt=0)
-    """Seconds that one call for one group may take, without those in which it has to wait for a core; then its rollouts fail with the
-    reason `reward_timeout`."""
+    """Seconds that one call for one group may take, not counting time spent waiting for a core. After that its rollouts
+    fail with the reason `reward_timeout`."""
     workers: int = Field(default=2, gt=0)
-    """Calls of functions that are not `async` running at once, each in a process of its own."""
+    """Number of processes for reward functions that are not `async`: as many calls run at once."""
 
     @model_validator(mode="after")
     def _one_way_to_say_it(self) -> RewardConfig:
@@ -111,12 +114,12 @@ class RewardConfig:
 
     @property
     def from_python(self) -> tuple[RewardSpec, ...]:
-        """Those that only Python can pass again."""
+        """The functions that only Python can pass again."""
         return tuple(spec for spec in self.specs if spec.from_python)
 
     @property
     def weights(self) -> dict[str, float]:
-        """Of every reward, by the name that it has in `Scored.rewards`."""
+        """The weight of every reward, by its name in `Scored.rewards`."""
         names = distinct([spec.name for spec in self.specs])
         weights = {name: spec.weight for name, spec in zip(names, self.specs, strict=True)}
         return weights | (

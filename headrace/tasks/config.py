@@ -1,4 +1,4 @@
-"""Settings of where prompts come from."""
+"""Settings of the task: the source of prompts."""
 
 from __future__ import annotations
 
@@ -14,35 +14,37 @@ _OF_PYTHON: dict[str, Any] = {"rows": ""}
 _OF_ROWS: dict[str, Any] = {"prompt": "prompt", "answer": "answer", "shuffle": True}
 
 
-@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class TaskConfig:
     kind: Literal["reasoning_gym", "jsonl", "parquet", "datasets", "python"]
-    """Procedural problems without end, or rows of a file: JSON lines, Parquet, a directory saved by `datasets`. `headrace.train`
-    writes `python` of rows that it was passed (`dataset=`)."""
+    """The source of prompts: endless procedural problems, or rows of a file (JSON lines, Parquet, or a directory saved
+    by `datasets`). `headrace.train` writes `python` for rows that it was passed (`dataset=`)."""
     name: str = ""
     """reasoning_gym: the family of problems, such as chain_sum."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """reasoning_gym: settings of that family, such as max_terms."""
+    """reasoning_gym: settings of the family, such as max_terms."""
     path: str = ""
     """The file or directory with the rows."""
     rows: str = ""
-    """python: the fingerprint of the rows, written by `headrace.train`. A resumed run has to be passed the same rows."""
+    """python: the fingerprint of the rows, which `headrace.train` writes. A resumed run must be passed the same rows."""
     held_out_path: str = ""
-    """Rows for evaluation only. Empty takes `held_out` rows of `path`, the last ones after shuffling."""
+    """A file of rows for evaluation only. If empty, `held_out` rows of `path` are used: the last ones after shuffling."""
     prompt: str = "prompt"
     """The column with the prompt: a string, or a list of messages {role, content}."""
     answer: str = "answer"
-    """The column with the right answer, shown in few-shot `examples`. Reward functions get every column anyway."""
+    """The column with the right answer, shown in few-shot `examples`. Reward functions receive every column in any
+    case."""
     chat: bool = True
-    """Apply the model's chat template. False samples from the prompt as it stands."""
+    """Whether the model's chat template is applied. If false, the prompt is used as it is."""
     system: str = ""
-    """A system message in front."""
+    """A system message before the prompt."""
     examples: int = Field(default=0, ge=0)
-    """Few-shot: solved problems shown in front, as turns of a chat. They are never trained on."""
+    """Number of solved problems shown before the prompt, as turns of a chat (few-shot). They are never trained on."""
     held_out: int = Field(default=64, ge=0)
-    """Prompts kept for evaluation. They do not depend on the run's seed, so that runs can be compared."""
+    """Number of prompts kept for evaluation. They do not depend on the run's seed, so that runs can be compared."""
     shuffle: bool = True
-    """Another order in every epoch, and held-out rows taken at random. False keeps the order of the file."""
+    """Whether rows are shuffled anew in every epoch and held-out rows are taken at random. If false, the order of the
+    file is kept."""
 
     @model_validator(mode="after")
     def _fits_its_kind(self) -> TaskConfig:
@@ -73,5 +75,5 @@ class TaskConfig:
 
     @property
     def source(self) -> str:
-        """Where rows come from, for sentences."""
+        """The source of the rows, for messages."""
         return self.path or "dataset="

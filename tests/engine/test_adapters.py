@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import MIXTURES, Driver, parameters, prompts, reference, skeleton
+from tiny_models import MIXTURES, RunnerDriver, parameters, prompts, reference, skeleton
 
 from headrace.engine.native.forward_pass import ForwardInput
 from headrace.engine.native.runners.adapters import PREFIX, by_adapter
@@ -67,11 +67,11 @@ def wanted(model: Any, tokens: list[int]) -> torch.Tensor:
     return model(torch.tensor([tokens])).logits[0].log_softmax(-1)
 
 
-def driver(name: str, slots: int = 3, dtype: torch.dtype = torch.float32, exact: bool = False) -> Driver:
-    return Driver(FusedRunner(skeleton(name, dtype), 128, dtype, CPU, exact, slots), parameters(name, dtype))
+def driver(name: str, slots: int = 3, dtype: torch.dtype = torch.float32, exact: bool = False) -> RunnerDriver:
+    return RunnerDriver(FusedRunner(skeleton(name, dtype), 128, dtype, CPU, exact, slots), parameters(name, dtype))
 
 
-def put(to: Driver, slot: int, tensors: Tensors, **spec: Any) -> None:
+def put(to: RunnerDriver, slot: int, tensors: Tensors, **spec: Any) -> None:
     fields = {"name": f"adapter {slot}", "rank": RANK, "alpha": 6.0, **spec}
     to.runner.use_adapter(slot, to.runner.prepare_adapter(AdapterSpec(**fields), tensors))
 

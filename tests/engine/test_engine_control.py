@@ -5,20 +5,21 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fake_engine_model import LAYERS, POISON, Driver, K, draw, logits_of, prompt, request, routing_of
+from fake_engine_model import LAYERS, POISON, CoreDriver, K, draw, logits_of, prompt, routing_of
 
 from headrace.errors import ConfigError
+from headrace.simulate.makers import request
 from headrace.steps import Finished, Transcript, write_down
 from headrace.types import Completion, Fork, Request, Sampling, scoring
 from headrace.weights import AdapterSpec, WeightUpdate
 
 
-def forwarded(driver: Driver, since: int = 0) -> int:
+def forwarded(driver: CoreDriver, since: int = 0) -> int:
     """Tokens that went through the model."""
     return sum(len(batch.tokens) for batch in driver.runner.passes[since:])
 
 
-def completion(driver: Driver, wanted: Request) -> Completion:
+def completion(driver: CoreDriver, wanted: Request) -> Completion:
     """What a client makes of what the engine tells."""
     transcript = Transcript(wanted)
     driver.add(wanted)
@@ -34,7 +35,7 @@ def completion(driver: Driver, wanted: Request) -> Completion:
 
 
 def test_paused_it_computes_nothing_and_keeps_everything():
-    driver = Driver()
+    driver = CoreDriver()
     driver.add(request("a", prompt(20), 10), request("b", prompt(9), 10))
     for _ in range(4):
         driver.step()
@@ -53,7 +54,7 @@ def test_paused_it_computes_nothing_and_keeps_everything():
 
 
 def test_draining_finishes_what_has_begun_and_admits_nobody():
-    driver = Driver(max_running=2)
+    driver = CoreDriver(max_running=2)
     driver.add(*(request(str(i), prompt(10 + i), 6) for i in range(4)))
     driver.step()
     driver.engine.drain()
@@ -70,7 +71,7 @@ def test_draining_finishes_what_has_begun_and_admits_nobody():
 
 
 def test_draining_waits_for_those_that_had_to_make_room():
-    driver = generous(Driver(blocks=5, max_running=3))
+    driver = generous(CoreDriver(blocks=5, max_running=3))
     driver.add(*(request(str(i), prompt(5 + i), 100) for i in range(3)))
     while not driver.engine.stats().preemptions:
         driver.step()
@@ -81,7 +82,7 @@ def test_draining_waits_for_those_that_had_to_make_room():
     assert all(driver.told[name].stop == "length" for name in begun)
 
 
-def generous(driver: Driver) -> Driver:
+def generous(driver: CoreDriver) -> CoreDriver:
     """Completions turn out to be short, so that admission takes more in than could end at max_tokens."""
     sampling = Sampling(max_tokens=120, stop_token_ids=tuple(range(0, 40, 2)))
     for i in range(100):
@@ -90,7 +91,7 @@ def generous(driver: Driver) -> Driver:
 
 
 def test_aborting_returns_what_there_is():
-    driver = Driver(max_running=2)
+    driver = CoreDriver(max_running=2)
     driver.add(*(request(str(i), prompt(10 + i), 20) for i in range(4)))
     for _ in range(5):
         driver.step()
@@ -109,7 +110,7 @@ def test_aborting_returns_what_there_is():
 
 
 def test_the_lowest_priority_number_goes_first_then_the_first_to_come():
-    driver = Driver(max_running=1)
+    driver = CoreDriver(max_running=1)
     for name, priority in (("d", 7), ("a", 0), ("b", 0), ("e", 7), ("c", 3)):
         driver.add(request(name, prompt(6), 2, priority=priority))
     order: list[str] = []
@@ -119,7 +120,7 @@ def test_the_lowest_priority_number_goes_first_then_the_first_to_come():
 
 
 def test_the_last_in_order_makes_room_and_goes_on_later():
-    driver = generous(Driver(blocks=5, max_running=3))
+    driver = generous(CoreDriver(blocks=5, max_running=3))
     requests = [
         request(name, prompt(5, i), 100, seed=i, priority=p)
         for i, (name, p) in enumerate(zip("abc", (2, 0, 1), strict=True))
@@ -136,7 +137,7 @@ def test_the_last_in_order_makes_room_and_goes_on_later():
 
 
 def test_many_requests_through_a_small_budget_all_finish_and_few_are_computed_twice():
-    driver = Driver(blocks=40, max_running=20, check=False, prefill_chunk=64)
+    driver = CoreDriver(blocks=40, max_running=20, check=False, prefill_chunk=64)
     requests = [request(str(i), prompt(3 + i % 29, i), 1 + i * 7 % 20, seed=i) for i in range(300)]
     driver.run(*requests)
     assert all(len(driver.told[one.id].tokens) == one.sampling.max_tokens for one in requests)
@@ -149,7 +150,7 @@ def test_many_requests_through_a_small_budget_all_finish_and_few_are_computed_tw
 
 
 def test_a_group_forwards_its_prompt_once_and_each_sibling_its_last_token():
-    driver = Driver(max_running=8)
+    driver = CoreDriver(max_running=8)
     driver.run(*(request(str(i), prompt(64), 5, seed=i) for i in range(8)))
     assert forwarded(driver) == 64 + 7 + 8 * 4
     for name in "01234567":
@@ -157,7 +158,7 @@ def test_a_group_forwards_its_prompt_once_and_each_sibling_its_last_token():
 
 
 def test_the_next_turn_of_a_conversation_forwards_what_is_new():
-    driver = Driver()
+    driver = CoreDriver()
     first = driver.run(request("first", prompt(50), 20))["first"]
     context = (*prompt(50), *first.tokens, 1, 2, 3)
     before = len(driver.runner.passes)
@@ -170,7 +171,7 @@ def test_the_next_turn_of_a_conversation_forwards_what_is_new():
 
 def test_what_was_computed_over_a_kept_cache_of_older_weights_is_cached_for_nobody():
     """Blocks filled by the new weights, behind ones that the old weights filled."""
-    driver = Driver()
+    driver = CoreDriver()
     driver.add(request("a", prompt(40), 60))
     for _ in range(6):
         driver.step()
@@ -187,7 +188,7 @@ def test_what_was_computed_over_a_kept_cache_of_older_weights_is_cached_for_nobo
 
 
 def test_recompute_builds_the_cache_anew_shared_prompts_once_and_loses_no_token():
-    driver = Driver(max_running=4, swap="recompute", prefill_chunk=1000)
+    driver = CoreDriver(max_running=4, swap="recompute", prefill_chunk=1000)
     driver.add(*(request(str(i), prompt(64), 30, seed=i) for i in range(4)))
     for _ in range(8):
         driver.step()
@@ -208,7 +209,7 @@ def test_recompute_builds_the_cache_anew_shared_prompts_once_and_loses_no_token(
 
 
 def test_keep_goes_on_at_once_and_says_which_weights_computed_the_cache():
-    driver = Driver(swap="keep")
+    driver = CoreDriver(swap="keep")
     driver.add(request("a", prompt(20), 10))
     for _ in range(4):
         driver.step()
@@ -225,7 +226,7 @@ def test_keep_goes_on_at_once_and_says_which_weights_computed_the_cache():
 @pytest.mark.parametrize("at", [0, 1, 11, 12, 13, 30])
 @pytest.mark.parametrize("ended", [True, False])
 def test_a_fork_goes_on_from_an_earlier_token_and_forwards_one(at, ended):
-    driver = Driver()
+    driver = CoreDriver()
     driver.add(request("a", prompt(20), 30 if ended else 80))
     while not driver.told["a"].stop and len(driver.told["a"].tokens) < 31:
         driver.step()
@@ -239,7 +240,7 @@ def test_a_fork_goes_on_from_an_earlier_token_and_forwards_one(at, ended):
 
 
 def test_a_fork_after_a_swap_samples_under_the_live_weights_over_the_old_cache():
-    driver = Driver()
+    driver = CoreDriver()
     driver.run(request("a", prompt(40), 10))
     driver.swap()
     driver.run(Request("fork", (), Sampling(max_tokens=4, seed=5, ignore_eos=True), fork=Fork("a", 7)))
@@ -248,7 +249,7 @@ def test_a_fork_after_a_swap_samples_under_the_live_weights_over_the_old_cache()
 
 
 def test_forks_of_forks_and_the_next_turn_of_one():
-    driver = Driver()
+    driver = CoreDriver()
     driver.run(request("a", prompt(40), 30))
     driver.run(Request("b", (), Sampling(max_tokens=30, seed=1, ignore_eos=True), fork=Fork("a", 20)))
     driver.run(Request("c", (), Sampling(max_tokens=5, seed=2, ignore_eos=True), fork=Fork("b", 25)))
@@ -261,7 +262,7 @@ def test_forks_of_forks_and_the_next_turn_of_one():
 
 
 def test_forks_that_cannot_be_are_refused_with_the_remedy():
-    driver = Driver(blocks=8, max_running=1)
+    driver = CoreDriver(blocks=8, max_running=1)
     driver.add(request("a", prompt(40), 10), request("waits", prompt(5), 90))
     driver.step()
     wishes = {
@@ -283,7 +284,7 @@ def test_forks_that_cannot_be_are_refused_with_the_remedy():
 
 
 def test_a_fork_that_waits_holds_its_cache_until_others_need_it():
-    driver = Driver(blocks=5, max_running=1)
+    driver = CoreDriver(blocks=5, max_running=1)
     driver.run(request("a", prompt(60), 10))
     driver.add(request("long", prompt(20, 1), 100))
     driver.step()
@@ -298,7 +299,7 @@ def test_a_fork_that_waits_holds_its_cache_until_others_need_it():
 
 
 def test_tokens_of_an_adapter_carry_its_versions_beside_those_of_others():
-    driver = Driver(max_adapters=2)
+    driver = CoreDriver(max_adapters=2)
     driver.swap_adapter("north")
     driver.swap_adapter("south")
     driver.add(*(request(name, prompt(40), 12, seed=1, adapter=name) for name in ("north", "south")))
@@ -315,7 +316,7 @@ def test_tokens_of_an_adapter_carry_its_versions_beside_those_of_others():
 
 
 def test_new_base_weights_under_an_adapter_compute_its_cache_anew():
-    driver = Driver(max_adapters=1, swap="keep")
+    driver = CoreDriver(max_adapters=1, swap="keep")
     driver.swap_adapter("north")
     driver.add(request("a", prompt(40), 12, adapter="north"), request("b", prompt(30), 12))
     for _ in range(6):
@@ -326,7 +327,7 @@ def test_new_base_weights_under_an_adapter_compute_its_cache_anew():
     driver.check("a", adapter="north")
 
 
-def load_adapter(driver: Driver, name: str, base: str = "") -> None:
+def load_adapter(driver: CoreDriver, name: str, base: str = "") -> None:
     update = WeightUpdate(
         version=0, kind="adapter", fingerprint="", nbytes=0, seconds=0.0, adapter=AdapterSpec(name, 8, 16.0, base=base)
     )
@@ -335,8 +336,8 @@ def load_adapter(driver: Driver, name: str, base: str = "") -> None:
 
 def test_adapters_that_cannot_be_served_are_refused_with_the_remedy():
     with pytest.raises(ValueError, match=r"engine.max_adapters is 0; raise it"):
-        load_adapter(Driver(), "north")
-    driver = Driver(max_adapters=1)
+        load_adapter(CoreDriver(), "north")
+    driver = CoreDriver(max_adapters=1)
     with pytest.raises(ValueError, match="made for base weights with fingerprint other, the engine serves base-0"):
         load_adapter(driver, "north", base="other")
     load_adapter(driver, "north", base="base-0")
@@ -363,7 +364,7 @@ def test_adapters_that_cannot_be_served_are_refused_with_the_remedy():
 
 
 def test_the_mask_is_the_vocabulary_that_was_left_and_top_log_probs_are_of_what_was_sampled_from():
-    driver = Driver()
+    driver = CoreDriver()
     driver.add(request("other", prompt(7), 20))
     sampling = Sampling(max_tokens=6, top_k=5, temperature=0.7, ignore_eos=True)
     answer = completion(driver, Request("r", prompt(30), sampling, return_mask=True, top_logprobs=2))
@@ -383,7 +384,7 @@ def test_the_mask_is_the_vocabulary_that_was_left_and_top_log_probs_are_of_what_
 
 
 def test_routing_is_told_of_every_position_whoever_computed_it():
-    driver = Driver(routing=True)
+    driver = CoreDriver(routing=True)
     first = completion(driver, request("first", prompt(50), 20, return_routing=True))
     second = completion(driver, request("second", (*prompt(50), *first.tokens, 5), 4, return_routing=True))
     fork = completion(driver, Request("fork", (), Sampling(max_tokens=3), fork=Fork("first", 9), return_routing=True))
@@ -402,7 +403,7 @@ def test_routing_is_told_of_every_position_whoever_computed_it():
 
 
 def test_scoring_goes_under_one_version_and_beside_generation():
-    driver = Driver(prefill_chunk=16)
+    driver = CoreDriver(prefill_chunk=16)
     driver.add(request("other", prompt(5), 30))
     driver.add(scoring("s", prompt(60)))
     driver.step()
@@ -425,7 +426,7 @@ def test_scoring_goes_under_one_version_and_beside_generation():
 def test_with_exact_prompts_are_cut_at_the_same_places_whatever_else_there_is():
     cuts = []
     for others in (0, 5):
-        driver = Driver(exact=True, prefill_chunk=32, max_running=8)
+        driver = CoreDriver(exact=True, prefill_chunk=32, max_running=8)
         driver.add(*(request(f"o{i}", prompt(20 + i, i), 20) for i in range(others)))
         driver.step()
         driver.add(request("a", prompt(100), 3))
@@ -446,7 +447,7 @@ def test_with_exact_prompts_are_cut_at_the_same_places_whatever_else_there_is():
 
 
 def test_a_poisoned_prompt_ends_its_requests_and_leaves_nothing_behind():
-    driver = Driver(max_running=4)
+    driver = CoreDriver(max_running=4)
     driver.swap(poisoned=True)
     bad = (*prompt(40), POISON, *prompt(30))
     driver.add(request("bad", bad, 5), request("good", prompt(40), 60), request("worse", bad, 5))
@@ -465,7 +466,7 @@ def test_a_poisoned_prompt_ends_its_requests_and_leaves_nothing_behind():
 
 
 def test_a_poisoned_token_in_the_middle_of_a_completion_ends_it_with_what_there_was():
-    driver = Driver()
+    driver = CoreDriver()
     driver.add(*(request(str(i), prompt(20), 40, seed=i) for i in range(4)))
     for _ in range(8):
         driver.step()
@@ -479,7 +480,7 @@ def test_a_poisoned_token_in_the_middle_of_a_completion_ends_it_with_what_there_
 
 
 def test_what_a_cancelled_prompt_left_may_be_no_number_and_is_cleared():
-    driver = Driver(blocks=4, prefill_chunk=8)
+    driver = CoreDriver(blocks=4, prefill_chunk=8)
     driver.swap(poisoned=True)
     driver.add(request("bad", (POISON, *prompt(60)), 5))
     driver.step()
@@ -492,8 +493,8 @@ def test_what_a_cancelled_prompt_left_may_be_no_number_and_is_cleared():
 
 def test_a_budget_that_holds_no_request_and_routing_without_experts_are_refused_at_start():
     with pytest.raises(ConfigError, match=r"raise engine\.kv_gib or lower engine\.context_length"):
-        Driver(blocks=3, context_length=128)
-    driver = Driver()
+        CoreDriver(blocks=3, context_length=128)
+    driver = CoreDriver()
     driver.runner.experts = (0, 0)
     with pytest.raises(ConfigError, match="has no experts"):
         type(driver.engine)(driver.engine._model, type(driver.engine._config)(kv_gib=1.0, routing=True))

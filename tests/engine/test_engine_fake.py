@@ -14,17 +14,9 @@ from hypothesis import strategies as st
 
 from headrace.engine.fake import FakeEngine
 from headrace.simulate import virtual_time
+from headrace.simulate.makers import request, update
 from headrace.steps import StepOutput, Transcript, write_down
-from headrace.types import Completion, Request, Sampling, scoring
-from headrace.weights import WeightUpdate
-
-
-def request(name: str, tokens: int = 50, **options: Any) -> Request:
-    return Request(name, (1, 2), Sampling(max_tokens=tokens), **options)
-
-
-def update(version: int) -> WeightUpdate:
-    return WeightUpdate(version=version, kind="full", fingerprint=f"fake-{version}", nbytes=0, seconds=0.0)
+from headrace.types import Completion, scoring
 
 
 async def opened(**options: Any) -> FakeEngine:
@@ -50,10 +42,10 @@ def test_issued_again_from_its_prefix_a_request_gets_what_it_would_have_had(
 ) -> None:
     async def go() -> None:
         options = {"seed": seed, "failure_rate": failures, "outage_rate": 0.05}
-        whole = await (await opened(**options)).generate(request(name, limit))
+        whole = await (await opened(**options)).generate(request(name, tokens=limit))
         engine, prefix = await opened(**options), ()
         for pause in [*aborts, None]:
-            going = asyncio.ensure_future(engine.generate(request(name, limit, prefix=prefix)))
+            going = asyncio.ensure_future(engine.generate(request(name, tokens=limit, prefix=prefix)))
             if pause is not None:
                 await asyncio.sleep(pause)
                 await engine.abort()
@@ -69,7 +61,7 @@ def test_issued_again_from_its_prefix_a_request_gets_what_it_would_have_had(
 def test_tokens_and_lengths_differ_between_requests_and_seeds() -> None:
     async def go() -> list[Completion]:
         engines = [await opened(seed=seed) for seed in (0, 1)]
-        return [await engine.generate(request(name)) for engine in engines for name in ("a", "b", "c")]
+        return [await engine.generate(request(name, tokens=50)) for engine in engines for name in ("a", "b", "c")]
 
     answers = run(go())
     assert len({answer.tokens for answer in answers}) == 6
@@ -79,10 +71,10 @@ def test_tokens_and_lengths_differ_between_requests_and_seeds() -> None:
 def test_a_prefix_that_is_all_there_is_ends_at_once() -> None:
     async def go() -> list[Completion]:
         engine = await opened(length=lambda rng: 4)
-        whole = await engine.generate(request("r"))
+        whole = await engine.generate(request("r", tokens=50))
         return [
-            await engine.generate(request("r", prefix=whole.tokens)),
-            await engine.generate(request("r", 3, prefix=whole.tokens[:3])),
+            await engine.generate(request("r", tokens=50, prefix=whole.tokens)),
+            await engine.generate(request("r", tokens=3, prefix=whole.tokens[:3])),
         ]
 
     stopped, full = run(go())
@@ -93,17 +85,17 @@ def test_a_prefix_that_is_all_there_is_ends_at_once() -> None:
 def test_an_abort_ends_all_who_are_here_and_nobody_else(held: str) -> None:
     async def go() -> None:
         engine = await opened(length=lambda rng: 20)
-        running = [asyncio.ensure_future(engine.generate(request(f"r{i}"))) for i in range(3)]
+        running = [asyncio.ensure_future(engine.generate(request(f"r{i}", tokens=50))) for i in range(3)]
         await asyncio.sleep(0.55)
         draining = asyncio.ensure_future(engine.drain()) if held == "drain" else None
         await asyncio.sleep(0)
-        waiting = asyncio.ensure_future(engine.generate(request("waiting")))
+        waiting = asyncio.ensure_future(engine.generate(request("waiting", tokens=50)))
         await asyncio.sleep(0)
         told = engine.unfinished()
         assert {name: len(one.tokens) for name, one in told.items()} == {"r0": 5, "r1": 5, "r2": 5, "waiting": 0}
         before = asyncio.get_running_loop().time()
         await engine.abort()
-        late = asyncio.ensure_future(engine.generate(request("late")))
+        late = asyncio.ensure_future(engine.generate(request("late", tokens=50)))
         ends = await asyncio.gather(*running, waiting)
         assert asyncio.get_running_loop().time() == before, "at once, drained or not"
         assert {end.stop for end in ends} == {"interrupted"} and [len(end.tokens) for end in ends] == [5, 5, 5, 0]
@@ -121,7 +113,7 @@ def test_an_abort_ends_all_who_are_here_and_nobody_else(held: str) -> None:
 def test_listeners_hear_every_pass_before_it_shows() -> None:
     async def go() -> None:
         engine = await opened(length=lambda rng: 4)
-        transcripts = {"r": Transcript(request("r"))}
+        transcripts = {"r": Transcript(request("r", tokens=50))}
         ends: list[str] = []
 
         def listen(told: bytes) -> None:
@@ -132,7 +124,7 @@ def test_listeners_hear_every_pass_before_it_shows() -> None:
             ends.extend(end.request_id for end in output.finished)
 
         engine.listen(listen)
-        answer = await engine.generate(request("r"))
+        answer = await engine.generate(request("r", tokens=50))
         await engine.generate(scoring("s", (4, 5, 6)))
         heard = transcripts["r"]
         assert tuple(heard.tokens) == answer.tokens and ends == ["r", "s"]
@@ -147,12 +139,12 @@ def test_what_costs_time_costs_it_again_when_it_was_interrupted() -> None:
         engine, prefix = await opened(length=lambda rng: 5), ()
         loop = asyncio.get_running_loop()
         for _ in range(3):
-            going = asyncio.ensure_future(engine.generate(request("r", prefix=prefix)))
+            going = asyncio.ensure_future(engine.generate(request("r", tokens=50, prefix=prefix)))
             await asyncio.sleep(0.19)
             await engine.abort()
             prefix += (await going).tokens
         assert len(prefix) == 3
-        await engine.generate(request("r", prefix=prefix))
+        await engine.generate(request("r", tokens=50, prefix=prefix))
         return loop.time()
 
     assert run(go()) == pytest.approx(3 * 0.19 + 2 * 0.1)
@@ -161,10 +153,10 @@ def test_what_costs_time_costs_it_again_when_it_was_interrupted() -> None:
 def test_two_requests_of_one_name_are_refused() -> None:
     async def go() -> None:
         engine = await opened()
-        first = asyncio.ensure_future(engine.generate(request("r")))
+        first = asyncio.ensure_future(engine.generate(request("r", tokens=50)))
         await asyncio.sleep(0)
         with pytest.raises(ValueError, match="here already"):
-            await engine.generate(request("r"))
+            await engine.generate(request("r", tokens=50))
         assert (await first).stop == "stop"
 
     run(go())
@@ -173,7 +165,7 @@ def test_two_requests_of_one_name_are_refused() -> None:
 def test_lengths_are_drawn_as_told() -> None:
     async def go() -> list[int]:
         engine = await opened(seconds_per_token=0.0, length=lambda rng: rng.randint(1, 9))
-        return [len((await engine.generate(request(str(i)))).tokens) for i in range(500)]
+        return [len((await engine.generate(request(str(i), tokens=50))).tokens) for i in range(500)]
 
     lengths = run(go())
     assert set(lengths) == set(range(1, 10)) and sum(lengths) / 500 == pytest.approx(5, abs=0.4)

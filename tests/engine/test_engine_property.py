@@ -7,10 +7,11 @@ import random
 from collections import Counter
 
 import pytest
-from fake_engine_model import ADAPTERS, POISON, Driver, Told, prompt, request
+from fake_engine_model import ADAPTERS, POISON, CoreDriver, Reported, prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.simulate.makers import request
 from headrace.types import Fork, Request, Sampling, scoring
 
 PROMPTS = [
@@ -36,7 +37,7 @@ class Chaos:
         self.swap_policy = rng.choice(["keep", "recompute"])
         self.tight = rng.random() < 0.5
         """Short prompts, long completions, few blocks: those that run push each other out."""
-        self.driver = Driver(
+        self.driver = CoreDriver(
             blocks=rng.choice([5, 7, 9] if self.tight else [4, 5, 12, 40]),
             ends=range(6),
             max_running=rng.randint(1, 6),
@@ -80,8 +81,8 @@ class Chaos:
         self.names.append(f"r{len(self.names)}")
         return self.names[-1]
 
-    def told(self, name: str) -> Told:
-        return self.driver.told.get(name, Told())  # a fork that was refused has none
+    def told(self, name: str) -> Reported:
+        return self.driver.told.get(name, Reported())  # a fork that was refused has none
 
     def sampling(self, prompt: int = 70) -> Sampling:
         return Sampling(
@@ -230,7 +231,7 @@ def test_the_chaos_reaches_what_it_is_for() -> None:
 
 
 def test_a_block_that_holds_what_it_should_not_is_noticed() -> None:
-    driver = Driver()
+    driver = CoreDriver()
     driver.add(request("a", PROMPTS[5], 20))
     for _ in range(6):
         driver.step()
@@ -245,7 +246,7 @@ class Interruptions:
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
-        self.driver = Driver(
+        self.driver = CoreDriver(
             blocks=rng.choice([5, 12, 40]),
             max_running=rng.randint(1, 4),
             prefill_chunk=rng.choice([5, 16, 64]),

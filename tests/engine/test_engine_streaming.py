@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_engine_model import Driver, prompt, request
+from fake_engine_model import CoreDriver, prompt
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import make, parameters, saved
@@ -24,6 +24,7 @@ from headrace.orchestration.workers.engine_loop import EngineLoop
 from headrace.orchestration.workers.wire import Frame, pack_payload
 from headrace.reports import LoadReport
 from headrace.simulate import virtual_time
+from headrace.simulate.makers import request, update
 from headrace.steps import StepOutput, Transcript, spans_of, write_down
 from headrace.types import Completion, Request, Sampling, VersionSpan, scoring
 from headrace.weights import AdapterSpec, WeightUpdate
@@ -81,10 +82,6 @@ def real_engine(path: Any) -> NativeEngine:
     return engine
 
 
-def update(version: int) -> WeightUpdate:
-    return WeightUpdate(version=version, kind="full", fingerprint=f"base-{version}", nbytes=0, seconds=0.0)
-
-
 def weights(seed: int) -> dict[str, torch.Tensor]:
     return parameters("llama") if not seed else {k: v.detach() for k, v in make("llama", seed).named_parameters()}
 
@@ -125,7 +122,7 @@ def test_between_two_parts_the_mixture_serves_and_says_so(path: str) -> None:
 
 
 def test_what_a_mixture_has_cached_is_for_nobody() -> None:
-    driver = Driver()
+    driver = CoreDriver()
     text = prompt(64)
     for part in (0, 1, 2):
         if part:
@@ -147,7 +144,7 @@ def test_what_a_mixture_has_cached_is_for_nobody() -> None:
 # --- the loop of the process -------------------------------------------------------------------------------------------
 
 
-class Told:
+class Reported:
     """A `WorkerEnd` that keeps what is sent through it."""
 
     def __init__(self) -> None:
@@ -178,7 +175,7 @@ class Process:
     """What a worker's process runs, on this thread (and the one for weights)."""
 
     def __init__(self) -> None:
-        self.end, self.inbox, self.core = Told(), queue.Queue[Any](), Driver(max_adapters=2).engine
+        self.end, self.inbox, self.core = Reported(), queue.Queue[Any](), CoreDriver(max_adapters=2).engine
         self.loop = EngineLoop(self.end, self.inbox, self.core, Published())  # type: ignore[arg-type]
         self.load(100, 1)
 
@@ -186,7 +183,7 @@ class Process:
         self.inbox.put(Frame(frame_id, method, pack_payload(payload)))
 
     def begin_load(self, version: int, parts: int) -> None:
-        self.send(version, "load", (update(version), parts))
+        self.send(version, "load", (update(version, "base"), parts))
 
     def until(self, true: Callable[[], Any]) -> None:
         for _ in range(10_000):

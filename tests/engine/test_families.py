@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_models import MIXTURES, MODELS, OTHERS, Driver, make, parameters, prompts, reference, skeleton
+from tiny_models import MIXTURES, MODELS, OTHERS, RunnerDriver, make, parameters, prompts, reference, skeleton
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.engine.native.forward_pass import BLOCK
@@ -27,8 +27,8 @@ CPU = torch.device("cpu")
 TOLERANCE = 1e-4
 
 
-def driver(name: str, dtype: torch.dtype = torch.float32, exact: bool = False, blocks: int = 64) -> Driver:
-    return Driver(FusedRunner(skeleton(name, dtype), 256, dtype, CPU, exact), parameters(name, dtype), blocks)
+def driver(name: str, dtype: torch.dtype = torch.float32, exact: bool = False, blocks: int = 64) -> RunnerDriver:
+    return RunnerDriver(FusedRunner(skeleton(name, dtype), 256, dtype, CPU, exact), parameters(name, dtype), blocks)
 
 
 @torch.no_grad()
@@ -205,7 +205,7 @@ def poisoned(name: str, parameter: str, row: int | None = None) -> dict[str, tor
 def test_a_sequence_of_nan_poisons_nobody_else_nor_the_next_user_of_its_blocks(name, exact):
     """Its blocks include block 0, which pads everybody's table."""
     tensors = poisoned(name, "model.embed_tokens.weight", row=7)
-    ours = Driver(FusedRunner(skeleton(name), 256, torch.float32, CPU, exact), tensors, blocks=5)
+    ours = RunnerDriver(FusedRunner(skeleton(name), 256, torch.float32, CPU, exact), tensors, blocks=5)
     ours.free = [1, 2, 3, 4, 0]
     healthy, model = [[8 if token == 7 else token for token in text] for text in prompts(20, 50)], reference(name)
     sick = ours.sequence([5, 7, 9])
@@ -224,7 +224,7 @@ def test_a_sequence_of_nan_poisons_nobody_else_nor_the_next_user_of_its_blocks(n
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])
 def test_blame_names_the_first_layer_that_is_not_finite(name):
     def found(tensors):
-        ours = Driver(FusedRunner(skeleton(name), 64, torch.float32, CPU, False, 1), tensors)
+        ours = RunnerDriver(FusedRunner(skeleton(name), 64, torch.float32, CPU, False, 1), tensors)
         batch = ours.batch([(ours.sequence([5, 7, 9]), 3), (ours.sequence([8, 4]), 2)])
         return ours.runner.blame(batch).tolist()
 
@@ -328,10 +328,10 @@ def test_a_kernel_that_reads_pages_is_told_what_it_must_know(name):
 # --- CUDA graphs, with the capture off ---------------------------------------------------------------------------------
 
 
-def with_graphs(name: str, blocks: int = 64) -> Driver:
+def with_graphs(name: str, blocks: int = 64) -> RunnerDriver:
     runner = FusedRunner(skeleton(name), 256, torch.float32, CPU)
     runner.decode_with_graphs(capture=False)
-    return Driver(runner, parameters(name), blocks)
+    return RunnerDriver(runner, parameters(name), blocks)
 
 
 @pytest.mark.parametrize("name", ["llama-tied-biased", "gemma3_text", "qwen2-sliding"])
@@ -401,7 +401,7 @@ def test_mixtures_are_not_captured_where_experts_are_multiplied_one_by_one():
     runner.decode_with_graphs(capture=False)
     text = prompts(6)[0]
     assert (
-        worst(Driver(runner, parameters("mixtral")).logprobs(text, chunk=1), wanted(reference("mixtral"), text))
+        worst(RunnerDriver(runner, parameters("mixtral")).logprobs(text, chunk=1), wanted(reference("mixtral"), text))
         < TOLERANCE
     )
     assert runner._graphs is None
@@ -431,12 +431,12 @@ def real_truth(name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return model(torch.tensor([tokens]), logits_to_keep=TAIL).logits[0].float().log_softmax(-1)
 
 
-def real_driver(name: str, runner: type, dtype: torch.dtype) -> Driver:
+def real_driver(name: str, runner: type, dtype: torch.dtype) -> RunnerDriver:
     directory = resolve_model(name)
-    return Driver(runner(read(directory, dtype, CPU), 640, dtype, CPU), parameters_from_dir(directory, dtype))
+    return RunnerDriver(runner(read(directory, dtype, CPU), 640, dtype, CPU), parameters_from_dir(directory, dtype))
 
 
-def real_logprobs(ours: Driver, name: str, chunk: int = TAIL) -> torch.Tensor:
+def real_logprobs(ours: RunnerDriver, name: str, chunk: int = TAIL) -> torch.Tensor:
     """As `real_truth`, the tail in chunks and what is before it in three."""
     sequence, parts = ours.sequence(real_text(name)[1]), []
     for count in (256, 256, 600 - TAIL - 512):

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from test_adapters import adapters_of
-from tiny_models import Driver, make, prompts
+from tiny_models import RunnerDriver, make, prompts
 from transformers import AutoModelForCausalLM
 
 from headrace.engine.native.forward_pass import BLOCK
@@ -73,10 +73,10 @@ def reference(name: str, dtype: torch.dtype = torch.float32) -> Any:
 
 def driver(
     name: str, adapters: int = 0, instructions: str = "native", blocks: int = 64, dtype: torch.dtype = BF16
-) -> Driver:
+) -> RunnerDriver:
     library = binding.library(instructions, str(dtype).removeprefix("torch."))
     runner = KernelRunner(read(saved(name), dtype, CPU), 256, dtype, CPU, max_adapters=adapters, library=library)
-    return Driver(runner, {key: weight.to(dtype) for key, weight in parameters(name).items()}, blocks)
+    return RunnerDriver(runner, {key: weight.to(dtype) for key, weight in parameters(name).items()}, blocks)
 
 
 @torch.no_grad()
@@ -84,7 +84,7 @@ def wanted(model: Any, tokens: list[int]) -> torch.Tensor:
     return model(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
 
 
-def copied(driver: Driver, *arguments: Any, **options: Any) -> torch.Tensor:
+def copied(driver: RunnerDriver, *arguments: Any, **options: Any) -> torch.Tensor:
     """The logits of one step; the runner uses their memory again."""
     return driver.step(*arguments, **options).logits.clone()
 
@@ -316,7 +316,7 @@ def test_what_is_not_finite_is_traced_to_its_layer_and_spoils_nobody_else():
     name, texts = "llama3-rope", prompts(40, 35)
     weights = parameters(name)
     expected = driver(name).logprobs(texts[1])
-    ours = Driver(KernelRunner(read(saved(name), BF16, CPU), 256, BF16, CPU), weights)
+    ours = RunnerDriver(KernelRunner(read(saved(name), BF16, CPU), 256, BF16, CPU), weights)
     bad, good = ours.sequence(texts[0]), ours.sequence(texts[1])
     batch = ours.batch([(bad, 40), (good, 35)], rows=range(75))
     poisoned = dict(weights)

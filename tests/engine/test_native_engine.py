@@ -19,6 +19,7 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
 from headrace.engine.native.runners.weights import parameters_from_dir
 from headrace.errors import ConfigError
+from headrace.simulate.makers import update
 from headrace.steps import PromptScores, TokenDetails
 from headrace.types import Fork, Request, RoutingTrace, Sampling, scoring
 from headrace.weight_sync.packed import lay_out
@@ -79,10 +80,6 @@ def saved(tmp_path_factory) -> Callable[..., Path]:
         return made[name, seed]
 
     return get
-
-
-def update(version: int) -> WeightUpdate:
-    return WeightUpdate(version=version, kind="full", fingerprint="", nbytes=0, seconds=0.0)
 
 
 def put(engine: NativeEngine, model_dir: Path, version: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import MODELS, OTHERS, Driver, make, parameters, prompts, reference, skeleton
+from tiny_models import MODELS, OTHERS, RunnerDriver, make, parameters, prompts, reference, skeleton
 
 from headrace.engine.native.runners.hugging_face import HuggingFaceRunner
 from headrace.errors import ConfigError
@@ -14,8 +14,8 @@ TOLERANCE = 1e-4
 BOTH = [*OTHERS, "llama3-rope", "qwen2-sliding", "gemma3_text", "mixtral"]
 
 
-def driver(name: str, dtype: torch.dtype = torch.float32, exact: bool = False) -> Driver:
-    return Driver(HuggingFaceRunner(skeleton(name, dtype), 256, dtype, CPU, exact), parameters(name, dtype))
+def driver(name: str, dtype: torch.dtype = torch.float32, exact: bool = False) -> RunnerDriver:
+    return RunnerDriver(HuggingFaceRunner(skeleton(name, dtype), 256, dtype, CPU, exact), parameters(name, dtype))
 
 
 @torch.no_grad()
@@ -69,7 +69,7 @@ def test_blame_names_the_first_layer_that_is_not_finite(name):
     def found(parameter: str, row: int) -> list[int]:
         tensors = {key: tensor.clone() for key, tensor in parameters(name).items()}
         tensors[parameter][row] = torch.nan
-        ours = Driver(HuggingFaceRunner(skeleton(name), 64, torch.float32, CPU), tensors)
+        ours = RunnerDriver(HuggingFaceRunner(skeleton(name), 64, torch.float32, CPU), tensors)
         batch = ours.batch([(ours.sequence([5, 7, 9]), 3), (ours.sequence([8, 4]), 2)])
         return ours.runner.blame(batch).tolist()
 

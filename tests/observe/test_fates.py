@@ -25,9 +25,9 @@ from headrace.observe.recorder import Recorder
 from headrace.observe.records import StepRow, summarise
 from headrace.observe.report import write_report
 from headrace.observe.screen.summary import summary
+from headrace.plan.planned import planned_world
 from headrace.plan.rates.rates import EngineRates, Rates, TrainerRates
 from headrace.plan.scenario import Scenario
-from headrace.plan.world import World
 from headrace.reports import LoadReport, TrainReport
 from headrace.rollouts.rollout import RolloutConfig
 from headrace.rollouts.staleness import StalenessConfig
@@ -243,7 +243,7 @@ def simulated(**staleness: Any) -> RunState:
         grain=4,
     )
     watcher = Watcher()
-    virtual_time.run(World(scenario, watcher).run())
+    virtual_time.run(planned_world(scenario, watcher).run())
     return watcher.state
 
 

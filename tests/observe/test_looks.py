@@ -180,7 +180,9 @@ def test_the_summary_is_whole_at_80_columns() -> None:
 
 
 def test_status_is_whole_at_80_columns(state: RunState) -> None:
-    told = LiveStatus(4711, 0.0, workers={"engine": 4712, "trainer": 4713}, picture="runs/demo/logs/stacks-1.txt")
+    told = LiveStatus(
+        pid=4711, written=0.0, workers={"engine": 4712, "trainer": 4713}, picture="runs/demo/logs/stacks-1.txt"
+    )
     text = shown(panel("runs/demo", Status("alive", "training", told), state), 80)
     assert max(map(len, text.splitlines())) <= 80 and "…" not in text
     for words in (

@@ -191,7 +191,11 @@ def test_every_view_says_what_failed_and_what_to_do(tmp_path: Path) -> None:
         label: ", ".join(part.plain for part in parts)
         for label, parts in lines_of("tiny", status.Status("alive", "training", None), state)
     }
-    assert "failed 50 %" in said["shares"] and "KeyError, 96 rollouts" in said["failed"] and "correct the reward" in said["advice"]
+    assert (
+        "failed 50 %" in said["shares"]
+        and "KeyError, 96 rollouts" in said["failed"]
+        and "correct the reward" in said["advice"]
+    )
     told = status.as_dict(status.Status("alive", "training", None), state)
     assert told["failures"][0]["traceback"] == TRACEBACK and told["shares"]["total"]["failed"] == 0.5
     assert told["held_out_failed"] == [4, 4] and told["advice"][0][0] == "failed"

@@ -29,8 +29,8 @@ Loras = dict[str, LoraConfig]
 
 
 @dataclass
-class World:
-    """Both ends, without processes between them."""
+class BothEnds:
+    """A trainer and an engine, with no process between them."""
 
     trainer: TorchTrainer
     engine: NativeEngine
@@ -67,7 +67,7 @@ LORAS: Loras = {
 }
 
 
-def world(name: str, dtype: str, loras: Loras, path: str = "auto") -> World:
+def both_ends(name: str, dtype: str, loras: Loras, path: str = "auto") -> BothEnds:
     directory = Path(saved(name))
     train, algo = TrainConfig(dtype=dtype, device="cpu"), AlgoConfig()
     assignments = {name: Assignment(train, algo, lora) for name, lora in loras.items()}
@@ -83,15 +83,15 @@ def world(name: str, dtype: str, loras: Loras, path: str = "auto") -> World:
         directory,
         EngineConfig(device="cpu", dtype=dtype, kv_gib=0.01, context_length=64, max_adapters=len(loras), path=path),
     )
-    return World(trainer, engine, memory.sender(manifests, once=[""]), memory.receiver(manifests), memory)
+    return BothEnds(trainer, engine, memory.sender(manifests, once=[""]), memory.receiver(manifests), memory)
 
 
 @pytest.fixture
 def make() -> Iterator[Any]:
-    made: list[World] = []
+    made: list[BothEnds] = []
 
-    def build(*given: Any, **options: Any) -> World:
-        made.append(world(*given, **options))
+    def build(*given: Any, **options: Any) -> BothEnds:
+        made.append(both_ends(*given, **options))
         return made[-1]
 
     yield build

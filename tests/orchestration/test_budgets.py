@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_pipeline import World
+from fake_world import FakeWorld
 
 from headrace.engine.fake import FakeEngine
 from headrace.errors import RunPaused, TrainingError
@@ -15,6 +15,7 @@ from headrace.observe.facts import Fact, FirstFailure, GroupEnded, StepTrained, 
 from headrace.orchestration.loops.budgets import Budgets
 from headrace.orchestration.loops.outcomes import Rolled
 from headrace.orchestration.store.snapshots import load_controller
+from headrace.rollouts.rollout import RolloutConfig
 from headrace.rollouts.staleness import StalenessConfig
 from headrace.scoring.fake import FakeScorer
 from headrace.settings.process_config import WatchConfig
@@ -161,30 +162,30 @@ def test_outages_faults_and_groups_without_contrast_have_budgets_of_their_own() 
 def test_a_reward_that_fails_on_half_of_the_prompts_stops_the_run_within_two_steps(
     tmp_path: Path, groups: int, group_size: int
 ) -> None:
-    world = World(
+    world = FakeWorld(
         tmp_path,
         StalenessConfig(groups_per_step=groups, max_lag=1),
         steps=50,
         scorer=FakeScorer(reward=half_of_them),
-        group_size=group_size,
+        rollout=RolloutConfig(group_size, 8, patience=200),
     )
     with pytest.raises(RunPaused, match=r"paused: .* rollouts failed .*KeyError.*test_budgets.py") as caught:
         virtual_time.run(world.run())
-    assert len(world.ledger.of(StepTrained)) <= 2
+    assert len(world.facts.of(StepTrained)) <= 2
     (traceback,) = caught.value.__notes__
     assert traceback.splitlines()[-1].startswith("KeyError: '") and "return TABLE[" in traceback
     assert "fake.py" not in traceback, "the user's frames alone"
-    (first,) = world.ledger.of(FirstFailure)
+    (first,) = world.facts.of(FirstFailure)
     assert first.traceback == traceback
 
     step = load_controller(world.checkpoints.all()[-1]).step
     assert step == world.trainer.version
-    mended = World(
+    mended = FakeWorld(
         tmp_path,
         StalenessConfig(groups_per_step=groups, max_lag=1),
         steps=6,
         trainer=world.trainer,
-        group_size=group_size,
+        rollout=RolloutConfig(group_size, 8, patience=200),
     )
     virtual_time.run(mended.run(resume=True))
     assert mended.trainer.version == 6
@@ -194,7 +195,7 @@ def test_a_reward_that_fails_on_half_of_the_prompts_stops_the_run_within_two_ste
 
 
 def test_an_engine_that_answers_nobody_pauses_the_run(tmp_path: Path) -> None:
-    world = World(tmp_path, engine=FakeEngine(failure_rate=1.0), watch=WatchConfig(outages=12))
+    world = FakeWorld(tmp_path, engine=FakeEngine(failure_rate=1.0), watch=WatchConfig(outages=12))
     with pytest.raises(RunPaused, match="12 groups in a row had no rollout"):
         virtual_time.run(world.run())
-    assert {fact.reason for fact in world.ledger.of(GroupEnded)} == {"engine_error"}
+    assert {fact.reason for fact in world.facts.of(GroupEnded)} == {"engine_error"}

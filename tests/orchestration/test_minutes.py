@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from fake_world import FakeWorld
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_pipeline import World
 from tiny_run import of, tiny_config
 
 import headrace
@@ -48,8 +48,8 @@ AMX = {
 }  # fmt: skip
 
 
-@dataclass
-class Timed(World):
+@dataclass(kw_only=True)
+class Timed(FakeWorld):
     """A world whose run has an allowance, and an evaluation before and after."""
 
     allowance: Allowance | None = None
@@ -101,9 +101,9 @@ def test_a_run_never_exceeds_its_minutes(
     longest = max(1.0, slower) * (step + 8 * token * 4) + max(0.0, slower - MARGIN) * evaluation
     assert over <= end + (longest if done == 1 or slower > 1 else 1e-6), (over, end, done)
     assert 1 <= done <= 40 and world.buffer.accounting().balance() == 0
-    planned = [fact.steps for fact in world.ledger.of(Planned)]
+    planned = [fact.steps for fact in world.facts.of(Planned)]
     assert done == (planned[-1] if planned else steps) and [kept for kept, _ in world.kept] == planned
-    assert world.ledger.facts  # C2 was asserted at every fact
+    assert world.facts.facts  # C2 was asserted at every fact
 
 
 def test_a_run_with_time_to_spare_does_more_and_one_without_ends_early(tmp_path):
@@ -115,7 +115,7 @@ def test_a_run_with_time_to_spare_does_more_and_one_without_ends_early(tmp_path)
     )
     virtual_time.run(fast.timed(1.0))
     assert fast.pipeline.step == 30 and fast.kept == [(30, 3)]
-    assert "30 steps instead of 5" in fast.ledger.of(Planned)[0].message
+    assert "30 steps instead of 5" in fast.facts.of(Planned)[0].message
     slow = Timed(
         tmp_path / "b",
         steps=30,

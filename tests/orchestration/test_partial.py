@@ -10,11 +10,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from fake_world import FakeWorld, scheduled_world, schedules
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from test_pipeline import World, _trained_lags, schedules
-from test_pipeline import _world as plain_world
 
 from headrace.engine.fake import FakeEngine
 from headrace.observe.facts import GroupEnded, WeightsLive
@@ -30,19 +29,21 @@ MODES = (
 )  # fmt: skip
 
 
-def _completions(world: World) -> list[Completion]:
+def _completions(world: FakeWorld) -> list[Completion]:
     return [one.episode.last for batch in world.trainer.batches for group in batch.groups for one in group.scored]
 
 
-def _groups(world: World) -> list[list[Completion]]:
+def _groups(world: FakeWorld) -> list[list[Completion]]:
     return [[one.episode.last for one in group.scored] for batch in world.trainer.batches for group in batch.groups]
 
 
-def _busy(tmp: Path, mode: Any, **other: Any) -> World:
+def _busy(tmp: Path, mode: Any, **other: Any) -> FakeWorld:
     """Long completions, frequent swaps: nearly every swap finds rollouts under way."""
     staleness = StalenessConfig(groups_per_step=2, max_lag=2)
     engine = FakeEngine(0.1, other.pop("load_seconds", 0.0), lambda rng: rng.choice([2, 8]))
-    return World(tmp, staleness, 12, engine, FakeTrainer(0.3), partial=PartialConfig(mode=mode), **other)
+    return FakeWorld(
+        tmp, staleness, steps=12, engine=engine, trainer=FakeTrainer(0.3), partial=PartialConfig(mode=mode), **other
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -51,10 +52,10 @@ def _busy(tmp: Path, mode: Any, **other: Any) -> World:
 def test_every_mode_keeps_the_contracts_in_every_schedule(
     tmp_path_factory: pytest.TempPathFactory, mode: Any, s: dict[str, Any]
 ) -> None:
-    world = dataclasses.replace(plain_world(tmp_path_factory.mktemp("run"), s), partial=PartialConfig(mode=mode))
+    world = dataclasses.replace(scheduled_world(tmp_path_factory.mktemp("run"), s), partial=PartialConfig(mode=mode))
     virtual_time.run(world.run())
     assert world.trainer.version == world.steps
-    assert 0 <= min(_trained_lags(world)) <= max(_trained_lags(world)) <= s["max_lag"]
+    assert 0 <= min(world.trained_lags()) <= max(world.trained_lags()) <= s["max_lag"]
     counted = world.buffer.accounting()
     assert counted.balance() == 0 and counted.in_pipeline == 0 and counted.trained == world.steps * s["groups"]
     for one in _completions(world):
@@ -93,18 +94,18 @@ def test_these_modes_sample_each_rollout_under_one_version(tmp_path: Path, mode:
 def test_cancelled_groups_are_dropped_by_name_with_what_it_cost(tmp_path: Path) -> None:
     world = _busy(tmp_path, "cancel_group")
     virtual_time.run(world.run())
-    ended = [fact for fact in world.ledger.of(GroupEnded) if fact.reason == "interrupted"]
+    ended = [fact for fact in world.facts.of(GroupEnded) if fact.reason == "interrupted"]
     assert world.buffer.accounting().dropped["interrupted"] == len(ended) > 0
     assert sum(fact.lost_tokens for fact in ended) > 0
-    told = sum(fact.interrupted for fact in world.ledger.of(WeightsLive))
-    assert 0 < told <= len(ended) * world.group_size, "rollouts that had not ended"
+    told = sum(fact.interrupted for fact in world.facts.of(WeightsLive))
+    assert 0 < told <= len(ended) * world.rollout.group_size, "rollouts that had not ended"
     assert not world.engine.unfinished(), "their requests are cancelled"
 
 
 def test_aborted_rollouts_are_counted_and_the_pause_is_told(tmp_path: Path) -> None:
     world = _busy(tmp_path, "abort_resume", load_seconds=0.05)
     virtual_time.run(world.run())
-    live = world.ledger.of(WeightsLive)
+    live = world.facts.of(WeightsLive)
     assert sum(fact.interrupted for fact in live) > 0
     assert max(fact.pause for fact in live) == pytest.approx(0.05)
     assert any(request.prefix for request in world.engine.requests)

@@ -7,222 +7,44 @@ import contextlib
 import math
 import random
 import shutil
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from fake_world import PATIENT, FakeWorld, scheduled_world, schedules
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.config import AlgoConfig
 from headrace.algo.noise import NoiseWatch
-from headrace.durable.journal import Journal
-from headrace.durable.pass_log import PassLog
 from headrace.engine.fake import FakeEngine
 from headrace.errors import CheckpointError, HeadraceError, IdentityError, StalledError, TrainingError, WorkerDied
-from headrace.observe.facts import CheckpointSaved, Evaluated, Fact, GroupEnded, StepTrained, Warned, WeightsLive
-from headrace.observe.health.waits import Waits
-from headrace.observe.numbers.state import RunState
-from headrace.observe.records import summarise
-from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.assembly import assemble, go_live, restore_state
-from headrace.orchestration.loop_plan import LoopPlan
-from headrace.orchestration.loops.identity import IdentityProbe
-from headrace.orchestration.loops.parts import Told, told_of
-from headrace.orchestration.loops.pipeline import Pipeline
+from headrace.observe.facts import CheckpointSaved, Evaluated, GroupEnded, StepTrained, Warned, WeightsLive
+from headrace.orchestration.loops.parts import Told
 from headrace.orchestration.loops.turns import Turns
 from headrace.orchestration.store.checkpoints import Checkpoints
-from headrace.orchestration.store.recovery import read_saved_run
-from headrace.orchestration.store.snapshots import Snapshots, load_controller
+from headrace.orchestration.store.snapshots import load_controller
 from headrace.reports import LagStats, Noise
-from headrace.rollouts.buffer import Buffer
 from headrace.rollouts.partial import PartialConfig
 from headrace.rollouts.rollout import RolloutConfig
 from headrace.rollouts.staleness import StalenessConfig
 from headrace.scoring.fake import FakeScorer
-from headrace.settings.process_config import EvalConfig, WatchConfig
 from headrace.simulate import virtual_time
-from headrace.tasks.fake import FakeTask
 from headrace.trainer.fake import FakeTrainer
 from headrace.types import Completion
-
-
-@dataclass
-class Ledger:
-    """An observer that keeps every fact."""
-
-    facts: list[Fact] = field(default_factory=list)
-    buffer: Buffer | None = None
-
-    def record(self, fact: Any) -> None:
-        self.facts.append(fact)
-        if self.buffer is not None:  # C2 holds at every instant, not only at the end
-            assert self.buffer.accounting().balance() == 0
-
-    def of(self, kind: type) -> list[Any]:
-        return [fact for fact in self.facts if isinstance(fact, kind)]
-
-
-NEVER = WatchConfig(failed_pause=1.0, outages=1000)
-"""Pause because of what was made to fail."""
-
-
-@dataclass
-class World:
-    """The real pipeline joined to fakes."""
-
-    directory: Path
-    staleness: StalenessConfig = StalenessConfig(groups_per_step=3, max_lag=1)
-    steps: int = 6
-    engine: FakeEngine = field(default_factory=FakeEngine)
-    trainer: FakeTrainer = field(default_factory=FakeTrainer)
-    scorer: FakeScorer = field(default_factory=FakeScorer)
-    task: FakeTask = field(default_factory=FakeTask)
-    group_size: int = 2
-    patience: int = 200
-    checkpoint_every: int = 0
-    stop_after: float = 1e6
-    partial: PartialConfig = PartialConfig()
-    watch: WatchConfig = WatchConfig()
-    mark: str = ""
-    """Of the settings that rows are made by."""
-    evaluate_every: int = 0
-    told: Told = Told()
-    """What the metrics have of the worlds before."""
-    noise: NoiseWatch = field(default_factory=NoiseWatch)
-    sentinels: Sequence[Callable[[], Awaitable[None]]] = ()
-
-    def build(self, resume: bool = False) -> Pipeline:
-        """`resume`: from what an earlier world left in the directory."""
-        self.directory.mkdir(exist_ok=True)
-        self.ledger = Ledger()
-        clock = asyncio.get_running_loop().time
-        self.buffer = Buffer(self.staleness, self.steps * self.staleness.groups_per_step)
-        self.ledger.buffer = self.buffer
-        self.checkpoints = Checkpoints(self.directory / "checkpoints", keep=2)
-        rollout = RolloutConfig(group_size=self.group_size, max_tokens=8, patience=self.patience)
-        waits = Waits(self.ledger.record, clock, self.stop_after / 2, self.stop_after)
-        every = self.checkpoint_every, self.evaluate_every
-        plan = LoopPlan(self.steps, self.staleness, rollout, 0, 3, *every, watch=self.watch)
-        telemetry = Telemetry(self.ledger.record, clock, waits)
-        checkpoint, _ = self.checkpoints.newest_good() if resume else (None, [])
-        saved = None
-        if resume:
-            saved = read_saved_run(self.directory, load_controller(checkpoint) if checkpoint else None, True)
-            assert not saved.complaints
-        restored = restore_state(
-            plan=plan,
-            task=self.task,
-            engine=self.engine,
-            partial=self.partial,
-            telemetry=telemetry,
-            saved=saved,
-            buffer=self.buffer,
-        )
-        self.redo, step = restored.redo, restored.step
-        self.outdated = saved.outdated(self.mark) if saved else frozenset()
-        if saved:
-            self.trainer.versions[""] = step
-        passes = PassLog(self.directory, step, self.fail)
-        self.engine.listen(passes.write)
-        parts = assemble(
-            plan=plan,
-            restored=restored,
-            telemetry=telemetry,
-            task=self.task,
-            engine=self.engine,
-            trainer=self.trainer,
-            scorer=self.scorer,
-            evaluated_by=self.scorer,
-            held_out=self.task.held_out(2) if self.evaluate_every else [],
-            evaluation=EvalConfig(samples=2),
-            journal=Journal(self.directory),
-            algorithm=algorithm_of(AlgoConfig(name="dr_grpo"), rollout.max_tokens),
-            decode=lambda tokens: " ".join(map(str, tokens)),
-            snapshots=Snapshots(
-                self.checkpoints,
-                passes,
-                telemetry,
-                saved_step=step if checkpoint else -1,
-                scored_by=self.mark,
-            ),
-            probe=IdentityProbe([1, 2, 3], 2, 1e-3, telemetry),
-            noise=self.noise,
-            sentinels=self.sentinels,
-        )
-        self.parts = parts
-        self.pipeline = Pipeline(parts, plan, step, self.told)
-        return self.pipeline
-
-    def tell(self, until: int | None = None) -> Told:
-        """What the metrics would have after the first `until` facts."""
-        state = RunState()
-        for fact in self.ledger.facts[:until]:
-            state.fold(summarise(fact) if isinstance(fact, StepTrained) else fact)
-        return told_of(state)
-
-    def fail(self, message: str) -> None:
-        raise AssertionError(message)
-
-    async def go_live(self) -> None:
-        self.engine.version = -1
-        await go_live(self.parts)
-
-    async def run(self, resume: bool = False, interrupt_after: float | None = None) -> None:
-        pipeline = self.build(resume)
-        pipeline.discard(self.outdated)
-        await pipeline.redo(self.redo)
-        await self.go_live()
-        if interrupt_after is not None:
-            asyncio.get_running_loop().call_later(interrupt_after, pipeline.interrupt)
-        await pipeline.run()
-
-
-def _trained_lags(world: World) -> list[int]:
-    return [batch.step - version for batch in world.trainer.batches for row in batch.rows for version in row.versions]
-
-
-schedules = st.fixed_dictionaries(
-    {
-        "seed": st.integers(0, 10**6),
-        "groups": st.integers(1, 5),
-        "max_lag": st.integers(0, 4),
-        "window": st.integers(1, 6),
-        "token": st.sampled_from([0.0, 0.01, 0.1, 1.0]),
-        "step": st.sampled_from([0.0, 0.05, 0.5, 5.0]),
-        "load": st.sampled_from([0.0, 0.2, 3.0]),
-        "score": st.sampled_from([0.0, 0.1, 2.0]),
-        "failures": st.sampled_from([0.0, 0.2, 0.5]),
-        "outages": st.sampled_from([0.0, 0.0, 0.1]),
-    }
-)
-
-
-def _world(tmp: Path, s: dict[str, Any]) -> World:
-    window = min(s["window"], s["max_lag"] * s["groups"] + 1)
-    heavy_tail = lambda rng: min(8, int(rng.paretovariate(0.7)))  # noqa: E731
-    return World(
-        tmp,
-        StalenessConfig(groups_per_step=s["groups"], max_lag=s["max_lag"], window=window),
-        engine=FakeEngine(s["token"], s["load"], heavy_tail, s["failures"] / 2, s["outages"], seed=s["seed"]),
-        trainer=FakeTrainer(s["step"], s["load"] / 3),
-        scorer=FakeScorer(seconds=s["score"], failure_rate=s["failures"] / 2, seed=s["seed"]),
-        watch=NEVER,
-    )
 
 
 @settings(max_examples=800, deadline=None)
 @given(schedules)
 def test_c1_c2_c4_c5_hold_in_every_schedule(tmp_path_factory: pytest.TempPathFactory, s: dict[str, Any]) -> None:
-    world = _world(tmp_path_factory.mktemp("run"), s)
+    world = scheduled_world(tmp_path_factory.mktemp("run"), s)
     virtual_time.run(world.run())
     assert world.trainer.version == world.steps
-    assert max(_trained_lags(world)) <= world.staleness.lag_bound == s["max_lag"]
-    assert min(_trained_lags(world)) >= 0
+    assert max(world.trained_lags()) <= world.staleness.lag_bound == s["max_lag"]
+    assert min(world.trained_lags()) >= 0
     counted = world.buffer.accounting()
     assert counted.balance() == 0 and counted.in_pipeline == 0
     assert counted.trained == world.steps * s["groups"]
@@ -238,27 +60,27 @@ def test_c1_c2_c4_c5_hold_in_every_schedule(tmp_path_factory: pytest.TempPathFac
 
 def test_the_bound_is_reached(tmp_path: Path) -> None:
     """A proof of a bound that is never attained would be a proof of something else."""
-    world = World(tmp_path, StalenessConfig(groups_per_step=2, max_lag=3), engine=FakeEngine(0.001), steps=20)
+    world = FakeWorld(tmp_path, StalenessConfig(groups_per_step=2, max_lag=3), engine=FakeEngine(0.001), steps=20)
     virtual_time.run(world.run())
-    assert max(_trained_lags(world)) == 3
+    assert max(world.trained_lags()) == 3
 
 
 def test_max_lag_0_is_synchronous(tmp_path: Path) -> None:
-    world = World(tmp_path, StalenessConfig(groups_per_step=3, max_lag=0))
+    world = FakeWorld(tmp_path, StalenessConfig(groups_per_step=3, max_lag=0))
     virtual_time.run(world.run())
-    assert set(_trained_lags(world)) == {0}
+    assert set(world.trained_lags()) == {0}
 
 
 def test_strict_order_of_admission_with_window_1(tmp_path: Path) -> None:
     slow_and_fast = lambda rng: rng.choice([1, 8])  # noqa: E731
-    world = World(tmp_path, engine=FakeEngine(0.1, length=slow_and_fast))
+    world = FakeWorld(tmp_path, engine=FakeEngine(0.1, length=slow_and_fast))
     virtual_time.run(world.run())
     tickets = [group.ticket for batch in world.trainer.batches for group in batch.groups]
     assert tickets == sorted(tickets)
 
 
 def test_no_prompt_is_drawn_that_the_run_does_not_need(tmp_path: Path) -> None:
-    world = World(tmp_path, steps=4)
+    world = FakeWorld(tmp_path, steps=4)
     virtual_time.run(world.run())
     counted = world.buffer.accounting()
     assert counted.drawn == counted.trained + sum(counted.dropped.values()) + sum(counted.failed.values())
@@ -267,7 +89,7 @@ def test_no_prompt_is_drawn_that_the_run_does_not_need(tmp_path: Path) -> None:
 
 def test_groups_without_contrast_are_named_and_refilled(tmp_path: Path) -> None:
     rng = random.Random(0)
-    world = World(tmp_path, scorer=FakeScorer(reward=lambda prompt, episode: float(rng.random() < 0.3)))
+    world = FakeWorld(tmp_path, scorer=FakeScorer(reward=lambda prompt, episode: float(rng.random() < 0.3)))
     virtual_time.run(world.run())
     assert world.buffer.accounting().dropped["no_contrast"] > 0
     assert world.trainer.version == world.steps
@@ -275,13 +97,15 @@ def test_groups_without_contrast_are_named_and_refilled(tmp_path: Path) -> None:
 
 
 def test_a_task_without_contrast_stops_the_run_with_a_reason(tmp_path: Path) -> None:
-    world = World(tmp_path, scorer=FakeScorer(reward=lambda prompt, episode: 1.0), patience=20)
+    world = FakeWorld(
+        tmp_path, scorer=FakeScorer(reward=lambda prompt, episode: 1.0), rollout=RolloutConfig(2, 8, patience=20)
+    )
     with pytest.raises(TrainingError, match="20 groups in a row.*no_contrast"):
         virtual_time.run(world.run())
 
 
 def test_failed_rollouts_are_data_and_the_rest_of_the_group_trains(tmp_path: Path) -> None:
-    world = World(tmp_path, scorer=FakeScorer(failure_rate=0.3), group_size=6)
+    world = FakeWorld(tmp_path, scorer=FakeScorer(failure_rate=0.3), rollout=RolloutConfig(6, 8))
     virtual_time.run(world.run())
     counted = world.buffer.accounting()
     assert sum(counted.rollout_failures.values()) > 0
@@ -291,24 +115,24 @@ def test_failed_rollouts_are_data_and_the_rest_of_the_group_trains(tmp_path: Pat
 
 
 def test_prompts_that_do_not_fit_fail_by_name(tmp_path: Path) -> None:
-    world = World(tmp_path, engine=FakeEngine(context_length=5), patience=10)
+    world = FakeWorld(tmp_path, engine=FakeEngine(context_length=5), rollout=RolloutConfig(2, 8, patience=10))
     with pytest.raises(TrainingError, match="prompt_too_long"):
         virtual_time.run(world.run())
 
 
 def test_skipped_steps_are_counted_and_three_in_a_row_stop_the_run(tmp_path: Path) -> None:
-    world = World(tmp_path, trainer=FakeTrainer(skip=lambda attempt: attempt in (1, 2)))
+    world = FakeWorld(tmp_path, trainer=FakeTrainer(skip=lambda attempt: attempt in (1, 2)))
     virtual_time.run(world.run())
     assert world.buffer.accounting().dropped["nonfinite_gradient"] == 6
     assert world.trainer.version == world.steps
-    world = World(tmp_path / "second", trainer=FakeTrainer(skip=lambda attempt: attempt >= 1), checkpoint_every=1)
+    world = FakeWorld(tmp_path / "second", trainer=FakeTrainer(skip=lambda attempt: attempt >= 1), checkpoint_every=1)
     with pytest.raises(TrainingError, match="3 steps in a row were skipped"):
         virtual_time.run(world.run())
-    assert world.ledger.of(CheckpointSaved)[-1].step == 1, "what was learned before is kept"
+    assert world.facts.of(CheckpointSaved)[-1].step == 1, "what was learned before is kept"
 
 
 def test_a_dead_trainer_ends_the_run_at_once(tmp_path: Path) -> None:
-    world = World(tmp_path, trainer=FakeTrainer(seconds_per_step=100.0))
+    world = FakeWorld(tmp_path, trainer=FakeTrainer(seconds_per_step=100.0))
 
     async def kill_it() -> float:
         running = asyncio.ensure_future(world.run())
@@ -322,7 +146,7 @@ def test_a_dead_trainer_ends_the_run_at_once(tmp_path: Path) -> None:
 
 
 def test_an_engine_given_up_leaves_a_checkpoint(tmp_path: Path) -> None:
-    world = World(tmp_path, steps=1000)
+    world = FakeWorld(tmp_path, steps=1000)
 
     async def kill_it() -> None:
         running = asyncio.ensure_future(world.run())
@@ -352,7 +176,7 @@ def test_an_engine_given_up_while_a_checkpoint_is_written_does_not_spoil_it(tmp_
             await super().save(directory, adapter)
             self.writing -= 1
 
-    world = World(tmp_path, steps=1000, trainer=Slow(), checkpoint_every=2)
+    world = FakeWorld(tmp_path, steps=1000, trainer=Slow(), checkpoint_every=2)
 
     async def kill_it() -> None:
         running = asyncio.ensure_future(world.run())
@@ -363,7 +187,7 @@ def test_an_engine_given_up_while_a_checkpoint_is_written_does_not_spoil_it(tmp_
             await running
 
     virtual_time.run(kill_it())
-    saved = world.ledger.of(CheckpointSaved)
+    saved = world.facts.of(CheckpointSaved)
     assert [(fact.step, fact.error) for fact in saved] == [(2, "")]
     assert load_controller(world.checkpoints.all()[-1]).step == world.trainer.version == 2
 
@@ -376,7 +200,7 @@ def test_foreign_weights_are_refused(tmp_path: Path) -> None:
             update = await super().publish(adapter)
             return update if update.version < 3 else msgspec.structs.replace(update, fingerprint="forged")
 
-    world = World(tmp_path, trainer=Forger())
+    world = FakeWorld(tmp_path, trainer=Forger())
     with pytest.raises(IdentityError, match="version 3"):
         virtual_time.run(world.run())
 
@@ -387,7 +211,7 @@ def test_a_probe_that_disagrees_stops_the_run(tmp_path: Path) -> None:
             found = (-1.0 - (self.version >= 4),) * (len(tokens) - 1)
             return msgspec.structs.replace(await super().score(tokens), prompt_logprobs=found)
 
-    world = World(tmp_path, engine=Drifting())
+    world = FakeWorld(tmp_path, engine=Drifting())
     with pytest.raises(IdentityError, match="at version 4"):
         virtual_time.run(world.run())
 
@@ -395,7 +219,7 @@ def test_a_probe_that_disagrees_stops_the_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("who", ["engine", "trainer", "scorer"])
 def test_c6_a_stall_is_said_and_then_stops_the_run(tmp_path: Path, who: str) -> None:
     never = 1e9
-    world = World(tmp_path, stop_after=600.0)
+    world = FakeWorld(tmp_path, stop_after=600.0)
     match who:
         case "engine":
             world.engine = FakeEngine(seconds_per_token=never)
@@ -405,7 +229,7 @@ def test_c6_a_stall_is_said_and_then_stops_the_run(tmp_path: Path, who: str) -> 
             world.scorer = FakeScorer(seconds=never)
     with pytest.raises(StalledError, match=f"has waited 600 s for.*{who}"):
         virtual_time.run(world.run())
-    assert any("has waited 300 s" in warning.message for warning in world.ledger.of(Warned))
+    assert any("has waited 300 s" in warning.message for warning in world.facts.of(Warned))
 
 
 @settings(max_examples=250, deadline=None)
@@ -414,25 +238,25 @@ def test_interrupt_and_resume_lose_nothing_and_train_nothing_twice(
     tmp_path_factory: pytest.TempPathFactory, s: dict[str, Any], when: float
 ) -> None:
     tmp = tmp_path_factory.mktemp("run")
-    first = _world(tmp, s)
+    first = scheduled_world(tmp, s)
     virtual_time.run(first.run(interrupt_after=when))
     assert load_controller(first.checkpoints.all()[-1]).step == first.trainer.version
-    second = _world(tmp, s)
+    second = scheduled_world(tmp, s)
     virtual_time.run(second.run(resume=True))
     counted = second.buffer.accounting()
     assert second.trainer.version == second.steps and counted.balance() == 0 and counted.in_pipeline == 0
     ids = [group.prompt.id for world in (first, second) for batch in world.trainer.batches for group in batch.groups]
     assert len(ids) == len(set(ids)) == second.steps * s["groups"]
-    assert max([0, *_trained_lags(second)]) <= s["max_lag"]
+    assert max([0, *second.trained_lags()]) <= s["max_lag"]
 
 
 def test_what_was_in_flight_goes_on_from_its_tokens(tmp_path: Path) -> None:
-    first = World(tmp_path, steps=30, engine=FakeEngine(0.3))
+    first = FakeWorld(tmp_path, steps=30, engine=FakeEngine(0.3))
     virtual_time.run(first.run(interrupt_after=5.0))
     begun = load_controller(first.checkpoints.all()[-1]).begun
     unfinished = {name: one for name, one in begun.items() if one.stop == "interrupted"}
     assert unfinished, "nothing was in flight: choose another moment"
-    second = World(tmp_path, steps=30, engine=FakeEngine(0.3))
+    second = FakeWorld(tmp_path, steps=30, engine=FakeEngine(0.3))
     virtual_time.run(second.run(resume=True))
     asked = {request.id: request for request in second.engine.requests}
     for name, one in unfinished.items():
@@ -453,8 +277,8 @@ def test_what_was_in_flight_goes_on_from_its_tokens(tmp_path: Path) -> None:
 def test_groups_that_other_settings_have_scored_are_dropped_by_name(tmp_path: Path, mark: str) -> None:
     """And once, though the run is killed again before it has written a checkpoint."""
 
-    def world(mark: str) -> World:
-        return World(tmp_path, steps=30, trainer=FakeTrainer(0.5), mark=mark)
+    def world(mark: str) -> FakeWorld:
+        return FakeWorld(tmp_path, steps=30, trainer=FakeTrainer(0.5), mark=mark)
 
     async def killed() -> None:
         with contextlib.suppress(TimeoutError):
@@ -475,21 +299,21 @@ def test_groups_that_other_settings_have_scored_are_dropped_by_name(tmp_path: Pa
 def test_steps_of_which_everything_was_rejected_end_the_run_with_their_remedy(tmp_path: Path) -> None:
     rejected = LagStats("0", 500, 1.0, 0.0, 1.0, 0.0, 0.0, {"opsm": 1.0})
     trainer = FakeTrainer(skip=lambda attempt: "all_rejected", lags=(rejected,), noise=Noise(500, 0.04, 25, 0.01))
-    world = World(tmp_path, trainer=trainer, noise=NoiseWatch(AlgoConfig("opsm", correction={"opsm": 1e-4})))
+    world = FakeWorld(tmp_path, trainer=trainer, noise=NoiseWatch(AlgoConfig("opsm", correction={"opsm": 1e-4})))
     with pytest.raises(
         TrainingError, match=r"3 steps in a row were skipped \(all_rejected\).*algo.correction.*widen them"
     ):
         virtual_time.run(world.run())
-    said = [fact.message for fact in world.ledger.of(Warned)]
+    said = [fact.message for fact in world.facts.of(Warned)]
     assert "algo.correction.opsm = 0.0001 lies inside rounding: it stopped 100 % of 500 tokens" in said[0]
     assert "step 0 was skipped: all_rejected; the weights are unchanged" in said[1] and len(said) == 4
 
 
 def test_a_step_that_is_skipped_when_it_is_done_again_ends_the_run(tmp_path: Path) -> None:
-    first = World(tmp_path, steps=30)
+    first = FakeWorld(tmp_path, steps=30)
     virtual_time.run(first.run(interrupt_after=5.0))
     shutil.rmtree(tmp_path / "checkpoints")  # all steps are done again
-    second = World(tmp_path, steps=30, trainer=FakeTrainer(skip=lambda attempt: attempt == 2))
+    second = FakeWorld(tmp_path, steps=30, trainer=FakeTrainer(skip=lambda attempt: attempt == 2))
     with pytest.raises(CheckpointError, match="step 2 was done again from the journal and was nonfinite_gradient"):
         virtual_time.run(second.run(resume=True))
     done_again = second.trainer.batches
@@ -498,39 +322,39 @@ def test_a_step_that_is_skipped_when_it_is_done_again_ends_the_run(tmp_path: Pat
 
 
 def test_a_full_disk_at_a_checkpoint_warns_and_goes_on(tmp_path: Path) -> None:
-    world = World(tmp_path, trainer=FakeTrainer(full=lambda attempt: attempt < 2), checkpoint_every=2)
+    world = FakeWorld(tmp_path, trainer=FakeTrainer(full=lambda attempt: attempt < 2), checkpoint_every=2)
     virtual_time.run(world.run())
     assert world.trainer.version == world.steps
-    assert [(fact.step, bool(fact.error)) for fact in world.ledger.of(CheckpointSaved)] == [
+    assert [(fact.step, bool(fact.error)) for fact in world.facts.of(CheckpointSaved)] == [
         (2, True),
         (4, True),
         (6, False),
     ]
-    assert any("No space left" in warning.message for warning in world.ledger.of(Warned))
+    assert any("No space left" in warning.message for warning in world.facts.of(Warned))
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000006"], "a half-written one is left"
 
 
 def test_the_last_checkpoint_is_tried_again_until_it_is_on_the_disk(tmp_path: Path) -> None:
-    world = World(tmp_path, trainer=FakeTrainer(full=lambda attempt: attempt < 3))
+    world = FakeWorld(tmp_path, trainer=FakeTrainer(full=lambda attempt: attempt < 3))
     virtual_time.run(world.run())
     assert [path.name for path in world.checkpoints.all()] == ["step-000006"]
-    said = [one.message for one in world.ledger.of(Warned) if "not finished before" in one.message]
+    said = [one.message for one in world.facts.of(Warned) if "not finished before" in one.message]
     assert len(said) == 3 and "free disk space; it is tried again in 4 s" in said[2]
 
 
 def test_a_run_whose_last_checkpoint_is_never_written_has_not_finished(tmp_path: Path) -> None:
-    world = World(tmp_path, trainer=FakeTrainer(full=lambda attempt: attempt > 0), checkpoint_every=4)
+    world = FakeWorld(tmp_path, trainer=FakeTrainer(full=lambda attempt: attempt > 0), checkpoint_every=4)
     with pytest.raises(CheckpointError, match=r"all 6 steps.*not finished.*last good one is step-000004.*--resume"):
         virtual_time.run(world.run())
     assert 5 < world.trainer.saves < 20, "tried again, a bounded number of times"
     assert world.buffer.accounting().balance() == 0
-    again = World(tmp_path)
+    again = FakeWorld(tmp_path)
     virtual_time.run(again.run(resume=True))
     assert load_controller(again.checkpoints.all()[-1]).step == again.trainer.version == 6
 
 
 def test_whoever_interrupts_does_not_wait_for_the_last_checkpoint(tmp_path: Path) -> None:
-    world = World(tmp_path, trainer=FakeTrainer(full=lambda attempt: True))
+    world = FakeWorld(tmp_path, trainer=FakeTrainer(full=lambda attempt: True))
 
     async def scenario() -> None:
         running = asyncio.ensure_future(world.run())
@@ -552,7 +376,7 @@ MODES = ("inflight", "stream", "abort_resume", "save_resume", "drain", "barrier"
 def test_one_interrupt_is_enough_whatever_the_engine_does(tmp_path: Path, mode: Any, when: str) -> None:
     """It is stopped, and answers nobody: a checkpoint needs the trainer only."""
     partial = PartialConfig(mode=mode)
-    world = World(tmp_path, steps=1000, engine=FakeEngine(0.3, load_seconds=1.0), partial=partial)
+    world = FakeWorld(tmp_path, steps=1000, engine=FakeEngine(0.3, load_seconds=1.0), partial=partial)
 
     async def scenario() -> None:
         running = asyncio.ensure_future(world.run())
@@ -576,7 +400,7 @@ def test_one_interrupt_is_enough_whatever_the_engine_does(tmp_path: Path, mode: 
 @pytest.mark.parametrize("mode", MODES)
 def test_whoever_leaves_at_once_waits_for_nobody(tmp_path: Path, mode: Any, who: str) -> None:
     """A second interrupt cancels the run."""
-    world = World(tmp_path, steps=1000, engine=FakeEngine(0.3, load_seconds=1.0), partial=PartialConfig(mode=mode))
+    world = FakeWorld(tmp_path, steps=1000, engine=FakeEngine(0.3, load_seconds=1.0), partial=PartialConfig(mode=mode))
 
     async def scenario() -> None:
         running = asyncio.ensure_future(world.run())
@@ -599,7 +423,7 @@ def test_whoever_leaves_at_once_waits_for_nobody(tmp_path: Path, mode: Any, who:
 # --- what was due when a run was killed ----------------------------------------------------------------------------------
 
 
-def _killed(world: World, when: Callable[[], bool], resume: bool = False) -> World:
+def _killed(world: FakeWorld, when: Callable[[], bool], resume: bool = False) -> FakeWorld:
     """Ends it in the middle, as soon as it is so far: without a checkpoint, whatever is under way."""
 
     async def scenario() -> None:
@@ -615,39 +439,39 @@ def _killed(world: World, when: Callable[[], bool], resume: bool = False) -> Wor
 
 
 def test_a_checkpoint_that_was_due_at_the_killed_step_is_written_after_the_resume(tmp_path: Path) -> None:
-    first = World(tmp_path, steps=9, trainer=FakeTrainer(save_seconds=100.0), checkpoint_every=4)
+    first = FakeWorld(tmp_path, steps=9, trainer=FakeTrainer(save_seconds=100.0), checkpoint_every=4)
     _killed(first, lambda: first.trainer.version == 4)
     assert not first.checkpoints.all()
-    second = World(tmp_path, steps=9, checkpoint_every=4, told=first.tell())
+    second = FakeWorld(tmp_path, steps=9, checkpoint_every=4, told=first.in_metrics())
     virtual_time.run(second.run(resume=True))
-    assert [fact.step for fact in second.ledger.of(CheckpointSaved)] == [4, 8, 9]
+    assert [fact.step for fact in second.facts.of(CheckpointSaved)] == [4, 8, 9]
 
 
 def test_an_evaluation_that_was_due_at_the_killed_step_is_done_after_the_resume(tmp_path: Path) -> None:
-    def world(told: Told = Told(), name: str = "run") -> World:  # noqa: B008 frozen
+    def world(told: Told = Told(), name: str = "run") -> FakeWorld:  # noqa: B008 frozen
         engine, trainer = FakeEngine(0.3), FakeTrainer(2.0)
-        return World(tmp_path / name, steps=9, evaluate_every=4, told=told, engine=engine, trainer=trainer)
+        return FakeWorld(tmp_path / name, steps=9, evaluate_every=4, told=told, engine=engine, trainer=trainer)
 
     first = world()
-    _killed(first, lambda: any(live.update.version == 4 for live in first.ledger.of(WeightsLive)))
-    assert first.trainer.version == 4 and not first.ledger.of(Evaluated)
-    second = world(first.tell())
-    _killed(second, lambda: second.trainer.version == 5 and bool(second.ledger.of(Evaluated)), resume=True)
-    assert [one.step for one in second.ledger.of(Evaluated)] == [4]
-    assert not any("evaluation was due" in one.message for one in second.ledger.of(Warned))
+    _killed(first, lambda: any(live.update.version == 4 for live in first.facts.of(WeightsLive)))
+    assert first.trainer.version == 4 and not first.facts.of(Evaluated)
+    second = world(first.in_metrics())
+    _killed(second, lambda: second.trainer.version == 5 and bool(second.facts.of(Evaluated)), resume=True)
+    assert [one.step for one in second.facts.of(Evaluated)] == [4]
+    assert not any("evaluation was due" in one.message for one in second.facts.of(Warned))
     shutil.copytree(tmp_path / "run", tmp_path / "other")
-    third = world(first.tell(), "other")  # as if that had been killed before it was over
+    third = world(first.in_metrics(), "other")  # as if that had been killed before it was over
     virtual_time.run(third.run(resume=True))
-    assert [one.step for one in third.ledger.of(Evaluated)] == [5, 8]
-    assert any("evaluation was due at step 4" in one.message for one in third.ledger.of(Warned))
-    last = world(second.tell())
+    assert [one.step for one in third.facts.of(Evaluated)] == [5, 8]
+    assert any("evaluation was due at step 4" in one.message for one in third.facts.of(Warned))
+    last = world(second.in_metrics())
     virtual_time.run(last.run(resume=True))
-    assert [one.step for one in last.ledger.of(Evaluated)] == [8], "what was done is not done twice"
+    assert [one.step for one in last.facts.of(Evaluated)] == [8], "what was done is not done twice"
 
 
 def test_two_evaluations_at_one_instant_do_not_collide(tmp_path: Path) -> None:
     async def scenario() -> None:
-        world = World(tmp_path, evaluate_every=1)
+        world = FakeWorld(tmp_path, evaluate_every=1)
         world.build()
         await world.go_live()
         measure = world.parts.evaluator.measure
@@ -662,15 +486,15 @@ def test_two_evaluations_at_one_instant_do_not_collide(tmp_path: Path) -> None:
 @pytest.mark.parametrize("known", [True, False])
 def test_a_step_that_is_done_again_shows_its_reward(tmp_path: Path, known: bool) -> None:
     """`known`: what the metrics had of the groups that it took. A loss of power takes the ends of files."""
-    first = World(tmp_path, steps=9)
+    first = FakeWorld(tmp_path, steps=9)
     _killed(first, lambda: first.trainer.version == 3)
-    shown = {fact.report.version: fact.reward_drawn for fact in first.ledger.of(StepTrained)}
-    before = first.ledger.facts.index(first.ledger.of(StepTrained)[1]) if known else 0
-    until = first.ledger.facts.index(first.ledger.of(StepTrained)[2]) if known else 0
-    second = World(tmp_path, steps=9, told=first.tell(until))
+    shown = {fact.report.version: fact.reward_drawn for fact in first.facts.of(StepTrained)}
+    before = first.facts.facts.index(first.facts.of(StepTrained)[1]) if known else 0
+    until = first.facts.facts.index(first.facts.of(StepTrained)[2]) if known else 0
+    second = FakeWorld(tmp_path, steps=9, told=first.in_metrics(until))
     assert bool(before) == known
     virtual_time.run(second.run(resume=True))
-    again = {fact.report.version: fact.reward_drawn for fact in second.ledger.of(StepTrained)}
+    again = {fact.report.version: fact.reward_drawn for fact in second.facts.of(StepTrained)}
     assert sorted(again) == list(range(3 if known else 1, 10)) and not any(map(math.isnan, again.values()))
     assert not known or again[3] == pytest.approx(shown[3])
 
@@ -701,12 +525,12 @@ def test_who_shares_a_trainer_takes_turns_and_waiting_is_not_work() -> None:
 
 
 def test_every_ticket_ends_in_exactly_one_named_outcome(tmp_path: Path) -> None:
-    world = World(tmp_path, scorer=FakeScorer(failure_rate=0.6), engine=FakeEngine(failure_rate=0.3), watch=NEVER)
+    world = FakeWorld(tmp_path, scorer=FakeScorer(failure_rate=0.6), engine=FakeEngine(failure_rate=0.3), watch=PATIENT)
     virtual_time.run(world.run())
-    ended = world.ledger.of(GroupEnded)
+    ended = world.facts.of(GroupEnded)
     assert len({fact.ticket for fact in ended}) == len(ended) == world.buffer.accounting().drawn
     assert all(fact.reason or fact.outcome == "ready" for fact in ended)
-    trained = sum(len(fact.groups) for fact in world.ledger.of(StepTrained))
+    trained = sum(len(fact.groups) for fact in world.facts.of(StepTrained))
     assert trained == sum(fact.outcome == "ready" for fact in ended)
 
 
@@ -716,7 +540,7 @@ def test_errors_of_ours_win_in_a_group_of_exceptions(tmp_path: Path) -> None:
             raise HeadraceError("the scorer is broken")
 
     with pytest.raises(HeadraceError, match="the scorer is broken"):
-        virtual_time.run(World(tmp_path, scorer=Broken()).run())
+        virtual_time.run(FakeWorld(tmp_path, scorer=Broken()).run())
 
 
 def test_what_ends_a_teacher_ends_the_run_at_once_with_a_checkpoint(tmp_path: Path) -> None:
@@ -724,7 +548,7 @@ def test_what_ends_a_teacher_ends_the_run_at_once_with_a_checkpoint(tmp_path: Pa
         await asyncio.sleep(1.05)
         raise WorkerDied("teacher math", "died and could not be replaced")
 
-    world = World(tmp_path / "run", steps=1000, sentinels=[watch])
+    world = FakeWorld(tmp_path / "run", steps=1000, sentinels=[watch])
 
     async def main() -> float:
         with pytest.raises(WorkerDied, match="the teacher math process died and could not be replaced"):

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_world import FakeWorld, scheduled_world, schedules
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from test_pipeline import World, schedules
-from test_pipeline import _world as plain_world
 
 from headrace.engine.fake import FakeEngine
 from headrace.observe.facts import GroupEnded, StepTrained
@@ -23,7 +22,7 @@ from headrace.trainer.fake import FakeTrainer
 from headrace.types import Group, Prompt, Row
 
 
-def _kept_lags(world: World) -> list[int]:
+def _kept_lags(world: FakeWorld) -> list[int]:
     return [
         batch.step - version
         for batch in world.trainer.batches
@@ -48,25 +47,25 @@ unpaced = st.fixed_dictionaries(
 def test_no_token_older_than_max_lag_is_trained_however_far_generation_runs_ahead(
     tmp_path_factory: pytest.TempPathFactory, s: dict[str, Any], policy: dict[str, Any]
 ) -> None:
-    world = plain_world(tmp_path_factory.mktemp("run"), s)
+    world = scheduled_world(tmp_path_factory.mktemp("run"), s)
     world.staleness = StalenessConfig(groups_per_step=s["groups"], max_lag=s["max_lag"], **policy)
     virtual_time.run(world.run())
     assert world.trainer.version == world.steps
     assert 0 <= min(_kept_lags(world)) <= max(_kept_lags(world)) <= s["max_lag"] == world.staleness.lag_bound
     counted = world.buffer.accounting()
     assert counted.balance() == 0 and counted.in_pipeline == 0 and counted.trained == world.steps * s["groups"]
-    lost = [fact for fact in world.ledger.of(GroupEnded) if fact.reason == "overdue"]
+    lost = [fact for fact in world.facts.of(GroupEnded) if fact.reason == "overdue"]
     assert counted.dropped.get("overdue", 0) == len(lost)
 
 
-def _heavy(tmp: Path, **staleness: Any) -> World:
+def _heavy(tmp: Path, **staleness: Any) -> FakeWorld:
     """One rollout in ten is eight times as long, and the trainer is fast: the long ones are overdue when they are done."""
     config = StalenessConfig(groups_per_step=2, max_lag=1, **staleness)
     heavy = lambda rng: 8 if rng.random() < 0.1 else 1  # noqa: E731
-    return World(tmp, config, 40, FakeEngine(0.1, 0.0, heavy), FakeTrainer(0.05))
+    return FakeWorld(tmp, config, steps=40, engine=FakeEngine(0.1, 0.0, heavy), trainer=FakeTrainer(0.05))
 
 
-def _mean_length(world: World) -> float:
+def _mean_length(world: FakeWorld) -> float:
     lengths = [len(one.episode.last.tokens) for b in world.trainer.batches for g in b.groups for one in g.scored]
     return sum(lengths) / len(lengths)
 
@@ -91,7 +90,7 @@ def test_cancel_ends_in_flight_what_drop_would_throw_away_later(tmp_path: Path) 
     drop, cancel = (_heavy(tmp_path / name, overdue=name, in_flight=12) for name in ("drop", "cancel"))
     for world in (drop, cancel):
         virtual_time.run(world.run())
-    assert any(fact.lost_tokens for fact in cancel.ledger.of(GroupEnded))
+    assert any(fact.lost_tokens for fact in cancel.facts.of(GroupEnded))
     assert cancel.engine._sampled < drop.engine._sampled
 
 
@@ -102,7 +101,7 @@ def test_trimmed_tokens_stay_as_context_and_leave_the_loss(tmp_path: Path) -> No
     assert rows, "nothing was trimmed: choose other speeds"
     for row in rows:
         assert len(row.mask) == len(row.tokens) and list(row.mask) == sorted(row.mask), "the oldest tokens come first"
-    steps = world.ledger.of(StepTrained)
+    steps = world.facts.of(StepTrained)
     told = sum(count for fact in steps for count in fact.lags.values())
     assert told == sum(sum(row.mask) for batch in world.trainer.batches for row in batch.rows)
 
@@ -111,9 +110,11 @@ def test_the_stalest_group_goes_first_or_the_one_that_was_finished_first(tmp_pat
     orders = {}
     for order in ("stalest", "finished"):
         config = StalenessConfig(groups_per_step=2, max_lag=6, overdue="trim", order=order, in_flight=16)
-        world = World(tmp_path / order, config, 40, FakeEngine(0.1, length=lambda rng: rng.choice([1, 8])))
+        world = FakeWorld(
+            tmp_path / order, config, steps=40, engine=FakeEngine(0.1, length=lambda rng: rng.choice([1, 8]))
+        )
         virtual_time.run(world.run())
-        ended = world.ledger.of(GroupEnded)
+        ended = world.facts.of(GroupEnded)
         overdue = {fact.ticket for fact in ended if fact.outcome == "dropped"}
         finished = [fact.ticket for fact in ended if fact.outcome == "ready" and fact.ticket not in overdue]
         orders[order] = [group.ticket for batch in world.trainer.batches for group in batch.groups]
@@ -139,7 +140,7 @@ def _group(*versions: tuple[int, ...]) -> Group:
 
 def test_judge_by_hand() -> None:
     group = _group((3, 3, 4), (5, 5))
-    trim, drop = (StalenessConfig(4, 1, overdue=name) for name in ("trim", "drop"))  # type: ignore[arg-type]
+    trim, drop = (StalenessConfig(groups_per_step=4, max_lag=1, overdue=name) for name in ("trim", "drop"))  # type: ignore[arg-type]
     assert first_version(group) == 3
     assert judge(group, 4, drop) is group and judge(group, 4, trim) is group
     assert judge(group, 5, drop) is None
@@ -147,13 +148,13 @@ def test_judge_by_hand() -> None:
     assert trimmed is not None and [row.mask for row in trimmed.rows] == [(False, False, True), (True, True)]
     assert judge(group, 7, trim) is None, "nothing is left to train"
     with pytest.raises(AssertionError, match="the proof above is wrong"):
-        judge(group, 5, StalenessConfig(4, 1))
+        judge(group, 5, StalenessConfig(groups_per_step=4, max_lag=1))
 
 
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5), min_size=1, max_size=4), st.integers(0, 12))
 def test_what_is_judged_twice_is_judged_once(versions: list[list[int]], step: int) -> None:
     """A step that is done again judges what was judged when it was taken."""
-    config = StalenessConfig(1, 2, overdue="trim")
+    config = StalenessConfig(groups_per_step=1, max_lag=2, overdue="trim")
     once = judge(_group(*(tuple(sorted(told)) for told in versions)), step, config)
     assert once is None or judge(once, step, config) == once
 
@@ -167,7 +168,10 @@ def test_settings_that_do_not_go_together_are_refused_with_the_remedy() -> None:
     ):
         with pytest.raises(ValidationError, match=said):
             StalenessConfig(**wrong)
-    paced, free = StalenessConfig(4, 2), StalenessConfig(4, 2, overdue="trim", in_flight=50)
+    paced, free = (
+        StalenessConfig(groups_per_step=4, max_lag=2),
+        StalenessConfig(groups_per_step=4, max_lag=2, overdue="trim", in_flight=50),
+    )
     assert (paced.generating, paced.lag_bound, free.generating, free.lag_bound) == (12, 2, 50, 2)
     assert dataclasses.replace(free, in_flight=0).generating == 12
 

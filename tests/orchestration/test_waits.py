@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_pipeline import Ledger, World
+from fake_world import FakeWorld
 
 import headrace
 from headrace.config import RunConfig, load_config
@@ -52,6 +52,7 @@ from headrace.scoring.functions import FunctionScorer
 from headrace.scoring.teacher.stage import Teacher, TextScorer, TextTeacher, TraceScorer
 from headrace.settings.process_config import EvalConfig
 from headrace.simulate import virtual_time
+from headrace.simulate.world import FactList
 from headrace.trainer.fake import FakeTrainer
 from headrace.types import Completion, Episode, Prompt, Turn, VersionSpan
 from headrace.weights import WeightUpdate
@@ -251,7 +252,7 @@ Scenario = Callable[[Path, Callable[[Waits], Waits]], Awaitable[None]]
 
 def of_pipeline(**settings: Any) -> Scenario:
     async def scenario(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
-        world = World(tmp / "run", stop_after=600.0, **settings)
+        world = FakeWorld(tmp / "run", stop_after=600.0, **settings)
         pipeline = world.build()
         spoil(world.parts.telemetry.waits)
         await world.go_live()
@@ -272,19 +273,19 @@ async def of_evaluation(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
         config=EvalConfig(),
         rollout=rollout,
         decode=str,
-        telemetry=Telemetry(Ledger().record, clock, waits),
+        telemetry=Telemetry(FactList().record, clock, waits),
     )
     await evaluator.measure("before", 0)
 
 
 async def of_statistics(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
     waits = spoil(here(lambda fact: None))
-    telemetry = Telemetry(Ledger().record, asyncio.get_running_loop().time, waits)
+    telemetry = Telemetry(FactList().record, asyncio.get_running_loop().time, waits)
     await Utilisation(FakeEngine(), Turns(), telemetry).start()
 
 
 async def of_start(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
-    world = World(tmp / "run", stop_after=600.0)
+    world = FakeWorld(tmp / "run", stop_after=600.0)
     pipeline = world.build()
     spoil(world.parts.telemetry.waits)
     await BuiltRun(None, world.parts, pipeline, (), (), None, None, None, "").go_live()  # type: ignore[arg-type]
@@ -292,7 +293,7 @@ async def of_start(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
 
 async def of_teacher_s_start(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
     clock = asyncio.get_running_loop().time
-    classroom = TeacherEngines(LocalLauncher(tmp), Ledger(), spoil(here(lambda fact: None)), clock)
+    classroom = TeacherEngines(LocalLauncher(tmp), FactList(), spoil(here(lambda fact: None)), clock)
     await classroom.open("teacher math", tmp, EngineConfig())
 
 
@@ -335,15 +336,15 @@ def a_config(tmp: Path) -> RunConfig:
     return load_config({"name": "x", "out": str(tmp), "model": model, "task": task, "reward": reward})
 
 
-async def of_build(tmp: Path, spoil: Callable[[Waits], Waits], ledger: Ledger) -> None:
-    clock, storage = asyncio.get_running_loop().time, SimpleNamespace(recorder=ledger, checkpoint=None)
+async def of_build(tmp: Path, spoil: Callable[[Waits], Waits], facts: FactList) -> None:
+    clock, storage = asyncio.get_running_loop().time, SimpleNamespace(recorder=facts, checkpoint=None)
     config = a_config(tmp)
-    waits = spoil(open_waits(config, ledger, clock))
+    waits = spoil(open_waits(config, facts, clock))
     await build(config, tmp, storage, None, waits, clock)  # type: ignore[arg-type]
 
 
-class Recording(Ledger):
-    """A ledger that takes sinks, and keeps none."""
+class Recording(FactList):
+    """A list of facts that takes sinks, and keeps none."""
 
     def add(self, sink: Any) -> None:
         pass
@@ -372,12 +373,12 @@ def several(tmp: Path, spoil: Callable[[Waits], Waits], facts: list[Any]) -> _To
     return _Together(config, directory, {"a": lane}, NO_INPUTS, Showing(), lambda settings: None, None)  # type: ignore[arg-type, dict-item]
 
 
-async def of_several(tmp: Path, spoil: Callable[[Waits], Waits], ledger: Ledger) -> None:
-    await several(tmp, spoil, ledger.facts)._run()
+async def of_several(tmp: Path, spoil: Callable[[Waits], Waits], facts: FactList) -> None:
+    await several(tmp, spoil, facts.facts)._run()
 
 
 async def of_adapter(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
-    telemetry = Telemetry(Ledger().record, asyncio.get_running_loop().time, spoil(here(lambda fact: None)))
+    telemetry = Telemetry(FactList().record, asyncio.get_running_loop().time, spoil(here(lambda fact: None)))
     await _serve_base(None, telemetry)  # type: ignore[arg-type]
 
 
@@ -431,7 +432,7 @@ LAST = ("controller", "the engine's last word")
 def test_an_engine_without_a_last_word_is_waited_for_in_name_and_not_for_long() -> None:
     async def main() -> float:
         clock = asyncio.get_running_loop().time
-        telemetry = Telemetry(Ledger().record, clock, stall_at(here(lambda fact: None), *LAST))
+        telemetry = Telemetry(FactList().record, clock, stall_at(here(lambda fact: None), *LAST))
         await Utilisation(FakeEngine(), Turns(), telemetry).stop(patience=30.0)
         return clock()
 
@@ -458,15 +459,15 @@ def test_a_stall_at_every_wait_stops_the_run_with_its_name(tmp_path: Path, owner
 @pytest.mark.filterwarnings("ignore:coroutine")
 @pytest.mark.parametrize(("owner", "what"), sorted(ENDLESS), ids=lambda text: text)
 def test_a_stall_where_things_are_fetched_is_said_again_and_again(tmp_path: Path, owner: str, what: str) -> None:
-    ledger = Ledger()
+    facts = FactList()
 
     async def main() -> None:
         async with asyncio.timeout(1000):
-            await ENDLESS[owner, what](tmp_path, lambda waits: stall_at(waits, owner, what), ledger)
+            await ENDLESS[owner, what](tmp_path, lambda waits: stall_at(waits, owner, what), facts)
 
     with pytest.raises(TimeoutError):
         virtual_time.run(main())
-    said = [fact.message for fact in ledger.of(Warned)]
+    said = [fact.message for fact in facts.of(Warned)]
     assert said == [f"{owner} has waited {seconds} s for {what}" for seconds in range(120, 1000, 120)]
 
 
@@ -608,7 +609,7 @@ def test_a_stopped_trainer_and_a_stopped_engine_are_named_with_what_they_do(conf
         watchdog.add(tmp_path, tight)
         clock = asyncio.get_running_loop().time
         path = Path(config.model.path)
-        pools = await open_pools(config, path, tmp_path, Ledger(), patient, clock, {})  # type: ignore[arg-type]
+        pools = await open_pools(config, path, tmp_path, FactList(), patient, clock, {})  # type: ignore[arg-type]
         try:
             alive = {
                 one.child.who: one.stacks for one in await asyncio.to_thread(stacks.ask, watchdog.family.children())
@@ -621,13 +622,13 @@ def test_a_stopped_trainer_and_a_stopped_engine_are_named_with_what_they_do(conf
         finally:
             await pools.close()
 
-    with Watchdog(tmp_path, 100, 200) as watchdog:
+    with Watchdog(tmp_path, warn_after=100, stop_after=200) as watchdog:
         errors = asyncio.run(main())
     for who, error in zip(("trainer", "engine"), errors, strict=True):
         assert re.search(rf"the {who} \({who}, pid \d+: does not answer signals: stopped by a signal", str(error)), (
             error
         )
-        picture = Path(error.__notes__[-1].removeprefix("where all stood is in ")).read_text()
+        picture = Path(error.__notes__[-1].removeprefix("the stacks of all processes are in ")).read_text()
         assert f"rollouts has waited 0 s for the {who}" in picture and "--- controller" in picture
         assert "worker.py" in picture, "the other one has answered"
     assert not watchdog.family.children(), "closed processes are forgotten"
@@ -645,7 +646,7 @@ def test_a_stall_while_the_workers_start(config: RunConfig, tmp_path: Path, what
         )
         clock = asyncio.get_running_loop().time
         path = Path(config.model.path)
-        await open_pools(config, path, tmp_path, Ledger(), waits, clock, {})  # type: ignore[arg-type]
+        await open_pools(config, path, tmp_path, FactList(), waits, clock, {})  # type: ignore[arg-type]
 
     with pytest.raises(StalledError, match=f"start has waited 0 s for {what}"), family(children):
         asyncio.run(main())
@@ -692,7 +693,7 @@ def test_a_reward_function_that_sleeps_is_shown_with_its_line(tmp_path: Path, wh
         finally:
             await scorer.close()
 
-    with Watchdog(tmp_path, 100, 200) as watchdog, pytest.raises(StalledError) as caught:
+    with Watchdog(tmp_path, warn_after=100, stop_after=200) as watchdog, pytest.raises(StalledError) as caught:
         asyncio.run(around())
     assert place in str(caught.value) and any("sleep" in note for note in caught.value.__notes__)
 
@@ -805,14 +806,14 @@ def test_a_wait_without_a_name_is_found_too(tmp_path: Path) -> None:
     done = run_blocked(tmp_path, "nameless")
     assert done.returncode == STALLED
     said, ended = done.stderr.split("ended by its watchdog", 1)
-    assert "nothing has been waited for by name" in said and "in main" in said and "task Task-1" in ended
+    assert "there has been no named wait for" in said and "in main" in said and "task Task-1" in ended
 
 
 def test_native_code_that_keeps_the_interpreter_is_written_down_without_it(tmp_path: Path) -> None:
     done = run_blocked(tmp_path, "native")
     assert done.returncode == 0, done.stderr
     assert re.search(
-        r"the interpreter of the controller, pid \d+, has stood still for \d s; its main thread is in .*main",
+        r"the interpreter of the controller, pid \d+, has been blocked for \d s; its main thread is in .*main",
         done.stderr,
     )
     assert "in main" in (tmp_path / "interpreter.stacks").read_text()
@@ -821,7 +822,7 @@ def test_native_code_that_keeps_the_interpreter_is_written_down_without_it(tmp_p
 def test_native_code_that_never_lets_the_interpreter_go_ends_the_run_with_its_sentence(tmp_path: Path) -> None:
     done = run_blocked(tmp_path, "native for ever")
     assert done.returncode == -signal.SIGKILL
-    verdict = "ended by its watchdog: the interpreter stood still for"
+    verdict = "ended by its watchdog: the interpreter was blocked for"
     assert f"headrace: {verdict}" in done.stderr and verdict in (tmp_path / "status.json").read_text()
 
 
@@ -870,6 +871,6 @@ def test_nothing_ends_the_watchdog(tmp_path: Path, capfd: pytest.CaptureFixture[
             while read_live(tmp_path) is None:
                 await asyncio.sleep(0.01)
 
-    with Watchdog(tmp_path, 100, 200, pulse=0.02) as watchdog:
+    with Watchdog(tmp_path, warn_after=100, stop_after=200, pulse=0.02) as watchdog:
         asyncio.run(asyncio.wait_for(main(), 300))
     assert "RuntimeError: not now" in capfd.readouterr().err

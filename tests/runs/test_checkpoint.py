@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,6 +64,44 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(tmp_path: Path, spoil
     good, complaints = checkpoints.newest_good()
     assert good == tmp_path / "step-000001"
     assert len(complaints) == 1 and "step-000002" in complaints[0] and complaint in complaints[0]
+
+
+class WatchedDisk(Disk):
+    """Keeps what is changed and flushed, in order."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.done: list[str] = []
+
+    def owns(self, path: Any) -> bool:
+        if owned := super().owns(path):
+            self.done.append(Path(os.fsdecode(path)).name)
+        return owned
+
+    def _fsync(self, fd: int) -> None:
+        self.done.append(f"{Path(os.readlink(f'/proc/self/fd/{fd}')).name} is flushed")
+        super()._fsync(fd)
+
+
+def test_the_seal_goes_first_and_that_is_on_the_disk_before_anything_else_goes(tmp_path: Path) -> None:
+    """A loss of power may keep any prefix of these operations: a seal without its weights would be a damaged checkpoint."""
+    for step in (1, 2):
+        _save(Checkpoints(tmp_path, keep=2), step)
+    disk = WatchedDisk(tmp_path)
+    with disk.mounted():
+        Checkpoints(tmp_path, keep=1)._prune()
+    assert disk.done == [FILES, "step-000001 is flushed", "weights.bin", "step-000001"]
+
+
+def test_a_checkpoint_is_sealed_last_and_flushed_before_it_has_its_name(tmp_path: Path) -> None:
+    disk, temporary = WatchedDisk(tmp_path), ".writing-step-000001"
+    with disk.mounted():
+        _save(Checkpoints(tmp_path, keep=1), 1)
+    assert disk.done == [
+        *(temporary, "weights.bin", "weights.bin is flushed"),
+        *(FILES, f"{FILES} is flushed", f"{temporary} is flushed"),
+        *(temporary, f"{tmp_path.name} is flushed"),
+    ], "directory, weights, seal, name"
 
 
 @pytest.mark.parametrize("operation", range(12))

@@ -821,7 +821,7 @@ def episode(count: int) -> Episode:
 
 
 def test_the_punishment_has_a_weight_of_its_own_among_the_rewards() -> None:
-    config = RewardConfig("reasoning_gym", soft_overlong_punishment=OverlongConfig(cache=4, weight=0.5))
+    config = RewardConfig(function="reasoning_gym", soft_overlong_punishment=OverlongConfig(cache=4, weight=0.5))
     assert config.weights == {"reasoning_gym": 1.0, "soft_overlong_punishment": 0.5}
     with pytest.raises(ValidationError, match="rename it"):
-        RewardConfig("my.py:soft_overlong_punishment", soft_overlong_punishment={"cache": 4})  # type: ignore[arg-type]
+        RewardConfig(function="my.py:soft_overlong_punishment", soft_overlong_punishment={"cache": 4})  # type: ignore[arg-type]

@@ -482,7 +482,7 @@ def test_files_that_were_written_again_are_refused(tmp_path: Path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     update = offer(tmp_path)
-    receiver = DirectoryReceiver(tmp_path, lambda path: {"a": torch.ones(1)})
+    receiver = DirectoryReceiver(tmp_path, lambda path: {"a": torch.ones(1)}, torch.float32)
     assert update.version == 0 and update.nbytes == 9 and list(receiver.receive(update)) == ["a"]
     (tmp_path / "tokenizer.json").write_text("may be touched")
     receiver.receive(update)

@@ -21,34 +21,31 @@ from headrace.plan.measure import predict
 from headrace.plan.parts.cores import Shared
 from headrace.plan.parts.engine import SimulatedEngine
 from headrace.plan.parts.pool import Replicas
+from headrace.plan.planned import planned_world
 from headrace.plan.rates import fits
 from headrace.plan.rates.rates import EngineRates, Rates, TrainerRates, load_rates, save_rates
 from headrace.plan.scenario import Scenario
-from headrace.plan.world import World
 from headrace.reports import EngineStats
 from headrace.rollouts.partial import PartialConfig
-from headrace.rollouts.rollout import RolloutConfig
+from headrace.rollouts.rollout import RolloutConfig, seed_of
 from headrace.rollouts.staleness import StalenessConfig
 from headrace.simulate import distributions, virtual_time
 from headrace.simulate.codes import completion_tokens, prompt_tokens
 from headrace.simulate.distributions import Distribution, empirical, fixed, parse
+from headrace.simulate.makers import request, update
 from headrace.simulate.surroundings import SimulatedScorer, SimulatedTask
+from headrace.simulate.world import FactList
 from headrace.steps import StepOutput, write_down
-from headrace.types import Completion, Request, Sampling
-from headrace.weights import WeightUpdate
+from headrace.types import Completion, Request
 
 FLAT = EngineRates(((1.0, 0.01), (64.0, 0.01)), max_running=64)
 """10 ms a pass, however many run."""
 
 
-def update(version: int) -> WeightUpdate:
-    return WeightUpdate(version=version, kind="full", fingerprint=f"simulated-{version}", nbytes=0, seconds=0.0)
-
-
-def request(name: str, length: int, prompt: int = 1, priority: int = 0, **more: Any) -> Request:
-    """The engine below makes `sampling.seed` its length."""
-    tokens = more.pop("tokens", prompt_tokens(hash(name) % 1000, prompt, 0.5))
-    return Request(name, tokens, Sampling(seed=length), priority=priority, **more)
+def sized(name: str, length: int, prompt: int = 1, **more: Any) -> Request:
+    """The engine below makes the seed of a request the length of its completion."""
+    tokens = more.pop("tokens", prompt_tokens(seed_of(name) % 1000, prompt, 0.5))
+    return request(name, tokens, 64, seed=length, **more)
 
 
 def engine(rates: EngineRates = FLAT, grain: int = 1, shared: Shared | None = None, **more: Any) -> SimulatedEngine:
@@ -74,8 +71,8 @@ def test_a_completion_takes_a_pass_a_token_and_its_prompt():
     one = engine(msgspec.structs.replace(FLAT, prefill=0.002))
 
     async def work(now: Any) -> Completion:
-        await one.load(update(0))
-        return await one.generate(request("a", 7, prompt=5))
+        await one.load(update(0, "simulated"))
+        return await one.generate(sized("a", 7, prompt=5))
 
     completion, seconds = in_virtual_time(work)
     assert seconds == pytest.approx(7 * 0.01 + 5 * 0.002)
@@ -87,12 +84,12 @@ def test_a_group_computes_its_prompt_once_and_again_after_a_swap():
     one, tokens = engine(msgspec.structs.replace(FLAT, prefill=0.1)), prompt_tokens(1, 10, 0.5)
 
     async def work(now: Any) -> int:
-        await one.load(update(0))
-        first = [asyncio.ensure_future(one.generate(request(f"a{i}", 5, tokens=tokens))) for i in range(4)]
+        await one.load(update(0, "simulated"))
+        first = [asyncio.ensure_future(one.generate(sized(f"a{i}", 5, tokens=tokens))) for i in range(4)]
         await asyncio.sleep(1.001)
         assert one.snapshot().prompt_tokens == 10
-        await one.load(update(1))
-        await one.generate(request("late", 1, tokens=tokens))
+        await one.load(update(1, "simulated"))
+        await one.generate(sized("late", 1, tokens=tokens))
         await asyncio.gather(*first)
         return one.snapshot().prompt_tokens
 
@@ -104,11 +101,11 @@ def test_the_batch_curve_is_followed_as_sequences_leave():
     one = engine(EngineRates(((1.0, 0.001), (3.0, 0.003)), max_running=8))
 
     async def work(now: Any) -> list[float]:
-        await one.load(update(0))
+        await one.load(update(0, "simulated"))
         ends: list[float] = []
 
         async def generate(length: int) -> None:
-            await one.generate(request(f"r{length}", length))
+            await one.generate(sized(f"r{length}", length))
             ends.append(now())
 
         await asyncio.gather(*(generate(length) for length in (40, 10, 20)))
@@ -124,8 +121,8 @@ def test_growing_caches_make_passes_slower_by_the_closed_form():
     one = engine(EngineRates(((1.0, a),), context=c, max_running=8))
 
     async def work(now: Any) -> None:
-        await one.load(update(0))
-        await asyncio.gather(*(one.generate(request(f"r{i}", length, prompt=prompt)) for i in range(n)))
+        await one.load(update(0, "simulated"))
+        await asyncio.gather(*(one.generate(sized(f"r{i}", length, prompt=prompt)) for i in range(n)))
 
     _, seconds = in_virtual_time(work)
     stepwise = sum(a + c * n * (prompt + done + 0.5) for done in np.arange(length, dtype=np.float64))
@@ -137,10 +134,10 @@ def test_rows_and_room_are_limited_and_priority_goes_first():
     order: list[str] = []
 
     async def work(now: Any) -> None:
-        await one.load(update(0))
+        await one.load(update(0, "simulated"))
 
         async def generate(name: str, priority: int) -> None:
-            await one.generate(request(name, 10, priority=priority))
+            await one.generate(sized(name, 10, priority=priority))
             order.append(name)
 
         await asyncio.gather(*(generate(f"p{priority}", priority) for priority in (5, 4, 3, 2, 1)))
@@ -151,8 +148,8 @@ def test_rows_and_room_are_limited_and_priority_goes_first():
     small = engine(msgspec.structs.replace(FLAT, kv_tokens=25.0), expected=10.0)
 
     async def crowded(now: Any) -> None:
-        await small.load(update(0))
-        await asyncio.gather(*(small.generate(request(f"r{i}", 10, prompt=2)) for i in range(4)))
+        await small.load(update(0, "simulated"))
+        await asyncio.gather(*(small.generate(sized(f"r{i}", 10, prompt=2)) for i in range(4)))
 
     assert in_virtual_time(crowded)[1] == pytest.approx(2 * 0.1), "12 tokens each: two at a time"
 
@@ -161,10 +158,10 @@ def test_a_swap_in_the_middle_shows_in_spans_and_stands_still():
     one = engine(msgspec.structs.replace(FLAT, swap=0.5))
 
     async def work(now: Any) -> Completion:
-        await one.load(update(0))
-        running = asyncio.ensure_future(one.generate(request("a", 10)))
+        await one.load(update(0, "simulated"))
+        running = asyncio.ensure_future(one.generate(sized("a", 10)))
         await asyncio.sleep(0.035)
-        await one.load(update(1))
+        await one.load(update(1, "simulated"))
         return await running
 
     completion, seconds = in_virtual_time(work)
@@ -177,9 +174,9 @@ def test_streamed_parts_are_told_as_mixed():
     one = engine(msgspec.structs.replace(FLAT, verify=0.04))
 
     async def work(now: Any) -> Completion:
-        await one.load(update(0))
-        running = asyncio.ensure_future(one.generate(request("a", 12)))
-        await one.load(update(1), parts=4)
+        await one.load(update(0, "simulated"))
+        running = asyncio.ensure_future(one.generate(sized("a", 12)))
+        await one.load(update(1, "simulated"), parts=4)
         return await running
 
     completion, _ = in_virtual_time(work)
@@ -194,12 +191,12 @@ def test_an_aborted_request_goes_on_from_its_prefix_and_costs_its_prefill():
     one = engine(msgspec.structs.replace(FLAT, prefill=0.001))
 
     async def work(now: Any) -> tuple[Completion, Completion]:
-        await one.load(update(0))
-        running = asyncio.ensure_future(one.generate(request("a", 20, prompt=100)))
+        await one.load(update(0, "simulated"))
+        running = asyncio.ensure_future(one.generate(sized("a", 20, prompt=100)))
         await asyncio.sleep(0.1 + 0.0801)
         await one.abort()
         first = await running
-        return first, await one.generate(request("a", 20, prompt=100, prefix=first.tokens))
+        return first, await one.generate(sized("a", 20, prompt=100, prefix=first.tokens))
 
     (first, second), seconds = in_virtual_time(work)
     assert first.stop == "interrupted" and len(first.tokens) == 8
@@ -211,8 +208,8 @@ def test_drain_and_cancel():
     one = engine(msgspec.structs.replace(FLAT, max_running=2))
 
     async def work(now: Any) -> list[float]:
-        await one.load(update(0))
-        running = [asyncio.ensure_future(one.generate(request(f"r{i}", 10 + i))) for i in range(3)]
+        await one.load(update(0, "simulated"))
+        running = [asyncio.ensure_future(one.generate(sized(f"r{i}", 10 + i))) for i in range(3)]
         await asyncio.sleep(0.05)
         await asyncio.sleep(0.01)
         await one.drain()
@@ -235,10 +232,10 @@ def test_listeners_and_unfinished_say_the_same_as_the_completion():
 
     async def work(now: Any) -> tuple[Any, Completion]:
         one.listen(lambda data: told.append(msgspec.msgpack.decode(data, type=StepOutput)))
-        await one.load(update(0))
-        running = asyncio.ensure_future(one.generate(request("a", 40)))
+        await one.load(update(0, "simulated"))
+        running = asyncio.ensure_future(one.generate(sized("a", 40)))
         await asyncio.sleep(0.1599)
-        await one.load(update(1))
+        await one.load(update(1, "simulated"))
         await asyncio.sleep(0.04)
         so_far = one.unfinished()["a"]
         return so_far, await running
@@ -248,7 +245,7 @@ def test_listeners_and_unfinished_say_the_same_as_the_completion():
     assert so_far.tokens == list(completion.tokens[:5]) and so_far.versions == completion.versions()[:5] == [0] * 4 + [
         1
     ]
-    transcript = type(so_far)(request("a", 40))
+    transcript = type(so_far)(sized("a", 40))
     for output in told:
         write_down(output, {"a": transcript}.get)
     assert tuple(transcript.tokens) == completion.tokens and transcript.versions == completion.versions()
@@ -260,7 +257,7 @@ def test_forged_weights_and_adapters_are_refused():
 
     async def work(now: Any) -> None:
         with pytest.raises(IdentityError):
-            await one.load(msgspec.structs.replace(update(0), fingerprint="forged"))
+            await one.load(msgspec.structs.replace(update(0, "simulated"), fingerprint="forged"))
 
     in_virtual_time(work)
 
@@ -271,9 +268,9 @@ def test_replicas_share_the_load_and_keep_groups_together():
     pool = Replicas(engines)
 
     async def work(now: Any) -> tuple[list[int], EngineStats]:
-        await pool.load(update(0))
+        await pool.load(update(0, "simulated"))
         prompts = [prompt_tokens(i, 10, 0.5) for i in range(8)]
-        requests = [request(f"{i}/{j}", 10, tokens=prompts[i]) for i in range(8) for j in range(3)]
+        requests = [sized(f"{i}/{j}", 10, tokens=prompts[i]) for i in range(8) for j in range(3)]
         await asyncio.gather(*(pool.generate(one) for one in requests))
         return [one.snapshot().prompt_tokens for one in engines], pool.snapshot()
 
@@ -290,11 +287,11 @@ def test_engine_and_trainer_slow_each_other_down_while_both_work():
     one = engine(shared=shared)
 
     async def work(now: Any) -> tuple[float, float]:
-        await one.load(update(0))
+        await one.load(update(0, "simulated"))
         ends: dict[str, float] = {}
 
         async def generate() -> None:
-            await one.generate(request("a", 100))
+            await one.generate(sized("a", 100))
             ends["engine"] = now()
 
         async def train() -> None:
@@ -312,11 +309,11 @@ def test_new_weights_are_verified_beside_generation_and_each_slows_the_other():
     one = engine(msgspec.structs.replace(FLAT, verify=0.1, verify_slows=2.0))
 
     async def work(now: Any) -> tuple[Completion, float]:
-        await one.load(update(0))
+        await one.load(update(0, "simulated"))
         started = now()
-        running = asyncio.ensure_future(one.generate(request("a", 50)))
+        running = asyncio.ensure_future(one.generate(sized("a", 50)))
         await asyncio.sleep(0)
-        await one.load(update(1))
+        await one.load(update(1, "simulated"))
         live = now() - started
         return await running, live
 
@@ -510,20 +507,6 @@ def test_pacing_has_no_length_bias_and_dropping_has():
     assert dropping.trained_length < 0.9 * dropping.drawn_length
 
 
-class Ledger:
-    def __init__(self) -> None:
-        self.world: World | None = None
-        self.steps: list[StepTrained] = []
-        self.live: list[int] = []
-
-    def record(self, fact: Any) -> None:
-        assert self.world is None or self.world.buffer.accounting().balance() == 0, "C2, at every fact"
-        if isinstance(fact, StepTrained):
-            self.steps.append(fact)
-        elif isinstance(fact, WeightsLive):
-            self.live.append(fact.update.version)
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 1000),
@@ -556,20 +539,20 @@ def test_contracts_hold_in_random_scenarios(
         rates, parse(lengths), staleness, RolloutConfig(group_size=3, max_tokens=80), AlgoConfig(name="dr_grpo"),
         PartialConfig(mode=mode), steps=7, replicas=replicas, prompts=fixed(9), solved=0.5, seed=seed, grain=grain,
     )  # fmt: skip
-    ledger = Ledger()
-    world = World(one, ledger)
-    ledger.world = world
+    world = planned_world(one, FactList())
     virtual_time.run(world.run())
-    assert [fact.report.version for fact in ledger.steps] == list(range(1, 8))
-    assert max(lag for fact in ledger.steps for lag in fact.lags) <= max_lag, "C1"
-    tickets = [group.ticket for fact in ledger.steps for group in fact.groups]
+    steps = world.facts.of(StepTrained)
+    assert [fact.report.version for fact in steps] == list(range(1, 8))
+    assert max(lag for fact in steps for lag in fact.lags) <= max_lag, "C1"
+    tickets = [group.ticket for fact in steps for group in fact.groups]
     assert len(tickets) == len(set(tickets)) == 7 * groups
-    for fact in ledger.steps:
+    for fact in steps:
         for group in fact.groups:
             for row in group.rows:
                 assert list(row.versions) == sorted(row.versions), "C4"
                 assert row.tokens == completion_tokens(row.tokens[0], grain), "nothing sampled twice, nothing lost"
-    assert ledger.live == sorted(set(ledger.live)), "versions go live once, in order"
+    live = [fact.update.version for fact in world.facts.of(WeightsLive)]
+    assert live == sorted(set(live)), "versions go live once, in order"
 
 
 def test_a_thousand_gpus_go_through_the_same_pipeline():

@@ -138,8 +138,8 @@ class FakeRunner:
 
 
 @dataclass
-class Told:
-    """What an engine said of one request."""
+class Reported:
+    """What an engine reported of one request."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -152,8 +152,8 @@ class Told:
     output: list[StepOutput] = field(default_factory=list)
 
 
-class Driver:
-    """An engine over the fake model, and everything it told."""
+class CoreDriver:
+    """Steps an engine core over the fake model, and keeps everything that it reports."""
 
     def __init__(self, blocks: int = 64, context_length: int = 128, ends: Iterable[int] = (), **config: Any) -> None:
         self.runner = FakeRunner()
@@ -169,7 +169,7 @@ class Driver:
         )
         defaults = {"max_running": 4, "prefill_chunk": 16, "check": True, "kv_gib": (blocks + 0.5) * 1024 / GIB}
         self.engine = Core(model, EngineConfig(**{**defaults, **config}))
-        self.told: dict[str, Told] = {}
+        self.told: dict[str, Reported] = {}
         self.requests: dict[str, Request] = {}
         self.version = -1
         self.adapters: dict[str, int] = {}
@@ -200,7 +200,7 @@ class Driver:
         for request in requests:
             self.engine.add(request)
             self.requests[request.id] = request
-            self.told[request.id] = Told()
+            self.told[request.id] = Reported()
 
     def step(self) -> StepOutput:
         before = len(self.runner.passes)
@@ -224,7 +224,7 @@ class Driver:
             self.told[name].output.append(output)
         return output
 
-    def run(self, *requests: Request) -> dict[str, Told]:
+    def run(self, *requests: Request) -> dict[str, Reported]:
         self.add(*requests)
         for _ in range(5000):
             if not self.engine.has_work():
@@ -253,11 +253,6 @@ def draw(logits: np.ndarray, sampling: Sampling, counter: int) -> tuple[int, flo
     settings = Settings(*(np.array([value], dtype=kind) for value, kind in zip(columns, types, strict=True)))
     drawn = sample(torch.from_numpy(logits[None]), settings)
     return int(drawn.tokens[0]), float(drawn.logprobs[0])
-
-
-def request(name: str, prompt: Iterable[int], tokens: int = 8, seed: int = 0, **options: Any) -> Request:
-    sampling = Sampling(max_tokens=tokens, seed=seed, ignore_eos=True)
-    return Request(name, tuple(prompt), sampling, **options)
 
 
 def prompt(length: int, seed: int = 0) -> tuple[int, ...]:

@@ -124,7 +124,7 @@ class Stretch:
     blocks: list[int] = field(default_factory=list)
 
 
-class Driver:
+class RunnerDriver:
     """Steps a runner over sequences whose blocks lie anywhere in its cache."""
 
     def __init__(self, runner: Any, weights: Mapping[str, torch.Tensor] | None = None, blocks: int = 64) -> None:

@@ -49,7 +49,7 @@ class PPOClip(Clipped):
 
     name: ClassVar[str] = "ppo_clip"
     dual_clip: Annotated[float, Field(ge=0)] = 0.0
-    """The loss of a bad token is at most this often its advantage, however large the ratio (3 is usual); 0 is off."""
+    """The loss of a bad token is at most its advantage times this, however large the ratio (3 is usual); 0 is off."""
 
     def __call__(self, tokens: Tokens, old: Tensor) -> TokenLoss:
         ratio, advantage = ratio_of(tokens.logprob, old), tokens.advantage

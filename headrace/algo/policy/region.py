@@ -26,7 +26,7 @@ class DPPOTV(Region):
 
     name: ClassVar[str] = "dppo_tv"
     delta: Delta = 0.2
-    """How far a token's probability may move."""
+    """The largest change of a token's probability."""
     cap: Cap = 20.0
     """The largest importance weight."""
 
@@ -41,7 +41,7 @@ class DPPOKL(Region):
 
     name: ClassVar[str] = "dppo_kl"
     delta: Delta = 0.05
-    """By how many nats of binary KL a token's probability may move."""
+    """The largest binary KL of a token, in nats."""
     cap: Cap = 20.0
     """The largest importance weight."""
 
@@ -60,7 +60,7 @@ class DPPOTVQuadratic(Region):
 
     name: ClassVar[str] = "dppo_tv_quadratic"
     delta: Delta = 0.2
-    """How far a token's probability may move."""
+    """The largest change of a token's probability."""
     penalty: Penalty = 1e-3
     """The factor of the squared log ratio."""
 
@@ -77,7 +77,7 @@ class IPO(Region):
 
     name: ClassVar[str] = "ipo"
     delta: Delta = 0.3
-    """How far a token's probability may move."""
+    """The largest change of a token's probability."""
     penalty: Penalty = 0.0
     """The factor of the squared log ratio."""
 

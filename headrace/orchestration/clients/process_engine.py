@@ -41,7 +41,7 @@ class ProcessEngine:
         self._wanted: dict[str, WeightUpdate] = {}
         """The newest weights by adapter; the base model's go by the empty name."""
         self._live: dict[str, LoadReport] = {}
-        self._held: Literal["", "drain"] = ""
+        self._held: Literal["", "drain", "pause"] = ""
         self._scorings = itertools.count()
         self._earlier = EngineStats()
         """What dead processes had done, so that totals never go back."""
@@ -82,12 +82,23 @@ class ProcessEngine:
                 self._wanted[name] = before
             raise
 
+    async def unload(self, adapter: str) -> None:
+        """Raises ValueError where it is not loaded, or requests use it."""
+        await self._keeper.ask("unload", adapter, type(None))
+        self._wanted.pop(adapter, None)
+        self._live.pop(adapter, None)
+
     async def score(self, tokens: Sequence[int], adapter: str = "") -> Completion:
         return await self.generate(scoring(f"score/{next(self._scorings)}", tokens, priority=-1, adapter=adapter))
 
     async def drain(self) -> None:
         self._held = "drain"
         await self._keeper.ask("drain", None, type(None))
+
+    async def pause(self) -> None:
+        """No forward pass until `resume`; requests keep all that they have, and updates are loaded."""
+        self._held = "pause"
+        await self._keeper.ask("pause", None, type(None))
 
     async def resume(self) -> None:
         self._held = ""

@@ -1,4 +1,4 @@
-"""Settings of teachers: models whose log-probs are what the policy learns from, or part of its reward."""
+"""Settings of teachers: models whose log-probs the policy learns from, or that are part of its reward."""
 
 from __future__ import annotations
 
@@ -14,42 +14,45 @@ _STRICT = ConfigDict(extra="forbid")
 
 @dataclass(frozen=True, config=_STRICT)
 class RouteConfig:
-    """Which prompts a teacher takes: those of the task's rows whose `column` holds one of `values`."""
+    """The prompts that a teacher takes: those of rows whose `column` holds one of `values`."""
 
     column: str = Field(min_length=1)
-    """Of the task's rows."""
+    """A column of the task's rows."""
     values: tuple[str | int | bool, ...] = Field(min_length=1)
-    """What it holds in the rows that the teacher takes."""
+    """The values of the column in rows that the teacher takes."""
 
     def takes(self, columns: Mapping[str, Any]) -> bool:
         return self.column in columns and columns[self.column] in self.values
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class TeacherConfig:
     """One `[[teachers]]` table."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """In journals and reports; with mode = "text" the name of its reward."""
+    """The teacher's name in journals and reports; with mode = "text", the name of its reward."""
     path: str = ""
-    """A directory that `transformers` loads, a known model, or a hub id. Empty where the student teaches itself."""
+    """A directory that `transformers` loads, a known model, or a hub id. Empty if the student teaches itself."""
     student: Literal["", "snapshot", "average"] = ""
-    """The student itself as teacher: as it was at the last multiple of `every` steps, or the moving average of its weights."""
+    """The student itself as teacher: its weights at the last multiple of `every` steps (snapshot), or their moving
+    average."""
     every: int = Field(default=10, gt=0)
     """student: optimizer steps between two versions of the teacher."""
     decay: float = Field(default=0.99, ge=0, lt=1)
     """student = "average": after each step, average = decay * average + (1 - decay) * weights, in float32."""
     mode: Literal["tokens", "text"] = "tokens"
-    """tokens: the log-prob of every sampled token, and of its `algo.distill.k` most probable ones where the algorithm compares
-    those; the teacher must have the student's vocabulary. text: one number for a whole completion, as a reward; any vocabulary."""
+    """tokens: the teacher gives the log-prob of every sampled token, and of its `algo.distill.k` most probable ones if
+    the algorithm compares those; it must have the student's vocabulary. text: it gives one number for a whole
+    completion, as a reward; any vocabulary."""
     weight: float = Field(default=1.0, allow_inf_nan=False)
-    """text: its share of the reward's sum."""
+    """text: its weight in the reward's sum."""
     system: str = ""
-    """text: the system message the teacher reads in front of the prompt."""
+    """text: the system message before the prompt."""
     route: RouteConfig | None = None
-    """Which prompts it takes; all of them unless given. Of several teachers with mode = "tokens" the first that takes it."""
+    """The prompts that it scores; all if not given. Of several teachers with mode = "tokens", the first one that takes
+    a prompt scores it."""
     engine: dict[str, Any] = Field(default_factory=dict)
-    """Settings of [engine] that are others for the process that serves it."""
+    """Settings of [engine] for the process that serves the teacher, on top of the run's."""
 
     @model_validator(mode="after")
     def _one_source(self) -> TeacherConfig:
@@ -82,7 +85,7 @@ class TeacherConfig:
 
     @property
     def asked(self) -> str:
-        """What it does, in a word for people."""
+        """The teacher's model in a word, for people."""
         return f"the student's {self.student}" if self.student else self.path
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from test_engine_process import opened, request
+from test_engine_process import PROMPT, opened
 from tiny_run import tiny_config
 
 from headrace.config import load_config
@@ -33,6 +33,7 @@ from headrace.orchestration.workers.wire import (
     unpack,
 )
 from headrace.protocols import Job
+from headrace.simulate.makers import request
 from headrace.version import __version__
 from headrace.weight_sync.shared_memory import SharedMemory
 
@@ -222,9 +223,9 @@ def test_an_engine_that_dials_in_survives_a_kill_and_a_stop(tiny_llama: Path, tm
     async def use(listener: Listener) -> None:
         launcher = DialInLauncher(tmp_path, listener, silence=20.0)
         async with opened(tiny_llama, launcher, context_length=256) as (engine, publish):
-            alone = await engine.generate(request("alone", 200))
+            alone = await engine.generate(request("alone", PROMPT, 200, seed=1))
             for harm in (signal.SIGKILL, signal.SIGSTOP):
-                running = asyncio.ensure_future(engine.generate(request(f"r{harm}", 200)))
+                running = asyncio.ensure_future(engine.generate(request(f"r{harm}", PROMPT, 200, seed=1)))
                 worker = engine._keeper._worker
                 assert isinstance(worker, DialInWorker)
                 worker.channel._silence = 1.0

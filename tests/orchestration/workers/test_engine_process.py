@@ -22,6 +22,7 @@ from headrace.orchestration.clients.process_engine import ProcessEngine
 from headrace.orchestration.workers.local import LocalLauncher, LocalWorker
 from headrace.orchestration.workers.messages import EngineStart
 from headrace.protocols import Engine, Job, Launcher
+from headrace.simulate.makers import request
 from headrace.steps import StepOutput
 from headrace.types import Fork, Request, Sampling
 from headrace.weight_sync.packed import lay_out
@@ -80,10 +81,6 @@ def long_llama(tiny_llama: Path, tmp_path: Path) -> Path:
     return directory
 
 
-def request(name: str, tokens: int = 100, **options: Any) -> Request:
-    return Request(name, PROMPT, Sampling(max_tokens=tokens, seed=1, ignore_eos=True), **options)
-
-
 async def until(true: Callable[[], Awaitable[bool]]) -> None:
     async with asyncio.timeout(300):
         while not await true():
@@ -97,7 +94,7 @@ async def sampled(engine: Engine) -> int:
 def test_it_is_controlled_forked_and_asked_for_scores(long_llama: Path, tmp_path: Path) -> None:
     async def go() -> None:
         async with opened(long_llama, LocalLauncher(tmp_path), context_length=LONG + 100) as (engine, _):
-            whole = await engine.generate(request("whole", 20, top_logprobs=2, return_mask=True))
+            whole = await engine.generate(request("whole", PROMPT, 20, seed=1, top_logprobs=2, return_mask=True))
             assert len(whole.tokens) == 20 and whole.top is not None and len(whole.top.tokens) == 20 * 2 * 4
             assert whole.mask is not None and len(whole.mask.offsets) == 21 * 8, "nothing was cut, at any position"
             fork = await engine.generate(Request("fork", (), Sampling(max_tokens=5, seed=2), fork=Fork("whole", 8)))
@@ -109,7 +106,7 @@ def test_it_is_controlled_forked_and_asked_for_scores(long_llama: Path, tmp_path
             with pytest.raises(ValueError, match="request nobody is not known"):
                 await engine.generate(Request("f", (), Sampling(max_tokens=5), fork=Fork("nobody", 0)))
             with pytest.raises(ValueError, match="no adapter north is loaded"):
-                await engine.generate(request("a", adapter="north"))
+                await engine.generate(request("a", PROMPT, 100, seed=1, adapter="north"))
             await controlled(engine)
 
     asyncio.run(go())
@@ -118,7 +115,7 @@ def test_it_is_controlled_forked_and_asked_for_scores(long_llama: Path, tmp_path
 async def controlled(engine: Engine) -> None:
     """Drain, resume, abort: the same for the process and for the fake."""
     before = await sampled(engine)
-    running = [asyncio.ensure_future(engine.generate(request(f"c{i}", LONG))) for i in range(2)]
+    running = [asyncio.ensure_future(engine.generate(request(f"c{i}", PROMPT, LONG, seed=1))) for i in range(2)]
 
     async def begun() -> bool:
         return await sampled(engine) > before + 4
@@ -126,18 +123,18 @@ async def controlled(engine: Engine) -> None:
     await until(begun)
     drained = asyncio.ensure_future(engine.drain())
     await asyncio.sleep(0)
-    late = asyncio.ensure_future(engine.generate(request("late", 3)))
+    late = asyncio.ensure_future(engine.generate(request("late", PROMPT, 3, seed=1)))
     await drained
     assert {(await task).stop for task in running} == {"length"} and not late.done()
     await engine.resume()
     assert (await late).stop == "length"
-    aborted = [asyncio.ensure_future(engine.generate(request(f"x{i}", LONG))) for i in range(6)]
+    aborted = [asyncio.ensure_future(engine.generate(request(f"x{i}", PROMPT, LONG, seed=1))) for i in range(6)]
     before = await sampled(engine)
     await until(begun)
     await engine.abort()
     ends = await asyncio.gather(*aborted)
     assert {end.stop for end in ends} == {"interrupted"} and any(end.tokens for end in ends)
-    assert (await engine.generate(request("after", 3))).stop == "length"
+    assert (await engine.generate(request("after", PROMPT, 3, seed=1))).stop == "length"
 
 
 def test_the_fake_is_controlled_alike() -> None:
@@ -157,7 +154,7 @@ def test_the_fake_is_controlled_alike() -> None:
                 adapter=AdapterSpec("north", 8, 16.0),
             )
         )
-        answer = await engine.generate(request("a", 2, adapter="north"))
+        answer = await engine.generate(request("a", PROMPT, 2, seed=1, adapter="north"))
         assert set(answer.versions()) == {4}
 
     asyncio.run(go())
@@ -166,8 +163,8 @@ def test_the_fake_is_controlled_alike() -> None:
 def test_a_death_interrupts_forks_and_nothing_else_and_a_drain_outlives_it(long_llama: Path, tmp_path: Path) -> None:
     async def go() -> None:
         async with opened(long_llama, LocalLauncher(tmp_path), context_length=LONG + 100) as (engine, _):
-            alone = await engine.generate(request("alone", LONG))
-            plain = asyncio.ensure_future(engine.generate(request("plain", LONG, prompt_logprobs=True)))
+            alone = await engine.generate(request("alone", PROMPT, LONG, seed=1))
+            plain = asyncio.ensure_future(engine.generate(request("plain", PROMPT, LONG, seed=1, prompt_logprobs=True)))
             fork = asyncio.ensure_future(engine.generate(Request("fork", (), Sampling(max_tokens=LONG, ignore_eos=True), fork=Fork("alone", 3))))  # fmt: skip
             before = await sampled(engine)
 
@@ -178,7 +175,7 @@ def test_a_death_interrupts_forks_and_nothing_else_and_a_drain_outlives_it(long_
             draining = asyncio.ensure_future(engine.drain())
             await asyncio.sleep(0)
             engine.kill()
-            late = asyncio.ensure_future(engine.generate(request("late", 3)))
+            late = asyncio.ensure_future(engine.generate(request("late", PROMPT, 3, seed=1)))
             assert (await fork).stop == "interrupted" and (await fork).tokens
             stats = await engine.stats()
             assert stats.sampled_tokens > before and stats.version == 0
@@ -198,7 +195,9 @@ def test_updates_are_streamed_and_a_death_in_their_middle_leaves_nothing_half(ti
         async with opened(tiny_llama, LocalLauncher(tmp_path), context_length=256) as (engine, publish):
             outputs: list[StepOutput] = []
             engine.listen(lambda told: outputs.append(msgspec.msgpack.decode(told, type=StepOutput)))
-            running = [asyncio.ensure_future(engine.generate(request(f"r{i}", 240))) for i in range(60)]  # most wait
+            running = [
+                asyncio.ensure_future(engine.generate(request(f"r{i}", PROMPT, 240, seed=1))) for i in range(60)
+            ]  # most wait
 
             async def begun() -> bool:
                 return sum(bool(told.tokens) for told in engine.unfinished().values()) == 4
@@ -223,7 +222,7 @@ def test_updates_are_streamed_and_a_death_in_their_middle_leaves_nothing_half(ti
             await asyncio.sleep(0.002)
             engine.kill()
             assert (await loading).version == 2
-            answer = await engine.generate(request("after", 5))
+            answer = await engine.generate(request("after", PROMPT, 5, seed=1))
             assert {(span.version, span.mixed) for span in answer.spans} == {(2, False)}
 
     asyncio.run(go())
@@ -243,6 +242,6 @@ def test_a_worker_shows_where_it_stands_when_it_is_asked(
                 return "most recent call first" in stacks.read_text() and "engine_loop.py" in stacks.read_text()
 
             await until(shown)
-            assert (await engine.generate(request("r", 3))).stop == "length", "and goes on"
+            assert (await engine.generate(request("r", PROMPT, 3, seed=1))).stop == "length", "and goes on"
 
     asyncio.run(go())

@@ -1,0 +1,80 @@
+"""A scenario as a world: the real pipeline over simulated engines, a simulated trainer, and prompts and rewards by distribution."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.plan.parts.cores import Shared
+from headrace.plan.parts.engine import SimulatedEngine
+from headrace.plan.parts.pool import Replicas
+from headrace.plan.parts.trainer import SimulatedTrainer
+from headrace.plan.scenario import Scenario
+from headrace.protocols import Observer
+from headrace.rollouts.rollout import RolloutConfig
+from headrace.simulate.surroundings import CompletionLengths, SimulatedScorer, SimulatedTask
+from headrace.simulate.world import World
+
+NEVER = 1e12
+"""Seconds. A plan may be slow; what would stop a run for waiting too long is not what it asks about."""
+
+
+@dataclass(kw_only=True)
+class PlannedWorld(World):
+    pool: Replicas
+    """All engines, also where there is one."""
+
+
+def planned_world(scenario: Scenario, observer: Observer) -> PlannedWorld:
+    """The world of a scenario, which writes nothing to the disk."""
+    rates, grain, seed = scenario.rates, scenario.token_grain, scenario.seed
+    shared = Shared(rates.engine_slowed, rates.trainer_slowed)
+    lengths = CompletionLengths(scenario.completions, scenario.rollout.max_tokens)
+    engines = [
+        SimulatedEngine(
+            rates=rates.engine,
+            length=lengths,
+            shared=shared,
+            grain=grain,
+            expected=scenario.mean_completion,
+            recompute=scenario.recompute,
+        )
+        for _ in range(scenario.replicas)
+    ]
+    pool = Replicas(engines)
+    return PlannedWorld(
+        None,
+        scenario.staleness,
+        pool=pool,
+        engine=engines[0] if scenario.replicas == 1 else pool,
+        trainer=SimulatedTrainer(rates.trainer, shared, grain),
+        task=SimulatedTask(scenario.prompts, seed),
+        scorer=SimulatedScorer(
+            latency=scenario.latency,
+            workers=scenario.workers,
+            seed=seed,
+            contrast=scenario.contrast,
+            solved=scenario.solved,
+            overhead=rates.overhead,
+        ),
+        observer=observer,
+        steps=scenario.steps,
+        seed=seed,
+        rollout=_in_grains(scenario),
+        algo=scenario.algo,
+        partial=scenario.partial,
+        decode=_no_text,
+        stop_after=NEVER,
+        identity_every=scenario.identity_every,
+    )
+
+
+def _in_grains(scenario: Scenario) -> RolloutConfig:
+    """The rollout settings, with `max_tokens` in simulated tokens."""
+    rollout, grain = scenario.rollout, scenario.token_grain
+    return dataclasses.replace(rollout, max_tokens=-(-rollout.max_tokens // grain))
+
+
+def _no_text(tokens: Any) -> str:
+    return ""

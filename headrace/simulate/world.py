@@ -1,0 +1,203 @@
+"""The real pipeline joined to parts that are fakes or simulated, in virtual time: for the planner and for tests.
+
+Buffer, staleness, partial rollouts, accounting, journal, recovery and pipeline are those of a run; engine, trainer, task and
+scorer are handed in, and the clock is the event loop's. Run a world inside `virtual_time.run`:
+
+    world = World(tmp_path, engine=FakeEngine(), trainer=FakeTrainer(), task=FakeTask(), scorer=FakeScorer())
+    virtual_time.run(world.run())
+    world.facts.of(StepTrained)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headrace.algo.advantage.groups import algorithm_of
+from headrace.algo.config import AlgoConfig
+from headrace.algo.noise import NoiseWatch
+from headrace.durable.journal import Journal
+from headrace.durable.pass_log import PassLog
+from headrace.observe.facts import Fact
+from headrace.observe.health.waits import Waits
+from headrace.observe.telemetry import Telemetry
+from headrace.orchestration.assembly import assemble, go_live, restore_state
+from headrace.orchestration.loop_plan import LoopPlan
+from headrace.orchestration.loops.identity import IdentityProbe
+from headrace.orchestration.loops.parts import Told
+from headrace.orchestration.loops.pipeline import Pipeline
+from headrace.orchestration.store.checkpoints import Checkpoints
+from headrace.orchestration.store.recovery import SavedRun, read_saved_run
+from headrace.orchestration.store.snapshots import Snapshots, load_controller
+from headrace.protocols import Engine, Observer, Scorer, Task, Trainer
+from headrace.rollouts.buffer import Buffer
+from headrace.rollouts.partial import PartialConfig
+from headrace.rollouts.rollout import Decode, RolloutConfig
+from headrace.rollouts.staleness import StalenessConfig
+from headrace.settings.process_config import EvalConfig, WatchConfig
+
+
+@dataclass
+class FactList:
+    """An observer that keeps every fact."""
+
+    facts: list[Fact] = field(default_factory=list)
+
+    def record(self, fact: Any) -> None:
+        self.facts.append(fact)
+
+    def of(self, kind: type) -> list[Any]:
+        return [fact for fact in self.facts if isinstance(fact, kind)]
+
+
+@dataclass(kw_only=True)
+class World:
+    """One process of a run. A second world over the same directory, built with `resume`, is the process that resumes it."""
+
+    directory: Path | None = field(kw_only=False)
+    """Where journal, passes and checkpoints go; None keeps none, which is much faster."""
+    staleness: StalenessConfig = field(default=StalenessConfig(groups_per_step=3, max_lag=1), kw_only=False)
+    engine: Engine
+    trainer: Trainer
+    task: Task
+    scorer: Scorer
+    observer: Observer = field(default_factory=FactList)
+    steps: int = 6
+    seed: int = 0
+    rollout: RolloutConfig = RolloutConfig(group_size=2, max_tokens=8, patience=200)
+    algo: AlgoConfig = AlgoConfig(name="dr_grpo")
+    partial: PartialConfig = PartialConfig()
+    watch: WatchConfig = WatchConfig()
+    decode: Decode = lambda tokens: " ".join(map(str, tokens))
+    stop_after: float = 1e6
+    """Seconds that a wait may last before it stops the run."""
+    checkpoint_every: int = 0
+    evaluate_every: int = 0
+    identity_every: int = 2
+    mark: str = ""
+    """Names the settings that make rows (`course.scoring_mark`)."""
+    told: Told = Told()
+    """What the metrics hold of the worlds before this one."""
+    noise: NoiseWatch = field(default_factory=NoiseWatch)
+    sentinels: Sequence[Callable[[], Awaitable[None]]] = ()
+
+    @property
+    def facts(self) -> FactList:
+        assert isinstance(self.observer, FactList), "the observer keeps no facts"
+        return self.observer
+
+    def build(self, resume: bool = False) -> Pipeline:
+        """`resume`: from what an earlier world left in the directory."""
+        self.buffer = Buffer(self.staleness, self.steps * self.staleness.groups_per_step)
+        clock, record = asyncio.get_running_loop().time, self._record
+        telemetry = Telemetry(record, clock, Waits(record, clock, self.stop_after / 2, self.stop_after))
+        self.plan = plan = LoopPlan(
+            steps=self.steps,
+            staleness=self.staleness,
+            rollout=self.rollout,
+            seed=self.seed,
+            max_skipped_steps=3,
+            checkpoint_every=self.checkpoint_every,
+            evaluate_every=self.evaluate_every,
+            watch=self.watch,
+        )
+        self._saved = self._read_saved() if resume else None
+        self.restored = restore_state(
+            plan=plan,
+            task=self.task,
+            engine=self.engine,
+            partial=self.partial,
+            telemetry=telemetry,
+            saved=self._saved,
+            buffer=self.buffer,
+        )
+        journal, snapshots = self._storage(telemetry, self.restored.step)
+        self.parts = assemble(
+            plan=plan,
+            restored=self.restored,
+            telemetry=telemetry,
+            task=self.task,
+            engine=self.engine,
+            trainer=self.trainer,
+            scorer=self.scorer,
+            evaluated_by=self.scorer,
+            held_out=self.task.held_out(2) if self.evaluate_every else [],
+            evaluation=EvalConfig(samples=2),
+            algorithm=algorithm_of(self.algo, self.rollout.max_tokens),
+            decode=self.decode,
+            journal=journal,
+            snapshots=snapshots,
+            probe=IdentityProbe([1, 2, 3], self.identity_every, 1e-3, telemetry),
+            noise=self.noise,
+            sentinels=self.sentinels,
+        )
+        self.pipeline = Pipeline(self.parts, plan, self.restored.step, self.told)
+        return self.pipeline
+
+    async def go_live(self) -> None:
+        await go_live(self.parts)
+
+    async def run(self, resume: bool = False, interrupt_after: float | None = None) -> None:
+        """From the first publish to the last step. `interrupt_after`: seconds until the run is asked to stop."""
+        pipeline = self.build(resume)
+        if self._saved:
+            pipeline.discard(self._saved.outdated(self.mark))
+        await pipeline.redo(self.restored.redo)
+        await self.go_live()
+        if interrupt_after is not None:
+            asyncio.get_running_loop().call_later(interrupt_after, pipeline.interrupt)
+        await pipeline.run()
+
+    def _record(self, fact: Fact) -> None:
+        self.observer.record(fact)
+        assert self.buffer.accounting().balance() == 0, "C2 holds at every instant, not only at the end"
+
+    def _read_saved(self) -> SavedRun:
+        assert self.directory is not None, "nothing was written that could be resumed"
+        checkpoint, _ = Checkpoints(self.directory / "checkpoints", keep=2).newest_good()
+        saved = read_saved_run(self.directory, load_controller(checkpoint) if checkpoint else None, True)
+        assert not saved.complaints, saved.complaints
+        return saved
+
+    def _storage(self, telemetry: Telemetry, step: int) -> tuple[Journal, Snapshots]:
+        if self.directory is None:
+            return _Unwritten(), _Unsaved()
+        self.directory.mkdir(exist_ok=True)
+        self.checkpoints = Checkpoints(self.directory / "checkpoints", keep=2)
+        passes = PassLog(self.directory, step, _fail)
+        self.engine.listen(passes.write)
+        saved_step = step if self._saved and self._saved.state else -1
+        snapshots = Snapshots(self.checkpoints, passes, telemetry, saved_step=saved_step, scored_by=self.mark)
+        return Journal(self.directory, flushes=False), snapshots
+
+
+def _fail(message: str) -> None:
+    raise AssertionError(message)
+
+
+class _Unwritten(Journal):
+    """A journal that counts its records and keeps none."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def write(self, record: Any) -> None:
+        self.position += 1
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _Unsaved(Snapshots):
+    def __init__(self) -> None:
+        self.saved_step = -1
+
+    async def save(self, step: int, parts: Any) -> str:
+        self.saved_step = step
+        return ""

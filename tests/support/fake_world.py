@@ -1,0 +1,85 @@
+"""The shipped world over the shipped fakes, and random schedules for it: what tests of the loops stand on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hypothesis import strategies as st
+
+from headrace.engine.fake import FakeEngine
+from headrace.observe.facts import StepTrained
+from headrace.observe.numbers.state import RunState
+from headrace.observe.records import summarise
+from headrace.orchestration.loops.parts import Told, told_of
+from headrace.orchestration.loops.pipeline import Pipeline
+from headrace.rollouts.staleness import StalenessConfig
+from headrace.scoring.fake import FakeScorer
+from headrace.settings.process_config import WatchConfig
+from headrace.simulate.world import World
+from headrace.tasks.fake import FakeTask
+from headrace.trainer.fake import FakeTrainer
+
+PATIENT = WatchConfig(failed_pause=1.0, outages=1000)
+"""For worlds in which rollouts are made to fail: no share of failures pauses the run."""
+
+
+@dataclass(kw_only=True)
+class FakeWorld(World):
+    engine: FakeEngine = field(default_factory=FakeEngine)
+    trainer: FakeTrainer = field(default_factory=FakeTrainer)
+    scorer: FakeScorer = field(default_factory=FakeScorer)
+    task: FakeTask = field(default_factory=FakeTask)
+
+    def build(self, resume: bool = False) -> Pipeline:
+        """A resumed trainer has the version of its checkpoint, and an engine serves nothing until it has been given weights."""
+        pipeline = super().build(resume)
+        if resume:
+            self.trainer.versions[""] = pipeline.step
+        self.engine.version = -1
+        return pipeline
+
+    def in_metrics(self, until: int | None = None) -> Told:
+        """What the metrics would hold after the first `until` facts."""
+        state = RunState()
+        for fact in self.facts.facts[:until]:
+            state.fold(summarise(fact) if isinstance(fact, StepTrained) else fact)
+        return told_of(state)
+
+    def trained_lags(self) -> list[int]:
+        """Lag of every trained token."""
+        return [
+            batch.step - version for batch in self.trainer.batches for row in batch.rows for version in row.versions
+        ]
+
+
+schedules = st.fixed_dictionaries(
+    {
+        "seed": st.integers(0, 10**6),
+        "groups": st.integers(1, 5),
+        "max_lag": st.integers(0, 4),
+        "window": st.integers(1, 6),
+        "token": st.sampled_from([0.0, 0.01, 0.1, 1.0]),
+        "step": st.sampled_from([0.0, 0.05, 0.5, 5.0]),
+        "load": st.sampled_from([0.0, 0.2, 3.0]),
+        "score": st.sampled_from([0.0, 0.1, 2.0]),
+        "failures": st.sampled_from([0.0, 0.2, 0.5]),
+        "outages": st.sampled_from([0.0, 0.0, 0.1]),
+    }
+)
+"""Settings, speeds (seconds) and shares of failures."""
+
+
+def scheduled_world(directory: Path, schedule: dict[str, Any]) -> FakeWorld:
+    s = schedule
+    window = min(s["window"], s["max_lag"] * s["groups"] + 1)
+    heavy_tail = lambda rng: min(8, int(rng.paretovariate(0.7)))  # noqa: E731
+    return FakeWorld(
+        directory,
+        StalenessConfig(groups_per_step=s["groups"], max_lag=s["max_lag"], window=window),
+        engine=FakeEngine(s["token"], s["load"], heavy_tail, s["failures"] / 2, s["outages"], seed=s["seed"]),
+        trainer=FakeTrainer(s["step"], s["load"] / 3),
+        scorer=FakeScorer(seconds=s["score"], failure_rate=s["failures"] / 2, seed=s["seed"]),
+        watch=PATIENT,
+    )
