@@ -68,7 +68,7 @@ def train(
         return result_of(directory.path, {"": lane})
 
 
-def _train(lane: Lane, inputs: PythonInputs, callbacks: Callbacks | None, tells: bool) -> None:
+def _train(lane: Lane, inputs: PythonInputs, callbacks: Callbacks | None, writes: bool) -> None:
     config, directory, storage = lane.config, lane.directory, lane.storage
     watchdog = Watchdog(
         directory.logs, warn_after=config.watch.warn_after, stop_after=config.watch.stop_after, pulse=tells
