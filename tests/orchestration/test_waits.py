@@ -838,7 +838,7 @@ async def main(mode):
         await asyncio.Event().wait()
 
 path = Path(sys.argv[1])
-with Watchdog(path, 0.4, 60.0 if sys.argv[2] == "native" else 1.2, pulse=0.1, freeze=0.5) as watchdog:
+with Watchdog(path, warn_after=0.4, stop_after=60.0 if sys.argv[2] == "native" else 1.2, pulse=0.1, freeze=0.5) as watchdog:
     asyncio.run(main(sys.argv[2]))
 """
 

@@ -71,7 +71,7 @@ def train(
 def _train(lane: Lane, inputs: PythonInputs, callbacks: Callbacks | None, writes: bool) -> None:
     config, directory, storage = lane.config, lane.directory, lane.storage
     watchdog = Watchdog(
-        directory.logs, warn_after=config.watch.warn_after, stop_after=config.watch.stop_after, pulse=tells
+        directory.logs, warn_after=config.watch.warn_after, stop_after=config.watch.stop_after, writes=writes
     )
     storage.recorder.add(watchdog)
     if callbacks:
