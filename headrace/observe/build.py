@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 
 from headrace.observe.config import ObserveConfig, check_installed
@@ -17,29 +18,16 @@ def open_recorder(config: ObserveConfig, run_dir: Path, resume: Resume | None = 
     """
     check_installed(config)
     step = resume.step if resume else None
-    recorder = Recorder(run_dir, (), resume, waits=True, sinks_on_disk=lambda: _sinks_on_disk(config, run_dir, step))
+    recorder = Recorder(run_dir, (), resume, waits=True)
     try:
-        for sink in _sinks(config):
-            recorder.add(sink)
+        for name in config.sinks:
+            recorder.add(import_module(f"headrace.observe.sinks.{name}").open_sink(run_dir, step))
+        if terminal := _terminal(config):  # last: nothing may fail once the live view owns the screen
+            recorder.add(terminal)
     except BaseException:
         recorder.close()
         raise
     return recorder
-
-
-def _sinks(config: ObserveConfig) -> list[Sink]:
-    from headrace.observe.sinks import TrackioSink
-
-    sinks: list[Sink] = [TrackioSink()] if config.trackio else []
-    if terminal := _terminal(config):  # last: nothing may fail once the live view owns the screen
-        sinks.append(terminal)
-    return sinks
-
-
-def _sinks_on_disk(config: ObserveConfig, run_dir: Path, resume_at_step: int | None) -> list[Sink]:
-    from headrace.observe.sinks import TensorBoardSink
-
-    return [TensorBoardSink(run_dir / "tensorboard", resume_at_step)] if config.tensorboard else []
 
 
 def _terminal(config: ObserveConfig) -> Sink | None:

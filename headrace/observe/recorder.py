@@ -3,7 +3,7 @@ microseconds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,10 +34,8 @@ class Recorder:
         sinks: Sequence[Sink] = (),
         resume: Resume | None = None,
         waits: bool = False,
-        sinks_on_disk: Callable[[], Sequence[Sink]] = tuple,
     ) -> None:
-        """`waits`: changes nothing on the disk until `begin`, which then writes the facts recorded meanwhile. `sinks_on_disk`: called by
-        `begin` to make the sinks that write files.
+        """`waits`: changes nothing on the disk until `begin`, which then writes the facts recorded meanwhile.
 
         Raises `ConfigError` if the directory already holds a run and `resume` is None."""
         self.run_dir, self._resume = run_dir, resume
@@ -51,7 +49,7 @@ class Recorder:
                 self.state.fold(fact)
         self.unreadable = [number for number, fact in enumerate(lines, 1) if fact is None]
         """Numbers, counted from 1, of unreadable metrics lines of a resumed run; `begin` removes these lines."""
-        self._sinks, self._sinks_on_disk = list(sinks), sinks_on_disk
+        self._sinks = list(sinks)
         self._held: list[bytes] = []
         self._metrics: AppendFile | None = None
         if not waits:
@@ -69,7 +67,6 @@ class Recorder:
         held, self._held = self._held, []
         for line in held:
             self._metrics.write(line)
-        self._sinks[:0] = self._sinks_on_disk()
 
     def add(self, sink: Sink) -> None:
         self._sinks.append(sink)

@@ -181,7 +181,7 @@ def test_the_summary_tells_of_versions_trimming_and_interruptions() -> None:
 
 def test_a_run_without_interruptions_says_nothing_of_them() -> None:
     state = folded(ended(0, (2, 2)), trained(0))
-    assert "Thrown away" not in text_of(state) and "interrupted" not in text_of(state)
+    assert "Discarded" not in text_of(state) and "interrupted" not in text_of(state)
 
 
 def test_the_report_draws_both_histograms_and_names_the_bias(tmp_path: Path) -> None:

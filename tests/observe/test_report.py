@@ -115,7 +115,7 @@ def test_a_run_without_steps_claims_nothing(tmp_path: Path) -> None:
 
 
 def test_an_empty_file_is_an_empty_run(tmp_path: Path) -> None:
-    assert "The run left no facts" in report(tmp_path, [])
+    assert "The run recorded no facts" in report(tmp_path, [])
 
 
 def test_a_resumed_run_has_one_history_and_says_where_it_was_resumed(tmp_path: Path) -> None:

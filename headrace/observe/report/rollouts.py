@@ -1,4 +1,4 @@
-"""Some rollouts, token by token, coloured by lag. Everything that came from a model or a user is escaped."""
+"""Some rollouts, token by token, coloured by lag. All text from a model or a user is escaped."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def rollouts(views: Sequence[RolloutView]) -> str:
     if not views:
         return '<p class="empty">No trained rollout is in the journal.</p>'
     note = (
-        "From steps spread over the run: the best and the worst rollout of one group. headrace inspect shows any other."
+        "The best and the worst rollout of one group, for steps spread over the run. headrace inspect shows any other."
     )
     head = ("#step", "prompt", "completion", "#reward", "#advantage", "#tokens", "#version", "#lag")
     return f'<p class="note">{note}</p>{_legend(views)}' + table(head, [_row(one) for one in views], "rollouts")
@@ -28,7 +28,7 @@ def rollouts(views: Sequence[RolloutView]) -> str:
 
 def _legend(views: Sequence[RolloutView]) -> str:
     if not any(one.decoded for one in views):
-        return '<p class="note">The model\'s tokenizer was not at hand, so tokens are not told apart.</p>'
+        return '<p class="note">The model\'s tokenizer was not available, so tokens are not shown separately.</p>'
     lags = sorted({min(lag, LAST) for one in views for lag in one.lags})
     keys = "".join(
         f'<span class="key"><i class="{lag_class(lag)}"></i>lag {lag}{"+" * (lag == LAST)}</span>' for lag in lags
@@ -41,7 +41,7 @@ def _legend(views: Sequence[RolloutView]) -> str:
         )
         if there
     ]
-    return f'<p class="keys">{keys}{"".join(strange)}<span class="faint">point at a token for its numbers</span></p>'
+    return f'<p class="keys">{keys}{"".join(strange)}<span class="faint">hover over a token for its numbers</span></p>'
 
 
 def _row(one: RolloutView) -> tuple[str, ...]:

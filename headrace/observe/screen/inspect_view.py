@@ -1,4 +1,4 @@
-"""What `headrace inspect` prints: a step in one line per rollout, and some rollouts token by token, coloured by lag."""
+"""The output of `headrace inspect`: one line per rollout of a step, and some rollouts token by token, coloured by lag."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from headrace.observe.text import clip, counted, number, plural
 from headrace.reports import TrainReport
 
 LAG_STYLES = ("green", "cyan", "bright_blue", "magenta", "bright_magenta", "red")
-"""By lag, older ones as the last: the colours of the report, as far as a terminal has them."""
+"""Colours by lag, the last one for all higher lags. They match those of the report, as far as a terminal has them."""
 WIDE = 0.5
-"""|trainer - sampler|, nats, from which on a token is underlined."""
+"""|trainer - sampler| in nats from which a token is underlined."""
 
 
 def show(
     console: Console,
     views: Sequence[RolloutView],
+    *,
     chosen: Sequence[RolloutView],
     report: TrainReport,
     source: str,
     tokens: bool = False,
 ) -> None:
-    """`chosen`: those shown token by token, with `tokens` also one a line. `source`: where the trainer's log-probs come from, or
-    why there are none."""
+    """Prints a step. `chosen`: the rollouts to show token by token; `tokens`: also as a table of tokens. `source`: where the trainer's
+    log-probs come from, or why there are none."""
     console.print(_headline(views, report))
     console.print(_lag_lines(report))
     if len(views) > 1:
@@ -53,7 +54,7 @@ def _headline(views: Sequence[RolloutView], report: TrainReport) -> str:
 
 
 def _lag_lines(report: TrainReport) -> RenderableType:
-    """|trainer - sampler| as the trainer told it at the step itself."""
+    """Shows |trainer - sampler| by lag, as the trainer reported it at the step."""
     table = _table("lag", "#tokens", "#|Δ| p50", "#p90", "#p99", "#max", "left out by rule")
     for one in report.lags:
         gaps = [number(one.gaps[key]) if key in one.gaps else "-" for key in ("p50", "p90", "p99", "max")]
@@ -63,22 +64,22 @@ def _lag_lines(report: TrainReport) -> RenderableType:
 
 
 ROOM = 40
-"""Characters that a rollout's text needs to stand beside its numbers; with less it goes beneath them."""
+"""Fewest characters for a rollout's text beside its numbers; with less room it goes beneath them."""
 
 
 class _Overview:
-    """One line a rollout where the terminal is wide, else its numbers and beneath them its text: neither is cut short by the other."""
+    """One line per rollout on a wide terminal; on a narrow one its numbers, and its text beneath them."""
 
     def __init__(self, views: Sequence[RolloutView]) -> None:
         gaps = any(one.trainer for one in views)
-        self._looks = views
+        self._views = views
         self._head = ["ticket", "rollout", "reward", "advantage", "tokens", "stop", "versions", "lag"]
         self._head += ["|Δ| mean"] if gaps else []
         self._rows = [_numbers(one, gaps) for one in views]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         widths = [max(map(len, column)) for column in zip(self._head, *self._rows, strict=True)]
-        texts = [_text_of(one) for one in self._looks]
+        texts = [_text_of(one) for one in self._views]
         beside = options.max_width - sum(widths) - len(widths) - 1
         fits = beside >= min(ROOM, max(map(len, texts)))
         yield Text(_justified(self._head, widths) + "  text" * fits, "dim")
@@ -112,7 +113,7 @@ def _justified(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def rollout(one: RolloutView) -> RenderableType:
-    """One rollout token by token."""
+    """Shows one rollout token by token."""
     rewards = ", ".join(f"{name} {number(value)}" for name, value in one.rewards.items())
     advantage = "not trained" if math.isnan(one.advantage) else f"advantage {one.advantage:+.3f}"
     turns = f" · last of {one.turns} turns" if one.turns > 1 else ""
@@ -193,7 +194,7 @@ def _legend(chosen: Sequence[RolloutView], source: str) -> RenderableType:
         text.append(f" · underlined: trainer and sampler {WIDE} nats apart or more", "dim")
     text.append(f"\n{source}", "dim")
     if any(not one.decoded for one in chosen):
-        text.append("\nThe model's tokenizer is not here: tokens are shown by their numbers.", "dim")
+        text.append("\nThe model's tokenizer is not available here: tokens are shown as ids.", "dim")
     return text
 
 
@@ -201,6 +202,6 @@ def _table(*names: str) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     for name in names:
         right = name.startswith("#")
-        # On a narrow terminal texts wrap, never a number.
+        # On a narrow terminal only texts wrap, never numbers.
         table.add_column(name.removeprefix("#"), justify="right" if right else "left", no_wrap=right, overflow="fold")
     return table
