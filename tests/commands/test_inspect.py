@@ -157,7 +157,7 @@ def test_the_last_step_by_default_and_another_one_on_request(run: Path) -> None:
     said = printed(run)
     assert said.startswith("Step 4: 2 groups, 6 rollouts, made version 4")
     assert said.count("prompt: State the result") == 3, "three of them token by token"
-    assert "tokens are shown by their numbers" in said and "--rescore asks the trainer" in said
+    assert "tokens are shown as ids" in said and "--rescore asks the trainer" in said
     assert printed(run, step=2).startswith("Step 2")
 
 
