@@ -47,7 +47,7 @@ class Kept:
         return Kept(self.ids, torch.cat([self.offsets, self.offsets[-1:].expand(count)]))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Pack:
     """One microbatch: N forwarded tokens, M tokens in the loss. Loss tokens of a row follow each other; rows are whole."""
 

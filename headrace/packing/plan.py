@@ -26,6 +26,7 @@ from headrace.types import Row
 def pack_rows(
     rows: Sequence[Row],
     aggregation: AggregationFunction,
+    *,
     constant: int,
     budget: int,
     step: int,
@@ -54,6 +55,7 @@ def pack_rows(
 def trees_of(
     rows: Sequence[Row],
     losses: Sequence[Sequence[int]],
+    *,
     weights: Sequence[float],
     routed: tuple[int, int] | None,
     budget: int,
@@ -84,7 +86,7 @@ def pack_sequence(tokens: Sequence[int]) -> Pack:
     count = len(tokens) - 1
     zeros, row_tokens = (0.0,) * count, tuple(tokens[1:])
     row = Row(tuple(tokens[:1]), row_tokens, zeros, zeros, mask=(True,) * count, versions=(0,) * count)
-    return pack_rows([row], lambda counts, _: [1.0] * len(counts), 0, len(tokens), step=0).packs[0]
+    return pack_rows([row], lambda counts, _: [1.0] * len(counts), constant=0, budget=len(tokens), step=0).packs[0]
 
 
 def loss_places(row: Row) -> tuple[int, ...]:

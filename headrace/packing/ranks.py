@@ -22,6 +22,7 @@ them; H = 576 (135M parameters) gives 3,456, H = 1024 (0.6B) 6,144."""
 def split_ranks(
     rows: Sequence[Row],
     aggregation: AggregationFunction,
+    *,
     constant: int,
     budget: int,
     ranks: int,

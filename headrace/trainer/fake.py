@@ -6,7 +6,7 @@ import asyncio
 import errno
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from headrace.weights import AdapterSpec, WeightUpdate
 @dataclass
 class FakeTrainer:
     seconds_per_step: float = 0.1
+    _: KW_ONLY
     publish_seconds: float = 0.0
     skip: Callable[[int], bool | str] = lambda attempt: False
     """Says of each attempted step (counted from 0) whether its gradient is non-finite, or for which other reason it is skipped."""

@@ -37,7 +37,7 @@ class Varlen:
     longest_key: int
 
     def attend(
-        self, kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
+        self, kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, window: int | None
     ) -> Tensor:
         """[1, H, N, D], twice [1, H_kv, N, D] -> [1, N, H, D]"""
         # under autocast, rotary embeddings leave q and k in float32 and v in half precision
@@ -133,7 +133,7 @@ def _with_gradients(function: Callable[..., Tensor], given: Sequence[Tensor], sl
 
 
 def _segment_by_segment(
-    segments: Sequence[Segment], chains: Sequence[Sequence[int]], q: Tensor, k: Tensor, v: Tensor, reach: int
+    segments: Sequence[Segment], chains: Sequence[Sequence[int]], *, q: Tensor, k: Tensor, v: Tensor, reach: int
 ) -> Tensor:
     outputs = []
     for segment, chain in zip(segments, chains, strict=True):

@@ -35,6 +35,7 @@ class Shadow:
     def __init__(
         self,
         kind: Kind,
+        *,
         every: int,
         decay: float,
         dtype: torch.dtype,
