@@ -507,7 +507,7 @@ def test_files_that_were_written_again_are_refused(tmp_path: Path):
     (tmp_path / "tokenizer.json").write_text("may be touched")
     receiver.receive(update)
     (tmp_path / "model.safetensors").write_bytes(b"others.")
-    with pytest.raises(IdentityError, match="were written again meanwhile"):
+    with pytest.raises(IdentityError, match="have been written since"):
         receiver.receive(update)
 
 
