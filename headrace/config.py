@@ -32,7 +32,7 @@ from headrace.settings.other_names import meaning
 from headrace.settings.process_config import CheckpointConfig, ChosenConfig, EvalConfig, WatchConfig
 from headrace.settings.toml import Tree, build, dump, merge, parse_sets, read_toml
 from headrace.tasks.config import TaskConfig
-from headrace.trainer.config import TrainConfig
+from headrace.trainer.config import TrainConfig, parity_problems
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -135,6 +135,7 @@ def check(config: RunConfig) -> list[str]:
         *_core_problems(config),
         *_teacher_problems(config),
         *partial_problems(config.partial, bool(config.lora.served_name), several=False),
+        *parity_problems(config.train, config.engine, config.rollout, bool(config.lora.rank)),
         *turn_problems(
             config.environment.turns,
             text_teachers=[one.name for one in config.teachers if one.mode == "text"],

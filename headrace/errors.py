@@ -12,7 +12,7 @@ class ConfigError(HeadraceError, ValueError):
 
 
 class IdentityError(HeadraceError):
-    """The engine holds other weights than were published (C3). The engine refuses to serve them."""
+    """The engine holds other weights than were published (C3), and refuses to serve them; or it computes another policy with them."""
 
 
 class WorkerDied(HeadraceError):

@@ -73,6 +73,8 @@ class Pack:
     """[M] float32: optimizer steps between the weights that sampled the token and those being trained."""
     swapped: Tensor
     """[M] bool: the sampled tokens of the row come from more than one version."""
+    unmixed: Tensor
+    """[M] bool: sampled over cache entries of the token's own version alone."""
     kept: Kept | None = None
     """[M] the ids that top-k, top-p or min-p left; None where the whole vocabulary was left everywhere."""
     routing: Tensor | None = None

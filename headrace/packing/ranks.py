@@ -100,6 +100,7 @@ def _empty_pack(routed: tuple[int, int] | None) -> Pack:
         sequence=ints,
         lag=floats,
         swapped=swapped,
+        unmixed=swapped,
         kept=None,
         routing=routing,
     )

@@ -20,6 +20,7 @@ from headrace.trainer.forward.forward import Forward, Scores
 from headrace.trainer.forward.routing import Replayed, no_replay
 from headrace.trainer.model.causal_lm import computed_in
 from headrace.trainer.placement.port import Placement
+from headrace.trainer.step.bitwise import compare
 from headrace.trainer.step.learner import Learner
 from headrace.trainer.step.reference import Reference
 from headrace.trainer.step.sums import Sums
@@ -41,6 +42,8 @@ class Gradient:
     device: torch.device
     reference: Reference | None = None
     replay: Replay = no_replay
+    bitwise: bool = False
+    """Log-probs of tokens at lag 0 must be the sampler's (`bitwise.py`)."""
     sums: Sums = field(default_factory=Sums)
     kept: KeptCounts | None = field(init=False)
     """Counts, where rejected tokens leave the denominator; else None."""
@@ -96,6 +99,8 @@ class Gradient:
         reference = self.reference(pack, self.temperature) if self.reference else None
         with self.replay(pack) as replayed:
             scores = self.forward.logprobs(pack, self.temperature, self.dtype)
+            if self.bitwise:
+                self.sums.bitwise += compare(pack, scores.logprob, self.learner.version)
             tokens = _tokens(pack, scores, reference, keep)
             result = self.learner.objective(tokens)
             if self.kept:

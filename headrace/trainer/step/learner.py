@@ -58,13 +58,17 @@ class Learner:
         """The learning rate of the next step, in a run of `steps` (0: of `train.steps`)."""
         return learning_rate(self.version, self.config, steps)
 
+    def forget(self) -> None:
+        """The gradients so far."""
+        self.optimizer.zero_grad(set_to_none=True)
+
     def update(self, loss: float, unless_zero: bool = False, steps: int = 0) -> float:
         """Updates parameters and version unless loss or gradient is not finite. Returns the norm of the gradient before clipping.
 
         `unless_zero`: a gradient of zero updates nothing either (momentum and decay alone would move the weights).
         """
         if not torch.isfinite(torch.tensor(loss)):
-            self.optimizer.zero_grad(set_to_none=True)
+            self.forget()
             return float("nan")
         norm = apply(
             self.optimizer,

@@ -40,6 +40,8 @@ class Sums:
     outside: int = 0
     """Tokens outside their sampling mask."""
     missing_routes: int = 0
+    bitwise: int = 0
+    """Tokens whose log-probs were compared with the sampler's and are equal."""
     forward_tokens: int = 0
     microbatches: int = 0
     dropped_tokens: int = 0

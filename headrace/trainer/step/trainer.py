@@ -37,6 +37,7 @@ from headrace.trainer.model.low_memory import lower_weights
 from headrace.trainer.placement.port import Placement
 from headrace.trainer.placement.single import Single
 from headrace.trainer.step import checkpoint
+from headrace.trainer.step.bitwise import UnequalLogprobs, shared_arithmetic
 from headrace.trainer.step.checkpoint import Contents
 from headrace.trainer.step.gradient import Gradient, Replay
 from headrace.trainer.step.learner import Assignment, Learner
@@ -70,6 +71,7 @@ class TorchTrainer:
         self._model = self._placement.load(model_dir, self._device)
         self._forward = choose_forward(self._model)
         self._fused = self._fuse()
+        self.arithmetic = self._shared_arithmetic(bool(adapters))
         self._assignments = adapters or {"": Assignment(config, algo)}
         self._adapters = None
         if adapters:
@@ -104,6 +106,15 @@ class TorchTrainer:
             raise ConfigError(f'train.path = "kernels", and {why_none(self._device)}; use "auto" or "torch"')
         return fused
 
+    def _shared_arithmetic(self, adapters: bool) -> str:
+        """Raises ConfigError where the engine's log-probs are asked for and nobody knows that these are the same."""
+        name, unproven = shared_arithmetic(self._forward, self._fused, self._dtype, adapters)
+        if self._config.parity == "bitwise" and unproven:
+            raise ConfigError(
+                f'train.parity = "bitwise" asks for the engine\'s log-probs, and {unproven}; set train.parity = "off"'
+            )
+        return name
+
     def _learner(self, name: str, assignment: Assignment) -> Learner:
         adapters = self._adapters
         trained = adapters.parameters(name) if adapters else dict(self._model.named_parameters())
@@ -136,7 +147,11 @@ class TorchTrainer:
         if not plan.packs:
             seconds = time.perf_counter() - started
             return TrainReport(batch.step, batch.step, "no_tokens", dropped_tokens=plan.dropped_tokens, seconds=seconds)
-        sums = self._gradients(plan, batch.temperature, batch.adapter)
+        try:
+            sums = self._gradients(plan, batch.temperature, batch.adapter)
+        except UnequalLogprobs:
+            learner.forget()
+            raise
         lr = learner.lr(batch.steps)
         norm = learner.update(sums.loss, sums.all_cut and batch.skippable, batch.steps)
         skipped = "" if learner.version > batch.step else "all_rejected" if norm == 0 else "nonfinite_gradient"
@@ -252,6 +267,7 @@ class TorchTrainer:
             device=self._device,
             reference=reference,
             replay=self._replay,
+            bitwise=self._config.parity == "bitwise",
         )
         return gradient.fill(plan)
 
@@ -276,6 +292,7 @@ def _report(sums: Sums, step: int, version: int, skipped: str) -> TrainReport:
         missing_routes=sums.missing_routes,
         routing_conflicts=sums.routing_conflicts,
         reference_kl=sums.reference_kl / sums.tokens,
+        bitwise_tokens=sums.bitwise,
         teacher_kl=sums.teacher_kl / max(sums.taught, 1),
         noise=sums.diagnostics.noise(),
     )
