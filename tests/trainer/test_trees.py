@@ -304,7 +304,7 @@ def test_every_cut_of_a_tree_sees_what_a_dense_mask_shows(rng, count, window, ca
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)  # short calls are computed in float32
     for one, other in zip(gradients(actual, slope, inputs), gradients(expected, slope, inputs), strict=True):
         torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
-    spread = varlen_of(segments, CPU).attend(Padded(), *inputs, None, window)
+    spread = varlen_of(segments, CPU).attend(Padded(), *inputs, scaling=None, window=window)
     torch.testing.assert_close(spread, expected)
     for one, other in zip(gradients(spread, slope, inputs), gradients(expected, slope, inputs), strict=True):
         torch.testing.assert_close(one, other)
