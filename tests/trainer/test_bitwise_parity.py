@@ -25,6 +25,7 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
 from headrace.errors import ConfigError
 from headrace.models.lora import LoraConfig
+from headrace.native.arithmetic import arithmetic
 from headrace.orchestration.needs import check_parity
 from headrace.orchestration.workers.build import open_transport
 from headrace.orchestration.workers.first_difference import explained
@@ -39,9 +40,8 @@ from headrace.trainer.step.trainer import TorchTrainer
 from headrace.types import Batch, Completion, Group, Prompt, Request, Row, Sampling, VersionSpan
 from headrace.weights import WeightUpdate
 
-proven = pytest.mark.skipif(
-    binding.tier() not in ("AMX", "AVX512-BF16"), reason="the mode is refused where no instruction multiplies bfloat16"
-)
+DTYPES = [dtype for dtype in ("bfloat16", "float32") if arithmetic("llama", dtype, binding.tier() or "")]
+proven = pytest.mark.skipif(not DTYPES, reason="the mode is refused on this processor")
 
 _saved = TemporaryDirectory(prefix="headrace-bitwise-")
 
