@@ -165,7 +165,7 @@ def asked(scenario: Any, tickets: int) -> list[Prompted]:
     for ticket in range(tickets):
         prompt, size = task.draw(), scenario.rollout.group_size
         seeds = [seed_of(scenario.seed, "rollout", ticket, i) for i in range(size)]
-        requests = [scenario.rollout.request("", prompt, seed, ticket) for seed in seeds]
+        requests = [scenario.rollout.request("", prompt.tokens, seed, ticket) for seed in seeds]
         reward = scorer._rewards(prompt)
         chance = NormalDist().cdf(solve_shift(scenario.solved) - difficulty(prompt.tokens))
         contrast = len({reward(i) for i in range(size)}) > 1

@@ -44,6 +44,11 @@ class StopTraining(Exception):
     that is under way and with a checkpoint. No error: the run ends as `interrupted`, and returns what it came to."""
 
 
+class RolloutOver(Exception):
+    """Raised into an environment that asks for a turn which its rollout cannot have. Whatever the environment does with it, the rollout
+    has failed, for the reason that it carries."""
+
+
 def first_error(group: BaseException) -> BaseException:
     """What a person should read of an exception group: our own error if there is one, else the first."""
     leaves = _leaves(group)

@@ -256,6 +256,11 @@ class Episode(Struct, frozen=True):
     def last(self) -> Completion:
         return self.turns[-1].completion
 
+    @property
+    def sampled(self) -> int:
+        """Tokens that were sampled, in all turns."""
+        return sum(len(turn.completion.tokens) for turn in self.turns)
+
 
 class TeacherTrace(Struct, frozen=True):
     """The log-probs that another model gives the tokens of a completion, or of a row.

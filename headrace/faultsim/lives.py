@@ -20,6 +20,8 @@ import msgspec
 from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.config import AlgoConfig
 from headrace.durable.journal import Journal
+from headrace.environments.fake import scripted
+from headrace.environments.single_turn import SINGLE_TURN
 from headrace.errors import HeadraceError, StalledError, WorkerDied
 from headrace.faultsim.case import Case
 from headrace.faultsim.chance import Chance
@@ -61,6 +63,10 @@ PATIENCE = 600.0
 
 ENDLESS = 40_000
 """Turns of the loop in one life. Without a mistake a life takes a tenth of that at most."""
+
+
+THINKS = 0.2
+"""Virtual seconds of an environment between two turns."""
 
 
 class Life:
@@ -220,6 +226,7 @@ class Life:
             task=task,
             engine=engine,
             trainer=trainer,
+            environment=SINGLE_TURN if case.turns == 1 else scripted(case.turns, seconds=THINKS),
             scorer=scorer,
             evaluated_by=scorer,
             held_out=held_out,
@@ -277,7 +284,7 @@ class Life:
 
 def trial(case: Case) -> RunHistory:
     """Runs a case to its end and returns what happened. Raises `AssertionError` where a contract does not hold."""
-    history = RunHistory(case.group_size)
+    history = RunHistory(case.group_size, turns=case.turns)
     with tempfile.TemporaryDirectory(dir=_fast_directory()) as name:
         lives = 0
         while not _live(case, lives, history, name):

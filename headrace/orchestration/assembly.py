@@ -23,10 +23,10 @@ from headrace.orchestration.loops.parts import Parts
 from headrace.orchestration.loops.turns import Turns
 from headrace.orchestration.store.recovery import SavedRun, recover
 from headrace.orchestration.store.snapshots import Snapshots
-from headrace.protocols import Engine, Scorer, Task, Trainer
+from headrace.protocols import Engine, EnvironmentKind, Scorer, Task, Trainer
 from headrace.rollouts.buffer import Buffer
+from headrace.rollouts.episodes import Decode
 from headrace.rollouts.partial import Interrupts, PartialConfig
-from headrace.rollouts.rollout import Decode
 from headrace.settings.process_config import EvalConfig
 from headrace.types import Prompt
 
@@ -70,6 +70,7 @@ def assemble(
     task: Task,
     engine: Engine,
     trainer: Trainer,
+    environment: EnvironmentKind,
     scorer: Scorer,
     evaluated_by: Scorer,
     held_out: Sequence[Prompt],
@@ -91,6 +92,7 @@ def assemble(
         engine=engine,
         interrupts=interrupts,
         trainer=trainer,
+        environment=environment,
         scorer=scorer,
         telemetry=telemetry,
         journal=journal,
@@ -102,6 +104,7 @@ def assemble(
         probe=probe,
         evaluator=Evaluator(
             generate=interrupts.once,
+            environment=environment,
             scorer=evaluated_by,
             prompts=held_out,
             config=evaluation,

@@ -18,6 +18,8 @@ from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.noise import NoiseWatch, inside_rounding
 from headrace.config import RunConfig
 from headrace.durable.journal import JournalStep
+from headrace.environments.config import EnvironmentConfig
+from headrace.environments.kinds import environment_kind
 from headrace.errors import ConfigError
 from headrace.models.chat import ChatEncoder
 from headrace.models.resolve import resolve_model
@@ -40,7 +42,7 @@ from headrace.orchestration.store.snapshots import Snapshots
 from headrace.orchestration.store.storage import Storage
 from headrace.orchestration.teaching import PlannedTeacher, Student, open_teaching, plan_teachers, reward_weights
 from headrace.orchestration.wording import headline, placement
-from headrace.protocols import Observer, Scorer, Task
+from headrace.protocols import EnvironmentKind, Observer, Scorer, Task
 from headrace.rehearsal.reward import try_in_loop
 from headrace.scoring.overlong import punished
 from headrace.scoring.python_rewards import RewardFunction
@@ -127,6 +129,7 @@ class PreparedRun:
     scorer: Scorer
     prompts: Sequence[Prompt]
     planned_teachers: Sequence[PlannedTeacher]
+    environment: EnvironmentKind
 
 
 async def prepare(
@@ -148,6 +151,7 @@ async def prepare(
         scorer=scorer,
         prompts=prompts,
         planned_teachers=planned_teachers,
+        environment=build_environment(config.environment),
     )
 
 
@@ -249,6 +253,7 @@ def _built(
         task=prepared.task,
         engine=pools.engine,
         trainer=pools.teaching.publishing(pools.trainer),
+        environment=prepared.environment,
         scorer=pools.teaching.tracing(
             punished(config.reward.soft_overlong_punishment, config.rollout.max_tokens, rewarding)
         ),
@@ -266,13 +271,7 @@ def _built(
             saved_step=storage.saved_step,
             scored_by=mark,
         ),
-        probe=IdentityProbe(
-            encoder.encode_text(PROBE)[: pools.engine.capabilities.context_length],
-            config.watch.identity_every,
-            max(TOLERANCE[config.engine.serving_dtype], TOLERANCE[pools.trainer_dtype]),
-            telemetry,
-            adapter,
-        ),
+        probe=_probe(config, encoder, pools, telemetry, adapter),
         turns=pools.turns,
         noise=NoiseWatch(config.algo),
         minutes=Minutes(allowance_of(config), storage.keep_steps, telemetry.record, telemetry.clock),
@@ -292,6 +291,12 @@ def _built(
     )
 
 
+def _probe(config: RunConfig, encoder: ChatEncoder, pools: Pools, telemetry: Telemetry, adapter: str) -> IdentityProbe:
+    tokens = encoder.encode_text(PROBE)[: pools.engine.capabilities.context_length]
+    tolerance = max(TOLERANCE[config.engine.serving_dtype], TOLERANCE[pools.trainer_dtype])
+    return IdentityProbe(tokens, config.watch.identity_every, tolerance, telemetry, adapter)
+
+
 def plan_of(config: RunConfig, adapter: str) -> LoopPlan:
     return LoopPlan(
         steps=config.train.steps,
@@ -305,6 +310,10 @@ def plan_of(config: RunConfig, adapter: str) -> LoopPlan:
         watch=config.watch,
         save_patience=config.checkpoint.patience,
     )
+
+
+def build_environment(config: EnvironmentConfig) -> EnvironmentKind:
+    return environment_kind(config.kind)
 
 
 def build_task(config: TaskConfig, encoder: ChatEncoder, seed: int, rows: Sequence[Row] | None = None) -> Task:

@@ -19,7 +19,7 @@ Ints = NDArray[np.int64]
 
 
 def pack_trees(roots: Sequence[Node], step: int, routed: tuple[int, int] | None) -> tuple[Pack, int]:
-    """The pack, and its routing conflicts (`Plan.routing_conflicts`)."""
+    """The pack, and its routing conflicts (`StepPlan.routing_conflicts`)."""
     nodes = list(preorder(roots))
     segments, path_places = _lay_out(nodes)
     paths = [(path, places) for node, places in path_places for path in node.ending]

@@ -92,7 +92,7 @@ class Pack:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """An optimizer step, split into microbatches."""
 
     packs: tuple[Pack, ...]

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from headrace.algo.loss.aggregate import AggregationFunction
 from headrace.packing.columns import pack_trees
-from headrace.packing.pack import Pack, Plan
+from headrace.packing.pack import Pack, StepPlan
 from headrace.packing.tree import LEAST_SAVED, Node, cut, first_fit, grow, path_of, prune, size_of
 from headrace.types import Row
 
@@ -31,7 +31,7 @@ def pack_rows(
     step: int,
     share: bool = True,
     least_saved: int = LEAST_SAVED,
-) -> Plan:
+) -> StepPlan:
     """Split the rows of optimizer step `step` into packs of at most `budget` forwarded tokens.
 
     A tree above the budget becomes several, with what they share repeated; a single row above it gets a pack of its own.
@@ -74,9 +74,9 @@ def trees_of(
 
 def plan_of(
     microbatches: Sequence[Sequence[Node]], step: int, routed: tuple[int, int] | None, dropped_tokens: int
-) -> Plan:
+) -> StepPlan:
     packs = [pack_trees(roots, step, routed) for roots in microbatches]
-    return Plan(tuple(pack for pack, _ in packs), dropped_tokens, sum(conflicts for _, conflicts in packs))
+    return StepPlan(tuple(pack for pack, _ in packs), dropped_tokens, sum(conflicts for _, conflicts in packs))
 
 
 def pack_sequence(tokens: Sequence[int]) -> Pack:

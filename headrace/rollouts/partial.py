@@ -16,6 +16,7 @@ from pydantic.dataclasses import dataclass
 from headrace.observe.health.waits import Waits
 from headrace.protocols import Engine
 from headrace.reports import LoadReport
+from headrace.rollout_key import RolloutKey
 from headrace.types import Completion, Request, SamplingMask, TopLogprobs, VersionSpan
 from headrace.weights import WeightUpdate
 
@@ -85,6 +86,8 @@ class Interrupts:
         """What was sampled before an interruption or in an earlier process, and what is done, by request, until `forget`."""
         self._asked: dict[str, asyncio.Future[Completion]] = {}
         """Requests that the engine has."""
+        self._names: dict[int, dict[str, bool]] = {}
+        """The requests of each group, by ticket, and whether their rollouts asked for them in this process."""
         self._groups = 0
         self._idle, self._open, self._admits = asyncio.Event(), asyncio.Event(), asyncio.Event()
         for event in (self._idle, self._open, self._admits):
@@ -93,7 +96,9 @@ class Interrupts:
     # -- for rollouts ---------------------------------------------------------------------------------------------------
 
     async def generate(self, request: Request) -> Completion:
-        """As `Engine.generate`, but for interruptions. What came of it is kept until `forget`."""
+        """As `Engine.generate`, but for interruptions. What came of it is kept until `forget` or `forget_group`."""
+        if key := RolloutKey.read(request.id):
+            self._names.setdefault(key.ticket, {})[request.id] = True
         had = self._kept.get(request.id)
         while had is None or had.stop == "interrupted":
             if not self._open.is_set():
@@ -131,6 +136,19 @@ class Interrupts:
     def forget(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             self._kept.pop(request_id, None)
+
+    def names(self, ticket: int) -> list[str]:
+        """Every request of a group: those that its rollouts asked for, and those that were recorded before the run was killed."""
+        return list(self._names.get(ticket, ()))
+
+    def unused(self, ticket: int) -> dict[str, Completion]:
+        """What was recorded of a group before the run was killed, and its rollouts did not ask for again."""
+        asked = self._names.get(ticket, {})
+        return {name: self._kept[name] for name, used in asked.items() if not used and name in self._kept}
+
+    def forget_group(self, ticket: int) -> None:
+        """When it has ended."""
+        self.forget(self._names.pop(ticket, ()))
 
     @contextlib.asynccontextmanager
     async def group(self) -> AsyncIterator[None]:
@@ -190,6 +208,9 @@ class Interrupts:
 
     def restore(self, kept: Mapping[str, Completion]) -> None:
         self._kept = dict(kept)
+        for name in kept:
+            if key := RolloutKey.read(name):
+                self._names.setdefault(key.ticket, {})[name] = False
 
     def first_version(self, request_ids: Iterable[str]) -> int | None:
         """Of the oldest token of these requests; None where nothing is sampled yet."""

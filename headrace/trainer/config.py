@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Literal
+from collections.abc import Iterator
+from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
@@ -74,33 +74,31 @@ class TrainConfig:
         return self
 
 
-def parity_problems(
-    train: TrainConfig, *, engine: Mapping[str, str], adapters: bool, truncates: bool, routing: bool
-) -> Iterator[str]:
+def parity_problems(train: TrainConfig, engine: Any, rollout: Any, adapters: bool) -> Iterator[str]:
     """What train.parity = "bitwise" excludes, as far as settings say it. The rest is found when trainer and engine have loaded the model.
 
-    `engine`: its kind, path, dtype and device. `adapters`: whether any are trained. `truncates`: whether sampling cuts the vocabulary.
+    `engine` and `rollout`: their settings. `adapters`: whether any are trained.
     """
     if train.parity == "off":
         return
     asks = 'train.parity = "bitwise" asks engine and trainer for the same log-probs, bit for bit, which is proven'
-    if engine["kind"] != "native":
+    if engine.kind != "native":
         yield f'{asks} for engine.kind = "native" only; use it, or set train.parity = "off"'
-    for name, path in (("engine.path", engine["path"]), ("train.path", train.path)):
+    for name, path in (("engine.path", engine.path), ("train.path", train.path)):
         if path not in ("auto", "kernels"):
             yield f'{asks} for the C++ kernels, and {name} = "{path}" does without; set it to "kernels"'
-    for name, device in (("engine.device", engine["device"]), ("train.device", train.device)):
+    for name, device in (("engine.device", engine.device), ("train.device", train.device)):
         if device == "cuda":
             yield f'{asks} on a CPU, and {name} = "cuda"; set it to "cpu"'
-    if "auto" not in (engine["dtype"], train.dtype) and engine["dtype"] != train.dtype:
-        yield f"{asks} where both compute in one dtype, and engine.dtype = {engine['dtype']}, train.dtype = {train.dtype}; make them equal"
+    if "auto" not in (engine.dtype, train.dtype) and engine.dtype != train.dtype:
+        yield f"{asks} where both compute in one dtype, and engine.dtype = {engine.dtype}, train.dtype = {train.dtype}; make them equal"
     if train.weights != "float32":
         yield f'{asks} for train.weights = "float32" only; use it'
     if adapters:
         yield f"{asks} for models whose weights are all trained, and not for adapters; set lora.rank = 0"
-    if truncates:
+    if rollout.truncates:
         yield (
             f"{asks} where tokens are drawn from the whole vocabulary; remove rollout.top_p, rollout.top_k and rollout.min_p"
         )
-    if routing:
+    if rollout.keep_routing:
         yield f"{asks} for dense models; set rollout.keep_routing = false"

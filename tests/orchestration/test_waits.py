@@ -23,6 +23,7 @@ import headrace
 from headrace.config import RunConfig, load_config
 from headrace.engine.config import EngineConfig
 from headrace.engine.fake import FakeEngine
+from headrace.environments.single_turn import SINGLE_TURN
 from headrace.errors import IdentityError, StalledError
 from headrace.observe.facts import Waited, Warned
 from headrace.observe.health import stacks
@@ -268,6 +269,7 @@ async def of_evaluation(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
     prompts = [Prompt("p", "a text", (1, 2))]
     evaluator = Evaluator(
         generate=engine.generate,
+        environment=SINGLE_TURN,
         scorer=FakeScorer(),
         prompts=prompts,
         config=EvalConfig(),

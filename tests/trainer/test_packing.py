@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.algo.loss.aggregate import seq_mean_token_mean, token_mean
-from headrace.packing import ROOT, Kept, Pack, Plan, Segment, pack_rows, pack_sequence, split_ranks
+from headrace.packing import ROOT, Kept, Pack, Segment, StepPlan, pack_rows, pack_sequence, split_ranks
 from headrace.types import RoutingTrace, Row, SamplingMask, TeacherTrace, TopLogprobs
 
 NAN, INF = math.nan, math.inf
@@ -50,7 +50,7 @@ def sampling_mask(kept: list[list[int]]) -> SamplingMask:
     return SamplingMask(np.array([i for ids in kept for i in ids], np.int32).tobytes(), offsets.tobytes())
 
 
-def plan_of(rows: list[Row], budget: int = 1000, **options: object) -> Plan:
+def plan_of(rows: list[Row], budget: int = 1000, **options: object) -> StepPlan:
     return pack_rows(rows, token_mean, 0, budget, 5, **{"least_saved": 1, **options})
 
 

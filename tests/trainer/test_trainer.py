@@ -112,9 +112,11 @@ def gradients(of: TorchTrainer, given_batch: Batch) -> tuple[float, dict[str, to
     return sums.loss, found
 
 
-def reference(directory: Path, given_batch: Batch, weigh: str) -> tuple[float, dict[str, torch.Tensor]]:
+def reference(
+    directory: Path, given_batch: Batch, weigh: str, dtype: torch.dtype = torch.float32
+) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradient as one would write them down: padded rows, full logits, PPO by its formula."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
     rows = given_batch.rows
     ids = [row.prompt + row.tokens for row in rows]
     longest = max(map(len, ids))

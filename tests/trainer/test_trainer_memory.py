@@ -221,7 +221,7 @@ def test_a_checkpoint_in_bfloat16_is_not_taken_for_float32(tmp_path: Path):
     train(trainer(weights="bfloat16"), 1).save(tmp_path / "low")
     one = trainer()
     before = weights(one)
-    with pytest.raises(CheckpointError, match=r"holds .* in bfloat16.*resume with those it was written with"):
+    with pytest.raises(CheckpointError, match=r"holds .* in bfloat16.*resume with the settings it was written with"):
         one.restore(tmp_path / "low")
     assert all(torch.equal(tensor, before[name]) for name, tensor in one.parameters())
 

@@ -25,7 +25,7 @@ class Rolled:
     seconds: float = 0.0
     """From the ticket to here."""
     lost_tokens: int = 0
-    """Sampled for rollouts that were ended before they were done."""
+    """Sampled for rollouts that were ended before they were done, or begun again."""
 
     @property
     def commonest_failure(self) -> str:
@@ -44,7 +44,7 @@ class Rolled:
             reason=reason,
             detail=self.detail,
             rewards=tuple(one.reward for one in self.scored),
-            lengths=tuple(len(one.episode.last.tokens) for one in self.scored),
+            lengths=tuple(one.episode.sampled for one in self.scored),
             truncated=sum(one.episode.last.stop == "length" for one in self.scored),
             failures=dict(Counter(failure.reason for failure in self.failures)),
             seconds=self.seconds,

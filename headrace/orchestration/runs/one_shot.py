@@ -16,6 +16,7 @@ from headrace.observe.records import steps_done
 from headrace.observe.telemetry import Telemetry
 from headrace.observe.text import plural
 from headrace.orchestration.build import (
+    build_environment,
     build_scorer,
     build_task,
     export_weights,
@@ -101,6 +102,7 @@ async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int, in
             )
             evaluator = Evaluator(
                 generate=pools.engine.generate,
+                environment=build_environment(config.environment),
                 scorer=pools.teaching.rewarding(scorer),
                 prompts=task.held_out(prompts),
                 config=config.eval,

@@ -20,15 +20,17 @@ from typing import Any
 
 from headrace.algo.advantage.groups import algorithm_of
 from headrace.config import RunConfig
+from headrace.environments.single_turn import SINGLE_TURN
 from headrace.errors import ConfigError
 from headrace.orchestration.build import build_scorer, build_task, open_model, open_waits
 from headrace.orchestration.pools import Pools, open_pools
 from headrace.plan.rates.fits import alike, line
 from headrace.plan.rates.rates import EngineRates, Rates, TrainerRates
 from headrace.protocols import Scorer, Task
-from headrace.rollouts.rollout import roll_out, seed_of
+from headrace.rollouts.episodes import Played, TurnAsked, roll_out
+from headrace.rollouts.rollout import seed_of
 from headrace.simulate.distributions import empirical
-from headrace.types import Batch, Episode, Group, Prompt, Request, Sampling, Scored
+from headrace.types import Batch, Completion, Episode, Failure, Group, Prompt, Request, Sampling, Scored
 
 Say = Callable[[str], None]
 Reward = Callable[..., Any]
@@ -162,11 +164,17 @@ class Bench:
     async def _roll(self, prompt: Prompt) -> list[Episode]:
         rollout = self._config.rollout
         numbers = [next(self._names) for _ in range(rollout.group_size)]
-        requests = [rollout.request(f"calibrate/{n}", prompt, seed_of("calibrate", n), 0) for n in numbers]
-        results = await roll_out(self._engine.generate, prompt, requests, self._decode)
-        episodes = [one for one in results if isinstance(one, Episode)]
-        if len(episodes) < len(requests):
-            failed = next(one for one in results if not isinstance(one, Episode))
+
+        async def ask(asked: TurnAsked) -> Completion:
+            n = numbers[asked.rollout]
+            return await self._engine.generate(
+                rollout.request(f"calibrate/{n}", asked.context, seed_of("calibrate", n), 0)
+            )
+
+        results = await roll_out(SINGLE_TURN, prompt, numbers, ask=ask, decode=self._decode)
+        episodes = [one.episode for one in results if isinstance(one, Played)]
+        if failures := [one for one in results if isinstance(one, Failure)]:
+            failed = failures[0]
             raise ConfigError(
                 f"a rollout of the task failed ({failed.reason}: {failed.detail}); train a few steps first"
             )

@@ -85,6 +85,7 @@ class KernelRunner:
         self.experts = (mixtures, spec.routing.chosen) if spec.routing else (0, 0)
         self.path = f"kernels {spec.family}"
         self._library: Any = library or binding.library(dtype=DTYPES[dtype])
+        assert self._library is not None
         self.arithmetic = ""
         if not spec.routing and not max_adapters:
             self.arithmetic = arithmetic(spec.family, DTYPES[dtype], self._library.headrace_tier().decode())
