@@ -134,9 +134,9 @@ def replay(arguments: argparse.Namespace) -> int:
 def inspect(arguments: argparse.Namespace) -> int:
     from headrace.commands import inspect
 
-    run_dir = run_directory(arguments.run)
-    wanted = (arguments.step, arguments.ticket, arguments.worst, arguments.rescore, arguments.json, arguments.tokens)
-    return inspect.inspect(run_dir, *wanted)
+    run, one = run_directory(arguments.run), arguments
+    how = {"rescore": one.rescore, "as_json": one.json, "tokens": one.tokens}
+    return inspect.inspect(run, one.step, ticket=one.ticket, worst=one.worst, **how)
 
 
 def diff(arguments: argparse.Namespace) -> int:

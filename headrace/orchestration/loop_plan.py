@@ -14,7 +14,7 @@ from headrace.settings.process_config import WatchConfig
 from headrace.types import Batch, Group, Prompt, Request
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LoopPlan:
     """The settings that the loops follow, and what follows from them alone: requests, and the batch of a step."""
 

@@ -23,7 +23,7 @@ from headrace.rollouts.episodes import Decode
 from headrace.rollouts.partial import Interrupts
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Parts:
     """Everything the pipeline joins."""
 

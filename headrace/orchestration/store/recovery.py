@@ -43,7 +43,7 @@ from headrace.steps import Finished, StepOutput, Transcript, write_down
 from headrace.types import Completion, Request
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SavedRun:
     """What a resumed run has behind it. It is read from the directory, which `discard_superseded` brings in line with it."""
 

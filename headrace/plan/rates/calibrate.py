@@ -22,7 +22,7 @@ from headrace.algo.advantage.groups import algorithm_of
 from headrace.config import RunConfig
 from headrace.environments.single_turn import SINGLE_TURN
 from headrace.errors import ConfigError
-from headrace.orchestration.build import build_scorer, build_task, open_model, open_waits
+from headrace.orchestration.build import build_scorer, build_task, open_model, open_telemetry
 from headrace.orchestration.pools import Pools, open_pools
 from headrace.plan.rates.fits import alike, line
 from headrace.plan.rates.rates import EngineRates, Rates, TrainerRates
@@ -61,12 +61,10 @@ def calibrate(config: RunConfig, say: Say, reward: Reward | None = None, window:
 async def _calibrate(config: RunConfig, say: Say, reward: Reward | None, window: float) -> Rates:
     with tempfile.TemporaryDirectory() as logs:
         model_dir, encoder = await open_model(config)
-        waits = open_waits(config, _Silent(), time.monotonic)
+        telemetry = open_telemetry(config, _Silent(), time.monotonic)
         task, scorer = build_task(config.task, encoder, config.seed), build_scorer(config, [reward] if reward else [])
         say("starting engine and trainer")
-        pools = await open_pools(
-            config, model_dir, logs=Path(logs), observer=_Silent(), waits=waits, clock=time.monotonic, restore={}
-        )
+        pools = await open_pools(config, model_dir, Path(logs), telemetry, {})
         try:
             await pools.engine.load(await pools.trainer.publish())
             bench = Bench(

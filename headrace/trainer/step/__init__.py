@@ -2,5 +2,5 @@
 
 Read `trainer.py` (the port), `learner.py` (one set of parameters and its optimizer), `gradient.py` (microbatches), `sums.py` (the numbers
 of its report), `optimizer.py` (the update), `reference.py` (the other model of the KL term), `checkpoint.py`, `shadow.py` (older weights as
-a teacher), `rescore.py` (a step without its update).
+a teacher), `bitwise.py` (log-probs that must be the sampler's), `rescore.py` (a step without its update).
 """
