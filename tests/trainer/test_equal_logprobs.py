@@ -18,6 +18,7 @@ from torch import Tensor
 from headrace.algo.loss.aggregate import token_mean
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
+from headrace.models.resolve import resolve_model
 from headrace.native.arithmetic import arithmetic
 from headrace.packing import Pack, pack_rows
 from headrace.steps import Transcript, write_down
@@ -70,8 +71,14 @@ def trainer_of(name: str, seed: int = 0) -> Forward:
 
 
 def sampled(name: str, model: Any, requests: Sequence[Request], dtype: torch.dtype, **options: Any) -> list[Row]:
+    return sampled_from(saved(name), model, requests, dtype, **options)
+
+
+def sampled_from(
+    directory: Path, model: Any, requests: Sequence[Request], dtype: torch.dtype, **options: Any
+) -> list[Row]:
     settings = {"kv_gib": 0.01, "max_running": 5, "prefill_chunk": 16, "context_length": CONTEXT, **options}
-    engine = NativeEngine(saved(name), EngineConfig(dtype=name_of(dtype), device="cpu", path="kernels", **settings))
+    engine = NativeEngine(directory, EngineConfig(dtype=name_of(dtype), device="cpu", path="kernels", **settings))
     update = WeightUpdate(version=0, kind="full", fingerprint="", nbytes=0, seconds=0.0)
     engine.swap(engine.prepare(update, {key: p.detach().to(dtype) for key, p in model.named_parameters()}))
     transcripts = {request.id: Transcript(request) for request in requests}
@@ -178,3 +185,15 @@ def test_the_head_is_packed_once_for_each_of_its_values(dtype):
         with torch.no_grad():
             head.weight.mul_(1.5)
     assert not torch.equal(found[0], found[1]) and not torch.equal(found[1], found[2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_real_model(dtype):
+    """Its residual stream has numbers of thousands, beside which sums round more than those of tiny models."""
+    directory = resolve_model("smollm2-135m-instruct")
+    forward = choose_forward(load_model(directory, torch.device("cpu")))
+    assert "layers" in fuse(forward)
+    rows = sampled_from(directory, forward.model, requests_of(3, 1.0), dtype, kv_gib=0.1)
+    (pack,) = pack_rows(rows, token_mean, 0, 10_000, 0).packs
+    assert torch.equal(scored(forward, pack, 1.0, dtype), pack.sampled)
