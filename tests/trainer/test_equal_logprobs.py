@@ -128,7 +128,7 @@ def test_in_any_pack_of_any_batch(name, temperature, dtype):
     forward = trainer_of(name)
     rows = sampled(name, forward.model, requests_of(3, temperature), dtype)
     for budget, share in ((4096, True), (150, True), (150, False)):
-        packs = pack_rows(rows, token_mean, 0, budget, 0, share).packs
+        packs = pack_rows(rows, token_mean, constant=0, budget=budget, step=0, share=share).packs
         assert share is False or max(len(pack.segments) for pack in packs) > 3
         for pack in packs:
             assert torch.equal(scored(forward, pack, temperature, dtype), pack.sampled)
@@ -139,14 +139,18 @@ def test_chunks_and_other_sequences_change_nothing(dtype):
     forward = trainer_of("qwen3", seed=1)
     requests = requests_of(5, 1.0)
     for options in ({"prefill_chunk": 5, "max_running": 1}, {"prefill_chunk": 200, "max_running": 15}):
-        (pack,) = pack_rows(sampled("qwen3", forward.model, requests, dtype, **options), token_mean, 0, 10_000, 0).packs
+        (pack,) = pack_rows(
+            sampled("qwen3", forward.model, requests, dtype, **options), token_mean, constant=0, budget=10_000, step=0
+        ).packs
         assert torch.equal(scored(forward, pack, 1.0, dtype), pack.sampled)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_number_of_threads_and_checkpointing_change_nothing(dtype):
     forward = trainer_of("qwen2")
-    (pack,) = pack_rows(sampled("qwen2", forward.model, requests_of(7, 1.0), dtype), token_mean, 0, 10_000, 0).packs
+    (pack,) = pack_rows(
+        sampled("qwen2", forward.model, requests_of(7, 1.0), dtype), token_mean, constant=0, budget=10_000, step=0
+    ).packs
     before = torch.get_num_threads()
     try:
         for threads in (1, 3):
@@ -195,5 +199,5 @@ def test_the_real_model(dtype):
     forward = choose_forward(load_model(directory, torch.device("cpu")))
     assert "layers" in fuse(forward)
     rows = sampled_from(directory, forward.model, requests_of(3, 1.0), dtype, kv_gib=0.1)
-    (pack,) = pack_rows(rows, token_mean, 0, 10_000, 0).packs
+    (pack,) = pack_rows(rows, token_mean, constant=0, budget=10_000, step=0).packs
     assert torch.equal(scored(forward, pack, 1.0, dtype), pack.sampled)
