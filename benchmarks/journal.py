@@ -66,7 +66,7 @@ def _group(rng: random.Random, ticket: int, size: int, tokens: int) -> Group:
 
 
 def passes_of(step: JournalStep) -> list[bytes]:
-    """As an engine tells them that samples all rollouts of the step in one batch."""
+    """Yields the messages of an engine that samples all rollouts of the step in one batch."""
     running = {f"{group.ticket}.{i}": one.episode.last for group in step.groups for i, one in enumerate(group.scored)}
     found = []
     for t in range(max(len(one.tokens) for one in running.values())):

@@ -208,7 +208,7 @@ def cohort(ended: Mapping[int, Any], truth: Sequence[object]) -> list[int]:
 
 
 def chosen(truth: Sequence[Prompted | None], ended: Mapping[int, Any], trained: Sequence[int]) -> Json:
-    """Of the first tickets that all ended, returns those with contrast, and those of them that were trained."""
+    """Returns, of the first tickets that all ended, those with contrast, and those of them that were trained."""
     known = {ticket: one for ticket in cohort(ended, truth) if (one := truth[ticket]) and one.contrast}
     taken = set(trained)
     kept = [one for ticket, one in known.items() if ticket in taken]
@@ -319,8 +319,8 @@ class _Ended(NamedTuple):
 
 
 def with_truth(runs: Mapping[str, Json]) -> dict[str, Json]:
-    """For a ticket that a run did not finish, returns the completions that another run of the seed sampled for the same
-    prompt. They are shorter than the ended ones would have become, since those were ended for their length."""
+    """Returns the completions of another run of the seed for the prompt of a ticket that a run did not finish. They are
+    shorter than the ended ones would have become, since those were ended for their age."""
     known = {name: finished(one["ended"]) for name, one in runs.items()}
     found = {}
     for name, one in runs.items():

@@ -19,7 +19,7 @@ Ints = NDArray[np.int64]
 
 
 def pack_trees(roots: Sequence[Node], step: int, routed: tuple[int, int] | None) -> tuple[Pack, int]:
-    """The pack, and its routing conflicts (`StepPlan.routing_conflicts`)."""
+    """Returns the pack, and its routing conflicts (`StepPlan.routing_conflicts`)."""
     nodes = list(preorder(roots))
     segments, path_places = _lay_out(nodes)
     paths = [(path, places) for node, places in path_places for path in node.ending]
@@ -54,7 +54,7 @@ def _joined(parts: Sequence[NDArray[np.generic]]) -> Tensor:
 
 
 def _lay_out(nodes: Sequence[Node]) -> tuple[tuple[Segment, ...], list[tuple[Node, Ints]]]:
-    """A segment for every node, and for those where paths end, where the tokens of the whole path lie."""
+    """Returns a segment for every node and, for nodes where paths end, the places of all tokens of the path."""
     segments: list[Segment] = []
     path_places: list[tuple[Node, Ints]] = []
     above: dict[Node, tuple[int, Ints]] = {}  # a node's parent: number, and where its path lies
@@ -94,7 +94,7 @@ def _kept(paths: Sequence[tuple[Path, Ints]]) -> Kept | None:
 
 
 def _kept_of(mask: SamplingMask | None, loss: Ints) -> tuple[Ints, Ints]:
-    """Ids, and how many of them at each of the places."""
+    """The ids, and their number at each place."""
     if mask is None:
         return np.empty(0, np.int64), np.zeros(len(loss), np.int64)
     offsets = np.frombuffer(mask.offsets, np.int64)
@@ -107,7 +107,7 @@ def _kept_of(mask: SamplingMask | None, loss: Ints) -> tuple[Ints, Ints]:
 def _routing(
     nodes: Sequence[Node], paths: Sequence[tuple[Path, Ints]], routed: tuple[int, int] | None
 ) -> tuple[Tensor | None, int]:
-    """What the first row recorded; where that is nothing, what the next one did."""
+    """Returns the experts that the first row recorded; where it recorded none, those of the next one."""
     if routed is None:
         return None, 0
     routes = np.concatenate([_routes_of(node.source)[node.start : node.end] for node in nodes])

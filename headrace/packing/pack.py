@@ -1,4 +1,4 @@
-"""What a microbatch is: the columns that the trainer reads."""
+"""A microbatch: the columns that the trainer reads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ ROOT = -1
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive tokens of a pack that see each other causally, and all of their ancestors: parent, its parent, ..."""
+    """Consecutive tokens of a pack that attend to each other causally, and to all their ancestors (parent, its parent,
+    ...)."""
 
     start: int
     length: int
@@ -27,23 +28,23 @@ class Segment:
 
 @dataclass(frozen=True)
 class Kept:
-    """The vocabulary that was left to be sampled from at each of M places, compressed by rows."""
+    """The vocabulary that was left to sample from at each of M places, as compressed sparse rows."""
 
     ids: Tensor
     """[nnz] int64, ascending in each row"""
     offsets: Tensor
-    """[M + 1] int64: place m holds ids[offsets[m]:offsets[m + 1]]; an empty row is one from which nothing was cut."""
+    """[M + 1] int64: place m holds ids[offsets[m]:offsets[m + 1]]; an empty row means that nothing was cut."""
 
     def to(self, device: torch.device) -> Kept:
         return Kept(self.ids.to(device), self.offsets.to(device))
 
     def rows(self, start: int, end: int) -> Kept:
-        """Of the places start:end."""
+        """Returns the rows of the places start:end."""
         offsets = self.offsets[start : end + 1]
         return Kept(self.ids[offsets[0] : offsets[-1]], offsets - offsets[0])
 
     def padded(self, count: int) -> Kept:
-        """With `count` more places, from which nothing was cut."""
+        """Appends `count` places from which nothing was cut."""
         return Kept(self.ids, torch.cat([self.offsets, self.offsets[-1:].expand(count)]))
 
 
@@ -56,9 +57,9 @@ class Pack:
     positions: Tensor
     """[N] int64: place in the token's own sequence."""
     segments: tuple[Segment, ...]
-    """Trees in preorder: a segment, then all that descends from it."""
+    """Trees in preorder: a segment, then all its descendants."""
     predictor: Tensor
-    """[M] int64: where in the pack the logits lie that predict the loss token."""
+    """[M] int64: place in the pack of the logits that predict the loss token."""
     target: Tensor
     """[M] int64: the loss token."""
     sampled: Tensor
@@ -68,7 +69,7 @@ class Pack:
     weight: Tensor
     """[M] float32: the loss of the step is the sum over all packs of weight · token loss."""
     sequence: Tensor
-    """[M] int64: which row of the pack, ascending from 0."""
+    """[M] int64: number of the row in the pack, ascending from 0."""
     lag: Tensor
     """[M] float32: optimizer steps between the weights that sampled the token and those being trained."""
     swapped: Tensor
@@ -76,15 +77,15 @@ class Pack:
     unmixed: Tensor
     """[M] bool: sampled over cache entries of the token's own version alone."""
     kept: Kept | None = None
-    """[M] what the sampler cut the vocabulary to; None where it cut nothing at all."""
+    """[M] the vocabulary that the sampler kept; None if it cut nothing at all."""
     routing: Tensor | None = None
-    """[N, layers, k] int16: experts that the sampler chose; -1 where that was not recorded."""
+    """[N, layers, k] int16: experts that the sampler chose; -1 if they were not recorded."""
     teacher: Tensor | None = None
     """[M] float32: the teacher's log-prob of the loss token; NaN where there is none."""
     top_ids: Tensor | None = None
     """[M, k] int64: the teacher's most probable tokens."""
     top_logprobs: Tensor | None = None
-    """[M, k] float32: their log-probs; -inf pads (the id is then 0)."""
+    """[M, k] float32: their log-probs; -inf is padding (with id 0)."""
 
     def to(self, device: torch.device) -> Pack:
         columns: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "segments"}
@@ -99,4 +100,4 @@ class StepPlan:
     dropped_tokens: int
     """Tokens that would be in the loss but have a non-finite sampler log-prob."""
     routing_conflicts: int = 0
-    """Prompt tokens that a row shares with another one whose recorded experts differ: those of the first row are used."""
+    """Prompt tokens that rows share but whose recorded experts differ; the first row's experts are used."""

@@ -1,14 +1,14 @@
 """A batch -> packed microbatches without padding, each within a token budget.
 
-Rows that begin alike form a tree: what they share is forwarded once, and every row attends to its own path.
+Rows with a common beginning form a tree: shared tokens are forwarded once, and every row attends to its own path.
 
     rows      p p p a a a      p p p b b            one group: G completions of the prompt p p p
-    tokens    p p p a a b                           N = 6: what no loss token is predicted from is not forwarded
+    tokens    p p p a a b                           N = 6: tokens that predict no loss token are not forwarded
     positions 0 1 2 3 4 3
     segments  (0, 3, root) (3, 2, parent 0) (5, 1, parent 0)
     predictor 2 3 4 2 5                             M = 5: logits at these places predict a a a b b
 
-Nothing here depends on the budget but the split: weights come from the whole step (`algo/loss/aggregate.py`, C9).
+Only the split depends on the budget: weights are those of the whole step (`algo/loss/aggregate.py`, C9).
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def pack_rows(
     share: bool = True,
     least_saved: int = LEAST_SAVED,
 ) -> StepPlan:
-    """Split the rows of optimizer step `step` into packs of at most `budget` forwarded tokens.
+    """Splits the rows of optimizer step `step` into packs of at most `budget` forwarded tokens.
 
-    A tree above the budget becomes several, with what they share repeated; a single row above it gets a pack of its own.
-    Rows without a loss token are not forwarded. The result depends on the arguments alone.
+    A tree above the budget is split into several, which repeat their shared tokens; a single row above it gets a pack
+    of its own. Rows without a loss token are not forwarded. The result depends on the arguments alone.
     """
     losses = [loss_places(row) for row in rows]
     routed = routed_of(rows)
@@ -60,7 +60,7 @@ def trees_of(
     share: bool,
     least_saved: int,
 ) -> list[Node]:
-    """Each within the budget, or of a single row."""
+    """Yields packs, each within the budget or of a single row."""
     for row in rows:
         assert row.prompt, "the first token of a completion is predicted from the prompt"
     kept = [one for one in zip(rows, losses, weights, strict=True) if one[1]]
@@ -80,7 +80,7 @@ def plan_of(
 
 
 def pack_sequence(tokens: Sequence[int]) -> Pack:
-    """One sequence whose every token but the first is scored: M = N = T - 1."""
+    """Packs one sequence in which every token but the first is scored: M = N = T - 1."""
     count = len(tokens) - 1
     zeros, row_tokens = (0.0,) * count, tuple(tokens[1:])
     row = Row(tuple(tokens[:1]), row_tokens, zeros, zeros, mask=(True,) * count, versions=(0,) * count)
@@ -88,16 +88,16 @@ def pack_sequence(tokens: Sequence[int]) -> Pack:
 
 
 def loss_places(row: Row) -> tuple[int, ...]:
-    """Tokens of a row that are in the loss: not masked, and with a sampler's log-prob to compare with."""
+    """Returns the places of a row's tokens in the loss: not masked, and with a sampler's log-prob."""
     kept = enumerate(zip(row.mask, row.logprobs, strict=True))
     return tuple(i for i, (mask, logprob) in kept if mask and math.isfinite(logprob))
 
 
 def dropped(rows: Sequence[Row], losses: Sequence[Sequence[int]]) -> int:
-    """Tokens that would be in the loss but have no log-prob to compare with."""
+    """Counts tokens that would be in the loss but have no sampler's log-prob."""
     return sum(sum(row.mask) for row in rows) - sum(map(len, losses))
 
 
 def routed_of(rows: Sequence[Row]) -> tuple[int, int] | None:
-    """(layers, k) of the recorded experts, if any row has some."""
+    """Returns (layers, k) of the recorded experts, if any row has some."""
     return next(((row.routing.layers, row.routing.k) for row in rows if row.routing is not None), None)

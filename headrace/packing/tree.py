@@ -1,8 +1,8 @@
-"""Rows that begin alike, as trees: every token that several rows share lies in them once.
+"""Rows with a common beginning, as trees: every token that several rows share is in them once.
 
-A radix tree (Morrison 1968): a node is a run of tokens that nobody leaves half-way, its children are the ways to go on. A
-group's prompt, the turns that paths of an episode have in common, forks, and completions that happen to begin alike are all
-the same to it. Trees may be as deep as an episode has turns, so nothing here recurses.
+A radix tree (Morrison 1968): a node is a run of tokens that every path through it contains whole, and its children are
+the continuations. A group's prompt, the turns that paths of an episode share, forks, and completions that happen to
+begin alike are all treated in the same way. Trees may be as deep as an episode has turns, so nothing here recurses.
 """
 
 from __future__ import annotations
@@ -19,33 +19,34 @@ from headrace.types import RoutingTrace, Row
 T = TypeVar("T")
 
 LEAST_SAVED = 4
-"""Tokens that a share of sampled tokens must save to be worth the attention calls of a split (measured on CPU, SmolLM2-135M)."""
+"""Number of tokens that sharing sampled tokens must save to be worth the attention calls of a split (measured on CPU,
+SmolLM2-135M)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Path:
-    """What a row brings along."""
+    """The columns of one row."""
 
     row: Row
     loss: NDArray[np.int64]
     """Places in `row.tokens` that are in the loss; never empty."""
     weight: float
-    """Of each of them."""
+    """The weight of each of them."""
     tokens: NDArray[np.int64]
-    """[T] those that are forwarded: the last loss token, and what comes after it, predicts nothing that counts."""
+    """[T] the forwarded tokens: the last loss token, and all tokens after it, predict nothing that counts."""
     routes: NDArray[np.int16] | None
-    """[T, layers · k] recorded experts, -1 where there are none; None when no row of the step has any."""
+    """[T, layers · k] recorded experts, -1 if there are none; None if no row of the step has any."""
 
 
 @dataclass(eq=False)
 class Node:
-    """`source.tokens[start:end]`, which all below it share; what lies before `start` are its ancestors."""
+    """`source.tokens[start:end]`, which all descendants share; the tokens before `start` are its ancestors."""
 
     source: Path
     start: int
     end: int
     branches: dict[int, list[Node]] = field(default_factory=dict)
-    """First token -> the children that begin with it: several where recorded experts differ."""
+    """First token -> the children that begin with it: several if recorded experts differ."""
     ending: list[Path] = field(default_factory=list)
     """Paths that end here."""
 
@@ -62,7 +63,7 @@ class Node:
 
 
 def path_of(row: Row, loss: Sequence[int], weight: float, routed: tuple[int, int] | None) -> Path:
-    """`routed`: (layers, k) of the step's rows that have recorded experts."""
+    """Makes the columns of a row. `routed`: (layers, k) of the step's rows that have recorded experts."""
     tokens = np.array(row.prompt + row.tokens[: loss[-1]], np.int64)
     routes = None if routed is None else _routes(row.routing, len(tokens), routed)
     return Path(row, np.array(loss, np.int64), weight, tokens, routes)
@@ -79,7 +80,7 @@ def _routes(trace: RoutingTrace | None, length: int, routed: tuple[int, int]) ->
 
 
 def grow(paths: Iterable[Path]) -> list[Node]:
-    """The trees of all paths, children in the order in which their first path came."""
+    """Returns the trees of all paths, with children in the order of their first path."""
     above = None
     for path in paths:
         above = above or Node(path, 0, 0)
@@ -104,7 +105,7 @@ def _insert(node: Node, path: Path) -> None:
 
 
 def _shared(node: Node, path: Path) -> int:
-    """How many of a node's tokens the path goes along with. Recorded experts must be equal, too, or both in a prompt."""
+    """Returns the number of a node's tokens that the path shares. Recorded experts must be equal, or both in a prompt."""
     here = slice(node.start, min(node.end, len(path.tokens)))
     same = node.source.tokens[here] == path.tokens[here]
     if node.source.routes is not None and path.routes is not None:
@@ -131,7 +132,7 @@ def preorder(roots: Iterable[Node]) -> Iterator[Node]:
 
 
 def prune(roots: Sequence[Node], least: int) -> None:
-    """Shares of sampled tokens that save less than `least` tokens are given up: each row has its own copy again."""
+    """Undoes shares of sampled tokens that save less than `least` tokens: each row gets its own copy again."""
     for node in reversed(list(preorder(roots))):  # children before their parents
         children = node.children
         node.branches = {}
@@ -154,14 +155,15 @@ def _dissolved(node: Node) -> Iterator[Node]:
 
 
 def size_of(root: Node) -> int:
-    """Tokens of a tree."""
+    """Counts the tokens of a tree."""
     return sum(node.length for node in preorder([root]))
 
 
 def cut(root: Node, budget: int) -> list[Node]:
-    """The tree, or several that each have at most `budget` tokens (or hold a single leaf), with what they share repeated.
+    """Returns the tree, or several that each have at most `budget` tokens (or a single leaf) and repeat their shared
+    tokens.
 
-    No two of them would fit together: what a cut repeats is never in one microbatch twice.
+    No two of them would fit together, so that no microbatch repeats tokens because of a cut.
     """
     sizes: dict[Node, int] = {}
     pieces: dict[Node, list[Node]] = {}
@@ -192,7 +194,8 @@ def _cut_below(node: Node, bins: Sequence[Sequence[Node]]) -> list[Node]:
 
 
 def first_fit(items: Sequence[T], size: Callable[[T], int], room: int) -> list[list[T]]:
-    """First fit, largest first: within 11/9 of the fewest bins (Johnson 1973). What is larger than `room` is alone."""
+    """Packs by first fit, largest first: within 11/9 of the fewest bins (Johnson 1973). An item larger than `room` is
+    alone."""
     bins: list[tuple[int, list[T]]] = []
     for length, item in sorted(((size(item), item) for item in items), key=lambda sized: -sized[0]):
         fits = next((i for i, (used, _) in enumerate(bins) if used + length <= room), None)

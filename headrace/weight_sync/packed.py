@@ -1,5 +1,5 @@
-"""The packed buffer: all parameters behind each other, in the serving dtype. Every transport carries these bytes, and none
-changes how they are laid out, what their fingerprint is, or how an engine looks at them."""
+"""The packed buffer: all parameters one after the other, in the serving dtype. Every transport carries these bytes.
+Their layout, their fingerprint, and the engine's views of them do not depend on the transport."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headrace.errors import IdentityError
 from headrace.weights import Manifest, TensorSpec, WeightUpdate
 
 ALIGNMENT = 64
-"""Bytes: a cache line, and what vector loads like."""
+"""Bytes: the size of a cache line, which suits vector loads."""
 
 
 def lay_out(parameters: Iterable[tuple[str, torch.Tensor]], serving_dtype: torch.dtype) -> Manifest:
@@ -29,7 +29,7 @@ def lay_out(parameters: Iterable[tuple[str, torch.Tensor]], serving_dtype: torch
 
 
 class Packed:
-    """A packed buffer in memory that somebody else owns: its parameters as tensors on these very bytes."""
+    """A packed buffer in memory that it does not own: its parameters as tensors that view these bytes."""
 
     def __init__(self, manifest: Manifest, buffer: memoryview) -> None:
         """`buffer`: [manifest.nbytes]"""
@@ -43,7 +43,7 @@ class Packed:
 
     @torch.no_grad()
     def fill(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Converts them to the serving dtype on the way."""
+        """Copies the parameters, converted to the serving dtype."""
         for name, tensor in parameters:
             self.views[name].copy_(tensor)
 
@@ -51,7 +51,7 @@ class Packed:
         return fingerprint(self._manifest, self._buffer)
 
     def verified(self, update: WeightUpdate) -> Mapping[str, torch.Tensor]:
-        """The views, after the bytes were found to be those published. Raises `IdentityError` if they are not."""
+        """Returns the views, after checking that the bytes are those published. Raises `IdentityError` if they are not."""
         found = self.fingerprint()
         if found != update.fingerprint:
             what = f"the adapter {update.adapter.name}" if update.adapter else "weights"
@@ -63,9 +63,9 @@ class Packed:
 
 
 def fingerprint(manifest: Manifest, buffer: memoryview) -> str:
-    """xxh3-128 over every parameter's name, shape, dtype and bytes, in canonical order.
+    """Returns the xxh3-128 of every parameter's name, shape, dtype and bytes, in canonical order.
 
-    Not cryptographic: it guards against mistakes (a lost, torn, stale or foreign update), not against malice.
+    It is not cryptographic: it guards against mistakes (a lost, torn, stale or foreign update), not against malice.
     """
     whole = xxhash.xxh3_128()
     for spec in manifest.tensors:
@@ -75,7 +75,7 @@ def fingerprint(manifest: Manifest, buffer: memoryview) -> str:
 
 
 def manifest_for(manifests: Mapping[str, Manifest], update: WeightUpdate) -> Manifest:
-    """The layout of what an update carries. Raises `IdentityError` for an adapter that the engine does not know."""
+    """Returns the layout of an update. Raises `IdentityError` for an adapter that the engine does not know."""
     name = update.adapter.name if update.adapter else ""
     if name not in manifests:
         raise IdentityError(f"the engine was told of no adapter {name} at its start, and has no memory for it")

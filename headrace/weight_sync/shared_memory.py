@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from headrace.weight_sync.packed import Packed
 
 Manifests = Mapping[str, Manifest]
-"""The layout of everything that is published: the model's by the empty name, those of adapters by theirs."""
+"""The layouts of everything that is published: the model's under the empty name, those of adapters under theirs."""
 
 
 class SharedMemory(Struct, frozen=True, tag="shared_memory"):
@@ -58,7 +58,7 @@ class SharedMemory(Struct, frozen=True, tag="shared_memory"):
 
 
 def _anonymous_memory() -> int:
-    """A file descriptor. Its sender sizes it; it vanishes with its last user."""
+    """Returns a file descriptor. The sender sets its size; it vanishes with its last user."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("headrace-weights", 0)
     with tempfile.TemporaryFile() as file:  # already unlinked
@@ -89,7 +89,7 @@ class SharedMemorySender:
     def send(
         self, version: int, parameters: Iterable[tuple[str, torch.Tensor]], adapter: AdapterSpec | None = None
     ) -> WeightUpdate:
-        """`adapter`: whose parameters they are, where they are not the model's."""
+        """Writes the parameters of the model, or of `adapter`."""
         started = time.perf_counter()
         name = adapter.name if adapter else ""
         slot = version % len(self._slots[name])
@@ -114,10 +114,11 @@ class SharedMemoryReceiver:
         self._fd, self._manifests = fd, manifests
         self._memory = memoryview(b"")
         self._slots: dict[tuple[str, int], Packed] = {}
-        """By name and first byte."""
+        """Buffers by name and first byte."""
 
     def receive(self, update: WeightUpdate) -> Mapping[str, torch.Tensor]:
-        """Views of the update, after its bytes were found to be those published. Raises `IdentityError` if not."""
+        """Returns views of the update, after checking that its bytes are those published. Raises `IdentityError` if
+        they are not."""
         from headrace.weight_sync.packed import Packed, manifest_for
 
         manifest, start = manifest_for(self._manifests, update), int(update.where["offset"])

@@ -23,4 +23,4 @@ if TYPE_CHECKING:
     AnyTransport = Transport
 else:
     AnyTransport = Union[tuple(TRANSPORTS.values())]  # noqa: UP007
-    """A start message is decoded by it: each kind has a tag."""
+    """The type that decodes a start message: each kind has a tag."""
