@@ -14,8 +14,7 @@ ROOT = -1
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive tokens of a pack that attend to each other causally, and to all their ancestors (parent, its parent,
-    ...)."""
+    """Consecutive tokens of a pack that see each other causally, and all of their ancestors: parent, its parent, ..."""
 
     start: int
     length: int
@@ -28,27 +27,27 @@ class Segment:
 
 @dataclass(frozen=True)
 class Kept:
-    """The vocabulary that was left to sample from at each of M places, as compressed sparse rows."""
+    """The ids that the sampler could choose from at each of M places, compressed by rows."""
 
     ids: Tensor
     """[nnz] int64, ascending in each row"""
     offsets: Tensor
-    """[M + 1] int64: place m holds ids[offsets[m]:offsets[m + 1]]; an empty row means that nothing was cut."""
+    """[M + 1] int64: place m holds ids[offsets[m]:offsets[m + 1]]; an empty row means the whole vocabulary."""
 
     def to(self, device: torch.device) -> Kept:
         return Kept(self.ids.to(device), self.offsets.to(device))
 
     def rows(self, start: int, end: int) -> Kept:
-        """Returns the rows of the places start:end."""
+        """The part for the places start:end."""
         offsets = self.offsets[start : end + 1]
         return Kept(self.ids[offsets[0] : offsets[-1]], offsets - offsets[0])
 
     def padded(self, count: int) -> Kept:
-        """Appends `count` places from which nothing was cut."""
+        """The same with `count` more places, each with the whole vocabulary."""
         return Kept(self.ids, torch.cat([self.offsets, self.offsets[-1:].expand(count)]))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Pack:
     """One microbatch: N forwarded tokens, M tokens in the loss. Loss tokens of a row follow each other; rows are whole."""
 
@@ -57,9 +56,9 @@ class Pack:
     positions: Tensor
     """[N] int64: place in the token's own sequence."""
     segments: tuple[Segment, ...]
-    """Trees in preorder: a segment, then all its descendants."""
+    """Trees in preorder: a segment, then all that descends from it."""
     predictor: Tensor
-    """[M] int64: place in the pack of the logits that predict the loss token."""
+    """[M] int64: the place in the pack whose logits predict the loss token."""
     target: Tensor
     """[M] int64: the loss token."""
     sampled: Tensor
@@ -69,7 +68,7 @@ class Pack:
     weight: Tensor
     """[M] float32: the loss of the step is the sum over all packs of weight · token loss."""
     sequence: Tensor
-    """[M] int64: number of the row in the pack, ascending from 0."""
+    """[M] int64: which row of the pack, ascending from 0."""
     lag: Tensor
     """[M] float32: optimizer steps between the weights that sampled the token and those being trained."""
     swapped: Tensor
@@ -77,15 +76,15 @@ class Pack:
     unmixed: Tensor
     """[M] bool: sampled over cache entries of the token's own version alone."""
     kept: Kept | None = None
-    """[M] the vocabulary that the sampler kept; None if it cut nothing at all."""
+    """[M] the ids that top-k, top-p or min-p left; None where the whole vocabulary was left everywhere."""
     routing: Tensor | None = None
-    """[N, layers, k] int16: experts that the sampler chose; -1 if they were not recorded."""
+    """[N, layers, k] int16: the experts that the sampler chose; -1 where they were not recorded."""
     teacher: Tensor | None = None
     """[M] float32: the teacher's log-prob of the loss token; NaN where there is none."""
     top_ids: Tensor | None = None
     """[M, k] int64: the teacher's most probable tokens."""
     top_logprobs: Tensor | None = None
-    """[M, k] float32: their log-probs; -inf is padding (with id 0)."""
+    """[M, k] float32: their log-probs; -inf pads (the id is then 0)."""
 
     def to(self, device: torch.device) -> Pack:
         columns: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "segments"}
@@ -100,4 +99,4 @@ class StepPlan:
     dropped_tokens: int
     """Tokens that would be in the loss but have a non-finite sampler log-prob."""
     routing_conflicts: int = 0
-    """Prompt tokens that rows share but whose recorded experts differ; the first row's experts are used."""
+    """Prompt tokens that two rows share with different recorded experts. Those of the first row are used."""

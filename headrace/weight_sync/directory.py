@@ -1,8 +1,8 @@
-"""Weights from directories: the model's own, which never change, and adapters that are named while the engine serves.
+"""Weights from directories: the model's own, which never change, and what is named while the engine serves.
 
-Engines without a trainer read here: those of teachers and references, and a server's. Both ends are in one file, as
-with every transport. The controller marks the files at the start of the run (`offer`, `offer_adapter`). Every engine
-that reads them, even one that replaces a dead one hours later, refuses files that have changed since.
+Engines without a trainer read here: those of teachers and references, and a server's. Both ends in one file, as with every
+transport: the controller marks the files at the start of the run (`offer`, `offer_adapter`), and an engine that reads them, the
+first one or one that replaces a dead one hours later, refuses files that are others by then.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _ADAPTER = "adapter_model.safetensors"
 
 
 def offer(model_dir: Path) -> WeightUpdate:
-    """Offers a model's directory as version 0, which never changes. Reads no weights and imports no torch."""
+    """Returns the update that engines load: version 0, for the whole run. Reads no weights and imports no torch."""
     nbytes = sum(path.stat().st_size for path in _files(model_dir))
     return WeightUpdate(version=0, kind="full", fingerprint=mark_of(model_dir), nbytes=nbytes, seconds=0.0)
 
 
 def offer_adapter(directory: Path, name: str, version: int) -> WeightUpdate:
-    """Offers a LoRA adapter that peft saved. Raises ValueError for one that cannot be served. Reads no weights."""
+    """A LoRA adapter that peft saved. Raises ValueError for one that cannot be served. Reads no weights."""
     try:
         described = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))
         nbytes = (directory / _ADAPTER).stat().st_size
@@ -67,8 +67,7 @@ def _spec(described: Any, name: str, directory: Path) -> AdapterSpec:
 
 
 def mark_of(directory: Path) -> str:
-    """Returns a mark that changes when a file is written again. It covers names, sizes and times, not contents, because
-    a teacher may have many gigabytes."""
+    """A hash that changes when a file is written again: of names, sizes and times, because a teacher may have many gigabytes."""
     mark = xxhash.xxh3_128()
     for path in _files(directory):
         stat = path.stat()
@@ -81,21 +80,21 @@ def _files(directory: Path) -> list[Path]:
 
 
 class DirectoryReceiver:
-    """The engine's end. `read` returns the parameters of a model's directory, in the serving dtype."""
+    """The engine's end. `read` gives the parameters of a model's directory, in the serving dtype."""
 
     def __init__(self, model_dir: Path, read: Callable[[Path], Mapping[str, torch.Tensor]], dtype: torch.dtype) -> None:
         self._model_dir, self._read, self._dtype = model_dir, read, dtype
 
     def receive(self, update: WeightUpdate) -> Mapping[str, torch.Tensor]:
-        """Raises `IdentityError` if the files are not those of the offer, `ValueError` if they lack parameters."""
+        """Raises `IdentityError` when the files are not those of the offer, `ValueError` when they lack parameters."""
         if "path" in update.where:
             return FilesReceiver().receive(update)
         peft = update.where.get("peft")
         directory = Path(str(peft)) if peft else self._model_dir
         if mark_of(directory) != update.fingerprint:
             raise IdentityError(
-                f"the weights in {directory} are not those that were to be loaded: they were written again meanwhile. "
-                "Give the old files back, or start a new run"
+                f"the weights in {directory} are not those that were to be loaded: they have been written since. "
+                "Restore the old files, or start a new run"
             )
         return self._adapter(directory) if peft else self._read(directory)
 

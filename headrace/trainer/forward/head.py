@@ -62,6 +62,7 @@ def token_logprobs(
     bias: Tensor | None,
     predictor: Tensor,
     target: Tensor,
+    *,
     temperature: float,
     dtype: torch.dtype,
     kept: Kept | None = None,
