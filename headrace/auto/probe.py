@@ -213,7 +213,7 @@ def _group(count: int, vocabulary: int) -> Any:
         )
         for start in starts
     ]
-    return pack_rows(rows, lambda counts, _: [1.0] * len(counts), 0, len(tokens), step=0).packs[0]
+    return pack_rows(rows, lambda counts, _: [1.0] * len(counts), constant=0, budget=len(tokens), step=0).packs[0]
 
 
 def main() -> None:

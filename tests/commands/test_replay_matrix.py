@@ -119,7 +119,7 @@ def trained(case: Case, shared: bool) -> dict[str, Tensor]:
     placement = Single()
     learner = Learner(config=TrainConfig(device="cpu"), algo=case.algo, parameters=parameters, placement=placement)
     replay = RoutingReplay(forward, torch.float32) if case.routing else no_replay
-    plan = pack_rows(case.rows, learner.aggregation, 0, 40, 0, shared)
+    plan = pack_rows(case.rows, learner.aggregation, constant=0, budget=40, step=0, share=shared)
     gradient = Gradient(
         forward=forward,
         learner=learner,

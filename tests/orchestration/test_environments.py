@@ -259,6 +259,8 @@ def test_two_turns_are_one_row_in_training_journal_and_packing(tmp_path: Path) -
     world = FakeWorld(tmp_path, environment=scripted(2, seconds=0.05), steps=4)
     virtual_time.run(world.run())
     assert check_rows(world) == 4 * 3 * 2
+    requests = [one for one in world.engine.requests if one.id.startswith("t")]
+    assert len({one.sampling.seed for one in requests}) == len(requests), "each turn has random numbers of its own"
     ended = world.facts.of(GroupEnded)
     sampled = {
         group.ticket: [one.episode.sampled for one in group.scored] for b in world.trainer.batches for group in b.groups
@@ -268,7 +270,7 @@ def test_two_turns_are_one_row_in_training_journal_and_packing(tmp_path: Path) -
     plan, algorithm = world.plan, world.parts.algorithm
     again = [plan.batch_again(step, algorithm) for step in read_steps(tmp_path)]
     assert [batch.groups for batch in again] == [batch.groups for batch in world.trainer.batches], "C8"
-    packed = pack_rows(again[0].rows, lambda counts, constant: [1.0] * len(counts), 1, budget=10_000, step=0)
+    packed = pack_rows(again[0].rows, lambda counts, constant: [1.0] * len(counts), constant=1, budget=10_000, step=0)
     targets = sorted(token for pack in packed.packs for token in pack.target.tolist())
     sampled_tokens = sorted(t for row in again[0].rows for t, kept in zip(row.tokens, row.mask, strict=True) if kept)
     assert targets == sampled_tokens and len(targets) < sum(len(row.tokens) for row in again[0].rows)

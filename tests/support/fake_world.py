@@ -79,7 +79,7 @@ def scheduled_world(directory: Path, schedule: dict[str, Any]) -> FakeWorld:
         directory,
         StalenessConfig(groups_per_step=s["groups"], max_lag=s["max_lag"], window=window),
         engine=FakeEngine(s["token"], s["load"], heavy_tail, s["failures"] / 2, s["outages"], seed=s["seed"]),
-        trainer=FakeTrainer(s["step"], s["load"] / 3),
+        trainer=FakeTrainer(s["step"], publish_seconds=s["load"] / 3),
         scorer=FakeScorer(seconds=s["score"], failure_rate=s["failures"] / 2, seed=s["seed"]),
         watch=PATIENT,
     )

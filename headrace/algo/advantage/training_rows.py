@@ -62,7 +62,7 @@ def _pieces(episode: Episode, path: Sequence[int]) -> Iterator[_Piece]:
 
 
 def row_of(
-    prompt: Prompt, one: Scored, path: Sequence[int], trained: set[int], advantage: float, overlong: Overlong
+    prompt: Prompt, one: Scored, *, path: Sequence[int], trained: set[int], advantage: float, overlong: Overlong
 ) -> Row:
     """Makes the row of one path. Completions of turns in `trained` are context in it."""
     turns, pieces = one.episode.turns, list(_pieces(one.episode, path))

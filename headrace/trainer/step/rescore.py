@@ -28,7 +28,9 @@ def rescore(trainer: TrainerCore, rows: Sequence[Row], temperature: float) -> li
 
 def _of_row(trainer: TorchTrainer, row: Row, temperature: float) -> list[float]:
     budget = len(row.prompt) + len(row.tokens)
-    (pack,) = pack_rows([row], lambda counts, _: [1.0] * len(counts), 0, budget, step=0, share=False).packs
+    (pack,) = pack_rows(
+        [row], lambda counts, _: [1.0] * len(counts), constant=0, budget=budget, step=0, share=False
+    ).packs
     return trainer.logprobs(pack, temperature)
 
 

@@ -19,7 +19,7 @@ SHOWN_KL = 10.0
 """The most that one token adds to the reported mean, which a single absurd token would dominate otherwise. No loss uses it."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Sums:
     tokens: int = 0
     loss: float = 0.0
