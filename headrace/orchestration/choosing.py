@@ -19,6 +19,7 @@ from headrace.auto.fit import SPARE, Fitted, Speeds, Wish, fit
 from headrace.auto.measurer import Measurer, thread_counts
 from headrace.auto.share import Share
 from headrace.config import RunConfig, config_of_run, read_config, read_tree
+from headrace.native.arithmetic import TIERS
 from headrace.observe.text import duration, plural
 from headrace.rehearsal.machine import Machine
 from headrace.settings.other_names import meaning
@@ -67,11 +68,14 @@ def settle(config: RunConfig, model_dir: Path, machine: Machine, parameters: int
 
 def _one_arithmetic(config: RunConfig) -> RunConfig:
     """What train.parity = "bitwise" leaves no choice in."""
+    from headrace.engine.native.kernels.binding import tier
+
     named = [dtype for dtype in (config.train.dtype, config.engine.dtype) if dtype != "auto"]
+    named.append("bfloat16" if tier() in TIERS["bfloat16"] else "float32")
     values = {
         f"{section}.{name}": value
         for section in ("engine", "train")
-        for name, value in (("path", "kernels"), ("dtype", named[0] if named else "bfloat16"))
+        for name, value in (("path", "kernels"), ("dtype", named[0]))
         if setting(config, f"{section}.{name}") == "auto"
     }
     return with_chosen(config, values, {"one forward pass": 'train.parity = "bitwise"'} if values else {})

@@ -165,8 +165,8 @@ SPELLING = [
     sets("a section wrong", "did you mean staleness?", "stalenes.max_lag=1"),
     sets("in another section", "did you mean rollout.temperature?", "train.temperature=1.0"),
     sets("a name with a space", 'name = "my run" names a directory', 'name="my run"'),
-    sets("a name with a slash", '"a-b" would do', "name=a/b"),
-    sets("no name for the run", '"run" would do', 'name=""'),
+    sets("a name with a slash", 'use "a-b"', "name=a/b"),
+    sets("no name for the run", 'use "run"', 'name=""'),
 ]  # fmt: skip
 
 ELSEWHERE = [
@@ -205,7 +205,7 @@ PAIRS = [
     sets("warm to the end", "lower train.warmup_steps", "train.steps=5", "train.warmup_steps=5"),
     sets("no room for a prompt", "leaves no room for a prompt", "rollout.max_tokens=128"),
     sets("more held out than there is", "raise task.held_out or lower eval.prompts", "eval.prompts=5"),
-    sets("cores that are not there", "which this machine does not lend", "engine.cores=[4096]"),
+    sets("cores that are not there", "which this process may not use", "engine.cores=[4096]"),
     sets("an algorithm unheard of", "algo.name = grop does not exist; did you mean grpo?", "algo.name=grop"),
     sets("counted twice", "use algo.old = trainer, or remove the correction", "algo.correction.mode=mask"),
     sets("an adapter without a rank", "set lora.rank, 16 say", "lora.alpha=8.0"),
