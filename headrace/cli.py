@@ -157,13 +157,13 @@ def export(arguments: argparse.Namespace) -> int:
 
 def plan(arguments: argparse.Namespace) -> int:
     from headrace.plan.answer import PlanRequest, config_for
-    from headrace.plan.command import tell
+    from headrace.plan.command import print_plan
 
     run_dir = None if is_config(arguments.source) else run_directory(arguments.source)
     chip, _, file = arguments.hardware.partition(":")
     if chip == "cpu" and not file:
         raise ConfigError("--hardware cpu:FILE names a file of measured rates; --calibrate writes one")
-    question = PlanRequest(
+    request = PlanRequest(
         config=config_for(arguments.source, run_dir, arguments.set),
         run=run_dir if chip != "cpu" else None,
         calibrate=arguments.calibrate,
@@ -178,7 +178,7 @@ def plan(arguments: argparse.Namespace) -> int:
         latency=arguments.reward_seconds,
         sweep=arguments.sweep,
     )
-    return tell(question, arguments.price, arguments.json, arguments.picture)
+    return print_plan(request, arguments.price, arguments.json, arguments.picture)
 
 
 def doctor(arguments: argparse.Namespace) -> int:
