@@ -206,7 +206,7 @@ def _size(directory: Path) -> int:
 
 
 def _placement(torch: dict[str, Any] | str) -> Iterator[DoctorFinding]:
-    """What `device`, `dtype` and `path` = "auto" mean on this machine."""
+    """The meaning of `device`, `dtype` and `path` = "auto" on this machine."""
     if isinstance(torch, str):
         yield DoctorFinding("engine, trainer", "bad", "nothing can run without torch")
         return

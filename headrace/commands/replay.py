@@ -37,7 +37,7 @@ COUNTS = ("step", "version", "skipped", "lr", "loss_tokens", "forward_tokens", "
 
 @dataclass(frozen=True)
 class Expected:
-    """What the run recorded about its steps."""
+    """The recorded results of a run's steps."""
 
     fingerprints: Mapping[int, str]
     """Fingerprint of the weights of every version that was served."""

@@ -1,4 +1,4 @@
-"""`headrace serve MODEL`. Whatever is heavy is imported when it is called: `headrace --help` reads the arguments here."""
+"""`headrace serve MODEL`. Heavy packages are imported only when it is called, because `headrace --help` reads the arguments here."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a directory, a known name, or a hub id")
     parser.add_argument("--host", default="127.0.0.1", help="default: %(default)s, which only this machine reaches")
     parser.add_argument("--port", type=int, default=8000, help="0: any that is free (default: %(default)s)")
-    parser.add_argument("--token-file", type=Path, metavar="FILE", help="holds the token that every request must bring")
+    parser.add_argument("--token-file", type=Path, metavar="FILE", help="holds the token that every request must send")
     parser.add_argument(
         "--adapters", type=int, default=0, metavar="N", help="LoRA adapters that may be loaded at once (default: none)"
     )
-    parser.add_argument("--name", default="", help="by which requests name the model (default: MODEL)")
+    parser.add_argument("--name", default="", help="the model's name in requests (default: MODEL)")
     parser.add_argument(
         "--set", action="append", default=[], metavar="engine.a=b", help="change a setting of the engine"
     )
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    """Returns when it is told to leave. Raises ConfigError."""
+    """Serves until it is asked to end (SIGINT, SIGTERM). Raises ConfigError."""
     from headrace.engine.config import EngineConfig
     from headrace.serve.config import ServeConfig, read_token
     from headrace.settings.toml import build, merge, parse_sets

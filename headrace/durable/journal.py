@@ -193,7 +193,7 @@ class JournalStep(Struct, frozen=True):
     groups: tuple[Group, ...]
     report: TrainReport
     steps: int = 0
-    """As in `SteppedRecord`."""
+    """The planned number of steps, see `SteppedRecord`."""
 
 
 class _Peek(msgspec.Struct, tag_field="kind", tag="Ready"):

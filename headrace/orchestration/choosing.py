@@ -67,7 +67,7 @@ def settle(config: RunConfig, model_dir: Path, machine: Machine, parameters: int
 
 
 def _one_arithmetic(config: RunConfig) -> RunConfig:
-    """What train.parity = "bitwise" leaves no choice in."""
+    """Sets the path and the dtype of both parts to those that train.parity = "bitwise" requires."""
     from headrace.engine.native.kernels.binding import tier
 
     named = [dtype for dtype in (config.train.dtype, config.engine.dtype) if dtype != "auto"]

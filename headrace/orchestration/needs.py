@@ -1,4 +1,4 @@
-"""What a run needs of its engines. A run whose engine lacks something is refused at its start, with the setting to change."""
+"""The needs that a run has of its engines. A run whose engine lacks something is refused at its start, with the setting to change."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def test_a_rounding_in_one_layer_is_named_and_nothing_is_trained(layer: int, dty
         trainer.step(batch(0, rows))
     assert trainer.version == 0 and all(map(torch.equal, weights_of(trainer), before))
     assert all(parameter.grad is None for parameter in trainer._model.parameters())
-    assert f"part in layer {layer}: " in str(explained(caught.value, trainer, start_of("qwen3", dtype)))
+    assert f"first differ in layer {layer}: " in str(explained(caught.value, trainer, start_of("qwen3", dtype)))
     del trainer._model.model.layers[layer].post_attention_layernorm.forward
 
 

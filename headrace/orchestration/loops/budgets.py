@@ -65,7 +65,7 @@ class Budgets:
         self._firsts = Firsts(record, clock)
         self._few, self._recent, self._long = Recent(1, PROMPTS), Recent(), Recent(_LONG * WINDOW, _LONG * PROMPTS)
         self._first: dict[str, Failure] = {}
-        """By kind."""
+        """The first failure of each kind."""
         self._barren = self._outages = 0
         self._warned = False
 

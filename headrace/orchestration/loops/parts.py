@@ -54,7 +54,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class EarlierMetrics:
-    """What the metrics hold of earlier processes of a resumed run."""
+    """The values that a resumed run takes from the metrics of its earlier processes."""
 
     step: int = 0
     """Number of optimizer steps."""

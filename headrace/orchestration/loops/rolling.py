@@ -140,14 +140,14 @@ class Rolling:
         return scored, tuple(result for result in [*results, *judged] if isinstance(result, Failure))
 
     def _not_asked_again(self, ticket: int) -> int:
-        """Tokens of turns that a killed process recorded and this one did not ask for: the environment, made again, went another way."""
+        """Number of recorded tokens of turns that this process did not ask for, because the environment took another course after the kill."""
         parts = self._parts
         lost = sum(len(one.tokens) for one in parts.interrupts.unused(ticket).values())
         if lost and parts.environment.resumes == "replayed" and not self._diverged:
             self._diverged = True
             parts.telemetry.warn(
-                f"an environment that declares that it can be replayed asked for other turns than before the run was killed (ticket {ticket}): "
-                f"{lost} tokens were sampled in vain. Make what it says depend on its prompt, its seed and its turns alone, or let it "
+                f"an environment that declares that it can be replayed asked for other turns than before the run was killed (ticket {ticket}), so "
+                f"{lost} sampled tokens are lost. Make it depend only on its prompt, its seed and its turns, or let it "
                 'declare resumes="restarted"'
             )
         return lost

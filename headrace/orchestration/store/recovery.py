@@ -94,10 +94,15 @@ class SavedRun:
                     ready.discard(record.ticket)
                 case SteppedRecord():
                     ready.difference_update(record.tickets)
-        anew = self.rewinds and self.state is None
+        restarts = self.rewinds and self.state is None
         saved = self.state.step if self.state else None
         return Resume(
-            step=self.step, saved=saved, next_ticket=drawn, flying=frozenset(flying), ready=frozenset(ready), anew=anew
+            step=self.step,
+            saved=saved,
+            next_ticket=drawn,
+            flying=frozenset(flying),
+            ready=frozenset(ready),
+            anew=restarts,
         )
 
     def outdated(self, mark: str) -> frozenset[int]:
@@ -250,8 +255,8 @@ def _of_checkpoint(saved: SavedRun, asked: Asked) -> dict[str, Completion]:
 
 
 def _begun(saved: SavedRun, asked: Asked, adapter: str) -> dict[str, Completion] | None:
-    """What was sampled for rollouts in flight until the kill, by the names of requests; None where the passes have a ticket that was
-    never drawn. Passes are folded as they are read: no more is held than what is in flight."""
+    """The tokens of rollouts in flight that were sampled before the kill, by request; None if the passes contain a ticket that was never
+    drawn. Passes are folded as they are read, so that only requests in flight are held in memory."""
     found = _of_checkpoint(saved, asked)
     since: dict[str, Transcript] = {}
     others: set[str] = set()

@@ -1,4 +1,4 @@
-"""Where the engine's and the trainer's forward passes part: both go over one sequence, and are compared layer by layer."""
+"""Finds the first layer in which the forward passes of engine and trainer differ, by running both over one sequence."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from headrace.trainer.step.bitwise import UnequalLogprobs
 
 
 def explained(error: IdentityError, core: TrainerCore, start: TrainerStart) -> IdentityError:
-    """With the layer in which the forward passes part, if it is about log-probs that differ."""
+    """Adds the first layer that differs to an error about unequal log-probs. Other errors are returned unchanged."""
     if not isinstance(error, UnequalLogprobs):
         return error
     try:
         where = first_difference(core, Path(start.model_dir), start.serving_dtype, error.tokens)
-    except Exception as failure:  # the run stops anyway; why it does must not be lost
-        where = f"In which layer they part could not be found out ({type(failure).__name__}: {failure})"
+    except Exception as failure:  # the run stops anyway; its first error must not be lost
+        where = f"The layer could not be determined ({type(failure).__name__}: {failure})"
     return IdentityError(f"{error}. {where}.")
 
 
 def first_difference(core: TrainerCore, model_dir: Path, dtype: str, tokens: Sequence[int]) -> str:
-    """A sentence that names the first layer whose result differs, for the trainer's weights as they are. `dtype`: that is served.
+    """A sentence that names the first layer whose result differs, under the trainer's current weights. `dtype`: the serving dtype.
 
-    The engine's side is computed anew in this process, without its cache, batch and memory: where nothing differs, it is one of these.
+    The engine's pass is repeated in this process, without its cache, batch and memory. If nothing differs here, one of these is the cause.
     """
     context = tokens[:-1]
     theirs, token, logprob = engine.residual_stream(model_dir, core.parameters(), getattr(torch, dtype), context)
@@ -37,11 +37,11 @@ def first_difference(core: TrainerCore, model_dir: Path, dtype: str, tokens: Seq
     for index, (one, other) in enumerate(zip(theirs, ours, strict=True)):
         if not torch.equal(one, other):
             where = f"layer {index - 1}" if index else "the embedding"
-            return f"Over this sequence the two forward passes part in {where}: {_size(one, other)}"
+            return f"Over this sequence the two forward passes first differ in {where}: {_size(one, other)}"
     if core.score([*context, token])[-1] != logprob:
-        return "Over this sequence all layers give the same bits: the two forward passes part in the final norm or the head"
+        return "Over this sequence all layers give the same bits: the two forward passes differ in the final norm or the head"
     return (
-        "Over this sequence both forward passes give the same bits in every layer when the engine's is computed again: what differed is in "
+        "Over this sequence both forward passes give the same bits in every layer when the engine's is repeated: the difference arose in "
         "the process that served it (its cache, its batch, its memory)"
     )
 

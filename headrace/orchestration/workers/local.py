@@ -135,7 +135,7 @@ class ChildProcess:
         self._family.ended(self.pid)
 
     def how_it_ended(self, wrong: str) -> str:
-        """Blocks. `wrong`: why it was killed, or empty."""
+        """Waits for the end of the process (blocking), and says how it ended. `wrong`: why we killed it, or empty."""
         process = self._process
         assert process is not None
         try:
@@ -151,7 +151,7 @@ class ChildProcess:
 
 
 def _bury(process: subprocess.Popen[bytes]) -> str:
-    """Waits for the end of a process that was killed. Empty, or why it cannot end: it hangs in the kernel."""
+    """Waits for the end of a killed process. Returns an empty string, or the reason if it cannot end (it hangs in the kernel)."""
     try:
         patience.wait(process, GRACE)
     except subprocess.TimeoutExpired:
@@ -160,10 +160,10 @@ def _bury(process: subprocess.Popen[bytes]) -> str:
 
 
 def environment(cores: Sequence[int]) -> dict[str, str]:
-    """OpenMP must be told before torch is imported.
+    """The environment of a worker. OpenMP reads it when torch is imported, so it must be set before.
 
-    Waiting threads sleep instead of spinning: where two pools share cores, spinning costs a factor of up to ten (measured;
-    see docs/design-notes.md).
+    Waiting threads sleep instead of spinning: if two pools share cores, spinning costs a factor of up to ten (measured; see
+    docs/design-notes.md).
     """
     threads = str(len(cores) or usable_cores())
     chosen = {

@@ -66,6 +66,6 @@ class EngineStart(Struct, frozen=True):
     engine: dict[str, Any]
     """EngineConfig as plain values."""
     manifests: dict[str, Manifest]
-    """As the trainer reported them."""
+    """The layouts that the trainer reported in `TrainerReady`."""
     transport: AnyTransport | None = None
     """How weights arrive. None: the weights are those in `model_dir`, which never change."""
