@@ -192,7 +192,7 @@ def test_a_damaged_journal_shows_what_can_be_read_and_names_the_rest(
     assert said.startswith("Step 3") and "of journal.jsonl cannot be read: line 3 does not match its checksum" in said
     assert cli.main(["inspect", str(run), "--step", "3", "--json"]) == 0
     assert "line 3 does not match its checksum" in json.loads(capsys.readouterr().out)["unreadable"]
-    with pytest.raises(ConfigError, match=r"step 1 of .* cannot be read: .*line 3 does not match its checksum"):
+    with pytest.raises(ConfigError, match=r"step 1 of .* cannot be read \(.*line 3 does not match its checksum"):
         find_step(run, 1, None)
 
 
