@@ -6,6 +6,7 @@ controller leaves no orphan behind, not even a stopped one (`orphans.py`).
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
 import signal
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
+    gc.disable()  # until `_begun`
     if PARENT in os.environ:  # not where it was started by hand
         signal_me_when_orphaned(signal.SIGKILL)
     kind, how, where = sys.argv[1:4]
@@ -70,6 +72,13 @@ def _read(end: WorkerEnd, inbox: queue.Queue[Frame]) -> None:
     os._exit(0)
 
 
+def _begun() -> None:
+    """Garbage is collected from here on, and not among what is there already. Importing torch and transformers makes a million
+    objects that stay: looking through them again and again took a fifth of a worker's start (5.3 s of CPU time, now 4.1)."""
+    gc.freeze()
+    gc.enable()
+
+
 # -- the trainer ------------------------------------------------------------------------------------------------------------
 
 
@@ -89,6 +98,7 @@ def serve_trainer(end: WorkerEnd, inbox: queue.Queue[Frame]) -> None:
         return TrainerReady(manifests, core.version, core.dtype, layout)
 
     answer(end, start, begin)
+    _begun()
     while parts:
         frame = inbox.get()
         answer(end, frame, lambda frame=frame: _trainer_call(frame=frame, **parts))  # type: ignore[misc]
@@ -154,6 +164,7 @@ def serve_engine(end: WorkerEnd, inbox: queue.Queue[Frame]) -> None:
     answer(end, start, begin)
     if not parts:
         return
+    _begun()
     loop = EngineLoop(end, inbox, parts["core"], parts["receiver"])
     while True:
         loop.turn()
