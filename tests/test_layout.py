@@ -108,8 +108,7 @@ NAMELESS = {
 """Functions that take any number of values of one kind, or that have no names to call their parameters by."""
 
 
-POSITIONAL = set(
-    """
+POSITIONAL = """
     Bench.__init__ Block Buffers BuiltRun Drawn Evaluation FakeEngine FakeTrainer FusedRunner.__init__ Gradient
     HuggingFaceRunner.__init__ KernelRunner.__init__ Layer LayerWeights LoopPlan Model Outcome Pack ParityRow Parts Pass
     Pass.attend Past PlanRequest Pools PreparedRun Rehearsal ReportData Resume Rolled RunDifference RunResult SavedRun Scenario
@@ -118,8 +117,7 @@ POSITIONAL = set(
     Watchdog.__init__ _Note _Together.__init__ _Wait _attend _bar _built _flash _histograms _segment_by_segment _step_by_step
     attend attention build export export_weights inspect join look open_pools open_teaching outcome_of pack_rows rates
     read_adapter rotary row_of show split_ranks teacher_problems token_logprobs tree_attention trees_of
-""".split()
-)
+"""
 """Definitions that still take more than five values by position. It only shrinks."""
 
 
@@ -364,7 +362,7 @@ def test_more_than_five_values_have_names():
 
 
 def test_definitions_with_more_than_five_values_take_keywords():
-    assert [one for one in long_definitions(PACKAGE) if one.split()[1] not in POSITIONAL] == []
+    assert [one for one in long_definitions(PACKAGE) if one.split()[1] not in POSITIONAL.split()] == []
 
 
 def test_no_folder_is_crowded():

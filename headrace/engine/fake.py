@@ -78,7 +78,7 @@ class FakeEngine:
         assert self.version >= 0, "generate before the first load"
         self._refuse(request)
         self.requests.append(request)
-        pending = self._pending[request.id] = _Pending(request)
+        pending = self._pending[request.id] = _Pending(request=request)
         try:
             end = await self._serve(pending)
         except _Interrupted:

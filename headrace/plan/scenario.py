@@ -15,7 +15,7 @@ COARSENESS = 16
 """Simulated tokens of a mean completion, at most: enough to see in which part of it weights were swapped."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Scenario:
     rates: Rates
     completions: Distribution

@@ -67,6 +67,7 @@ class SimulatedScorer:
         self,
         latency: Distribution,
         workers: int,
+        *,
         seed: int,
         contrast: float = 1.0,
         solved: float | None = None,

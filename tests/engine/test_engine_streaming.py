@@ -87,7 +87,7 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
 
 
 def run(engine: NativeEngine, *requests: Request) -> dict[str, Transcript]:
-    told = {one.id: Transcript(one) for one in requests}
+    told = {one.id: Transcript(request=one) for one in requests}
     for one in requests:
         engine.add(one)
     while engine.has_work():

@@ -325,7 +325,14 @@ async def of_scoring(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
     engine, waits = FakeEngine(), spoil(here(lambda fact: None))
     await engine.load(WeightUpdate(version=0, kind="full", fingerprint="fake-0", nbytes=0, seconds=0.0))
     everybody: Callable[[Prompt], bool] = lambda prompt: True  # noqa: E731
-    text = TextTeacher("text", engine, everybody, 1.0, lambda prompt: (1,), lambda said, ended: (2, 3))
+    text = TextTeacher(
+        name="text",
+        engine=engine,
+        takes=everybody,
+        weight=1.0,
+        encode_prompt=lambda prompt: (1,),
+        encode_completion=lambda said, ended: (2, 3),
+    )
     inner = TextScorer(FakeScorer(), [text], waits)
     await TraceScorer(inner, [Teacher("token", engine, everybody)], engine, waits, print).score(PROMPT, [an_episode()])
 

@@ -245,7 +245,14 @@ def test_teachers_are_asked_beside_the_reward_under_named_waits():
 
 def text_teacher(asked: FakeEngine, weight: float = 0.5, takes: Callable[[Prompt], bool] = everybody) -> TextTeacher:
     """Its vocabulary: a token for every two characters."""
-    return TextTeacher("critic", asked, takes, weight, lambda prompt: (1, *map(ord, prompt.text)), pairs)
+    return TextTeacher(
+        name="critic",
+        engine=asked,
+        takes=takes,
+        weight=weight,
+        encode_prompt=lambda prompt: (1, *map(ord, prompt.text)),
+        encode_completion=pairs,
+    )
 
 
 def pairs(text: str, ended: bool) -> tuple[int, ...]:
@@ -291,7 +298,9 @@ def test_a_template_that_refuses_is_data():
     def refuse(prompt: Prompt) -> tuple[int, ...]:
         raise ConfigError("the chat template refuses messages of the roles tool")
 
-    teacher = TextTeacher("critic", engine(), everybody, 1.0, refuse, pairs)
+    teacher = TextTeacher(
+        name="critic", engine=engine(), takes=everybody, weight=1.0, encode_prompt=refuse, encode_completion=pairs
+    )
     (one,) = run(TextScorer(NoReward(), [teacher], waits()), PROMPT, [single(1, text="x")])
     assert one == Failure("teacher_refused", "critic: the chat template refuses messages of the roles tool")
 

@@ -69,7 +69,7 @@ def sampled(name: str, model: Any, requests: Sequence[Request], **options: Any) 
     engine = NativeEngine(saved(name), EngineConfig(dtype="bfloat16", device="cpu", path="kernels", **settings))
     update = WeightUpdate(version=0, kind="full", fingerprint="", nbytes=0, seconds=0.0)
     engine.swap(engine.prepare(update, {key: p.detach().to(BF16) for key, p in model.named_parameters()}))
-    transcripts = {request.id: Transcript(request) for request in requests}
+    transcripts = {request.id: Transcript(request=request) for request in requests}
     rows = []
     for request in requests:
         engine.add(request)

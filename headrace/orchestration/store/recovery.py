@@ -252,7 +252,7 @@ def _begun(saved: SavedRun, requests: Mapping[str, Request], adapter: str) -> di
         if name not in requests:
             others.add(name)
             return None
-        return since.setdefault(name, Transcript(requests[name]))
+        return since.setdefault(name, Transcript(request=requests[name]))
 
     for output in _passes(saved):
         write_down(output, find)

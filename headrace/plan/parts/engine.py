@@ -33,7 +33,14 @@ _MEMORY = 32
 
 class SimulatedEngine:
     def __init__(
-        self, rates: EngineRates, length: LengthOf, shared: Shared, grain: int, expected: float, recompute: bool = False
+        self,
+        rates: EngineRates,
+        length: LengthOf,
+        *,
+        shared: Shared,
+        grain: int,
+        expected: float,
+        recompute: bool = False,
     ) -> None:
         """`grain`: real tokens that one simulated token stands for; `expected`: of a completion, before any has ended;
         `recompute`: caches are computed again after a swap."""

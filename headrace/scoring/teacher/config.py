@@ -92,6 +92,7 @@ class TeacherConfig:
 def teacher_problems(
     teachers: Sequence[TeacherConfig],
     algorithm: str,
+    *,
     distils: bool,
     reference: bool,
     temperature: float,

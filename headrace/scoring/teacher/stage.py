@@ -227,7 +227,7 @@ def _joined(
 # -- by text ----------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TextTeacher:
     """A model with any vocabulary. It reads prompt and completion as text; the policy's tokens stay as they are (C5)."""
 

@@ -68,8 +68,9 @@ class Forward:
             token_logprobs(
                 hidden,
                 head.weight,
-                bias,
-                *asked[:2],
+                bias=bias,
+                predictor=asked[0],
+                target=asked[1],
                 temperature=temperature,
                 dtype=dtype,
                 kept=asked[2],

@@ -59,6 +59,7 @@ class Scale(NamedTuple):
 def token_logprobs(
     hidden: Tensor,
     weight: Tensor,
+    *,
     bias: Tensor | None,
     predictor: Tensor,
     target: Tensor,

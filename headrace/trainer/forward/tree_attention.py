@@ -50,7 +50,7 @@ class Part(NamedTuple):
     """[queries, keys], to be added to the scores: 0 or -inf. None where plain causal attention says the same."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Block:
     """One attention call: a segment with its ancestors, or a whole subtree with them."""
 
@@ -135,7 +135,9 @@ def tree_of(segments: Sequence[Segment], device: torch.device, call_price: int =
             seen = torch.cat([*(columns[:, span] for span in spans), seen], 1)
         keys = (*(piece_of[j] for j in chain), piece)
         alone = segment.parent == ROOT and own.stop == segment.end
-        tree.blocks.append(Block(piece, keys, seen.to(device), own.stop - own.start, alone))
+        tree.blocks.append(
+            Block(queries=piece, keys=keys, seen=seen.to(device), query_count=own.stop - own.start, alone=alone)
+        )
         tree.pieces.append(own.stop - own.start)
         i = ends[i] if whole[i] else i + 1
     return tree
@@ -200,6 +202,7 @@ def tree_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
+    *,
     scaling: float | None = None,
     sliding_window: int | None = None,
     tree: Tree | None = None,

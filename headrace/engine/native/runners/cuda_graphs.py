@@ -34,7 +34,7 @@ def width_bucket(width: int) -> int:
     return max(4, 1 << (width - 1).bit_length())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Buffers:
     """The inputs of one size, at addresses that stay."""
 

@@ -29,6 +29,7 @@ class HuggingFaceRunner(PagedRunner):
         self,
         model: Skeleton,
         context_length: int,
+        *,
         dtype: torch.dtype,
         device: torch.device,
         exact: bool = False,
