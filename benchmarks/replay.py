@@ -106,7 +106,7 @@ def trainer_of(model_dir: Path, dtype: torch.dtype, routing: bool) -> Trainer:
 
 
 def line(name: str, trainer: Trainer, rows: Sequence[Row], replayed: bool) -> tuple[str, ...]:
-    packs = pack_rows(rows, token_mean, 0, BUDGET, 0).packs
+    packs = pack_rows(rows, token_mean, constant=0, budget=BUDGET, step=0).packs
     if not replayed:
         packs = tuple(replace(pack, kept=None, routing=None) for pack in packs)
     compared = [trainer.compare(pack) for pack in packs]

@@ -139,7 +139,7 @@ def scenario_of(given: argparse.Namespace, policy: Json, seed: int) -> Any:
 
     chip, shape = hardware.gpu("h100"), hardware.shape("7b")
     return Scenario(
-        rates=hardware.rates(chip, shape, 1, 4, 256, "7b"),
+        rates=hardware.rates(chip, shape, replica=1, trainer=4, max_running=256, name="7b"),
         completions=Distribution("lognormal", mean=2000, sigma=1.0, correlation=0.6),
         staleness=StalenessConfig(groups_per_step=given.groups, **policy),
         rollout=RolloutConfig(group_size=8, max_tokens=16384, patience=10**9),
@@ -165,7 +165,7 @@ def asked(scenario: Any, tickets: int) -> list[Prompted]:
     for ticket in range(tickets):
         prompt, size = task.draw(), scenario.rollout.group_size
         seeds = [seed_of(scenario.seed, "rollout", ticket, i) for i in range(size)]
-        requests = [scenario.rollout.request("", prompt, seed, ticket) for seed in seeds]
+        requests = [scenario.rollout.request("", prompt.tokens, seed, ticket) for seed in seeds]
         reward = scorer._rewards(prompt)
         chance = NormalDist().cdf(solve_shift(scenario.solved) - difficulty(prompt.tokens))
         contrast = len({reward(i) for i in range(size)}) > 1

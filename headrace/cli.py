@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import headrace
+from headrace.commands import serve as serving
 from headrace.errors import ConfigError, HeadraceError, RunPaused
 
 if TYPE_CHECKING:
@@ -133,9 +134,9 @@ def replay(arguments: argparse.Namespace) -> int:
 def inspect(arguments: argparse.Namespace) -> int:
     from headrace.commands import inspect
 
-    run_dir = run_directory(arguments.run)
-    wanted = (arguments.step, arguments.ticket, arguments.worst, arguments.rescore, arguments.json, arguments.tokens)
-    return inspect.inspect(run_dir, *wanted)
+    run, one = run_directory(arguments.run), arguments
+    how = {"rescore": one.rescore, "as_json": one.json, "tokens": one.tokens}
+    return inspect.inspect(run, one.step, ticket=one.ticket, worst=one.worst, **how)
 
 
 def diff(arguments: argparse.Namespace) -> int:
@@ -272,6 +273,9 @@ def _parser() -> argparse.ArgumentParser:
         "--merge", action="store_true", help="of LoRA: a whole model with the adapter in its weights, added in float32"
     )
     _add_plan(commands)
+    serving.add_arguments(
+        _command(commands, "serve", serving.serve, "the native engine behind HTTP, and new weights into it")
+    )
     one = _command(commands, "doctor", doctor, "what is installed, what would run where, and what is missing")
     one.add_argument("--full", action="store_true", help="also read cached models and compare their checksums")
     one.add_argument(

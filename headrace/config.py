@@ -18,6 +18,7 @@ from pydantic.dataclasses import dataclass
 from headrace.algo.config import AlgoConfig
 from headrace.algo.earlier import as_it_was
 from headrace.engine.config import EngineConfig
+from headrace.environments.config import EnvironmentConfig, turn_problems
 from headrace.errors import ConfigError
 from headrace.models.lora import AdapterConfig, LoraConfig, lora_problems
 from headrace.models.resolve import ModelConfig
@@ -31,7 +32,7 @@ from headrace.settings.other_names import meaning
 from headrace.settings.process_config import CheckpointConfig, ChosenConfig, EvalConfig, WatchConfig
 from headrace.settings.toml import Tree, build, dump, merge, parse_sets, read_toml
 from headrace.tasks.config import TaskConfig
-from headrace.trainer.config import TrainConfig
+from headrace.trainer.config import TrainConfig, parity_problems
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -50,6 +51,7 @@ class RunConfig:
     """May be empty if a function is passed to `headrace.train`, or if the policy learns from teachers alone."""
     teachers: tuple[TeacherConfig, ...] = ()
     """Models that score what the policy sampled."""
+    environment: EnvironmentConfig = Field(default_factory=EnvironmentConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     algo: AlgoConfig = Field(default_factory=AlgoConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
@@ -133,6 +135,14 @@ def check(config: RunConfig) -> list[str]:
         *_core_problems(config),
         *_teacher_problems(config),
         *partial_problems(config.partial, bool(config.lora.served_name), several=False),
+        *parity_problems(config.train, config.engine, config.rollout, bool(config.lora.rank)),
+        *turn_problems(
+            config.environment.turns,
+            text_teachers=[one.name for one in config.teachers if one.mode == "text"],
+            length=config.algo.name if config.algo.with_length(1) != config.algo else "",
+            penalty=bool(config.algo.length_penalty),
+            routing=config.rollout.keep_routing,
+        ),
     ]
     if config.lora.quantise and config.lora.merged and config.algo.reference_in_reward:
         problems.append(

@@ -12,7 +12,7 @@ class ConfigError(HeadraceError, ValueError):
 
 
 class IdentityError(HeadraceError):
-    """The engine holds other weights than were published (C3). The engine refuses to serve them."""
+    """The engine holds other weights than were published (C3), and refuses to serve them; or it computes another policy with them."""
 
 
 class WorkerDied(HeadraceError):
@@ -42,6 +42,11 @@ class CheckpointError(HeadraceError):
 class StopTraining(Exception):
     """Raised by a function of the user's that is called after steps or evaluations: the run is left as by Ctrl-C, after the step
     that is under way and with a checkpoint. No error: the run ends as `interrupted`, and returns what it came to."""
+
+
+class RolloutOver(Exception):
+    """Raised into an environment that asks for a turn which its rollout cannot have. Whatever the environment does with it, the rollout
+    has failed, for the reason that it carries."""
 
 
 def first_error(group: BaseException) -> BaseException:

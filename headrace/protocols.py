@@ -189,6 +189,51 @@ class Task(Protocol):
     def restore(self, state: Mapping[str, Any]) -> None: ...
 
 
+class Agent(Protocol):
+    """The engine as the environment of one rollout sees it: a handle that samples turns, one after the other."""
+
+    async def turn(self, context: Sequence[int]) -> Completion:
+        """Samples the next turn, and returns it decoded. `context`: the tokens that come before it and that no turn holds yet (the
+        prompt, before the first; a tool's result, say, before a later one). They are never in the loss.
+
+        Raises `RolloutOver` where the rollout has failed: more turns than its limit, or a request that the engine refused."""
+
+
+class Environment(Protocol):
+    """What one rollout lives in. It is made for that rollout, and never reset or used for another one."""
+
+    async def play(self, agent: Agent) -> Mapping[str, float]:
+        """Asks for turns until the episode is over. Returns the rewards that it gives itself, by name; they are added to those of the
+        scorer. What it raises makes the rollout a `Failure`, never a reward of zero."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a rollout may take; one that wants more has failed."""
+
+    turns: int
+    seconds: float = 0.0
+    """The time that the environment itself takes between its turns, all together. 0 sets no limit."""
+
+
+Resumes = Literal["replayed", "restarted"]
+"""What becomes of a rollout that was under way when the run was killed. In both cases its environment is made anew, and a turn is not
+sampled again whose context is the one that was recorded.
+
+replayed: given the same turns, the environment asks for the same ones. The episode goes on where it was.
+restarted: it may ask for others. Then the tokens of the turns that it had are lost, and counted (`GroupEnded.lost_tokens`)."""
+
+
+@dataclass(frozen=True)
+class EnvironmentKind:
+    """How the environments of a run are made, and what is known of all of them before the first one is."""
+
+    make: Callable[[Prompt, int], Environment]
+    """Of the prompt and a seed, both of which are the same when the run is resumed."""
+    limits: Limits
+    resumes: Resumes
+
+
 class Scorer(Protocol):
     """Gives rewards.
 
@@ -326,6 +371,11 @@ class TrainerCore(Protocol):
     @property
     def dtype(self) -> str:
         """The dtype of its computation: `bfloat16` or `float32`."""
+
+    @property
+    def arithmetic(self) -> str:
+        """The name of its forward pass: an engine that has the same name gets the same log-probs of equal weights, bit for bit.
+        Empty where it has none."""
 
     def parameters(self, adapter: str = "") -> Iterable[tuple[str, torch.Tensor]]:
         """Yields names and tensors in the order of publishing: canonical (`named_parameters()`, tied ones once) for the model,

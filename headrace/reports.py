@@ -88,6 +88,8 @@ class TrainReport(Struct, frozen=True):
     """Mean k3 estimate of KL(trainer || reference), at most 10 per token, whichever `algo.kl.estimator` the loss uses."""
     teacher_kl: float = 0.0
     """Mean of logprob - teacher's over the tokens that a teacher scored: the sampled-token estimate of the reverse KL."""
+    bitwise_tokens: int = 0
+    """Loss tokens at lag 0 whose log-probs were found to be the sampler's, bit for bit (`train.parity`)."""
     noise: Noise | None = None
     """None for a step without tokens of lag 0, and in journals from before 2026-11-22."""
 
@@ -199,10 +201,14 @@ class Capabilities(Struct, frozen=True):
     exact: bool = False
     """Tokens and log-probs of a request depend, bit for bit, on the request and the weights alone: not on the rest of the
     batch, and not on where it was interrupted before it was continued from its prefix."""
+    arithmetic: str = ""
+    """The name of its forward pass: a trainer that has the same name gets the same log-probs of equal weights, bit for bit."""
 
 
-def capable(context_length: int, path: str, adapters: int = 0, routing: bool = False, **more: bool) -> Capabilities:
+def capable(
+    context_length: int, path: str, *, adapters: int = 0, routing: bool = False, arithmetic: str = "", **more: bool
+) -> Capabilities:
     """Makes the capabilities of headrace's own engines: everything, except what depends on their settings and model."""
     always = ("masks", "forks", "streamed", "spans", "prompt_logprobs", "top_logprobs")
     has = {**dict.fromkeys(always, True), "stop_strings": True, **more}
-    return Capabilities(context_length, path, adapters=adapters, routing=routing, **has)
+    return Capabilities(context_length, path, adapters=adapters, routing=routing, arithmetic=arithmetic, **has)

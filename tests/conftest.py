@@ -49,6 +49,14 @@ def save_tokenizer(directory: Path) -> None:
 
 
 @pytest.fixture(scope="session")
+def tiny_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the tokenizer of `tiny_llama`, without a model: it costs no torch."""
+    directory = tmp_path_factory.mktemp("tiny-tokenizer")
+    save_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory that `transformers` loads: 2 layers, hidden 32, grouped-query attention, tied embeddings."""
     import torch

@@ -39,6 +39,7 @@ FLOORS = {
     "packing": 3,
     "tasks": 4,
     "scoring": 4,
+    "environments": 4,
     "rollouts": 4,
     "engine": 4,
     "trainer": 4,
@@ -48,7 +49,8 @@ FLOORS = {
     "orchestration": 6,
     "auto": 5,
     "simulate": 7,
-    "commands": 7,
+    "serve": 7,
+    "commands": 8,
     "__init__": 7,
     "plan": 8,
     "faultsim": 8,
@@ -65,7 +67,7 @@ ROOMS = {
     "orchestration": ("store", "loops", "workers", "clients", "runs"),
     "plan": ("rates", "parts"),
     "scoring": ("workers", "teacher"),
-    "trainer": ("kernels", "model", "forward", "step"),
+    "trainer": ("kernels", "model", "forward", "placement", "step"),
 }
 BETWEEN = ("engine.native.sampling.details",)
 """Files that lie in a room and are held to the order of its folder only: this one joins what was planned to what was drawn."""
@@ -83,6 +85,8 @@ CONCRETE = {
     "ReasoningGymTask": "tasks",
     "RowsTask": "tasks",
     "FakeTask": "tasks",
+    "SingleTurn": "environments",
+    "ScriptedTurns": "environments",
 }
 BUILD = ("orchestration/build.py", "orchestration/workers/build.py")
 

@@ -48,7 +48,7 @@ KINDS = {
 """In the order in which one leads to the next."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunDifference:
     kind: str
     step: int
@@ -113,8 +113,8 @@ def compare_runs(a: Path, b: Path) -> RunComparison:
             found.add(difference)
     done = {run: count_steps(run) for run in (a, b)}
     if done[a] != done[b]:
-        told = ["done" if done[run] == max(done.values()) else "not done" for run in (a, b)]
-        found.add(RunDifference("length", min(done.values()) + 1, told[0], told[1]))
+        sides = ["done" if done[run] == max(done.values()) else "not done" for run in (a, b)]
+        found.add(RunDifference(kind="length", step=min(done.values()) + 1, a=sides[0], b=sides[1]))
     for difference in _outcomes(a, b):
         found.add(difference)
     return found
@@ -188,7 +188,7 @@ def _of_steps(a: JournalStep, b: JournalStep, rounding: float) -> Iterator[RunDi
     step = a.step + 1
     left, right = ({group.ticket: group for group in one.groups} for one in (a, b))
     if list(left) != list(right):
-        yield RunDifference("order", step, f"tickets {_listed(left)}", f"tickets {_listed(right)}")
+        yield RunDifference(kind="order", step=step, a=f"tickets {_listed(left)}", b=f"tickets {_listed(right)}")
     for ticket, group in left.items():
         if ticket in right:
             yield from _of_groups(step, group, right[ticket], rounding)
@@ -261,8 +261,8 @@ def _of_reports(step: int, a: TrainReport, b: TrainReport) -> Iterator[RunDiffer
     for name in a.__struct_fields__:
         left, right = getattr(a, name), getattr(b, name)
         if name != "seconds" and repr(left) != repr(right):
-            told = ("", "") if isinstance(left, tuple) else _two(left, right)
-            yield RunDifference("report", step, told[0], told[1], what=name)
+            sides = ("", "") if isinstance(left, tuple) else _two(left, right)
+            yield RunDifference(kind="report", step=step, a=sides[0], b=sides[1], what=name)
 
 
 def _first(a: Sequence[Any], b: Sequence[Any]) -> int | None:

@@ -37,6 +37,7 @@ class Inspected(Struct, frozen=True):
 def inspect(
     run_dir: Path,
     step: int | None = None,
+    *,
     ticket: int | None = None,
     worst: int = SHOWN,
     rescore: bool = False,

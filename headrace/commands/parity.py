@@ -54,7 +54,7 @@ FILTERS: dict[str, dict[str, float]] = {"top-p 0.95": {"top_p": 0.95}, "top-k 50
 EXPERTS = ("num_experts", "num_local_experts")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ParityRow:
     """|Δ log-prob| between engine and trainer over some sampled tokens, in nats."""
 
@@ -100,7 +100,9 @@ def _of_dtype(published: _Published, asked: _Asked) -> Iterator[ParityRow]:
         try:
             engine = published.engine(path)
         except ConfigError as error:
-            yield ParityRow(published.dtype, path, "plain", "", judged=False, absent=str(error))
+            yield ParityRow(
+                dtype=published.dtype, path=path, sampling="plain", replayed="", judged=False, absent=str(error)
+            )
             continue
         served.append(path)
         rows = _rows(engine, asked, {}, published.routed)

@@ -45,7 +45,7 @@ class Expected:
     """Of every step, counted from 1."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Outcome:
     """A step that was done again. `problem` is empty where it came out as it has to."""
 
@@ -169,6 +169,7 @@ def _on_gpu(config: RunConfig, machine: Mapping[str, str]) -> bool:
 def outcome_of(
     report: TrainReport,
     before: TrainReport,
+    *,
     fingerprint: str,
     recorded: str,
     exact: bool,

@@ -242,7 +242,7 @@ def read_steps(
 
 def read_only(run_dir: Path, kind: type[R], damage: Damage | None = None) -> Iterator[R]:
     """The records of one kind, without decoding the others. Those that cannot be read are left out; `damage` is told of them."""
-    start = b'{"kind":"%s"' % kind.__name__.encode()
+    start = b'{"kind":"%s"' % str(kind.__struct_config__.tag).encode()
     decoder = msgspec.json.Decoder(kind, strict=False)
     for _, _, body in _readable(run_dir, damage):
         if body.startswith(start):

@@ -40,7 +40,7 @@ class _Interrupted(Exception):
     """The request was aborted."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class FakeEngine:
     """Samples a token of a request every `seconds_per_token`, under whatever version is live at that moment."""
 
@@ -66,7 +66,7 @@ class FakeEngine:
         self._pending: dict[str, _Pending] = {}
         self._listeners: list[Callable[[bytes], None]] = []
         self._sampled = self._active = 0
-        self._admits = True
+        self._admits, self._paused = True, False
         self._mixed = False
         self.stopped = False
         """As a process is by SIGSTOP: nobody gets an answer any more."""
@@ -172,6 +172,7 @@ class FakeEngine:
         finally:
             timer.cancel()
         await self._answering()
+        await self._until(pending, lambda: not self._paused)
         if pending.aborted:
             raise _Interrupted
 
@@ -233,9 +234,20 @@ class FakeEngine:
         self._notify()
         await self._idle.wait()
 
+    async def pause(self) -> None:
+        await self._answering()
+        self._paused = True
+
+    async def unload(self, adapter: str) -> None:
+        if adapter not in self.adapters:
+            raise ValueError(f"no adapter {adapter} is loaded; load it before naming it in a request")
+        if any(pending.request.adapter == adapter for pending in self._pending.values()):
+            raise ValueError(f"the adapter {adapter} is in use; end its requests first")
+        del self.adapters[adapter]
+
     async def resume(self) -> None:
         await self._answering()
-        self._admits = True
+        self._admits, self._paused = True, False
         self._notify()
 
     async def abort(self) -> None:

@@ -43,6 +43,8 @@ class Settled:
 
 def settle(config: RunConfig, model_dir: Path, machine: Machine, parameters: int, measurer: Measurer) -> Settled:
     """Chooses what the settings leave open. Settings that say something are left alone; on a GPU all of them are."""
+    if config.train.parity == "bitwise":
+        config = _one_arithmetic(config)
     on_cpu = {
         part: machine.device(f"{part}.device", own.device) == "cpu"
         for part, own in (("engine", config.engine), ("train", config.train))
@@ -61,6 +63,18 @@ def settle(config: RunConfig, model_dir: Path, machine: Machine, parameters: int
     if on_cpu["train"]:
         config = _taken(config, choose("trainer", config.train, allowed, figures, threads))
     return Settled(config, figures=figures)
+
+
+def _one_arithmetic(config: RunConfig) -> RunConfig:
+    """What train.parity = "bitwise" leaves no choice in."""
+    named = [dtype for dtype in (config.train.dtype, config.engine.dtype) if dtype != "auto"]
+    values = {
+        f"{section}.{name}": value
+        for section in ("engine", "train")
+        for name, value in (("path", "kernels"), ("dtype", named[0] if named else "bfloat16"))
+        if setting(config, f"{section}.{name}") == "auto"
+    }
+    return with_chosen(config, values, {"one forward pass": 'train.parity = "bitwise"'} if values else {})
 
 
 def _taken(config: RunConfig, choice: PartChoice) -> RunConfig:

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from headrace.algo.advantage.groups import Algorithm
 from headrace.durable.journal import JournalStep
 from headrace.rollout_key import RolloutKey
+from headrace.rollouts.episodes import TurnAsked, name_of_turn
 from headrace.rollouts.rollout import RolloutConfig, seed_of
 from headrace.rollouts.staleness import StalenessConfig, judge
 from headrace.settings.process_config import WatchConfig
 from headrace.types import Batch, Group, Prompt, Request
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LoopPlan:
     """The settings that the loops follow, and what follows from them alone: requests, and the batch of a step."""
 
@@ -40,19 +41,19 @@ class LoopPlan:
         judged = [judge(group, step.step, self.staleness) for group in step.groups]
         return self.batch(step.step, tuple(group for group in judged if group), algorithm)
 
-    def keys(self, ticket: int) -> list[RolloutKey]:
-        """Those of its rollouts."""
-        return [RolloutKey(ticket, i, adapter=self.adapter) for i in range(self.rollout.group_size)]
+    def request(self, ticket: int, prompt: Prompt, asked: TurnAsked) -> Request:
+        """The request for a turn: the same one whenever, and in whichever process, the turn is asked for."""
+        return self._request(name_of_turn(ticket, prompt, asked, self.adapter), asked.context)
 
-    def names(self, ticket: int) -> list[str]:
-        """Of its requests."""
-        return [str(key) for key in self.keys(ticket)]
+    def recorded(self, key: RolloutKey) -> Request:
+        """The request for a turn that was recorded, as far as its records have to be read: without the tokens before it."""
+        return self._request(key, ())
 
-    def requests(self, ticket: int, prompt: Prompt) -> list[Request]:
-        """The same ones whenever, and in whichever process, they are made."""
-        return [
-            self.rollout.request(
-                str(key), prompt, seed_of(self.seed, "rollout", ticket, key.index), ticket, self.adapter
-            )
-            for key in self.keys(ticket)
-        ]
+    def _request(self, key: RolloutKey, context: tuple[int, ...]) -> Request:
+        later = (key.turn,) if key.turn else ()  # seeds of first turns are those of before there were others
+        seed = seed_of(self.seed, "rollout", key.ticket, key.index, *later)
+        return self.rollout.request(str(key), context, seed, priority=key.ticket, adapter=self.adapter)
+
+    def environment_seeds(self, ticket: int) -> list[int]:
+        """Those of a group's environments, one for each rollout."""
+        return [seed_of(self.seed, "environment", ticket, i) for i in range(self.rollout.group_size)]

@@ -77,6 +77,12 @@ NEEDS = {
         "tell the log-probs of given tokens, by which it is proven to serve the trainer's weights",
         "set watch.identity_every = 0, and algo.kl.place = loss where it is reward",
     ),
+    "arithmetic": EngineNeed(
+        lambda run: run.train.parity == "bitwise",
+        lambda engine, run: bool(engine.arithmetic),
+        "compute the log-probs that the trainer does, bit for bit",
+        'set train.parity = "off", or serve a model, dtype and path for which that is proven (docs/parity.md)',
+    ),
     "exact": EngineNeed(
         lambda run: run.engine.exact,
         lambda engine, run: engine.exact,
@@ -102,6 +108,15 @@ def check_needs(capabilities: Capabilities, config: RunConfig) -> None:
     """Raises ConfigError with all that the engine lacks, one a line."""
     if problems := list(lacking(capabilities, config)):
         raise ConfigError("\n".join(problems))
+
+
+def check_parity(capabilities: Capabilities, arithmetic: str, config: RunConfig) -> None:
+    """`arithmetic`: of the trainer. Raises ConfigError where train.parity asks for one forward pass and there are two."""
+    if config.train.parity == "bitwise" and capabilities.arithmetic != arithmetic:
+        raise ConfigError(
+            f'train.parity = "bitwise" asks for one forward pass, and the engine computes {capabilities.arithmetic or "another"} where the trainer '
+            f'computes {arithmetic or "another"}; give engine.dtype and train.dtype the same value, or set train.parity = "off"'
+        )
 
 
 def check_teacher(who: str, capabilities: Capabilities, top: int) -> None:

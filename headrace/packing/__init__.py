@@ -4,8 +4,8 @@ Read `pack.py` (what a microbatch is), `tree.py` (rows that begin alike), `colum
 (over devices).
 """
 
-from headrace.packing.pack import ROOT, Kept, Pack, Plan, Segment
+from headrace.packing.pack import ROOT, Kept, Pack, Segment, StepPlan
 from headrace.packing.plan import loss_places, pack_rows, pack_sequence
 from headrace.packing.ranks import split_ranks
 
-__all__ = ["ROOT", "Kept", "Pack", "Plan", "Segment", "loss_places", "pack_rows", "pack_sequence", "split_ranks"]
+__all__ = ["ROOT", "Kept", "Pack", "Segment", "StepPlan", "loss_places", "pack_rows", "pack_sequence", "split_ranks"]

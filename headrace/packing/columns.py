@@ -19,7 +19,7 @@ Ints = NDArray[np.int64]
 
 
 def pack_trees(roots: Sequence[Node], step: int, routed: tuple[int, int] | None) -> tuple[Pack, int]:
-    """The pack, and its routing conflicts (`Plan.routing_conflicts`)."""
+    """The pack, and its routing conflicts (`StepPlan.routing_conflicts`)."""
     nodes = list(preorder(roots))
     segments, path_places = _lay_out(nodes)
     paths = [(path, places) for node, places in path_places for path in node.ending]
@@ -39,6 +39,7 @@ def pack_trees(roots: Sequence[Node], step: int, routed: tuple[int, int] | None)
         sequence=_joined([np.full(len(path.loss), i) for i, (path, _) in enumerate(paths)]),
         lag=_joined(lag),
         swapped=_joined([np.full(len(path.loss), _is_swapped(path.row)) for path, _ in paths]),
+        unmixed=_joined([_unmixed(path) for path, _ in paths]),
         kept=_kept(paths),
         routing=routing,
         teacher=_joined([_teacher(path) for path, _ in paths]) if any(teachers) else None,
@@ -75,6 +76,13 @@ def _chosen(path: Path, column: Callable[[Row], Sequence[float]], dtype: type) -
 
 def _is_swapped(row: Row) -> bool:
     return len({version for version, mask in zip(row.versions, row.mask, strict=True) if mask}) > 1
+
+
+def _unmixed(path: Path) -> NDArray[np.generic]:
+    row = path.row
+    if not row.kv_versions:
+        return np.ones(len(path.loss), bool)
+    return _chosen(path, lambda row: row.versions, np.int64) == _chosen(path, lambda row: row.kv_versions, np.int64)
 
 
 def _kept(paths: Sequence[tuple[Path, Ints]]) -> Kept | None:

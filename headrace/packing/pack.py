@@ -47,7 +47,7 @@ class Kept:
         return Kept(self.ids, torch.cat([self.offsets, self.offsets[-1:].expand(count)]))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Pack:
     """One microbatch: N forwarded tokens, M tokens in the loss. Loss tokens of a row follow each other; rows are whole."""
 
@@ -73,6 +73,8 @@ class Pack:
     """[M] float32: optimizer steps between the weights that sampled the token and those being trained."""
     swapped: Tensor
     """[M] bool: the sampled tokens of the row come from more than one version."""
+    unmixed: Tensor
+    """[M] bool: sampled over cache entries of the token's own version alone."""
     kept: Kept | None = None
     """[M] what the sampler cut the vocabulary to; None where it cut nothing at all."""
     routing: Tensor | None = None
@@ -90,7 +92,7 @@ class Pack:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """An optimizer step, split into microbatches."""
 
     packs: tuple[Pack, ...]

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from headrace.algo.loss.aggregate import AggregationFunction
 from headrace.packing.columns import pack_trees
-from headrace.packing.pack import Pack, Plan
+from headrace.packing.pack import Pack, StepPlan
 from headrace.packing.tree import LEAST_SAVED, Node, cut, first_fit, grow, path_of, prune, size_of
 from headrace.types import Row
 
@@ -26,12 +26,13 @@ from headrace.types import Row
 def pack_rows(
     rows: Sequence[Row],
     aggregation: AggregationFunction,
+    *,
     constant: int,
     budget: int,
     step: int,
     share: bool = True,
     least_saved: int = LEAST_SAVED,
-) -> Plan:
+) -> StepPlan:
     """Split the rows of optimizer step `step` into packs of at most `budget` forwarded tokens.
 
     A tree above the budget becomes several, with what they share repeated; a single row above it gets a pack of its own.
@@ -54,6 +55,7 @@ def pack_rows(
 def trees_of(
     rows: Sequence[Row],
     losses: Sequence[Sequence[int]],
+    *,
     weights: Sequence[float],
     routed: tuple[int, int] | None,
     budget: int,
@@ -74,9 +76,9 @@ def trees_of(
 
 def plan_of(
     microbatches: Sequence[Sequence[Node]], step: int, routed: tuple[int, int] | None, dropped_tokens: int
-) -> Plan:
+) -> StepPlan:
     packs = [pack_trees(roots, step, routed) for roots in microbatches]
-    return Plan(tuple(pack for pack, _ in packs), dropped_tokens, sum(conflicts for _, conflicts in packs))
+    return StepPlan(tuple(pack for pack, _ in packs), dropped_tokens, sum(conflicts for _, conflicts in packs))
 
 
 def pack_sequence(tokens: Sequence[int]) -> Pack:
@@ -84,7 +86,7 @@ def pack_sequence(tokens: Sequence[int]) -> Pack:
     count = len(tokens) - 1
     zeros, row_tokens = (0.0,) * count, tuple(tokens[1:])
     row = Row(tuple(tokens[:1]), row_tokens, zeros, zeros, mask=(True,) * count, versions=(0,) * count)
-    return pack_rows([row], lambda counts, _: [1.0] * len(counts), 0, len(tokens), step=0).packs[0]
+    return pack_rows([row], lambda counts, _: [1.0] * len(counts), constant=0, budget=len(tokens), step=0).packs[0]
 
 
 def loss_places(row: Row) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from headrace.algo.loss.aggregate import AggregationFunction
-from headrace.packing.pack import ROOT, Pack, Plan, Segment
+from headrace.packing.pack import ROOT, Pack, Segment, StepPlan
 from headrace.packing.plan import dropped, loss_places, plan_of, routed_of, trees_of
 from headrace.packing.tree import LEAST_SAVED, Node, first_fit, preorder, size_of
 from headrace.types import Row
@@ -22,12 +22,13 @@ them; H = 576 (135M parameters) gives 3,456, H = 1024 (0.6B) 6,144."""
 def split_ranks(
     rows: Sequence[Row],
     aggregation: AggregationFunction,
+    *,
     constant: int,
     budget: int,
     ranks: int,
     step: int,
     share: bool = True,
-) -> list[Plan]:
+) -> list[StepPlan]:
     """A plan for every rank, as `pack_rows` makes one: together they are the whole step.
 
     Whole trees go, the dearest first, to the rank that has least to do: at most 4/3 of the best possible maximum (Graham
@@ -50,7 +51,7 @@ def split_ranks(
     for rank, mine in enumerate(bins):
         plan = plan_of(mine, step, routed, 0 if rank else dropped(rows, losses))
         filling = (_empty_pack(routed),) * (most - len(mine))
-        plans.append(Plan(plan.packs + filling, plan.dropped_tokens, plan.routing_conflicts))
+        plans.append(StepPlan(plan.packs + filling, plan.dropped_tokens, plan.routing_conflicts))
     return plans
 
 
@@ -99,6 +100,7 @@ def _empty_pack(routed: tuple[int, int] | None) -> Pack:
         sequence=ints,
         lag=floats,
         swapped=swapped,
+        unmixed=swapped,
         kept=None,
         routing=routing,
     )

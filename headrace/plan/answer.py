@@ -19,7 +19,7 @@ from headrace.simulate.distributions import Distribution, fixed, parse
 Say = Callable[[str], None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PlanRequest:
     """What is asked, as on the command line."""
 
@@ -61,7 +61,9 @@ class Answer:
 
 
 def answer(request: PlanRequest, say: Say) -> Answer:
-    """Raises ConfigError with the remedy where something needed is not known."""
+    """Raises ConfigError with the remedy where something needed is not known, or cannot be simulated."""
+    if request.config.environment.turns > 1:
+        raise ConfigError('headrace plan simulates rollouts of one turn: plan with environment.kind = "single_turn"')
     notes: list[str] = []
     rates, contrast = _rates(request, say, notes)
     scenario = _scenario(request, rates, contrast, notes)

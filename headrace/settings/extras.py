@@ -14,6 +14,8 @@ class Extra(NamedTuple):
     """Requirement as in `pyproject.toml`."""
     brings: str
     """What it is used for."""
+    beside: tuple[str, ...] = ()
+    """Requirements that come with it."""
 
 
 EXTRAS = {
@@ -22,6 +24,7 @@ EXTRAS = {
     "datasets": Extra("datasets", "datasets>=4,<6", "prompts from a saved datasets directory"),
     "tensorboard": Extra("tensorboard", "tensorboard>=2.18,<3", "curves in TensorBoard"),
     "trackio": Extra("trackio", "trackio>=0.20,<1", "curves in trackio"),
+    "serve": Extra("uvicorn", "uvicorn>=0.34,<1", "the engine behind HTTP (headrace serve)", ("starlette>=0.46,<2",)),
     "lora": Extra("peft", "peft>=0.18,<1", "training of LoRA adapters"),
 }
 """By the name of headrace's extra."""
@@ -29,4 +32,5 @@ EXTRAS = {
 
 def install(extra: str) -> str:
     """Returns the command, such as `pip install 'peft>=0.18,<1'`; quoted, because a shell would take < and > as redirections."""
-    return f"pip install '{EXTRAS[extra].requirement}'"
+    found = EXTRAS[extra]
+    return "pip install " + " ".join(f"'{one}'" for one in (found.requirement, *found.beside))

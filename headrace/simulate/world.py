@@ -21,6 +21,7 @@ from headrace.algo.config import AlgoConfig
 from headrace.algo.noise import NoiseWatch
 from headrace.durable.journal import Journal
 from headrace.durable.pass_log import PassLog
+from headrace.environments.single_turn import SINGLE_TURN
 from headrace.observe.facts import Fact
 from headrace.observe.health.waits import Waits
 from headrace.observe.telemetry import Telemetry
@@ -32,10 +33,11 @@ from headrace.orchestration.loops.pipeline import Pipeline
 from headrace.orchestration.store.checkpoints import Checkpoints
 from headrace.orchestration.store.recovery import SavedRun, read_saved_run
 from headrace.orchestration.store.snapshots import Snapshots, load_controller
-from headrace.protocols import Engine, Observer, Scorer, Task, Trainer
+from headrace.protocols import Engine, EnvironmentKind, Observer, Scorer, Task, Trainer
 from headrace.rollouts.buffer import Buffer
+from headrace.rollouts.episodes import Decode
 from headrace.rollouts.partial import PartialConfig
-from headrace.rollouts.rollout import Decode, RolloutConfig
+from headrace.rollouts.rollout import RolloutConfig
 from headrace.rollouts.staleness import StalenessConfig
 from headrace.settings.process_config import EvalConfig, WatchConfig
 
@@ -64,6 +66,7 @@ class World:
     trainer: Trainer
     task: Task
     scorer: Scorer
+    environment: EnvironmentKind = SINGLE_TURN
     observer: Observer = field(default_factory=FactList)
     steps: int = 6
     seed: int = 0
@@ -122,6 +125,7 @@ class World:
             task=self.task,
             engine=self.engine,
             trainer=self.trainer,
+            environment=self.environment,
             scorer=self.scorer,
             evaluated_by=self.scorer,
             held_out=self.task.held_out(2) if self.evaluate_every else [],

@@ -16,7 +16,7 @@ from headrace.types import Batch
 from headrace.weights import AdapterSpec, WeightUpdate
 
 
-@dataclass
+@dataclass(kw_only=True)
 class FakeTrainer:
     seconds_per_step: float = 0.1
     publish_seconds: float = 0.0

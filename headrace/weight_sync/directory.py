@@ -1,24 +1,28 @@
-"""Weights that never change, from a model's directory: for engines that serve a teacher or a reference, and have no trainer.
+"""Weights from directories: the model's own, which never change, and what is named while the engine serves.
 
-Both ends in one file, as with every transport: the controller marks the files at the start of the run (`offer`), and an engine
-that reads them, the first one or one that replaces a dead one hours later, refuses files that are others by then.
+Engines without a trainer read here: those of teachers and references, and a server's. Both ends in one file, as with every
+transport: the controller marks the files at the start of the run (`offer`, `offer_adapter`), and an engine that reads them, the
+first one or one that replaces a dead one hours later, refuses files that are others by then.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from headrace.errors import IdentityError
-from headrace.weights import WeightUpdate
+from headrace.weight_sync.files import FilesReceiver
+from headrace.weights import AdapterSpec, WeightUpdate
 
 if TYPE_CHECKING:
     import torch
 
 _READ = ("config.json", "*.safetensors", "*.bin", "*.index.json")
+_ADAPTER = "adapter_model.safetensors"
 
 
 def offer(model_dir: Path) -> WeightUpdate:
@@ -27,30 +31,74 @@ def offer(model_dir: Path) -> WeightUpdate:
     return WeightUpdate(version=0, kind="full", fingerprint=mark_of(model_dir), nbytes=nbytes, seconds=0.0)
 
 
-def mark_of(model_dir: Path) -> str:
+def offer_adapter(directory: Path, name: str, version: int) -> WeightUpdate:
+    """A LoRA adapter that peft saved. Raises ValueError for one that cannot be served. Reads no weights."""
+    try:
+        described = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))
+        nbytes = (directory / _ADAPTER).stat().st_size
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{directory} is not an adapter that peft saved (adapter_config.json and {_ADAPTER}): {error}"
+        ) from None
+    spec = _spec(described, name, directory)
+    where = {"peft": str(directory.absolute())}
+    mark = mark_of(directory)
+    return WeightUpdate(
+        version=version, kind="adapter", fingerprint=mark, nbytes=nbytes, seconds=0.0, where=where, adapter=spec
+    )
+
+
+def _spec(described: Any, name: str, directory: Path) -> AdapterSpec:
+    if not isinstance(described, dict) or described.get("peft_type") != "LORA":
+        raise ValueError(f"{directory} is not a LoRA adapter; only LoRA is served beside a model")
+    for field in ("use_dora", "modules_to_save", "trainable_token_indices"):
+        if described.get(field):
+            raise ValueError(f"{directory} has {field}, which is not served beside a model; merge it into its weights")
+    if described.get("bias", "none") != "none":
+        raise ValueError(f"{directory} trains biases, which are not served beside a model; merge it into its weights")
+    return AdapterSpec(
+        name=name,
+        rank=int(described["r"]),
+        alpha=float(described["lora_alpha"]),
+        rslora=bool(described.get("use_rslora")),
+        rank_pattern=described.get("rank_pattern") or {},
+        alpha_pattern=described.get("alpha_pattern") or {},
+    )
+
+
+def mark_of(directory: Path) -> str:
     """Changes when a file is written again. Over names, sizes and times, not contents: a teacher may have many gigabytes."""
     mark = xxhash.xxh3_128()
-    for path in _files(model_dir):
+    for path in _files(directory):
         stat = path.stat()
         mark.update(f"{path.name}|{stat.st_size}|{stat.st_mtime_ns}|".encode())
     return mark.hexdigest()
 
 
-def _files(model_dir: Path) -> list[Path]:
-    return sorted({path for pattern in _READ for path in model_dir.glob(pattern)})
+def _files(directory: Path) -> list[Path]:
+    return sorted({path for pattern in _READ for path in directory.glob(pattern)})
 
 
 class DirectoryReceiver:
-    """The engine's end. `read` gives the parameters of a directory, in the serving dtype."""
+    """The engine's end. `read` gives the parameters of a model's directory, in the serving dtype."""
 
-    def __init__(self, model_dir: Path, read: Callable[[Path], Mapping[str, torch.Tensor]]) -> None:
-        self._model_dir, self._read = model_dir, read
+    def __init__(self, model_dir: Path, read: Callable[[Path], Mapping[str, torch.Tensor]], dtype: torch.dtype) -> None:
+        self._model_dir, self._read, self._dtype = model_dir, read, dtype
 
     def receive(self, update: WeightUpdate) -> Mapping[str, torch.Tensor]:
         """Raises `IdentityError` when the files are not those of the offer, `ValueError` when they lack parameters."""
-        if mark_of(self._model_dir) != update.fingerprint:
+        if "path" in update.where:
+            return FilesReceiver().receive(update)
+        peft = update.where.get("peft")
+        directory = Path(str(peft)) if peft else self._model_dir
+        if mark_of(directory) != update.fingerprint:
             raise IdentityError(
-                f"the weights in {self._model_dir} are not those that the run began with: they were written again meanwhile. "
+                f"the weights in {directory} are not those that were to be loaded: they were written again meanwhile. "
                 "Give the old files back, or start a new run"
             )
-        return self._read(self._model_dir)
+        return self._adapter(directory) if peft else self._read(directory)
+
+    def _adapter(self, directory: Path) -> dict[str, torch.Tensor]:
+        from safetensors.torch import load_file
+
+        return {name: tensor.to(self._dtype) for name, tensor in load_file(directory / _ADAPTER).items()}

@@ -11,10 +11,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Union
 
 from headrace.protocols import Transport
+from headrace.weight_sync.files import Files
 from headrace.weight_sync.shared_memory import SharedMemory
 
 TRANSPORTS: dict[str, type[Transport]] = {
     "shared_memory": SharedMemory,
+    "files": Files,
 }
 
 if TYPE_CHECKING:

@@ -237,12 +237,21 @@ def test_a_machine_has_a_mark() -> None:
 def test_elsewhere_means_are_compared_within_a_tolerance_and_counts_exactly() -> None:
     before = TrainReport(4, 5, loss=0.5, grad_norm=1.0, loss_tokens=100)
     nearly = msgspec.structs.replace(before, grad_norm=1.0001)
-    assert outcome_of(nearly, before, "f", "f", True, 1e-3).problem == "grad_norm 1.0001 instead of 1.0"
-    other = outcome_of(nearly, before, "f", "another", False, 1e-3)
+    assert (
+        outcome_of(nearly, before, fingerprint="f", recorded="f", exact=True, tolerance=1e-3).problem
+        == "grad_norm 1.0001 instead of 1.0"
+    )
+    other = outcome_of(nearly, before, fingerprint="f", recorded="another", exact=False, tolerance=1e-3)
     assert other.problem == "" and other.verdict == "within tolerance"
     far = msgspec.structs.replace(before, loss_tokens=99)
-    assert outcome_of(far, before, "f", "f", False, 1e-3).problem == "loss_tokens 99 instead of 100"
-    assert outcome_of(before, before, "f", "", True, 1e-3).verdict == "report bit for bit, no fingerprint"
+    assert (
+        outcome_of(far, before, fingerprint="f", recorded="f", exact=False, tolerance=1e-3).problem
+        == "loss_tokens 99 instead of 100"
+    )
+    assert (
+        outcome_of(before, before, fingerprint="f", recorded="", exact=True, tolerance=1e-3).verdict
+        == "report bit for bit, no fingerprint"
+    )
 
 
 def test_what_is_not_there_is_refused(finished: Path, tmp_path: Path) -> None:

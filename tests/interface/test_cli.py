@@ -207,5 +207,7 @@ def test_a_broken_torch_is_a_finding_and_no_crash():
 def test_doctor_knows_the_extras_of_the_package():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    named = {name: [extra.requirement] for name, extra in doctor.EXTRAS.items()}  # what is printed can be installed
+    named = {
+        name: [extra.requirement, *extra.beside] for name, extra in doctor.EXTRAS.items()
+    }  # what is printed can be installed
     assert named == {name: extras[name] for name in extras.keys() - {"demo", "dev", "all"}}

@@ -23,6 +23,7 @@ ASKS: dict[str, list[str]] = {
     "streamed": ["partial.mode=stream"],
     "spans": [],
     "prompt_logprobs": [],
+    "arithmetic": ["train.parity=bitwise"],
     "exact": ["engine.exact=true"],
 }
 """Settings that need each thing. Without any a run swaps weights in flight, and is probed."""
@@ -38,7 +39,7 @@ def config(tmp_path: Path, *sets: str) -> RunConfig:
 
 
 def everything() -> Capabilities:
-    return msgspec.structs.replace(FakeEngine().capabilities, routing=True)
+    return msgspec.structs.replace(FakeEngine().capabilities, routing=True, arithmetic="llama bfloat16 AMX")
 
 
 def without(name: str) -> Capabilities:

@@ -23,25 +23,27 @@ import headrace
 from headrace.config import RunConfig, load_config
 from headrace.engine.config import EngineConfig
 from headrace.engine.fake import FakeEngine
+from headrace.environments.single_turn import SINGLE_TURN
 from headrace.errors import IdentityError, StalledError
 from headrace.observe.facts import Waited, Warned
 from headrace.observe.health import stacks
 from headrace.observe.health.family import Child, Family, family
 from headrace.observe.health.own_stacks import VARIABLE
+from headrace.observe.health.patience import Starvation
 from headrace.observe.health.snapshot import blame
 from headrace.observe.health.status import read_live
 from headrace.observe.health.waits import Lasting, Waits, counted
 from headrace.observe.health.waits import Testimony as Told
 from headrace.observe.health.watchdog import STALLED, Watchdog
 from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.build import BuiltRun, build, open_waits
+from headrace.orchestration.build import BuiltRun, build, open_telemetry
 from headrace.orchestration.loops.evaluation import Evaluator
 from headrace.orchestration.loops.turns import Turns
 from headrace.orchestration.loops.utilisation import Utilisation
 from headrace.orchestration.pools import open_pools
 from headrace.orchestration.python_inputs import NO_INPUTS
 from headrace.orchestration.runs.session import Session, report_unhandled
-from headrace.orchestration.runs.several import _close, _serve_base, _Together
+from headrace.orchestration.runs.several import _close, _serve_base, _SeveralRuns
 from headrace.orchestration.teaching import SelfTeaching, TeacherEngines
 from headrace.orchestration.workers.local import LocalLauncher
 from headrace.rollouts.partial import PartialConfig
@@ -134,6 +136,35 @@ def test_a_process_that_stood_still_blames_nobody():
 
     assert virtual_time.run(main()) == 32
     assert [fact.t for fact in facts if isinstance(fact, Warned)] == [10, 22]
+
+
+def test_time_in_which_a_process_had_no_core_puts_off_the_second_deadline_alone():
+    facts: list[Any] = []
+
+    async def main() -> float:
+        waits = here(facts.append)
+        asyncio.get_running_loop().call_later(15, waits.spare, 12)
+        asyncio.get_running_loop().call_later(18, waits.spare, 1)
+        with pytest.raises(StalledError, match="has waited 33 s"):
+            async with waits.named("a", "b"):
+                await asyncio.sleep(31)
+                assert not waits.overdue()
+                await asyncio.sleep(1e6)
+        return asyncio.get_running_loop().time()
+
+    assert virtual_time.run(main()) == 33
+    assert [fact.t for fact in facts if isinstance(fact, Warned)] == [10]
+
+
+def test_the_process_that_was_kept_waiting_the_longest_counts():
+    waited = {1: 5.0, 2: 3.0}
+    starvation = Starvation(waited.__getitem__)
+    assert starvation.since_last([1]) == 5.0
+    waited |= {1: 5.5, 2: 3.0}
+    assert starvation.since_last([1, 2]) == 3.0
+    waited |= {1: 6.5, 2: 3.25}
+    assert starvation.since_last([1, 2]) == 1.0
+    assert starvation.since_last([]) == 0.0
 
 
 def test_equal_waits_are_said_once():
@@ -268,6 +299,7 @@ async def of_evaluation(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
     prompts = [Prompt("p", "a text", (1, 2))]
     evaluator = Evaluator(
         generate=engine.generate,
+        environment=SINGLE_TURN,
         scorer=FakeScorer(),
         prompts=prompts,
         config=EvalConfig(),
@@ -288,13 +320,22 @@ async def of_start(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
     world = FakeWorld(tmp / "run", stop_after=600.0)
     pipeline = world.build()
     spoil(world.parts.telemetry.waits)
-    await BuiltRun(None, world.parts, pipeline, (), (), None, None, None, "").go_live()  # type: ignore[arg-type]
+    await BuiltRun(
+        pools=None,  # type: ignore[arg-type]
+        parts=world.parts,
+        pipeline=pipeline,
+        redo=(),
+        outdated=(),
+        utilisation=None,  # type: ignore[arg-type]
+        config=None,  # type: ignore[arg-type]
+        adapter="",
+    ).go_live()
 
 
 async def of_teacher_s_start(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
     clock = asyncio.get_running_loop().time
-    classroom = TeacherEngines(LocalLauncher(tmp), FactList(), spoil(here(lambda fact: None)), clock)
-    await classroom.open("teacher math", tmp, EngineConfig())
+    engines = TeacherEngines(LocalLauncher(tmp), Telemetry(FactList().record, clock, spoil(here(lambda fact: None))))
+    await engines.open("teacher math", tmp, EngineConfig())
 
 
 class Publishing:
@@ -346,8 +387,9 @@ def a_config(tmp: Path) -> RunConfig:
 async def of_build(tmp: Path, spoil: Callable[[Waits], Waits], facts: FactList) -> None:
     clock, storage = asyncio.get_running_loop().time, SimpleNamespace(recorder=facts, checkpoint=None)
     config = a_config(tmp)
-    waits = spoil(open_waits(config, facts, clock))
-    await build(config, tmp, storage, None, waits, clock)  # type: ignore[arg-type]
+    telemetry = open_telemetry(config, facts, clock)
+    spoil(telemetry.waits)
+    await build(config, tmp, storage, None, telemetry)  # type: ignore[arg-type]
 
 
 class Recording(FactList):
@@ -364,7 +406,7 @@ class OneSession:
         await building
 
 
-def several(tmp: Path, spoil: Callable[[Waits], Waits], facts: list[Any]) -> _Together:
+def several(tmp: Path, spoil: Callable[[Waits], Waits], facts: list[Any]) -> _SeveralRuns:
     """With one adapter. It makes its waits itself, and shows each to the watchdog."""
 
     class Showing:
@@ -377,7 +419,15 @@ def several(tmp: Path, spoil: Callable[[Waits], Waits], facts: list[Any]) -> _To
     storage = SimpleNamespace(seconds=0.0, recorder=Recording(facts), checkpoint=None)
     config, directory = a_config(tmp), SimpleNamespace(path=tmp, logs=tmp)
     lane = SimpleNamespace(storage=storage, directory=directory, config=config, session=OneSession())
-    return _Together(config, directory, {"a": lane}, NO_INPUTS, Showing(), lambda settings: None, None)  # type: ignore[arg-type, dict-item]
+    return _SeveralRuns(
+        config=config,
+        directory=directory,  # type: ignore[arg-type]
+        lanes={"a": lane},  # type: ignore[dict-item]
+        inputs=NO_INPUTS,
+        watchdog=Showing(),  # type: ignore[arg-type]
+        keep_settings=lambda settings: None,
+        callbacks=None,
+    )
 
 
 async def of_several(tmp: Path, spoil: Callable[[Waits], Waits], facts: FactList) -> None:
@@ -390,7 +440,7 @@ async def of_adapter(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
 
 
 async def of_closing(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
-    await _close(None, spoil(here(lambda fact: None)))  # type: ignore[arg-type]
+    await _close(None, SimpleNamespace(waits=spoil(here(lambda fact: None))))  # type: ignore[arg-type]
 
 
 STALLS: dict[tuple[str, str], Scenario] = {
@@ -398,7 +448,7 @@ STALLS: dict[tuple[str, str], Scenario] = {
     ("rollouts", "the engine"): of_pipeline(),
     ("rollouts", "the scorer"): of_pipeline(),
     ("rollouts", "the swap in the engine, which interrupted them"): of_pipeline(
-        partial=PartialConfig(mode="abort_resume"), engine=FakeEngine(0.5, 2.0)
+        partial=PartialConfig(mode="abort_resume"), engine=FakeEngine(seconds_per_token=0.5, load_seconds=2.0)
     ),
     ("trainer", "* scored groups"): of_pipeline(),
     ("trainer", "the swap in the engine (of *)"): of_pipeline(engine=FakeEngine(load_seconds=5.0)),
@@ -616,7 +666,7 @@ def test_a_stopped_trainer_and_a_stopped_engine_are_named_with_what_they_do(conf
         watchdog.add(tmp_path, tight)
         clock = asyncio.get_running_loop().time
         path = Path(config.model.path)
-        pools = await open_pools(config, path, tmp_path, FactList(), patient, clock, {})  # type: ignore[arg-type]
+        pools = await open_pools(config, path, tmp_path, Telemetry(FactList().record, clock, patient), {})
         try:
             alive = {
                 one.child.who: one.stacks for one in await asyncio.to_thread(stacks.ask, watchdog.family.children())
@@ -653,7 +703,7 @@ def test_a_stall_while_the_workers_start(config: RunConfig, tmp_path: Path, what
         )
         clock = asyncio.get_running_loop().time
         path = Path(config.model.path)
-        await open_pools(config, path, tmp_path, FactList(), waits, clock, {})  # type: ignore[arg-type]
+        await open_pools(config, path, tmp_path, Telemetry(FactList().record, clock, waits), {})
 
     with pytest.raises(StalledError, match=f"start has waited 0 s for {what}"), family(children):
         asyncio.run(main())

@@ -413,7 +413,7 @@ def test_passes_are_folded_as_they_are_read(tmp_path: Path) -> None:
     )
     tracemalloc.start()
     try:
-        found = _begun(SavedRun(tmp_path, None, drawn), {mine: request}, "")
+        found = _begun(SavedRun(run_dir=tmp_path, state=None, records=drawn), {mine: request}.get, "")
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

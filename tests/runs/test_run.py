@@ -186,7 +186,7 @@ def test_an_engine_that_hangs_stops_the_run_with_a_sentence(config: Config) -> N
     stop_after = max(10, round(4 * seconds_to_import("headrace.engine.native.core")))
     config["watch"] = {"warn_after": stop_after / 2, "stop_after": float(stop_after)}
     hang = when_step(directory, 3, lambda: os.kill(workers_of(os.getpid())["engine"], signal.SIGSTOP))
-    with pytest.raises(StalledError, match=rf"has waited {stop_after} s for .*engine"):
+    with pytest.raises(StalledError, match=r"has waited \d+ s for .*engine"):
         headrace.train(config)
     hang.join()
     assert any("has waited" in fact.message for fact in of(directory, Warned)), "it was said before it was acted on"

@@ -78,8 +78,15 @@ def scheduled_world(directory: Path, schedule: dict[str, Any]) -> FakeWorld:
     return FakeWorld(
         directory,
         StalenessConfig(groups_per_step=s["groups"], max_lag=s["max_lag"], window=window),
-        engine=FakeEngine(s["token"], s["load"], heavy_tail, s["failures"] / 2, s["outages"], seed=s["seed"]),
-        trainer=FakeTrainer(s["step"], s["load"] / 3),
+        engine=FakeEngine(
+            seconds_per_token=s["token"],
+            load_seconds=s["load"],
+            length=heavy_tail,
+            failure_rate=s["failures"] / 2,
+            outage_rate=s["outages"],
+            seed=s["seed"],
+        ),
+        trainer=FakeTrainer(seconds_per_step=s["step"], publish_seconds=s["load"] / 3),
         scorer=FakeScorer(seconds=s["score"], failure_rate=s["failures"] / 2, seed=s["seed"]),
         watch=PATIENT,
     )

@@ -115,7 +115,7 @@ def test_in_any_pack_of_any_batch(name, temperature):
     forward = trainer_of(name)
     rows = sampled(name, forward.model, requests_of(3, temperature))
     for budget, share in ((4096, True), (150, True), (150, False)):
-        packs = pack_rows(rows, token_mean, 0, budget, 0, share).packs
+        packs = pack_rows(rows, token_mean, constant=0, budget=budget, step=0, share=share).packs
         assert share is False or max(len(pack.segments) for pack in packs) > 3
         for pack in packs:
             assert torch.equal(scored(forward, pack, temperature), pack.sampled)
@@ -125,13 +125,17 @@ def test_chunks_and_other_sequences_change_nothing():
     forward = trainer_of("qwen3", seed=1)
     requests = requests_of(5, 1.0)
     for options in ({"prefill_chunk": 5, "max_running": 1}, {"prefill_chunk": 200, "max_running": 15}):
-        (pack,) = pack_rows(sampled("qwen3", forward.model, requests, **options), token_mean, 0, 10_000, 0).packs
+        (pack,) = pack_rows(
+            sampled("qwen3", forward.model, requests, **options), token_mean, constant=0, budget=10_000, step=0
+        ).packs
         assert torch.equal(scored(forward, pack, 1.0), pack.sampled)
 
 
 def test_the_number_of_threads_and_checkpointing_change_nothing():
     forward = trainer_of("qwen2")
-    (pack,) = pack_rows(sampled("qwen2", forward.model, requests_of(7, 1.0)), token_mean, 0, 10_000, 0).packs
+    (pack,) = pack_rows(
+        sampled("qwen2", forward.model, requests_of(7, 1.0)), token_mean, constant=0, budget=10_000, step=0
+    ).packs
     before = torch.get_num_threads()
     try:
         for threads in (1, 3):
@@ -146,7 +150,9 @@ def test_the_number_of_threads_and_checkpointing_change_nothing():
 @pytest.mark.parametrize("place", ["model.norm.weight", "model.layers.1.mlp.down_proj.weight"])
 def test_one_weight_that_differs_shows(place):
     forward = trainer_of("llama3-rope")
-    (pack,) = pack_rows(sampled("llama3-rope", forward.model, requests_of(3, 1.0)), token_mean, 0, 10_000, 0).packs
+    (pack,) = pack_rows(
+        sampled("llama3-rope", forward.model, requests_of(3, 1.0)), token_mean, constant=0, budget=10_000, step=0
+    ).packs
     with torch.no_grad():
         forward.model.get_parameter(place).flatten()[3] += 0.1
     assert not torch.equal(scored(forward, pack, 1.0), pack.sampled)
@@ -155,7 +161,9 @@ def test_one_weight_that_differs_shows(place):
 def test_the_head_is_packed_once_for_each_of_its_values():
     forward = trainer_of("llama3-rope")
     head = forward.model.get_output_embeddings()
-    (pack,) = pack_rows(sampled("llama3-rope", forward.model, requests_of(3, 1.0)), token_mean, 0, 10_000, 0).packs
+    (pack,) = pack_rows(
+        sampled("llama3-rope", forward.model, requests_of(3, 1.0)), token_mean, constant=0, budget=10_000, step=0
+    ).packs
     found = []
     for _ in range(3):
         scored(forward, pack, 1.0)

@@ -28,7 +28,9 @@ from headrace.trainer.forward.fused_products import PackedWeight, reserve
 from headrace.trainer.forward.tree_attention import tree_of
 from headrace.trainer.kernels import binding
 from headrace.trainer.model.causal_lm import enable_checkpointing
-from headrace.trainer.step.optimizer import apply, make_optimizer
+from headrace.trainer.model.low_memory import make_optimizer
+from headrace.trainer.placement.single import Single
+from headrace.trainer.step.optimizer import apply
 
 pytestmark = pytest.mark.skipif(binding.library() is None, reason="no C++ compiler")
 
@@ -197,7 +199,7 @@ def test_a_weight_that_is_written_to_is_packed_again():
     fused_products.linears(x, [(packed, weight, None)], BF16)
     optimizer = make_optimizer([("w", weight)], TrainConfig(learning_rate=1.0))
     weight.grad = torch.ones_like(weight)
-    apply(optimizer, 1.0, 1e9)
+    apply(optimizer, Single(), lr=1.0, max_norm=1e9)
     (y,) = fused_products.linears(x, [(packed, weight, None)], BF16)
     assert torch.equal(y, weight.t().bfloat16())
 
@@ -264,7 +266,12 @@ def check_attention(segments, heads, kv_heads, dim, window, dtype):
 
     q, k, v = (torch.randn(count, h, dim).to(dtype) for h in (heads, kv_heads, kv_heads))
     inputs = [q.float(), k.float(), v]
-    check(lambda q, k, v: fused_ops.attention(q, k, v, Segments.of(segments), scale, window), plain, inputs, dtype)
+    check(
+        lambda q, k, v: fused_ops.attention(q, k, v, Segments.of(segments), scale=scale, window=window),
+        plain,
+        inputs,
+        dtype,
+    )
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
@@ -289,7 +296,7 @@ def test_attention_over_any_forest(segments, window):
 def test_large_scores_do_not_overflow():
     segments = Segments.of(segments_of([40], [-1]))
     q, k, v = (100 * torch.ones(40, 1, 32), 100 * torch.ones(40, 1, 32), torch.randn(40, 1, 32))
-    out = fused_ops.attention(q, k, v, segments, 1.0)
+    out = fused_ops.attention(q, k, v, segments, scale=1.0)
     expected = v.double().cumsum(0) / torch.arange(1, 41)[:, None, None]
     assert distance(out, expected) < 1e-6
 

@@ -71,7 +71,7 @@ class Algorithm:
 
     def _group(self, scored: Sequence[Scored]) -> GroupRewards:
         rewards = tuple(one.reward - self._kl(one) for one in scored)
-        lengths = tuple(sum(len(turn.completion.tokens) for turn in one.episode.turns) for one in scored)
+        lengths = tuple(one.episode.sampled for one in scored)
         if self._algo.length_penalty and rewards:
             rewards = penalised(rewards, lengths, self._algo.length_penalty, self._max_tokens)
         names = dict.fromkeys(name for one in scored for name in one.rewards)

@@ -62,7 +62,7 @@ def _pieces(episode: Episode, path: Sequence[int]) -> Iterator[_Piece]:
 
 
 def row_of(
-    prompt: Prompt, one: Scored, path: Sequence[int], trained: set[int], advantage: float, overlong: Overlong
+    prompt: Prompt, one: Scored, *, path: Sequence[int], trained: set[int], advantage: float, overlong: Overlong
 ) -> Row:
     """The row of one path. Completions of turns in `trained` are context in it."""
     turns, pieces = one.episode.turns, list(_pieces(one.episode, path))
@@ -70,13 +70,15 @@ def row_of(
     logprobs: list[float] = []
     mask: list[bool] = []
     versions: list[int] = []
+    kv_versions: list[int] = []
     for piece in pieces:
         done, count = turns[piece.turn].completion, len(piece.tokens)
-        spans = done.versions()
+        spans, kv = done.versions(), done.kv_versions()
         tokens += piece.tokens
         logprobs += done.logprobs if piece.sampled else [0.0] * count
         mask += [piece.sampled and _trains(done, overlong) and piece.turn not in trained] * count
         versions += spans if piece.sampled else [_version_beside(versions, spans)] * count
+        kv_versions += kv if piece.sampled else versions[len(kv_versions) :]
     return Row(
         prompt=turns[path[0]].context or prompt.tokens,
         tokens=tuple(tokens),
@@ -87,6 +89,7 @@ def row_of(
         sampling_mask=_sampling_mask(one.episode, pieces),
         routing=turns[path[-1]].completion.routing,  # its request held the whole path
         teacher=_teacher(one, pieces),
+        kv_versions=tuple(kv_versions) if kv_versions != versions else (),
     )
 
 

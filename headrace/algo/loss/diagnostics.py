@@ -7,6 +7,7 @@ Quantiles are read off a fixed histogram of log-spaced bins, 512 from 1e-6 to 40
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ NAMES = ("0", "1", "2", "3+", "swapped")
 BINS, LEAST, MOST = 512, 1e-6, 40.0
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 _SUMS = ("tokens", "ratio", "squared", "kl", "clipped", *RULES)
+
+
+Reduction = Callable[[Tensor], Tensor]
 
 
 class Diagnostics:
@@ -51,12 +55,12 @@ class Diagnostics:
         self.peak.scatter_reduce_(0, bucket, gap, "amax")
         self.rounding += _rounding(logprob - sampled, tokens.sequence.cpu(), tokens.lag.cpu() == 0)
 
-    def merge(self, other: Diagnostics) -> None:
-        """Adds what another rank or microbatch saw."""
-        self.sums += other.sums
-        self.histogram += other.histogram
-        self.peak = torch.maximum(self.peak, other.peak)
-        self.rounding += other.rounding
+    def combine(self, add: Reduction, largest: Reduction) -> None:
+        """Replaces the sums of one rank by those of all ranks. Both functions work elementwise over the ranks."""
+        parts = (self.sums, self.histogram, self.rounding)
+        added = add(torch.cat([part.flatten() for part in parts])).split([part.numel() for part in parts])
+        self.sums, self.histogram, self.rounding = (new.view(old.shape) for new, old in zip(added, parts, strict=True))
+        self.peak = largest(self.peak)
 
     def report(self) -> tuple[LagStats, ...]:
         """The buckets that have tokens, by lag, the swapped ones last."""

@@ -23,7 +23,7 @@ from headrace.steps import Finished, PromptScores, StepOutput, TokenDetails
 from headrace.types import RoutingTrace, Stop
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Counters:
     """Totals since the start."""
 

@@ -12,7 +12,7 @@ import asyncio
 import subprocess
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,6 +47,22 @@ class Patience:
     def left(self) -> float:
         kept = max(self._waited(thread) - self._before[thread] for thread in self._threads)
         return self._until + max(0.0, kept) - self._clock()
+
+
+class Starvation:
+    """How long processes are ready and have no core."""
+
+    def __init__(self, waited: Waited = waited_for_a_core) -> None:
+        self._waited = waited
+        self._before: dict[int, float] = {}
+
+    def since_last(self, pids: Iterable[int]) -> float:
+        """Seconds since the last call that the one of `pids` that was kept waiting the longest was kept waiting. For a process that
+        the last call did not have, seconds since it was started."""
+        now = {pid: self._waited(pid) for pid in pids}
+        longest = max((seconds - self._before.get(pid, 0.0) for pid, seconds in now.items()), default=0.0)
+        self._before = now
+        return max(0.0, longest)
 
 
 async def within(asked: int, seconds: float, answer: Awaitable[T], waited: Waited = waited_for_a_core) -> T:

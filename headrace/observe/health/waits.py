@@ -48,6 +48,8 @@ class _Wait:
     since: float
     timeout: asyncio.Timeout
     endless: bool = False
+    spared: float = 0.0
+    """Seconds by which its second deadline is put off."""
     alarms: list[asyncio.TimerHandle] = field(default_factory=list)
     stopping: asyncio.Task[None] | None = None
     error: StalledError | None = None
@@ -105,7 +107,23 @@ class Waits:
             _silence(wait)
             wait.since += seconds
             waited = self._clock() - wait.since
-            self._set_alarms(wait, self._warn_after - waited, self._stop_after - waited)
+            self._set_alarms(wait, self._warn_after - waited, self._left(wait, self._clock()))
+
+    def spare(self, seconds: float) -> None:
+        """Puts off the second deadline of every wait by `seconds`, in which a process of the run was ready and had no core. How long
+        the waits have lasted is not changed, and they are reported at the first deadline as always."""
+        for wait in self._current:
+            wait.spared += min(seconds, self._clock() - wait.since)
+
+    def overdue(self) -> list[Lasting]:
+        """The waits that should have been stopped. May be called from any thread."""
+        now = self._clock()
+        late = [one for one in list(self._current) if not one.endless and self._left(one, now) < 0]
+        return [Lasting(one.owner, one.what, now - one.since) for one in late]
+
+    def _left(self, wait: _Wait, now: float) -> float:
+        """Seconds to its second deadline."""
+        return self._stop_after + wait.spared - (now - wait.since)
 
     def _set_alarms(self, wait: _Wait, warn_in: float, stop_in: float) -> None:
         loop = asyncio.get_running_loop()
@@ -123,6 +141,9 @@ class Waits:
     def _stop(self, wait: _Wait) -> None:
         """The sentence is of this moment: what is cancelled afterwards looks as if it had never waited."""
         if wait.stopping:
+            return
+        if wait.spared and (left := self._left(wait, self._clock())) > 0:
+            wait.alarms.append(asyncio.get_running_loop().call_later(left, self._stop, wait))
             return
         seen, every = self._seen(wait), self.lasting()
         loop = asyncio.get_running_loop()

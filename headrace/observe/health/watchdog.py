@@ -30,6 +30,7 @@ from headrace.observe.facts import RunEnded, RunStarted, Warned, WorkerLost
 from headrace.observe.health import own_stacks, stacks
 from headrace.observe.health.family import Family, family
 from headrace.observe.health.monitor import Monitor
+from headrace.observe.health.patience import Starvation
 from headrace.observe.health.snapshot import Camera, blame
 from headrace.observe.health.status import LiveStatus, write_live
 from headrace.observe.health.waits import Lasting, Testimony, Waits, picture
@@ -43,6 +44,9 @@ PULSE = 1.0
 WRITE_EVERY = 2.0
 LAST_GRACE = 60.0
 """Seconds that a wait gets to end after it was stopped."""
+
+WORTH_SPARING = 0.05
+"""Seconds for a core within one pulse. Every machine makes processes wait a little."""
 
 FREEZE = 10.0
 """Seconds by which a pulse is late, with this thread as late as the loop: the whole process stood still (Ctrl-Z)."""
@@ -71,6 +75,7 @@ class Watchdog:
         """The processes that are started inside the context."""
         self._camera = Camera(logs, self.family, self._lasting)
         self._monitor = Monitor(logs / "interpreter.stacks", warn_after, stop_after)
+        self._starvation = Starvation()
         self._asked = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread = 0
@@ -103,6 +108,10 @@ class Watchdog:
         if late > self._freeze:
             for waits in self._waits():
                 waits.forgive(late)
+        starved = self._starvation.since_last([os.getpid(), *(child.pid for child in self.family.children())])
+        if starved > WORTH_SPARING:
+            for waits in self._waits():
+                waits.spare(min(starved, self._every + max(0.0, late)))
         due = self._loop.time() + self._every
         self._loop.call_at(due, self._pulse, due, self._lived)
 
@@ -180,7 +189,7 @@ class Watchdog:
         self._seen, self._passed = self._beats, passed
         self._silent = 0.0 if turned else self._silent + passed
         self._nameless = 0.0 if every or not turned else self._nameless + passed
-        late = [one for one in every if not one.endless and one.seconds > self._stop_after]
+        late = [one for waits in self._waits() for one in waits.overdue()]
         self._overdue = self._overdue + passed if late else 0.0
         self._judge(self._silent, self._blocked)
         self._judge(self._nameless, self._unnamed)

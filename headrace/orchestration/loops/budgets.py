@@ -45,6 +45,10 @@ _FAILED = {
     "reward_timeout": "Make the reward faster, or raise reward.timeout",
     "reward_worker_died": "Look at what the reward function does to its process (memory, native code); its output is in the logs",
     "request_refused": "Change what the engine refuses",
+    "environment_raised": "Mend the environment, or the rows that it cannot play",
+    "environment_timeout": "Make the environment faster, or raise its limit",
+    "environment_turns": "Mend the environment, or raise its limit of turns",
+    "environment_reward": "Mend the rewards that the environment returns",
     "teacher_refused": "Narrow the route of a [[teachers]] table, or take such rows out of the task",
 }
 _MEND = "Mend the reward function, or the rows that it cannot read"

@@ -14,7 +14,7 @@ from headrace.types import Episode, Failure, Group, Prompt, Scored
 Outcome = Literal["ready", "dropped", "failed"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rolled:
     """A ticket whose rollouts are sampled and scored, whatever came of them."""
 
@@ -25,7 +25,7 @@ class Rolled:
     seconds: float = 0.0
     """From the ticket to here."""
     lost_tokens: int = 0
-    """Sampled for rollouts that were ended before they were done."""
+    """Sampled for rollouts that were ended before they were done, or begun again."""
 
     @property
     def commonest_failure(self) -> str:
@@ -44,7 +44,7 @@ class Rolled:
             reason=reason,
             detail=self.detail,
             rewards=tuple(one.reward for one in self.scored),
-            lengths=tuple(len(one.episode.last.tokens) for one in self.scored),
+            lengths=tuple(one.episode.sampled for one in self.scored),
             truncated=sum(one.episode.last.stop == "length" for one in self.scored),
             failures=dict(Counter(failure.reason for failure in self.failures)),
             seconds=self.seconds,
@@ -93,7 +93,7 @@ class FirstTexts:
 
 def rolled_of(group: Group) -> Rolled:
     """Of one that had been ready."""
-    return Rolled(group.ticket, group.prompt, group.scored, group.failures)
+    return Rolled(ticket=group.ticket, prompt=group.prompt, scored=group.scored, failures=group.failures)
 
 
 def step_fact(t: float, report: TrainReport, groups: tuple[Group, ...], drawn: float, waited: float) -> StepTrained:

@@ -17,13 +17,13 @@ from headrace.orchestration.loops.ledger import Ledger
 from headrace.orchestration.loops.minutes import Minutes
 from headrace.orchestration.loops.turns import Turns
 from headrace.orchestration.store.snapshots import Snapshots
-from headrace.protocols import Engine, Scorer, Task, Trainer
+from headrace.protocols import Engine, EnvironmentKind, Scorer, Task, Trainer
 from headrace.rollouts.buffer import Buffer
+from headrace.rollouts.episodes import Decode
 from headrace.rollouts.partial import Interrupts
-from headrace.rollouts.rollout import Decode
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Parts:
     """Everything the pipeline joins."""
 
@@ -32,6 +32,7 @@ class Parts:
     interrupts: Interrupts
     """The engine, as rollouts see it."""
     trainer: Trainer
+    environment: EnvironmentKind
     scorer: Scorer
     telemetry: Telemetry
     journal: Journal

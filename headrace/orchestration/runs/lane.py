@@ -44,7 +44,7 @@ class Lane:
     def report(self) -> Path:
         return self.directory.path / "report.html"
 
-    def say_how_to_go_on(self, error: HeadraceError) -> None:
+    def add_resume_hint(self, error: HeadraceError) -> None:
         if last := self.storage.checkpoints.all():
             error.add_note(f"go on from {last[-1].name} with: headrace train --resume {self.directory.path}")
 

@@ -44,7 +44,7 @@ from headrace.types import Prompt
 _ORDER = ("Run", "Prompts", "Reward", "Algorithm", "Where", "Memory")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Rehearsal:
     """What came of it."""
 
@@ -96,7 +96,7 @@ async def rehearse(
     are too long) is then a note, as it was good enough before, and nothing is chosen, as that was done then. `thorough`: ask torch for
     what is only printed too. `measurer`: what this machine can do; a short measurement unless given.
     """
-    found = Rehearsal(config, resumes=bool(resume))
+    found = Rehearsal(config=config, resumes=bool(resume))
     with found.part():
         _place(config, resume)
     probe = machines.ask_torch() if thorough or machines.may_have_gpu() else None

@@ -22,7 +22,7 @@ HEIGHT = 640
 """Pixels of a notebook that the report takes."""
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, kw_only=True)
 class RunResult:
     """What a run came to. A notebook shows its report. Columns are dicts of lists, which `pandas.DataFrame` takes as they are."""
 
@@ -78,7 +78,7 @@ class RunResult:
     ) -> Path:
         """Writes the newest checkpoint to `to`, for `transformers` (an adapter: for peft) to load, and returns the checkpoint."""
         path = self._first_directory
-        return one_shot.export(read_config(config_of_run(path)), path, Path(to), dtype, merge)
+        return one_shot.export(read_config(config_of_run(path)), path, Path(to), dtype=dtype, merge=merge)
 
     @property
     def _first_directory(self) -> Path:

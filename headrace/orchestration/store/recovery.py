@@ -9,7 +9,7 @@ damaged, the run goes on from the checkpoint alone, and what came after it is se
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +43,7 @@ from headrace.steps import Finished, StepOutput, Transcript, write_down
 from headrace.types import Completion, Request
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SavedRun:
     """What a resumed run has behind it. It is read from the directory, which `discard_superseded` brings in line with it."""
 
@@ -206,10 +206,16 @@ def recover(
         buffer.restore(saved.state.buffer)
     steps = list(_apply(saved.records, task, buffer))
     buffer.release(saved.step)  # what was trained is live as soon as the run begins
-    asked = [plan.requests(ticket, prompt) for ticket, prompt in buffer.in_flight.items()]
-    requests = {request.id: request for several in asked for request in several}
-    begun = _begun(saved, requests, plan.adapter)
-    interrupts.restore(_of_checkpoint(saved, requests) if begun is None else begun)
+    in_flight = buffer.in_flight
+
+    def asked(name: str) -> Request | None:
+        key = RolloutKey.read(name)
+        if key is None or key.adapter != plan.adapter or key.ticket not in in_flight:
+            return None
+        return plan.recorded(key) if key.index < plan.rollout.group_size else None
+
+    begun = _begun(saved, asked, plan.adapter)
+    interrupts.restore(_of_checkpoint(saved, asked) if begun is None else begun)
     return steps, begun is None
 
 
@@ -236,23 +242,29 @@ def _apply(records: Iterable[AnyRecord], task: Task, buffer: Buffer) -> Iterator
         buffer.count(record)
 
 
-def _of_checkpoint(saved: SavedRun, requests: Container[str]) -> dict[str, Completion]:
+Asked = Callable[[str], Request | None]
+"""The request of that name, where a rollout in flight asked for it: a turn is known from its key alone, however many there are."""
+
+
+def _of_checkpoint(saved: SavedRun, asked: Asked) -> dict[str, Completion]:
     before = saved.state.begun if saved.state else {}
-    return {name: completion for name, completion in before.items() if name in requests}
+    return {name: completion for name, completion in before.items() if asked(name)}
 
 
-def _begun(saved: SavedRun, requests: Mapping[str, Request], adapter: str) -> dict[str, Completion] | None:
-    """What was sampled of these requests until the kill, by their names; None where the passes tell of a ticket that was never
-    drawn. Passes are folded as they are read: no more is held than what is in flight."""
-    found = _of_checkpoint(saved, requests)
+def _begun(saved: SavedRun, asked: Asked, adapter: str) -> dict[str, Completion] | None:
+    """What was sampled for rollouts in flight until the kill, by the names of requests; None where the passes have a ticket that was
+    never drawn. Passes are folded as they are read: no more is held than what is in flight."""
+    found = _of_checkpoint(saved, asked)
     since: dict[str, Transcript] = {}
     others: set[str] = set()
 
     def find(name: str) -> Transcript | None:
-        if name not in requests:
-            others.add(name)
-            return None
-        return since.setdefault(name, Transcript(request=requests[name]))
+        if name in since or name in others:
+            return since.get(name)
+        if request := asked(name):
+            return since.setdefault(name, Transcript(request=request))
+        others.add(name)
+        return None
 
     for output in _passes(saved):
         write_down(output, find)

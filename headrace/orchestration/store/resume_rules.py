@@ -67,7 +67,10 @@ def same_training(old: RunConfig, new: RunConfig) -> bool:
 
     def course(config: RunConfig) -> dict[str, Any]:
         tree = dataclasses.asdict(config)
-        kept = {name: tree[name] for name in ("task", "reward", "teachers", "rollout", "algo", "train", "staleness")}
+        kept = {
+            name: tree[name]
+            for name in ("task", "environment", "reward", "teachers", "rollout", "algo", "train", "staleness")
+        }
         if _says_nothing(config.reward):
             kept["reward"]["functions"] = ()
         kept["train"] = {

@@ -61,6 +61,7 @@ class Snapshots:
         checkpoints: Checkpoints,
         passes: PassLog,
         telemetry: Telemetry,
+        *,
         adapter: str = "",
         saved_step: int = -1,
         scored_by: str = "",

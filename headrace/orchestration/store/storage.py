@@ -24,6 +24,7 @@ class Storage:
 
     def __init__(
         self,
+        *,
         run_dir: Path,
         recorder: Recorder,
         checkpoints: Checkpoints,

@@ -104,4 +104,4 @@ def build_engine_core(start: EngineStart) -> tuple[EngineCore, WeightReceiver]:
     if start.transport:
         return core, start.transport.receiver(start.manifests)
     dtype = getattr(torch, config.serving_dtype)
-    return core, DirectoryReceiver(directory, lambda path: parameters_from_dir(path, dtype))
+    return core, DirectoryReceiver(directory, lambda path: parameters_from_dir(path, dtype), dtype)

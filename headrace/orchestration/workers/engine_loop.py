@@ -78,8 +78,10 @@ class EngineLoop:
                 core.cancel(unpack(frame.payload, str))
             case "load":
                 self._loader.load(frame)
-            case "stats" | "resume" | "abort":
+            case "stats" | "pause" | "resume" | "abort":
                 answer(self._end, frame, getattr(core, frame.method))
+            case "unload":
+                answer(self._end, frame, lambda: core.unload(unpack(frame.payload, str)))
             case "drain":
                 core.drain()
                 self._drains.append(frame)

@@ -57,6 +57,8 @@ class TrainerReady(Struct, frozen=True):
     """Of the computation: `auto` is a dtype now."""
     shadow: Manifest | None = None
     """The layout of the student's older self."""
+    arithmetic: str = ""
+    """The name of its forward pass (`headrace/native/arithmetic.py`); empty if it has none."""
 
 
 class EngineStart(Struct, frozen=True):

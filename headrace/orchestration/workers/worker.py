@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, IdentityError
 from headrace.observe.health.own_stacks import answer_signals
 from headrace.orchestration.workers.answers import answer
 from headrace.orchestration.workers.dial_in import SEAT, TOKEN, dial
@@ -28,6 +28,7 @@ from headrace.orchestration.workers.messages import EngineStart, TrainerReady, T
 from headrace.orchestration.workers.wire import Frame, WorkerEnd, unpack
 from headrace.orphans import PARENT, signal_me_when_orphaned
 from headrace.protocols import TrainerCore, WeightSender
+from headrace.reports import TrainReport
 from headrace.types import Batch
 from headrace.weights import WeightUpdate
 
@@ -95,7 +96,8 @@ def serve_trainer(end: WorkerEnd, inbox: queue.Queue[Frame]) -> None:
         core, sender, manifests = build_trainer_core(wanted)
         shadow, layout = build_shadow(wanted, core)
         parts.update(core=core, publisher=Publisher(core, sender), shadow=shadow)
-        return TrainerReady(manifests, core.version, core.dtype, layout)
+        parts["start"] = wanted
+        return TrainerReady(manifests, core.version, core.dtype, layout, core.arithmetic)
 
     answer(end, start, begin)
     _begun()
@@ -122,10 +124,21 @@ class Publisher:
         return self._sender.send(core.version_of(adapter), parameters, spec)
 
 
-def _trainer_call(core: TrainerCore, publisher: Publisher, shadow: Shadow | None, frame: Frame) -> Any:
+def _step(core: TrainerCore, batch: Batch, start: TrainerStart) -> TrainReport:
+    try:
+        return core.step(batch)
+    except IdentityError as error:
+        from headrace.orchestration.workers.first_difference import explained
+
+        raise explained(error, core, start) from error
+
+
+def _trainer_call(
+    core: TrainerCore, publisher: Publisher, shadow: Shadow | None, start: TrainerStart, frame: Frame
+) -> Any:
     match frame.method:
         case "step":
-            report = core.step(unpack(frame.payload, Batch))
+            report = _step(core, unpack(frame.payload, Batch), start)
             if shadow and not report.skipped:
                 shadow.follow(report.version, core.parameters())
             return report

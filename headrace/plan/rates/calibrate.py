@@ -20,15 +20,17 @@ from typing import Any
 
 from headrace.algo.advantage.groups import algorithm_of
 from headrace.config import RunConfig
+from headrace.environments.single_turn import SINGLE_TURN
 from headrace.errors import ConfigError
-from headrace.orchestration.build import build_scorer, build_task, open_model, open_waits
+from headrace.orchestration.build import build_scorer, build_task, open_model, open_telemetry
 from headrace.orchestration.pools import Pools, open_pools
 from headrace.plan.rates.fits import alike, line
 from headrace.plan.rates.rates import EngineRates, Rates, TrainerRates
 from headrace.protocols import Scorer, Task
-from headrace.rollouts.rollout import roll_out, seed_of
+from headrace.rollouts.episodes import Played, TurnAsked, roll_out
+from headrace.rollouts.rollout import seed_of
 from headrace.simulate.distributions import empirical
-from headrace.types import Batch, Episode, Group, Prompt, Request, Sampling, Scored
+from headrace.types import Batch, Completion, Episode, Failure, Group, Prompt, Request, Sampling, Scored
 
 Say = Callable[[str], None]
 Reward = Callable[..., Any]
@@ -59,12 +61,10 @@ def calibrate(config: RunConfig, say: Say, reward: Reward | None = None, window:
 async def _calibrate(config: RunConfig, say: Say, reward: Reward | None, window: float) -> Rates:
     with tempfile.TemporaryDirectory() as logs:
         model_dir, encoder = await open_model(config)
-        waits = open_waits(config, _Silent(), time.monotonic)
+        telemetry = open_telemetry(config, _Silent(), time.monotonic)
         task, scorer = build_task(config.task, encoder, config.seed), build_scorer(config, [reward] if reward else [])
         say("starting engine and trainer")
-        pools = await open_pools(
-            config, model_dir, logs=Path(logs), observer=_Silent(), waits=waits, clock=time.monotonic, restore={}
-        )
+        pools = await open_pools(config, model_dir, Path(logs), telemetry, {})
         try:
             await pools.engine.load(await pools.trainer.publish())
             bench = Bench(
@@ -93,6 +93,7 @@ class Bench:
         self,
         config: RunConfig,
         pools: Pools,
+        *,
         task: Task,
         scorer: Scorer,
         decode: Callable[[Sequence[int]], str],
@@ -162,11 +163,17 @@ class Bench:
     async def _roll(self, prompt: Prompt) -> list[Episode]:
         rollout = self._config.rollout
         numbers = [next(self._names) for _ in range(rollout.group_size)]
-        requests = [rollout.request(f"calibrate/{n}", prompt, seed_of("calibrate", n), 0) for n in numbers]
-        results = await roll_out(self._engine.generate, prompt, requests, self._decode)
-        episodes = [one for one in results if isinstance(one, Episode)]
-        if len(episodes) < len(requests):
-            failed = next(one for one in results if not isinstance(one, Episode))
+
+        async def ask(asked: TurnAsked) -> Completion:
+            n = numbers[asked.rollout]
+            return await self._engine.generate(
+                rollout.request(f"calibrate/{n}", asked.context, seed_of("calibrate", n), 0)
+            )
+
+        results = await roll_out(SINGLE_TURN, prompt, numbers, ask=ask, decode=self._decode)
+        episodes = [one.episode for one in results if isinstance(one, Played)]
+        if failures := [one for one in results if isinstance(one, Failure)]:
+            failed = failures[0]
             raise ConfigError(
                 f"a rollout of the task failed ({failed.reason}: {failed.detail}); train a few steps first"
             )

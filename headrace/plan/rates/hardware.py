@@ -162,7 +162,7 @@ def trainer_rates(chip: Gpu, model: Architecture, gpus: int) -> TrainerRates:
     )
 
 
-def rates(chip: Gpu, model: Architecture, replica: int, trainer: int, max_running: int, name: str = "") -> Rates:
+def rates(chip: Gpu, model: Architecture, *, replica: int, trainer: int, max_running: int, name: str = "") -> Rates:
     return Rates(
         engine_rates(chip, model, replica, max_running),
         trainer_rates(chip, model, trainer),

@@ -85,7 +85,7 @@ class TeacherConfig:
 
     @property
     def asked(self) -> str:
-        """The teacher's model in a word, for people."""
+        """The teacher's model, for messages."""
         return f"the student's {self.student}" if self.student else self.path
 
 
@@ -98,7 +98,7 @@ def teacher_problems(
     temperature: float,
     truncates: bool,
 ) -> Iterator[str]:
-    """Pairs of settings that cannot work together, each with its remedy.
+    """Yields a sentence with its remedy for each pair of settings that cannot work together.
 
     `distils`: the algorithm learns from a teacher's log-probs; `reference`: the KL to the reference is part of the reward.
     """

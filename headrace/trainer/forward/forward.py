@@ -15,6 +15,7 @@ from torch import Tensor
 
 from headrace.packing import ROOT, Kept, Pack, Segment
 from headrace.trainer.forward.head import Head, Scale, dense_logprobs, token_logprobs
+from headrace.trainer.forward.root import within
 from headrace.trainer.forward.tree_attention import NAME, Tree, register, tree_of
 
 TOLERANCE = 1e-3
@@ -53,31 +54,36 @@ class Forward:
         return f"{'packed trees' if self.packed else 'row by row'}, {'chunked' if self.chunked_head else 'own'} head"
 
     def logprobs(self, pack: Pack, temperature: float, dtype: torch.dtype) -> Scores:
-        """Of the pack's targets."""
+        """The log-probs of the pack's targets."""
         if not self.chunked_head:
             return self._own_logprobs(pack, temperature)
+        return within(self.model, lambda: self._chunked_logprobs(pack, temperature, dtype))
+
+    def _chunked_logprobs(self, pack: Pack, temperature: float, dtype: torch.dtype) -> Scores:
         if self.packed:
-            hidden = packed_hidden(self.model, pack.tokens, pack.positions, tree_of(pack.segments, pack.tokens.device))
+            tree = tree_of(pack.segments, pack.tokens.device)
+            hidden = _packed_hidden(self.model, pack.tokens, pack.positions, tree)
         else:
-            hidden = torch.cat([own_hidden(self.model, pack.tokens[s.start : s.end]) for s in pack.segments])
+            hidden = torch.cat([_own_hidden(self.model, pack.tokens[s.start : s.end]) for s in pack.segments])
         head = self.model.get_output_embeddings()
-        bias, softcap = getattr(head, "bias", None), softcap_of(self.model)
-        asked = _asked(pack, pack.predictor)
-        return _scores(
-            pack,
-            token_logprobs(
+        softcap = softcap_of(self.model)
+        predictor, target, kept = _asked(pack, pack.predictor)
+
+        def of_head() -> Head:
+            return token_logprobs(
                 hidden,
                 head.weight,
-                bias=bias,
-                predictor=asked[0],
-                target=asked[1],
+                bias=getattr(head, "bias", None),
+                predictor=predictor,
+                target=target,
                 temperature=temperature,
                 dtype=dtype,
-                kept=asked[2],
+                kept=kept,
                 softcap=softcap,
                 packed=getattr(head, "packed", None),
-            ),
-        )
+            )
+
+        return _scores(pack, within(head, of_head))
 
     def _own_logprobs(self, pack: Pack, temperature: float) -> Scores:
         """Every row is one segment, and loss tokens lie in the order of their rows."""
@@ -132,18 +138,33 @@ def softcap_of(model: Any) -> float:
 
 
 def packed_hidden(model: Any, tokens: Tensor, positions: Tensor, tree: Tree) -> Tensor:
-    """[N, H] of a pack."""
-    output = model.base_model(input_ids=tokens[None], position_ids=positions[None], use_cache=False, tree=tree)
-    return output.last_hidden_state[0]
+    """[N, H] hidden states of a pack."""
+    return within(model, lambda: _packed_hidden(model, tokens, positions, tree))
 
 
 def own_hidden(model: Any, tokens: Tensor) -> Tensor:
-    """[T, H] of one sequence."""
-    return model.base_model(input_ids=tokens[None], use_cache=False).last_hidden_state[0]
+    """[T, H] hidden states of one sequence."""
+    return within(model, lambda: _own_hidden(model, tokens))
+
+
+def _packed_hidden(model: Any, tokens: Tensor, positions: Tensor, tree: Tree) -> Tensor:
+    output = _inner(model)(input_ids=tokens[None], position_ids=positions[None], use_cache=False, tree=tree)
+    return output.last_hidden_state[0]
+
+
+def _own_hidden(model: Any, tokens: Tensor) -> Tensor:
+    return _inner(model)(input_ids=tokens[None], use_cache=False).last_hidden_state[0]
+
+
+def _inner(model: Any) -> Any:
+    """The model without its head, to be called within the root's call only."""
+    if model.base_model is model:
+        raise AttributeError(f"{type(model).__name__} has no inner model")
+    return model.base_model
 
 
 def own_logits(model: Any, tokens: Tensor) -> Tensor:
-    """[T, V] of one sequence."""
+    """[T, V] logits of one sequence."""
     return model(input_ids=tokens[None], use_cache=False).logits[0]
 
 
@@ -187,10 +208,19 @@ def _head_agrees(model: Any, tokens: Tensor, expected: Tensor) -> bool:
             expected_large = own_logits(model, tokens)
         finally:
             hook.remove()
-        hidden = own_hidden(model, tokens)
+
+        def products() -> tuple[Tensor, Tensor]:
+            hidden, bias = _own_hidden(model, tokens), getattr(head, "bias", None)
+
+            def of_head() -> list[Tensor]:
+                return [torch.nn.functional.linear(states, head.weight, bias) for states in (hidden, hidden * larger)]
+
+            one, other = within(head, of_head)
+            return one, other
+
         return all(
-            _close(_capped(torch.nn.functional.linear(states, head.weight, getattr(head, "bias", None)), model), logits)
-            for states, logits in ((hidden, expected), (hidden * larger, expected_large))
+            _close(_capped(product, model), logits)
+            for product, logits in zip(within(model, products), (expected, expected_large), strict=True)
         )
     except (AttributeError, TypeError, RuntimeError):
         return False

@@ -232,7 +232,7 @@ def tree_attention(
     return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
 
 
-def _attend(block: Block, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None) -> Tensor:
+def _attend(block: Block, q: Tensor, k: Tensor, v: Tensor, *, scaling: float | None, window: int | None) -> Tensor:
     small = q.device.type == "cpu" and k.shape[2] <= FLOAT32_UP_TO
     # under autocast, rotary embeddings leave q and k in float32 and v in bf16
     dtype = torch.float32 if small else v.dtype

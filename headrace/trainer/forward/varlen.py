@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,8 +20,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from headrace.packing import ROOT, Segment
 
-Kernel = Callable[[Tensor, Tensor, Tensor, "Varlen", float | None, int], Tensor]
-"""(query [Q, H, D], key and value [K, H_kv, D], layout, scale, keys that a query sees or 0 for all before it) -> [Q, H, D]"""
+
+class Kernel(Protocol):
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, layout: Varlen, /, *, scale: float | None, reach: int
+    ) -> Tensor:
+        """query [Q, H, D], key and value [K, H_kv, D] -> [Q, H, D]. `reach`: keys that a query sees; 0: all before it."""
+        ...
 
 
 @dataclass
@@ -37,7 +43,7 @@ class Varlen:
     longest_key: int
 
     def attend(
-        self, kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
+        self, kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, window: int | None
     ) -> Tensor:
         """[1, H, N, D], twice [1, H_kv, N, D] -> [1, N, H, D]"""
         # under autocast, rotary embeddings leave q and k in float32 and v in half precision
@@ -48,8 +54,8 @@ class Varlen:
                 k.index_select(0, self.source),
                 v.index_select(0, self.source),
                 self,
-                scaling,
-                window or 0,
+                scale=scaling,
+                reach=window or 0,
             )
         return out[None]
 
@@ -80,7 +86,7 @@ def varlen_kernel(device: torch.device, dtype: torch.dtype, width: int) -> Kerne
 
 
 def _flash(
-    query: Tensor, key: Tensor, value: Tensor, layout: Varlen, scale: float | None, reach: int
+    query: Tensor, key: Tensor, value: Tensor, layout: Varlen, *, scale: float | None, reach: int
 ) -> Tensor:  # pragma: no cover - needs CUDA
     from torch.nn.attention.varlen import varlen_attn
 
@@ -133,7 +139,7 @@ def _with_gradients(function: Callable[..., Tensor], given: Sequence[Tensor], sl
 
 
 def _segment_by_segment(
-    segments: Sequence[Segment], chains: Sequence[Sequence[int]], q: Tensor, k: Tensor, v: Tensor, reach: int
+    segments: Sequence[Segment], chains: Sequence[Sequence[int]], *, q: Tensor, k: Tensor, v: Tensor, reach: int
 ) -> Tensor:
     outputs = []
     for segment, chain in zip(segments, chains, strict=True):

@@ -7,7 +7,7 @@ again at every use), or in 8 or 4 bits (`quantise.py`); embeddings, norms and ex
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +28,26 @@ ADAPTER_MODEL = "adapter_model.safetensors"
 class Adapters:
     """What is added to a model in place: whoever holds the model forwards through the active adapter."""
 
-    def __init__(self, model: Any, configs: Mapping[str, LoraConfig], dtype: torch.dtype, source: Path) -> None:
-        """`dtype`: of the computation. `source`: where the base model lies, for those who load the adapter.
+    def __init__(
+        self,
+        model: Any,
+        configs: Mapping[str, LoraConfig],
+        dtype: torch.dtype,
+        source: Path,
+        whole: Callable[[Tensor], Tensor] = Tensor.detach,
+    ) -> None:
+        """`dtype` is that of the computation; `source` the directory of the base model, which is written into the adapter's config;
+        `whole` gives all of a base weight (`Placement.whole`). The adapters themselves are small: every rank holds them whole.
 
         Raises ConfigError for targets that the model does not have, and ranks above its dimensions.
         """
+        self._whole = whole
         peft = _peft()
         modules, stacks = adaptable(model), expert_parameters(model)
         for config in configs.values():
             check(type(model).__name__, modules, stacks, config)
-        self.base_mark = _fingerprint(model.named_parameters())
-        """Of the base model as it was read: the same in whatever dtype it is computed with."""
+        self.base_mark = self._fingerprint(model.named_parameters())
+        """Fingerprint of the base model as it was read: it does not depend on the dtype of the computation."""
         kinds = {config.quantise for config in configs.values()}
         assert len(kinds) == 1, "one base for all adapters"
         self._quantised = quantise(model, kind, dtype) if (kind := kinds.pop()) else {}
@@ -59,7 +68,7 @@ class Adapters:
                     self._peft.add_adapter(self._inner[name], settings)
             settings.base_model_name_or_path = str(source)
         self._layers = _layers(model, self._base)
-        self._frozen_mark = _fingerprint(self._base.items())
+        self._frozen_mark = self._fingerprint(self._base.items())
         self.activate(next(iter(configs)))
 
     def activate(self, name: str) -> None:
@@ -85,7 +94,7 @@ class Adapters:
         """The frozen weights by the model's own names, as they are computed with."""
         for name, parameter in self._base.items():
             packed = self._quantised.get(name)
-            yield name, packed.full() if packed else parameter.detach()
+            yield name, packed.full() if packed else self._whole(parameter)
 
     @torch.no_grad()
     def merged(self, name: str) -> Iterator[tuple[str, Tensor]]:
@@ -96,7 +105,7 @@ class Adapters:
 
     def check_base(self) -> None:
         """Raises IdentityError when the frozen weights are not those of the start: an adapter belongs to its base."""
-        if (found := _fingerprint(self._base.items())) != self._frozen_mark:
+        if (found := self._fingerprint(self._base.items())) != self._frozen_mark:
             raise IdentityError(
                 f"the frozen base weights changed while adapters were trained: their fingerprint was {self._frozen_mark} and is "
                 f"{found}. Nothing that was trained since can be trusted; resume from an earlier checkpoint, and please "
@@ -116,6 +125,14 @@ class Adapters:
         before, settings.inference_mode = settings.inference_mode, True  # as peft does: who loads it, serves it
         settings.save_pretrained(directory)
         settings.inference_mode = before
+
+    def _fingerprint(self, parameters: Iterable[tuple[str, Tensor]]) -> str:
+        """xxh3-128 over names and bytes: about 10 GB a second."""
+        mark = xxhash.xxh3_128()
+        for name, parameter in parameters:
+            mark.update(name.encode())
+            mark.update(self._whole(parameter).contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
+        return mark.hexdigest()
 
 
 # --- making them -------------------------------------------------------------------------------------------------------
@@ -159,15 +176,6 @@ def _freeze(model: Any, dtype: torch.dtype, stacks: Sequence[str]) -> None:
         parameter.requires_grad_(False)
         if name.endswith(ends) and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
-
-
-def _fingerprint(parameters: Iterable[tuple[str, Tensor]]) -> str:
-    """xxh3-128 over names and bytes: about 10 GB a second."""
-    whole = xxhash.xxh3_128()
-    for name, parameter in parameters:
-        whole.update(name.encode())
-        whole.update(parameter.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
-    return whole.hexdigest()
 
 
 # --- what can be adapted -----------------------------------------------------------------------------------------------

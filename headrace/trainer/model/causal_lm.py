@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +29,11 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
         return getattr(torch, dtype)
     native = torch.cuda.is_bf16_supported() if device.type == "cuda" else torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.bfloat16 if native else torch.float32
+
+
+def computed_in(dtype: torch.dtype, device: torch.device) -> AbstractContextManager[Any]:
+    """Autocast to `dtype`, which does nothing in float32. Open one for each microbatch (`placement/port.py` says why)."""
+    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
 
 def load_model(directory: Path, device: torch.device) -> Any:
@@ -81,11 +87,24 @@ def enable_checkpointing(model: Any, contexts: Callable[[], Any] | None = None) 
     model.train()  # transformers checkpoints in training mode only
 
 
-def export_model(model: Any, source: Path, directory: Path, dtype: Literal["bfloat16", "float32"] = "bfloat16") -> None:
-    """A directory that `transformers` loads: weights in `dtype`, config, and all that lies beside the weights in `source`."""
-    directory.mkdir(parents=True, exist_ok=True)
+def export_model(
+    model: Any,
+    source: Path,
+    directory: Path,
+    *,
+    dtype: Literal["bfloat16", "float32"],
+    whole: Callable[[torch.Tensor], torch.Tensor],
+    leads: bool = True,
+) -> None:
+    """Writes a directory that `transformers` loads: weights in `dtype`, config, and all that lies beside the weights in `source`.
+
+    `whole`: `Placement.whole`, called for every tensor on every rank; only the rank that leads writes.
+    """
     saved = model.state_dict()
-    lowered = {_place(tensor): _to(tensor, getattr(torch, dtype)) for tensor in saved.values()}
+    lowered = {_place(tensor): _to(whole(tensor), getattr(torch, dtype)) for tensor in saved.values()}
+    if not leads:
+        return
+    directory.mkdir(parents=True, exist_ok=True)
     # tied parameters stay one tensor, which `save_pretrained` writes once
     model.save_pretrained(directory, state_dict={name: lowered[_place(tensor)] for name, tensor in saved.items()})
     config = json.loads((directory / "config.json").read_text())

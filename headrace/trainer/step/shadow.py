@@ -36,6 +36,7 @@ class Shadow:
         self,
         kind: Kind,
         every: int,
+        *,
         decay: float,
         dtype: torch.dtype,
         sender: WeightSender,

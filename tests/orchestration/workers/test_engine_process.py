@@ -18,6 +18,8 @@ import torch
 
 from headrace.engine.fake import FakeEngine
 from headrace.engine.native.runners.weights import parameters_from_dir
+from headrace.observe.health.waits import Waits
+from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.clients.process_engine import ProcessEngine
 from headrace.orchestration.workers.local import LocalLauncher, LocalWorker
 from headrace.orchestration.workers.messages import EngineStart
@@ -57,7 +59,9 @@ async def opened(model_dir: Path, launcher: Launcher, **config: Any) -> AsyncIte
         return sender.send(version, ((name, tensor * (1 + 0.1 * version)) for name, tensor in parameters.items()))
 
     settings = {"dtype": "float32", "device": "cpu", "kv_gib": 0.01, "context_length": 128, "max_running": 4, **config}
-    engine = ProcessEngine(launcher, Job("engine", "engine", (), transport.inherited), 2, Silent(), lambda: 0.0)
+    record, clock = Silent().record, asyncio.get_running_loop().time
+    telemetry = Telemetry(record, clock, Waits(record, clock, 1e6, 2e6))
+    engine = ProcessEngine(launcher, Job("engine", "engine", (), transport.inherited), 2, telemetry)
     try:
         await engine.launch()
         await engine.open(EngineStart(str(model_dir), settings, manifests, transport))
@@ -139,7 +143,7 @@ async def controlled(engine: Engine) -> None:
 
 def test_the_fake_is_controlled_alike() -> None:
     async def go() -> None:
-        engine = FakeEngine(0.001, length=lambda rng: LONG)
+        engine = FakeEngine(seconds_per_token=0.001, length=lambda rng: LONG)
         await engine.load(WeightUpdate(version=0, kind="full", fingerprint="fake-0", nbytes=0, seconds=0.0))
         await controlled(engine)
         with pytest.raises(ValueError, match="nobody is not known"):

@@ -120,6 +120,7 @@ def _attend_with(plan: Pass) -> Callable[..., torch.Tensor]:
         k: torch.Tensor,
         v: torch.Tensor,
         mask: None,
+        *,
         scaling: float | None = None,
         sliding_window: int | None = None,
         **_: Any,

@@ -1,0 +1,55 @@
+"""`headrace serve MODEL`. Whatever is heavy is imported when it is called: `headrace --help` reads the arguments here."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from pathlib import Path
+
+from headrace.errors import ConfigError
+from headrace.settings.extras import install
+
+NEEDED = ("starlette", "uvicorn")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a directory, a known name, or a hub id")
+    parser.add_argument("--host", default="127.0.0.1", help="default: %(default)s, which only this machine reaches")
+    parser.add_argument("--port", type=int, default=8000, help="0: any that is free (default: %(default)s)")
+    parser.add_argument("--token-file", type=Path, metavar="FILE", help="holds the token that every request must bring")
+    parser.add_argument(
+        "--adapters", type=int, default=0, metavar="N", help="LoRA adapters that may be loaded at once (default: none)"
+    )
+    parser.add_argument("--name", default="", help="by which requests name the model (default: MODEL)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="engine.a=b", help="change a setting of the engine"
+    )
+
+
+def serve(arguments: argparse.Namespace) -> int:
+    """Returns when it is told to leave. Raises ConfigError."""
+    from headrace.engine.config import EngineConfig
+    from headrace.serve.config import ServeConfig, read_token
+    from headrace.settings.toml import build, merge, parse_sets
+
+    if missing := [module for module in NEEDED if importlib.util.find_spec(module) is None]:
+        raise ConfigError(f"headrace serve needs {' and '.join(missing)}: {install('serve')}")
+    tree = parse_sets(arguments.set)
+    if strange := sorted(set(tree) - {"engine"}):
+        raise ConfigError(
+            f"--set {strange[0]}... is no setting of the server; those of the engine are: --set engine.kv_gib=4"
+        )
+    engine = build(EngineConfig, merge({"max_adapters": arguments.adapters}, tree.get("engine", {})))
+    if engine.kind != "native":
+        raise ConfigError(f'engine.kind = "{engine.kind}": headrace serve serves the native engine; remove it')
+    config = ServeConfig(
+        model=arguments.model,
+        host=arguments.host,
+        port=arguments.port,
+        token=read_token(arguments.token_file) if arguments.token_file else "",
+        name=arguments.name,
+        engine=engine,
+    )
+    from headrace.serve import start
+
+    return start.serve(config, lambda text: print(f"headrace serve: {text}", flush=True))

@@ -1,0 +1,41 @@
+"""The routes, behind the guard."""
+
+from __future__ import annotations
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.routing import Route
+
+from headrace.errors import HeadraceError
+from headrace.serve.errors import Refused, answer_error
+from headrace.serve.guard import Guard
+from headrace.serve.routes import control, openai, tokens
+from headrace.serve.serving import Serving
+
+ROUTES = [
+    Route("/health", control.health),
+    Route("/metrics", control.metrics),
+    Route("/v1/models", openai.models),
+    Route("/v1/completions", openai.completions, methods=["POST"]),
+    Route("/v1/chat/completions", openai.chat, methods=["POST"]),
+    Route("/inference/v1/generate", tokens.generate, methods=["POST"]),
+    Route("/inference/v1/abort_requests", control.abort, methods=["POST"]),
+    Route("/v1/load_lora_adapter", control.load_adapter, methods=["POST"]),
+    Route("/v1/unload_lora_adapter", control.unload_adapter, methods=["POST"]),
+    Route("/pause", control.pause, methods=["POST"]),
+    Route("/resume", control.resume, methods=["POST"]),
+    Route("/is_paused", control.is_paused),
+    Route("/headrace/state", control.state),
+    Route("/headrace/weights", control.load_weights, methods=["POST"]),
+]
+
+
+def make_app(serving: Serving, token: str) -> Starlette:
+    kinds = [Refused, HeadraceError, ValueError, 404, 405, Exception]
+    app = Starlette(
+        routes=ROUTES,
+        middleware=[Middleware(Guard, token=token)],
+        exception_handlers=dict.fromkeys(kinds, answer_error),
+    )
+    app.state.serving = serving
+    return app

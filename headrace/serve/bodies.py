@@ -1,0 +1,151 @@
+"""What may be asked, as msgspec structs: an unknown field, a wrong type and a value out of range are refused with their names.
+
+Fields that change nothing of what is sampled (`user`, `detokenize`, ...) are taken and passed over; a field that would change it
+and is not served is refused unless it has the value that changes nothing (`sampling.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Seed = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Few = Annotated[int, Meta(ge=1, le=1024)]
+Priority = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)]
+Texts = str | list[str] | None
+
+
+class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class Drawing(Body, kw_only=True):
+    """How tokens are drawn: fields that all three routes share."""
+
+    n: Few = 1
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    """0 and -1 keep the whole vocabulary."""
+    min_p: float | None = None
+    seed: Seed | None = None
+    stop: Texts = None
+    stop_token_ids: list[Token] | None = None
+    ignore_eos: bool = False
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: list[str] | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+
+
+class SamplingParams(Drawing, kw_only=True):
+    max_tokens: Count | None = None
+    logprobs: Count | None = None
+    """Most probable tokens of each position, beside the one that was sampled."""
+    prompt_logprobs: Count | None = None
+    detokenize: bool | None = None
+    output_kind: Any = None
+
+
+class StreamOptions(Body, kw_only=True):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class Generate(Body, kw_only=True):
+    """`/inference/v1/generate`: tokens in, tokens out. Below the line are headrace's own fields."""
+
+    token_ids: list[Token]
+    sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
+    request_id: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    cache_salt: str | None = None
+    """Nothing to do: no KV of older weights is ever reused here, whatever the salt."""
+    priority: Priority = 0
+    # -----------------------------------------------------------------------------------------------------------------------
+    prefix_token_ids: list[Token] = []
+    """Sampled before for this very request: they are forwarded, count towards max_tokens, and are not in the answer."""
+    return_sampling_mask: bool | None = None
+    """Left out: where top_p, top_k or min_p cut something off."""
+    return_routed_experts: bool | None = None
+    """Left out: where the server keeps them."""
+
+
+class Completions(Drawing, kw_only=True):
+    """`/v1/completions`"""
+
+    model: str | None = None
+    prompt: str | list[str | Token | list[Token]] = ""
+    """One text, several, one list of tokens, or several."""
+    max_tokens: Count | None = None
+    logprobs: Count | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    echo: bool = False
+    best_of: int | None = None
+    suffix: str | None = None
+    user: str | None = None
+    priority: Priority = 0
+    request_id: str | None = None
+
+
+class Message(msgspec.Struct, kw_only=True):
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: list[Any] | None = None
+    tool_call_id: str | None = None
+
+
+class Chat(Drawing, kw_only=True):
+    """`/v1/chat/completions`"""
+
+    model: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Count | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    functions: list[Any] | None = None
+    function_call: Any = None
+    response_format: dict[str, Any] | None = None
+    modalities: list[str] | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    priority: Priority = 0
+    request_id: str | None = None
+
+
+class LoadAdapter(Body, kw_only=True):
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+    is_3d_lora_weight: bool = False
+
+
+class UnloadAdapter(Body, kw_only=True):
+    lora_name: str
+    lora_int_id: int | None = None
+
+
+class Abort(Body, kw_only=True):
+    request_ids: list[str] | None = None
+    """Left out: all."""

@@ -1,0 +1,84 @@
+"""Settings of the server. Imports neither starlette nor torch."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from headrace.engine.config import EngineConfig
+from headrace.errors import ConfigError
+
+SHORTEST_TOKEN = 16
+"""Characters."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    body_bytes: int = 16 << 20
+    """Of one request; more is answered with 413."""
+    body_seconds: float = 30.0
+    """In which a request's body has to arrive; else 408."""
+    requests: int = 1024
+    """Completions under way at once; more are answered with 503."""
+    completions: int = 128
+    """Of one request (`n` times its prompts)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    model: str
+    """A directory, a known name, or a hub id."""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0: any that is free."""
+    token: str = ""
+    """Guards every route, where it is set."""
+    name: str = ""
+    """By which requests name the model; empty: as `model` is given."""
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    limits: Limits = Limits()
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for an address that others reach, without a token."""
+        if not 0 <= self.port < 1 << 16:
+            raise ConfigError(f"--port {self.port} is none; choose 1 to 65535, or 0 for any that is free")
+        if not self.token and not is_loopback(self.host):
+            raise ConfigError(
+                f"--host {self.host} can be reached from other machines, and whoever reaches this server can replace its weights and "
+                "have it read files; give it --token-file FILE, or leave --host at 127.0.0.1"
+            )
+        if self.token and len(self.token) < SHORTEST_TOKEN:
+            raise ConfigError(
+                f"the token has {len(self.token)} characters; use at least {SHORTEST_TOKEN} (openssl rand -hex 32)"
+            )
+
+    @property
+    def served_name(self) -> str:
+        return self.name or self.model
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches it. A name other than localhost may lead anywhere."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def read_token(path: Path) -> str:
+    """Raises ConfigError for a file that cannot be read, is empty, or that others may read."""
+    try:
+        token = path.read_text(encoding="utf-8").strip()
+        mode = stat.S_IMODE(path.stat().st_mode)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--token-file {path} cannot be read: {error}") from None
+    if os.name == "posix" and mode & 0o077:
+        raise ConfigError(f"--token-file {path} may be read by others (mode {mode:o}); chmod 600 {path}")
+    if not token or not token.isascii() or any(one.isspace() for one in token):
+        raise ConfigError(
+            f"--token-file {path} must hold one token: a line of ASCII without spaces (openssl rand -hex 32)"
+        )
+    return token

@@ -1,0 +1,59 @@
+"""What is refused, with its status and a body as OpenAI's API has it, which clients know how to read."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from headrace.errors import HeadraceError, WorkerDied
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    503: "overloaded_error",
+}
+
+
+class Refused(Exception):
+    """A request that is answered with an error."""
+
+    def __init__(self, status: int, message: str, code: str = "", headers: dict[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.headers = status, message, code, headers or {}
+
+
+def busy(message: str) -> Refused:
+    return Refused(503, message, "busy", {"Retry-After": "1"})
+
+
+def error_body(status: int, message: str, code: str = "") -> bytes:
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": code or None}})
+
+
+def refusal_of(error: Exception) -> Refused:
+    """What a client is answered. What is our own fault says no more than its name: the log has the rest."""
+    if isinstance(error, Refused):
+        return error
+    if isinstance(error, HTTPException):
+        return Refused(error.status_code, str(error.detail), headers=dict(error.headers or {}))
+    if isinstance(error, WorkerDied):
+        return Refused(503, f"{error}", "engine_lost")
+    if isinstance(error, ValueError):  # what the engine refuses, with the remedy in the sentence
+        return Refused(400, str(error))
+    if isinstance(error, HeadraceError):
+        return Refused(409, str(error))
+    return Refused(500, f"internal error: {type(error).__name__}")
+
+
+def response_of(error: Exception) -> Response:
+    refusal = refusal_of(error)
+    body = error_body(refusal.status, refusal.message, refusal.code)
+    return Response(body, refusal.status, refusal.headers, media_type="application/json")
+
+
+async def answer_error(request: HttpRequest, error: Exception) -> Response:
+    return response_of(error)

@@ -1,0 +1,183 @@
+"""A body becomes requests of the engine. What would change what is sampled and is not served is refused here, by its name."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from headrace.serve.bodies import Chat, Completions, Drawing, Generate
+from headrace.serve.errors import Refused
+from headrace.serve.serving import Serving
+from headrace.types import Request, Sampling
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "min_tokens": (None, 0),
+    "logit_bias": (None, {}),
+    "bad_words": (None, []),
+    "include_stop_str_in_output": (None, False),
+    "best_of": (None, 1),
+    "suffix": (None, ""),
+    "echo": (None, False),
+    "tools": (None, []),
+    "functions": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "function_call": (None, "none", "auto"),
+    "response_format": (None, {"type": "text"}),
+    "modalities": (None, ["text"]),
+}
+"""Fields that are not served, and the values with which they ask for nothing."""
+
+REMEDIES = {
+    "tools": "write them into a system message and read the calls from the text",
+    "functions": "write them into a system message and read the calls from the text",
+    "echo": "/inference/v1/generate scores a prompt: max_tokens = 0 and prompt_logprobs",
+}
+
+
+def refuse_unserved(body: Drawing) -> None:
+    for name, values in NEUTRAL.items():
+        value = getattr(body, name, None)
+        if value not in values:
+            remedy = f"; {REMEDIES[name]}" if name in REMEDIES else "; leave it out"
+            raise Refused(400, f"{name} is not served{remedy}", "unsupported_parameter")
+
+
+def _sampling(body: Drawing, max_tokens: int, index: int) -> Sampling:
+    """`index`: of the completion among the `n` of its prompt."""
+    seed = secrets.randbits(62) if body.seed is None else (body.seed + index) % (1 << 63)
+    return Sampling(
+        max_tokens=max_tokens,
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=0 if body.top_k in (None, -1) else int(body.top_k or 0),
+        min_p=body.min_p or 0.0,
+        stop=stops(body),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        ignore_eos=body.ignore_eos,
+        seed=seed,
+    )
+
+
+def stops(body: Drawing) -> tuple[str, ...]:
+    return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+
+
+def _room(serving: Serving, prompt: Sequence[int]) -> int:
+    """Tokens that fit behind a prompt. Raises Refused where none does."""
+    room = serving.engine.capabilities.context_length - len(prompt)
+    if room < 1:
+        raise Refused(
+            400,
+            f"the prompt has {len(prompt)} tokens, and prompt and completion together may have "
+            f"{serving.engine.capabilities.context_length}; shorten it",
+            "context_length_exceeded",
+        )
+    return room
+
+
+def _fits(serving: Serving, prompt: Sequence[int], most: int) -> int:
+    """Raises Refused where so many tokens do not fit behind the prompt."""
+    if most > (room := _room(serving, prompt)):
+        raise Refused(
+            400,
+            f"a prompt of {len(prompt)} tokens leaves room for {room}, and max_tokens = {most}; lower it",
+            "context_length_exceeded",
+        )
+    return most
+
+
+def of_generate(serving: Serving, body: Generate, name: str) -> list[Request]:
+    drawing, can = body.sampling_params, serving.engine.capabilities
+    refuse_unserved(drawing)
+    if not body.token_ids:
+        raise Refused(400, "token_ids is empty; begin with a start token at least")
+    room = _room(serving, body.token_ids)
+    most = min(16, room) if drawing.max_tokens is None else _fits(serving, body.token_ids, drawing.max_tokens)
+    scores = drawing.prompt_logprobs is not None
+    if scores and drawing.logprobs and drawing.prompt_logprobs and drawing.logprobs != drawing.prompt_logprobs:
+        raise Refused(
+            400, "logprobs and prompt_logprobs ask for two numbers of tokens; ask for one, in two requests for both"
+        )
+    samplings = [_sampling(drawing, most, index) for index in range(drawing.n)]
+    cuts = samplings[0].top_p < 1 or samplings[0].top_k > 0 or samplings[0].min_p > 0
+    mask = cuts and can.masks if body.return_sampling_mask is None else body.return_sampling_mask
+    return [
+        Request(
+            id=f"{name}#{index}",
+            prompt=tuple(body.token_ids),
+            sampling=sampling,
+            prefix=tuple(body.prefix_token_ids),
+            priority=body.priority,
+            adapter=serving.adapter_of(body.model),
+            prompt_logprobs=scores,
+            top_logprobs=max(drawing.logprobs or 0, drawing.prompt_logprobs or 0),
+            return_mask=mask,
+            return_routing=can.routing if body.return_routed_experts is None else body.return_routed_experts,
+        )
+        for index, sampling in enumerate(samplings)
+    ]
+
+
+def of_completions(serving: Serving, body: Completions, name: str) -> list[Request]:
+    refuse_unserved(body)
+    prompts = list(_prompts(serving, body.prompt))
+    serving.room_for(len(prompts) * body.n)
+    most = 16 if body.max_tokens is None else body.max_tokens
+    return list(_requests(serving, body, prompts=prompts, name=name, most=most, top=body.logprobs or 0))
+
+
+def _prompts(serving: Serving, prompt: str | list[Any]) -> Iterator[tuple[int, ...]]:
+    if isinstance(prompt, list) and prompt and all(isinstance(one, int) for one in prompt):
+        yield tuple(prompt)
+    elif isinstance(prompt, list):
+        if any(isinstance(one, int) for one in prompt):
+            raise Refused(400, "prompt mixes tokens and texts; give each a request of its own")
+        for one in prompt:
+            yield from _prompts(serving, one)
+    else:
+        yield serving.encoder.encode_text(prompt)
+
+
+def of_chat(serving: Serving, body: Chat, name: str) -> list[Request]:
+    refuse_unserved(body)
+    messages = [{"role": one.role, "content": _text_of(one.content)} for one in body.messages]
+    if any(one.tool_calls or one.tool_call_id for one in body.messages):
+        raise Refused(400, f"messages with tool calls are not served; {REMEDIES['tools']}", "unsupported_parameter")
+    _, prompt = serving.encoder.encode_messages(messages)
+    most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    top = (body.top_logprobs or 0) if body.logprobs else 0
+    most = _room(serving, prompt) if most is None else most
+    return list(_requests(serving, body, prompts=[prompt], name=name, most=most, top=top))
+
+
+def _text_of(content: str | list[dict[str, Any]] | None) -> str:
+    if not isinstance(content, list):
+        return content or ""
+    for part in content:
+        if part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise Refused(400, f"a part of a message is of type {part.get('type')}; only text is served")
+    return "".join(part["text"] for part in content)
+
+
+def _requests(
+    serving: Serving, body: Completions | Chat, *, prompts: Sequence[tuple[int, ...]], name: str, most: int, top: int
+) -> Iterator[Request]:
+    adapter = serving.adapter_of(body.model)
+    for place, prompt in enumerate(prompts):
+        if not prompt:
+            raise Refused(400, "the prompt has no tokens; begin with a start token at least")
+        _fits(serving, prompt, most)
+        for index in range(body.n):
+            sampling = _sampling(body, most, index)
+            yield Request(
+                id=f"{name}#{place * body.n + index}",
+                prompt=prompt,
+                sampling=sampling,
+                priority=body.priority,
+                adapter=adapter,
+                top_logprobs=top,
+            )

@@ -1,0 +1,131 @@
+"""Bodies in and answers out. A client that leaves takes its work with it: its requests end, and their KV is free."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from headrace.serve.config import Limits
+from headrace.serve.errors import Refused, error_body, refusal_of
+
+T = TypeVar("T")
+
+GONE = Response(status_code=499)
+"""For nobody: the client has left."""
+
+
+async def read_body(request: HttpRequest, kind: type[T], limits: Limits) -> T:
+    """A JSON body of that shape. Raises Refused: 400, 408, 413, 415."""
+    declared = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if declared != "application/json":
+        raise Refused(415, "send a JSON body with the header `Content-Type: application/json`")
+    if int(request.headers.get("content-length") or 0) > limits.body_bytes:
+        raise _too_large(limits)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(limits.body_seconds):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > limits.body_bytes:
+                    raise _too_large(limits)
+    except TimeoutError:
+        said = f"the body did not arrive within {limits.body_seconds:g} seconds"
+        raise Refused(408, said, headers={"Connection": "close"}) from None
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise Refused(400, f"the body is not what this route takes: {error}") from None
+
+
+def _too_large(limits: Limits) -> Refused:
+    return Refused(413, f"a body may have {limits.body_bytes} bytes", headers={"Connection": "close"})
+
+
+async def gone(receive: Receive) -> None:
+    """Returns when the client has left."""
+    with suppress(ClientDisconnect):
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+
+async def while_there(request: HttpRequest, work: Coroutine[Any, Any, T]) -> T | None:
+    """The work's result; None (and the work cancelled) where the client left before. The body must have been read."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone(request.receive))
+    try:
+        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
+        return await working if working.done() else None
+    finally:
+        await _end(working, leaving)
+
+
+async def _end(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def json_response(body: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status, media_type="application/json")
+
+
+class Events(Response):
+    """Server-sent events: a line `data: JSON` for each thing that `events` yields, then `data: [DONE]`.
+
+    What goes wrong before the first is an answer with its own status; what goes wrong later is an event with an `error`."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[Any]) -> None:
+        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events, self._begun = events, False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending, leaving = asyncio.ensure_future(self._send(send)), asyncio.ensure_future(gone(receive))
+        try:
+            await asyncio.wait([sending, leaving], return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                with suppress(OSError):  # the client left between two events
+                    await sending
+        finally:
+            await _end(sending, leaving)
+            await self._events.aclose()  # type: ignore[attr-defined]
+
+    async def _send(self, send: Send) -> None:
+        try:
+            async for event in self._events:
+                await self._put(send, msgspec.json.encode(event))
+        except OSError:
+            raise
+        except Exception as error:
+            if not self._begun:
+                await self._answer(send, error)
+                return
+            refusal = refusal_of(error)
+            await self._put(send, error_body(refusal.status, refusal.message, refusal.code))
+        await self._put(send, b"[DONE]")
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _put(self, send: Send, data: bytes) -> None:
+        if not self._begun:
+            self._begun = True
+            await send(self._start(200, self.raw_headers))
+        await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+
+    async def _answer(self, send: Send, error: Exception) -> None:
+        refusal = refusal_of(error)
+        headers = [(name.lower().encode(), value.encode()) for name, value in refusal.headers.items()]
+        await send(self._start(refusal.status, [(b"content-type", b"application/json"), *headers]))
+        await send({"type": "http.response.body", "body": error_body(refusal.status, refusal.message, refusal.code)})
+
+    @staticmethod
+    def _start(status: int, headers: list[tuple[bytes, bytes]]) -> Message:
+        return {"type": "http.response.start", "status": status, "headers": headers}

@@ -1,0 +1,242 @@
+"""The engine as the routes see it: requests under way, weights with what they are called, and what is counted.
+
+**Versions.** The engine numbers what it loads 0, 1, 2, ... and never goes back. Whoever trains has numbers of his own, which
+begin anew with every run: a `Label` joins the two, and the fingerprint of the weights goes out with every span. So a client sees
+at each token whose weights sampled it, even where somebody else has loaded others meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from headrace.models.chat import ChatEncoder
+from headrace.protocols import Engine
+from headrace.reports import LoadReport
+from headrace.serve.config import Limits
+from headrace.serve.errors import Refused, busy
+from headrace.steps import StepOutput, Transcript, spans_of, write_down
+from headrace.types import Completion, Request, Struct, VersionSpan
+from headrace.weight_sync.directory import offer_adapter
+from headrace.weights import WeightUpdate
+
+
+class ServedEngine(Engine, Protocol):
+    """An engine that can do what only servers are asked for."""
+
+    async def pause(self) -> None: ...
+
+    async def unload(self, adapter: str) -> None: ...
+
+
+class Label(Struct, frozen=True):
+    """What its owner calls some weights."""
+
+    version: int
+    fingerprint: str
+
+
+@dataclass
+class Loaded:
+    label: Label
+    report: LoadReport
+
+
+@dataclass(kw_only=True)
+class Counters:
+    completions: int = 0
+    prompt_tokens: int = 0
+    sampled_tokens: int = 0
+    cancelled: int = 0
+    refused: int = 0
+    loads: int = 0
+
+
+class Stream(Transcript):
+    """A completion under way, and how to follow it."""
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(request=request)
+        self.changed = asyncio.Event()
+        self.task: asyncio.Task[Completion] | None = None
+
+    async def more(self, seen: int) -> bool:
+        """Returns when there are more tokens than `seen` (True), or no more will come. Raises what ended it."""
+        assert self.task is not None
+        while len(self.tokens) <= seen and not self.task.done():
+            self.changed.clear()
+            await self.changed.wait()
+        if self.task.done() and not self.task.cancelled():
+            self.task.result()
+        return len(self.tokens) > seen
+
+
+@dataclass(kw_only=True)
+class Serving:
+    engine: ServedEngine
+    encoder: ChatEncoder
+    name: str
+    limits: Limits
+    dtype: str = ""
+    boot: str = field(default_factory=lambda: secrets.token_hex(8))
+    """Another one for each process: its weights are not those of the process before."""
+
+    def __post_init__(self) -> None:
+        self.labels: dict[int, Label] = {}
+        """By the engine's number."""
+        self.loaded: dict[str, Loaded] = {}
+        """By adapter; the base by the empty name."""
+        self.counters, self.paused = Counters(), ""
+        self._streams: dict[str, Stream] = {}
+        self._loading, self._loads = asyncio.Lock(), 0
+        self.engine.listen(self._heard)
+
+    # -- requests -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def under_way(self) -> int:
+        return len(self._streams)
+
+    def adapter_of(self, model: str | None) -> str:
+        """Which adapter a request's `model` names; empty for the base. Raises Refused."""
+        if model in (None, "", self.name):
+            return ""
+        if model in self.loaded:
+            return str(model)
+        there = ", ".join([self.name, *filter(None, self.loaded)])
+        raise Refused(404, f"there is no model {model} here; there are: {there}", "model_not_found")
+
+    def room_for(self, count: int) -> None:
+        """Raises Refused where so many completions more would be too many."""
+        if count > self.limits.completions:
+            raise Refused(
+                400, f"one request may ask for {self.limits.completions} completions, this one asks for {count}"
+            )
+        if self.under_way + count > self.limits.requests:
+            self.counters.refused += 1
+            raise busy(f"{self.under_way} completions are under way, and {self.limits.requests} may be; try again")
+
+    def submit(self, request: Request) -> Stream:
+        """Begins it. Whoever asked must `release` it."""
+        self.room_for(1)
+        if request.id in self._streams:
+            raise Refused(400, f"a request {request.id} is under way already; give every request an id of its own")
+        stream = self._streams[request.id] = Stream(request)
+        stream.task = asyncio.get_running_loop().create_task(self.engine.generate(request))
+        stream.task.add_done_callback(lambda task: stream.changed.set())
+        self.counters.completions += 1
+        self.counters.prompt_tokens += len(request.prompt)
+        return stream
+
+    async def release(self, stream: Stream) -> None:
+        """Ends it where it has not ended: its KV is free."""
+        assert stream.task is not None
+        self._streams.pop(stream.request.id, None)
+        if not stream.task.done():
+            self.counters.cancelled += 1
+            stream.task.cancel()
+        await asyncio.gather(stream.task, return_exceptions=True)
+
+    def abort(self, ids: list[str] | None) -> list[str]:
+        """Ends them with what there is. Returns those that were under way. `ids`: by the names that clients gave them."""
+        named = [stream for name, stream in self._streams.items() if ids is None or client_id(name) in ids]
+        for stream in named:
+            assert stream.task is not None
+            stream.task.cancel()
+        return sorted({client_id(stream.request.id) for stream in named})
+
+    def _heard(self, encoded: bytes) -> None:
+        output = msgspec.msgpack.decode(encoded, type=StepOutput)
+        self.counters.sampled_tokens += len(output.tokens)
+        write_down(output, self._streams.get)
+        for end in output.finished:
+            if stream := self._streams.get(end.request_id):
+                stream.end = end
+        for name in {*output.request_ids, *(end.request_id for end in output.finished)}:
+            if stream := self._streams.get(name):
+                stream.changed.set()
+
+    # -- weights ------------------------------------------------------------------------------------------------------------
+
+    async def load(self, update: WeightUpdate) -> LoadReport:
+        """Returns when they are live. What is live already is not loaded again: a client that lost the answer may ask again."""
+        name = update.adapter.name if update.adapter else ""
+        if name == self.name:
+            raise Refused(400, f"the model is called {name}; give the adapter another name")
+        async with self._loading:
+            label = Label(update.version, update.fingerprint)
+            if name in self.loaded and self.loaded[name].label == label:
+                return self.loaded[name].report
+            number, self._loads = self._loads, self._loads + 1
+            self.labels[number] = label
+            found = await self.engine.load(msgspec.structs.replace(update, version=number))
+            report = msgspec.structs.replace(found, version=update.version)
+            self.loaded[name] = Loaded(label, report)
+            self.counters.loads += 1
+            return report
+
+    async def load_adapter(self, name: str, directory: Path) -> LoadReport:
+        """One that peft saved. Loaded again under its name it is a new version."""
+        before = self.loaded.get(name)
+        return await self.load(offer_adapter(directory, name, before.label.version + 1 if before else 0))
+
+    async def unload(self, name: str) -> None:
+        async with self._loading:
+            if not name or name not in self.loaded:
+                raise Refused(404, f"no adapter {name} is loaded", "model_not_found")
+            try:
+                await self.engine.unload(name)
+            except ValueError as error:
+                raise Refused(409, str(error)) from None
+            del self.loaded[name]
+
+    def spans(self, transcript: Transcript, start: int, stop: int) -> list[dict[str, object]]:
+        """Of its tokens [start, stop), in the numbers of those who loaded them. Places are counted from `start`."""
+        part = slice(start, stop)
+        spans = spans_of(transcript.versions[part], transcript.kv_versions[part], transcript.mixed[part])
+        return [self._span(span) for span in spans]
+
+    def label(self, number: int) -> Label:
+        return self.labels[number]
+
+    def _span(self, span: VersionSpan) -> dict[str, object]:
+        label, kv = self.labels[span.version], self.labels[span.kv_version]
+        return {
+            "start": span.start,
+            "version": label.version,
+            "kv_version": kv.version,
+            "mixed": span.mixed,
+            "fingerprint": label.fingerprint,
+        }
+
+    # -- control ------------------------------------------------------------------------------------------------------------
+
+    async def pause(self, mode: str) -> None:
+        """`keep`: requests stand still and go on later. `abort`: those that are here end now. `wait`: those that have begun go on
+        to their ends first. Requests that come meanwhile wait in all three."""
+        self.paused = mode
+        if mode == "wait":
+            await self.engine.drain()
+            return
+        await self.engine.pause()
+        if mode == "abort":
+            self.abort(None)
+
+    async def resume(self) -> None:
+        self.paused = ""
+        await self.engine.resume()
+
+    def models(self) -> Mapping[str, str]:
+        """Name -> the model that it adapts; empty for the model itself."""
+        return {self.name: "", **{name: self.name for name in self.loaded if name}}
+
+
+def client_id(request_id: str) -> str:
+    """What the client called it: completions of one request are told apart by what stands behind the `#`."""
+    return request_id.rpartition("#")[0] or request_id

@@ -1,0 +1,136 @@
+"""From the command to a server that answers, and to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import math
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import uvicorn
+
+from headrace.errors import ConfigError, WorkerDied
+from headrace.models.chat import ChatEncoder
+from headrace.models.resolve import cache_dir, resolve_model
+from headrace.observe.health.waits import Waits
+from headrace.observe.telemetry import Telemetry
+from headrace.orchestration.clients.process_engine import ProcessEngine
+from headrace.orchestration.workers.build import open_launcher
+from headrace.orchestration.workers.messages import EngineStart
+from headrace.protocols import Job
+from headrace.serve.app import make_app
+from headrace.serve.config import ServeConfig
+from headrace.serve.serving import Serving
+from headrace.weight_sync.directory import offer
+
+GRACE = 5
+"""Seconds that answers under way get when the server is to end."""
+
+
+BACKLOG = 2048
+"""Connections that nobody has taken yet."""
+
+
+def _unrecorded() -> Telemetry:
+    """Drops all facts: a server has no run that would keep them. Nothing in it waits under a name, so no deadline matters."""
+    drop, clock = lambda fact: None, asyncio.get_running_loop().time
+    return Telemetry(drop, clock, Waits(drop, clock, math.inf, math.inf))
+
+
+def serve(config: ServeConfig, say: Callable[[str], None]) -> int:
+    """Until it is told to leave (SIGINT, SIGTERM). Raises ConfigError, and WorkerDied where the engine is lost for good."""
+    sock = bind(config.host, config.port)
+    try:
+        asyncio.run(_serve(config, sock, say))
+    finally:
+        sock.close()
+    return 0
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Before anything else is done: a port that is taken is said at once, and whoever connects meanwhile waits."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(BACKLOG)
+    except OSError as error:
+        raise ConfigError(
+            f"--host {host} --port {port} cannot be had: {error}; choose another port (0: any that is free)"
+        ) from None
+    return sock
+
+
+async def _serve(config: ServeConfig, sock: socket.socket, say: Callable[[str], None]) -> None:
+    directory = await asyncio.to_thread(resolve_model, config.model)
+    host, port = sock.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    async with opened(config, directory, cache_dir() / "serve" / str(port)) as serving:
+        server = make_server(serving, config.token)
+        lost = asyncio.ensure_future(serving.engine.watch())
+        lost.add_done_callback(lambda _: setattr(server, "should_exit", True))
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, _leave, server)
+        say(f"{serving.name} ({serving.engine.capabilities.path}, {serving.dtype}) at http://{shown}:{port}")
+        await server.serve(sockets=[sock])
+        if lost.done():
+            lost.result()
+        lost.cancel()
+
+
+def _leave(server: uvicorn.Server) -> None:
+    """A second time: at once."""
+    server.force_exit = server.should_exit
+    server.should_exit = True
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Ours are the loop's (`_serve`): uvicorn's would end the process before the engine's is closed."""
+        yield
+
+
+def make_server(serving: Serving, token: str) -> uvicorn.Server:
+    settings = uvicorn.Config(
+        make_app(serving, token),
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        server_header=False,
+        timeout_graceful_shutdown=GRACE,
+        backlog=BACKLOG,
+    )
+    return _Server(settings)
+
+
+@contextlib.asynccontextmanager
+async def opened(config: ServeConfig, directory: Path, logs: Path) -> AsyncIterator[Serving]:
+    """The model's own weights are live in it as version 0."""
+    encoder = await asyncio.to_thread(ChatEncoder, directory)
+    await asyncio.to_thread(logs.mkdir, parents=True, exist_ok=True)
+    job, limit = Job("engine", "engine", config.engine.cores), config.engine.max_deaths
+    engine = ProcessEngine(open_launcher(logs), job, limit, _unrecorded())
+    try:
+        await engine.launch()
+        await engine.open(EngineStart(str(directory), dataclasses.asdict(config.engine), {}))
+        serving = Serving(
+            engine=engine,
+            encoder=encoder,
+            name=config.served_name,
+            limits=config.limits,
+            dtype=config.engine.serving_dtype,
+        )
+        await serving.load(offer(directory))
+        yield serving
+    except WorkerDied as error:
+        error.add_note(f"its output is in {logs}")
+        raise
+    finally:
+        await engine.close()

@@ -1,0 +1,50 @@
+"""Tokens become text while they come: no half of a character, nothing of a stop string, no special token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+_LOOK_BACK = 6
+"""Tokens before the new ones that are decoded with them, as a tokenizer may write a token otherwise behind others."""
+
+UNFINISHED = "\ufffd"
+"""What decoders write for bytes that are no character yet."""
+
+
+class Text:
+    """The text of one completion, handed out in pieces that together are what all tokens decode to, up to a stop string."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str]) -> None:
+        self._decode, self._stops = decode, tuple(stops)
+        self._tokens: list[int] = []
+        self._from = self._done = 0
+        """Tokens from `_from` on are decoded again; those up to `_done` have been written."""
+        self._written = ""
+        self._given = 0
+        self._ended = False
+        self._held = max((len(stop) for stop in stops), default=1) - 1
+        """Characters at the end that may be the beginning of a stop string."""
+
+    @property
+    def whole(self) -> str:
+        return self._written
+
+    def push(self, tokens: Sequence[int], last: bool) -> str:
+        """What can be said for sure now. `last`: no more tokens come."""
+        if self._ended:
+            return ""
+        self._tokens.extend(tokens)
+        before, now = self._decode(self._tokens[self._from : self._done]), self._decode(self._tokens[self._from :])
+        if last or not now.endswith(UNFINISHED):
+            self._write(now[len(before) :])
+            self._from, self._done = max(0, len(self._tokens) - _LOOK_BACK), len(self._tokens)
+        end = len(self._written) if last or self._ended else max(self._given, len(self._written) - self._held)
+        piece, self._given = self._written[self._given : end], end
+        return piece
+
+    def _write(self, text: str) -> None:
+        start = max(0, len(self._written) - self._held)
+        self._written += text
+        places = [place for stop in self._stops if (place := self._written.find(stop, start)) >= 0]
+        if places:
+            self._written, self._ended = self._written[: min(places)], True
