@@ -27,7 +27,7 @@ class LagStats(Struct, frozen=True):
     masked: dict[str, float] = {}
     """Share of the tokens whose policy loss a rule took out, by rule."""
     gaps: dict[str, float] = {}
-    """Quantiles of |logprob - sampled| by name: p50, p90, p99, max."""
+    """Quantiles of |logprob - sampled|: p50, p90, p99 and max."""
 
 
 class Noise(Struct, frozen=True):
@@ -73,7 +73,7 @@ class TrainReport(Struct, frozen=True):
     forward_tokens: int = 0
     """Tokens that were forwarded: a prompt that a group shares counts once."""
     dropped_tokens: int = 0
-    """Tokens with a non-finite sampler log-prob."""
+    """Number of tokens left out because the sampler's log-prob is not finite."""
     microbatches: int = 0
     seconds: float = 0.0
     lags: tuple[LagStats, ...] = ()
@@ -130,7 +130,7 @@ class EngineStats(Struct, frozen=True):
     version: int = -1
     """-1 until weights are loaded."""
     asked_tokens: int = 0
-    """Prompt tokens of the requests that were admitted."""
+    """Number of prompt tokens of all admitted requests."""
     cached_tokens: int = 0
     """Those of them that were found in the prefix cache."""
     recomputed_tokens: int = 0
@@ -177,7 +177,7 @@ class Capabilities(Struct, frozen=True):
     """
 
     context_length: int
-    """Tokens of prompt and completion together."""
+    """Most tokens of prompt and completion together."""
     path: str = ""
     """The forward path in words, for people: `fused llama`, `hugging face gpt_neox`, `fake`."""
     stop_strings: bool = False
@@ -195,7 +195,7 @@ class Capabilities(Struct, frozen=True):
     spans: bool = False
     """Reports the version that sampled each token, even if weights are swapped in the middle of a completion."""
     prompt_logprobs: bool = False
-    """Scores given tokens (`Request.prompt_logprobs`)."""
+    """Returns log-probs of given tokens (`Request.prompt_logprobs`)."""
     top_logprobs: bool = False
     """Returns the most probable tokens of each position (`Request.top_logprobs`)."""
     exact: bool = False

@@ -63,7 +63,7 @@ FLOORS = {
 ROOMS = {
     "algo": ("policy", "advantage", "loss"),
     "engine.native": ("cache", "sampling", "schedule", "runners", "kernels"),
-    "observe": ("numbers", "diagnosis", "health", "screen", "report"),
+    "observe": ("numbers", "diagnosis", "health", "screen", "report", "sinks"),
     "orchestration": ("store", "loops", "workers", "clients", "runs"),
     "plan": ("rates", "parts"),
     "scoring": ("workers", "teacher"),
@@ -113,14 +113,7 @@ NAMELESS = {
 
 
 POSITIONAL = """
-    Bench.__init__ Block Buffers BuiltRun Drawn Evaluation FakeEngine FakeTrainer FusedRunner.__init__ Gradient
-    HuggingFaceRunner.__init__ KernelRunner.__init__ Layer LayerWeights LoopPlan Model Outcome Pack ParityRow Parts Pass
-    Pass.attend Past PlanRequest Pools PreparedRun Rehearsal ReportData Resume Rolled RunDifference RunResult SavedRun Scenario
-    Sequence Settings Shadow.__init__ SimulatedEngine.__init__ SimulatedScorer.__init__ Skeleton Snapshots.__init__ Spec Step
-    Stepper.__init__ Storage.__init__ Student Sums Teaching TextTeacher TorchTrainer.__init__ Transcript Varlen.attend
-    Watchdog.__init__ _Note _Together.__init__ _Wait _attend _bar _built _flash _histograms _segment_by_segment _step_by_step
-    attend attention build export export_weights inspect join look open_pools open_teaching outcome_of pack_rows rates
-    read_adapter rotary row_of show split_ranks teacher_problems token_logprobs tree_attention trees_of
+    Evaluation ReportData Resume Step Watchdog.__init__ _Wait _bar _histograms look show
 """
 """Definitions that still take more than five values by position. It only shrinks."""
 

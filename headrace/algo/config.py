@@ -93,7 +93,7 @@ class AlgoConfig:
 
     @property
     def recipe(self) -> Recipe:
-        """The table's row with the settings given here."""
+        """The row of the table with the settings given here."""
         row = RECIPES[self.name]
         given = {name: getattr(self, name) for name in ("advantage", "aggregation", "old")}
         nested = {name: _with(getattr(row, name), getattr(self, name)) for name in _NESTED}
@@ -103,7 +103,7 @@ class AlgoConfig:
         return replace(row, loss=self._loss(row.loss), **nested, **replaced)
 
     def _loss(self, of_recipe: Loss) -> Loss:
-        """The one that is named, with the constants that are given."""
+        """Returns the named loss with the constants that were given."""
         if self.loss is not None and is_user_function(self.loss):
             return UserLoss(self.loss)
         loss = of_recipe if self.loss in (None, of_recipe.name) else LOSSES[self.loss]()
@@ -111,18 +111,18 @@ class AlgoConfig:
 
     @property
     def constants(self) -> dict[str, float]:
-        """Those that are given."""
+        """The constants of losses that were given."""
         return {name: value for name in _CONSTANTS if (value := getattr(self, name)) is not None}
 
     @property
     def compares(self) -> bool:
-        """Whether the rollouts of a group are compared, so that one without contrast teaches nothing."""
+        """Whether the rollouts of a group are compared, so that nothing is learned from a group without contrast."""
         advantage = ADVANTAGES.get(self.recipe.advantage)
         return advantage is not None and advantage.compares and self.recipe.distill.kind == "none"
 
     @property
     def min_rollouts(self) -> int:
-        """What a group needs for an advantage."""
+        """The least number of rollouts from which a group gets an advantage."""
         return 2 if self.compares else 1
 
     @property
@@ -137,24 +137,24 @@ class AlgoConfig:
 
     @property
     def teacher_top(self) -> int:
-        """How many of the teacher's most probable tokens are compared; 0 where the sampled one is enough."""
+        """Number of the teacher's most probable tokens that are compared; 0 if the sampled one is enough."""
         distill = self.recipe.distill
         return distill.k if distill.kind in ("forward", "reverse", "jsd") else 0
 
     def with_length(self, max_tokens: int) -> AlgoConfig:
-        """The same with `length_constant` filled in, where rollout and algorithm are joined."""
+        """Returns the settings with `length_constant` filled in; called where rollout and algorithm are joined."""
         wanted = self.recipe.aggregation == "token_sum" and not self.length_constant
         return replace(self, length_constant=max_tokens) if wanted else self
 
 
 _NESTED = ("correction", "lag", "select", "kl", "distill")
 _OF_A_LOSS = {loss.selection: loss.name for loss in LOSSES.values() if loss.selection}
-"""Selection -> the loss without which it means nothing."""
+"""Selection -> the loss that it belongs to."""
 _CONSTANTS = tuple(dict.fromkeys(name for loss in LOSSES.values() for name in loss.reads()))
 
 
 def is_user_function(name: str) -> bool:
-    """Whether it is of the form `file.py:name`."""
+    """Whether a name is of the form `file.py:name`."""
     path, colon, function = name.rpartition(":")
     return bool(colon) and path.endswith(".py") and function.isidentifier()
 

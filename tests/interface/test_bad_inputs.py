@@ -287,7 +287,7 @@ MACHINE = [
     sets("a file for a place", "is a file; set out", "out=rows.jsonl"),
     sets("a place below a file", "is a file; set out", "out=rows.jsonl/runs"),
     sets("a place that cannot be written", "is not writable", "out=/proc/runs"),
-    sets("a run that is there", "already holds a run: go on with it", files={"runs/mine/journal.jsonl": '{"a": 1}\n'}),
+    sets("a run that is there", "already holds a run: resume it", files={"runs/mine/journal.jsonl": '{"a": 1}\n'}),
 ]
 GPU = [
     sets("a GPU to serve on", 'engine.device = "cuda", but torch finds no GPU', "engine.device=cuda"),

@@ -35,7 +35,7 @@ from headrace.observe.screen.live import frame
 from headrace.observe.screen.status_view import lines_of
 from headrace.observe.screen.summary import summary
 from headrace.observe.screen.terminal import PlainLines
-from headrace.observe.sinks import scalars
+from headrace.observe.sinks.scalars import scalars
 from headrace.reports import TrainReport
 from headrace.types import Prompt
 

@@ -326,7 +326,7 @@ def test_a_journal_that_is_shorter_than_the_checkpoint_knows_is_repaired_at_once
         lane = begun(path)
         (said,) = lane.storage.saved.complaints  # type: ignore[union-attr]
         assert f"({state.journal - left} records before the checkpoint of step {state.step})" in said
-        assert f"The run goes on from step {state.step}, whose weights and groups are whole" in said
+        assert f"The run is resumed from step {state.step}, whose weights and groups are complete" in said
         assert any(said == fact.message for fact in of(path, Warned)), "the user reads it"
         assert end_of_journal(path) in (state.journal, left), "what the checkpoint knows of them is there again"
         more = _one_more_step(path, state)  # by a process that is killed then
@@ -362,7 +362,9 @@ def test_damage_before_the_checkpoint_is_said_and_costs_nothing(killed: Killed7,
     lane = begun(path)
     saved = lane.storage.saved
     assert saved is not None and saved.step == saved_of(killed.path).step and not saved.rewinds
-    assert any("line 4 does not match its checksum. The run goes on whole" in one.message for one in of(path, Warned))
+    assert any(
+        "line 4 does not match its checksum. The run itself is complete" in one.message for one in of(path, Warned)
+    )
 
 
 def test_damage_behind_the_checkpoint_sets_aside_what_follows(killed: Killed7, tmp_path: Path) -> None:

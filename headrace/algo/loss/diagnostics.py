@@ -1,7 +1,7 @@
-"""Sampler against trainer, by lag: what a step's loss tokens say about how far off policy it was.
+"""Sampler against trainer, by lag: how far off policy the loss tokens of a step were.
 
-Everything is a sum (or a maximum) over tokens: microbatches and ranks add up to exactly what one pass over all would give.
-Quantiles are read off a fixed histogram of log-spaced bins, 512 from 1e-6 to 40: right to within 3.5 %.
+All values are sums (or maxima) over tokens: microbatches and ranks add up to exactly the result of one pass over all
+tokens. Quantiles are read off a fixed histogram of log-spaced bins, 512 from 1e-6 to 40, and are right to within 3.5 %.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Reduction = Callable[[Tensor], Tensor]
 
 
 class Diagnostics:
-    """Of the loss tokens of one optimizer step."""
+    """Sums over the loss tokens of one optimizer step."""
 
     def __init__(self) -> None:
         self.sums = torch.zeros(len(NAMES), len(_SUMS), dtype=torch.float64)
@@ -39,7 +39,8 @@ class Diagnostics:
         """At lag 0: tokens, Σ gap²; sequences, Σ (mean gap)²."""
 
     def add(self, tokens: Tokens, result: TokenLoss, swapped: Tensor) -> None:
-        """`swapped` [M] bool: the token's sequence was sampled by more than one version. It is then in that bucket alone."""
+        """Adds tokens. `swapped` [M] bool: the token's sequence was sampled by more than one version, and counts in
+        that bucket alone."""
         logprob, sampled = tokens.logprob.detach().cpu().double(), tokens.sampled.cpu().double()
         edges = torch.tensor(LAGS, dtype=tokens.lag.dtype)
         bucket = torch.bucketize(tokens.lag.cpu(), edges, right=True)
@@ -63,7 +64,7 @@ class Diagnostics:
         self.peak = largest(self.peak)
 
     def report(self) -> tuple[LagStats, ...]:
-        """The buckets that have tokens, by lag, the swapped ones last."""
+        """Returns the buckets that have tokens, by lag, the swapped ones last."""
         return tuple(self._of(i) for i in range(len(NAMES)) if self.sums[i, 0] > 0)
 
     def noise(self) -> Noise | None:
@@ -90,7 +91,7 @@ class Diagnostics:
         )
 
     def _quantile(self, i: int, share: float) -> float:
-        """The middle of the bin that holds it; 0 for the bin of what is too small to matter."""
+        """Returns the middle of the bin that holds it; 0 for the bin of negligible gaps."""
         cumulative = torch.cumsum(self.histogram[i], 0)
         place = int(torch.searchsorted(cumulative, cumulative[-1] * share))
         return LEAST * (MOST / LEAST) ** ((place - 0.5) / (BINS - 1)) if place else 0.0

@@ -1,4 +1,4 @@
-"""The bounds of constants that several losses have, and the settings that constants become. Imports no torch."""
+"""Bounds of constants that several losses share, and the settings made from constants. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ Penalty = Annotated[float, Field(ge=0)]
 
 
 def settings_of(losses: Iterable[type[Loss]], before: str) -> Callable[[C], C]:
-    """Decorates a class that becomes a dataclass: every constant of the losses is an optional setting, in front of `before`."""
+    """Decorates a class that becomes a dataclass: adds every constant of the losses as an optional setting, before the
+    field `before`."""
     constants: dict[str, Any] = {}
     for loss in losses:
         hints = get_type_hints(loss, include_extras=True)

@@ -1,7 +1,7 @@
-"""What a worker process runs: `python -m headrace.orchestration.workers.worker (engine|trainer) (--socket FD | --connect HOST:PORT)`.
+"""The program of a worker process: `python -m headrace.orchestration.workers.worker (engine|trainer) (--socket FD | --connect HOST:PORT)`.
 
-Reads frames in one thread, works in another, and leaves as soon as the controller's end of the socket is closed: a killed
-controller leaves no orphan behind, not even a stopped one (`orphans.py`).
+It reads frames in one thread and works in another, and it ends as soon as the controller's end of the socket is closed. So a killed
+controller leaves no orphan, not even a stopped one (`orphans.py`).
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
 def main() -> None:
     gc.disable()  # until `_begun`
-    if PARENT in os.environ:  # not where it was started by hand
+    if PARENT in os.environ:  # unset in a worker that was started by hand
         signal_me_when_orphaned(signal.SIGKILL)
     kind, how, where = sys.argv[1:4]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller decides when to leave
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the controller, which ends its workers
     answer_signals()
     if cores := [int(core) for core in os.environ.get("HEADRACE_CORES", "").split(",") if core]:
         os.sched_setaffinity(0, cores)
@@ -64,7 +64,7 @@ def _reach_controller(kind: str, how: str, where: str) -> WorkerEnd:
 
 
 def _read(end: WorkerEnd, inbox: queue.Queue[Frame]) -> None:
-    """Whatever ends this thread ends the process: a worker that hears nothing would wait for ever."""
+    """Reads frames into the inbox. When this thread ends, the process ends: without messages it would wait for ever."""
     try:
         while (frame := end.receive()) is not None:
             inbox.put(frame)
@@ -84,7 +84,7 @@ def _begun() -> None:
 
 
 def serve_trainer(end: WorkerEnd, inbox: queue.Queue[Frame]) -> None:
-    """One call after the other."""
+    """Answers one call after another."""
     from headrace.orchestration.workers.build import build_shadow, build_trainer_core, preload
 
     preload("trainer")
@@ -107,7 +107,7 @@ def serve_trainer(end: WorkerEnd, inbox: queue.Queue[Frame]) -> None:
 
 
 class Publisher:
-    """An adapter that is published names the base that was published before it, so that it is never served over another."""
+    """Publishes weights. A published adapter names the base weights published before it, so that an engine never serves it on others."""
 
     def __init__(self, core: TrainerCore, sender: WeightSender) -> None:
         self._core, self._sender = core, sender
@@ -162,7 +162,7 @@ def _trainer_call(
 
 
 def serve_engine(end: WorkerEnd, inbox: queue.Queue[Frame]) -> None:
-    """See `engine_loop.py`."""
+    """Runs the engine's loop (see `engine_loop.py`)."""
     from headrace.orchestration.workers.build import build_engine_core, preload
 
     preload("engine")

@@ -162,7 +162,7 @@ def test_what_is_missing_is_named_and_made_good_from_the_prefix() -> None:
         assert answer.tokens == (5, 6, 7), "neither lost nor twice"
         assert went_on[0].prefix == (5,)
         (lost,) = facts.lost
-        assert lost.how == "was ended: message 3 of the engine is lost: number 4 (output) came in its place"
+        assert lost.how == "was ended: message 3 of the engine is lost: number 4 (output) was received instead"
 
     over(first, second, use=use)
 
