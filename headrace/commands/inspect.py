@@ -14,7 +14,7 @@ from headrace.commands.rerun import Stage, plan_rerun, rerun
 from headrace.durable.journal import JOURNAL, Damage, GoneRecord, JournalStep, count_steps, read_only, read_steps
 from headrace.durable.spelling import encode
 from headrace.errors import ConfigError
-from headrace.observe.numbers.rollout_view import Look, Place, looks_at, row_of, settings_of, trimmed_below
+from headrace.observe.numbers.rollout_view import Place, RolloutView, row_of, settings_of, trimmed_below, view_step
 from headrace.observe.screen.inspect_view import show
 from headrace.orchestration.runs.pieces import pieces_of
 from headrace.reports import TrainReport
@@ -28,7 +28,7 @@ class Inspected(Struct, frozen=True):
     """What `--json` prints."""
 
     report: TrainReport
-    rollouts: tuple[Look, ...]
+    rollouts: tuple[RolloutView, ...]
     source: str
     unreadable: str = ""
     """What of the journal cannot be read."""
@@ -51,14 +51,14 @@ def inspect(
     journaled = find_step(run_dir, step, ticket, damage)
     trainer, source = _trainer_side(run_dir, journaled, ticket, rescore)
     oldest = trimmed_below(settings_of(run_dir), journaled.step)
-    looks = [one for one in looks_at(journaled, pieces_of(run_dir), oldest, trainer) if ticket in (None, one.ticket)]
+    views = [one for one in view_step(journaled, pieces_of(run_dir), oldest, trainer) if ticket in (None, one.ticket)]
     if as_json:
-        print(encode(Inspected(journaled.report, tuple(looks), source, str(damage))).decode())
+        print(encode(Inspected(journaled.report, tuple(views), source, str(damage))).decode())
         return 0
     show(
         console,
-        looks,
-        chosen=sorted(looks, key=_worst_first)[:worst],
+        views,
+        chosen=sorted(views, key=_worst_first)[:worst],
         report=journaled.report,
         source=source,
         tokens=tokens,
@@ -68,7 +68,7 @@ def inspect(
     return 0
 
 
-def _worst_first(one: Look) -> tuple[float, float, int]:
+def _worst_first(one: RolloutView) -> tuple[float, float, int]:
     """Where trainer and sampler are far apart; else the lowest reward, the longest first."""
     return (-one.gap if math.isfinite(one.gap) else 0.0), one.reward, -len(one.tokens)
 

@@ -11,7 +11,7 @@ import math
 import random
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import msgspec
 
@@ -40,13 +40,14 @@ class _Interrupted(Exception):
     """The request was aborted."""
 
 
-@dataclass(kw_only=True)
+@dataclass
 class FakeEngine:
     """Samples a token of a request every `seconds_per_token`, under whatever version is live at that moment."""
 
     seconds_per_token: float = 0.01
     load_seconds: float = 0.0
     length: Callable[[random.Random], int] = lambda rng: rng.randint(1, 8)
+    _: KW_ONLY
     failure_rate: float = 0.0
     """Share of requests that end with `stop = "error"`."""
     outage_rate: float = 0.0

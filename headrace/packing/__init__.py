@@ -1,7 +1,7 @@
-"""A batch -> packed microbatches without padding: every token that rows share is forwarded once.
+"""A batch becomes packed microbatches without padding: every token that rows share is forwarded once.
 
-Read `pack.py` (what a microbatch is), `tree.py` (rows that begin alike), `columns.py`, `plan.py` (within a token budget), `ranks.py`
-(over devices).
+Read `pack.py` (the columns of a microbatch), `tree.py` (rows that begin alike), `columns.py` (trees into columns), `plan.py` (microbatches
+within a token budget), `ranks.py` (microbatches of several devices).
 """
 
 from headrace.packing.pack import ROOT, Kept, Pack, Segment, StepPlan

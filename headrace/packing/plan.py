@@ -1,14 +1,14 @@
-"""A batch -> packed microbatches without padding, each within a token budget.
+"""A batch becomes packed microbatches without padding, each within a token budget.
 
 Rows that begin alike form a tree: what they share is forwarded once, and every row attends to its own path.
 
     rows      p p p a a a      p p p b b            one group: G completions of the prompt p p p
-    tokens    p p p a a b                           N = 6: what no loss token is predicted from is not forwarded
+    tokens    p p p a a b                           N = 6: tokens that predict no loss token are not forwarded
     positions 0 1 2 3 4 3
     segments  (0, 3, root) (3, 2, parent 0) (5, 1, parent 0)
     predictor 2 3 4 2 5                             M = 5: logits at these places predict a a a b b
 
-Nothing here depends on the budget but the split: weights come from the whole step (`algo/loss/aggregate.py`, C9).
+Only the split depends on the budget: weights come from the whole step (`algo/loss/aggregate.py`, C9).
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ def pack_rows(
     share: bool = True,
     least_saved: int = LEAST_SAVED,
 ) -> StepPlan:
-    """Split the rows of optimizer step `step` into packs of at most `budget` forwarded tokens.
+    """Splits the rows of optimizer step `step` into packs of at most `budget` forwarded tokens.
 
-    A tree above the budget becomes several, with what they share repeated; a single row above it gets a pack of its own.
-    Rows without a loss token are not forwarded. The result depends on the arguments alone.
+    A tree above the budget becomes several, which repeat what they share; a single row above it gets a pack of its own.
+    Rows without a loss token are not forwarded. `share`: whether rows that begin alike share tokens; `least_saved`: the fewest tokens for
+    which sampled tokens are shared. The result depends on the arguments alone.
     """
     losses = [loss_places(row) for row in rows]
     routed = routed_of(rows)
@@ -62,7 +63,7 @@ def trees_of(
     share: bool,
     least_saved: int,
 ) -> list[Node]:
-    """Each within the budget, or of a single row."""
+    """The trees of the rows, each within the budget or of a single row."""
     for row in rows:
         assert row.prompt, "the first token of a completion is predicted from the prompt"
     kept = [one for one in zip(rows, losses, weights, strict=True) if one[1]]
@@ -82,7 +83,7 @@ def plan_of(
 
 
 def pack_sequence(tokens: Sequence[int]) -> Pack:
-    """One sequence whose every token but the first is scored: M = N = T - 1."""
+    """A pack of one sequence in which every token but the first is scored: M = N = T - 1."""
     count = len(tokens) - 1
     zeros, row_tokens = (0.0,) * count, tuple(tokens[1:])
     row = Row(tuple(tokens[:1]), row_tokens, zeros, zeros, mask=(True,) * count, versions=(0,) * count)
@@ -90,16 +91,16 @@ def pack_sequence(tokens: Sequence[int]) -> Pack:
 
 
 def loss_places(row: Row) -> tuple[int, ...]:
-    """Tokens of a row that are in the loss: not masked, and with a sampler's log-prob to compare with."""
+    """Indices of a row's tokens in the loss: not masked, with a finite log-prob of the sampler to compare with."""
     kept = enumerate(zip(row.mask, row.logprobs, strict=True))
     return tuple(i for i, (mask, logprob) in kept if mask and math.isfinite(logprob))
 
 
 def dropped(rows: Sequence[Row], losses: Sequence[Sequence[int]]) -> int:
-    """Tokens that would be in the loss but have no log-prob to compare with."""
+    """The number of tokens that would be in the loss but have no finite log-prob of the sampler."""
     return sum(sum(row.mask) for row in rows) - sum(map(len, losses))
 
 
 def routed_of(rows: Sequence[Row]) -> tuple[int, int] | None:
-    """(layers, k) of the recorded experts, if any row has some."""
+    """(layers, k) of the recorded experts; None if no row has any."""
     return next(((row.routing.layers, row.routing.k) for row in rows if row.routing is not None), None)

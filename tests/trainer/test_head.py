@@ -83,9 +83,9 @@ def test_log_probs_entropies_and_gradients_equal_full_logits(temperature, softca
     head = token_logprobs(
         low[0],
         low[1],
-        bias=low[2] if biased else None,
-        predictor=predictor,
-        target=target,
+        low[2] if biased else None,
+        predictor,
+        target,
         temperature=temperature,
         dtype=torch.float32,
         kept=kept,
@@ -121,16 +121,7 @@ def test_any_mask(rows):
     hidden, weight, *_ = (x.float() for x in problem(20, 6))
     predictor, target = (torch.tensor([row[i] for row in rows], dtype=torch.int64) for i in range(2))
     kept = [sorted(row[2]) for row in rows]
-    head = token_logprobs(
-        hidden,
-        weight,
-        bias=None,
-        predictor=predictor,
-        target=target,
-        temperature=1.0,
-        dtype=torch.float32,
-        kept=csr(kept),
-    )
+    head = token_logprobs(hidden, weight, None, predictor, target, temperature=1.0, dtype=torch.float32, kept=csr(kept))
     assert len(head.logprob) == len(rows)
     logits = (hidden @ weight.T).double()
     for i, (place, label, mine) in enumerate(rows):
@@ -145,9 +136,9 @@ def test_a_mask_leaves_gradient_at_kept_ids_only():
     head = token_logprobs(
         hidden.float(),
         weight,
-        bias=None,
-        predictor=torch.tensor([2]),
-        target=torch.tensor([7]),
+        None,
+        torch.tensor([2]),
+        torch.tensor([7]),
         temperature=1.0,
         dtype=torch.float32,
         kept=csr([[3, 7, 40]]),
@@ -161,14 +152,7 @@ def test_extreme_logits_stay_finite():
     weight = torch.linspace(-1, 1, 11)[:, None]
     places, labels = torch.tensor([0, 1, 0]), torch.tensor([10, 0, 0])
     head = token_logprobs(
-        hidden,
-        weight,
-        bias=None,
-        predictor=places,
-        target=labels,
-        temperature=1.0,
-        dtype=torch.float32,
-        kept=csr([[9, 10], [], [0, 1]]),
+        hidden, weight, None, places, labels, temperature=1.0, dtype=torch.float32, kept=csr([[9, 10], [], [0, 1]])
     )
     assert head.logprob.tolist() == [0, 0, pytest.approx(-200)]
     assert head.entropy.tolist() == [0, 0, 0]
@@ -179,7 +163,7 @@ def test_extreme_logits_stay_finite():
 def test_no_loss_token_is_a_gradient_of_zero():
     hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(10, 4, requires_grad=True)
     none = torch.zeros(0, dtype=torch.int64)
-    head = token_logprobs(hidden, weight, bias=None, predictor=none, target=none, temperature=1.0, dtype=torch.float32)
+    head = token_logprobs(hidden, weight, None, none, none, temperature=1.0, dtype=torch.float32)
     head.logprob.sum().backward()
     for one in (hidden, weight):
         assert one.grad is not None and not one.grad.any()
@@ -192,7 +176,7 @@ def test_a_frozen_head_gets_no_gradient_and_changes_nothing_else():
         low = hidden.float().requires_grad_()
         matrix = weight.float().requires_grad_(not frozen)
         token_logprobs(
-            low, matrix, bias=None, predictor=predictor, target=target, temperature=1.0, dtype=torch.float32
+            low, matrix, None, predictor, target, temperature=1.0, dtype=torch.float32
         ).logprob.sum().backward()
         assert (matrix.grad is None) == frozen
         grads.append(low.grad)
@@ -230,15 +214,7 @@ def scored(vocabulary: int, places: int, masked: bool, chunked: bool) -> int:
         head: Head
         if chunked:
             head = token_logprobs(
-                hidden,
-                weight,
-                bias=None,
-                predictor=predictor,
-                target=target,
-                temperature=0.8,
-                dtype=torch.float32,
-                kept=kept,
-                softcap=30.0,
+                hidden, weight, None, predictor, target, temperature=0.8, dtype=torch.float32, kept=kept, softcap=30.0
             )
         else:
             head = dense_logprobs(hidden @ weight.T, predictor, target, kept, 0.8)

@@ -1,9 +1,9 @@
 """A pack's attention as one call of a varlen kernel: for CUDA, where many small calls and large masks are slow.
 
-Every segment is a sequence of its own whose keys are those of its ancestors, then its own. Kernels that align the causal
-triangle at the lower right (FlashAttention's, which torch offers as `torch.nn.attention.varlen`) then need no mask: key i of
-a segment stands at position i, so windows come out right, too. What ancestors have is copied for each descendant, which
-costs little beside the product.
+Every segment is a sequence of its own: its keys are those of its ancestors, followed by its own. Kernels that align the causal triangle
+at the lower right (FlashAttention's, which torch offers as `torch.nn.attention.varlen`) then need no mask. Key i of a
+segment has position i, so windows are right too. Keys and values of ancestors are copied for each descendant, which costs little beside
+the product.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def varlen_of(segments: Sequence[Segment], device: torch.device) -> Varlen:
 
 @cache
 def varlen_kernel(device: torch.device, dtype: torch.dtype, width: int) -> Kernel | None:
-    """torch's own, where it has one for this device and heads of this width, and gives the numbers that it should."""
+    """Returns torch's kernel if there is one for this device and head width, and if its numbers are right; else None."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
     try:

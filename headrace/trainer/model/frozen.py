@@ -1,4 +1,4 @@
-"""A frozen copy of a model, in the dtype of the computation where that loses nothing."""
+"""A frozen copy of a model, in the dtype of the computation wherever that loses nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def frozen(model: Any, dtype: torch.dtype) -> Any:
-    """A copy in evaluation mode that gives the same numbers under autocast to `dtype`."""
+    """Returns a copy in evaluation mode that gives the same numbers under autocast to `dtype`."""
     lowered = _lowered_by_autocast(model)
     embedding = model.get_input_embeddings()
     raised = type(embedding) is torch.nn.Embedding and _survives(embedding.weight, dtype)
@@ -32,10 +32,8 @@ def frozen(model: Any, dtype: torch.dtype) -> Any:
 
 
 def _lowered_by_autocast(model: Any) -> set[int]:
-    """Ids of parameters that enter matrix products under autocast: of linear layers, and stacked experts one by one.
-
-    transformers' grouped products of experts know no autocast.
-    """
+    """Ids of the parameters that autocast lowers: those of linear layers, and of stacked experts unless transformers multiplies them in
+    groups, which autocast does not reach."""
     lowered = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Linear)}
     if getattr(model.config, "_experts_implementation", "eager") == "eager":
         lowered |= {id(p) for name, p in model.named_parameters() if p.ndim == 3 and ".experts." in name}
@@ -43,5 +41,5 @@ def _lowered_by_autocast(model: Any) -> set[int]:
 
 
 def _survives(weight: Tensor, dtype: torch.dtype) -> bool:
-    """Whether nothing is lost: most models are published in bfloat16."""
+    """Whether `dtype` holds the weight exactly, as it does for most models, which are published in bfloat16."""
     return bool((weight.to(dtype).to(weight.dtype) == weight).all())

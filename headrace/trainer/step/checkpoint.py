@@ -68,7 +68,7 @@ def save(
 
 
 def restore(directory: Path, contents: Contents, optimizer: torch.optim.Optimizer, placement: Placement) -> int:
-    """Puts everything back and returns the version. Raises CheckpointError before anything is changed."""
+    """Restores everything and returns the version. Raises CheckpointError before anything is changed."""
     version, base = _read_facts(directory)
     if base != contents.base:
         problem = "it holds an adapter of other base weights" if base else "it holds all weights of a model, no adapter"
@@ -101,7 +101,7 @@ def _trained(contents: Contents, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 
 def _moments(contents: Contents, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """AdamW's state by parameter name. A parameter that never had a gradient has none."""
+    """AdamW's state by parameter name. A parameter that never had a gradient has no state."""
     return {
         f"{key}/{name}": tensor
         for name, parameter in contents.parameters.items()
@@ -188,7 +188,7 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 
 def _read_facts(directory: Path) -> tuple[int, str]:
-    """Version, and fingerprint of the base."""
+    """Returns the version, and the fingerprint of the base."""
     path = directory / TRAINER
     try:
         facts = json.loads(path.read_text())
