@@ -25,7 +25,7 @@ from headrace.plan.rates.rates import Rates, load_rates, save_rates
 from headrace.plan.scenario import Scenario
 
 SETTINGS = ("0x1x4", "1x1x4", "2x1x4", "4x1x4", "1x3x4", "2x5x4", "0x1x2", "2x2x2")
-"""max_lag x window x groups a step"""
+"""max_lag x window x groups per step"""
 
 
 def settings_of(setting: str, seed: int, steps: int, directory: Path) -> list[str]:
@@ -42,11 +42,11 @@ def real(config: Path, sets: list[str], lag: int) -> Measured:
 def simulated(config: RunConfig, rates: Rates) -> Prediction:
     assert rates.completions and rates.prompts
     scenario = Scenario(
-        rates=rates,
-        completions=rates.completions,
-        staleness=config.staleness,
-        rollout=config.rollout,
-        algo=config.algo,
+        rates,
+        rates.completions,
+        config.staleness,
+        config.rollout,
+        config.algo,
         steps=config.train.steps,
         prompts=rates.prompts,
         workers=config.reward.workers,
