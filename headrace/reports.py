@@ -1,4 +1,4 @@
-"""What engine and trainer report about their work."""
+"""Reports of engine and trainer on their work."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class TrainReport(Struct, frozen=True):
     left nothing of the policy loss). Empty if they did."""
     loss: float = 0.0
     grad_norm: float = 0.0
-    """Before clipping."""
+    """The norm before clipping."""
     lr: float = 0.0
     entropy: float = 0.0
     """Mean over tokens, nats, of the full distribution at the sampling temperature."""
@@ -132,7 +132,7 @@ class EngineStats(Struct, frozen=True):
     asked_tokens: int = 0
     """Number of prompt tokens of all admitted requests."""
     cached_tokens: int = 0
-    """Those of them that were found in the prefix cache."""
+    """Those of the asked tokens that were in the prefix cache."""
     recomputed_tokens: int = 0
     """Tokens forwarded a second time: after a preemption, or after a swap with `engine.swap = "recompute"`."""
     swaps: int = 0

@@ -41,7 +41,7 @@ class PromptScores(Struct, frozen=True):
     logprobs: tuple[float, ...]
     top: TopLogprobs | None = None
     mixed: bool = False
-    """As in `VersionSpan`."""
+    """Whether some parameters were newer than `version` (`VersionSpan.mixed`)."""
 
 
 class TokenDetails(Struct, frozen=True):

@@ -292,7 +292,8 @@ class Scored(Struct, frozen=True):
     references: tuple[tuple[float, ...], ...] = ()
     """Per turn, the [T] log-probs of the reference model, if the KL to it is part of the reward."""
     extracted: dict[str, str] = {}
-    """By reward function, the part of the completion that it was given, if not the whole text (`reward.extract`)."""
+    """The part of the completion that each reward function was given, by its name, if not the whole text
+    (`reward.extract`)."""
 
 
 OUTAGES = ("engine_error", "teacher_error", "reference_error", "reward_unreachable")

@@ -1,4 +1,4 @@
-"""Settings of what a rollout lives in."""
+"""Settings of environments."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ class EnvironmentConfig:
 def turn_problems(
     turns: int, *, text_teachers: Sequence[str], length: str, penalty: bool, routing: bool
 ) -> Iterator[str]:
-    """What cannot carry episodes of several turns yet. `length`: the algorithm that divides by the length of the longest rollout;
-    empty where none does. `penalty`: whether the algorithm has a length penalty; `routing`: whether the choice of experts is kept."""
+    """Returns a sentence for each part of the run that cannot carry episodes of several turns yet. `length`: the
+    algorithm that divides by the length of the longest rollout; empty if none does. `penalty`: whether the algorithm
+    has a length penalty; `routing`: whether the choice of experts is kept."""
     if turns == 1:
         return
     said = f"the environment has up to {turns} turns, and"

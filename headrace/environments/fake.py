@@ -1,4 +1,5 @@
-"""An environment of several turns without a tokenizer, for tests and simulations: what it says follows from what was sampled."""
+"""An environment of several turns without a tokenizer, for tests and simulations: its replies follow from the sampled
+tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ Reply = Callable[[Completion, int], Sequence[int]]
 
 
 def echo(done: Completion, seed: int) -> Sequence[int]:
-    """How long the completion is, and its last token."""
+    """Returns tokens that depend on the completion's length and its last token."""
     return 98, len(done.tokens), *done.tokens[-1:]
 
 
@@ -28,7 +29,7 @@ class ScriptedTurns:
     turns: int = 2
     reply: Reply = echo
     seconds: float = 0.0
-    """How long it thinks between two turns. Only `asyncio.sleep`, so that it works in virtual time."""
+    """Seconds between two turns. Only `asyncio.sleep`, so that it works in virtual time."""
     reward: float = 0.5
     """Its own reward, by the name `scripted`."""
 

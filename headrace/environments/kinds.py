@@ -1,4 +1,4 @@
-"""The kinds of environments, a line each: the values of `environment.kind`, and what is behind each."""
+"""The kinds of environments, a line each: the values of `environment.kind`, and the value behind each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from headrace.protocols import EnvironmentKind
 ENVIRONMENTS = {
     "single_turn": "headrace.environments.single_turn:SINGLE_TURN",
 }
-"""A `protocols.EnvironmentKind`, by name: only a run that uses it imports its module, with whatever packages that needs."""
+"""Places of `protocols.EnvironmentKind` values, by name: only a run that uses one imports its module, with the packages
+that it needs."""
 
 
 def environment_kind(name: str) -> EnvironmentKind:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 PROVEN = ("llama", "mistral", "qwen2", "qwen3")
 """`model_type`s of which `tests/trainer/test_equal_logprobs.py` compares engine and trainer."""
-TIERS = {"bfloat16": ("AMX", "AVX512-BF16")}
+TIERS = {"bfloat16": ("AMX", "AVX512-BF16"), "float32": ("AMX", "AVX512-BF16", "AVX-512", "AVX2")}
 """By the dtype of the computation: the kinds of processor on which both round at the same places. On others the engine keeps in
-float32 what it multiplies by weights in bfloat16."""
+float32 what it multiplies by weights in bfloat16; float32 on others was not tried."""
 
 
 def arithmetic(family: str, dtype: str, tier: str) -> str:

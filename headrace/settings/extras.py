@@ -13,7 +13,7 @@ class Extra(NamedTuple):
     requirement: str
     """Requirement as in `pyproject.toml`."""
     brings: str
-    """What it is used for."""
+    """Its use."""
     beside: tuple[str, ...] = ()
     """Requirements that come with it."""
 
@@ -27,7 +27,7 @@ EXTRAS = {
     "serve": Extra("uvicorn", "uvicorn>=0.34,<1", "the engine behind HTTP (headrace serve)", ("starlette>=0.46,<2",)),
     "lora": Extra("peft", "peft>=0.18,<1", "training of LoRA adapters"),
 }
-"""By the name of headrace's extra."""
+"""Packages by the name of headrace's extra."""
 
 
 def install(extra: str) -> str:

@@ -679,13 +679,13 @@ def test_a_stopped_trainer_and_a_stopped_engine_are_named_with_what_they_do(conf
         finally:
             await pools.close()
 
-    with Watchdog(tmp_path, 100, 200) as watchdog:
+    with Watchdog(tmp_path, warn_after=100, stop_after=200) as watchdog:
         errors = asyncio.run(main())
     for who, error in zip(("trainer", "engine"), errors, strict=True):
         assert re.search(rf"the {who} \({who}, pid \d+: does not answer signals: stopped by a signal", str(error)), (
             error
         )
-        picture = Path(error.__notes__[-1].removeprefix("where all stood is in ")).read_text()
+        picture = Path(error.__notes__[-1].removeprefix("the stacks of all processes are in ")).read_text()
         assert f"rollouts has waited 0 s for the {who}" in picture and "--- controller" in picture
         assert "worker.py" in picture, "the other one has answered"
     assert not watchdog.family.children(), "closed processes are forgotten"
@@ -750,7 +750,7 @@ def test_a_reward_function_that_sleeps_is_shown_with_its_line(tmp_path: Path, wh
         finally:
             await scorer.close()
 
-    with Watchdog(tmp_path, 100, 200) as watchdog, pytest.raises(StalledError) as caught:
+    with Watchdog(tmp_path, warn_after=100, stop_after=200) as watchdog, pytest.raises(StalledError) as caught:
         asyncio.run(around())
     assert place in str(caught.value) and any("sleep" in note for note in caught.value.__notes__)
 
@@ -838,7 +838,7 @@ async def main(mode):
         await asyncio.Event().wait()
 
 path = Path(sys.argv[1])
-with Watchdog(path, 0.4, 60.0 if sys.argv[2] == "native" else 1.2, pulse=0.1, freeze=0.5) as watchdog:
+with Watchdog(path, warn_after=0.4, stop_after=60.0 if sys.argv[2] == "native" else 1.2, pulse=0.1, freeze=0.5) as watchdog:
     asyncio.run(main(sys.argv[2]))
 """
 
@@ -863,14 +863,14 @@ def test_a_wait_without_a_name_is_found_too(tmp_path: Path) -> None:
     done = run_blocked(tmp_path, "nameless")
     assert done.returncode == STALLED
     said, ended = done.stderr.split("ended by its watchdog", 1)
-    assert "nothing has been waited for by name" in said and "in main" in said and "task Task-1" in ended
+    assert "there has been no named wait for" in said and "in main" in said and "task Task-1" in ended
 
 
 def test_native_code_that_keeps_the_interpreter_is_written_down_without_it(tmp_path: Path) -> None:
     done = run_blocked(tmp_path, "native")
     assert done.returncode == 0, done.stderr
     assert re.search(
-        r"the interpreter of the controller, pid \d+, has stood still for \d s; its main thread is in .*main",
+        r"the interpreter of the controller, pid \d+, has been blocked for \d s; its main thread is in .*main",
         done.stderr,
     )
     assert "in main" in (tmp_path / "interpreter.stacks").read_text()
@@ -879,7 +879,7 @@ def test_native_code_that_keeps_the_interpreter_is_written_down_without_it(tmp_p
 def test_native_code_that_never_lets_the_interpreter_go_ends_the_run_with_its_sentence(tmp_path: Path) -> None:
     done = run_blocked(tmp_path, "native for ever")
     assert done.returncode == -signal.SIGKILL
-    verdict = "ended by its watchdog: the interpreter stood still for"
+    verdict = "ended by its watchdog: the interpreter was blocked for"
     assert f"headrace: {verdict}" in done.stderr and verdict in (tmp_path / "status.json").read_text()
 
 
@@ -928,6 +928,6 @@ def test_nothing_ends_the_watchdog(tmp_path: Path, capfd: pytest.CaptureFixture[
             while read_live(tmp_path) is None:
                 await asyncio.sleep(0.01)
 
-    with Watchdog(tmp_path, 100, 200, pulse=0.02) as watchdog:
+    with Watchdog(tmp_path, warn_after=100, stop_after=200, pulse=0.02) as watchdog:
         asyncio.run(asyncio.wait_for(main(), 300))
     assert "RuntimeError: not now" in capfd.readouterr().err

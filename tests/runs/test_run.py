@@ -113,7 +113,7 @@ def test_a_run_whose_last_weights_are_not_on_the_disk_is_nowhere_called_finished
     said = capsys.readouterr()
     assert "all 6 steps are done, but the run is not finished" in said.err and "--resume" in said.err
     assert "finished at step" not in said.out and "stopped at step 6 of 6" in said.out
-    assert "Go on with" in said.out and "--step 4" in said.out
+    assert "Resume with" in said.out and "--step 4" in said.out
     assert any("free disk space" in one.message for one in of(directory, Warned))
     assert cli.main(["status", str(directory)]) == 1 and "✗ all 6 steps are done" in capsys.readouterr().out
     assert "not finished" in (directory / "report.html").read_text()

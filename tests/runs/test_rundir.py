@@ -23,7 +23,7 @@ def _start(config: RunConfig) -> None:
     path = config.run_dir
     with full_disk_as_error(path), RunDirectory.of(path, False) as directory:
         lane = open_lane(config, directory, False)
-        lane.storage.recorder.add(watchdog := Watchdog(directory.logs, 100.0, 200.0))
+        lane.storage.recorder.add(watchdog := Watchdog(directory.logs, warn_after=100.0, stop_after=200.0))
         with watchdog:
             lane.storage.begin()
             lane.storage.close()

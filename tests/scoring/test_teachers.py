@@ -365,7 +365,7 @@ NORTH = {"name": "north", "path": "org/teacher"}
         ),
         ({"algo": {"name": "opd"}, "teachers": [{**NORTH, "engine": {"kv_gb": 1}}]}, "the teacher north, engine.kv_gb is not a setting; did you mean kv_gib"),
         ({"algo": {"name": "opd"}, "teachers": [{**NORTH, "engine": {"context_length": 64}}]}, "too short for all that the run's"),
-        ({"algo": {"name": "opd"}, "teachers": [{**NORTH, "engine": {"cores": [4095]}}]}, "does not lend"),
+        ({"algo": {"name": "opd"}, "teachers": [{**NORTH, "engine": {"cores": [4095]}}]}, "may not use"),
         ({"teachers": [{**NORTH, "name": "reasoning_gym", "mode": "text"}]}, "has the name of a reward function"),
         ({"teachers": [{**NORTH, "mode": "text", "route": {"column": "kind"}}]}, "teachers[0].route.values is missing"),
         ({"teachers": [{**NORTH, "mode": "text", "weigth": 2.0}]}, "did you mean teachers.weight"),

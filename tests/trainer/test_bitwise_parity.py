@@ -25,6 +25,7 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
 from headrace.errors import ConfigError
 from headrace.models.lora import LoraConfig
+from headrace.native.arithmetic import arithmetic
 from headrace.orchestration.needs import check_parity
 from headrace.orchestration.workers.build import open_transport
 from headrace.orchestration.workers.first_difference import explained
@@ -39,9 +40,9 @@ from headrace.trainer.step.trainer import TorchTrainer
 from headrace.types import Batch, Completion, Group, Prompt, Request, Row, Sampling, VersionSpan
 from headrace.weights import WeightUpdate
 
-proven = pytest.mark.skipif(
-    binding.tier() not in ("AMX", "AVX512-BF16"), reason="the mode is refused where no instruction multiplies bfloat16"
-)
+DTYPES = [dtype for dtype in ("bfloat16", "float32") if arithmetic("llama", dtype, binding.tier() or "")]
+DTYPE = DTYPES[0] if DTYPES else "float32"
+proven = pytest.mark.skipif(not DTYPES, reason="the mode is refused on this processor")
 
 _saved = TemporaryDirectory(prefix="headrace-bitwise-")
 
@@ -56,7 +57,7 @@ def saved(name: str) -> Path:
 def trainer_of(name: str, **settings: Any) -> TorchTrainer:
     return TorchTrainer(
         model_dir=saved(name),
-        config=TrainConfig(**{"parity": "bitwise", "dtype": "bfloat16", "learning_rate": 1e-3, **settings}),
+        config=TrainConfig(**{"parity": "bitwise", "dtype": DTYPE, "learning_rate": 1e-3, **settings}),
         algo=AlgoConfig(name="reinforce"),
         seed=0,
     )
@@ -65,10 +66,12 @@ def trainer_of(name: str, **settings: Any) -> TorchTrainer:
 def sampled(trainer: TorchTrainer, name: str, version: int = 0) -> list[Row]:
     """By an engine that has the trainer's weights."""
     engine = NativeEngine(
-        saved(name), EngineConfig(dtype="bfloat16", device="cpu", path="kernels", kv_gib=0.01, context_length=96)
+        saved(name), EngineConfig(dtype=trainer.dtype, device="cpu", path="kernels", kv_gib=0.01, context_length=96)
     )
     update = WeightUpdate(version=version, kind="full", fingerprint="", nbytes=0, seconds=0.0)
-    engine.swap(engine.prepare(update, {key: value.to(torch.bfloat16) for key, value in trainer.parameters()}))
+    engine.swap(
+        engine.prepare(update, {key: value.to(getattr(torch, trainer.dtype)) for key, value in trainer.parameters()})
+    )
     transcripts = {}
     for i in range(4):
         sampling = Sampling(max_tokens=20, seed=i, ignore_eos=True)
@@ -108,20 +111,21 @@ def weights_of(trainer: TorchTrainer) -> list[Tensor]:
 
 
 def rounded_once_more(module: Any) -> None:
-    """The planted fault: what a norm returns loses four bits."""
+    """The planted fault: the last bit of what a norm returns is rounded off."""
     own = module.forward
 
     def forward(_: Any, x: Tensor) -> Tensor:
         y: Tensor = own(x)
-        return (y.view(torch.int16) & ~15).view(torch.bfloat16) if y.dtype == torch.bfloat16 else y
+        return (y.view(torch.int16 if y.dtype == torch.bfloat16 else torch.int32) & ~1).view(y.dtype)
 
     module.forward = MethodType(forward, module)
 
 
 @proven
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["llama3-rope", "mistral-sliding", "qwen2", "qwen3"])
-def test_what_the_trainers_weights_sampled_is_trained(name: str) -> None:
-    trainer = trainer_of(name)
+def test_what_the_trainers_weights_sampled_is_trained(name: str, dtype: str) -> None:
+    trainer = trainer_of(name, dtype=dtype)
     for step in range(2):
         rows = sampled(trainer, name, step)
         report = trainer.step(batch(step, rows))
@@ -129,16 +133,17 @@ def test_what_the_trainers_weights_sampled_is_trained(name: str) -> None:
 
 
 @proven
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layer", [0, 1])
-def test_a_rounding_in_one_layer_is_named_and_nothing_is_trained(layer: int) -> None:
-    trainer = trainer_of("qwen3")
+def test_a_rounding_in_one_layer_is_named_and_nothing_is_trained(layer: int, dtype: str) -> None:
+    trainer = trainer_of("qwen3", dtype=dtype)
     rows, before = sampled(trainer, "qwen3"), weights_of(trainer)
     rounded_once_more(trainer._model.model.layers[layer].post_attention_layernorm)
     with pytest.raises(UnequalLogprobs, match="step 0 was not trained.* of 80 tokens") as caught:
         trainer.step(batch(0, rows))
     assert trainer.version == 0 and all(map(torch.equal, weights_of(trainer), before))
     assert all(parameter.grad is None for parameter in trainer._model.parameters())
-    assert f"part in layer {layer}: " in str(explained(caught.value, trainer, start_of("qwen3")))
+    assert f"part in layer {layer}: " in str(explained(caught.value, trainer, start_of("qwen3", dtype)))
     del trainer._model.model.layers[layer].post_attention_layernorm.forward
 
 
@@ -157,7 +162,7 @@ def test_the_embedding_the_head_and_the_engines_process_are_told_apart() -> None
     assert "in the process that served it" in str(explained(caught.value, other, start_of("llama3-rope")))
 
 
-def start_of(name: str) -> TrainerStart:
+def start_of(name: str, dtype: str = DTYPE) -> TrainerStart:
     with_nothing = open_transport()
     try:
         return TrainerStart(
@@ -165,7 +170,7 @@ def start_of(name: str) -> TrainerStart:
             train={},
             algo={},
             seed=0,
-            serving_dtype="bfloat16",
+            serving_dtype=dtype,
             keep_routing=False,
             transport=with_nothing,
         )
@@ -261,9 +266,7 @@ def served(tiny_llama: Path, tmp_path: Path) -> Path:
 
 @proven
 def test_a_model_that_the_engines_kernels_do_not_serve_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
-    config = tiny_config(
-        tmp_path, tiny_llama, train={"parity": "bitwise", "dtype": "bfloat16"}, engine={"dtype": "bfloat16"}
-    )
+    config = tiny_config(tmp_path, tiny_llama, train={"parity": "bitwise", "dtype": DTYPE}, engine={"dtype": DTYPE})
     with pytest.raises(ConfigError, match="kernels|bit for bit"):
         headrace.train(config)
 

@@ -36,7 +36,7 @@ class Diagnostics:
         self.peak = torch.zeros(len(NAMES), dtype=torch.float64)
         """`sums` and `histogram` of all ranks add up, `peak` is the maximum over them."""
         self.rounding = torch.zeros(4, dtype=torch.float64)
-        """At lag 0: tokens, Σ gap²; sequences, Σ (mean gap)²."""
+        """Sums at lag 0: tokens, Σ gap²; sequences, Σ (mean gap)²."""
 
     def add(self, tokens: Tokens, result: TokenLoss, swapped: Tensor) -> None:
         """Adds tokens. `swapped` [M] bool: the token's sequence was sampled by more than one version, and counts in

@@ -58,7 +58,7 @@ def train(
                 notes = complete(rehearse(config, inputs, resume)).notes
             for note in notes:
                 lane.storage.recorder.record(Warned(lane.storage.seconds, note))
-            _train(lane, inputs, callbacks, tells=not resume)
+            _train(lane, inputs, callbacks, writes=not resume)
         except HeadraceError as error:
             lane.add_resume_hint(error)
             raise
@@ -68,9 +68,11 @@ def train(
         return result_of(directory.path, {"": lane})
 
 
-def _train(lane: Lane, inputs: PythonInputs, callbacks: Callbacks | None, tells: bool) -> None:
+def _train(lane: Lane, inputs: PythonInputs, callbacks: Callbacks | None, writes: bool) -> None:
     config, directory, storage = lane.config, lane.directory, lane.storage
-    watchdog = Watchdog(directory.logs, config.watch.warn_after, config.watch.stop_after, tells)
+    watchdog = Watchdog(
+        directory.logs, warn_after=config.watch.warn_after, stop_after=config.watch.stop_after, writes=writes
+    )
     storage.recorder.add(watchdog)
     if callbacks:
         storage.recorder.add(callbacks)

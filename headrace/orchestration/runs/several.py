@@ -68,7 +68,9 @@ def train_together(
         for lane in lanes.values():
             for note in notes:
                 lane.storage.recorder.record(Warned(lane.storage.seconds, note))
-        watchdog = Watchdog(directory.logs, config.watch.warn_after, config.watch.stop_after, tells=not resume)
+        watchdog = Watchdog(
+            directory.logs, warn_after=config.watch.warn_after, stop_after=config.watch.stop_after, writes=not resume
+        )
         with watchdog:
             keep = partial(directory.keep_config, step=0) if resume else directory.begin
             together = _SeveralRuns(
