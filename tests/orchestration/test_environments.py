@@ -259,6 +259,8 @@ def test_two_turns_are_one_row_in_training_journal_and_packing(tmp_path: Path) -
     world = FakeWorld(tmp_path, environment=scripted(2, seconds=0.05), steps=4)
     virtual_time.run(world.run())
     assert check_rows(world) == 4 * 3 * 2
+    requests = [one for one in world.engine.requests if one.id.startswith("t")]
+    assert len({one.sampling.seed for one in requests}) == len(requests), "each turn has random numbers of its own"
     ended = world.facts.of(GroupEnded)
     sampled = {
         group.ticket: [one.episode.sampled for one in group.scored] for b in world.trainer.batches for group in b.groups
