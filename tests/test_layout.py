@@ -61,7 +61,7 @@ FLOORS = {
 # The rooms of a folder, from the lowest up: each imports only from those before it. A folder's own files have no order of their
 # own, but a folder has no circle among its rooms and files.
 ROOMS = {
-    "algo": ("policy", "advantage", "loss"),
+    "algo": ("policy", "rules", "advantage", "loss"),
     "engine.native": ("cache", "sampling", "schedule", "runners", "kernels"),
     "observe": ("numbers", "diagnosis", "health", "screen", "report", "sinks"),
     "orchestration": ("store", "loops", "workers", "clients", "runs"),
