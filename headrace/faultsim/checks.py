@@ -251,7 +251,7 @@ class Referee:
             case WeightsLive():
                 self._goes_live(fact.update.version)
             case Warned():
-                assert "came out otherwise" not in fact.message, f"C7: {fact.message}"
+                assert "with a different result" not in fact.message, f"C7: {fact.message}"
             case CheckpointSaved():
                 self._books()
                 if fact.error:

@@ -40,7 +40,7 @@ from headrace.orchestration.clients.process_engine import ProcessEngine
 from headrace.orchestration.clients.process_trainer import ProcessTrainer
 from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.loops.identity import IdentityProbe
-from headrace.orchestration.loops.parts import told_of
+from headrace.orchestration.loops.parts import earlier_metrics
 from headrace.orchestration.loops.pipeline import Pipeline
 from headrace.orchestration.runs.session import run_clock
 from headrace.orchestration.store.checkpoints import Checkpoints
@@ -238,7 +238,7 @@ class Life:
             probe=IdentityProbe([1, 2, 3], 2, 1e-9, self._telemetry),
         )
         referee.saved_step = lambda: self._parts.snapshots.saved_step
-        return Pipeline(self._parts, plan, self._restored.step, told_of(storage.recorder.state))
+        return Pipeline(self._parts, plan, self._restored.step, earlier_metrics(storage.recorder.state))
 
     def _plan_of(self, rollout: RolloutConfig) -> LoopPlan:
         return LoopPlan(

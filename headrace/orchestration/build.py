@@ -32,7 +32,7 @@ from headrace.orchestration.choosing import allowance_of
 from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.loops.identity import PROBE, TOLERANCE, IdentityProbe
 from headrace.orchestration.loops.minutes import Minutes
-from headrace.orchestration.loops.parts import Parts, told_of
+from headrace.orchestration.loops.parts import Parts, earlier_metrics
 from headrace.orchestration.loops.pipeline import Pipeline
 from headrace.orchestration.loops.utilisation import Utilisation
 from headrace.orchestration.pools import Pools, open_pools
@@ -252,7 +252,7 @@ def _built(
         minutes=Minutes(allowance_of(config), storage.keep_steps, telemetry.record, telemetry.clock),
         sentinels=(pools.teaching.watch,),
     )
-    pipeline = Pipeline(parts, plan, restored.step, told_of(storage.recorder.state))
+    pipeline = Pipeline(parts, plan, restored.step, earlier_metrics(storage.recorder.state))
     return BuiltRun(
         pools=pools,
         parts=parts,

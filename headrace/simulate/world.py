@@ -28,7 +28,7 @@ from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.assembly import assemble, go_live, restore_state
 from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.loops.identity import IdentityProbe
-from headrace.orchestration.loops.parts import Told
+from headrace.orchestration.loops.parts import EarlierMetrics
 from headrace.orchestration.loops.pipeline import Pipeline
 from headrace.orchestration.store.checkpoints import Checkpoints
 from headrace.orchestration.store.recovery import SavedRun, read_saved_run
@@ -82,7 +82,7 @@ class World:
     identity_every: int = 2
     mark: str = ""
     """Names the settings that make rows (`course.scoring_mark`)."""
-    told: Told = Told()
+    earlier: EarlierMetrics = EarlierMetrics()
     """What the metrics hold of the worlds before this one."""
     noise: NoiseWatch = field(default_factory=NoiseWatch)
     sentinels: Sequence[Callable[[], Awaitable[None]]] = ()
@@ -138,7 +138,7 @@ class World:
             noise=self.noise,
             sentinels=self.sentinels,
         )
-        self.pipeline = Pipeline(self.parts, plan, self.restored.step, self.told)
+        self.pipeline = Pipeline(self.parts, plan, self.restored.step, self.earlier)
         return self.pipeline
 
     async def go_live(self) -> None:

@@ -157,7 +157,7 @@ def test_the_last_step_by_default_and_another_one_on_request(run: Path) -> None:
     said = printed(run)
     assert said.startswith("Step 4: 2 groups, 6 rollouts, made version 4")
     assert said.count("prompt: State the result") == 3, "three of them token by token"
-    assert "tokens are shown as ids" in said and "--rescore asks the trainer" in said
+    assert "tokens are shown as ids" in said and "--rescore computes the trainer" in said
     assert printed(run, step=2).startswith("Step 2")
 
 
@@ -173,7 +173,7 @@ def test_one_group_by_its_ticket_with_a_line_for_each_token(run: Path) -> None:
 def test_what_is_not_there_is_refused_with_the_reason(run: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no step of .* trained ticket 99: it was dropped \(no_contrast\)"):
         find_step(run, None, 99)
-    with pytest.raises(ConfigError, match="has 4 steps, there is no step 5"):
+    with pytest.raises(ConfigError, match="has 4 steps, so there is no step 5"):
         find_step(run, 5, None)
     with pytest.raises(ConfigError, match="step 1 did not train ticket 99; it trained"):
         find_step(run, 1, 99)

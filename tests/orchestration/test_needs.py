@@ -90,7 +90,7 @@ def _adapter(name: str) -> Any:
 def test_a_teacher_must_be_able_to_tell_what_it_thinks() -> None:
     check_teacher("teacher math", everything(), 8)
     check_teacher("teacher math", without("top_logprobs"), 0)
-    with pytest.raises(ConfigError, match=r"teacher math \(fake\) cannot tell the log-probs of given tokens"):
+    with pytest.raises(ConfigError, match=r"teacher math \(fake\) cannot return the log-probs of given tokens"):
         check_teacher("teacher math", without("prompt_logprobs"), 0)
     with pytest.raises(ConfigError, match="algo.teacher_top = 0"):
         check_teacher("teacher math", without("top_logprobs"), 8)

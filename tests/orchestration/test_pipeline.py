@@ -23,7 +23,7 @@ from headrace.algo.noise import NoiseWatch
 from headrace.engine.fake import FakeEngine
 from headrace.errors import CheckpointError, HeadraceError, IdentityError, StalledError, TrainingError, WorkerDied
 from headrace.observe.facts import CheckpointSaved, Evaluated, GroupEnded, StepTrained, Warned, WeightsLive
-from headrace.orchestration.loops.parts import Told
+from headrace.orchestration.loops.parts import EarlierMetrics
 from headrace.orchestration.loops.turns import Turns
 from headrace.orchestration.store.checkpoints import Checkpoints
 from headrace.orchestration.store.snapshots import load_controller
@@ -60,7 +60,9 @@ def test_c1_c2_c4_c5_hold_in_every_schedule(tmp_path_factory: pytest.TempPathFac
 
 def test_the_bound_is_reached(tmp_path: Path) -> None:
     """A proof of a bound that is never attained would be a proof of something else."""
-    world = FakeWorld(tmp_path, StalenessConfig(groups_per_step=2, max_lag=3), engine=FakeEngine(0.001), steps=20)
+    world = FakeWorld(
+        tmp_path, StalenessConfig(groups_per_step=2, max_lag=3), engine=FakeEngine(seconds_per_token=0.001), steps=20
+    )
     virtual_time.run(world.run())
     assert max(world.trained_lags()) == 3
 
@@ -73,7 +75,7 @@ def test_max_lag_0_is_synchronous(tmp_path: Path) -> None:
 
 def test_strict_order_of_admission_with_window_1(tmp_path: Path) -> None:
     slow_and_fast = lambda rng: rng.choice([1, 8])  # noqa: E731
-    world = FakeWorld(tmp_path, engine=FakeEngine(0.1, length=slow_and_fast))
+    world = FakeWorld(tmp_path, engine=FakeEngine(seconds_per_token=0.1, length=slow_and_fast))
     virtual_time.run(world.run())
     tickets = [group.ticket for batch in world.trainer.batches for group in batch.groups]
     assert tickets == sorted(tickets)
@@ -251,12 +253,12 @@ def test_interrupt_and_resume_lose_nothing_and_train_nothing_twice(
 
 
 def test_what_was_in_flight_goes_on_from_its_tokens(tmp_path: Path) -> None:
-    first = FakeWorld(tmp_path, steps=30, engine=FakeEngine(0.3))
+    first = FakeWorld(tmp_path, steps=30, engine=FakeEngine(seconds_per_token=0.3))
     virtual_time.run(first.run(interrupt_after=5.0))
     begun = load_controller(first.checkpoints.all()[-1]).begun
     unfinished = {name: one for name, one in begun.items() if one.stop == "interrupted"}
     assert unfinished, "nothing was in flight: choose another moment"
-    second = FakeWorld(tmp_path, steps=30, engine=FakeEngine(0.3))
+    second = FakeWorld(tmp_path, steps=30, engine=FakeEngine(seconds_per_token=0.3))
     virtual_time.run(second.run(resume=True))
     asked = {request.id: request for request in second.engine.requests}
     for name, one in unfinished.items():
@@ -278,7 +280,7 @@ def test_groups_that_other_settings_have_scored_are_dropped_by_name(tmp_path: Pa
     """And once, though the run is killed again before it has written a checkpoint."""
 
     def world(mark: str) -> FakeWorld:
-        return FakeWorld(tmp_path, steps=30, trainer=FakeTrainer(0.5), mark=mark)
+        return FakeWorld(tmp_path, steps=30, trainer=FakeTrainer(seconds_per_step=0.5), mark=mark)
 
     async def killed() -> None:
         with contextlib.suppress(TimeoutError):
@@ -314,7 +316,7 @@ def test_a_step_that_is_skipped_when_it_is_done_again_ends_the_run(tmp_path: Pat
     virtual_time.run(first.run(interrupt_after=5.0))
     shutil.rmtree(tmp_path / "checkpoints")  # all steps are done again
     second = FakeWorld(tmp_path, steps=30, trainer=FakeTrainer(skip=lambda attempt: attempt == 2))
-    with pytest.raises(CheckpointError, match="step 2 was done again from the journal and was nonfinite_gradient"):
+    with pytest.raises(CheckpointError, match="step 2 was repeated from the journal and was nonfinite_gradient"):
         virtual_time.run(second.run(resume=True))
     done_again = second.trainer.batches
     assert [batch.skippable for batch in done_again] == [False, False], "the journal says that they were not skipped"
@@ -376,7 +378,7 @@ MODES = ("inflight", "stream", "abort_resume", "save_resume", "drain", "barrier"
 def test_one_interrupt_is_enough_whatever_the_engine_does(tmp_path: Path, mode: Any, when: str) -> None:
     """It is stopped, and answers nobody: a checkpoint needs the trainer only."""
     partial = PartialConfig(mode=mode)
-    world = FakeWorld(tmp_path, steps=1000, engine=FakeEngine(0.3, load_seconds=1.0), partial=partial)
+    world = FakeWorld(tmp_path, steps=1000, engine=FakeEngine(seconds_per_token=0.3, load_seconds=1.0), partial=partial)
 
     async def scenario() -> None:
         running = asyncio.ensure_future(world.run())
@@ -400,7 +402,12 @@ def test_one_interrupt_is_enough_whatever_the_engine_does(tmp_path: Path, mode: 
 @pytest.mark.parametrize("mode", MODES)
 def test_whoever_leaves_at_once_waits_for_nobody(tmp_path: Path, mode: Any, who: str) -> None:
     """A second interrupt cancels the run."""
-    world = FakeWorld(tmp_path, steps=1000, engine=FakeEngine(0.3, load_seconds=1.0), partial=PartialConfig(mode=mode))
+    world = FakeWorld(
+        tmp_path,
+        steps=1000,
+        engine=FakeEngine(seconds_per_token=0.3, load_seconds=1.0),
+        partial=PartialConfig(mode=mode),
+    )
 
     async def scenario() -> None:
         running = asyncio.ensure_future(world.run())
@@ -442,15 +449,15 @@ def test_a_checkpoint_that_was_due_at_the_killed_step_is_written_after_the_resum
     first = FakeWorld(tmp_path, steps=9, trainer=FakeTrainer(save_seconds=100.0), checkpoint_every=4)
     _killed(first, lambda: first.trainer.version == 4)
     assert not first.checkpoints.all()
-    second = FakeWorld(tmp_path, steps=9, checkpoint_every=4, told=first.in_metrics())
+    second = FakeWorld(tmp_path, steps=9, checkpoint_every=4, earlier=first.in_metrics())
     virtual_time.run(second.run(resume=True))
     assert [fact.step for fact in second.facts.of(CheckpointSaved)] == [4, 8, 9]
 
 
 def test_an_evaluation_that_was_due_at_the_killed_step_is_done_after_the_resume(tmp_path: Path) -> None:
-    def world(told: Told = Told(), name: str = "run") -> FakeWorld:  # noqa: B008 frozen
+    def world(earlier: EarlierMetrics = EarlierMetrics(), name: str = "run") -> FakeWorld:  # noqa: B008 frozen
         engine, trainer = FakeEngine(0.3), FakeTrainer(2.0)
-        return FakeWorld(tmp_path / name, steps=9, evaluate_every=4, told=told, engine=engine, trainer=trainer)
+        return FakeWorld(tmp_path / name, steps=9, evaluate_every=4, earlier=earlier, engine=engine, trainer=trainer)
 
     first = world()
     _killed(first, lambda: any(live.update.version == 4 for live in first.facts.of(WeightsLive)))
@@ -491,7 +498,7 @@ def test_a_step_that_is_done_again_shows_its_reward(tmp_path: Path, known: bool)
     shown = {fact.report.version: fact.reward_drawn for fact in first.facts.of(StepTrained)}
     before = first.facts.facts.index(first.facts.of(StepTrained)[1]) if known else 0
     until = first.facts.facts.index(first.facts.of(StepTrained)[2]) if known else 0
-    second = FakeWorld(tmp_path, steps=9, told=first.in_metrics(until))
+    second = FakeWorld(tmp_path, steps=9, earlier=first.in_metrics(until))
     assert bool(before) == known
     virtual_time.run(second.run(resume=True))
     again = {fact.report.version: fact.reward_drawn for fact in second.facts.of(StepTrained)}

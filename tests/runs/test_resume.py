@@ -304,7 +304,7 @@ def test_what_was_made_for_a_run_that_never_began_goes_again(tmp_path: Path) -> 
         assert not list(tmp_path.iterdir())
     leaves(WorkerDied("engine", "was killed"))
     assert bytes_of(path) == {"logs/engine.log": b"its last words"}
-    with pytest.raises(ConfigError, match=r"holds no run: .* \(what was started there ended before it began\)"):
+    with pytest.raises(ConfigError, match=r"holds no run: .* \(a run was started there, but ended before it began\)"):
         status(path)
     (path / "mine.txt").write_text("somebody else's")
     leaves(ConfigError("no such layer"))

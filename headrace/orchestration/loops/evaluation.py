@@ -1,4 +1,4 @@
-"""Held-out reward: the same prompts before, during and after, through the same engine and scorer as training."""
+"""Measures the held-out reward: the same prompts before, during and after training, with the same engine and scorer."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class Evaluator:
         self._firsts = Firsts(telemetry.record, telemetry.clock, held_out=True)
         self._texts = FirstTexts(telemetry.record, telemetry.clock)
         self._numbers = itertools.count()
-        """Of the measurements: two may be under way at once."""
+        """Numbers the measurements, because two may run at the same time."""
 
     async def measure(self, phase: Literal["before", "during", "after"], step: int) -> Evaluated | None:
-        """None when the run has no held-out prompts. A rollout that failed is counted by reason, not scored as zero."""
+        """Measures all held-out prompts; None if the run has none. A failed rollout is counted by reason, not scored as zero."""
         if not self._prompts:
             return None
         clock = self._telemetry.clock
@@ -50,7 +50,7 @@ class Evaluator:
         results = await asyncio.gather(*(self._one(number, i, prompt) for i, prompt in enumerate(self._prompts)))
         scored = [one for group in results for one in group if isinstance(one, Scored)]
         failures = [one for group in results for one in group if isinstance(one, Failure)]
-        # The prompt is the unit that was drawn at random: samples of one prompt are not independent.
+        # The standard error is over prompts, because samples of one prompt are not independent.
         means = [_mean([one.reward for one in group if isinstance(one, Scored)]) for group in results]
         kept = [mean for mean in means if not math.isnan(mean)]
         fact = Evaluated(
@@ -79,20 +79,20 @@ class Evaluator:
             rolled = await roll_out(self._environment, prompt, seeds, ask=ask, decode=self._decode)
         played = [one for one in rolled if isinstance(one, Played)]
         episodes = [one.episode for one in played]
-        self._texts.tell(prompt, episodes)
+        self._texts.report(prompt, episodes)
         found: list[Scored | Failure] = [one for one in rolled if isinstance(one, Failure)]
         if episodes:
             async with self._telemetry.waits.named("evaluation", "the scorer"):
                 found += with_rewards(await self._scorer.score(prompt, episodes), played)
-        self._firsts.tell((one for one in found if isinstance(one, Failure)), prompt.id)
+        self._firsts.report((one for one in found if isinstance(one, Failure)), prompt.id)
         return found
 
     def _request(self, number: int, index: int, asked: TurnAsked) -> Request:
-        """The seeds do not depend on the step: before and after differ by their weights alone."""
+        """Makes a request. Its seed does not depend on the step, so that before and after differ only by the weights."""
         turn = (asked.turn,) if asked.turn else ()
         name = "/".join(map(str, (number, index, asked.rollout, *turn)))
         return self._rollout.evaluation(
-            f"eval:{self._adapter}:{name}",  # adapters share an engine
+            f"eval:{self._adapter}:{name}",  # adapters share an engine, so the name must be unique
             asked.context,
             seed_of("held-out", index, asked.rollout, *turn),
             self._config.temperature,

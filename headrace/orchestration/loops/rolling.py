@@ -1,4 +1,4 @@
-"""Two loops of the pipeline: admit draws prompts, roll_group turns each into a group that is ready, dropped or failed."""
+"""Two loops of the pipeline: `admit` draws prompts; `_roll_group` turns each into a group that is ready, dropped or failed."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from collections.abc import Sequence
 from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.loops.budgets import Budgets
 from headrace.orchestration.loops.outcomes import FirstTexts, Rolled
-from headrace.orchestration.loops.parts import Parts, Told
+from headrace.orchestration.loops.parts import EarlierMetrics, Parts
 from headrace.rollouts.episodes import Played, TurnAsked, roll_out, with_rewards
 from headrace.types import Completion, Failure, Group, Prompt, Scored
 
 
 class Rolling:
-    def __init__(self, parts: Parts, plan: LoopPlan, told: Told) -> None:
+    def __init__(self, parts: Parts, plan: LoopPlan, earlier: EarlierMetrics) -> None:
         self._parts, self._plan, self._clock = parts, plan, parts.telemetry.clock
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        """By ticket."""
+        """The task of each ticket in flight."""
         self._cancelled: dict[int, str] = {}
-        """Why, by ticket."""
+        """The reason for each ticket that was cancelled."""
         self._budgets = Budgets(plan.watch, plan.rollout.patience, parts.telemetry.record, self._clock)
         self._texts = FirstTexts(parts.telemetry.record, self._clock)
-        self._rewards = list(told.rewards)
-        """Of the groups that ended since the last step."""
-        self._mean_drawn = told.reward_drawn
+        self._rewards = list(earlier.rewards)
+        """Rewards of the groups that ended since the last step."""
+        self._mean_drawn = earlier.reward_drawn
         self._diverged = False
 
     async def admit(self, loops: asyncio.TaskGroup) -> None:
-        """Until the buffer is closed. What was in flight when the run was killed goes first, under its old tickets."""
+        """Draws prompts until the buffer is closed. In a resumed run, the groups in flight at the kill come first, under their old tickets."""
         buffer, parts = self._parts.buffer, self._parts
         for ticket, prompt in buffer.in_flight.items():
             self._begin(loops, ticket, prompt)
@@ -46,7 +46,7 @@ class Rolling:
             self._begin(loops, ticket, prompt)
 
     def cancel_older_than(self, version: int, reason: str) -> int:
-        """Drops the groups in flight that have a token of older weights. Returns how many rollouts this ends."""
+        """Drops the groups in flight that have a token older than `version`. Returns the number of rollouts that end."""
         ended = 0
         for ticket, task in self._tasks.items():
             names = self._parts.interrupts.names(ticket)
@@ -58,8 +58,8 @@ class Rolling:
         return ended
 
     def mean_drawn(self, groups: Sequence[Group]) -> float:
-        """Mean reward of what ended since the last step, which takes `groups`; the value before when nothing did. Where the metrics
-        of a killed process are lost, with all that was known of what it drew: of those groups."""
+        """Mean reward of all groups that ended since the last step, or the previous value if none did. If the metrics of a killed process
+        are lost, it is the mean of `groups`, which this step takes."""
         if not self._rewards and math.isnan(self._mean_drawn):
             self._rewards = [one.reward for group in groups for one in group.scored]
         if self._rewards:
@@ -68,7 +68,7 @@ class Rolling:
         return self._mean_drawn
 
     def stop(self) -> None:
-        """What is in flight stays what it is: in the checkpoint, and in the journal."""
+        """Cancels all groups in flight. They stay recorded in checkpoint and journal."""
         for task in self._tasks.values():
             task.cancel()
 
@@ -131,7 +131,7 @@ class Rolling:
             )
         played = [result for result in results if isinstance(result, Played)]
         episodes = [one.episode for one in played]
-        self._texts.tell(prompt, episodes)
+        self._texts.report(prompt, episodes)
         judged: list[Scored | Failure] = []
         if episodes:
             async with parts.telemetry.waits.named("rollouts", "the scorer"):
