@@ -90,7 +90,7 @@ def sample(
         _, prompt = encoder.encode_messages([{"role": "user", "content": question}])
         drawn = Sampling(max_tokens=tokens, seed=number, **sampling)
         request = Request(str(number), prompt, drawn, return_mask=bool(sampling), return_routing=routing)
-        transcripts[request.id] = Transcript(request)
+        transcripts[request.id] = Transcript(request=request)
         engine.add(request)
     while engine.has_work():
         output = engine.step()

@@ -142,10 +142,10 @@ def scenario_of(given: argparse.Namespace, policy: Json, seed: int) -> Any:
 
     chip, shape = hardware.gpu("h100"), hardware.shape("7b")
     return Scenario(
-        hardware.rates(chip, shape, 1, 4, 256, "7b"),
-        Distribution("lognormal", mean=2000, sigma=1.0, correlation=0.6),
-        StalenessConfig(groups_per_step=given.groups, **policy),
-        RolloutConfig(group_size=8, max_tokens=16384, patience=10**9),
+        rates=hardware.rates(chip, shape, replica=1, trainer=4, max_running=256, name="7b"),
+        completions=Distribution("lognormal", mean=2000, sigma=1.0, correlation=0.6),
+        staleness=StalenessConfig(groups_per_step=given.groups, **policy),
+        rollout=RolloutConfig(group_size=8, max_tokens=16384, patience=10**9),
         steps=given.steps,
         replicas=4,
         prompts=fixed(300),
@@ -163,7 +163,7 @@ def asked(scenario: Any, tickets: int) -> list[Prompted]:
 
     task = SimulatedTask(scenario.prompts, scenario.seed)
     length = Lengths(scenario.completions, scenario.rollout.max_tokens)
-    scorer = SimulatedScorer(scenario.latency, 1, scenario.seed, solved=scenario.solved)
+    scorer = SimulatedScorer(latency=scenario.latency, workers=1, seed=scenario.seed, solved=scenario.solved)
     found = []
     for ticket in range(tickets):
         prompt, size = task.draw(), scenario.rollout.group_size

@@ -113,7 +113,7 @@ class Model:
         self._width, self._sequences, self._dtype = -(-length // BLOCK), sequences, dtype
         self.published = torch.bfloat16
         read = skeleton.read(model_dir, dtype, torch.device("cpu"))
-        self._runner = FusedRunner(read, length, dtype, torch.device("cpu"), False, 0)
+        self._runner = FusedRunner(read, length, dtype=dtype, device=torch.device("cpu"), exact=False, max_adapters=0)
         self._runner.allocate(self._width * sequences)
 
     def use(self, version: Path) -> None:
@@ -127,7 +127,9 @@ class Model:
         cache, pieces = self._cache(rows), prompts
         for position in range(tokens):
             seed = np.arange(rows).astype(np.uint64)
-            settings = Settings(ones, zeros, ones, np.zeros(rows), seed, zeros + position)
+            settings = Settings(
+                temperature=ones, top_k=zeros, top_p=ones, min_p=np.zeros(rows), seed=seed, counter=zeros + position
+            )
             drawn.append(sample(cache.forward(pieces, every=False), settings))
             pieces = list(drawn[-1].tokens[:, None])
         return np.stack([one.tokens for one in drawn], 1), np.stack([one.logprobs for one in drawn], 1)
