@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass
 
 from headrace.algo.config import AlgoConfig
 from headrace.algo.earlier import as_it_was
-from headrace.engine.config import EngineConfig
+from headrace.engine.config import EngineConfig, engine_problems
 from headrace.errors import ConfigError
 from headrace.models.lora import AdapterConfig, LoraConfig, lora_problems
 from headrace.models.resolve import ModelConfig
@@ -131,6 +131,7 @@ def check(config: RunConfig) -> list[str]:
         *_sampling_problems(config),
         *_length_problems(config),
         *_core_problems(config),
+        *engine_problems(config.engine),
         *_teacher_problems(config),
         *partial_problems(config.partial, bool(config.lora.served_name), several=False),
     ]
@@ -249,7 +250,7 @@ def _teacher_problems(config: RunConfig) -> Iterator[str]:
 
 def teacher_engine(config: RunConfig, teacher: TeacherConfig) -> EngineConfig:
     """The run's engine settings with the teacher's own on top. Raises ConfigError naming the teacher."""
-    base = {**dataclasses.asdict(config.engine), "path": "auto", "max_adapters": 0, "routing": False}
+    base = {**dataclasses.asdict(config.engine.for_worker), "path": "auto", "max_adapters": 0, "routing": False}
     try:
         return build(EngineConfig, merge(base, teacher.engine))
     except ConfigError as error:
@@ -345,6 +346,9 @@ def resolve_paths(tree: Tree, base: Path) -> Tree:
         changed["task"] = {**task, **paths}
     if isinstance(reward, dict):
         changed["reward"] = _reward_paths(reward, base)
+    if isinstance(engine := tree.get("engine"), dict):
+        named = {k: _absolute(engine[k], base) for k in ("token_file", "shared_dir") if _names_file(engine.get(k))}
+        changed["engine"] = {**engine, **named}
     if isinstance(teachers := tree.get("teachers"), list):
         changed["teachers"] = [_teacher_paths(one, base) for one in teachers]
     if isinstance(algo, dict):

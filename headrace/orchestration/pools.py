@@ -14,14 +14,14 @@ from headrace.config import RunConfig, adapter_runs
 from headrace.observe.facts import WeightsLive
 from headrace.observe.health.waits import Waits
 from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.clients.process_engine import ProcessEngine
 from headrace.orchestration.clients.process_trainer import ProcessTrainer
 from headrace.orchestration.loops.turns import Turns
 from headrace.orchestration.needs import check_needs
+from headrace.orchestration.starting import start_engine, transport_of
 from headrace.orchestration.teaching import Shadowing, Teaching, shadow_of
 from headrace.orchestration.workers.build import open_launcher, open_transport
-from headrace.orchestration.workers.messages import AdapterStart, EngineStart, TrainerReady, TrainerStart
-from headrace.protocols import Engine, Job, Launcher, Observer, Trainer, Transport
+from headrace.orchestration.workers.messages import AdapterStart, TrainerReady, TrainerStart
+from headrace.protocols import Engine, Launcher, Observer, Trainer, Transport
 
 Clock = Callable[[], float]
 
@@ -87,24 +87,24 @@ async def open_pools(
 ) -> Pools:
     """Starts both processes and waits until both can work. `restore`: checkpoints, by the adapter (or the empty name)."""
     async with AsyncExitStack() as undo:
-        transports = [open_transport()]
+        transports = [transport_of(config, logs)]
         undo.callback(transports[0].close)
         if any(teacher.student for teacher in config.teachers):
             transports.append(open_transport())
             undo.callback(transports[1].close)
         launcher = open_launcher(logs)
-        job = Job("engine", "engine", config.engine.cores, transports[0].inherited)
-        engine = ProcessEngine(launcher, job, config.engine.max_deaths, observer, clock)
+        starting = start_engine(
+            config, model_dir=model_dir, launcher=launcher, transport=transports[0], observer=observer, clock=clock
+        )
+        engine = starting.engine
         undo.push_async_callback(engine.close)
-        await engine.launch()
+        await starting.launch()  # a server that does not come has a deadline, and a sentence, of its own
         trainer = ProcessTrainer(launcher, trainer_start(config, model_dir, restore, *transports), config.train.cores)
         undo.push_async_callback(trainer.close)
         async with waits.named("start", "the trainer to load the model"):
             ready: TrainerReady = await trainer.open()
         async with waits.named("start", "the engine to make room for it"):
-            adapters = sum(map(bool, trained_in(config)))
-            settings = _engine_settings(config, adapters)
-            await engine.open(EngineStart(str(model_dir), settings, ready.manifests, transports[0]))
+            await starting.finish(ready.manifests, sum(map(bool, trained_in(config))))
         check_needs(engine.capabilities, config)
         undo.pop_all()
     shadow = Shadowing(ready.shadow, transports[1]) if ready.shadow else None
@@ -153,10 +153,3 @@ def algo_settings(config: RunConfig) -> dict[str, Any]:
 
 def _assignment(config: RunConfig) -> AdapterStart:
     return AdapterStart(dataclasses.asdict(config.train), algo_settings(config), dataclasses.asdict(config.lora))
-
-
-def _engine_settings(config: RunConfig, adapters: int) -> dict[str, Any]:
-    """What the run needs is switched on in the engine, which refuses at its start what it cannot do."""
-    routing = config.engine.routing or config.rollout.keep_routing
-    room = max(config.engine.max_adapters, adapters)
-    return dataclasses.asdict(dataclasses.replace(config.engine, routing=routing, max_adapters=room))

@@ -15,6 +15,7 @@ from headrace.orchestration.workers.local import LocalLauncher
 from headrace.orchestration.workers.messages import EngineStart, TrainerStart
 from headrace.protocols import EngineCore, Launcher, TrainerCore, Transport, WeightReceiver, WeightSender
 from headrace.trainer.config import TrainConfig
+from headrace.weight_sync.files import Files
 from headrace.weight_sync.transport import TRANSPORTS
 from headrace.weights import Manifest
 
@@ -25,6 +26,11 @@ if TYPE_CHECKING:
 def open_transport() -> Transport:
     """The way from the trainer to engines. Both are on this machine."""
     return TRANSPORTS["shared_memory"].open()
+
+
+def open_files(directory: Path) -> Transport:
+    """The way to a server. The directory is made anew, and goes in the end."""
+    return Files(str(directory))
 
 
 def open_launcher(logs: Path) -> Launcher:
