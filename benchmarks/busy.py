@@ -100,7 +100,7 @@ def rates(children: list[Child], seconds: float) -> list[float]:
 
 
 def beside(first: Child, second: Child, seconds: float) -> list[float]:
-    """Both for as long as the second takes, whose steps are long."""
+    """Runs both for as long as the second takes, whose steps are long."""
     first.ask(float("inf"))
     second.ask(seconds)
     rate = second.rate()
@@ -131,7 +131,7 @@ class Bench:
                 print(f"round {round_number + 1}: {load}", file=sys.stderr, flush=True)
 
     def _compare(self, load: str, work: str) -> None:
-        """Counters before and after stand for the time between."""
+        """Measures the counters before and after, which stand for the time in between."""
         seconds, counters = self.options.seconds, self.counters[: COUNTERS.get(work, len(CORES))]
         left = sum(rates(counters, seconds / 2))
         for tree in random.sample(list(self.trees), len(self.trees)):

@@ -21,7 +21,7 @@ from pathlib import Path
 
 PROMPT, NEW = 32, 128
 VOCABULARY = 40_000
-"""Token ids of prompts stay below."""
+"""Token ids of prompts are below this."""
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ Rates = list[tuple[float, float]]
 
 class Figures:
     def __init__(self, rows: list[dict[str, Any]]) -> None:
-        """`rows`: load, work, tree, and of each round the tokens a second and what the counters had."""
+        """`rows`: load, work, tree, and for each round the tokens per second and the counters' result."""
         self._found: dict[tuple[str, str, str], Rates] = {
             (row["load"], row["work"], row["tree"]): row["rates"] for row in rows
         }
@@ -44,7 +44,7 @@ class Figures:
         return statistics.median(rate for rate, _ in self._found[load, part, tree])
 
     def share(self, load: str, work: str, tree: str) -> float:
-        """Of what a quiet machine gives."""
+        """The share of a quiet machine's result."""
         return sum(self.rate(load, part, tree) / self._best(part.split(" of ")[0]) for part in self._parts(work))
 
     def _best(self, work: str) -> float:

@@ -1,11 +1,12 @@
-"""What the native engine's capabilities cost, as a share of its throughput without them.
+"""The cost of the native engine's capabilities, as a share of its throughput without them.
 
     python benchmarks/capabilities.py [--model smollm2-135m-instruct] [--rounds 5] [--sequences 64] [--tokens 64] [--only masks lora]
 
-Every group compares ways of serving the same load (questions through the chat template, whose prompts are in the cache after the round
-that warms up; temperature 1, ends of sequence ignored, bfloat16), interleaved in rounds, with what its first row gives; every engine
-has a process of its own, which sleeps while another is timed. Ratios are of one round, medians and extremes over the rounds. The last group is about work that is not done: prompt tokens forwarded in
-conversations of several turns, with and without the cache of earlier turns.
+Every group compares ways of serving the same load with its first row, interleaved in rounds. The load is questions
+through the chat template, whose prompts are in the cache after the warm-up round; temperature 1, ends of sequence
+ignored, bfloat16. Every engine has a process of its own, which sleeps while another is timed. Ratios are of one round,
+medians and extremes over the rounds. The last group measures saved work: prompt tokens forwarded in conversations of
+several turns, with and without the cache of earlier turns.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ TURNS, TURN_PROMPT = 4, 24
 
 Tensors = Mapping[str, torch.Tensor]
 Options = Mapping[str, Any]
-"""Of a request, beside what all have."""
+"""Settings of a request, in addition to those that all have."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,11 @@ class Variant:
     name: str
     sampling: Options = field(default_factory=dict)
     options: Callable[[int], Options] = lambda index: {}
-    """By the number of the request."""
+    """Settings by the number of the request."""
     config: Options = field(default_factory=dict)
     """Variants of equal settings share an engine."""
     adapters: int = 0
-    """That are loaded."""
+    """Adapters that are loaded."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Comparison:
     name: str
     limit: str
     variants: tuple[Variant, ...]
-    """The first is what the others are compared with."""
+    """Variants; the first is the baseline of the others."""
     experts: bool = False
 
 
@@ -144,7 +145,7 @@ class Bench:
         )
 
     def rate(self, variant: Variant, seed: int) -> float:
-        """Sampled tokens a second."""
+        """Sampled tokens per second."""
         engine, started = self.engine(variant), time.perf_counter()
         for index, prompt in enumerate(self.prompts):
             drawn_by = seed * len(self.prompts) + index
@@ -156,7 +157,8 @@ class Bench:
 
 
 class Processes:
-    """An engine a process: the second one in a process is slower, whatever it is. Variants of equal settings share theirs."""
+    """Runs one engine per process, because the second one in a process is slower, whatever it is. Variants of equal
+    settings share an engine."""
 
     def __init__(self, model_dir: Path, prompts: list[tuple[int, ...]], tokens: int) -> None:
         self._load = (model_dir, prompts, tokens)
@@ -180,7 +182,7 @@ class Processes:
 
 
 _bench: Bench | None = None
-"""Of a process."""
+"""Settings of a process."""
 
 
 def _begin(*load: Any) -> None:
@@ -200,7 +202,7 @@ def _conversations(reuse: bool) -> tuple[int, float]:
 
 
 def finish(engine: NativeEngine) -> dict[str, list[int]]:
-    """What everybody samples until all have ended."""
+    """Returns the tokens that all requests sample until all have ended."""
     sampled: dict[str, list[int]] = {}
     while engine.has_work():
         output = engine.step()
@@ -212,7 +214,7 @@ def finish(engine: NativeEngine) -> dict[str, list[int]]:
 
 
 def adapter(parameters: Tensors, seed: int) -> dict[str, torch.Tensor]:
-    """Random, on every linear layer of attention and MLP, in peft's names."""
+    """Makes a random adapter on every linear layer of attention and MLP, in peft's names."""
     generator, tensors = torch.Generator().manual_seed(seed), {}
     for name, tensor in parameters.items():
         if name.endswith("_proj.weight"):
@@ -224,8 +226,8 @@ def adapter(parameters: Tensors, seed: int) -> dict[str, torch.Tensor]:
 
 
 def upcycle(model_dir: Path, to: Path, noise: float = NOISE) -> None:
-    """A mixture of experts that speaks: every expert is the dense model's MLP with a little noise (Komatsuzaki et al., sparse
-    upcycling, arXiv:2212.05055), the router random."""
+    """Makes a mixture of experts that produces text: every expert is the dense model's MLP with a little noise
+    (Komatsuzaki et al., sparse upcycling, arXiv:2212.05055), and the router is random."""
     dense = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, local_files_only=True)
     same = (
         "vocab_size",
@@ -261,7 +263,7 @@ def noisy(weight: torch.Tensor, noise: float) -> torch.Tensor:
 
 
 def compare(engines: Processes, comparison: Comparison, rounds: int) -> Iterator[str]:
-    """Rows of the table."""
+    """Yields the rows of the table."""
     rates: list[list[float]] = [[] for _ in comparison.variants]
     paths = [""] * len(rates)
     for number in range(rounds + 1):  # the first is to warm up
@@ -277,8 +279,8 @@ def compare(engines: Processes, comparison: Comparison, rounds: int) -> Iterator
 
 
 def conversations(bench: Bench, reuse: bool) -> tuple[int, float]:
-    """(prompt tokens forwarded, seconds). Without reuse: the weights are published anew before every turn, after which no
-    request may see the cache of before."""
+    """Returns (prompt tokens forwarded, seconds). Without reuse, the weights are published again before every turn,
+    after which no request may use earlier cache entries."""
     engine, rng = bench.fresh({}), random.Random(0)
     histories = {str(index): prompt for index, prompt in enumerate(bench.prompts)}
     started = time.perf_counter()

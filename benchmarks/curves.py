@@ -1,9 +1,9 @@
-"""Learning curves of several runs in one picture, with a table for docs/results.md.
+"""Draws learning curves of several runs in one picture, with a table for docs/results.md.
 
     pip install matplotlib && python benchmarks/curves.py RUN [RUN ...] --to docs/curves.png
 
-Drawn are the mean reward of all rollouts per optimizer step (trained or not), smoothed over five steps, and the held-out reward
-before and after with its standard error.
+The curves are the mean reward of all rollouts per optimizer step (trained or not), smoothed over five steps, and the
+held-out reward before and after with its standard error.
 """
 
 from __future__ import annotations

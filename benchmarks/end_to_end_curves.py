@@ -1,4 +1,4 @@
-"""The picture of end_to_end.py, drawn by the Python of .venv-trl: `end_to_end_curves.py curves.json PICTURE.png`."""
+"""Draws the picture of end_to_end.py with the Python of .venv-trl: `end_to_end_curves.py curves.json PICTURE.png`."""
 
 from __future__ import annotations
 

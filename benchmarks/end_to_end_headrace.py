@@ -1,4 +1,4 @@
-"""headrace's side of end_to_end.py: the prompts for everybody, its own run, and the evaluation of everybody's weights."""
+"""headrace's part of end_to_end.py: the prompts of all systems, its own run, and the evaluation of all weights."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def main(options: Json) -> Json:
 
 
 def prompts(options: Json) -> Json:
-    """Those that a run of this seed draws, in order, and the held-out ones."""
+    """Returns the prompts that a run of this seed draws, in order, and the held-out ones."""
     config = load_config(options["config"], [f"task.held_out={options['held_out']}", "eval.prompts=0"])
     task = build_task(config.task, ChatEncoder(options["model"]), options["seed"])
     drawn = [row_of(task.draw()) for _ in range(options["count"])]
@@ -87,7 +87,7 @@ def train(options: Json) -> Json:
 
 
 class Watch(threading.Thread):
-    """Ends the run, as Ctrl-C does, when its rollouts are good enough for long enough, or its time is over."""
+    """Ends the run, as Ctrl-C does, when its rollouts have been good enough for long enough, or its time is over."""
 
     def __init__(self, run: Path, options: Json) -> None:
         super().__init__(daemon=True)
@@ -139,7 +139,7 @@ def summary(run: Path, weights: Path, model_dir: Path) -> Json:
 
 
 def lowered(checkpoint: Path, to: Path, names: Any) -> Path:
-    """The weights as they are served; the checkpoint, which is six times as large, is thrown away."""
+    """Keeps the weights as they are served, and deletes the checkpoint, which is six times as large."""
     to.mkdir(exist_ok=True)
     path = to / f"{checkpoint.name}.safetensors"
     tensors = load_file(checkpoint / MODEL)
@@ -149,7 +149,7 @@ def lowered(checkpoint: Path, to: Path, names: Any) -> Path:
 
 
 def spent(facts: Any, steps: list[StepRow]) -> Json:
-    """Seconds a step. Engine and trainer work at the same time."""
+    """Returns the seconds per step. Engine and trainer work at the same time."""
     live = [fact.update.seconds for fact in facts if isinstance(fact, WeightsLive)]
     samples = [fact.stats.busy_seconds for fact in facts if isinstance(fact, EngineSample)]
     return {
@@ -164,7 +164,7 @@ def spent(facts: Any, steps: list[StepRow]) -> Json:
 
 
 def evaluate(options: Json) -> Json:
-    """Mean reward on the held-out prompts of each of `weights`; an empty one is the model as it was."""
+    """Returns the mean reward on the held-out prompts for each of `weights`; an empty one is the initial model."""
     model_dir = Path(options["model"])
     decode = ChatEncoder(model_dir).decode
     rows = json.loads(Path(options["prompts"]).read_text())["held_out"]

@@ -1,4 +1,4 @@
-"""The reward of end_to_end.py, the same function for every system: 1 where the last number of a completion is the answer."""
+"""The reward of end_to_end.py, the same function for every system: 1 if the last number of a completion is the answer."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""TRL's side of end_to_end.py, run by the Python of .venv-trl: `GRPOTrainer`, or `AsyncGRPOTrainer` with vLLM beside it.
+"""TRL's part of end_to_end.py, run by the Python of .venv-trl: `GRPOTrainer`, or `AsyncGRPOTrainer` with vLLM beside
+it.
 
-Prompts, reward function, batch, learning rate and AdamW's settings are those of headrace. Everything else is TRL's own choice but
-gradient checkpointing, which is switched off: it costs time, and memory is plenty. Of the asynchronous one two parts cannot run on
-a CPU and are replaced: FlashAttention-3 by torch's own attention, and NCCL by a file in shared memory that vLLM reads again.
+Prompts, reward function, batch, learning rate and AdamW's settings are those of headrace. All else is TRL's own choice,
+except gradient checkpointing, which is off: it costs time, and there is enough memory. Two parts of the asynchronous
+trainer cannot run on a CPU and are replaced: FlashAttention-3 by torch's own attention, and NCCL by a file in shared
+memory that vLLM reads again.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ def main(options: Json) -> Json:
 
 
 def dataset(options: Json, tokenizer: Any) -> Dataset:
-    """Raises ValueError where the chat template would make other tokens of a prompt than headrace trains on."""
+    """Raises ValueError if the chat template makes other tokens of a prompt than headrace trains on."""
     rows = json.loads(Path(options["prompts"]).read_text())["train"]
     prompts = [[{"role": "user", "content": row["text"]}] for row in rows]
     text = tokenizer.apply_chat_template(prompts[0], add_generation_prompt=True, tokenize=False)
@@ -102,7 +104,7 @@ def timed(clocks: dict[str, float], name: str, method: Callable[..., Any]) -> Ca
 
 
 class Synchronous(GRPOTrainer):
-    """With clocks: what is inside what is taken apart in `Observer`."""
+    """A trainer with clocks; `Observer` separates nested times."""
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
@@ -142,7 +144,7 @@ def synchronous(options: Json, tokenizer: Any, prompts: Dataset) -> Synchronous:
 
 
 class Attention:
-    """In place of FlashAttention-3's module."""
+    """Replaces FlashAttention-3's module."""
 
     @staticmethod
     def flash_attn_varlen_func(
@@ -179,7 +181,7 @@ def _pairs(starts: torch.Tensor) -> list[tuple[int, int]]:
 
 
 class FileTransfer:
-    """In place of NCCL: the weights in a file in shared memory, which the server reads again."""
+    """Replaces NCCL: the weights in a file in shared memory, which the server reads again."""
 
     def __init__(self, url: str, served: Path, clocks: dict[str, float]) -> None:
         self._url, self._file, self._clocks = url, served / "model.safetensors", clocks
@@ -204,7 +206,7 @@ class FileTransfer:
         self._post("/resume")
 
     def destroy(self) -> None:
-        """Nothing is held."""
+        """Does nothing: no resource is held."""
 
     def _post(self, path: str, **more: Any) -> None:
         answer = requests.post(self._url + path, timeout=300, **more)
@@ -228,7 +230,8 @@ CHATML = {
     "start_anchor": "<|im_start|>assistant\n",
     "fields": {"content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"}},
 }
-"""How a completion is read back into a message. TRL knows the templates of some models; this one it must be told."""
+"""The pattern that parses a completion into a message. TRL knows the templates of some models; this one has to be
+given."""
 
 
 def asynchronous(options: Json, tokenizer: Any, prompts: Dataset) -> Asynchronous:

@@ -1,14 +1,15 @@
-"""How fast does the native engine sample, beside what a user would pick instead?
+"""How fast does the native engine sample, compared with what a user would use instead?
 
     python benchmarks/engine.py [--rounds 3] [--only headrace,vllm] [--loads 64,group] [--json figures.json]
 
-Contenders, each a process of its own that loads the same bf16 weights once (see engine_headrace.py and its neighbours): headrace;
-vLLM compiled and eager, in the environment that `make bench-setup` builds; transformers' `generate` and its continuous batching;
-and the ceiling, which is the model's matrix products alone. All are pinned to the same cores, and only the one that is timed is
-let run. Rounds are interleaved, every load is warmed up, and prompts are new each time. Log-probs of the sampled tokens are on.
+Contenders, each a process of its own that loads the same bf16 weights once (see engine_headrace.py and its neighbours):
+headrace; vLLM compiled and eager, in the environment that `make bench-setup` builds; transformers' `generate` and its
+continuous batching; and the ceiling, which is the model's matrix products alone. All are pinned to the same cores, and
+only the one that is timed runs. Rounds are interleaved, every load is warmed up, and prompts are new each time.
+Log-probs of the sampled tokens are on.
 
-Tokens a second are sampled tokens over the time from the first request added to the last one finished, prompts included. Ratios are
-taken within a round, against the better of the vLLM contenders.
+Tokens per second are sampled tokens over the time from the first request added to the last one finished, prompts
+included. Ratios are taken within a round, against the better of the vLLM contenders.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ from headrace.orchestration.workers.local import environment
 HERE = Path(__file__).resolve().parent
 BENCH = HERE.parent / ".venv-bench"
 KV_GIB = 2
-"""For vLLM. Enough for every load: none has to wait for it."""
+"""GiB of KV cache for vLLM, enough for every load: no request has to wait for it."""
 ON_REQUEST = ("headrace-fused",)
-"""Measured only when named in full."""
+"""Contenders that are measured only if they are named in full."""
 DISTURBED = 0.1
-"""Share of the cores that others took from which on a measurement is marked as it is printed."""
+"""Measurements during which others took more than this share of the cores are marked."""
 
 
 def contenders(model: Path, cores: set[int], logs: Path) -> list[Contender]:
@@ -64,7 +65,7 @@ def contenders(model: Path, cores: set[int], logs: Path) -> list[Contender]:
 
 
 def choose(everybody: list[Contender], only: str) -> list[Contender]:
-    """Those named, by their full names or by how several begin."""
+    """Selects contenders by their full names, or by a common beginning."""
     full = {one.name for one in everybody} & set(only.split(","))
     beginnings = tuple(set(only.split(",")) - full)
     return [
@@ -73,7 +74,8 @@ def choose(everybody: list[Contender], only: str) -> list[Contender]:
 
 
 def vllm_environment(cores: set[int]) -> dict[str, str]:
-    """By default vLLM keeps a core free and uses GNU's OpenMP: both cost it much on a small machine."""
+    """The environment of vLLM: by default it keeps a core free and uses GNU's OpenMP, and both cost it much on a small
+    machine."""
     return {
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(cores))),
         "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB),
@@ -97,7 +99,7 @@ def measure(running: list[Contender], loads: list[str], rounds: int, text: list[
 
 
 def attempt(contender: Contender, before: Load, load: Load, round_number: int) -> list[Measured]:
-    """The warm-up, then the run. A load that fails is said and left out."""
+    """Runs the warm-up, then the load. A load that fails is reported and left out."""
     label = f"round {round_number + 1}  {load.name:9s} {contender.name:14s}"
     try:
         if contender.name != "ceiling":
@@ -112,7 +114,7 @@ def attempt(contender: Contender, before: Load, load: Load, round_number: int) -
 
 
 def started(stack: ExitStack, chosen: list[Contender]) -> list[Contender]:
-    """Those that could be started, one after the other."""
+    """Starts the contenders one after the other, and returns those that could be started."""
     there = []
     for contender in chosen:
         if contender.name.startswith("vllm") and not BENCH.is_dir():
@@ -130,7 +132,7 @@ def started(stack: ExitStack, chosen: list[Contender]) -> list[Contender]:
 
 
 def tokenised(model: Path) -> list[int]:
-    """A long English text: the topics of Python's own help."""
+    """Returns a long English text: the topics of Python's own help."""
     from pydoc_data.topics import topics
 
     from transformers import AutoTokenizer

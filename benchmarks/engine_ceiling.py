@@ -16,7 +16,7 @@ from engine_serve import Done, Run, serve
 from torch import Tensor
 
 SECONDS = 3.0
-"""At least so long is measured."""
+"""Least seconds of a measurement."""
 PADDED = 8
 
 
@@ -33,7 +33,7 @@ def start(arguments: list[str]) -> Run:
 
 
 def products(model_dir: Path) -> list[tuple[int, int]]:
-    """(inputs, outputs) of every matrix product of one decoding step, in order."""
+    """Returns (inputs, outputs) of every matrix product of one decoding step, in order."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
@@ -50,7 +50,7 @@ def products(model_dir: Path) -> list[tuple[int, int]]:
 
 
 def timed_step(shapes: list[tuple[int, int]], rows: int, seconds: float) -> float:
-    """Seconds of the fastest pass over all products: a ceiling is what the machine can do when nothing disturbs it."""
+    """Returns the seconds of the fastest pass over all products: a ceiling is the result of an undisturbed machine."""
     inputs = {width: torch.randn(rows, width, dtype=torch.bfloat16) for width, _ in shapes}
     weights = [prepacked(torch.randn(wide, width, dtype=torch.bfloat16) / width**0.5, rows) for width, wide in shapes]
     work = [(inputs[width], weight) for (width, _), weight in zip(shapes, weights, strict=True)]

@@ -15,7 +15,7 @@ from headrace.types import Request, Sampling
 from headrace.weights import WeightUpdate
 
 KV_GIB = 2.0
-"""Where a load sets no budget. As much as vLLM is given."""
+"""GiB of KV cache for a load that sets no budget: as much as vLLM gets."""
 
 
 def start(arguments: list[str]) -> Run:
@@ -49,7 +49,7 @@ def settings(load: Load, per_token: int, path: str) -> EngineConfig:
 
 
 def token_nbytes(model_dir: Path) -> int:
-    """KV cache of one token in bf16, all layers."""
+    """Returns the bytes of KV cache of one token in bf16, all layers."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model_dir, local_files_only=True)

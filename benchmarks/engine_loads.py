@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 Prompt = list[int]
 
 MEMORY_ROOM = 20
-"""Sequences of the memory load that the KV budget holds at their full length."""
+"""Number of sequences of the memory load that the KV budget holds at full length."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Load:
     asks: list[Ask]
     in_flight: int
     context: int
-    """Tokens of the longest request there may be, prompt and completion."""
+    """Tokens of the longest request possible, prompt and completion."""
     running: int = 0
     """Sequences that an engine may decode at once; 0: as many as are in flight."""
     kv_tokens: int = 0
@@ -56,13 +56,14 @@ class Load:
 
 
 def warm_up(load: Load, asks: list[Ask]) -> Load:
-    """The same shape with the prompts of `asks` and few tokens: nothing of it can be reused when the load itself comes."""
+    """Returns a load of the same shape with the prompts of `asks` and few tokens: the load itself cannot reuse any of
+    it."""
     count = min(load.in_flight, 2 * load.at_once)
     return replace(load, asks=[Ask(ask.prompt, min(ask.tokens, 8)) for ask in asks[:count]])
 
 
 def run_closed_loop(load: Load, add: Callable[[int, Ask], None], step: Callable[[], int]) -> float:
-    """Seconds from the first `add` to the last request's end. `step` says how many requests ended in it."""
+    """Returns the seconds from the first `add` to the last request's end. `step` returns how many requests ended in it."""
     started = time.perf_counter()
     sent = left = 0
     while sent < load.in_flight and sent < len(load.asks):
@@ -82,7 +83,7 @@ def run_closed_loop(load: Load, add: Callable[[int, Ask], None], step: Callable[
 
 
 class Text:
-    """Prompts cut out of a long text at random places: real language, and never the same twice but by rare chance."""
+    """Cuts prompts out of a long text at random places: real language, and almost never the same twice."""
 
     def __init__(self, tokens: list[int], seed: int) -> None:
         self._tokens, self._random = tokens, random.Random(seed)
@@ -105,7 +106,7 @@ def _group(text: Text) -> Load:
 
 
 def _ragged(text: Text) -> Load:
-    """Completion lengths log-normal with a median of 120, as real ones are: few long ones make the tail."""
+    """Returns log-normal completion lengths with a median of 120: like real ones, with a tail of few long ones."""
     lengths = random.Random(0)
 
     def ask() -> Ask:
@@ -117,7 +118,8 @@ def _ragged(text: Text) -> Load:
 
 
 def _memory(text: Text) -> Load:
-    """The engine may run more sequences than the KV budget holds, so that the budget alone decides how many do."""
+    """Makes loads in which the engine may run more sequences than the KV budget holds, so that only the budget limits
+    them."""
     lengths = random.Random(0)
     asks = [Ask(text.cut(32), lengths.randint(16, 96)) for _ in range(1000)]
     about = f"1,000 requests waiting, KV for {MEMORY_ROOM}, prompts of 32, 16-96 new tokens"
@@ -141,4 +143,4 @@ LOADS: dict[str, Callable[[Text], Load]] = {
 }
 
 OURS_ALONE = ("memory", "unbounded")
-"""Not asked of the peers."""
+"""Loads that the other contenders do not run."""

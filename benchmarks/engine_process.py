@@ -1,7 +1,7 @@
-"""The parent's end of engine.py: contenders as processes on the same cores, of which one at a time is let run. Linux.
+"""The parent's end of engine.py: contenders are processes on the same cores, and one at a time runs. Linux only.
 
-All others are stopped (SIGSTOP), so that no idle engine spins or swaps threads beside the one that is timed. Memory and CPU time
-are read from /proc for the contender and every process below it, the same way for all.
+All others are stopped (SIGSTOP), so that no idle engine spins or swaps threads beside the one that is timed. Memory and
+CPU time are read from /proc for the contender and all its descendants, in the same way for all.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any
 from engine_loads import Load
 
 LIMIT = 1800.0
-"""Seconds after which a start or a run is given up."""
+"""Seconds after which a start or a run is abandoned."""
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Failed(Exception):
-    """A contender that cannot start, or a load that it cannot do."""
+    """A contender that cannot start, or a load that it cannot run."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ class Measured:
     peak_rss_gib: float
     """Largest resident memory during the load, summed over the contender's processes."""
     cpu_seconds: float
-    """Processor time that the contender took, all threads: of use where others disturbed the wall clock."""
+    """Processor time of the contender, all threads: useful if others disturbed the wall clock."""
     others: float
-    """Share of the cores that processes of somebody else took meanwhile."""
+    """Share of the cores that other processes took meanwhile."""
 
     @property
     def rate(self) -> float:
-        """Tokens a second."""
+        """Tokens per second."""
         return self.tokens / self.seconds
 
 
@@ -95,7 +95,7 @@ class Contender:
         return Measured(self.name, load.name, round_number, peak_rss_gib=peak, cpu_seconds=own, others=others, **said)
 
     def close(self) -> None:
-        """Ends the contender: by closing its input, and if that does not do it, by force."""
+        """Ends the contender by closing its input, and by force if that is not enough."""
         if self._process is None:
             return
         self._signal(signal.SIGCONT)
@@ -152,16 +152,16 @@ class Contender:
 class Busy:
     at: float
     cores: float
-    """Seconds that the cores worked, for anybody, since the machine started."""
+    """Returns the seconds that the cores have worked, for any process, since the machine started."""
     own: float
-    """Seconds that the contender's processes worked."""
+    """Returns the seconds that the contender's processes have worked."""
 
 
 # --- /proc -------------------------------------------------------------------------------------------------------------
 
 
 def tree(root: int) -> list[int]:
-    """The process and all below it."""
+    """Returns the process and all its descendants."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and (fields := stat(int(entry.name))):
@@ -175,7 +175,7 @@ def tree(root: int) -> list[int]:
 
 
 def stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the state on; empty for a process that is gone."""
+    """Returns the fields of /proc/PID/stat from the state on; empty for a process that is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -183,7 +183,7 @@ def stat(pid: int) -> list[str]:
 
 
 def began(pid: int) -> str:
-    """When the process was started; empty for one that is gone."""
+    """Returns the time when the process was started; empty for one that is gone."""
     fields = stat(pid)
     return fields[19] if fields and fields[0] != "Z" else ""
 

@@ -20,11 +20,11 @@ from engine_loads import Load
 @dataclass(frozen=True)
 class Done:
     seconds: float
-    """From the first request added to the last one finished."""
+    """Seconds from the first request added to the last one finished."""
     tokens: int
-    """Sampled."""
+    """Sampled tokens."""
     logprob: float | None = None
-    """Mean log-prob of the sampled tokens. Contenders that sample from the same distribution agree in it."""
+    """Mean log-prob of the sampled tokens. It agrees between contenders that sample from the same distribution."""
     notes: dict[str, str] = field(default_factory=dict)
 
 
@@ -32,7 +32,8 @@ Run = Callable[[Load], Done]
 
 
 def done(load: Load, seconds: float, logprobs: Sequence[Sequence[float]], **notes: str) -> Done:
-    """`logprobs`: of every request, those of its sampled tokens. Refuses a run in which anything is missing."""
+    """Makes the result. `logprobs`: for every request, those of its sampled tokens. Refuses a run in which a token is
+    missing."""
     lengths, wanted = sorted(map(len, logprobs)), sorted(ask.tokens for ask in load.asks)
     if lengths != wanted:
         raise RuntimeError(
@@ -45,7 +46,7 @@ def done(load: Load, seconds: float, logprobs: Sequence[Sequence[float]], **note
 
 
 def serve(start: Callable[[list[str]], Run]) -> None:
-    """`start` gets the command line's arguments and returns what runs one load."""
+    """Serves loads. `start` gets the command line's arguments and returns the function that runs one load."""
     channel = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What engine.py prints: one table of loads with ratios, one of every contender."""
+"""The tables that engine.py prints: loads with ratios, and one table per contender."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NONE = "–"
 
 
 def tables(measured: list[Measured], loads: Mapping[str, str]) -> list[str]:
-    """Markdown. `loads`: what each is, by its name, in order."""
+    """Returns Markdown. `loads`: the description of each load by its name, in order."""
     return [*_summary(measured, loads), "", *_contenders(measured, loads), "", *_memory(measured)]
 
 
@@ -63,7 +63,7 @@ def _contenders(measured: list[Measured], loads: Iterable[str]) -> list[str]:
 
 
 def _memory(measured: list[Measured]) -> list[str]:
-    """What the KV budget costs."""
+    """Returns a sentence on the cost of the KV budget."""
     bound, free = (_rates(measured, load).get(OURS) for load in ("memory", "unbounded"))
     if not bound or not free:
         return []
@@ -74,7 +74,7 @@ def _memory(measured: list[Measured]) -> list[str]:
 
 
 def _rates(measured: list[Measured], load: str) -> dict[str, dict[int, float]]:
-    """Contender -> round -> tokens a second."""
+    """Contender -> round -> tokens per second."""
     rates: dict[str, dict[int, float]] = {}
     for row in sorted((row for row in measured if row.load == load), key=lambda row: row.contender != OURS):
         rates.setdefault(row.contender, {})[row.round] = row.rate
@@ -82,13 +82,13 @@ def _rates(measured: list[Measured], load: str) -> dict[str, dict[int, float]]:
 
 
 def best_vllm(rates: Mapping[str, Mapping[int, float]]) -> str:
-    """The vLLM contender with the highest median; empty where there is none."""
+    """Returns the vLLM contender with the highest median; empty if there is none."""
     names = [name for name in rates if name.startswith("vllm")]
     return max(names, key=lambda name: statistics.median(rates[name].values()), default="")
 
 
 def _ratio(rates: Mapping[str, Mapping[int, float]], best: str) -> str:
-    """Round by round: what disturbs the machine for minutes disturbs both."""
+    """Returns the median of the ratios of each round, since a disturbance of minutes affects both contenders."""
     common = rates[best].keys() & rates[OURS].keys() if best and OURS in rates else set()
     return _numbers([rates[OURS][number] / rates[best][number] for number in common], 2) if common else NONE
 

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 PAGE = 32
-"""Tokens of a page: the default of 256 could not share prompts of 200 tokens."""
+"""Tokens per page: the default of 256 could not share prompts of 200 tokens."""
 
 
 def start(arguments: list[str]) -> Run:
@@ -35,8 +35,8 @@ def start(arguments: list[str]) -> Run:
 
 
 class Sampled(LogitsProcessor):
-    """Log-probs of the sampled tokens. `generate` can only return whole logits, which would take gigabytes here; so each is
-    looked up one step later, when the token is known."""
+    """Collects log-probs of the sampled tokens. `generate` can only return whole logits, which would take gigabytes
+    here; so each is looked up one step later, when the token is known."""
 
     def __init__(self) -> None:
         self._scores: torch.Tensor | None = None

@@ -48,7 +48,7 @@ def start(arguments: list[str]) -> Run:
 
 
 def sampling(tokens: int) -> SamplingParams:
-    """As `LLM.generate` asks for it: one output a request, at its end. Text is not wanted."""
+    """Adds requests as `LLM.generate` does: one output per request, at its end, without text."""
     return SamplingParams(
         temperature=1.0,
         max_tokens=tokens,

@@ -1,17 +1,17 @@
-"""What does each way of bringing new weights into a generating engine cost, and what does it give?
+"""What does each way of bringing new weights into a generating engine cost, and what does it gain?
 
     python benchmarks/interrupts.py [--modes inflight,drain] [--rounds 2] [--steps 14] [--learn 30] [--json FILE]
 
-The same load for every `partial.mode` (and for `inflight` with `engine.swap = "recompute"`): the demo's model and task with longer
-completions, one core each for engine and trainer, and generation the bottleneck, as it is with large models (the engine's plain
-PyTorch path, many sequences at once), so that every swap meets rollouts. Rewards have contrast in every group and the learning rate is next to nothing: every step trains the same
-number of rollouts, with completions of the same distribution. Modes are interleaved; the first steps, while the pipeline fills, are
-not counted.
+The load is the same for every `partial.mode` (and for `inflight` with `engine.swap = "recompute"`): the demo's model
+and task with longer completions, one core each for engine and trainer. Generation is the bottleneck, as it is with
+large models (the engine's plain PyTorch path, many sequences at once), so that every swap meets rollouts. Rewards have
+contrast in every group and the learning rate is close to zero: every step trains the same number of rollouts, with
+completions of the same distribution. Modes are interleaved; the first steps, while the pipeline fills, are not counted.
 
---learn N: in addition N steps of every mode on the task itself, with a high learning rate. Its rows tell how far engine and trainer are
-apart when the weights really move, and what was learned.
+--learn N: in addition N steps of every mode on the task itself, with a high learning rate. Its rows show how far engine
+and trainer are apart when the weights really change, and what was learned.
 
-Each run is a process of its own. What was run is kept and not run again unless --again is given.
+Each run is a process of its own. Results are kept and not measured again unless --again is given.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from headrace.reports import EngineStats
 
 SKIP = 4
-"""Steps at the start that are not counted."""
+"""Number of steps at the start that are not counted."""
 
 MODES = ("inflight", "recompute", "stream", "abort_resume", "save_resume", "drain", "barrier", "cancel_group")
 
 
 def any_contrast(completions: list[str], **columns: object) -> list[float]:
-    """Every group has contrast: no two rollouts of it have the same reward."""
+    """Gives every group contrast: no two of its rollouts have the same reward."""
     return [zlib.crc32(text.encode()) / 2**32 + i / 1000 for i, text in enumerate(completions)]
 
 
@@ -74,7 +74,7 @@ def settings(given: argparse.Namespace, mode: str, seed: int, directory: Path, l
 
 
 def run(options: Json) -> Json:
-    """One run, in a process of its own."""
+    """Runs one mode, in a process of its own."""
     import headrace
     from headrace.observe.records import read_metrics
 
@@ -89,7 +89,7 @@ def run(options: Json) -> Json:
 
 
 def counted(facts: Sequence[object]) -> Json:
-    """Between the end of step SKIP and the last one's, but for what is by swap or by token."""
+    """Measures from the end of step SKIP to the end of the last one, except for values per swap or per token."""
     from headrace.observe.facts import EngineSample, GroupEnded, Waited, WeightsLive
     from headrace.observe.numbers.fates import DISCARDED
     from headrace.observe.records import StepRow
@@ -139,7 +139,7 @@ def lags_of(steps: Iterable[object]) -> Json:
 
 
 def gaps_of(rows: Iterable[object]) -> Json:
-    """Engine against trainer, of all loss tokens and of those of rollouts that met a swap."""
+    """Compares engine and trainer, over all loss tokens and over those of rollouts that met a swap."""
     from headrace.observe.numbers.lags import over_steps
 
     stats = over_steps(rows)  # type: ignore[arg-type]

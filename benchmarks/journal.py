@@ -1,12 +1,14 @@
-"""What it costs to be able to go on from any byte: journal, passes and checkpointed prefixes, in seconds of the controller a step.
+"""The cost of being able to resume from any byte: journal, passes and checkpointed prefixes, in seconds of the
+controller per step.
 
     python benchmarks/journal.py                          # 16 groups x 16 rollouts x 512 tokens
     python benchmarks/journal.py --run runs/demo          # what that run wrote, beside the time its steps took
     python benchmarks/journal.py --groups 8 --size 8 --tokens 24 --step-seconds 4.5
 
-Everything is written to a real file system, in --dir (default: the working directory), as a run does it: a record for every ticket
-and group, one flush to the disk a step, one frame for every forward pass, and the state of what is in flight for a checkpoint.
-A synthetic step has its groups sampled in one batch: as many forward passes as the longest completion has tokens. Medians over steps.
+All data is written to a real file system, in --dir (default: the working directory), as in a run: a record for every
+ticket and group, one flush to the disk per step, one frame per forward pass, and the state of groups in flight for a
+checkpoint. A synthetic step has its groups sampled in one batch: as many forward passes as the longest completion has
+tokens. Medians over steps.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ def _group(rng: random.Random, ticket: int, size: int, tokens: int) -> Group:
 
 
 def passes_of(step: JournalStep) -> list[bytes]:
-    """As an engine tells them that samples all rollouts of the step in one batch."""
+    """Yields the messages of an engine that samples all rollouts of the step in one batch."""
     running = {f"{group.ticket}.{i}": one.episode.last for group in step.groups for i, one in enumerate(group.scored)}
     found = []
     for t in range(max(len(one.tokens) for one in running.values())):
@@ -82,7 +84,7 @@ def passes_of(step: JournalStep) -> list[bytes]:
 
 
 def in_flight(step: JournalStep) -> ControllerState:
-    """A checkpoint in whose moment all of this is half done."""
+    """Makes a checkpoint at a moment when all of this is half done."""
     begun = {
         f"{group.ticket}.{i}": msgspec.structs.replace(
             one.episode.last,
@@ -97,7 +99,7 @@ def in_flight(step: JournalStep) -> ControllerState:
 
 
 def measure(steps: Sequence[JournalStep], directory: Path) -> tuple[list[list[float]], int, int]:
-    """Seconds by column and step; bytes of the journal and of the passes."""
+    """Returns seconds by column and step, and the bytes of the journal and of the passes."""
     journal, log = Journal(directory), PassLog(directory, 0, print)
     seconds: list[list[float]] = [[] for _ in COLUMNS]
 

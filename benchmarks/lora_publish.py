@@ -1,8 +1,9 @@
-"""What a publish costs: all weights against an adapter alone, from the trainer's float32 to tensors that the engine has verified.
+"""The cost of a publish: all weights compared with an adapter alone, from the trainer's float32 to tensors that the
+engine has verified.
 
     python benchmarks/lora_publish.py MODEL_DIR --ranks 8 16 64
 
-Both ends of the shared-memory transport in one process; no forward pass. Seconds are medians.
+Both ends of the shared-memory transport run in one process, without a forward pass. Seconds are medians.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from headrace.weights import AdapterSpec
 def measure(
     parameters: Iterable[tuple[str, torch.Tensor]], spec: AdapterSpec | None, repeats: int
 ) -> tuple[int, float, float]:
-    """(bytes, seconds to send, seconds to receive)"""
+    """Returns (bytes, seconds to send, seconds to receive)."""
     parameters, memory, name = list(parameters), SharedMemory.open(), spec.name if spec else ""
     manifests = {name: lay_out(parameters, torch.bfloat16)}
     sender, receiver = memory.sender(manifests), memory.receiver(manifests)

@@ -1,14 +1,17 @@
-"""What becomes of a run that samples with top-p and top-k, when the trainer is told what they kept and when it is not?
+"""What happens to a run that samples with top-p and top-k, if the trainer knows which tokens they kept, and if it does
+not?
 
     python benchmarks/mask_replay.py [--steps 40] [--seeds 0 1] [--top-p 0.95] [--top-k 50] [--picture docs/mask_replay.png]
 
-Three runs of the demo for each seed, alike but for this: `replayed` (rollout.keep_mask, the default: the trainer's log-probs are of
-the distribution that was sampled from), `not replayed` (they are of the whole vocabulary, so that every ratio is off by the mass that
-was cut, in the direction that is clipped or not by accident), and `untruncated` (nothing is cut). A high learning rate and no lag, so
-that what can go wrong does so in minutes, and staleness adds nothing to it.
+There are three runs of the demo per seed, equal except for this: `replayed` (rollout.keep_mask, the default: the
+trainer's log-probs are of the distribution that was sampled from), `not replayed` (they are over the whole vocabulary,
+so that every ratio is off by the mass that was cut, in a direction that is clipped or not by accident), and
+`untruncated` (nothing is cut). The learning rate is high and there is no lag, so that problems appear within minutes,
+and staleness adds nothing to them.
 
-Shown over the optimizer steps: the mean reward of all rollouts, and the mismatch, which is the k3 estimate of KL(sampler || trainer)
-and the mean ratio. What was run is kept in a JSON file and not run again unless --again is given.
+The picture shows, over the optimizer steps, the mean reward of all rollouts, and the mismatch: the k3 estimate of
+KL(sampler || trainer) and the mean ratio. Results are kept in a JSON file and not measured again unless --again is
+given.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ SMOOTH = 5
 
 
 def run(options: Json) -> Json:
-    """One run, in a process of its own."""
+    """Runs one variant, in a process of its own."""
     import headrace
     from headrace.observe.records import StepRow, read_metrics
 
@@ -93,7 +96,7 @@ def table(found: dict[tuple[str, int], Json]) -> Iterator[str]:
 
 
 def draw(source: Path, to: Path) -> None:
-    """Run by the Python of .venv-trl, which has matplotlib."""
+    """Draws the picture with the Python of .venv-trl, which has matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -2,11 +2,12 @@
 
     python benchmarks/pipeline.py [--rounds 2] [--steps 16] [--lags 0 1 2 4] [--config recipes/demo.toml]
 
-The same work (same task, batch, model, seeds; a reward with contrast in every group, a learning rate of nothing) with `max_lag` 0, 1, 2, 4, engine and trainer on one core each, interleaved.
-Let g and t be the seconds that generation and training of one step take by themselves, both measured in the synchronous
-runs of the same session. A synchronous step takes g + t, an asynchronous one at best max(g, t): the bound printed beside each
-row is max(g, t) / (g + t), as a share of the synchronous step time. Also: publishing against a plain copy of the same bytes,
-and the extra time of the engine's step that swaps.
+The same work (same task, batch, model, seeds; a reward with contrast in every group, a learning rate close to zero) is
+done with `max_lag` 0, 1, 2 and 4, engine and trainer on one core each, interleaved. Let g and t be the seconds that
+generation and training of one step take by themselves, both measured in the synchronous runs of the same session. A
+synchronous step takes g + t, an asynchronous one at least max(g, t): the bound printed beside each row is max(g, t) /
+(g + t), as a share of the synchronous step time. Also measured: publishing against a plain copy of the same bytes, and
+the extra time of the engine's step that swaps.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from headrace.observe.facts import EngineSample, Waited, WeightsLive
 from headrace.observe.records import MetricsFact, StepRow, read_metrics
 
 SKIP = 4
-"""Steps at the start that are not counted: the pipeline fills."""
+"""Number of steps at the start that are not counted, while the pipeline fills."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Measured:
     seconds_per_step: float
     tokens_per_second: float
     trainer_seconds: float
-    """Of one step: forward, backward, update, publish."""
+    """Seconds of one step: forward, backward, update, publish."""
     engine_idle: float
     trainer_idle: float
     lag_mean: float
@@ -44,12 +45,12 @@ class Measured:
 
 
 def any_contrast(completions: list[str], **columns: object) -> list[float]:
-    """Every group has contrast, so that every step generates and trains the same number of rollouts."""
+    """Gives every group contrast, so that every step generates and trains the same number of rollouts."""
     return [zlib.crc32(text.encode()) / 2**32 + i / 1000 for i, text in enumerate(completions)]
 
 
 def settings(name: str, directory: Path, seed: int, steps: int) -> list[str]:
-    """Of a run that is timed: a core for each pool, and nothing beside generation and training."""
+    """Settings of a timed run: one core per pool, and nothing beside generation and training."""
     return [
         f"name={name}",
         f"out='{directory}'",
@@ -101,7 +102,7 @@ def summarise(max_lag: int, facts: list[MetricsFact]) -> Measured:
 
 
 def copy_seconds(nbytes: int) -> float:
-    """A plain copy of as many bytes, in fp32 -> bf16 as the publish does it: the floor of a publish."""
+    """Makes a plain copy of as many bytes, in fp32 -> bf16 like the publish: the floor of a publish."""
     import torch
 
     torch.set_num_threads(1)

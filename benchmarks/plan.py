@@ -25,7 +25,7 @@ from headrace.plan.rates.rates import Rates, load_rates, save_rates
 from headrace.plan.scenario import Scenario
 
 SETTINGS = ("0x1x4", "1x1x4", "2x1x4", "4x1x4", "1x3x4", "2x5x4", "0x1x2", "2x2x2")
-"""max_lag x window x groups a step"""
+"""max_lag x window x groups per step"""
 
 
 def settings_of(setting: str, seed: int, steps: int, directory: Path) -> list[str]:

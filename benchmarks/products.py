@@ -40,13 +40,13 @@ THEIRS = {
     "skylake-avx512": ("avx512", "AVX512_CORE"),
     "cooperlake": ("avx512", "AVX512_CORE_BF16"),
 }
-"""What ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA call a tier."""
+"""Names of a tier in ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA."""
 WORK = 4e8
-"""Floating-point operations of one measurement, at least."""
+"""Least number of floating-point operations of one measurement."""
 
 
 def blocks(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rows [N, k] as the kernels want them: [N / 32][k / 32][32][32]."""
+    """Lays out rows [N, k] as the kernels need them: [N / 32][k / 32][32][32]."""
     whole = zeros(padded(len(x)) * padded(x.shape[1]), dtype).view(padded(len(x)), padded(x.shape[1]))
     whole[: len(x), : x.shape[1]] = x
     return whole.view(-1, SIDE, padded(x.shape[1]) // SIDE, SIDE).transpose(1, 2).contiguous()
@@ -73,7 +73,8 @@ def theirs(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> Callabl
 
 
 def measure(shape: str, rows: int, rounds: int) -> list[float]:
-    """GFLOP per CPU-second of torch in float32, torch in bfloat16, ours with float32 weights, ours with bfloat16 weights."""
+    """Returns GFLOP per CPU-second of torch in float32, torch in bfloat16, our kernels with float32 weights, and with
+    bfloat16 weights."""
     inputs, outputs = map(int, shape.split("x"))
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(rows, inputs, generator=generator)

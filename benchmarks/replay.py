@@ -64,7 +64,7 @@ class Trainer:
 
     @torch.no_grad()
     def compare(self, pack: Pack) -> tuple[Tensor, str]:
-        """(trainer - sampler [M], share of routes that were not recorded)."""
+        """Returns (trainer - sampler [M], share of routes that were not recorded)."""
         autocast = torch.autocast("cpu", self.dtype, enabled=self.dtype != torch.float32)
         with autocast, self.replay(pack) if self.replay else nullcontext() as replayed:
             logprob = self.forward.logprobs(pack, 1.0, self.dtype).logprob
@@ -75,7 +75,7 @@ class Trainer:
 def sample(
     model_dir: Path, encoder: ChatEncoder, dtype: str, tokens: int, sampling: dict[str, float], routing: bool
 ) -> list[Row]:
-    """One completion of each question, with what was kept and where it went."""
+    """Samples one completion of each question, with its mask and its routing."""
     engine = NativeEngine(
         model_dir,
         EngineConfig(dtype=dtype, device="cpu", kv_gib=0.5, max_running=16, context_length=1024, routing=routing),
@@ -106,7 +106,7 @@ def trainer_of(model_dir: Path, dtype: torch.dtype, routing: bool) -> Trainer:
 
 
 def line(name: str, trainer: Trainer, rows: Sequence[Row], replayed: bool) -> tuple[str, ...]:
-    packs = pack_rows(rows, token_mean, 0, BUDGET, 0).packs
+    packs = pack_rows(rows, token_mean, constant=0, budget=BUDGET, step=0).packs
     if not replayed:
         packs = tuple(replace(pack, kept=None, routing=None) for pack in packs)
     compared = [trainer.compare(pack) for pack in packs]

@@ -35,11 +35,11 @@ from typing import Any, NamedTuple
 from trainer_process import ROOT, Child, Json, Results, child_main, machine
 
 NEVER = 1 << 20
-"""Steps: no bound."""
+"""A `max_lag` that means no bound."""
 
 
 def policies(max_lag: int, groups: int) -> dict[str, Json]:
-    """Settings of `staleness`, by what a row of the tables is called."""
+    """Settings of `staleness`, by the name of the table's row."""
     away = {"in_flight": (max_lag + 1) * groups}
     return {
         "wait": {"max_lag": max_lag},
@@ -53,11 +53,11 @@ def policies(max_lag: int, groups: int) -> dict[str, Json]:
 
 
 REAL_GROUPS = 6
-"""Prompts a step of a real run."""
+"""Prompts per step of a real run."""
 
 
 class Prompted(NamedTuple):
-    """What a ticket asks for, whatever becomes of it."""
+    """The work that a ticket stands for, whatever its fate."""
 
     lengths: tuple[int, ...]
     solved: float
@@ -114,13 +114,13 @@ def simulated(given: argparse.Namespace, policy: Json, seed: int) -> Json:
 
 
 def kept_share(group: Any) -> float:
-    """Of its tokens, those in the loss."""
+    """Its tokens that are in the loss."""
     masks = [kept for row in group.rows for kept in row.mask]
     return sum(masks) / len(masks)
 
 
 def by_token(truth: Sequence[Prompted], ended: Mapping[int, Any], kept: Mapping[int, float]) -> list[float]:
-    """The mean solve rate of what was drawn and of what was trained, each token counted once."""
+    """Returns the mean solve rate of the groups drawn and of those trained, each token counted once."""
     known = {ticket: one for ticket in cohort(ended, truth) if (one := truth[ticket]).contrast}
     tokens = {ticket: sum(one.lengths) for ticket, one in known.items()}
     loss = {ticket: count * kept.get(ticket, 0.0) for ticket, count in tokens.items()}
@@ -152,7 +152,7 @@ def scenario_of(given: argparse.Namespace, policy: Json, seed: int) -> Any:
 
 
 def asked(scenario: Any, tickets: int) -> list[Prompted]:
-    """Of the first tickets, as the simulated engine and scorer decide it."""
+    """Returns the lengths and solve rates of the first tickets, as the simulated engine and scorer decide them."""
     from headrace.rollouts.rollout import seed_of
     from headrace.simulate.codes import difficulty
     from headrace.simulate.distributions import solve_shift
@@ -165,7 +165,7 @@ def asked(scenario: Any, tickets: int) -> list[Prompted]:
     for ticket in range(tickets):
         prompt, size = task.draw(), scenario.rollout.group_size
         seeds = [seed_of(scenario.seed, "rollout", ticket, i) for i in range(size)]
-        requests = [scenario.rollout.request("", prompt, seed, ticket) for seed in seeds]
+        requests = [scenario.rollout.request("", prompt.tokens, seed, ticket) for seed in seeds]
         reward = scorer._rewards(prompt)
         chance = NormalDist().cdf(solve_shift(scenario.solved) - difficulty(prompt.tokens))
         contrast = len({reward(i) for i in range(size)}) > 1
@@ -185,7 +185,7 @@ def lags_of(rows: Sequence[Any]) -> Json:
 
 
 def thrown(state: Any, bound: int) -> Json:
-    """Shares of the sampled tokens of all groups that ended."""
+    """Returns shares of the sampled tokens of all groups that ended."""
     from headrace.observe.numbers.fates import DISCARDED
     from headrace.observe.numbers.measures import trimmed
 
@@ -203,12 +203,12 @@ def thrown(state: Any, bound: int) -> Json:
 
 
 def cohort(ended: Mapping[int, Any], truth: Sequence[object]) -> list[int]:
-    """The first tickets, up to the first one of which the end is not known."""
+    """Returns the first tickets, up to the first one whose end is not known."""
     return list(itertools.takewhile(lambda ticket: ticket in ended, range(len(truth))))
 
 
 def chosen(truth: Sequence[Prompted | None], ended: Mapping[int, Any], trained: Sequence[int]) -> Json:
-    """Of the first tickets that all ended: those with contrast, and those of them that were trained."""
+    """Returns, of the first tickets that all ended, those with contrast, and those of them that were trained."""
     known = {ticket: one for ticket in cohort(ended, truth) if (one := truth[ticket]) and one.contrast}
     taken = set(trained)
     kept = [one for ticket, one in known.items() if ticket in taken]
@@ -227,7 +227,7 @@ def told(groups: Sequence[Prompted]) -> Json:
 
 
 def errors(kept: Sequence[Prompted], away: Sequence[Prompted]) -> Json:
-    """Welch's t of the trained against the discarded, in standard errors."""
+    """Returns Welch's t of the trained against the discarded, in standard errors."""
     if len(away) < 2 or len(kept) < 2:
         return {}
     found = {}
@@ -242,7 +242,8 @@ def errors(kept: Sequence[Prompted], away: Sequence[Prompted]) -> Json:
 
 
 def verified(completions: list[str], answer: list[str], **columns: object) -> list[float]:
-    """1 where the last number is the answer; a hundredth at most on top, so that no two rollouts of a group are equal."""
+    """Gives 1 if the last number is the answer, and at most a hundredth more, so that no two rollouts of a group are
+    equal."""
     return [
         float((re.findall(r"-?\d+", text) or [""])[-1] == answer[i]) + zlib.crc32(f"{i}{text}".encode()) / 2**32 / 100
         for i, text in enumerate(completions)
@@ -250,7 +251,7 @@ def verified(completions: list[str], answer: list[str], **columns: object) -> li
 
 
 def run(options: Json) -> Json:
-    """One run, in a process of its own."""
+    """Runs one policy, in a process of its own."""
     import headrace
     from headrace.observe.facts import EngineSample, GroupEnded
     from headrace.observe.numbers.state import RunState
@@ -318,8 +319,8 @@ class _Ended(NamedTuple):
 
 
 def with_truth(runs: Mapping[str, Json]) -> dict[str, Json]:
-    """Of a ticket that a run did not finish, what another run of the seed sampled for the same prompt stands in: less than it would
-    have become, since it was not ended for nothing."""
+    """Returns the completions of another run of the seed for the prompt of a ticket that a run did not finish. They are
+    shorter than the ended ones would have become, since those were ended for their age."""
     known = {name: finished(one["ended"]) for name, one in runs.items()}
     found = {}
     for name, one in runs.items():
@@ -384,7 +385,7 @@ def _by_token(runs: Sequence[Json]) -> str:
 
 
 def _errors(runs: Sequence[Json], name: str) -> str:
-    """Of all seeds together (Stouffer's sum of independent statistics)."""
+    """Combines all seeds (Stouffer's sum of independent statistics)."""
     values = [one["errors"][name] for one in runs if one["errors"]]
     return f"{sum(values) / math.sqrt(len(values)):+.1f}" if values else "0"
 

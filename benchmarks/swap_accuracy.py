@@ -45,9 +45,9 @@ from headrace.types import Batch as TrainBatch
 from headrace.types import Group, Prompt, Row
 
 GROUPS, GROUP_SIZE, TRAINED_TOKENS = 8, 4, 24
-"""What the trainer trains on: as in the demo, with half as many rollouts of each prompt."""
+"""Batch of the trainer: as in the demo, with half as many rollouts per prompt."""
 WARM = 4
-"""Optimizer steps before version 0: the first ones of AdamW are larger than those that follow."""
+"""Optimizer steps before version 0: AdamW's first steps are larger than later ones."""
 ASKED = (
     "Tell me a story about a lighthouse keeper.",
     "Explain how a bicycle stays upright.",
@@ -79,11 +79,11 @@ HEAD = (
 )
 
 Pieces = list[np.ndarray]
-"""Tokens of every sequence."""
+"""Tokens per sequence."""
 
 
 class Cache:
-    """Several sequences over a paged cache of a runner: whatever is forwarded is behind what was forwarded before."""
+    """Several sequences over a paged cache of a runner: forwarded tokens are appended to those forwarded before."""
 
     def __init__(self, runner: FusedRunner, sequences: int, width: int) -> None:
         self._runner = runner
@@ -91,7 +91,7 @@ class Cache:
         self._length = np.zeros(sequences, np.int32)
 
     def forward(self, pieces: Pieces, every: bool) -> torch.Tensor:
-        """Logits behind every token of the pieces, or behind the last of each."""
+        """Returns the logits after every token of the pieces, or after the last of each."""
         ends = np.cumsum([len(piece) for piece in pieces])
         batch = ForwardInput(
             tokens=np.concatenate(pieces).astype(np.int64),
@@ -120,7 +120,7 @@ class Model:
         self._runner.use(self._runner.prepare(served))
 
     def sample(self, prompts: Pieces, tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """[S, T] tokens at temperature 1, past the end of sequence too, and their log-probs."""
+        """Samples [S, T] tokens at temperature 1, past the end of sequence too, and their log-probs."""
         rows, drawn = len(prompts), []
         ones, zeros = np.ones(rows), np.zeros(rows, np.int64)
         cache, pieces = self._cache(rows), prompts
@@ -132,7 +132,8 @@ class Model:
         return np.stack([one.tokens for one in drawn], 1), np.stack([one.logprobs for one in drawn], 1)
 
     def logprobs(self, prompts: Pieces, tokens: np.ndarray, versions: list[Path], keep: bool) -> np.ndarray:
-        """[S, T] of the tokens [S, T], with the next version live after every 1 / len(versions) of them."""
+        """Returns [S, T] log-probs of the tokens [S, T], with the next version live after every 1 / len(versions) of
+        them."""
         bounds = np.linspace(0, tokens.shape[1], len(versions) + 1).astype(int)
         cache, found = self._cache(len(prompts)), []
         for version, (start, stop) in zip(versions, itertools.pairwise(bounds), strict=True):
@@ -159,7 +160,7 @@ class Model:
 
 
 def rollouts(model: Model, prompts: list[Prompt], group_size: int, tokens: int) -> list[Group]:
-    """Groups without advantages: those change with every step."""
+    """Makes groups without advantages, which change with every step."""
     repeated = [np.array(prompt.tokens) for prompt in prompts for _ in range(group_size)]
     drawn, logprobs = model.sample(repeated, tokens)
     rows = [
@@ -172,7 +173,7 @@ def rollouts(model: Model, prompts: list[Prompt], group_size: int, tokens: int) 
 
 
 def training(model_dir: Path, rate: float, groups: list[Group], folder: Path) -> Iterator[Path]:
-    """Version 0, 1, 2, ... in float32, each a file: in memory they would take gigabytes."""
+    """Writes version 0, 1, 2, ... in float32, each to a file: in memory they would take gigabytes."""
     trainer = TorchTrainer(model_dir, TrainConfig(learning_rate=rate, device="cpu"), AlgoConfig(), 0)
     rng = random.Random(0)
     while True:
@@ -204,7 +205,8 @@ class Measured:
     p99: float
     largest: float
     moved: float
-    """Mean |difference| of version n's log-probs (cache anew) from those of version 0, over the tokens sampled after a swap."""
+    """Returns the mean |difference| of version n's log-probs (cache recomputed) from those of version 0, over the
+    tokens sampled after a swap."""
 
     def cells(self) -> tuple[str, ...]:
         numbers = (f"{value:.1e}" for value in (self.mean, self.p99, self.largest, self.moved))

@@ -32,7 +32,7 @@ from headrace.orchestration.workers.local import environment
 
 SMALL = {"prompts": 2, "samples": 4}
 TOLERANCE = 1e-4
-"""Relative error of float32 gradients that rounding may make."""
+"""Relative error of float32 gradients that rounding may cause."""
 LENGTHS = (1024, 4096, 16384)
 
 CONTENDERS: dict[str, Json] = {
@@ -92,7 +92,7 @@ class Bench:
         return {"microbatch_tokens": self.given.microbatch_tokens} if ours else {"rows_at_once": self.given.trl_rows}
 
     def same_gradients(self) -> str:
-        """Of both sides against the loss written out in float64. Raises SystemExit where one is another."""
+        """Compares both sides with the loss written out in float64. Raises SystemExit if one differs."""
         rollouts, found = str(self.rollouts(**SMALL)), {}
         for side, work in (("headrace", "truth"), ("headrace", "gradients"), ("trl", "gradients")):
             file = self.folder / f"{work}-{side}.safetensors"
@@ -122,7 +122,7 @@ class Bench:
 
 
 def compare(found: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> tuple[str, bool]:
-    """(what came, whether they agree)"""
+    """Returns (the results, whether they agree)."""
     if found.keys() != right.keys():
         return f"they name different parameters: {sorted(found.keys() ^ right.keys())[:4]}", False
     off = {name: float((found[name] - right[name]).norm() / (right[name].norm() + 1e-30)) for name in found}

@@ -1,4 +1,4 @@
-"""headrace's side of trainer.py: sampling the rollouts, optimizer steps on them, gradients, memory by length."""
+"""headrace's part of trainer.py: sampling the rollouts, optimizer steps on them, gradients, memory by length."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def main(options: Json) -> Json:
 
 
 def rollouts(options: Json) -> Json:
-    """P prompts of real text, G completions of each by the real model, as long as a log-normal law says."""
+    """Makes P prompts of real text and samples G completions of each with the real model, of log-normal lengths."""
     model_dir, lengths = Path(options["model"]), random.Random(0)
     text = Text(tokenised(model_dir), seed=0)
     prompts = [text.cut(lengths.randint(180, 220)) for _ in range(options["prompts"])]
@@ -53,7 +53,7 @@ def rollouts(options: Json) -> Json:
 
 
 def completion_length(numbers: random.Random) -> int:
-    """Log-normal with a median of 140, cut at both ends."""
+    """Returns log-normal lengths with a median of 140, cut at both ends."""
     return max(SHORTEST, min(LONGEST, round(numbers.lognormvariate(4.94, 0.6))))
 
 
@@ -114,8 +114,8 @@ def trainer_of(options: Json) -> TorchTrainer:
 
 
 def unpack(trainer: Any) -> None:
-    """Row after row through Hugging Face's own attention, every row with its own copy of the prompt: what models get whose
-    attention cannot be packed."""
+    """Trains row after row through Hugging Face's own attention, each with its own copy of the prompt: the path of
+    models whose attention cannot be packed."""
     trainer._model.set_attn_implementation("sdpa")
     trainer._forward = dataclasses.replace(trainer._forward, packed=False)
 
@@ -141,7 +141,7 @@ def step(options: Json) -> Json:
 
 
 def few(groups: list[Json]) -> list[Json]:
-    """To warm up: half a group."""
+    """The warm-up: half a group."""
     group = groups[0]
     half = max(2, len(group["rows"]) // 2)
     return [{**group, "rows": group["rows"][:half], "advantages": group["advantages"][:half]}]
@@ -158,7 +158,7 @@ def gradients(options: Json) -> Json:
 
 
 def truth(options: Json) -> Json:
-    """The same loss as one would write it down: float64, Hugging Face's forward, row after row."""
+    """Computes the same loss in its plainest form: float64, Hugging Face's forward, row after row."""
     groups = json.loads(Path(options["rollouts"]).read_text())["groups"]
     model = AutoModelForCausalLM.from_pretrained(options["model"], dtype=torch.float64, local_files_only=True).eval()
     count = sum(len(row["tokens"]) for group in groups for row in group["rows"])
@@ -179,7 +179,8 @@ def truth(options: Json) -> Json:
 
 
 def length(options: Json) -> Json:
-    """One row of N tokens through a tiny model with a real vocabulary, whose logits alone would take 200 kB a token."""
+    """Trains one row of N tokens through a tiny model with a real vocabulary, whose logits alone would take 200 kB per
+    token."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=49_152,

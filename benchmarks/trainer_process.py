@@ -1,7 +1,8 @@
-"""What the benchmarks of training share: children that each are a process of their own, and results that outlive an interrupt.
+"""Shared parts of the training benchmarks: children that are processes of their own, and results that outlive an
+interrupt.
 
-A child gets one JSON object on its command line, does its work and writes one JSON object to the file that it was told. Standard
-library only, so that children of every environment can import it.
+A child gets one JSON object on its command line, does its work and writes one JSON object to the file given there.
+Standard library only, so that children of every environment can import it.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ Json = dict[str, Any]
 class Child:
     name: str
     script: str
-    """Beside this file."""
+    """A script beside this file."""
     options: Json
     python: str = sys.executable
     environment: Json | None = None
     limit: float = 7200.0
-    """Seconds after which it is ended, and everything that it started with it."""
+    """Seconds after which the child is ended, with all processes that it started."""
 
     def run(self, folder: Path) -> Json:
-        """What it found. Raises Failed with the last line of its log."""
+        """Returns its result. Raises Failed with the last line of its log."""
         told, log = folder / f"{self.name}.out.json", folder / f"{self.name}.log"
         told.unlink(missing_ok=True)
         command = [self.python, str(HERE / self.script), json.dumps({**self.options, "to": str(told)})]
@@ -66,7 +67,7 @@ class Child:
 
 
 def end(process: subprocess.Popen[bytes], grace: float = 20.0) -> None:
-    """The process and its whole session."""
+    """Ends the process and its whole session."""
     for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, grace)):
         try:
             os.killpg(process.pid, number)
@@ -96,7 +97,8 @@ def child_main(work: Callable[[Json], Json]) -> None:
 
 
 class Stopwatch:
-    """Wall clock of a piece of work, its peak of memory, and the share of the cores that others took meanwhile."""
+    """Measures the wall clock of a piece of work, its peak of memory, and the share of the cores that others took
+    meanwhile."""
 
     def __init__(self) -> None:
         self.cores = os.sched_getaffinity(0)
@@ -116,29 +118,29 @@ class Stopwatch:
 
 
 def _own_seconds() -> float:
-    """With all children, the running ones not counted."""
+    """Returns CPU seconds with all children, except those still running."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def resident(name: str) -> float:
-    """GiB of this process: `VmRSS` now, `VmHWM` at most."""
+    """Returns GiB of this process: `VmRSS` now, `VmHWM` at most."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith(name)) / 2**20
 
 
 class Results:
-    """A JSON file of what was measured, by name: an interrupted benchmark goes on where it stopped."""
+    """A JSON file of results by name: an interrupted benchmark continues where it stopped."""
 
     def __init__(self, path: Path, again: bool = False) -> None:
-        """`again`: what is asked for is measured anew, once; what is not asked for stays."""
+        """`again`: requested results are measured again, once; others stay."""
         self._path, self._again = path, again
         path.parent.mkdir(parents=True, exist_ok=True)
         self.found: dict[str, Json] = json.loads(path.read_text()) if path.exists() else {}
         self._anew: set[str] = set()
 
     def measure(self, name: str, work: Callable[[], Json]) -> Json | None:
-        """What is known, else what `work` returns; None where it fails, which is said."""
+        """Returns the known result, else that of `work`; None if it fails, which is reported."""
         if name in self.found and (not self._again or name in self._anew):
             print(f"{name}: known from before", flush=True)
             return self.found[name]

@@ -1,7 +1,8 @@
-"""TRL's side of trainer.py, run by the Python of .venv-trl: `GRPOTrainer` with its own `train()`, loss, clipping and optimizer.
+"""TRL's part of trainer.py, run by the Python of .venv-trl: `GRPOTrainer` with its own `train()`, loss, clipping and
+optimizer.
 
-Replaced is one method, the one that generates and scores: it returns the rollouts that headrace is given too, padded as TRL pads
-them (prompts on the left, completions on the right, to the longest of the step).
+One method is replaced, the one that generates and scores: it returns the same rollouts that headrace gets, padded as
+TRL pads them (prompts on the left, completions on the right, to the longest of the step).
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Given(GRPOTrainer):
 
 
 class Observer(TrainerCallback):
-    """Times whole optimizer steps; one microbatch before the first is to warm up."""
+    """Times whole optimizer steps; one microbatch before the first is the warm-up."""
 
     def __init__(self, trainer: Given, options: Json) -> None:
         self._trainer, self._gradients = trainer, options.get("gradients")
@@ -101,7 +102,7 @@ class Observer(TrainerCallback):
 
 
 def trainer_of(options: Json, batch: dict[str, torch.Tensor], folder: str) -> Given:
-    """As its users set it up: eight rows at a time unless told otherwise, the rest by gradient accumulation."""
+    """Configures TRL as its users do: eight rows at a time by default, the rest by gradient accumulation."""
     rows = len(batch["completion_ids"])
     at_once = min(options["rows_at_once"], rows)
     if rows % at_once:

@@ -121,7 +121,7 @@ def products(kernels: Any, dtype: torch.dtype, rows: int, k: int, n: int) -> dic
 
 
 def one_dnn(x: Tensor, weight: Tensor) -> Work | None:
-    """Its product over a weight that it has packed; None where it has none for this dtype."""
+    """Its product with a weight that it has packed; None if it has none for this dtype."""
     try:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, len(x))
     except RuntimeError:

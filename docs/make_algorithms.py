@@ -42,7 +42,7 @@ def losses() -> Iterator[str]:
 
 
 def _loss(loss: Loss) -> str:
-    """With the constants that are not the loss's own."""
+    """Names a loss, with those of its constants that differ from the loss's own."""
     own = type(loss)().constants()
     others = [f"{name} {value:g}" for name, value in loss.constants().items() if value != own[name]]
     return ", ".join([loss.name, *others])
@@ -54,7 +54,7 @@ def _special(recipe: Recipe) -> str:
         said.append(f"old = {recipe.old}")
     if one.mode != "none":
         said.append(f"{one.level} {one.mode} [{one.low:g}, {one.high:g}]")
-    said += [f"{name} {value:g}" for name in ("veto", "kpop", "opsm") if (value := getattr(one, name))]
+    said += [f"{rule.name} {rule.threshold:g}" for rule in one.rules]
     match recipe.select.kind:
         case "m2po":
             said.append(f"selection m2po, tau {recipe.select.tau:g}")
@@ -70,7 +70,7 @@ def _paper(source: str) -> str:
 
 
 def page(text: str) -> str:
-    """The page with the tables as they are now. Raises ValueError where a mark is missing."""
+    """Returns the page with the current tables. Raises ValueError if a mark is missing."""
     for name, lines in (("recipes", recipes()), ("losses", losses())):
         begin, end = f"<!-- {name}: `make docs` -->\n", f"<!-- end of {name} -->"
         before, rest = text.split(begin)

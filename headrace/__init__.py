@@ -5,7 +5,7 @@
     headrace.train("recipes/demo.toml")
     headrace.train("mine.toml", reward=lambda prompts, completions, **columns: [float(len(c)) for c in completions])
 
-Everything is loaded when first used (PEP 562): `import headrace` costs milliseconds and loads no torch.
+Everything is loaded on first use (PEP 562): `import headrace` takes milliseconds and does not load torch.
 """
 
 from __future__ import annotations
@@ -61,17 +61,16 @@ def train(
     sets: Sequence[str] = (),
     resume: str | Path | None = None,
 ) -> RunResult:
-    """Trains until the run's last step; what the command `headrace train` does. Works in a notebook, with a live view there.
+    """Trains until the run's last step, as the command `headrace train` does. Works in a notebook, with a live view.
 
-    `config` is a TOML file, a dict of the same shape or a `RunConfig`; `sets` are texts such as "train.steps=100".
-    `reward(prompts=, completions=, **columns)` returns one number per completion and takes the place of the config's functions.
-    Several are a list, or a dict of name -> function; a pair (function, weight) stands for a function. `trl_reward` marks one that
+    `config` is a TOML file, a dict of the same shape or a `RunConfig`; `sets` are strings such as "train.steps=100".
+    `reward(prompts=, completions=, **columns)` returns one number per completion and replaces the config's functions. Pass several as a
+    list or as a dict of name -> function; instead of a function, a pair (function, weight) may stand. `trl_reward` marks a function that
     was written for TRL.
-    `dataset` takes the place of the config's task: a list of dicts, a `datasets.Dataset`, a pandas frame, or what yields dicts.
-    `on_step` and `on_evaluation` are called in this thread, beside the run, with a `Step` and an `Evaluation`; `StopTraining`, raised
-    there, ends the run after the step that is under way. Any other exception does too, and is raised here then.
-    `resume` is the directory of an earlier run to go on from, with its own settings where `config` is left out; functions and rows
-    have to be passed again.
+    `dataset` replaces the config's task: a list of dicts, a `datasets.Dataset`, a pandas frame, or any iterable of dicts.
+    `on_step` and `on_evaluation` are called in this thread, while the run continues, with a `Step` and an `Evaluation`. If one raises
+    `StopTraining`, the run ends after the current step; any other exception ends it too, and is then raised here.
+    `resume` is the directory of a run to resume, with its own settings if `config` is left out. Functions and rows must be passed again.
     Raises `errors.HeadraceError`.
     """
     from headrace.orchestration.python_inputs import settings_of, with_python_inputs
@@ -94,11 +93,11 @@ def evaluate(
     sets: Sequence[str] = (),
     step: int | None = None,
 ) -> Evaluated:
-    """Mean reward on `prompts` held-out prompts: of the config's model, or of the last checkpoint of the directory `run`.
+    """Measures the mean reward on `prompts` held-out prompts, of the config's model or of the last checkpoint of the directory `run`.
 
-    The result's `step` says which. Where the newest checkpoint is older than the steps that the run has done, it is refused
-    unless `step` names it. With `run` the settings are those that the run was trained with, and `sets` on top of them; a `config`
-    beside it has no say, and where it differs that is written to stderr. `reward` and `dataset` as for `train`.
+    The result's `step` is the step of that checkpoint. If the newest checkpoint is older than the last step of the run, it is refused
+    unless `step` names it. With `run`, the settings are those of the run, changed by `sets`; a `config` is then ignored, and its
+    differences are printed to stderr. `reward` and `dataset`: as for `train`.
     """
     from headrace.orchestration.python_inputs import report_differences, settings_of, with_python_inputs
 
@@ -120,8 +119,8 @@ def export(
 ) -> Path:
     """Writes the model of a run's last checkpoint to `to`, for `transformers` to load. Returns the checkpoint.
 
-    Of LoRA it is the adapter, for peft to load; with `merge` a whole model with the adapter in its weights. Where the newest
-    checkpoint is older than the steps that the run has done, it is refused unless `step` names it.
+    A LoRA run gives its adapter, for peft to load, or with `merge` a whole model that contains the adapter. If the newest checkpoint is
+    older than the last step of the run, it is refused unless `step` names it.
     """
     from headrace.config import config_of_run, read_config
     from headrace.orchestration.runs import one_shot

@@ -1,10 +1,10 @@
 """The command `headrace`. It reads arguments, calls one function of the library and turns errors into one message.
 
-Exit codes: 0 done, 1 the run failed (`status`: it has died; `replay`: a step came out otherwise; `diff`: they differ), 2 the
-input cannot work, 3 a run was ended by its watchdog (`observe/health/watchdog.py`), 4 a run has paused because too much failed, and
-goes on with `--resume` when that is mended, 130 interrupted.
+Exit codes: 0 done; 1 the run failed (`status`: it has died; `replay`: a result differs; `diff`: the runs differ); 2 the input cannot
+work; 3 the watchdog ended the run (`observe/health/watchdog.py`); 4 the run paused because too many rollouts failed (fix the cause, then
+`--resume`); 130 interrupted.
 
-argparse, because a dozen commands with a few options each need no dependency, and `--help` answers at once.
+It uses argparse, because a dozen commands with a few options each need no dependency, and `--help` prints at once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def exit_code(work: Callable[[], int]) -> int:
-    """Runs a command; what it raises on purpose becomes one message. Anything else is our own bug and keeps its traceback."""
+    """Runs a command. Our own exceptions become one message; any other exception is a bug and keeps its traceback."""
     try:
         return work()
     except ConfigError as error:
@@ -55,7 +55,7 @@ def _complain(error: Exception, code: int) -> int:
 
 
 def _fitted(line: str) -> list[str]:
-    """Broken between words for a terminal; whole for a file or a pipe, where somebody searches in it."""
+    """The line, wrapped for a terminal. For a file or a pipe it stays whole, so that it can be searched."""
     if not sys.stderr.isatty():
         return [line]
     width = shutil.get_terminal_size().columns
@@ -80,7 +80,7 @@ def train(arguments: argparse.Namespace) -> int:
 
 
 def _rehearse(config: RunConfig, run_dir: Path | None) -> int:
-    """Every setting as TOML, then what came of trying all that needs no model."""
+    """Prints every setting as TOML, then the result of the rehearsal, which loads no model."""
     import asyncio
 
     from headrace.config import dump_config
@@ -134,9 +134,9 @@ def replay(arguments: argparse.Namespace) -> int:
 def inspect(arguments: argparse.Namespace) -> int:
     from headrace.commands import inspect
 
-    run_dir = run_directory(arguments.run)
-    wanted = (arguments.step, arguments.ticket, arguments.worst, arguments.rescore, arguments.json, arguments.tokens)
-    return inspect.inspect(run_dir, *wanted)
+    run, one = run_directory(arguments.run), arguments
+    how = {"rescore": one.rescore, "as_json": one.json, "tokens": one.tokens}
+    return inspect.inspect(run, one.step, ticket=one.ticket, worst=one.worst, **how)
 
 
 def diff(arguments: argparse.Namespace) -> int:
@@ -157,13 +157,13 @@ def export(arguments: argparse.Namespace) -> int:
 
 def plan(arguments: argparse.Namespace) -> int:
     from headrace.plan.answer import PlanRequest, config_for
-    from headrace.plan.command import tell
+    from headrace.plan.command import print_plan
 
     run_dir = None if is_config(arguments.source) else run_directory(arguments.source)
     chip, _, file = arguments.hardware.partition(":")
     if chip == "cpu" and not file:
         raise ConfigError("--hardware cpu:FILE names a file of measured rates; --calibrate writes one")
-    question = PlanRequest(
+    request = PlanRequest(
         config=config_for(arguments.source, run_dir, arguments.set),
         run=run_dir if chip != "cpu" else None,
         calibrate=arguments.calibrate,
@@ -178,7 +178,7 @@ def plan(arguments: argparse.Namespace) -> int:
         latency=arguments.reward_seconds,
         sweep=arguments.sweep,
     )
-    return tell(question, arguments.price, arguments.json, arguments.picture)
+    return print_plan(request, arguments.price, arguments.json, arguments.picture)
 
 
 def doctor(arguments: argparse.Namespace) -> int:
@@ -197,25 +197,25 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 
 def _config(file: str | None, run_dir: Path | None, sets: Sequence[str]) -> RunConfig:
-    """The config named, or that of the run."""
+    """The named config, or the config of the run."""
     from headrace.config import adapter_runs, config_of_run, load_config
     from headrace.orchestration.choosing import resumed_settings
     from headrace.orchestration.python_inputs import refuse_python_inputs
 
     source = file or (run_dir and config_of_run(run_dir))
     if not source:
-        raise ConfigError("name a config: headrace train CONFIG.toml (or --resume RUN to go on with a run)")
+        raise ConfigError("name a config: headrace train CONFIG.toml (or --resume RUN to resume a run)")
     if file and (Path(file) / "config.toml").is_file():
         raise ConfigError(
-            f"{file} is the directory of a run, not a config; go on with it: headrace train --resume {file}"
+            f"{file} is the directory of a run, not a config; resume it with: headrace train --resume {file}"
         )
     config = load_config(resumed_settings(file, run_dir) if file and run_dir else source, sets)
     for run in adapter_runs(config) or (config,):
         refuse_python_inputs(run)
-        if not run.reward.specs and not run.teachers:  # unlike `headrace.train`, we cannot be handed a function
+        if not run.reward.specs and not run.teachers:  # a command takes no function, unlike `headrace.train`
             raise ConfigError(
-                'nothing gives rewards: set reward.function = "path/to/file.py:name" (or "reasoning_gym"); a function that Python '
-                "was handed is not in the config"
+                'nothing gives rewards: set reward.function = "path/to/file.py:name" (or "reasoning_gym"); functions that were '
+                "passed from Python are not in the config"
             )
     return config
 
@@ -225,7 +225,7 @@ def _sets(arguments: argparse.Namespace) -> list[str]:
 
 
 def run_directory(run: str) -> Path:
-    """A run by its directory, or by its name under `runs/`."""
+    """Finds a run by its directory, or by its name under `runs/`."""
     for candidate in (Path(run), Path("runs") / run):
         if candidate.is_dir():
             return candidate
@@ -233,18 +233,18 @@ def run_directory(run: str) -> Path:
         own = Path("runs") / Path(run).stem
         place = str(own) if own.is_dir() else "runs/NAME"
         raise ConfigError(
-            f"{run} is a config, and the directory of a run is needed here: {place}, say (headrace train {run} starts a new run)"
+            f"{run} is a config, but the directory of a run is needed here, such as {place} (headrace train {run} starts a new run)"
         )
     if Path(run).is_file():
-        raise ConfigError(f"{run} is a file, and a run is a directory: name that, or its name under runs/")
+        raise ConfigError(f"{run} is a file, but a run is a directory: give its path, or its name under runs/")
     known = [path.name for path in Path("runs").glob("*") if path.is_dir()]
     near = difflib.get_close_matches(Path(run).name, known, n=1)
     hint = f"; did you mean runs/{near[0]}?" if near else ""
-    raise ConfigError(f"there is no run {run}: neither a directory of that name nor runs/{run}{hint}")
+    raise ConfigError(f"there is no run {run}: neither that directory nor runs/{run} exists{hint}")
 
 
 def is_config(source: str) -> bool:
-    """Whether it looks like a config and not like a run; one in another language is refused when it is read."""
+    """Whether it looks like a config rather than a run. JSON and YAML count too; they are refused when they are read."""
     return source.endswith((".toml", ".json", ".yaml", ".yml"))
 
 
@@ -261,9 +261,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_status(commands)
     _add_replay(commands)
     _add_inspect(commands)
-    one = _command(commands, "diff", diff, "where two runs part: step, group and token")
+    one = _command(commands, "diff", diff, "the first differences of two runs: step, group and token")
     one.add_argument("one", metavar="RUN_A", help="directory of a run, or its name under runs/")
-    one.add_argument("other", metavar="RUN_B", help="of another one")
+    one.add_argument("other", metavar="RUN_B", help="the other run")
     one = _command(commands, "export", export, "save a run's model as a directory that transformers loads")
     one.add_argument("run", metavar="RUN", help="directory of the run, or its name under runs/")
     one.add_argument("--to", required=True, metavar="DIR", help="where to save it; must not exist or be empty")
@@ -282,7 +282,7 @@ def _parser() -> argparse.ArgumentParser:
         "--parity", metavar="MODEL", help="instead: do engine and trainer compute the same log-probs of this model?"
     )
     one.add_argument(
-        "--dtype", nargs="+", choices=("bfloat16", "float32"), help="in which --parity computes (default: both)"
+        "--dtype", nargs="+", choices=("bfloat16", "float32"), help="the dtypes of --parity (default: both)"
     )
     return parser
 
@@ -292,7 +292,7 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     one.add_argument("config", nargs="?", metavar="CONFIG.toml", help="may be left out with --resume")
     _add_set(one)
     one.add_argument("--name", help="the run's directory under out/ (default: the config's, or its file's name)")
-    one.add_argument("--resume", metavar="RUN", help="go on from the last checkpoint of this run")
+    one.add_argument("--resume", metavar="RUN", help="resume this run from its last checkpoint")
     one.add_argument(
         "--dry-run",
         action="store_true",
@@ -303,18 +303,18 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     one = _command(commands, "eval", evaluate, "measure the reward on held-out prompts")
     one.add_argument("source", metavar="CONFIG.toml|RUN", help="a config (its untrained model) or a run (its last one)")
-    one.add_argument("--prompts", type=_positive, metavar="N", help="how many held-out prompts (default: eval.prompts)")
+    one.add_argument("--prompts", type=_positive, metavar="N", help="held-out prompts (default: eval.prompts)")
     _add_step(one)
     _add_set(one)
 
 
 def _add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    one = _command(commands, "status", status, "is a run alive, what does it do, who waits for whom")
+    one = _command(commands, "status", status, "whether a run is alive, what it does and what it waits for")
     one.add_argument("run", metavar="RUN", help="directory of the run, or its name under runs/")
     how = one.add_mutually_exclusive_group()
-    how.add_argument("--watch", action="store_true", help="look again every 2 seconds until it has ended")
+    how.add_argument("--watch", action="store_true", help="update every 2 seconds until the run has ended")
     how.add_argument("--json", action="store_true", help="for programs")
-    how.add_argument("--stacks", action="store_true", help="have it write down where all its processes stand (SIGUSR1)")
+    how.add_argument("--stacks", action="store_true", help="print the stacks of all its processes (SIGUSR1)")
 
 
 def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -327,20 +327,18 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     one.add_argument("--model", default="", metavar="SIZE", help="for computed rates: 7b, 32b, 30b-a3b, ...")
     one.add_argument("--gpus", type=_positive, default=8, metavar="N", help="of both pools (default: %(default)s)")
     one.add_argument(
-        "--trainer-gpus", type=_positive, default=0, metavar="N", help="of them (default: half; --sweep tries)"
+        "--trainer-gpus", type=_positive, default=0, metavar="N", help="of the trainer (default: half of --gpus)"
     )
+    one.add_argument("--steps", type=_positive, default=20, metavar="N", help="simulated steps (default: %(default)s)")
     one.add_argument(
-        "--steps", type=_positive, default=20, metavar="N", help="that are simulated (default: %(default)s)"
+        "--lengths", default="", metavar="D", help="completion lengths: 800, lognormal:mean=4000,sigma=0.8, ..."
     )
-    one.add_argument(
-        "--lengths", default="", metavar="D", help="of completions: 800, lognormal:mean=4000,sigma=0.8, ..."
-    )
-    one.add_argument("--prompts", default="", metavar="D", help="lengths of prompts")
-    one.add_argument("--reward-seconds", default="", metavar="D", help="that one rollout's reward takes")
-    one.add_argument("--price", type=float, default=0.0, metavar="X", help="of a GPU for an hour")
+    one.add_argument("--prompts", default="", metavar="D", help="prompt lengths")
+    one.add_argument("--reward-seconds", default="", metavar="D", help="seconds that the reward of one rollout takes")
+    one.add_argument("--price", type=float, default=0.0, metavar="X", help="price of one GPU for one hour")
     one.add_argument("--sweep", action="store_true", help="try other splits and depths, and recommend")
     one.add_argument("--json", action="store_true", help="print everything as JSON")
-    one.add_argument("--picture", type=Path, metavar="FILE.html", help="draw it")
+    one.add_argument("--picture", type=Path, metavar="FILE.html", help="draw the schedule")
     _add_set(one)
 
 
@@ -358,12 +356,12 @@ def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     one.add_argument("run", metavar="RUN", help="directory of the run, or its name under runs/")
     one.add_argument("--step", type=_positive, metavar="N", help="the step, counted from 1 (default: the last)")
     one.add_argument("--ticket", type=int, metavar="T", help="one group, by its ticket")
-    one.add_argument("--worst", type=_positive, metavar="K", default=3, help="how many are shown token by token: those of the "
-                     "lowest reward, or with the widest differences (default: %(default)s)")  # fmt: skip
+    one.add_argument("--worst", type=_positive, metavar="K", default=3, help="number of rollouts shown token by token: those "
+                     "with the lowest rewards, or the largest differences (default: %(default)s)")  # fmt: skip
     one.add_argument(
-        "--rescore", action="store_true", help="ask the trainer of that moment for its log-probs (starts it)"
+        "--rescore", action="store_true", help="compute the log-probs of the trainer at that step (starts it)"
     )
-    one.add_argument("--tokens", action="store_true", help="of those also a line for each token, with all its numbers")
+    one.add_argument("--tokens", action="store_true", help="show all numbers of these tokens, one per line")
     one.add_argument("--json", action="store_true", help="for programs: all of it")
 
 

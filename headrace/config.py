@@ -1,4 +1,5 @@
-"""`RunConfig` composes the settings that live beside their owners; `load_config` reads them, `check` refuses bad pairs.
+"""`RunConfig` composes the settings that lie beside their owners; `load_config` reads them, and `check` refuses pairs
+that cannot work.
 
 Settings come from a TOML file and `--set section.setting=value`. Nothing here imports torch.
 """
@@ -18,6 +19,7 @@ from pydantic.dataclasses import dataclass
 from headrace.algo.config import AlgoConfig
 from headrace.algo.earlier import as_it_was
 from headrace.engine.config import EngineConfig, engine_problems
+from headrace.environments.config import EnvironmentConfig, turn_problems
 from headrace.errors import ConfigError
 from headrace.models.lora import AdapterConfig, LoraConfig, lora_problems
 from headrace.models.resolve import ModelConfig
@@ -28,10 +30,11 @@ from headrace.rollouts.staleness import StalenessConfig
 from headrace.scoring.config import RewardConfig
 from headrace.scoring.teacher.config import TeacherConfig, teacher_problems
 from headrace.settings.other_names import meaning
+from headrace.settings.paths import resolve_paths
 from headrace.settings.process_config import CheckpointConfig, ChosenConfig, EvalConfig, WatchConfig
 from headrace.settings.toml import Tree, build, dump, merge, parse_sets, read_toml
 from headrace.tasks.config import TaskConfig
-from headrace.trainer.config import TrainConfig
+from headrace.trainer.config import TrainConfig, parity_problems
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -50,6 +53,7 @@ class RunConfig:
     """May be empty if a function is passed to `headrace.train`, or if the policy learns from teachers alone."""
     teachers: tuple[TeacherConfig, ...] = ()
     """Models that score what the policy sampled."""
+    environment: EnvironmentConfig = Field(default_factory=EnvironmentConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     algo: AlgoConfig = Field(default_factory=AlgoConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
@@ -70,8 +74,8 @@ class RunConfig:
     def _names_a_directory(cls, name: str) -> str:
         if name != (near := _directory_name(name)):
             raise ValueError(
-                f'name = "{name}" names a directory, and stands in commands: letters, digits, ".", "_" and "-" only, with a letter or '
-                f'a digit first; "{near}" would do'
+                f'name = "{name}" names a directory and is used in commands: letters, digits, ".", "_" and "-" only, with a letter or '
+                f'a digit first; use "{near}"'
             )
         return name
 
@@ -81,34 +85,35 @@ class RunConfig:
 
 
 def load_config(source: RunConfig | Mapping[str, Any] | str | Path, sets: Sequence[str] = ()) -> RunConfig:
-    """A TOML file, a dict of the same shape or a finished config, with `--set` texts on top, validated and checked.
+    """Reads a TOML file, a dict of the same shape or a finished config, with `--set` texts on top, validates and checks
+    it.
 
-    Relative paths in a TOML file are seen from its folder; those of a dict or of `sets` from the working directory.
-    Raises ConfigError with all complaints at once, one a line.
+    Relative paths in a TOML file are relative to its folder, those of a dict or of `sets` to the working directory.
+    Raises ConfigError with all complaints at once, one per line.
     """
     return checked(read_config(source, sets))
 
 
 def checked(config: RunConfig) -> RunConfig:
-    """Raises ConfigError with all complaints of `check`."""
+    """Returns the config. Raises ConfigError with all complaints of `check`."""
     if problems := check(config):
         raise ConfigError("\n".join(problems))
     return config
 
 
 def read_config(source: RunConfig | Mapping[str, Any] | str | Path, sets: Sequence[str] = ()) -> RunConfig:
-    """As `load_config` without `check`: for a run of another machine, whose cores this one need not have."""
+    """Reads like `load_config`, but without `check`: for a run of another machine, whose cores this one need not have."""
     return build(RunConfig, read_tree(source, sets), meaning)
 
 
 def read_tree(source: RunConfig | Mapping[str, Any] | str | Path, sets: Sequence[str] = ()) -> Tree:
-    """As `read_config` before anything is validated, with absolute paths."""
+    """Reads like `read_config`, but without validation. Paths are absolute."""
     tree, base = _tree_of(source)
     return merge(resolve_paths(tree, base), resolve_paths(parse_sets(sets), Path.cwd()))
 
 
 def config_of_run(run_dir: Path) -> Path:
-    """The resolved config that a run keeps in its directory."""
+    """Returns the path of the resolved config that a run keeps in its directory."""
     path = run_dir / "config.toml"
     if not path.is_file():
         raise ConfigError(f"{run_dir} is not the directory of a run: it has no {path.name}")
@@ -116,12 +121,12 @@ def config_of_run(run_dir: Path) -> Path:
 
 
 def dump_config(config: RunConfig) -> str:
-    """TOML text with every setting, which `load_config` reads back to an equal config."""
+    """Returns TOML text with every setting, which `load_config` reads back to an equal config."""
     return dump(config)
 
 
 def check(config: RunConfig) -> list[str]:
-    """Pairs of settings that cannot work together, each with its remedy; empty when all is well."""
+    """Returns a sentence with a remedy for each pair of settings that cannot work together."""
     if config.adapters:
         return list(dict.fromkeys(_adapter_problems(config)))
     problems = [
@@ -134,6 +139,14 @@ def check(config: RunConfig) -> list[str]:
         *engine_problems(config.engine),
         *_teacher_problems(config),
         *partial_problems(config.partial, bool(config.lora.served_name), several=False),
+        *parity_problems(config.train, config.engine, config.rollout, bool(config.lora.rank)),
+        *turn_problems(
+            config.environment.turns,
+            text_teachers=[one.name for one in config.teachers if one.mode == "text"],
+            length=config.algo.name if config.algo.with_length(1) != config.algo else "",
+            penalty=bool(config.algo.length_penalty),
+            routing=config.rollout.keep_routing,
+        ),
     ]
     if config.lora.quantise and config.lora.merged and config.algo.reference_in_reward:
         problems.append(
@@ -216,7 +229,7 @@ def _core_problems(config: RunConfig) -> list[str]:
     for name, cores in (("engine", engine), ("train", train)):
         if cores - present:
             problems.append(
-                f"{name}.cores names {sorted(cores - present)}, which this machine does not lend; it has {sorted(present)}"
+                f"{name}.cores names {sorted(cores - present)}, which this process may not use; it may use {sorted(present)}"
             )
     return problems
 
@@ -245,11 +258,11 @@ def _teacher_problems(config: RunConfig) -> Iterator[str]:
         if teacher.mode == "text" and teacher.name in config.reward.weights:
             yield f"the teacher {teacher.name} has the name of a reward function; give it another"
         if strange := set(engine.cores) - available_cores():
-            yield f"the teacher {teacher.name} has engine.cores {sorted(strange)}, which this machine does not lend"
+            yield f"the teacher {teacher.name} has engine.cores {sorted(strange)}, which this process may not use"
 
 
 def teacher_engine(config: RunConfig, teacher: TeacherConfig) -> EngineConfig:
-    """The run's engine settings with the teacher's own on top. Raises ConfigError naming the teacher."""
+    """Returns the run's engine settings with the teacher's own on top. Raises ConfigError naming the teacher."""
     base = {**dataclasses.asdict(config.engine.for_worker), "path": "auto", "max_adapters": 0, "routing": False}
     try:
         return build(EngineConfig, merge(base, teacher.engine))
@@ -265,11 +278,11 @@ _SHARED = {
     "lora": ("quantise",),
     "rollout": ("keep_routing",),
 }
-"""One trainer and one engine work for all adapters: these settings are the run's."""
+"""Settings that adapters cannot have of their own, because one trainer and one engine work for all of them."""
 
 
 def adapter_runs(config: RunConfig) -> tuple[RunConfig, ...]:
-    """What each adapter trains, as a run in the run's directory. Raises ConfigError naming the adapter."""
+    """Returns each adapter's part as a run in the run's directory. Raises ConfigError naming the adapter."""
     runs = []
     for adapter in config.adapters:
         own = {field: table for field, table in dataclasses.asdict(adapter).items() if table and field != "name"}
@@ -312,13 +325,13 @@ def _adapter_problems(config: RunConfig) -> Iterator[str]:
 
 
 def available_cores() -> set[int]:
-    """The CPU cores that this process may use."""
+    """Returns the CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return set(os.sched_getaffinity(0))
     return set(range(os.cpu_count() or 1))
 
 
-# --- sources and paths -----------------------------------------------------------------------------------------------
+# --- sources -----------------------------------------------------------------------------------------------
 
 
 def _tree_of(source: RunConfig | Mapping[str, Any] | str | Path) -> tuple[Tree, Path]:
@@ -331,64 +344,5 @@ def _tree_of(source: RunConfig | Mapping[str, Any] | str | Path) -> tuple[Tree, 
 
 
 def _directory_name(text: str) -> str:
-    """`my run` -> `my-run`: what is like it and can name a run."""
+    """Returns the nearest name that can be a run's: `my run` -> `my-run`."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).lstrip("._-") or "run"
-
-
-def resolve_paths(tree: Tree, base: Path) -> Tree:
-    """Makes the relative paths in a tree of settings absolute, seen from `base`. What has the wrong type is left alone."""
-    model, task, reward, algo = (tree.get(section) for section in ("model", "task", "reward", "algo"))
-    changed: Tree = {}
-    if isinstance(model, dict) and isinstance(model.get("path"), str):
-        changed["model"] = {**model, "path": _model_path(model["path"], base)}
-    if isinstance(task, dict):
-        paths = {k: _absolute(task[k], base) for k in ("path", "held_out_path") if _names_file(task.get(k))}
-        changed["task"] = {**task, **paths}
-    if isinstance(reward, dict):
-        changed["reward"] = _reward_paths(reward, base)
-    if isinstance(engine := tree.get("engine"), dict):
-        named = {k: _absolute(engine[k], base) for k in ("token_file", "shared_dir") if _names_file(engine.get(k))}
-        changed["engine"] = {**engine, **named}
-    if isinstance(teachers := tree.get("teachers"), list):
-        changed["teachers"] = [_teacher_paths(one, base) for one in teachers]
-    if isinstance(algo, dict):
-        functions = {k: algo[k] for k in ("advantage", "loss") if isinstance(algo.get(k), str)}
-        changed["algo"] = {**algo, **{k: _function_path(function, base) for k, function in functions.items()}}
-    if isinstance(adapters := tree.get("adapters"), list):
-        changed["adapters"] = [resolve_paths(one, base) if isinstance(one, dict) else one for one in adapters]
-    return {**tree, **changed}
-
-
-def _reward_paths(reward: Tree, base: Path) -> Tree:
-    """`function = "file.py:name"`, alone or in a list of tables."""
-    resolved = dict(reward)
-    if isinstance(reward.get("function"), str):
-        resolved["function"] = _function_path(reward["function"], base)
-    if isinstance(reward.get("functions"), list):
-        resolved["functions"] = [_reward_paths(f, base) if isinstance(f, dict) else f for f in reward["functions"]]
-    return resolved
-
-
-def _teacher_paths(teacher: Any, base: Path) -> Any:
-    if isinstance(teacher, dict) and _names_file(teacher.get("path")):
-        return {**teacher, "path": _model_path(teacher["path"], base)}
-    return teacher
-
-
-def _function_path(function: str, base: Path) -> str:
-    path, colon, name = function.rpartition(":")
-    return f"{_absolute(path, base)}:{name}" if colon and path.endswith(".py") else function
-
-
-def _model_path(path: str, base: Path) -> str:
-    """A known name or a hub id stays as it is, unless a directory of that name lies beside the config."""
-    looks_local = path.startswith((".", "/", "~")) or (base / path).is_dir()
-    return _absolute(path, base) if looks_local else path
-
-
-def _names_file(value: Any) -> bool:
-    return isinstance(value, str) and value != ""
-
-
-def _absolute(path: str, base: Path) -> str:
-    return os.path.normpath(base / Path(path).expanduser())

@@ -1,18 +1,18 @@
-"""What can go wrong, by who can mend it. Every message says what happened and what to do about it."""
+"""The exceptions, by who can fix the cause. Every message says what happened and what to do."""
 
 from __future__ import annotations
 
 
 class HeadraceError(Exception):
-    """Base of everything headrace raises on purpose. The command line prints its message without a traceback."""
+    """The base of all exceptions that headrace raises on purpose. The command line prints the message without a traceback."""
 
 
 class ConfigError(HeadraceError, ValueError):
-    """The user's input cannot work: unknown key, missing file, impossible pair. Raised before compute is spent."""
+    """The user's input cannot work: unknown key, missing file, impossible pair. It is raised before compute is spent."""
 
 
 class IdentityError(HeadraceError):
-    """The engine holds other weights than were published (C3). The engine refuses to serve them."""
+    """The engine holds other weights than were published, and refuses to serve them, or it computes another policy with them (C3)."""
 
 
 class WorkerDied(HeadraceError):
@@ -24,15 +24,15 @@ class WorkerDied(HeadraceError):
 
 
 class StalledError(HeadraceError):
-    """A wait passed its second deadline (C6). The message says who waited for whom, and for how long."""
+    """A wait passed its second deadline (C6). The message says who waited for what, and for how long."""
 
 
 class TrainingError(HeadraceError):
-    """Training cannot go on: non-finite gradients several times in a row, an engine that keeps dying, ..."""
+    """Training cannot continue: several non-finite gradients in a row, an engine that keeps dying, ..."""
 
 
 class RunPaused(TrainingError):
-    """Too many rollouts failed for training to go on like this. A checkpoint was written: mend what the message names, then resume."""
+    """Too many rollouts failed. A checkpoint was written: fix what the message names, then resume the run."""
 
 
 class CheckpointError(HeadraceError):
@@ -40,12 +40,17 @@ class CheckpointError(HeadraceError):
 
 
 class StopTraining(Exception):
-    """Raised by a function of the user's that is called after steps or evaluations: the run is left as by Ctrl-C, after the step
-    that is under way and with a checkpoint. No error: the run ends as `interrupted`, and returns what it came to."""
+    """Raised by the user's `on_step` or `on_evaluation`. The run ends as with Ctrl-C: after the current step, with a checkpoint. This is no
+    error: `train` returns the result, with `reason` "interrupted"."""
+
+
+class RolloutOver(Exception):
+    """Raised into an environment that asks for a turn which its rollout cannot have. Whatever the environment does with it, the rollout
+    has failed, for the reason that it carries."""
 
 
 def first_error(group: BaseException) -> BaseException:
-    """What a person should read of an exception group: our own error if there is one, else the first."""
+    """The exception of a group that the user should read: the first of our own, else the first of all."""
     leaves = _leaves(group)
     return next((leaf for leaf in leaves if isinstance(leaf, HeadraceError)), leaves[0])
 

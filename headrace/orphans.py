@@ -1,11 +1,11 @@
-"""No worker process outlives its controller, whatever state it is in.
+"""Ensures that no worker process outlives its controller, even a stopped one.
 
-A worker reads from its controller in a thread of its own, and leaves when that connection ends. One that is stopped (SIGSTOP, a
-debugger) reads nothing; so it also asks Linux for a signal when its parent ends, which comes to it stopped or not.
+A worker reads from its controller in its own thread, and ends when that connection ends. A stopped worker (SIGSTOP, a debugger) reads
+nothing. So it also asks Linux for a signal when its parent ends, which is delivered to stopped processes too.
 
-The parent that Linux means is the *thread* that started the process. Workers are started by the thread whose event loop talks to
-them, in a notebook perhaps not the main one. When that thread ends nobody can talk to them any more, though its process lives
-on: so the signal is right then, too. Elsewhere than on Linux the connection's end is all there is.
+For Linux the parent is the *thread* that started the process. Workers are started by the thread whose event loop talks to them, which in
+a notebook need not be the main one. When that thread ends, nothing can talk to them any more although its process lives, so the signal
+is right in that case too. On other systems there is only the end of the connection.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import signal
 import sys
 
 PARENT = "HEADRACE_PARENT"
-"""Names the controller's process in the environment of a worker."""
+"""The environment variable that tells a worker the controller's process id."""
 
 _PR_SET_PDEATHSIG = 1
 
 
 def of_this_process() -> dict[str, str]:
-    """For the environment of a worker that this process starts."""
+    """Variables for the environment of a worker that this process starts."""
     return {PARENT: str(os.getpid())}
 
 
 def signal_me_when_orphaned(signum: signal.Signals) -> None:
-    """Called by a worker at its start. One that is an orphan already leaves: no signal would come to it any more."""
+    """Called by a worker at its start. Ends a process that is an orphan already, since the signal would never come."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0)

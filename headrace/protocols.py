@@ -61,15 +61,13 @@ class Engine(Protocol):
         """Admits requests again after `drain`."""
 
     async def abort(self) -> None:
-        """Ends the requests that are running or waiting at the time of the call, even if the engine's process dies meanwhile.
-
-        They end as `interrupted`, with the tokens sampled so far. Requests that arrive after the call are unaffected."""
+        """Ends the requests that are running or waiting at the time of the call as `interrupted`, with the tokens sampled so far,
+        even if the engine's process dies meanwhile. Requests that arrive after the call are unaffected."""
 
     def unfinished(self, among: Iterable[str] | None = None) -> Mapping[str, Transcript]:
-        """Returns copies of the transcripts of the requests under way (limited to the ids in `among`), by id.
-
-        A transcript has an `end` if the request has ended but the task that awaits it has not run yet. An engine that is lost
-        for good returns the transcripts as they were at that moment."""
+        """Returns copies of the transcripts of the requests under way (limited to the ids in `among`), by id. One has an `end`
+        if its request has ended but the task that awaits it has not run yet. An engine that is lost for good returns the
+        transcripts as they were at that moment."""
 
     def listen(self, listener: Callable[[bytes], None]) -> None:
         """Calls `listener` with every `StepOutput` (msgpack) before any caller sees a token or an end of it. An exception in
@@ -99,9 +97,8 @@ class Trainer(Protocol):
     async def step(self, batch: Batch) -> TrainReport: ...
 
     async def publish(self, adapter: str = "") -> WeightUpdate:
-        """Writes the current weights of an adapter, or of the whole model, where engines can load them.
-
-        If adapters are trained, the model is their frozen base, which has to be published first."""
+        """Writes the current weights of an adapter, or of the whole model, where engines can load them. If adapters are trained,
+        the model is their frozen base, which has to be published first."""
 
     async def publish_shadow(self) -> WeightUpdate | None:
         """Publishes the student's older self (`teacher.kind = "self"`), if a new version of it is due."""
@@ -189,6 +186,62 @@ class Task(Protocol):
     def restore(self, state: Mapping[str, Any]) -> None: ...
 
 
+class Agent(Protocol):
+    """The engine as the environment of one rollout sees it: a handle that samples turns, one after the other."""
+
+    async def turn(self, context: Sequence[int]) -> Completion:
+        """Samples the next turn, and returns it decoded. `context`: the tokens before it that no turn holds yet (the prompt, or
+        a tool's result before a later turn). They are never in the loss.
+
+        Raises `RolloutOver` if the rollout has failed: it took more turns than its limit, or the engine refused a request."""
+
+
+class Environment(Protocol):
+    """The environment of one rollout: it is made for that rollout, and never reset or used for another one.
+
+    >>> from headrace.environments.single_turn import SINGLE_TURN
+    >>> environment = SINGLE_TURN.make(prompt, 7)
+    """
+
+    async def play(self, agent: Agent) -> Mapping[str, float]:
+        """Asks the agent for turns until the episode is over. Returns the environment's own rewards by name, which are added to
+        the scorer's. An exception makes the rollout a `Failure`, never a reward of zero."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of a rollout; a rollout that exceeds one has failed.
+
+    >>> limits = Limits(turns=4, seconds=30.0)
+    """
+
+    turns: int
+    seconds: float = 0.0
+    """Total time that the environment itself may take between its turns. 0 sets no limit."""
+
+
+Resumes = Literal["replayed", "restarted"]
+"""How a rollout is resumed that was under way when the run was killed. In both cases its environment is made again, and a turn with
+the same context as the recorded one is not sampled again.
+
+replayed: given the same turns, the environment asks for the same ones, and the episode continues where it was.
+restarted: it may ask for others. Then the tokens of its recorded turns are lost, and counted (`GroupEnded.lost_tokens`)."""
+
+
+@dataclass(frozen=True)
+class EnvironmentKind:
+    """The environments of a run: how they are made, and their common properties.
+
+    >>> SINGLE_TURN.limits.turns, SINGLE_TURN.resumes
+    (1, 'replayed')
+    """
+
+    make: Callable[[Prompt, int], Environment]
+    """Makes one from the prompt and a seed, which are the same when the run is resumed."""
+    limits: Limits
+    resumes: Resumes
+
+
 class Scorer(Protocol):
     """Gives rewards.
 
@@ -214,8 +267,7 @@ class Observer(Protocol):
 class Transport(Protocol):
     """The way of weights to engines, as a value: the controller opens it and passes it to trainer and engines at their start.
 
-    It fills the packed buffer of the manifest (`weight_sync/packed.py`). `WeightUpdate.where` says, in a form that only the
-    transport reads, where the bytes are.
+    It fills the packed buffer of the manifest (`weight_sync/packed.py`), and writes its place into `WeightUpdate.where`.
 
     >>> import torch
     >>> from headrace.weight_sync.shared_memory import SharedMemory
@@ -260,10 +312,8 @@ class WeightReceiver(Protocol):
     """The engine's end of a transport."""
 
     def receive(self, update: WeightUpdate) -> Mapping[str, torch.Tensor]:
-        """Returns views of the published parameters by name, verified against the fingerprint. Thread-safe.
-
-        The views stay valid until the version after the next one is published. Raises `IdentityError` if the bytes are not
-        those published."""
+        """Returns views of the published parameters by name, valid until the version after the next one is published. Raises
+        `IdentityError` if the bytes do not have the published fingerprint. Thread-safe."""
 
 
 class EngineCore(Protocol):
@@ -285,7 +335,6 @@ class EngineCore(Protocol):
 
     def swap(self, prepared: Any) -> None:
         """Puts prepared weights into service between two steps: the next forward pass uses them. Running sequences continue.
-
         Raises `ValueError`, and changes nothing, if they do not fit weights loaded since they were prepared. After a mixed
         swap the previous version may be swapped in again, which undoes a streamed update."""
 
@@ -326,6 +375,11 @@ class TrainerCore(Protocol):
     @property
     def dtype(self) -> str:
         """The dtype of its computation: `bfloat16` or `float32`."""
+
+    @property
+    def arithmetic(self) -> str:
+        """The name of its forward pass: an engine that has the same name gets the same log-probs of equal weights, bit for bit.
+        Empty where it has none."""
 
     def parameters(self, adapter: str = "") -> Iterable[tuple[str, torch.Tensor]]:
         """Yields names and tensors in the order of publishing: canonical (`named_parameters()`, tied ones once) for the model,

@@ -1,4 +1,4 @@
-"""What engine and trainer report about their work."""
+"""Reports of engine and trainer on their work."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LagStats(Struct, frozen=True):
     masked: dict[str, float] = {}
     """Share of the tokens whose policy loss a rule took out, by rule."""
     gaps: dict[str, float] = {}
-    """Quantiles of |logprob - sampled| by name: p50, p90, p99, max."""
+    """Quantiles of |logprob - sampled|: p50, p90, p99 and max."""
 
 
 class Noise(Struct, frozen=True):
@@ -60,7 +60,7 @@ class TrainReport(Struct, frozen=True):
     left nothing of the policy loss). Empty if they did."""
     loss: float = 0.0
     grad_norm: float = 0.0
-    """Before clipping."""
+    """The norm before clipping."""
     lr: float = 0.0
     entropy: float = 0.0
     """Mean over tokens, nats, of the full distribution at the sampling temperature."""
@@ -73,7 +73,7 @@ class TrainReport(Struct, frozen=True):
     forward_tokens: int = 0
     """Tokens that were forwarded: a prompt that a group shares counts once."""
     dropped_tokens: int = 0
-    """Tokens with a non-finite sampler log-prob."""
+    """Number of tokens left out because the sampler's log-prob is not finite."""
     microbatches: int = 0
     seconds: float = 0.0
     lags: tuple[LagStats, ...] = ()
@@ -88,6 +88,8 @@ class TrainReport(Struct, frozen=True):
     """Mean k3 estimate of KL(trainer || reference), at most 10 per token, whichever `algo.kl.estimator` the loss uses."""
     teacher_kl: float = 0.0
     """Mean of logprob - teacher's over the tokens that a teacher scored: the sampled-token estimate of the reverse KL."""
+    bitwise_tokens: int = 0
+    """Loss tokens at lag 0 whose log-probs were found to be the sampler's, bit for bit (`train.parity`)."""
     noise: Noise | None = None
     """None for a step without tokens of lag 0, and in journals from before 2026-11-22."""
 
@@ -128,9 +130,9 @@ class EngineStats(Struct, frozen=True):
     version: int = -1
     """-1 until weights are loaded."""
     asked_tokens: int = 0
-    """Prompt tokens of the requests that were admitted."""
+    """Number of prompt tokens of all admitted requests."""
     cached_tokens: int = 0
-    """Those of them that were found in the prefix cache."""
+    """Those of the asked tokens that were in the prefix cache."""
     recomputed_tokens: int = 0
     """Tokens forwarded a second time: after a preemption, or after a swap with `engine.swap = "recompute"`."""
     swaps: int = 0
@@ -182,7 +184,7 @@ class Capabilities(Struct, frozen=True):
     """
 
     context_length: int
-    """Tokens of prompt and completion together."""
+    """Most tokens of prompt and completion together."""
     path: str = ""
     """The forward path in words, for people: `fused llama`, `hugging face gpt_neox`, `fake`."""
     stop_strings: bool = False
@@ -200,16 +202,20 @@ class Capabilities(Struct, frozen=True):
     spans: bool = False
     """Reports the version that sampled each token, even if weights are swapped in the middle of a completion."""
     prompt_logprobs: bool = False
-    """Scores given tokens (`Request.prompt_logprobs`)."""
+    """Returns log-probs of given tokens (`Request.prompt_logprobs`)."""
     top_logprobs: bool = False
     """Returns the most probable tokens of each position (`Request.top_logprobs`)."""
     exact: bool = False
     """Tokens and log-probs of a request depend, bit for bit, on the request and the weights alone: not on the rest of the
     batch, and not on where it was interrupted before it was continued from its prefix."""
+    arithmetic: str = ""
+    """The name of its forward pass: a trainer that has the same name gets the same log-probs of equal weights, bit for bit."""
 
 
-def capable(context_length: int, path: str, adapters: int = 0, routing: bool = False, **more: bool) -> Capabilities:
+def capable(
+    context_length: int, path: str, *, adapters: int = 0, routing: bool = False, arithmetic: str = "", **more: bool
+) -> Capabilities:
     """Makes the capabilities of headrace's own engines: everything, except what depends on their settings and model."""
     always = ("masks", "forks", "streamed", "spans", "prompt_logprobs", "top_logprobs")
     has = {**dict.fromkeys(always, True), "stop_strings": True, **more}
-    return Capabilities(context_length, path, adapters=adapters, routing=routing, **has)
+    return Capabilities(context_length, path, adapters=adapters, routing=routing, arithmetic=arithmetic, **has)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 from headrace.types import (
     Completion,
@@ -41,7 +41,7 @@ class PromptScores(Struct, frozen=True):
     logprobs: tuple[float, ...]
     top: TopLogprobs | None = None
     mixed: bool = False
-    """As in `VersionSpan`."""
+    """Whether some parameters were newer than `version` (`VersionSpan.mixed`)."""
 
 
 class TokenDetails(Struct, frozen=True):
@@ -91,6 +91,7 @@ class Transcript:
     """
 
     request: Request
+    _: KW_ONLY
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)

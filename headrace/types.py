@@ -214,12 +214,17 @@ class Completion(Struct, frozen=True):
 
     def versions(self) -> list[int]:
         """[T] the version of every token."""
+        return [span.version for span in self._unrolled()]
+
+    def kv_versions(self) -> list[int]:
+        """[T] the oldest version among the cache entries that each token was sampled over."""
+        return [span.kv_version for span in self._unrolled()]
+
+    def _unrolled(self) -> list[VersionSpan]:
+        if not self.spans:
+            return []
         ends = [*(s.start for s in self.spans[1:]), len(self.tokens)]
-        return (
-            [s.version for s, end in zip(self.spans, ends, strict=True) for _ in range(s.start, end)]
-            if self.spans
-            else []
-        )
+        return [span for span, end in zip(self.spans, ends, strict=True) for _ in range(span.start, end)]
 
 
 class Turn(Struct, frozen=True):
@@ -250,6 +255,11 @@ class Episode(Struct, frozen=True):
     @property
     def last(self) -> Completion:
         return self.turns[-1].completion
+
+    @property
+    def sampled(self) -> int:
+        """Tokens that were sampled, in all turns."""
+        return sum(len(turn.completion.tokens) for turn in self.turns)
 
 
 class TeacherTrace(Struct, frozen=True):
@@ -282,7 +292,8 @@ class Scored(Struct, frozen=True):
     references: tuple[tuple[float, ...], ...] = ()
     """Per turn, the [T] log-probs of the reference model, if the KL to it is part of the reward."""
     extracted: dict[str, str] = {}
-    """By reward function, the part of the completion that it was given, if not the whole text (`reward.extract`)."""
+    """The part of the completion that each reward function was given, by its name, if not the whole text
+    (`reward.extract`)."""
 
 
 OUTAGES = ("engine_error", "teacher_error", "reference_error", "reward_unreachable")
@@ -333,6 +344,9 @@ class Row(Struct, frozen=True):
     routing: RoutingTrace | None = None
     """[T', layers, k] from the prompt's first token on; positions after the T'th were not recorded."""
     teacher: TeacherTrace | None = None
+    """[T]"""
+    kv_versions: tuple[int, ...] = ()
+    """[T] the oldest weights that computed any of the cache entries each token was sampled over; empty: those of `versions`."""
 
 
 class Group(Struct, frozen=True):

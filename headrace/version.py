@@ -1,3 +1,3 @@
-"""The version of this package. In a file of its own, because workers that dial in compare it with the controller's."""
+"""The version of this package. Workers that connect over TCP compare it with the controller's."""
 
 __version__ = "0.1.0"

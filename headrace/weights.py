@@ -1,4 +1,4 @@
-"""The nouns of weight sync: what is published, and how it is packed."""
+"""The types of weight sync: an update, an adapter, and the layout of the packed buffer."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class TensorSpec(Struct, frozen=True):
     dtype: str
     """Torch's name of it, such as `bfloat16`."""
     offset: int
-    """First byte, counted from the beginning of the buffer."""
+    """Position of the first byte in the buffer."""
     nbytes: int
 
 

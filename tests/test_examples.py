@@ -16,6 +16,7 @@ from headrace import protocols, reports, rollout_key, steps, types, weights
 
 READING_ORDER = (types, rollout_key, weights, steps, reports, protocols)
 PORTS_WITHOUT_A_VALUE = {
+    "Agent",
     "Worker",
     "Launcher",
     "Observer",

@@ -39,6 +39,7 @@ FLOORS = {
     "packing": 3,
     "tasks": 4,
     "scoring": 4,
+    "environments": 4,
     "rollouts": 4,
     "engine": 4,
     "trainer": 4,
@@ -60,13 +61,13 @@ FLOORS = {
 # The rooms of a folder, from the lowest up: each imports only from those before it. A folder's own files have no order of their
 # own, but a folder has no circle among its rooms and files.
 ROOMS = {
-    "algo": ("policy", "advantage", "loss"),
+    "algo": ("policy", "rules", "advantage", "loss"),
     "engine.native": ("cache", "sampling", "schedule", "runners", "kernels"),
-    "observe": ("numbers", "diagnosis", "health", "screen", "report"),
+    "observe": ("numbers", "diagnosis", "health", "screen", "report", "sinks"),
     "orchestration": ("store", "loops", "workers", "clients", "runs"),
     "plan": ("rates", "parts"),
     "scoring": ("workers", "teacher"),
-    "trainer": ("kernels", "model", "forward", "step"),
+    "trainer": ("kernels", "model", "forward", "placement", "step"),
 }
 BETWEEN = ("engine.native.sampling.details",)
 """Files that lie in a room and are held to the order of its folder only: this one joins what was planned to what was drawn."""
@@ -84,6 +85,8 @@ CONCRETE = {
     "ReasoningGymTask": "tasks",
     "RowsTask": "tasks",
     "FakeTask": "tasks",
+    "SingleTurn": "environments",
+    "ScriptedTurns": "environments",
 }
 BUILD = ("orchestration/build.py", "orchestration/workers/build.py")
 

@@ -1,8 +1,8 @@
 """Advantages: plain functions of the rewards of one group (G rollouts of one prompt) -> one number per rollout.
 
-A group is normalised by its own members only, however many of them there are: never by the whole batch (slime #1414).
-A group of one, or one whose rewards are all equal, teaches nothing relative: its advantages are zero, exactly, and the
-pipeline names it `no_contrast`. (verl and SkyRL give such a group its raw reward, slime NaN.)
+A group is normalised by its own members only, however many there are, never by the whole batch (slime #1414). A group
+of one, or one whose rewards are all equal, has nothing to compare: its advantages are exactly zero, and the pipeline
+drops it as `no_contrast`. (verl and SkyRL give such a group its raw reward, slime NaN.)
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from headrace.errors import ConfigError
 
 EPSILON = 1e-6
 ROUNDING = 1e-9
-"""Relative difference of two rewards that sums of floats in another order explain."""
+"""Rewards that differ by less than this share are equal: sums of floats in another order differ as much."""
 
 
 class GroupRewards(NamedTuple):
-    """What an advantage is computed from."""
+    """The input of an advantage function."""
 
     rewards: tuple[float, ...]
     """[G]"""
@@ -30,14 +30,14 @@ class GroupRewards(NamedTuple):
     named: Mapping[str, tuple[float, ...]] = {}
     """Each reward by the name of its function, [G], unweighted. NaN where the function does not apply."""
     weights: Mapping[str, float] = {}
-    """Of the named rewards; 1 where missing."""
+    """Weights of the named rewards; 1 if missing."""
 
 
 AdvantageFunction = Callable[[GroupRewards], list[float]]
 
 
 def has_contrast(rewards: Sequence[float]) -> bool:
-    """Whether the rollouts of a group can be told apart by reward, by more than rounding: 0.1 + 0.2 and 0.3 are one reward."""
+    """Whether rewards of a group differ by more than rounding: 0.1 + 0.2 and 0.3 are one reward."""
     return len(rewards) > 1 and not _alike(min(rewards), max(rewards))
 
 
@@ -63,7 +63,8 @@ def group_norm(group: GroupRewards) -> list[float]:
 
 
 def centred(group: GroupRewards) -> list[float]:
-    """Dr.GRPO (arXiv 2503.20783): R - mean; dividing by the std would weigh too easy and too hard prompts up."""
+    """Dr.GRPO (arXiv 2503.20783): R - mean. Dividing by the std would give more weight to prompts that are too easy or
+    too hard."""
     return _minus(group.rewards, fmean(group.rewards)) if has_contrast(group.rewards) else [0.0] * len(group.rewards)
 
 
@@ -102,9 +103,10 @@ def opo(group: GroupRewards) -> list[float]:
 
 
 def gdpo(group: GroupRewards) -> list[float]:
-    """GDPO (arXiv 2601.05242): each reward z-scored in its group, then their weighted sum; whitened over the batch later.
+    """GDPO (arXiv 2601.05242): each reward z-scored in its group, then their weighted sum; whitened over the batch
+    later.
 
-    Summed first, a reward of small spread would not be seen beside one of large spread.
+    If the rewards were summed first, one of small spread would be lost beside one of large spread.
     """
     named = group.named or {"": group.rewards}
     columns = [[group.weights.get(name, 1.0) * z for z in _where_known(rewards)] for name, rewards in named.items()]
@@ -118,7 +120,8 @@ def _where_known(rewards: Sequence[float]) -> list[float]:
 
 
 def pass_at_k(group: GroupRewards) -> list[float]:
-    """Best of k (arXiv 2503.19595): max of all - max of the others, so that only the best gets r_max - r_second."""
+    """Best of k (arXiv 2503.19595): max of all - max of the others, so that only the best rollout gets r_max -
+    r_second."""
     rewards = group.rewards
     if not has_contrast(rewards):
         return [0.0] * len(rewards)
@@ -131,29 +134,29 @@ def pass_at_k(group: GroupRewards) -> list[float]:
 def raw(group: GroupRewards) -> list[float]:
     """REINFORCE (Williams 1992): the reward itself, without a baseline.
 
-    Choice: no group mean, which would make it RLOO up to a factor; so groups of one can be trained, and the reward has to
-    be centred by whoever writes it.
+    Choice: no group mean, which would make it RLOO up to a factor. So groups of one can be trained, and the author of
+    the reward has to centre it.
     """
     return list(group.rewards)
 
 
 def zero(group: GroupRewards) -> list[float]:
-    """Nothing from rewards: the teacher alone teaches."""
+    """No advantage from rewards: the policy learns from a teacher alone."""
     return [0.0] * len(group.rewards)
 
 
 class Advantage(NamedTuple):
-    """One number per rollout of a group, and what the stages around it have to know about it."""
+    """An advantage function, and the properties of it that other stages use."""
 
     function: AdvantageFunction
     compares: bool = True
-    """The rollouts of a group are compared: a group without contrast gives zeros."""
+    """Whether it compares the rollouts of a group, so that a group without contrast gives zeros."""
     reads_sum: bool = True
-    """It reads the sum of the rewards, so that a penalty on the sum has an effect."""
+    """Whether it uses the sum of the rewards, so that a penalty on the sum has an effect."""
     whitened: bool = False
-    """Whitened over the valid tokens of the whole batch."""
+    """Whether it is whitened over the valid tokens of the whole batch."""
     spread: bool = False
-    """`groups.Algorithm` makes the return of every token of it."""
+    """Whether `groups.Algorithm` turns it into a return for every token."""
 
 
 ADVANTAGES: dict[str, Advantage] = {
@@ -172,15 +175,16 @@ ADVANTAGES: dict[str, Advantage] = {
 
 
 def advantage_of(name: str) -> Advantage:
-    """A row of the table, or the user's function of the form `file.py:name`. Raises ConfigError where that cannot be loaded."""
+    """Returns a row of the table, or the user's function of the form `file.py:name`. Raises ConfigError if that cannot
+    be loaded."""
     return ADVANTAGES[name] if name in ADVANTAGES else Advantage(user_advantage(name), compares=False)
 
 
 def penalised(rewards: Sequence[float], lengths: Sequence[int], weight: float, max_length: int) -> tuple[float, ...]:
-    """R - max(mean(R), 0)·weight·length/max_length, before the advantage centres it.
+    """Subtracts max(mean(R), 0)·weight·length/max_length from every reward, before the advantage is centred.
 
-    The mean makes it matter where the prompt is already solved, and not push towards short wrong answers where it is not.
-    Choice: never below 0, where it would reward length.
+    Through the mean the penalty acts on prompts that are mostly solved, and does not push towards short wrong answers
+    on the others. Choice: a negative mean counts as 0, since it would reward length.
     """
     assert max_length > 0, "rollout.max_tokens"
     mean = max(fmean(rewards), 0.0)
@@ -188,7 +192,8 @@ def penalised(rewards: Sequence[float], lengths: Sequence[int], weight: float, m
 
 
 def user_advantage(spec: str) -> AdvantageFunction:
-    """The user's function GroupRewards -> [G] numbers. Raises ConfigError where it cannot be loaded, or at a wrong result."""
+    """Loads the user's function GroupRewards -> [G] numbers. Raises ConfigError if it cannot be loaded, or returns a
+    wrong result."""
     function = load_function(spec, "advantage")
 
     def advantage(group: GroupRewards) -> list[float]:

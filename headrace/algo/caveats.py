@@ -1,24 +1,24 @@
-"""What works, but not as one might expect, in sentences for people. Imports no torch."""
+"""Warnings about settings that work, but not as one might expect. Imports no torch."""
 
 from __future__ import annotations
 
 from headrace.algo.config import AlgoConfig
 
 LONG = 512
-"""Tokens, from which on a product over a sequence deserves a warning (NeMo-RL #2269)."""
+"""Number of tokens above which a product over a sequence deserves a warning (NeMo-RL #2269)."""
 
 
 def caveats(algo: AlgoConfig, max_tokens: int, max_lag: int = 0) -> list[str]:
-    """Of an algorithm in a run with completions of `max_tokens` and the bound `max_lag`."""
+    """Returns warnings about an algorithm in a run with completions of `max_tokens` and the lag bound `max_lag`."""
     return [*_of_lag(algo, max_lag), *_of_length(algo, max_tokens)]
 
 
 def trusts_a_region(algo: AlgoConfig) -> bool:
-    """Whether something keeps the policy near the one that sampled: a bound on the ratio to it, or a correction. What a user's
-    own loss does is not known, and taken to be enough."""
+    """Whether a bound on the ratio to the sampler, or a correction, keeps the policy near the one that sampled. A
+    user's own loss is assumed to."""
     recipe, correction = algo.recipe, algo.recipe.correction
     bounds = recipe.loss.holds and recipe.old != "trainer"  # where every ratio is 1
-    corrects = correction.mode != "none" or any((correction.veto, correction.kpop, correction.opsm))
+    corrects = correction.mode != "none" or bool(correction.rules)
     return bounds or corrects or recipe.select.kind == "m2po"
 
 

@@ -14,6 +14,10 @@ from headrace.algo.policy.region import DPPOKL, DPPOTV, IPO, DPPOTVQuadratic
 from headrace.algo.policy.smooth import SAPO, Kimi, KLCov
 from headrace.algo.policy.weighted import CISPO, TOPR, CrossEntropy, Importance, Reinforce, TOPRToken
 from headrace.algo.recipe_parts import KL, Aggregation, Correction, Distill, LagWeight, Old, Select
+from headrace.algo.rules.kpop import KPop
+from headrace.algo.rules.opsm import OPSM
+from headrace.algo.rules.table import RULES
+from headrace.algo.rules.veto import Veto
 
 
 @dataclass(frozen=True)
@@ -32,20 +36,20 @@ class Recipe:
     kl: KL = KL()
     distill: Distill = Distill()
     about: str = field(default="", compare=False)
-    """What is special, for docs/algorithms.md."""
+    """The special feature of the recipe, for docs/algorithms.md."""
     papers: tuple[str, ...] = field(default=(), compare=False)
-    """Numbers of arXiv, or an author and a year."""
+    """arXiv numbers, or author and year."""
 
 
-RULES = ("mask", "veto", "kpop", "opsm", "lag", "m2po", "clip_cov", "mine")
-"""What may take a token's policy loss out; `mine` is a user's own loss."""
+REASONS = ("mask", *RULES, "lag", "m2po", "clip_cov", "mine")
+"""The reasons that may take out a token's policy loss; `mine` stands for a user's own loss."""
 
 # The default clip is around the *sampler's* log-probs, so that its ratio holds staleness and engine/trainer mismatch
 # together: a second importance weight would count them twice. Recipes with a correction anchor at the trainer's.
-# gspo, mis_geometric, opsm: 0.05 is five times what rounding makes of the mean of a sequence (docs/algorithms.md); the papers' bounds
-# are inside it, because theirs is a ratio to the trainer's own log-probs.
+# gspo, mis_geometric, opsm: 0.05 is five times the noise that rounding adds to the mean of a sequence (docs/algorithms.md). The papers'
+# bounds are narrower, because they bound a ratio to the trainer's own log-probs.
 # grpo: token_mean is DAPO's denominator (arXiv 2503.14476); the paper's own seq_mean_token_mean favours long wrong answers.
-# decoupled_ppo: what is above its cap of 5 is taken out, as AReaL does it, rather than clamped.
+# decoupled_ppo: weights above its cap of 5 are taken out, as in AReaL, rather than clamped.
 # rloo, reinforce: the sum over a sequence's tokens is the unbiased policy gradient (arXiv 2402.14740).
 RECIPES: dict[str, Recipe] = {
     "grpo": Recipe("group_norm", PPOClip(), "token_mean", papers=("2402.03300",)),
@@ -53,7 +57,11 @@ RECIPES: dict[str, Recipe] = {
     "dr_grpo": Recipe("centred", PPOClip(), "token_sum", papers=("2503.20783",)),
     "rloo": Recipe("leave_one_out", PPOClip(), "seq_mean_token_sum", papers=("2402.14740",)),
     "reinforce": Recipe(
-        "raw", Reinforce(), "seq_mean_token_sum", about="no baseline: groups of one", papers=("Williams 1992",)
+        "raw",
+        Reinforce(),
+        "seq_mean_token_sum",
+        about="no baseline, so that groups of one can be trained",
+        papers=("Williams 1992",),
     ),
     "reinforce++": Recipe(
         "return_to_go",
@@ -88,8 +96,12 @@ RECIPES: dict[str, Recipe] = {
     "cispo": Recipe("group_norm", CISPO(), "token_mean", papers=("2506.13585",)),
     "sapo": Recipe("group_norm", SAPO(), "seq_mean_token_mean", about="a soft gate", papers=("2511.20347",)),
     "gmpo": Recipe("group_norm", GMPO(), "seq_mean_token_mean", about="geometric mean", papers=("2507.20673",)),
-    "kimi": Recipe("centred", Kimi(), "seq_mean_token_sum", about="a pull, no ratio", papers=("2501.12599",)),
-    "topr": Recipe("centred", TOPR(), "seq_mean_token_sum", about="ratio of the trajectory", papers=("2503.14286",)),
+    "kimi": Recipe(
+        "centred", Kimi(), "seq_mean_token_sum", about="a penalty instead of a ratio", papers=("2501.12599",)
+    ),
+    "topr": Recipe(
+        "centred", TOPR(), "seq_mean_token_sum", about="ratio of the whole trajectory", papers=("2503.14286",)
+    ),
     "topr_token": Recipe(
         "centred", TOPRToken(), "seq_mean_token_sum", about="ratio of the token", papers=("2503.14286",)
     ),
@@ -143,25 +155,25 @@ RECIPES: dict[str, Recipe] = {
         PPOClip(),
         "token_mean",
         old="trainer",
-        correction=Correction(mode="mask", level="geometric", low=0.95, high=1.05, veto=1e-4),
+        correction=Correction(mode="mask", level="geometric", low=0.95, high=1.05, rules=(Veto(1e-4),)),
         papers=("Liu et al. 2025",),
     ),
     "kpop": Recipe(
         "group_norm",
         PPOClip(),
         "token_mean",
-        correction=Correction(kpop=2.0),
+        correction=Correction(rules=(KPop(2.0),)),
         about="drops tokens whose binary KL is above the bound",
     ),
     "opsm": Recipe(
         "group_norm",
         PPOClip(),
         "token_mean",
-        correction=Correction(opsm=0.05),
-        about="drops bad tokens of sequences that the policy has left by more than the bound",
+        correction=Correction(rules=(OPSM(0.05),)),
+        about="drops tokens of negative advantage in sequences that have drifted by more than the bound",
         papers=("2512.02556",),
     ),
-    "ce": Recipe("raw", CrossEntropy(), "token_mean", about="cross-entropy, the reward as weight"),
+    "ce": Recipe("raw", CrossEntropy(), "token_mean", about="cross-entropy with the reward as weight"),
     "opd": Recipe(
         "zero",
         Reinforce(),
@@ -181,4 +193,4 @@ RECIPES: dict[str, Recipe] = {
 }
 
 LOSSES: dict[str, type[Loss]] = {recipe.loss.name: type(recipe.loss) for recipe in RECIPES.values()}
-"""`algo.loss` -> its class: a loss that no recipe names does not exist."""
+"""`algo.loss` -> its class. A loss exists only if a recipe names it."""

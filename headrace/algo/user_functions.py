@@ -1,4 +1,4 @@
-"""A user's own advantage or loss: `file.py:name`. Imports no torch."""
+"""Loads a user's own advantage or loss: `file.py:name`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from headrace.settings import user_code
 
 
 def load_function(spec: str, setting: str) -> Callable[[Any], Any]:
-    """Runs the file. Raises ConfigError, naming `algo.<setting>`, where it has no such function of one argument."""
+    """Runs the file and returns the function. Raises ConfigError, naming `algo.<setting>`, if it has no such function
+    of one argument."""
     what = f"algo.{setting} = {spec}"
     function = user_code.load_function(spec, what)
     try:

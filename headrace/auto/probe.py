@@ -167,26 +167,29 @@ def _trainer_passes(
 
     from headrace.trainer.forward.forward import choose_forward
     from headrace.trainer.forward.fused_model import fuse
-    from headrace.trainer.step.optimizer import apply, make_optimizer
+    from headrace.trainer.model.causal_lm import computed_in
+    from headrace.trainer.placement.single import Single
+    from headrace.trainer.step.optimizer import apply
 
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=torch.float32).eval()
     forward = choose_forward(model)
     if path == "kernels" and not fuse(forward):
         return
     pack = _group(count, model.get_input_embeddings().weight.shape[0])
-    optimizer = make_optimizer(model.named_parameters(), TrainConfig())
+    placement = Single()
+    optimizer = placement.optimizer(model.named_parameters(), TrainConfig())
     for one in wanted:
         dtype = getattr(torch, one.dtype)
 
         def work(dtype: torch.dtype = dtype) -> None:
-            with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            with computed_in(dtype, model.device):
                 forward.logprobs(pack, 1.0, dtype).logprob.sum().backward()
 
         def update() -> None:
             for parameter in model.parameters():
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-            apply(optimizer, 0.0, 1.0)
+            apply(optimizer, placement, lr=0.0, max_norm=1.0)
 
         yield one, work, update
 
@@ -210,7 +213,7 @@ def _group(count: int, vocabulary: int) -> Any:
         )
         for start in starts
     ]
-    return pack_rows(rows, lambda counts, _: [1.0] * len(counts), 0, len(tokens), step=0).packs[0]
+    return pack_rows(rows, lambda counts, _: [1.0] * len(counts), constant=0, budget=len(tokens), step=0).packs[0]
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
-"""One file for each command of `cli.py` that is more than a run: each reads a run's directory, or this machine, and prints.
+"""The commands of `cli.py` other than training and evaluation: a file for each.
 
-Read `status.py` (a run that goes on), `inspect.py` (its rollouts), `rerun.py` and `replay.py` (a step again, from the journal),
-`diff.py` and `diff_view.py` (where two runs part), `parity.py` and `parity_table.py` (engine against trainer), `serve.py`
-(the engine behind HTTP), `doctor.py` (what is installed).
+Read `status.py` (the state of a run), `inspect.py` (its rollouts), `rerun.py` and `replay.py` (repeating steps from the journal),
+`diff.py` and `diff_view.py` (the first differences of two runs), `parity.py` and `parity_table.py` (engine against trainer), `serve.py`
+(the engine behind HTTP) and `doctor.py` (the installation).
 """

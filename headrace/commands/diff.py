@@ -1,7 +1,7 @@
-"""Where two runs part: the first difference of every kind, step by step, from their journals and settings alone.
+"""The first difference of every kind between two runs, step by step, from their journals and settings alone.
 
-Groups are matched by their ticket: with one seed it stands for the same prompt and the same random numbers in both runs. What
-the clock says is not compared.
+Groups are matched by ticket: with the same seed, a ticket has the same prompt and the same random numbers in both runs. Times are not
+compared.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from headrace.reports import TrainReport
 from headrace.types import Completion, Group, Row, Scored
 
 ROUNDING = {"float32": 1e-3, "bfloat16": 0.15}
-"""|Δ log-prob| of one token, nats, that another order of sums explains, by the dtype of the engine."""
+"""|Δ log-prob| of one token, in nats, that another order of summation explains, by the engine's dtype."""
 
 KINDS = {
     "prompt": "prompts drawn",
@@ -45,14 +45,14 @@ KINDS = {
     "outcome": "groups not trained",
     "report": "reports of the trainer",
 }
-"""In the order in which one leads to the next."""
+"""In causal order: a difference of one kind can cause those of later kinds."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunDifference:
     kind: str
     step: int
-    """Counted from 1; 0 where it lies before all steps."""
+    """Counted from 1; 0 for a difference that belongs to no step."""
     a: str
     b: str
     ticket: int | None = None
@@ -60,7 +60,7 @@ class RunDifference:
     rollout: int | None = None
     token: int | None = None
     what: str = ""
-    """Which reward, which field."""
+    """The name of the reward or field."""
 
     @property
     def place(self) -> str:
@@ -74,15 +74,15 @@ class RunDifference:
 @dataclass
 class RunComparison:
     settings: list[tuple[str, Any, Any]]
-    """Those that differ, but for names and places."""
+    """The settings that differ, except names and paths."""
     first: dict[str, RunDifference] = field(default_factory=dict)
-    """By kind."""
+    """The first difference of each kind."""
     counts: Counter[str] = field(default_factory=Counter)
-    """By kind: in how many steps, groups or rollouts there is such a difference."""
+    """For each kind, the number of steps, groups or rollouts that differ."""
     steps: int = 0
-    """That both have."""
+    """Number of steps that both runs have."""
     damage: dict[Path, Damage] = field(default_factory=dict)
-    """What of their journals cannot be read, and is not compared."""
+    """The parts of each journal that cannot be read, and are not compared."""
 
     @property
     def earliest(self) -> RunDifference | None:
@@ -99,7 +99,7 @@ class RunComparison:
 
 
 def compare_runs(a: Path, b: Path) -> RunComparison:
-    """What of a journal cannot be read is not compared, and said. Raises ConfigError where one is no run."""
+    """Compares two runs. Unreadable parts of the journals are reported, not compared. Raises ConfigError if a directory holds no run."""
     for run in (a, b):
         if not (run / JOURNAL).is_file():
             raise ConfigError(f"{run} is not the directory of a run: it has no {JOURNAL}")
@@ -113,15 +113,15 @@ def compare_runs(a: Path, b: Path) -> RunComparison:
             found.add(difference)
     done = {run: count_steps(run) for run in (a, b)}
     if done[a] != done[b]:
-        told = ["done" if done[run] == max(done.values()) else "not done" for run in (a, b)]
-        found.add(RunDifference("length", min(done.values()) + 1, told[0], told[1]))
+        sides = ["done" if done[run] == max(done.values()) else "not done" for run in (a, b)]
+        found.add(RunDifference(kind="length", step=min(done.values()) + 1, a=sides[0], b=sides[1]))
     for difference in _outcomes(a, b):
         found.add(difference)
     return found
 
 
 def _pairs(a: Iterator[JournalStep], b: Iterator[JournalStep]) -> Iterator[tuple[JournalStep, JournalStep]]:
-    """The steps that both have; each is read to its end."""
+    """Pairs of steps that both runs have. Both journals are read to their ends."""
     one, other = next(a, None), next(b, None)
     while one or other:
         if one and other and one.step == other.step:
@@ -170,7 +170,7 @@ def _prompts(a: Path, b: Path) -> Iterator[RunDifference]:
 
 
 def _outcomes(a: Path, b: Path) -> Iterator[RunDifference]:
-    """Groups that only one of them trained, or that ended for other reasons."""
+    """Groups that only one run trained, or that ended for different reasons."""
     one, other = (
         {record.ticket: f"{record.outcome}: {record.reason}" for record in read_only(run, GoneRecord)} for run in (a, b)
     )
@@ -188,7 +188,7 @@ def _of_steps(a: JournalStep, b: JournalStep, rounding: float) -> Iterator[RunDi
     step = a.step + 1
     left, right = ({group.ticket: group for group in one.groups} for one in (a, b))
     if list(left) != list(right):
-        yield RunDifference("order", step, f"tickets {_listed(left)}", f"tickets {_listed(right)}")
+        yield RunDifference(kind="order", step=step, a=f"tickets {_listed(left)}", b=f"tickets {_listed(right)}")
     for ticket, group in left.items():
         if ticket in right:
             yield from _of_groups(step, group, right[ticket], rounding)
@@ -197,8 +197,8 @@ def _of_steps(a: JournalStep, b: JournalStep, rounding: float) -> Iterator[RunDi
 
 def _of_groups(step: int, a: Group, b: Group, rounding: float) -> Iterator[RunDifference]:
     if len(a.scored) != len(b.scored):
-        told = [f"{len(one.scored)} rollouts" for one in (a, b)]
-        yield RunDifference(kind="order", step=step, a=told[0], b=told[1], ticket=a.ticket, prompt=a.prompt.id)
+        counts = [f"{len(one.scored)} rollouts" for one in (a, b)]
+        yield RunDifference(kind="order", step=step, a=counts[0], b=counts[1], ticket=a.ticket, prompt=a.prompt.id)
         return
     for i, (one, other) in enumerate(zip(a.scored, b.scored, strict=True)):
         for kind, token, left, right, what in _of_rollouts(one, other, rounding):
@@ -232,7 +232,7 @@ def _of_rollouts(a: Scored, b: Scored, rounding: float) -> Iterator[tuple[str, i
 
 
 def _of_completions(a: Completion, b: Completion, rounding: float) -> Iterator[tuple[str, int, str, str]]:
-    """Behind the first token that differs nothing can be compared."""
+    """Compares up to the first token that differs: nothing after it is comparable."""
     same = _first(a.tokens, b.tokens)
     if same is not None:
         yield "token", same, _at(a.tokens, same, "ended"), _at(b.tokens, same, "ended")
@@ -261,12 +261,12 @@ def _of_reports(step: int, a: TrainReport, b: TrainReport) -> Iterator[RunDiffer
     for name in a.__struct_fields__:
         left, right = getattr(a, name), getattr(b, name)
         if name != "seconds" and repr(left) != repr(right):
-            told = ("", "") if isinstance(left, tuple) else _two(left, right)
-            yield RunDifference("report", step, told[0], told[1], what=name)
+            sides = ("", "") if isinstance(left, tuple) else _two(left, right)
+            yield RunDifference(kind="report", step=step, a=sides[0], b=sides[1], what=name)
 
 
 def _first(a: Sequence[Any], b: Sequence[Any]) -> int | None:
-    """Where two columns differ first; a column that is shorter differs at its end."""
+    """The first place where two columns differ. A shorter column differs at its end."""
     if a == b:
         return None
     both = zip(a, b, strict=False)
@@ -279,7 +279,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _two(a: Any, b: Any) -> tuple[str, str]:
-    """In as many digits as it takes to tell them apart."""
+    """Both values as text, with as many digits as are needed to see the difference."""
     if isinstance(a, float) and isinstance(b, float) and f"{a:.5g}" != f"{b:.5g}":
         return f"{a:.5g}", f"{b:.5g}"
     return repr(a), repr(b)

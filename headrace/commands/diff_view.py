@@ -1,4 +1,4 @@
-"""What `headrace diff RUN_A RUN_B` prints: settings that differ, where the runs part, and the first difference of every kind."""
+"""The output of `headrace diff RUN_A RUN_B`: settings that differ, the earliest difference, and the first one of every kind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headrace.observe.text import clip, plural
 
 
 def report(a: Path, b: Path, console: Console | None = None) -> int:
-    """0 where the journals say the same, 1 where they do not, or cannot be read to the end."""
+    """Prints the comparison. Returns 0 if the journals are equal; 1 if they differ or cannot be read completely."""
     console = console or Console(highlight=False)
     found = compare_runs(a, b)
     console.print(f"A = {escape(str(a))}, B = {escape(str(b))}: {plural(found.steps, 'step')} in both")
@@ -21,15 +21,17 @@ def report(a: Path, b: Path, console: Console | None = None) -> int:
         console.print(_settings(found))
     for run, damage in found.damage.items():
         if damage:
-            console.print(f"[yellow]Not compared, as it cannot be read of {escape(str(run))}: {escape(str(damage))}[/]")
+            console.print(
+                f"[yellow]Parts of {escape(str(run))} cannot be read and are not compared: {escape(str(damage))}[/]"
+            )
     if earliest := found.earliest:
         kind = KINDS[earliest.kind]
-        console.print(f"[bold]They part at {escape(earliest.place) or 'the start'}[/]: {kind}, "
+        console.print(f"[bold]The first difference is at {escape(earliest.place) or 'the start'}[/]: {kind}, "
                       f"{escape(_clipped(earliest.a))} | {escape(_clipped(earliest.b))}")  # fmt: skip
         console.print(_kinds(found))
         return 1
     if any(found.damage.values()):
-        console.print("What can be read of both is the same")
+        console.print("The readable parts of both are the same")
         return 1
     console.print("[green]Prompts, tokens, log-probs, versions, rewards, advantages, masks and reports are the same[/]")
     return 0

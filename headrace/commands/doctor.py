@@ -1,4 +1,4 @@
-"""`headrace doctor`: what is installed, what would run where, what is missing and how to get it."""
+"""`headrace doctor`: shows what is installed, what would run where, what is missing and how to get it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ State = Literal["ok", "note", "bad"]
 
 GIB = 1024**3
 NEEDED_MEMORY = 6 * GIB
-"""fp32 weights, gradients, two AdamW moments, two published copies and the KV budget of the demo's 135 M parameters."""
+"""For the demo's 135 M parameters: fp32 weights, gradients, two AdamW moments, two published copies and the KV budget."""
 NEEDED_DISK = 4 * GIB
 
 
@@ -31,9 +31,9 @@ class DoctorFinding(NamedTuple):
 
 
 def examine(full: bool = False) -> int:
-    """Prints the table. 0 when a run can start, 1 when something is missing. `full` also reads cached models."""
+    """Prints the table. Returns 0 if a run can start, 1 if something is missing. `full`: also read and verify cached models."""
     probe = ask_torch()
-    rest = [*_machine(), *_disks()]  # while torch is being imported
+    rest = [*_machine(), *_disks()]  # while the probe imports torch
     packages = [*_packages(), *_extras()]
     models = list(_models(full))
     torch = torch_facts(probe)
@@ -77,7 +77,7 @@ def _kernels() -> Iterator[DoctorFinding]:
     tier = binding.tier()  # the same for both: one file of products serves them
     for who, found in (("engine", engine.built()), ("trainer", trainer.built())):
         if found.library is None:
-            remedy = f"install a C++ compiler: on a CPU the {who} is slower without"
+            remedy = f"install a C++ compiler: without one the {who} is slower on a CPU"
             yield DoctorFinding(f"{who}'s kernels", "note", found.reason, remedy)
         elif tier is None:
             yield DoctorFinding(
@@ -122,10 +122,10 @@ def _in_range(name: str, version: str | None, more: str = "") -> DoctorFinding:
 
 
 def _requirement(name: str) -> str:
-    """The range that headrace's own metadata asks for, such as `>=2.11,<2.14`."""
+    """The version range that headrace's own metadata requires, such as `>=2.11,<2.14`."""
     try:
         required = importlib.metadata.requires("headrace") or []
-    except importlib.metadata.PackageNotFoundError:  # used from a source tree without an install
+    except importlib.metadata.PackageNotFoundError:  # run from a source tree that is not installed
         return ""
     ours = [text for text in required if "extra ==" not in text and text.startswith(name)]
     bounds = [text[len(name) :].replace(" ", "") for text in ours if text[len(name) : len(name) + 1] in "<>=! "]
@@ -206,7 +206,7 @@ def _size(directory: Path) -> int:
 
 
 def _placement(torch: dict[str, Any] | str) -> Iterator[DoctorFinding]:
-    """What `device`, `dtype` and `path` = "auto" come to here."""
+    """What `device`, `dtype` and `path` = "auto" mean on this machine."""
     if isinstance(torch, str):
         yield DoctorFinding("engine, trainer", "bad", "nothing can run without torch")
         return
@@ -223,7 +223,7 @@ def _placement(torch: dict[str, Any] | str) -> Iterator[DoctorFinding]:
 
 
 def _chosen() -> dict[str, str]:
-    """By part: what a run of the demo's model is given where its settings leave it, as measured."""
+    """For engine and trainer: what a run of the demo's model would choose by measurement if its settings leave it open."""
     from headrace.auto.candidates import candidates, choose, choose_threads
     from headrace.auto.measurer import ProbeMeasurer, thread_counts
     from headrace.engine.config import EngineConfig
@@ -239,7 +239,7 @@ def _chosen() -> dict[str, str]:
 
 
 def known_config(name: str) -> dict[str, Any]:
-    """The `config.json` of a known model that is in the cache; of one that is not, what its measurement needs."""
+    """The `config.json` of a known model, from the cache. If it is not there: the fields that the measurement needs."""
     from headrace.models.resolve import model_states
 
     for found in model_states(False):
@@ -254,7 +254,7 @@ SMOLLM2_135M = {
     "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 100000.0, "tie_word_embeddings": True,
     "hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-"""Its shape (huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct)."""
+"""The shape of that model (huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct)."""
 
 
 # --- table -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`headrace inspect RUN`: the rollouts of a step, from the journal; scored again by the trainer of that moment if asked."""
+"""`headrace inspect RUN`: shows the rollouts of a step, from the journal. On request the trainer of that step scores them again."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ from headrace.commands.rerun import Stage, plan_rerun, rerun
 from headrace.durable.journal import JOURNAL, Damage, GoneRecord, JournalStep, count_steps, read_only, read_steps
 from headrace.durable.spelling import encode
 from headrace.errors import ConfigError
-from headrace.observe.numbers.rollout_view import Look, Place, looks_at, row_of, settings_of, trimmed_below
+from headrace.observe.numbers.rollout_view import Place, RolloutView, row_of, settings_of, trimmed_below, view_step
 from headrace.observe.screen.inspect_view import show
 from headrace.orchestration.runs.pieces import pieces_of
 from headrace.reports import TrainReport
 from headrace.types import Struct
 
 SHOWN = 3
-"""Rollouts that are shown token by token where nobody says how many."""
+"""How many rollouts are shown token by token by default."""
 
 
 class Inspected(Struct, frozen=True):
-    """What `--json` prints."""
+    """The output of `--json`."""
 
     report: TrainReport
-    rollouts: tuple[Look, ...]
+    rollouts: tuple[RolloutView, ...]
     source: str
     unreadable: str = ""
-    """What of the journal cannot be read."""
+    """The parts of the journal that cannot be read."""
 
 
 def inspect(
     run_dir: Path,
     step: int | None = None,
+    *,
     ticket: int | None = None,
     worst: int = SHOWN,
     rescore: bool = False,
@@ -44,37 +45,37 @@ def inspect(
     tokens: bool = False,
     console: Console | None = None,
 ) -> int:
-    """`step`: counted from 1, the last one if not given. `worst`: how many rollouts are shown token by token, with `tokens` also one
-    token a line."""
+    """`step`: counted from 1; by default the last one. `worst`: how many rollouts are shown token by token. `tokens`: show these also with
+    one token per line."""
     console, damage = console or Console(highlight=False), Damage()
     journaled = find_step(run_dir, step, ticket, damage)
     trainer, source = _trainer_side(run_dir, journaled, ticket, rescore)
     oldest = trimmed_below(settings_of(run_dir), journaled.step)
-    looks = [one for one in looks_at(journaled, pieces_of(run_dir), oldest, trainer) if ticket in (None, one.ticket)]
+    views = [one for one in view_step(journaled, pieces_of(run_dir), oldest, trainer) if ticket in (None, one.ticket)]
     if as_json:
-        print(encode(Inspected(journaled.report, tuple(looks), source, str(damage))).decode())
+        print(encode(Inspected(journaled.report, tuple(views), source, str(damage))).decode())
         return 0
     show(
         console,
-        looks,
-        chosen=sorted(looks, key=_worst_first)[:worst],
+        views,
+        chosen=sorted(views, key=_worst_first)[:worst],
         report=journaled.report,
         source=source,
         tokens=tokens,
     )
     if damage:
-        console.print(f"[yellow]of {JOURNAL} cannot be read: {escape(str(damage))}[/]")
+        console.print(f"[yellow]parts of {JOURNAL} cannot be read: {escape(str(damage))}[/]")
     return 0
 
 
-def _worst_first(one: Look) -> tuple[float, float, int]:
-    """Where trainer and sampler are far apart; else the lowest reward, the longest first."""
+def _worst_first(one: RolloutView) -> tuple[float, float, int]:
+    """A sort key: the largest gap between trainer and sampler first, then the lowest reward, then the longest completion."""
     return (-one.gap if math.isfinite(one.gap) else 0.0), one.reward, -len(one.tokens)
 
 
 def find_step(run_dir: Path, step: int | None, ticket: int | None, damage: Damage | None = None) -> JournalStep:
-    """Raises ConfigError where there is no such step, where it cannot be read, or where the group was not trained. `damage` is told
-    what of the journal cannot be read."""
+    """Finds a journaled step. Raises ConfigError if it does not exist or cannot be read, or if the group was not trained. Unreadable parts
+    of the journal are added to `damage`."""
     if not (run_dir / JOURNAL).is_file():
         raise ConfigError(f"{run_dir} is not the directory of a run: it has no {JOURNAL}")
     damage = Damage() if damage is None else damage
@@ -84,13 +85,11 @@ def find_step(run_dir: Path, step: int | None, ticket: int | None, damage: Damag
     wanted = step or count
     if not 1 <= wanted <= count:
         raise ConfigError(
-            f"the journal of {run_dir} has {count} steps" + (f", there is no step {wanted}" if count else "")
+            f"the journal of {run_dir} has {count} steps" + (f", so there is no step {wanted}" if count else "")
         )
     found = next(iter(list(read_steps(run_dir, {wanted - 1}, damage))), None)
     if found is None:
-        raise ConfigError(
-            f"step {wanted} of {run_dir} cannot be read: of {JOURNAL}, {damage}; other steps can (--step)"
-        )
+        raise ConfigError(f"step {wanted} of {run_dir} cannot be read ({JOURNAL}: {damage}); other steps can (--step)")
     if ticket is not None and all(group.ticket != ticket for group in found.groups):
         tickets = " ".join(str(group.ticket) for group in found.groups)
         raise ConfigError(f"step {wanted} did not train ticket {ticket}; it trained {tickets}")
@@ -105,7 +104,7 @@ def _step_of(run_dir: Path, ticket: int, damage: Damage) -> JournalStep:
     why = (
         f": it was {gone.outcome} ({gone.reason})"
         if gone
-        else f"; of {JOURNAL} cannot be read: {damage}"
+        else f"; parts of {JOURNAL} cannot be read: {damage}"
         if damage
         else ""
     )
@@ -118,21 +117,21 @@ def _step_of(run_dir: Path, ticket: int, damage: Damage) -> JournalStep:
 def _trainer_side(
     run_dir: Path, step: JournalStep, ticket: int | None, rescore: bool
 ) -> tuple[dict[Place, Sequence[float]], str]:
-    """Log-probs, and where they come from."""
-    told = "|Δ| by lag is what the trainer reported at the step; log-probs of tokens are the sampler's"
+    """The trainer's log-probs by rollout, and a sentence that says where the shown log-probs come from."""
+    source = "|Δ| by lag was reported by the trainer at that step; the log-probs of tokens are the sampler's"
     if not rescore:
-        return {}, f"{told} (--rescore asks the trainer for its own)"
+        return {}, f"{source} (--rescore computes the trainer's)"
     sampling = settings_of(run_dir).get("rollout")
     assert isinstance(sampling, dict), "every run has a config"
     if sampling.get("temperature", 1.0) != 1.0 or any(row.sampling_mask for group in step.groups for row in group.rows):
         return (
             {},
-            f"{told}: they are of a distribution that was cut or tempered, which the trainer's at temperature 1 is not",
+            f"{source}: they belong to a truncated or tempered distribution, and cannot be compared with the trainer's at temperature 1",
         )
     found = asyncio.run(_rescored(run_dir, step, ticket))
     return (
         found,
-        "log-probs of the trainer: asked again, with the weights before the step (from checkpoint and journal)",
+        "the trainer's log-probs were computed again, with the weights before the step (from checkpoint and journal)",
     )
 
 

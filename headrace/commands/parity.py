@@ -1,9 +1,9 @@
 """`headrace doctor --parity MODEL`: does the engine compute the policy that the trainer trains?
 
-The trainer's weights are published as in a run, every path of the engine that serves the model here samples completions of a few
-prompts, and the trainer computes the log-probs of the very same tokens. What differs is rounding, or a mistake. With top-p or top-k
-the sampler draws from part of the vocabulary, so its log-probs are of that part: they agree when the trainer is told what was kept
-(the sampling mask), and not otherwise. With a mixture of experts the same holds of the experts that were chosen.
+The trainer's weights are published as in a run. Every engine path that can serve the model here samples completions of a few prompts, and
+the trainer computes the log-probs of the same tokens. A difference is rounding or an error. With top-p or top-k the sampler's log-probs
+are normalised over the part of the vocabulary that was kept; they agree only if the trainer gets that part (the sampling mask). With a
+mixture of experts the same holds for the experts that were chosen.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ DTYPES: tuple[Dtype, ...] = ("bfloat16", "float32")
 PATHS: tuple[Path_, ...] = ("kernels", "fused", "hf")
 
 LIMITS: dict[str, tuple[float, float]] = {"float32": (1e-3, 1e-2), "bfloat16": (0.06, 0.4)}
-"""Per serving dtype, nats: mean and 99th percentile of |Δ log-prob| that rounding may make. 0.01 to 0.04 in the mean is usual in
-bfloat16; a wrong mask, position or norm gives 0.3 and more."""
+"""Limits of the mean and the 99th percentile of |Δ log-prob|, in nats, by serving dtype. In bfloat16 a mean of 0.01 to 0.04 is usual; a
+wrong mask, position or norm gives 0.3 and more."""
 
 SAMPLES, TOKENS, CONTEXT, PROMPT_TOKENS = 2, 48, 256, 16
 PROMPTS = (
@@ -54,34 +54,34 @@ FILTERS: dict[str, dict[str, float]] = {"top-p 0.95": {"top_p": 0.95}, "top-k 50
 EXPERTS = ("num_experts", "num_local_experts")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ParityRow:
     """|Δ log-prob| between engine and trainer over some sampled tokens, in nats."""
 
     dtype: Dtype
     path: str
-    """Of the engine."""
+    """The path of the engine."""
     sampling: str
     replayed: str
-    """What the trainer was told of the sampler's choices; empty where there were none to tell."""
+    """Which of the sampler's choices the trainer replayed; empty if there were none."""
     judged: bool
-    """False where a difference is expected, and shown for comparison."""
+    """False if a difference is expected, and the row is only shown for comparison."""
     tokens: int = 0
     mean: float = 0.0
     p99: float = 0.0
     largest: float = 0.0
     absent: str = ""
-    """Why there are no numbers."""
+    """Why the row has no numbers; empty if it has."""
 
     @property
     def ok(self) -> bool:
-        """Not a number is not ok."""
+        """Whether the differences are within the limits. NaN is not."""
         mean, p99 = LIMITS[self.dtype]
         return not self.judged or bool(self.absent) or (self.mean <= mean and self.p99 <= p99)
 
 
 def measure(model_dir: Path, dtypes: Sequence[Dtype] = DTYPES, tokens: int = TOKENS) -> Iterator[ParityRow]:
-    """Row after row, as they come; `tokens`: of each completion. Raises ConfigError for a model that cannot be trained."""
+    """Yields each row as soon as it is measured. `tokens`: length of each completion. Raises ConfigError for a model that cannot be trained."""
     asked = _Asked(_prompts(model_dir), tokens)
     for dtype in dtypes:
         with _Published(model_dir, dtype) as published:
@@ -100,24 +100,26 @@ def _of_dtype(published: _Published, asked: _Asked) -> Iterator[ParityRow]:
         try:
             engine = published.engine(path)
         except ConfigError as error:
-            yield ParityRow(published.dtype, path, "plain", "", judged=False, absent=str(error))
+            yield ParityRow(
+                dtype=published.dtype, path=path, sampling="plain", replayed="", judged=False, absent=str(error)
+            )
             continue
         served.append(path)
         rows = _rows(engine, asked, {}, published.routed)
-        yield from _told(published, engine, "plain", rows)
+        yield from _rows_of(published, engine, "plain", rows)
     for name, options in FILTERS.items() if served else ():
         engine = published.engine(served[0])
-        yield from _told(published, engine, name, _rows(engine, asked, options, published.routed))
+        yield from _rows_of(published, engine, name, _rows(engine, asked, options, published.routed))
 
 
-def _told(published: _Published, engine: EngineCore, sampling: str, rows: Sequence[Row]) -> Iterator[ParityRow]:
-    """With all that was recorded, and without each thing that was."""
+def _rows_of(published: _Published, engine: EngineCore, sampling: str, rows: Sequence[Row]) -> Iterator[ParityRow]:
+    """One row with everything that was recorded, and one without each single record."""
     recorded = {"experts": "routing"} if published.routed else {}
     if sampling in FILTERS:
         recorded["mask"] = "sampling_mask"
-    tellings: list[tuple[str, list[str]]] = [(" and ".join(recorded), [])]
-    tellings += [(_without(name, recorded), [column]) for name, column in recorded.items()]
-    for said, dropped in tellings:
+    variants: list[tuple[str, list[str]]] = [(" and ".join(recorded), [])]
+    variants += [(_without(name, recorded), [column]) for name, column in recorded.items()]
+    for said, dropped in variants:
         stripped = [msgspec.structs.replace(row, **dict.fromkeys(dropped)) for row in rows]
         differences = _differences(rows, published.rescore(stripped))
         yield ParityRow(
@@ -148,7 +150,7 @@ def _differences(rows: Sequence[Row], scored: Sequence[Sequence[float]]) -> list
 
 
 class _Published:
-    """A trainer whose weights lie where engines load them."""
+    """A trainer whose weights are published for engines to load."""
 
     def __init__(self, model_dir: Path, dtype: Dtype) -> None:
         self.model_dir, self.dtype = model_dir, dtype
@@ -242,7 +244,7 @@ def _row(request: Request, completion: Completion) -> Row:
 
 
 def _prompts(model_dir: Path) -> list[tuple[int, ...]]:
-    """Through the model's chat template where it has one; of a model without a tokenizer, tokens at random."""
+    """The prompts, in the model's chat template if it has one. A model without a tokenizer gets random tokens."""
     try:
         encoder = ChatEncoder(model_dir)
     except ConfigError:
@@ -251,7 +253,7 @@ def _prompts(model_dir: Path) -> list[tuple[int, ...]]:
     if encoder.has_template:
         encode = lambda text: encoder.encode_messages([{"role": "user", "content": text}])[1]  # noqa: E731
     encoded = [encode(text) for text in PROMPTS]
-    return encoded if all(encoded) else _random_prompts(model_dir)  # transformers makes up empty tokenizers
+    return encoded if all(encoded) else _random_prompts(model_dir)  # transformers can return an empty tokenizer
 
 
 def _random_prompts(model_dir: Path) -> list[tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""What `headrace doctor --parity` prints: a table of differences, the limits they are held against, a verdict."""
+"""The output of `headrace doctor --parity`: a table of differences, their limits, and the verdict."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COLUMNS = ("dtype", "engine", "sampling", "replayed in the trainer", "tokens", "
 
 
 def report(model: str, dtypes: Sequence[Dtype] = DTYPES, console: Console | None = None) -> int:
-    """Measures and prints. 0 when engine and trainer agree, 1 when they do not. `model`: a directory or a known name."""
+    """Measures and prints. Returns 0 if engine and trainer agree, else 1. `model`: a directory or a known name."""
     console = console or Console(highlight=False)
     directory = (
         Path(model) if (Path(model) / "config.json").is_file() else resolve_model(model)
@@ -34,7 +34,7 @@ def report(model: str, dtypes: Sequence[Dtype] = DTYPES, console: Console | None
 
 
 def _silence_progress_bars() -> None:
-    """transformers draws one for every model it loads, across our own line."""
+    """transformers draws a progress bar for every model that it loads, over our own status line."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -73,7 +73,7 @@ def _mark(one: ParityRow) -> str:
 def _verdict(found: Sequence[ParityRow], console: Console) -> int:
     dtypes = dict.fromkeys(one.dtype for one in found)
     limits = "; ".join(f"{name}: mean {LIMITS[name][0]:g}, p99 {LIMITS[name][1]:g}" for name in dtypes)
-    console.print(f"\n[dim]What rounding may make: {limits}.[/]")
+    console.print(f"\n[dim]Limits of what rounding can cause: {limits}.[/]")
     bad = [one for one in found if not one.ok]
     judged = [one for one in found if one.judged]
     if bad:

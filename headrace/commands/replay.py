@@ -1,9 +1,9 @@
-"""`headrace replay RUN --step N [--to M]`: steps of a run are done again, and have to come out as they did (C8).
+"""`headrace replay RUN --step N [--to M]`: repeats steps of a run and compares the results (C8).
 
-On the machine that did them: every number of the report and the fingerprint of the new weights, bit for bit. On another one
-(`observe/machine.py` says when it is another) floating-point sums are taken in another order, and so they are on a GPU, whose
-atomic additions come in any order: the means of a step have to agree within `TOLERANCE`, counts exactly, and fingerprints, which
-know no nearness, are not compared.
+On the machine that ran them, every number of the report and the fingerprint of the new weights must be equal bit for bit. On another
+machine (see `observe/machine_mark.py`) floating-point sums have another order, and so they have on a GPU, whose atomic additions come in
+any order. There the means of a step must agree within `TOLERANCE` and counts exactly; fingerprints are not compared, because one differing
+bit changes them completely.
 """
 
 from __future__ import annotations
@@ -30,46 +30,46 @@ from headrace.observe.text import plural
 from headrace.reports import TrainReport, differing
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
-"""Relative difference of a step's means on another machine, by the dtype of training; below 0.1 it is absolute, to a tenth."""
+"""Allowed relative difference of a step's means on another machine, by training dtype. The absolute difference may be a tenth of it."""
 MEANS = ("loss", "grad_norm", "entropy", "ratio_mean", "kl", "reference_kl", "teacher_kl")
 COUNTS = ("step", "version", "skipped", "lr", "loss_tokens", "forward_tokens", "dropped_tokens", "microbatches")
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What the run says of its steps."""
+    """What the run recorded about its steps."""
 
     fingerprints: Mapping[int, str]
-    """Of the weights of every version that was served."""
+    """Fingerprint of the weights of every version that was served."""
     machines: Mapping[int, Mapping[str, str]]
-    """Of every step, counted from 1."""
+    """The machine of every step; steps are counted from 1."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """A step that was done again. `problem` is empty where it came out as it has to."""
+    """A step that was repeated. `problem` is empty if its result is as expected."""
 
     step: int
     report: TrainReport
     before: TrainReport
     fingerprint: str
     recorded: str
-    """Empty where no fingerprint of that version was written down."""
+    """The recorded fingerprint; empty if none was recorded for that version."""
     exact: bool
-    """Whether it has to be equal bit for bit."""
+    """Whether the result must be equal bit for bit."""
     problem: str
 
     @property
     def verdict(self) -> str:
         if self.problem:
-            return f"PARTS: {self.problem}"
+            return f"DIFFERS: {self.problem}"
         if not differing(self.report, self.before) and self.fingerprint == self.recorded:
             return "bit for bit"
         return "report bit for bit, no fingerprint" if self.exact else "within tolerance"
 
 
 def replay(run_dir: Path, first: int, last: int | None = None, console: Console | None = None) -> int:
-    """Steps `first` to `last` (counted from 1), printed as they come. 0 when all come out as they did, 1 when one does not."""
+    """Repeats steps `first` to `last` (counted from 1) and prints the results. Returns 0 if all are as before, else 1."""
     console = console or Console(highlight=False)
     course = plan_rerun(run_dir, first, last or first)
     return asyncio.run(_replay(course, console))
@@ -77,7 +77,7 @@ def replay(run_dir: Path, first: int, last: int | None = None, console: Console 
 
 async def _replay(course: RerunPlan, console: Console) -> int:
     for complaint in course.complaints:
-        console.print(f"{escape(complaint)}: an older one is used")
+        console.print(f"{escape(complaint)}: an older checkpoint is used")
     console.print(_where_from(course))
     expected = read_expected(course.run_dir)
     table, outcomes = _table(), []
@@ -93,18 +93,18 @@ def _where_from(course: RerunPlan) -> str:
     if course.checkpoint:
         ahead = course.first - 1 - course.begins
         return f"from the checkpoint of step {course.begins}" + (
-            f", {plural(ahead, 'step')} before that one" * bool(ahead)
+            f", after repeating {plural(ahead, 'step')}" * bool(ahead)
         )
     if course.first == 1:
         return "from the run's beginning"
     return (
-        f"from the run's beginning, {plural(course.first - 1, 'step')} before that one: no checkpoint before step {course.first} "
-        "is kept (checkpoint.keep says how many are)"
+        f"from the run's beginning, after repeating {plural(course.first - 1, 'step')}: no checkpoint before step {course.first} "
+        "was kept (checkpoint.keep sets how many are)"
     )
 
 
 def read_expected(run_dir: Path) -> Expected:
-    """What of journal and metrics cannot be read is not compared."""
+    """Reads the recorded results. Parts of journal and metrics that cannot be read are not compared."""
     kind = "adapter" if read_config(config_of_run(run_dir)).lora.served_name else "full"
     machine: Mapping[str, str] = {}
     fingerprints: dict[int, str] = {}
@@ -121,7 +121,7 @@ def read_expected(run_dir: Path) -> Expected:
 
 
 async def outcomes_of(course: RerunPlan, expected: Expected) -> AsyncGenerator[Outcome, None]:
-    """Up to a step that cannot be followed by the next one."""
+    """The results, up to the first step after which the next one cannot be repeated."""
     checked = False
     async with rerun(course) as stages:
         async for stage in stages:
@@ -138,14 +138,14 @@ async def outcomes_of(course: RerunPlan, expected: Expected) -> AsyncGenerator[O
 
 
 async def _check_start(course: RerunPlan, stage: Stage, expected: Expected) -> None:
-    """The weights that all begins with: nothing was computed yet, so they are equal on every machine."""
+    """Compares the initial weights. Nothing was computed from them yet, so they are equal on every machine."""
     update = await stage.trainer.publish(stage.adapter)
     recorded = expected.fingerprints.get(update.version, "")
     if recorded and update.fingerprint != recorded:
         holder = course.checkpoint or f"the model {stage.config.model.path}"
         raise CheckpointError(
             f"{holder} holds other weights ({update.fingerprint}) than the run served as version {update.version} "
-            f"({recorded}): it was changed since"
+            f"({recorded}): it was changed after the run"
         )
 
 
@@ -169,18 +169,19 @@ def _on_gpu(config: RunConfig, machine: Mapping[str, str]) -> bool:
 def outcome_of(
     report: TrainReport,
     before: TrainReport,
+    *,
     fingerprint: str,
     recorded: str,
     exact: bool,
     tolerance: float,
 ) -> Outcome:
-    """`recorded`: fingerprint that the run wrote down, or nothing. `exact`: bit for bit, or within `tolerance`."""
+    """`recorded`: the fingerprint that the run recorded, or an empty string. `exact`: compare bit for bit, not within `tolerance`."""
     if exact:
-        problem = _told(report, before, differing(report, before))
+        problem = _differences(report, before, differing(report, before))
         if not problem and recorded and fingerprint != recorded:
             problem = f"the weights are {fingerprint} instead of {recorded}"
     else:
-        problem = _told(report, before, beyond(report, before, tolerance))
+        problem = _differences(report, before, beyond(report, before, tolerance))
     return Outcome(
         step=before.step + 1,
         report=report,
@@ -193,7 +194,7 @@ def outcome_of(
 
 
 def beyond(report: TrainReport, before: TrainReport, tolerance: float) -> list[str]:
-    """Fields that differ by more than another order of sums explains."""
+    """Fields that differ by more than another order of summation explains."""
     names = [name for name in COUNTS if getattr(report, name) != getattr(before, name)]
     return names + [name for name in MEANS if not _near(getattr(report, name), getattr(before, name), tolerance)]
 
@@ -202,7 +203,7 @@ def _near(a: float, b: float, tolerance: float) -> bool:
     return repr(a) == repr(b) or math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance / 10)
 
 
-def _told(report: TrainReport, before: TrainReport, names: list[str]) -> str:
+def _differences(report: TrainReport, before: TrainReport, names: list[str]) -> str:
     shown = [f"{name} {_short(getattr(report, name))} instead of {_short(getattr(before, name))}" for name in names[:3]]
     return ", ".join(shown) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
@@ -232,14 +233,14 @@ def _cells(one: Outcome, course: RerunPlan) -> tuple[str, ...]:
 def _conclude(outcomes: list[Outcome], expected: Expected, console: Console) -> int:
     apart = next((one for one in outcomes if one.problem), None)
     if apart:
-        console.print(f"[bold red]step {apart.step} is the first that does not come out as it did[/]")
+        console.print(f"[bold red]step {apart.step} is the first whose result differs[/]")
     else:
-        console.print(f"[green]{plural(len(outcomes), 'step')} came out as before[/]")
+        console.print(f"[green]{plural(len(outcomes), 'step')} gave the same result[/]")
     elsewhere = [one for one in outcomes if not one.exact]
     if elsewhere:
         then = expected.machines.get(elsewhere[0].step) or {"machine": "unknown"}
-        told = ", ".join(f"{name} {value}" for name, value in then.items())
+        there = ", ".join(f"{name} {value}" for name, value in then.items())
         console.print(
-            f"done on another machine then, or on a GPU ({escape(told)}): means are compared, within a tolerance"
+            f"the run used another machine, or a GPU ({escape(there)}): means are compared within a tolerance"
         )
     return 1 if apart else 0

@@ -1,6 +1,6 @@
-"""The trainer of a run at any of its steps: from a checkpoint that is kept, or the run's beginning, and the journal behind it.
+"""Restores the trainer of a run at any step, from a checkpoint (or the initial model) and the journal after it.
 
-Optimizer steps are counted from 1 here, as people see them: step N makes version N.
+Optimizer steps are counted from 1 here, as in the output: step N makes version N.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from headrace.types import Batch
 
 @dataclass(frozen=True)
 class RerunPlan:
-    """What is executed again, and from where."""
+    """Which steps are repeated, and from where."""
 
     run_dir: Path
     checkpoint: Path | None
-    """None: the run's beginning."""
+    """None: the initial model."""
     first: int
     last: int
     complaints: tuple[str, ...] = ()
 
     @property
     def begins(self) -> int:
-        """Steps that are in the checkpoint."""
+        """Number of steps in the checkpoint."""
         return int(self.checkpoint.name.removeprefix("step-")) if self.checkpoint else 0
 
 
@@ -63,7 +63,7 @@ class Stage:
 
     @property
     def adapter(self) -> str:
-        """Which is trained; empty where all weights are served."""
+        """The adapter that is trained; empty if the engine served full weights."""
         return self.config.lora.served_name
 
     async def execute(self) -> TrainReport:
@@ -71,17 +71,17 @@ class Stage:
 
 
 def plan_rerun(run_dir: Path, first: int, last: int) -> RerunPlan:
-    """Raises ConfigError where the run has no such steps."""
+    """Raises ConfigError if the run has no such steps."""
     if not (run_dir / "config.toml").exists() or any(run_dir.glob("*/checkpoints")):
         lanes = [str(path.parent) for path in sorted(run_dir.glob("*/checkpoints"))]
-        hint = f" of its own; name that of one adapter: {' or '.join(lanes)}" if lanes else ""
+        hint = f"; name the directory of one of its adapters: {' or '.join(lanes)}" if lanes else ""
         raise ConfigError(f"{run_dir} is not the directory of a run with a journal{hint}")
     if not 1 <= first <= last:
         raise ConfigError(
-            f"there are no steps {first} to {last}: steps are counted from 1, and --to is not before --step"
+            f"there are no steps {first} to {last}: steps are counted from 1, and --to must not be below --step"
         )
     if (done := count_steps(run_dir)) < last:
-        raise ConfigError(f"the journal of {run_dir} has {done} steps, there is no step {last}")
+        raise ConfigError(f"the journal of {run_dir} has {done} steps, so there is no step {last}")
     checkpoint, complaints = None, []
     for path in reversed(Checkpoints(run_dir / "checkpoints", keep=1).all()):
         if int(path.name.removeprefix("step-")) < first:
@@ -94,10 +94,10 @@ def plan_rerun(run_dir: Path, first: int, last: int) -> RerunPlan:
 
 @asynccontextmanager
 async def rerun(course: RerunPlan) -> AsyncIterator[AsyncIterator[Stage]]:
-    """The trainer before each step after the checkpoint, in order. Whoever is given a stage executes it before the next.
+    """Yields the trainer before each step after the checkpoint, in order. The caller must execute each stage before it takes the next.
 
-    A context, so that the trainer's process has ended when it is left, however many stages were asked for. Raises
-    HeadraceError for what cannot be read, or when the trainer cannot work here.
+    It is a context manager, so that the trainer's process has ended after it, however many stages were taken. Raises HeadraceError if
+    records cannot be read, or if the trainer cannot run here.
     """
     async with aclosing(_stages(course)) as stages:
         yield stages
@@ -116,12 +116,12 @@ async def _stages(course: RerunPlan) -> AsyncGenerator[Stage, None]:
                     batch = replace(batch, skippable=bool(journaled.report.skipped), steps=journaled.steps)
                     yield Stage(trainer, config, journaled, batch)
                 at, restore = end, Path(scratch) / f"after-{end}"
-                if end < course.last:  # the next settings go on from here
+                if end < course.last:  # the trainer with the next settings starts from here
                     await trainer.save(restore, config.lora.served_name)
 
 
 def _without_a_gap(course: RerunPlan) -> Iterator[JournalStep]:
-    """Raises HeadraceError at the first that cannot be read: what follows it cannot be done without it."""
+    """The steps in order. Raises HeadraceError at the first one that cannot be read, because later steps depend on it."""
     following = course.begins
     for step in read_steps(course.run_dir, range(course.begins, course.last)):
         if step.step != following:
@@ -132,13 +132,13 @@ def _without_a_gap(course: RerunPlan) -> Iterator[JournalStep]:
         damage = Damage()
         list(read_steps(course.run_dir, (), damage))
         raise HeadraceError(
-            f"step {following + 1} cannot be done again, for its record cannot be read. Of {JOURNAL}: {damage}. Steps behind a later "
+            f"step {following + 1} cannot be repeated, because its record cannot be read ({JOURNAL}: {damage}). Steps after a later "
             "checkpoint can (--step)"
         )
 
 
 def _by_settings(course: RerunPlan) -> Iterator[tuple[RunConfig, int]]:
-    """Settings, and the last step that was done with them: a run may have been resumed with others."""
+    """The settings of each part of the run with the last step of that part: a resumed run may have changed settings."""
     at = course.begins
     for until, path in [*configs_until(course.run_dir), (course.last, config_of_run(course.run_dir))]:
         end = min(until, course.last)
@@ -157,11 +157,11 @@ async def _trainer(config: RunConfig, restore: Path | None, scratch: Path) -> As
     try:
         await trainer.open()
         if adapter:
-            await trainer.publish()  # the base, which a published adapter names
+            await trainer.publish()  # the base weights, which a published adapter refers to
         yield trainer
     except HeadraceError as error:
         if log.exists() and (said := log.read_text(errors="replace").strip()):
-            error.add_note(f"the trainer's last words: {said[-2000:]}")
+            error.add_note(f"the end of the trainer's output: {said[-2000:]}")
         raise
     finally:
         await trainer.close()
@@ -169,6 +169,6 @@ async def _trainer(config: RunConfig, restore: Path | None, scratch: Path) -> As
 
 
 def cores_here(config: RunConfig) -> tuple[int, ...]:
-    """Those that the trainer had; where this machine has others, as many of them: sums are split over the threads."""
+    """The cores that the trainer had; on a machine without them, the same number of others, because sums are split over the threads."""
     wanted, have = config.train.cores, available_cores()
     return wanted if set(wanted) <= have else tuple(sorted(have)[: len(wanted)])

@@ -1,4 +1,4 @@
-"""`headrace status RUN`: is it alive, what does it do, who waits for whom; from another terminal, also after its death."""
+"""`headrace status RUN`: whether a run is alive, what it does and what it waits for. Works from another terminal and after its death."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from headrace.orchestration.store.run_directory import CONFIG, LOCK, held
 DEAD = 1
 EVERY = 2.0
 PATIENCE = 60.0
-"""Seconds that a run gets to write down where its processes stand: about one on a machine that has time."""
+"""Seconds in which a run should write the stacks of its processes. On an idle machine it takes about one."""
 
 
 def report(run: Path, watch: bool = False, as_json: bool = False) -> int:
-    """Prints it once, or again and again until the run has ended. Returns 0 for one that lives or ended as it should, else 1.
+    """Prints the status once, or repeatedly until the run has ended. Returns 0 if the run is alive or ended normally, else 1.
 
-    Raises ConfigError where there is no run."""
+    Raises ConfigError if there is no run."""
     if not (run / CONFIG).exists() and not held(run):
         never = (
-            " (what was started there ended before it began)"
+            " (a run was started there, but ended before it began)"
             if (run / LOCK).exists() or (run / "logs").exists()
             else ""
         )
@@ -67,7 +67,7 @@ def _print(console: Console, followers: Sequence[status.Follower], looked: Seque
 
 
 def _watch(console: Console, followers: Sequence[status.Follower]) -> list[status.Status]:
-    """One picture that is drawn anew; the last one stays. Ctrl-C ends the look, not the run."""
+    """Redraws one view until the run has ended. Ctrl-C ends the view, not the run."""
 
     def panels() -> Group:
         pairs = zip(followers, looked, strict=True)
@@ -86,14 +86,14 @@ def _watch(console: Console, followers: Sequence[status.Follower]) -> list[statu
 
 
 def ask_for_stacks(run: Path) -> int:
-    """Has a live run write down where its processes stand, as `kill -USR1` does, and prints that. Raises HeadraceError if it
+    """Makes a live run write the stacks of its processes, as `kill -USR1` does, and prints them. Raises HeadraceError if it
     cannot."""
     place = status.parts_of(run)[0]
     live = status.read_live(place)
     if live is None or not held(place):
-        raise ConfigError(f"{run} is not running; headrace status {run} says what became of it")
+        raise ConfigError(f"{run} is not running; headrace status {run} shows how it ended")
     if stacks.listens(live.pid) is False:
-        raise HeadraceError(f"the process {live.pid} cannot be asked: it is {stacks.process_state(live.pid)}")
+        raise HeadraceError(f"the process {live.pid} cannot answer: it is {stacks.process_state(live.pid)}")
     before = set((run / "logs").glob("stacks-*.txt"))
     os.kill(live.pid, signal.SIGUSR1)
     deadline = time.monotonic() + PATIENCE

@@ -1,5 +1,5 @@
-"""The files that recovery reads: after a kill at any byte they hold enough to go on from.
+"""The files from which a run is recovered. After a kill at any byte they hold enough to resume it.
 
-Read `files.py` (appended lines and replaced files), `journal.py` (what happened to every ticket), `pass_log.py` (what was generated,
-forward pass by forward pass), `spelling.py` (tokens as journal text).
+Read `files.py` (appended lines and replaced files), `journal.py` (the history of every ticket), `pass_log.py` (the sampled tokens, pass
+by pass) and `spelling.py` (records as JSON).
 """

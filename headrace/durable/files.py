@@ -1,4 +1,4 @@
-"""Files that survive a kill at any byte and a full disk: those of lines that are only appended to, and those that are replaced."""
+"""Files that stay valid after a kill at any byte and on a full disk: lines that are appended, and files that are replaced."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 @contextmanager
 def full_disk_as_error(place: Path) -> Iterator[None]:
-    """Whatever a full disk ends ends with a sentence: `HeadraceError` instead of `OSError`. `place`: where it wrote to, in case the
-    error does not know."""
+    """Turns the `OSError` of a full disk into a `HeadraceError` with a remedy. `place`: the path to name if the error has none."""
     try:
         yield
     except OSError as error:
@@ -28,10 +27,10 @@ def full_disk_as_error(place: Path) -> Iterator[None]:
 
 
 class AppendFile:
-    """What is appended is in the operating system's hands when a call returns: a kill of this process loses none."""
+    """A file that is only appended to. When a call returns, the operating system has the data: a kill of this process loses nothing."""
 
     def __init__(self, path: Path, whole: Callable[[Path], int] | None = None) -> None:
-        """`whole`: how many bytes of the file are whole, what is behind them is cut off; of lines if not given."""
+        """`whole` returns how many bytes of the file are valid; the rest is cut off. By default: all complete lines."""
         self.path = path
         try:
             if path.is_file():
@@ -42,33 +41,33 @@ class AppendFile:
             raise write_error(self.path, error) from error
 
     def write(self, line: bytes) -> None:
-        """Appends `line` and a newline. Raises `HeadraceError` naming the file when the disk does not take it."""
+        """Appends `line` and a newline. Raises `HeadraceError`, which names the file, if the disk cannot be written."""
         self.append(line + b"\n")
 
     def append(self, data: bytes) -> None:
-        """All of it or nothing. Raises `HeadraceError` naming the file when the disk does not take it."""
+        """Appends all of the data or nothing. Raises `HeadraceError`, which names the file, if the disk cannot be written."""
         try:
             _write(self._file, data)
         except OSError as error:
-            with suppress(OSError):  # half a line must not glue itself to the next one
+            with suppress(OSError):  # else the next line would be appended to half a line
                 self._file.truncate(self._size)
             raise write_error(self.path, error) from error
         self._size += len(data)
 
     def check(self) -> None:
-        """Raises `HeadraceError` where the file is no more what goes by its name: what is written to it is lost with it."""
+        """Raises `HeadraceError` if the path now names another file, or none: everything written would be lost."""
         try:
             there = os.stat(self.path)
         except (FileNotFoundError, NotADirectoryError):
             there = None
         if there is None or not os.path.samestat(there, os.fstat(self._file.fileno())):
             raise HeadraceError(
-                f"{self.path} was deleted, moved or replaced while it was written to. Put its directory back (what was written "
-                "until then is lost where it was deleted), and go on with --resume, or start the run again"
+                f"{self.path} was deleted, moved or replaced while it was written to. Put its directory back (if it was deleted, its "
+                "contents are lost) and resume with --resume, or start the run again"
             )
 
     def flush(self) -> None:
-        """What was appended is on the disk: a loss of power does not lose it. Raises `HeadraceError` where it is not."""
+        """Flushes to the disk, so that a loss of power loses nothing. Raises `HeadraceError` if that fails."""
         try:
             os.fsync(self._file.fileno())
         except OSError as error:
@@ -80,10 +79,10 @@ class AppendFile:
 
 @contextmanager
 def replacing(path: Path, flush: bool = True) -> Iterator[Callable[[bytes], None]]:
-    """Gives a function that writes; what it wrote takes the place of `path` at once, when the block ends.
+    """Yields a function that writes. When the block ends, everything it wrote replaces `path` in one step.
 
-    Killed anywhere, and whatever is raised, the old file or the new one is there, and whole. `flush`: so it is after a loss of
-    power. Raises `HeadraceError` naming the file when the disk does not take it."""
+    After a kill or an exception, either the old file or the new one exists, complete. `flush`: this holds after a loss of power too.
+    Raises `HeadraceError`, which names the file, if the disk cannot be written."""
     part = path.with_name(f".{path.name}{PART}")
     try:
         with part.open("wb", buffering=0) as file:
@@ -102,23 +101,23 @@ def replacing(path: Path, flush: bool = True) -> Iterator[Callable[[bytes], None
 
 
 PART = ".part"
-"""End of the name of a file that is to replace another one. One that is found was left by a kill."""
+"""The suffix of a file that will replace another. Such a file that is found was left by a kill."""
 
 
 def remove_parts(directory: Path) -> None:
-    """Those that a kill left in it."""
+    """Removes the unfinished files that a kill left."""
     for part in directory.glob(f".*{PART}"):
         part.unlink(missing_ok=True)
 
 
 def replace_file(path: Path, data: bytes, flush: bool = True) -> None:
-    """As `replacing`, all at once."""
+    """Replaces `path` by `data`, as `replacing` does."""
     with replacing(path, flush) as write:
         write(data)
 
 
 def sync_to_disk(path: Path) -> None:
-    """What a file holds, or which names there are in a directory, outlives a loss of power from here on."""
+    """Flushes a file's data, or a directory's names, to the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -127,19 +126,19 @@ def sync_to_disk(path: Path) -> None:
 
 
 def write_error(path: Path, error: OSError) -> HeadraceError:
-    remedy = "Make room on that disk" if error.errno in FULL else "See that it can be written"
-    return HeadraceError(f"could not write {path}: {error.strerror}. {remedy}; a run goes on with --resume")
+    remedy = "Free space on that disk" if error.errno in FULL else "Make it writable"
+    return HeadraceError(f"could not write {path}: {error.strerror}. {remedy}; then resume the run with --resume")
 
 
 def _write(file: Any, data: bytes) -> None:
-    """`file`: a raw one, which may take less than it is given."""
+    """Writes all data to a raw file, which may accept less than it is given."""
     rest = memoryview(data)
     while rest:
         rest = rest[file.write(rest) :]
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """Complete lines without their newline; a last line without one was torn by a kill and is left out."""
+    """The complete lines, without their newlines. A last line that a kill cut off is left out."""
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -149,7 +148,7 @@ def read_lines(path: Path) -> Iterator[bytes]:
 
 
 def whole_lines(path: Path) -> int:
-    """Bytes up to the end of the last complete line."""
+    """Number of bytes up to the end of the last complete line."""
     with path.open("rb") as file:
         position, tail = file.seek(0, os.SEEK_END), b""
         while position and b"\n" not in tail:
@@ -161,9 +160,9 @@ def whole_lines(path: Path) -> int:
 
 
 def keep_lines(path: Path, kept: Iterable[bool]) -> None:
-    """Keeps the lines marked True, in order, and moves the others (those past the end of `kept` too) to `*.discarded`.
+    """Keeps the lines marked True, and moves the others (also those beyond the end of `kept`) to `*.discarded`.
 
-    Killed in the middle, it can be done again: the file is replaced at once, and only after the others are safe.
+    If it is killed in the middle, it can be repeated: the file is replaced in one step, after the others were written and flushed.
     """
     if not path.is_file():
         return
@@ -180,7 +179,7 @@ def keep_lines(path: Path, kept: Iterable[bool]) -> None:
 
 
 def _chunks(lines: Iterable[bytes]) -> Iterator[bytes]:
-    """With their newlines again, many in one write."""
+    """Joins lines, with their newlines, into chunks of about 1 MiB."""
     chunk = bytearray()
     for line in lines:
         chunk += line + b"\n"

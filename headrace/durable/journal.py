@@ -1,10 +1,10 @@
-"""`journal.jsonl`: what happened to every ticket, complete; with a checkpoint before it, enough to go on from any byte.
+"""`journal.jsonl`: the complete history of every ticket. With the checkpoint before it, a run can be resumed from any byte.
 
-One JSON line a record, `{"n": number, "sum": checksum, "record": {"kind": ..., ...}}`, only ever appended to. A record is
-written *before* what it says is done to the buffer, and is in the operating system's hands when `write` returns: a kill of
-this process loses none. `flush` (after every step, see `checkpoint.flush_journal`) puts all on the disk: a loss of power
-costs what came since. A torn end is cut off. Damage is found by number and checksum, and said. A record is known by its number,
-not by its line: numbers that a loss of power took are not given again, so that a checkpoint's position stays what it was.
+One JSON line per record, `{"n": number, "sum": checksum, "record": {"kind": ..., ...}}`; lines are only appended. A record is written
+*before* the buffer changes accordingly. The operating system has it when `write` returns, so a kill of this process loses none. `flush`
+(after every step, see `checkpoint.flush_journal`) writes everything to the disk; a loss of power costs the records after the last flush.
+An incomplete last line is cut off. Damage is found by number and checksum, and reported. A record is identified by its number, not by its
+line: numbers lost with the power are not used again, so that the position in a checkpoint stays valid.
 """
 
 from __future__ import annotations
@@ -35,39 +35,39 @@ class Record(Struct, frozen=True, tag_field="kind", tag=lambda name: name.remove
 
 
 class DrawnRecord(Record, frozen=True):
-    """A ticket, and the prompt that the task gave for it."""
+    """A ticket was drawn, and the task gave this prompt for it."""
 
     ticket: int
     prompt: Prompt
 
 
 class ReadyRecord(Record, frozen=True):
-    """A group whose rollouts are sampled and scored, as the buffer holds it."""
+    """A group is sampled and scored. The record holds it as the buffer does."""
 
     group: Group
 
 
 class GoneRecord(Record, frozen=True):
-    """A group that will not be trained."""
+    """A group will not be trained."""
 
     ticket: int
     outcome: Literal["dropped", "failed"]
     reason: str
     failures: tuple[str, ...] = ()
-    """Reasons of the rollouts that failed, where the group is dropped for another one."""
+    """The reasons of its failed rollouts, if the group itself is dropped for another reason."""
 
 
 class SteppedRecord(Record, frozen=True):
-    """What one optimizer step took, in order, and what came of it. A skipped one drops its groups."""
+    """An optimizer step: the tickets that it took, in order, and its report. A skipped step drops its groups."""
 
     report: TrainReport
     tickets: tuple[int, ...]
     steps: int = 0
-    """That the run was to have then; 0 of a run that did not say."""
+    """The number of steps planned at that time; 0 in journals that did not record it."""
 
 
 class LiveRecord(Record, frozen=True):
-    """A version that the engine serves, and the fingerprint of its weights as they are served (C3)."""
+    """The engine serves a version. The fingerprint is that of the weights as they are served (C3)."""
 
     version: int
     fingerprint: str
@@ -83,7 +83,7 @@ _STRANGE = "was not written by this version of headrace"
 
 
 class JournalDamaged(HeadraceError):
-    """`good`: records before the damage."""
+    """`good`: number of records before the damage."""
 
     def __init__(self, path: Path, line: int, good: int, problem: str) -> None:
         super().__init__(f"{path}, line {line}: {problem}")
@@ -91,7 +91,7 @@ class JournalDamaged(HeadraceError):
 
 
 class Damage:
-    """What a reader of a whole journal had to leave out, in words."""
+    """Collects the places of a journal that a reader had to leave out, in words."""
 
     SHOWN = 3
 
@@ -102,7 +102,7 @@ class Damage:
         self.places.append(f"{place} {problem}")
 
     def missing(self, first: int, last: int) -> None:
-        """Records."""
+        """Adds the records `first` to `last`, if there are any."""
         if first <= last:
             self.add(f"record {first}" if first == last else f"records {first} to {last}", "cannot be found")
 
@@ -115,17 +115,17 @@ class Damage:
 
 
 class Journal:
-    """The end that writes. Opening it cuts a torn last line."""
+    """Writes the journal. Opening it cuts off an incomplete last line."""
 
     def __init__(self, run_dir: Path, flushes: bool = True, position: int = 0) -> None:
-        """`flushes`: whether `flush` does anything. `position`: the first number that may be given."""
+        """`flushes`: whether `flush` does anything. `position`: the lowest number for the next record."""
         self._file = AppendFile(run_dir / JOURNAL)
         self._flushes = flushes
         self.position = max(position, end_of_journal(run_dir))
-        """Number of the record to come."""
+        """Number of the next record."""
 
     def write(self, record: AnyRecord) -> None:
-        """Raises `HeadraceError` when the disk does not take it, and the file is then as it was; or when somebody deleted it."""
+        """Raises `HeadraceError` if the file was deleted, or if the disk cannot be written; the file is unchanged then."""
         self._file.check()
         body = encode(record)
         self._file.write(b'{"n":%d,"sum":"%s","record":%s}' % (self.position, _sum(self.position, body), body))
@@ -142,8 +142,8 @@ class Journal:
 
 
 def read_journal(run_dir: Path, start: int = 0) -> Iterator[AnyRecord]:
-    """The records from number `start` on. Raises `JournalDamaged`; damage before them is passed over, and a torn last line is
-    left out."""
+    """The records from number `start` on. Raises `JournalDamaged`. Damage before `start` is ignored, and an incomplete last line is left
+    out."""
     path, following = run_dir / JOURNAL, 0
     for line, text in enumerate(read_lines(path), 1):
         number, body, problem = _parsed(text)
@@ -164,14 +164,14 @@ def read_journal(run_dir: Path, start: int = 0) -> Iterator[AnyRecord]:
 
 
 def end_of_journal(run_dir: Path, damage: Damage | None = None) -> int:
-    """Number of the record to come."""
+    """Number of the record after the last one that can be read."""
     return max((number + 1 for number, _, _ in _readable(run_dir, damage)), default=0)
 
 
 def cut_journal(run_dir: Path, position: int) -> None:
-    """Keeps the records before number `position`; what comes behind them goes to `journal.jsonl.discarded`.
+    """Keeps the records before number `position`, and moves the later ones to `journal.jsonl.discarded`.
 
-    A line that cannot be read belongs to what is before it."""
+    A line that cannot be read stays with the record before it."""
     lines = kept = following = 0
     for text in read_lines(run_dir / JOURNAL):
         lines += 1
@@ -184,12 +184,12 @@ def cut_journal(run_dir: Path, position: int) -> None:
 
 
 class JournalStep(Struct, frozen=True):
-    """What one optimizer step consumed, in order, before anything of it is trimmed."""
+    """The groups that one optimizer step consumed, in order, before any of them is trimmed."""
 
     step: int
     t: float
     version: int
-    """That the step made."""
+    """The version of the weights after the step."""
     groups: tuple[Group, ...]
     report: TrainReport
     steps: int = 0
@@ -197,7 +197,7 @@ class JournalStep(Struct, frozen=True):
 
 
 class _Peek(msgspec.Struct, tag_field="kind", tag="Ready"):
-    """Of a group no more than its ticket."""
+    """Decodes only the ticket of a group."""
 
     group: _Ticket
 
@@ -214,9 +214,9 @@ _stepped = msgspec.json.Decoder(SteppedRecord, strict=False)
 def read_steps(
     run_dir: Path, picked: Collection[int] | None = None, damage: Damage | None = None
 ) -> Iterator[JournalStep]:
-    """The steps that were not skipped, in order; `picked` by their number (0 is the first), without decoding the others.
+    """The steps that were not skipped, in order. `picked`: numbers of the steps to return (the first is 0); the others are not decoded.
 
-    Those that cannot be read are left out; `damage` is told of them, and of all else that is damaged."""
+    Steps that cannot be read are left out. They and all other damage are added to `damage`."""
     damage = Damage() if damage is None else damage
     ready: dict[int, bytes] = {}
     for _, line, body in _readable(run_dir, damage):
@@ -241,8 +241,8 @@ def read_steps(
 
 
 def read_only(run_dir: Path, kind: type[R], damage: Damage | None = None) -> Iterator[R]:
-    """The records of one kind, without decoding the others. Those that cannot be read are left out; `damage` is told of them."""
-    start = b'{"kind":"%s"' % kind.__name__.encode()
+    """The records of one kind, without decoding the others. Records that cannot be read are left out and added to `damage`."""
+    start = b'{"kind":"%s"' % str(kind.__struct_config__.tag).encode()
     decoder = msgspec.json.Decoder(kind, strict=False)
     for _, _, body in _readable(run_dir, damage):
         if body.startswith(start):
@@ -250,7 +250,7 @@ def read_only(run_dir: Path, kind: type[R], damage: Damage | None = None) -> Ite
 
 
 def count_steps(run_dir: Path) -> int:
-    """Steps that were done, whether or not all of them can still be read."""
+    """Number of steps done, including steps that cannot be read any more."""
     done = 0
     for text in read_lines(run_dir / JOURNAL):
         if b'"record":{"kind":"Stepped"' in text[:80]:
@@ -273,7 +273,7 @@ def _step(record: SteppedRecord, bodies: list[bytes]) -> JournalStep:
 
 
 def _readable(run_dir: Path, damage: Damage | None) -> Iterator[tuple[int, int, bytes]]:
-    """Number, line (counted from 1) and bytes of every record that can be read."""
+    """Number, line (counted from 1) and body of every readable record."""
     damage = Damage() if damage is None else damage
     following = unreadable = 0
     for line, text in enumerate(read_lines(run_dir / JOURNAL), 1):
@@ -290,8 +290,8 @@ def _readable(run_dir: Path, damage: Damage | None) -> Iterator[tuple[int, int, 
 
 
 def _parsed(line: bytes) -> tuple[int, bytes, str]:
-    """Number and the record's own bytes; or -1, and what is wrong with the line. It is as `write` spells it, so that nobody has
-    to look for its end."""
+    """Number and body of the record in a line, or -1 and the problem. It expects the exact form that `write` produces, so that it need not
+    parse the JSON."""
     head = _HEAD.match(line)
     if head is None or not line.endswith(b"}"):
         return -1, b"", "is no record"

@@ -1,9 +1,9 @@
-"""`passes/step-<s>.bin`: every forward pass of the engine since the checkpoint of step s, as the engine told it.
+"""`passes/step-<s>.bin`: the output of every forward pass of the engine since the checkpoint of step s.
 
-What was sampled of groups that are not finished is in no checkpoint; from here it is put together again. A file is begun with
-every checkpoint, and goes when its checkpoint does. Frames: length, number, checksum, the encoded `StepOutput`; written at once
-and never flushed: a kill of this process loses none, a loss of power costs tokens that are then sampled again. Numbers count
-passes, whether they could be written or not: what lies behind a hole is not used, for a completion with a hole would be wrong.
+Tokens that were sampled for unfinished groups after a checkpoint are recovered from here. Each checkpoint begins a new file, which is
+removed together with it. A frame holds length, number, checksum and the encoded `StepOutput`. It is written at once and never flushed: a
+kill of this process loses none, and a loss of power costs tokens, which are sampled again. All passes are numbered, also those that could
+not be written: passes after a gap are not used, because a completion with a gap would be wrong.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ _output = msgspec.msgpack.Decoder(StepOutput)
 
 
 class PassLog:
-    """The end that writes. A disk that does not take it costs nothing but what a kill would: it says so, and ends."""
+    """Writes the log. If the disk cannot be written, it warns and stops until the next checkpoint; the run loses nothing by that unless it is
+    killed."""
 
     def __init__(self, run_dir: Path, step: int, warn: Callable[[str], None], number: int = 0) -> None:
-        """`step`, `number`: of the checkpoint that the run goes on from, and of the first pass that is not in it."""
+        """`step`: the checkpoint from which the run is resumed. `number`: the first pass that is not in it."""
         self._directory, self._warn = run_dir / "passes", warn
         self._file: AppendFile | None = None
-        later = _files(run_dir, step)  # a checkpoint that could not be written has begun one too
+        later = _files(run_dir, step)  # a checkpoint that could not be written has begun a file too
         self.number = max([number, *(known + 1 for path in later for known, _, _ in _frames(path))])
-        """Of the pass to come."""
+        """Number of the next pass."""
         self.begin(max([step, *map(_step_of, later)]))
 
     def begin(self, step: int) -> None:
-        """What follows came after the checkpoint of `step`."""
+        """Begins the file of the passes after the checkpoint of `step`."""
         self.close()
         try:
             self._directory.mkdir(exist_ok=True)
@@ -56,10 +57,10 @@ class PassLog:
             self._give_up(str(error))
 
     def prune(self, oldest: int) -> None:
-        """No checkpoint before that of `oldest` is kept."""
+        """Removes the files of checkpoints before step `oldest`."""
         for path in self._directory.glob("step-*.bin"):
             if _step_of(path) < oldest:
-                with suppress(OSError):  # costs room, and is tried again with the next one
+                with suppress(OSError):  # it only takes space; tried again after the next checkpoint
                     path.unlink()
 
     def close(self) -> None:
@@ -69,18 +70,16 @@ class PassLog:
 
     def _give_up(self, problem: str) -> None:
         self.close()
-        self._warn(
-            f"{problem}: until the next checkpoint, rollouts that are not finished when the run is killed begin anew"
-        )
+        self._warn(f"{problem}: if the run is killed before the next checkpoint, its unfinished rollouts start again")
 
 
 def read_passes(run_dir: Path, step: int, first: int | None = None) -> Iterator[StepOutput]:
-    """Those since the checkpoint of `step`, in order, up to the first that is missing, torn, or not what was written.
+    """The passes since the checkpoint of `step`, in order, up to the first that is missing, incomplete or damaged.
 
-    `first`: number of the first that is not in the checkpoint. Where one is written anew its file holds older ones too."""
+    `first`: number of the first pass that is not in the checkpoint. A file can hold earlier ones, if its checkpoint was written twice."""
     files = _files(run_dir, step)
     if not files or _step_of(files[0]) != step:
-        return  # its file could not be written: what others hold came after a hole
+        return  # its file could not be written, so there is a gap before the passes of the other files
     expected = first
     for path in files:
         for number, content, _ in _frames(path):
@@ -93,18 +92,18 @@ def read_passes(run_dir: Path, step: int, first: int | None = None) -> Iterator[
 
 
 def discard_passes(run_dir: Path, step: int) -> None:
-    """Forgets what came after the checkpoint of `step`."""
+    """Deletes all passes after the checkpoint of `step`."""
     for path in _files(run_dir, step):
         path.unlink()
 
 
 def whole_frames(path: Path) -> int:
-    """Bytes of a file that are whole."""
+    """Number of bytes up to the end of the last complete frame."""
     return max((end for _, _, end in _frames(path)), default=0)
 
 
 def _frames(path: Path) -> Iterator[tuple[int, bytes, int]]:
-    """Number, content, and where it ends in the file. One at a time: a file may be larger than the memory."""
+    """Number, content and end (byte position) of each frame. Read one at a time, since a file may be larger than the memory."""
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -125,7 +124,7 @@ def _sum(number: int, output: bytes) -> int:
 
 
 def _files(run_dir: Path, step: int) -> list[Path]:
-    """From the checkpoint of `step` on."""
+    """The files of the checkpoint of `step` and of later ones, in order."""
     found = [path for path in (run_dir / "passes").glob("step-*.bin") if _step_of(path) >= step]
     return sorted(found, key=_step_of)
 

@@ -1,7 +1,7 @@
-"""JSON has no NaN and no infinity: a float that is one is written as the string "nan", "inf" or "-inf".
+"""JSON with NaN and infinity, which JSON itself lacks: such a float is written as the string "nan", "inf" or "-inf".
 
-Decoders with `strict=False` read it back as the float where the type says float, and leave strings where it says str. (In
-`Prompt.columns`, whose types only the task knows, it stays a string.)
+Decoders with `strict=False` read these strings as floats where the type is float. (In `Prompt.columns`, whose types only the task knows,
+they remain strings.)
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _OPTIONAL = tuple(
         b"adapter", b"books", b"mask", b"prompt_logprobs", b"prompt_top", b"routing", b"sampling_mask", b"teacher", b"top",
     )
 )  # fmt: skip
-"""Fields of our nouns that may be None. One that is missing here costs time, nothing else."""
+"""Fields of our types that may be None. A field that is missing here costs only time."""
 _LONGEST = max(map(len, _OPTIONAL))
 
 
 def encode(value: Struct) -> bytes:
-    """One JSON line without its newline."""
+    """A value as one JSON line, without the newline."""
     line = msgspec.json.encode(value)
     if _may_hide_a_number(line):
         line = msgspec.json.encode(_spelled(msgspec.to_builtins(value)))
@@ -32,8 +32,8 @@ def encode(value: Struct) -> bytes:
 
 
 def _may_hide_a_number(line: bytes) -> bool:
-    """The encoder writes non-finite floats as null. They are rare, and looking for them in the value would cost more than all
-    the rest: a group of 16 x 512 tokens takes 8 times as long."""
+    """Whether a null in the line may stand for a non-finite float, which the encoder writes as null. Searching the value itself would cost
+    more than everything else: a group of 16 x 512 tokens takes 8 times as long."""
     at = line.find(b"null")
     while at >= 0 and line[max(0, at - _LONGEST) : at].endswith(_OPTIONAL):
         at = line.find(b"null", at + 4)

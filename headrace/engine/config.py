@@ -43,8 +43,8 @@ class EngineConfig:
     prefill_chunk: int = Field(default=512, gt=0)
     """Prompt tokens forwarded per pass, beside one token of every running sequence."""
     swap: Literal["keep", "recompute"] = "keep"
-    """What is done with the KV cache of running sequences when weights are swapped: keep it (the version spans record
-    this), or recompute it under the new weights before the sequences continue."""
+    """Handling of the KV cache of running sequences when weights are swapped: keep it (the version spans record this),
+    or recompute it under the new weights before the sequences continue."""
     exact: bool = False
     """Tokens and log-probs of a request do not depend on the rest of the batch, or on where it was interrupted: a
     request that is continued from a prefix under the same weights gets the same bits as without the interruption.

@@ -1,4 +1,4 @@
-"""The requests that an engine has: what is known of each is all that another process needs to go on with it."""
+"""The requests of an engine. What the book knows of a request is enough for another process to continue it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from headrace.types import Completion, Request
 
 @dataclass
 class Pending(Transcript):
-    """A request under way."""
+    """A request that is being generated."""
 
     done: asyncio.Future[Completion] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     aborted: bool = False
-    """It is to end; no other process goes on with it."""
+    """It must end: no other process may continue it."""
 
     def rest(self) -> Request:
-        """What another process is asked for."""
+        """The request for the part that is still missing, to be sent to another process."""
         return msgspec.structs.replace(
             self.request,
             prefix=(*self.request.prefix, *self.tokens),
@@ -45,7 +45,7 @@ class RequestBook:
     def __init__(self) -> None:
         self._pending: dict[str, Pending] = {}
         self._left: dict[str, Pending] = {}
-        """What was under way when the engine was given up."""
+        """The requests that were pending when the engine was given up."""
         self._listeners: list[Callable[[bytes], None]] = []
 
     def __len__(self) -> int:
@@ -53,7 +53,7 @@ class RequestBook:
 
     def enter(self, request: Request) -> Pending:
         if request.id in self._pending:
-            raise ValueError(f"a request {request.id} is here already; give every request an id of its own")
+            raise ValueError(f"the engine has a request {request.id} already; give every request an id of its own")
         pending = self._pending[request.id] = Pending(request)
         return pending
 
@@ -69,8 +69,8 @@ class RequestBook:
 
     # -- from the engine --------------------------------------------------------------------------------------------------
 
-    def tell(self, output: bytes) -> None:
-        """Listeners are given it before anything is entered. Raises what they raise."""
+    def publish(self, output: bytes) -> None:
+        """Passes a step's output to the listeners, before it is entered here. Raises what they raise."""
         for listener in self._listeners:
             listener(output)
 
@@ -87,18 +87,18 @@ class RequestBook:
     # -- over a death -----------------------------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """All that is here is to end, whichever process hears of it."""
+        """Marks all pending requests: they end, even if the process that they run in dies first."""
         for pending in self._pending.values():
             pending.aborted = True
 
     def interrupt_aborted(self) -> None:
-        """Where no process is left that could end them."""
+        """Ends the marked requests itself, for when no process is running that could."""
         for pending in self._pending.values():
             if pending.aborted:
                 pending.interrupt()
 
     def reissued(self) -> list[Request]:
-        """What a new process is asked for. Forks end: the cache entries that they went on from are gone."""
+        """The requests for a new process. Forks end: the cache entries that they continued from died with the old one."""
         self.interrupt_aborted()
         for pending in self._pending.values():
             if pending.request.fork:

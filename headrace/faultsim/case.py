@@ -35,6 +35,8 @@ class Case(Struct, frozen=True):
     faults: tuple[Fault, ...] = ()
     stragglers: int = 0
     """Rewards of every so many-th prompt come so late that all other groups could pass its group. 0: of none."""
+    turns: int = 1
+    """Turns of every rollout; more than one are those of the scripted environment (`environments/fake.py`)."""
 
     @property
     def staleness(self) -> StalenessConfig:

@@ -15,6 +15,7 @@ from headrace.errors import IdentityError
 from headrace.faultsim.chance import Chance, Process
 from headrace.orchestration.workers.wire import Frame, unpack
 from headrace.reports import EngineStats, LoadReport, capable
+from headrace.rollout_key import RolloutKey
 from headrace.steps import Finished, PromptScores, StepOutput
 from headrace.types import Request
 from headrace.weights import WeightUpdate
@@ -51,10 +52,16 @@ class Truth:
     """By version: fingerprint of the weights."""
     remembers: bool = True
     """Whether it is there in all lives."""
+    keys: dict[int, dict[str, RolloutKey]] = field(default_factory=dict)
+    """By ticket: the keys of its requests."""
 
     def sampled(self, request: str, place: int, token: int, version: int) -> None:
         if not self.remembers:
             return
+        if request not in self.tokens:
+            key = RolloutKey.read(request)
+            assert key is not None, f"{request} is no rollout's"
+            self.keys.setdefault(key.ticket, {})[request] = key
         known = self.tokens.setdefault(request, [])
         assert place <= len(known), f"{request} goes on at token {place}, and {len(known)} were sampled"
         del known[place:]

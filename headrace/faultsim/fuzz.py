@@ -69,7 +69,7 @@ def _simpler(case: Case) -> Iterator[Case]:
         yield _with(case, faults=faults[:i] + faults[i + 1 :])
     plainer: list[dict[str, Any]] = [
         {"mode": "inflight"}, {"overdue": "wait", "stored": 0}, {"order": "stalest"}, {"window": 1}, {"evaluate_every": 0},
-        {"skips": False}, {"group_size": 2}, {"checkpoint_every": 0}, {"max_lag": case.max_lag - 1, "window": 1},
+        {"skips": False}, {"turns": 1}, {"group_size": 2}, {"checkpoint_every": 0}, {"max_lag": case.max_lag - 1, "window": 1},
         {"groups": case.groups - 1, "window": 1}, {"steps": case.steps // 2}, {"steps": case.steps - 1},
     ]  # fmt: skip
     for change in plainer:
@@ -90,7 +90,7 @@ def fuzz(first: int, count: float, seconds: float) -> list[FailingCase]:
     """Prints what it finds at once."""
     began, seed, findings = time.monotonic(), first, []
     while seed - first < count and time.monotonic() - began < seconds:
-        case = case_of(seed)
+        case = _with(case_of(seed), turns=2 if seed % 4 == 3 else 1)
         if problem := problem_of(case):
             finding = shrunk(case, problem)
             findings.append(finding)

@@ -20,6 +20,8 @@ import msgspec
 from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.config import AlgoConfig
 from headrace.durable.journal import Journal
+from headrace.environments.fake import scripted
+from headrace.environments.single_turn import SINGLE_TURN
 from headrace.errors import HeadraceError, StalledError, WorkerDied
 from headrace.faultsim.case import Case
 from headrace.faultsim.chance import Chance
@@ -38,7 +40,7 @@ from headrace.orchestration.clients.process_engine import ProcessEngine
 from headrace.orchestration.clients.process_trainer import ProcessTrainer
 from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.loops.identity import IdentityProbe
-from headrace.orchestration.loops.parts import told_of
+from headrace.orchestration.loops.parts import earlier_metrics
 from headrace.orchestration.loops.pipeline import Pipeline
 from headrace.orchestration.runs.session import run_clock
 from headrace.orchestration.store.checkpoints import Checkpoints
@@ -63,6 +65,10 @@ ENDLESS = 40_000
 """Turns of the loop in one life. Without a mistake a life takes a tenth of that at most."""
 
 
+THINKS = 0.2
+"""Virtual seconds of an environment between two turns."""
+
+
 class Life:
     """One process of the controller, from its start to its end, its kill or an error."""
 
@@ -79,7 +85,7 @@ class Life:
         recorder = self._recorder
         trainer, engine = self._workers()
         try:
-            async with self._waits.named("start", "the worker processes"):
+            async with self._telemetry.waits.named("start", "the worker processes"):
                 await trainer.open()
                 await engine.launch()
                 await engine.open(EngineStart("", {}, {}))
@@ -146,7 +152,8 @@ class Life:
         )
         self._buffer = WatchedBuffer(case.staleness, case.steps * case.groups)
         self._referee = Referee(case, self._storage, self._buffer, self._history, self._disk)
-        self._waits = Waits(self._referee.record, self._clock, PATIENCE / 2, PATIENCE)
+        waits = Waits(self._referee.record, self._clock, PATIENCE / 2, PATIENCE)
+        self._telemetry = Telemetry(self._referee.record, self._clock, waits)
 
     def _behind(self) -> tuple[Path | None, SavedRun]:
         """What the lives before this one left, and what became of it since."""
@@ -190,20 +197,19 @@ class Life:
         max_deaths = chance.random.choice([0, 1, 3])
         if any(one.kind == "engine_lost" and one.life == self._number for one in self._case.faults):
             max_deaths = 0
-        return trainer, ProcessEngine(launcher, Job("engine", "engine"), max_deaths, self._referee, self._clock)
+        return trainer, ProcessEngine(launcher, Job("engine", "engine"), max_deaths, self._telemetry)
 
     def _join(self, trainer: Trainer, engine: Engine) -> Pipeline:
-        case, clock, referee, storage = self._case, self._clock, self._referee, self._storage
+        case, referee, storage = self._case, self._referee, self._storage
         rollout = RolloutConfig(group_size=case.group_size, max_tokens=MAX_TOKENS, patience=1000)
         plan = self._plan = self._plan_of(rollout)
         task: Task = SimulatedTask(fixed(3), case.seed)
-        telemetry = Telemetry(referee.record, clock, self._waits)
         self._restored = restore_state(
             plan=plan,
             task=task,
             engine=engine,
             partial=PartialConfig(mode=case.mode),
-            telemetry=telemetry,
+            telemetry=self._telemetry,
             saved=storage.saved,
             buffer=self._buffer,
         )
@@ -216,10 +222,11 @@ class Life:
         self._parts = assemble(
             plan=plan,
             restored=self._restored,
-            telemetry=telemetry,
+            telemetry=self._telemetry,
             task=task,
             engine=engine,
             trainer=trainer,
+            environment=SINGLE_TURN if case.turns == 1 else scripted(case.turns, seconds=THINKS),
             scorer=scorer,
             evaluated_by=scorer,
             held_out=held_out,
@@ -227,11 +234,11 @@ class Life:
             algorithm=algorithm_of(AlgoConfig(name="dr_grpo"), rollout.max_tokens),
             decode=lambda tokens: "",
             journal=cast(Journal, referee.journal),
-            snapshots=Snapshots(storage.checkpoints, storage.passes, telemetry, saved_step=storage.saved_step),
-            probe=IdentityProbe([1, 2, 3], 2, 1e-9, telemetry),
+            snapshots=Snapshots(storage.checkpoints, storage.passes, self._telemetry, saved_step=storage.saved_step),
+            probe=IdentityProbe([1, 2, 3], 2, 1e-9, self._telemetry),
         )
         referee.saved_step = lambda: self._parts.snapshots.saved_step
-        return Pipeline(self._parts, plan, self._restored.step, told_of(storage.recorder.state))
+        return Pipeline(self._parts, plan, self._restored.step, earlier_metrics(storage.recorder.state))
 
     def _plan_of(self, rollout: RolloutConfig) -> LoopPlan:
         return LoopPlan(
@@ -277,7 +284,7 @@ class Life:
 
 def trial(case: Case) -> RunHistory:
     """Runs a case to its end and returns what happened. Raises `AssertionError` where a contract does not hold."""
-    history = RunHistory(case.group_size)
+    history = RunHistory(case.group_size, turns=case.turns)
     with tempfile.TemporaryDirectory(dir=_fast_directory()) as name:
         lives = 0
         while not _live(case, lives, history, name):

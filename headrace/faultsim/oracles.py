@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
+from xxhash import xxh3_64_hexdigest
 
 from headrace.durable.journal import (
     JOURNAL,
@@ -29,7 +31,7 @@ from headrace.observe.facts import Accounting, GroupEnded
 from headrace.rollouts.buffer import Buffer
 from headrace.rollouts.rollout import seed_of
 from headrace.rollouts.staleness import StalenessConfig
-from headrace.types import Group, VersionSpan
+from headrace.types import Episode, Group, Row, VersionSpan
 
 MIN_ROLLOUTS = 2
 """That a group needs to be compared with itself."""
@@ -218,9 +220,14 @@ class Admission:
         self._not_live = {ticket: made for ticket, made in self._not_live.items() if made > version}
 
 
-def fate_of(seed: int, ticket: int, size: int) -> tuple[str, dict[str, int]]:
+def fate_of(seed: int, ticket: int, size: int, turns: int) -> tuple[str, dict[str, int]]:
     """What becomes of a group that nobody ends: its outcome, and the rollouts of it that fail, by reason."""
-    whole = sum(not fate(seed_of(seed, "rollout", ticket, place), MAX_TOKENS)[1] for place in range(size))
+
+    def fails(place: int, turn: int) -> bool:
+        parts = (place, turn) if turn else (place,)
+        return fate(seed_of(seed, "rollout", ticket, *parts), MAX_TOKENS)[1]
+
+    whole = sum(not any(fails(place, turn) for turn in range(turns)) for place in range(size))
     rewards = [reward_of(seed, f"train/{ticket}", place) for place in range(whole)]
     scored = [reward for reward in rewards if reward is not None]
     failures = {"engine_error": size - whole, "reward_raised": whole - len(scored)}
@@ -231,7 +238,7 @@ def fate_of(seed: int, ticket: int, size: int) -> tuple[str, dict[str, int]]:
 def one_age(group: Group, mode: str, delivered: int, here: bool, quiet: bool) -> None:
     """What `partial.mode` promises of a group that becomes ready. `delivered`: the version that went live last in this life, and
     not at its start; `here`: whether it began in this life; `quiet`: whether nothing went wrong in it."""
-    completions = [one.episode.last for one in group.scored]
+    completions = [turn.completion for one in group.scored for turn in one.episode.turns]
     versions = [completion.versions() for completion in completions]
     said = f"{mode}: ticket {group.ticket} has tokens of versions {versions}"
     if mode == "barrier" and here:
@@ -255,6 +262,35 @@ def _spans(completions: Sequence[Any]) -> Iterator[VersionSpan]:
 
 def _over_older(span: VersionSpan) -> bool:
     return span.kv_version < span.version
+
+
+def context_mark(prompt: Sequence[int], before: Sequence[int]) -> str:
+    """How the key of a turn says which tokens are `before` it: 64 bits of them, as 8-byte integers; nothing of the prompt alone."""
+    return "" if tuple(prompt) == tuple(before) else xxh3_64_hexdigest(np.asarray(before, "<i8").tobytes())
+
+
+def turns_of(group: Group, rollout: int) -> Iterator[tuple[int, str, tuple[tuple[int, int], ...]]]:
+    """Number, mark of the context, and tokens with their versions, of each turn of a rollout."""
+    path: tuple[int, ...] = ()
+    for number, turn in enumerate(group.scored[rollout].episode.turns):
+        path += turn.context
+        done = turn.completion
+        yield number, context_mark(group.prompt.tokens, path), tuple(zip(done.tokens, done.versions(), strict=True))
+        path += done.tokens
+
+
+def check_row(row: Row, episode: Episode) -> None:
+    """C5: what was sampled, and nothing else, may be in the loss."""
+    tokens: list[int] = []
+    sampled: list[bool] = []
+    for number, turn in enumerate(episode.turns):
+        said = turn.context if number else ()
+        tokens += [*said, *turn.completion.tokens]
+        sampled += [False] * len(said) + [True] * len(turn.completion.tokens)
+    logprobs = tuple(-token / 100 if own else 0.0 for token, own in zip(tokens, sampled, strict=True))
+    assert row.tokens == tuple(tokens), f"C5: a row has the tokens {row.tokens} where its episode has {tokens}"
+    assert row.logprobs == logprobs, "C5: other log-probs than sampled"
+    assert not any(kept and not own for kept, own in zip(row.mask, sampled, strict=True)), "C5: context is trained"
 
 
 def oldest(tokens: Mapping[str, list[tuple[int, int]]], names: Iterable[str]) -> int | None:

@@ -1,3 +1,7 @@
-"""What engine and trainer share of their C++: the compiler is called here (`build.py`), memory on large pages is had here
-(`memory.py`), the cores that there are for threads are counted here (`cores.py`), and `src/` holds what the sources of both are written in: the vector types (`vec.h`), the products (`product.h`, with one
-file for each kind of processor), and the team of threads that runs them (`team.h`)."""
+"""What the C++ code of engine and trainer has in common.
+
+`build.py` calls the compiler, `memory.py` allocates memory on large pages, `cores.py` counts the cores available to threads, and
+`arithmetic.py` names the forward passes that both compute alike. `src/` holds the shared headers: vector types (`vec.h`), products
+(`product.h`, with one file for each kind of processor), formulas (`formulas.h`), attention over a block (`look.h`) and the team of
+threads that runs them (`team.h`).
+"""

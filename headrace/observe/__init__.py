@@ -1,8 +1,7 @@
-"""What a run says about itself: facts are recorded, counted, judged and shown. Nothing here changes what a run does.
+"""The observation of a run: facts are recorded, counted, judged and shown. Nothing here changes what a run does.
 
-Read `facts.py` (what the loops report), `telemetry.py` (what every part reports by), `recorder.py` (where facts go), `records.py` (`metrics.jsonl`),
-then the rooms: `numbers/`
-(counted from facts), `diagnosis/` (what the numbers mean), `health/` (processes that hang or die), `screen/` (terminal and notebook),
-`report/` (a page of charts). `build.py` names the sinks of `sinks.py`; `text.py` spells numbers for people;
-`config.py`, `machine_mark.py` and `resume.py` are small and need no order.
+Read `facts.py` (what the loops report), `telemetry.py` (how every part reports), `recorder.py` (where facts go), `records.py`
+(`metrics.jsonl`), then the folders: `numbers/` (counted from facts), `diagnosis/` (what the numbers mean), `health/` (processes that hang
+or die), `screen/` (terminal and notebook), `report/` (a page of charts), `sinks/` (dashboards). `build.py` creates the recorder with
+its views and sinks; `text.py` formats numbers; `config.py`, `machine_mark.py` and `resume.py` are small and need no order.
 """

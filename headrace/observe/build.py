@@ -1,7 +1,8 @@
-"""The one place of this folder that names its concrete sinks."""
+"""Creates the recorder and its sinks: the one file here that names the concrete classes."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 
 from headrace.observe.config import ObserveConfig, check_installed
@@ -10,36 +11,23 @@ from headrace.observe.resume import Resume
 
 
 def open_recorder(config: ObserveConfig, run_dir: Path, resume: Resume | None = None) -> Recorder:
-    """A recorder with everything that `config` asks for; the terminal view begins to move at once, all else with `Recorder.begin`.
+    """Returns a recorder with the sinks that `config` asks for. The terminal view starts at once, everything else with `Recorder.begin`.
 
     `resume`: None for a fresh run.
-    Raises `ConfigError` when a sink's package is missing, or when the directory already holds a run.
+    Raises `ConfigError` if a sink's package is missing, or the directory already holds a run.
     """
     check_installed(config)
     step = resume.step if resume else None
-    recorder = Recorder(run_dir, (), resume, waits=True, sinks_on_disk=lambda: _sinks_on_disk(config, run_dir, step))
+    recorder = Recorder(run_dir, (), resume, waits=True)
     try:
-        for sink in _sinks(config):
-            recorder.add(sink)
+        for name in config.sinks:
+            recorder.add(import_module(f"headrace.observe.sinks.{name}").open_sink(run_dir, step))
+        if terminal := _terminal(config):  # last: nothing may fail once the live view owns the screen
+            recorder.add(terminal)
     except BaseException:
         recorder.close()
         raise
     return recorder
-
-
-def _sinks(config: ObserveConfig) -> list[Sink]:
-    from headrace.observe.sinks import TrackioSink
-
-    sinks: list[Sink] = [TrackioSink()] if config.trackio else []
-    if terminal := _terminal(config):  # last: nothing may fail once the live view owns the screen
-        sinks.append(terminal)
-    return sinks
-
-
-def _sinks_on_disk(config: ObserveConfig, run_dir: Path, resume_at_step: int | None) -> list[Sink]:
-    from headrace.observe.sinks import TensorBoardSink
-
-    return [TensorBoardSink(run_dir / "tensorboard", resume_at_step)] if config.tensorboard else []
 
 
 def _terminal(config: ObserveConfig) -> Sink | None:

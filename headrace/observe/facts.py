@@ -1,6 +1,6 @@
-"""What the loops report: small frozen facts, in order. Metrics, journal, terminal view and report are made from these alone.
+"""The facts that the loops report, in order: small frozen values. Metrics, terminal view and report are made from these alone.
 
-`t` is always seconds since the start of the run (a resumed run goes on from where the killed one stood).
+`t` is always in seconds since the start of the run; a resumed run continues the clock of the process before it.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from headrace.weights import WeightUpdate
 
 
 class Fact(Struct, frozen=True, tag_field="fact", tag=True):
-    """Base: encoded with its class name under `fact`, so that one decoder reads a whole file."""
+    """Base class: encoded with the class name under `fact`, so that one decoder reads a whole file."""
 
     t: float
 
 
 class RunStarted(Fact, frozen=True):
+    """A process of the run begins."""
+
     name: str
     headline: str
-    """One line for people: model, task, algorithm."""
+    """Model, task and algorithm in one line."""
     seed: int
     steps: int
     groups_per_step: int
@@ -29,34 +31,36 @@ class RunStarted(Fact, frozen=True):
     slots: int
     window: int
     max_lag: int
-    """The bound that holds (C1)."""
+    """The lag bound that is guaranteed (C1)."""
     where: dict[str, str]
-    """What runs where: engine, trainer, scorer -> device, threads, path."""
+    """engine, trainer, scorer -> device, threads, path."""
     resumed_at: int = 0
-    """Optimizer steps already done, 0 for a fresh run."""
+    """Optimizer steps already done; 0 for a fresh run."""
     books: Books | None = None
-    """Of a run that goes on: the state of every ticket, in case the killed process could not tell its last facts."""
+    """The state of every ticket when a run is resumed, because the killed process may not have recorded its last facts."""
     machine: dict[str, str] = {}
-    """What the bits of a step depend on beside its input (`observe/machine.py`)."""
+    """Properties of the machine on which the bits of a training step depend (`observe/machine_mark.py`)."""
     max_tokens: int = 0
-    """Where completions are cut off; 0 of a run that did not say."""
+    """Length at which completions are cut off; 0 in runs that did not record it."""
     chosen: dict[str, str] = {}
-    """What was chosen where the settings leave it, and why (`ChosenConfig.why`)."""
+    """The settings that headrace chose, and why (`ChosenConfig.why`)."""
 
 
 class TicketDrawn(Fact, frozen=True):
+    """A ticket was drawn and its prompt admitted."""
+
     ticket: int
     prompt_id: str
 
 
 class GroupEnded(Fact, frozen=True):
-    """A ticket's generation and scoring are over. `ready` groups wait in the buffer; the others have left the pipeline."""
+    """Generation and scoring of a ticket's group are over. `ready` groups wait in the buffer; the others have left the pipeline."""
 
     ticket: int
     prompt_id: str
     outcome: Literal["ready", "dropped", "failed"]
     reason: str = ""
-    """`no_contrast`, `reward_timeout`, `engine_error`, ...; empty when ready."""
+    """`no_contrast`, `reward_timeout`, `engine_error`, ...; empty if ready."""
     detail: str = ""
     rewards: tuple[float, ...] = ()
     lengths: tuple[int, ...] = ()
@@ -66,59 +70,59 @@ class GroupEnded(Fact, frozen=True):
     failures: dict[str, int] = {}
     """Rollouts that failed, by reason."""
     seconds: float = 0.0
-    """From ticket to outcome."""
+    """From drawing the ticket to the outcome."""
     lost_tokens: int = 0
-    """Sampled for rollouts of it that were ended before they were done."""
+    """Tokens of rollouts that were cancelled before they were finished."""
     kinds: dict[str, int] = {}
-    """Rollouts that failed by `Failure.kind`: `KeyError` where the reason is `reward_raised`."""
+    """Failed rollouts by `Failure.kind`, for example `KeyError` for the reason `reward_raised`."""
 
 
 class FirstFailure(Fact, frozen=True):
-    """The first rollout of this process that failed in one way; how often it happens since is in `GroupEnded.kinds`."""
+    """The first rollout of this process that failed in a particular way; `GroupEnded.kinds` counts how often it happens."""
 
     reason: str
     kind: str
-    """`KeyError`, or the reason where nothing was raised."""
+    """The class of the exception such as `KeyError`, or the reason if nothing was raised."""
     detail: str
     """One line."""
     traceback: str
-    """Several, of the user's own frames; empty where nothing was raised."""
+    """Several lines, with the user's own frames only; empty if nothing was raised."""
     prompt_id: str
     held_out: bool = False
-    """Whether an evaluation met it."""
+    """Whether it happened during an evaluation."""
 
 
 class StepTrained(Fact, frozen=True):
-    """One optimizer step. `t` is its end; it began at `t - report.seconds`."""
+    """An optimizer step is over. It began at `t - report.seconds`."""
 
     report: TrainReport
     groups: tuple[Group, ...]
-    """Complete, for the journal; sinks take what they need."""
+    """The complete groups; sinks take what they need."""
     lags: dict[int, int]
     """Lag -> number of trained tokens."""
     reward_mean: float
-    """Over the rollouts that this step trained. Groups without contrast are not among them: as a policy gets better, the
-    easy prompts leave this mean. `reward_drawn` is the policy's."""
+    """Mean over the rollouts that this step trained. Groups without contrast are not among them, so as a policy gets better, the easy
+    prompts leave this mean. `reward_drawn` measures the policy."""
     reward_std: float
     reward_drawn: float
-    """Over all scored rollouts whose group ended since the step before, trained or not (the last known, if none ended)."""
+    """Mean over all scored rollouts whose group ended since the step before, trained or not (the last known value if none ended)."""
     wait_seconds: float
-    """How long the trainer waited for this batch."""
+    """Seconds that the trainer waited for this batch."""
 
 
 class WeightsLive(Fact, frozen=True):
-    """`t` is the moment of the swap."""
+    """The engine serves new weights. `t` is the moment of the swap."""
 
     update: WeightUpdate
     load: LoadReport
     interrupted: int = 0
-    """Rollouts that were ended in the middle for it, to go on from their tokens or not at all."""
+    """Rollouts that were interrupted for the swap, whether they are resumed or cancelled."""
     pause: float = 0.0
-    """Seconds in which the engine was kept from generating all it could."""
+    """Seconds for which admission or generation was held back for the swap."""
 
 
 class IdentityChecked(Fact, frozen=True):
-    """The probe (C3): log-probs of a fixed prompt, engine against trainer, at one version."""
+    """The result of a probe (C3): log-probs of a fixed prompt, engine against trainer, at one version."""
 
     version: int
     mean_abs_diff: float
@@ -128,16 +132,18 @@ class IdentityChecked(Fact, frozen=True):
 
 
 class EngineSample(Fact, frozen=True):
-    """About once a second."""
+    """The engine's counters, about once a second."""
 
     stats: EngineStats
 
 
 class Evaluated(Fact, frozen=True):
+    """The held-out prompts were evaluated."""
+
     phase: Literal["before", "during", "after"]
     step: int
     prompts: int
-    """With a reward: the mean is over these."""
+    """Prompts with a reward, over which the mean is taken."""
     reward_mean: float
     reward_sem: float
     """Standard error of the mean."""
@@ -146,27 +152,31 @@ class Evaluated(Fact, frozen=True):
     """Rollouts that failed, by reason."""
     seconds: float = 0.0
     asked: int = 0
-    """Prompts that were to be measured; 0 of a run that did not say."""
+    """Prompts that were to be evaluated; 0 in runs that did not record it."""
     kinds: dict[str, int] = {}
-    """As in `GroupEnded`."""
+    """Failed rollouts by `Failure.kind`."""
     truncated: int = 0
     """Completions that ended at max_tokens."""
 
     @property
     def failed_prompts(self) -> int:
-        """Those of which no rollout has a reward."""
+        """Prompts none of whose rollouts has a reward."""
         return max(0, self.asked - self.prompts)
 
 
 class CheckpointSaved(Fact, frozen=True):
+    """A checkpoint was written, or failed."""
+
     step: int
     path: str
     seconds: float
     error: str = ""
-    """Empty, or why it could not be written (the run goes on; the last good one stays)."""
+    """Empty, or why it could not be written. The run goes on, and the last good checkpoint stays."""
 
 
 class WorkerLost(Fact, frozen=True):
+    """A worker process died."""
+
     who: str
     how: str
     deaths: int
@@ -174,7 +184,7 @@ class WorkerLost(Fact, frozen=True):
 
 
 class Waited(Fact, frozen=True):
-    """A named wait that is over (C6): `owner` waited for `what` during the `seconds` before `t`."""
+    """A named wait is over (C6): `owner` waited for `what` during the `seconds` before `t`."""
 
     owner: str
     what: str
@@ -188,14 +198,14 @@ class Warned(Fact, frozen=True):
 
 
 class Planned(Fact, frozen=True):
-    """The number of optimizer steps is another one from now on, so that the run ends within `train.minutes`."""
+    """The number of optimizer steps was changed, so that the run ends within `train.minutes`."""
 
     steps: int
     message: str
 
 
 class FirstText(Fact, frozen=True):
-    """The first completion of this process, so that one sees early what the model writes."""
+    """The first completion of this process, which shows early what the model writes."""
 
     prompt: str
     text: str
@@ -205,7 +215,7 @@ class FirstText(Fact, frozen=True):
 
 
 class Accounting(Struct, frozen=True):
-    """C2. drawn = trained + dropped + failed + in_pipeline + in_checkpoint, at every instant, in tickets."""
+    """Counts of tickets (C2): drawn = trained + dropped + failed + in_pipeline + in_checkpoint, at every instant."""
 
     drawn: int = 0
     trained: int = 0
@@ -213,28 +223,32 @@ class Accounting(Struct, frozen=True):
     failed: dict[str, int] = {}
     in_pipeline: int = 0
     in_checkpoint: int = 0
-    """Of a run that has ended: what a resumed one would go on with."""
+    """Tickets of a run that has ended which a resumed run would continue."""
     rollout_failures: dict[str, int] = {}
-    """Single rollouts that failed inside groups that went on, by reason."""
+    """Single failed rollouts in groups that were not lost, by reason."""
 
     def balance(self) -> int:
-        """Zero when the identity holds."""
+        """Returns zero if the identity holds."""
         ended = self.trained + sum(self.dropped.values()) + sum(self.failed.values())
         return self.drawn - ended - self.in_pipeline - self.in_checkpoint
 
 
 class Books(Struct, frozen=True):
-    """The state of every ticket that has not ended, and how many have."""
+    """The tickets that have not ended, and the counts of all."""
 
     accounting: Accounting
     flying: tuple[int, ...]
+    """Tickets whose groups are generated or scored."""
     ready: tuple[int, ...]
+    """Tickets whose groups wait in the buffer."""
 
 
 class RunEnded(Fact, frozen=True):
+    """A process of the run ends."""
+
     reason: str
-    """`finished`, `interrupted`, or the sentence of the error that ended it; one that begins with `paused:` left a checkpoint to
-    go on from as soon as what it names is mended."""
+    """`finished`, `interrupted`, or the message of the error that ended the run. If it begins with `paused:`, the run left a checkpoint
+    and can be resumed once the named cause is corrected."""
     step: int
     accounting: Accounting
     engine_idle: float

@@ -1,6 +1,6 @@
-"""The mark of a machine: what the bits of a training step depend on beside its input.
+"""The mark of a machine: the properties on which the bits of a training step depend, apart from its input.
 
-Two steps with equal marks are expected to be equal bit for bit; with other ones, within rounding (`commands/replay.py`).
+Two steps with equal marks are expected to be equal bit for bit; with different marks, within rounding (`commands/replay.py`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from headrace.native.cores import usable_cores
 
 
 def machine_mark(cores: Sequence[int], threads: int = 0) -> dict[str, str]:
-    """`cores` and `threads`: of the trainer; none for all. Imports nothing heavy."""
+    """Returns the mark. `cores` and `threads`: those of the trainer; empty or 0 for all. Imports nothing heavy."""
     mark = {
         "cpu": cpu_model(),
-        "threads": str(threads or len(cores) or usable_cores()),  # sums are split over them
+        "threads": str(threads or len(cores) or usable_cores()),  # sums are split over the threads
         "torch": _version("torch"),
         "system": f"{platform.system()} {platform.machine()}",
     }
@@ -26,7 +26,7 @@ def machine_mark(cores: Sequence[int], threads: int = 0) -> dict[str, str]:
 
 
 def cpu_model() -> str:
-    """As the system calls it."""
+    """Returns the processor's name as the system reports it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,8 +1,9 @@
-"""The one place where facts go. Called inside the event loop: a step costs one JSON encoding, other facts microseconds."""
+"""The recorder: every fact passes through it. It is called in the event loop; a step costs one JSON encoding, other facts
+microseconds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,14 +17,16 @@ from headrace.observe.resume import Resume, kept_of
 
 
 class Sink(Protocol):
+    """A receiver of every fact: a view, a file, a dashboard."""
+
     def record(self, fact: MetricsFact, state: RunState) -> None:
-        """`state` has the fact already in it."""
+        """Takes a fact. `state` already includes it."""
 
     def close(self) -> None: ...
 
 
 class Recorder:
-    """Implements `protocols.Observer`: metrics on disk, `state` in memory, and every sink."""
+    """Writes facts to `metrics.jsonl`, folds them into `state` and passes them to every sink. Implements `protocols.Observer`."""
 
     def __init__(
         self,
@@ -31,12 +34,10 @@ class Recorder:
         sinks: Sequence[Sink] = (),
         resume: Resume | None = None,
         waits: bool = False,
-        sinks_on_disk: Callable[[], Sequence[Sink]] = tuple,
     ) -> None:
-        """`waits`: nothing on the disk is changed until `begin`; what is recorded meanwhile is written then. `sinks_on_disk`: made
-        when it begins.
+        """`waits`: changes nothing on the disk until `begin`, which then writes the facts recorded meanwhile.
 
-        Raises `ConfigError` when the directory holds a run already and `resume` is None."""
+        Raises `ConfigError` if the directory already holds a run and `resume` is None."""
         self.run_dir, self._resume = run_dir, resume
         if resume is None and _started(run_dir):
             raise ConfigError(f"{run_dir} already holds a run: resume it, or choose another name")
@@ -47,32 +48,31 @@ class Recorder:
             if fact and kept:
                 self.state.fold(fact)
         self.unreadable = [number for number, fact in enumerate(lines, 1) if fact is None]
-        """Lines, counted from 1, of the metrics of a run that goes on; `begin` sets them aside."""
-        self._sinks, self._sinks_on_disk = list(sinks), sinks_on_disk
+        """Numbers, counted from 1, of unreadable metrics lines of a resumed run; `begin` removes these lines."""
+        self._sinks = list(sinks)
         self._held: list[bytes] = []
         self._metrics: AppendFile | None = None
         if not waits:
             self.begin()
 
     def begin(self) -> None:
-        """Raises `HeadraceError` when the disk does not take it."""
+        """Starts writing to the disk. Raises `HeadraceError` if the disk cannot be written."""
         metrics = self.run_dir / METRICS
         if self._resume is None:
             if metrics.is_file():
-                metrics.unlink()  # of one that was refused at its start
+                metrics.unlink()  # left by a run that was refused at its start
         elif not all(self._kept):
             keep_lines(metrics, self._kept)
         self._metrics = AppendFile(metrics)
         held, self._held = self._held, []
         for line in held:
             self._metrics.write(line)
-        self._sinks[:0] = self._sinks_on_disk()
 
     def add(self, sink: Sink) -> None:
         self._sinks.append(sink)
 
     def record(self, fact: Any) -> None:
-        """Raises `HeadraceError` when the disk does not take it."""
+        """Records one fact. Raises `HeadraceError` if the disk cannot be written."""
         if isinstance(fact, StepTrained):
             self.state.samples = pick_samples(fact) or self.state.samples
             fact = summarise(fact)
@@ -86,7 +86,7 @@ class Recorder:
             sink.record(fact, self.state)
 
     def close(self) -> None:
-        """Idempotent. Later facts are refused by the closed files."""
+        """Closes sinks and files; may be called twice. Later facts raise an error."""
         sinks, self._sinks = self._sinks, []
         for sink in sinks:
             sink.close()

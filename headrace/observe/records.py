@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: every fact, small enough to keep all; `durable/journal.py` has what is complete."""
+"""`metrics.jsonl`: every fact in a small form, so that all can be kept. `durable/journal.py` has the complete groups."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ METRICS, REPORT = "metrics.jsonl", "report.html"
 
 
 class StepRow(Fact, frozen=True, tag="StepTrained"):
-    """`StepTrained` without its tokens: what metrics, terminal and report need of a step."""
+    """`StepTrained` without its tokens: the numbers that metrics, terminal and report need."""
 
     report: TrainReport
     lags: dict[int, int]
@@ -55,17 +55,17 @@ class StepRow(Fact, frozen=True, tag="StepTrained"):
     truncated: int
     """Completions that ended at max_tokens."""
     outside: dict[int, int] = {}
-    """Lag -> tokens of the trained groups that stayed as context, out of the loss: above the bound they were trimmed."""
+    """Lag -> tokens of the trained groups that are context and not in the loss. Those above the lag bound were trimmed."""
     swapped: int = 0
-    """Completions that more than one version sampled."""
+    """Completions that were sampled by more than one version."""
     mixed_tokens: int = 0
-    """Sampled while an update was streamed in."""
+    """Tokens that were sampled while an update was streamed in."""
     old_cache_tokens: int = 0
-    """Sampled from a cache of which older weights had computed a part."""
+    """Tokens that were sampled with a KV cache of which older weights had computed a part."""
 
 
 class Sample(Struct, frozen=True):
-    """One rollout for people to read."""
+    """One rollout to be read by people."""
 
     step: int
     prompt: str
@@ -77,9 +77,9 @@ class Sample(Struct, frozen=True):
     first_version: int
     last_version: int
     answer: str = ""
-    """The right one, where the row has one."""
+    """The right answer, if the row has one."""
     extracted: dict[str, str] = {}
-    """What a reward function was given of the text, by its name, where that is not all of it."""
+    """By reward function: the part of the text that it was given, unless that is all of it."""
 
 
 MetricsFact = (
@@ -101,7 +101,7 @@ MetricsFact = (
     | RunEnded
 )
 
-# strict=False turns "nan" back into a float where the type says float, and leaves strings where it says str.
+# strict=False decodes "nan" as a float if the field is a float, and leaves it a string if the field is one.
 _metrics_decoder: msgspec.json.Decoder[MetricsFact] = msgspec.json.Decoder(MetricsFact, strict=False)
 
 
@@ -152,7 +152,7 @@ def _component_means(scored: list[Scored]) -> dict[str, float]:
 
 
 def sample_of(step: int, group: Group, index: int) -> Sample:
-    """The `index`-th rollout of a group, its last turn."""
+    """Returns the last turn of the `index`-th rollout of a group."""
     one = group.scored[index]
     last: Completion = one.episode.last
     versions = [span.version for span in last.spans] or [0]
@@ -172,26 +172,27 @@ def sample_of(step: int, group: Group, index: int) -> Sample:
 
 
 _ANSWERS = ("answer", "solution", "target", "ground_truth", "label", "expected")
-"""Columns in which data sets have the right answer, the commonest name first."""
+"""Columns of data sets with the right answer, the commonest name first."""
 
 
 def answer_of(prompt: Prompt) -> str:
-    """The right answer as text; empty where the row has none."""
+    """Returns the right answer as text; empty if the row has none."""
     named = {name.lower(): value for name, value in prompt.columns.items()}
     found = next((named[name] for name in _ANSWERS if named.get(name) is not None), "")
     return found if isinstance(found, str) else str(found)
 
 
 def pick_samples(fact: StepTrained, most: int = 8) -> list[Sample]:
-    """One of each of the first groups. Another place in the batch at every step, so that neither good nor bad ones are favoured."""
+    """Picks one rollout of each of at most `most` groups. The places in the batch change with every step, so that neither good nor bad
+    rollouts are favoured."""
     groups, step = [group for group in fact.groups if group.scored], fact.report.step
     picked = [groups[(step + i) % len(groups)] for i in range(min(most, len(groups)))]
     return [sample_of(step, group, (7 * step + i) % len(group.scored)) for i, group in enumerate(picked)]
 
 
 def read_metrics(run_dir: Path) -> list[MetricsFact]:
-    """All facts of a run in order. A torn last line is left out; no file is an empty run. Lines that cannot be read are left out
-    too, and a `Warned` at the end says which."""
+    """Returns all facts of a run in order; none if there is no file. A torn last line is left out. So are lines that cannot be read, and
+    a `Warned` at the end names them."""
     lines = read_metrics_lines(run_dir)
     facts = [fact for fact in lines if fact is not None]
     unreadable = [number for number, fact in enumerate(lines, 1) if fact is None]
@@ -203,29 +204,29 @@ class _Version(msgspec.Struct):
 
 
 class _Done(msgspec.Struct):
-    """Of a step no more than which version it made."""
+    """A step fact, decoded only as far as the version it made."""
 
     report: _Version
 
 
 def steps_done(run_dir: Path) -> int:
-    """Optimizer steps that the run has done, as its journal and its metrics tell, whichever tells of more: a kill, a loss of power
-    or a hand may have taken the end of one. Damaged lines are passed over."""
-    told = [count_steps(run_dir)]
+    """Returns the optimizer steps that the run has done: the larger of the counts in its journal and its metrics, because a kill, a loss
+    of power or an edit may have removed the end of one of them. Damaged lines are skipped."""
+    counts = [count_steps(run_dir)]
     for line in read_lines(run_dir / METRICS):
         if b'"fact":"StepTrained"' in line[:80]:
             with suppress(msgspec.MsgspecError):
-                told.append(msgspec.json.decode(line, type=_Done).report.version)
-    return max(told)
+                counts.append(msgspec.json.decode(line, type=_Done).report.version)
+    return max(counts)
 
 
 def read_metrics_lines(run_dir: Path) -> list[MetricsFact | None]:
-    """The fact of every complete line; None for a line that cannot be read."""
+    """Returns the fact of every complete line; None for a line that cannot be read."""
     return [decode_metrics(line) for line in read_lines(run_dir / METRICS)]
 
 
 def decode_metrics(line: bytes) -> MetricsFact | None:
-    """None for a line that was not written by this version of headrace, or was damaged."""
+    """Decodes a line; None if it is damaged or was written by another version of headrace."""
     try:
         return _metrics_decoder.decode(line)
     except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -233,11 +234,11 @@ def decode_metrics(line: bytes) -> MetricsFact | None:
 
 
 def left_out(lines: Sequence[int], t: float) -> Warned:
-    """`lines`: numbers, counted from 1, of those that cannot be read."""
+    """Returns the warning about lines that cannot be read. `lines`: their numbers, counted from 1."""
     shown = ", ".join(map(str, lines[:5])) + (", ..." if len(lines) > 5 else "")
     one = len(lines) == 1
     return Warned(
         t,
         f"{len(lines)} line{'' if one else 's'} of {METRICS} cannot be read and {'is' if one else 'are'} left out (line {shown}): "
-        "numbers and curves lack what was in them; checkpoints and journal are not touched by this",
+        "numbers and curves lack their content; checkpoints and journal are not affected",
     )

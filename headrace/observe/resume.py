@@ -1,4 +1,4 @@
-"""One continuous history: a resumed run goes on with that of the process before, or with the part that its journal knows of."""
+"""One continuous history: a resumed run keeps the metrics of the process before it, as far as the journal confirms them."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from headrace.observe.facts import CheckpointSaved, Evaluated, GroupEnded, Ticke
 from headrace.observe.records import MetricsFact, StepRow
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Resume:
-    """Where a run stands that goes on, by its checkpoint and the journal behind it.
+    """The position of a resumed run, from its checkpoint and the journal after it.
 
-    The journal is written before the facts. So facts that it does not know of are those of a journal that was cut: since then,
-    or in a process that was killed before it had cut the metrics too. Whoever derives the cut from the journal need not know which.
+    The journal is written before the facts. So a fact that the journal does not have means that the journal was cut: just now, or by a
+    process that was killed before it had cut the metrics as well. Deriving the cut from the journal handles both cases.
     """
 
     step: int
     """Optimizer steps that are done."""
     saved: int | None = None
-    """Those of the checkpoint; None where there is none."""
+    """Steps of the checkpoint; None if there is none."""
     next_ticket: int = 0
     flying: frozenset[int] = frozenset()
-    """Tickets of groups that are not finished."""
+    """Tickets whose groups are not finished."""
     ready: frozenset[int] = frozenset()
-    """Of groups that wait for a step."""
+    """Tickets whose groups wait for a step."""
     anew: bool = False
-    """All that there was is set aside."""
+    """Whether all earlier metrics are discarded."""
 
     def knows(self, fact: MetricsFact | None) -> bool:
-        """Whether this happened, as far as checkpoint and journal say."""
+        """Returns whether checkpoint and journal confirm this fact."""
         match fact:
             case TicketDrawn():
                 return fact.ticket < self.next_ticket
@@ -47,9 +47,10 @@ class Resume:
 
 
 def kept_of(facts: Sequence[MetricsFact | None], resume: Resume) -> list[bool]:
-    """Which lines of the metrics go on in a resumed run: those that can be read, before the first that its journal does not know.
+    """Returns for each line of the metrics whether a resumed run keeps it: the readable lines before the first one that the journal does
+    not confirm, and the fact of the checkpoint.
 
-    Generation goes on while a checkpoint is written, so that the fact of the checkpoint may come behind that."""
+    Generation goes on while a checkpoint is written, so the fact of the checkpoint may come after unconfirmed ones."""
     if resume.anew:
         return [False] * len(facts)
     end = next((i for i, fact in enumerate(facts) if not resume.knows(fact)), len(facts))

@@ -1,4 +1,4 @@
-"""What every part of a run reports by: where facts go, the run's clock, and its named waits. They travel as one value."""
+"""The means by which every part of a run reports, as one value: the recorder of facts, the run's clock, and its named waits."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from headrace.observe.health.waits import Waits
 
 @dataclass(frozen=True)
 class Telemetry:
+    """Passed to every loop and client of a run."""
+
     record: Callable[[Fact], None]
     clock: Callable[[], float]
-    """Seconds since the start of the run, in all its processes."""
+    """Seconds since the start of the run, counting all its processes from the first on."""
     waits: Waits
 
     def warn(self, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Numbers as people read them, and pictures made of characters."""
+"""Formats numbers for people, and draws small charts from characters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ EIGHTHS = "▏▎▍▌▋▊▉█"
 
 
 def number(value: float, digits: int = 3) -> str:
-    """Significant digits without noise: 0.412, 12.3, 4,120, 2.1e-05."""
+    """Formats a number to its significant digits: 0.412, 12.3, 4,120, 2.1e-05."""
     if not math.isfinite(value):
         return str(value)
     if value == 0:
@@ -28,7 +28,7 @@ def percent(share: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`0:07`, `12:40`, `3:05:09`."""
+    """Formats seconds: `0:07`, `12:40`, `3:05:09`."""
     whole = max(0, round(seconds))
     hours, rest = divmod(whole, 3600)
     minutes, second = divmod(rest, 60)
@@ -36,14 +36,14 @@ def duration(seconds: float) -> str:
 
 
 def short_time(seconds: float) -> str:
-    """`0.8 ms`, `1.25 s`, `3:20`."""
+    """Formats seconds: `0.8 ms`, `1.25 s`, `3:20`."""
     if seconds < 0.1:
         return f"{1000 * seconds:.2g} ms" if seconds else "0 ms"
     return f"{seconds:.3g} s" if seconds < 100 else duration(seconds)
 
 
 def counted(counts: Mapping[str, int]) -> str:
-    """`no_contrast 12, reward_timeout 1`, the commonest first."""
+    """Formats counts: `no_contrast 12, reward_timeout 1`, the commonest first."""
     return ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items(), key=lambda pair: -pair[1]))
 
 
@@ -52,14 +52,14 @@ def plural(count: int, noun: str) -> str:
 
 
 def with_error(mean: float, error: float) -> str:
-    """`0.412 ± 0.021`; without the error where it is not known."""
+    """Formats a mean: `0.412 ± 0.021`, or without the error if it is unknown."""
     if not math.isfinite(mean):
         return "not measured"
     return f"{mean:.3f} ± {error:.3f}" if math.isfinite(error) else f"{mean:.3f}"
 
 
 def shrink(values: Sequence[float], width: int) -> list[float]:
-    """At most `width` values: means of equal runs. Non-finite values are left out."""
+    """Returns at most `width` values: means of stretches of equal length. Non-finite values are left out."""
     finite = [value for value in values if math.isfinite(value)]
     if len(finite) <= width:
         return finite
@@ -68,7 +68,7 @@ def shrink(values: Sequence[float], width: int) -> list[float]:
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """From the smallest (lowest block) to the largest value shown."""
+    """Draws values as blocks, from the smallest (lowest block) to the largest."""
     kept = shrink(values, width)
     if not kept:
         return ""
@@ -79,7 +79,7 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
 
 
 def bar(share: float, width: int) -> str:
-    """A horizontal bar of `share` of `width`, in eighths of a character; any share above 0 shows."""
+    """Draws a horizontal bar, `share` of `width` long, in eighths of a character. Any share above 0 is visible."""
     eighths = round(min(1.0, max(0.0, share)) * width * 8)
     if share > 0:
         eighths = max(1, eighths)
@@ -88,6 +88,6 @@ def bar(share: float, width: int) -> str:
 
 
 def clip(text: str, width: int) -> str:
-    """One line of at most `width` characters."""
+    """Shortens text to one line of at most `width` characters."""
     line = " ".join(text.split())
     return line if len(line) <= width else line[: width - 1] + "…"

@@ -1,7 +1,7 @@
-"""The one place where a pipeline is put together, for runs, the fault simulation, the planner and tests alike.
+"""The one place where a pipeline is assembled, for runs, the fault simulation, the planner and tests.
 
-`stand` brings buffer, interrupts and task to where the run left off; `assemble` joins them with everything else; `go_live` makes
-the engine serve the trainer's weights, which is what `Pipeline.run` begins with.
+`restore_state` brings buffer, interrupts and task to where the run stopped; `assemble` joins them with all other parts; `go_live`
+makes the engine serve the trainer's weights, which `Pipeline.run` requires.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from headrace.orchestration.loops.parts import Parts
 from headrace.orchestration.loops.turns import Turns
 from headrace.orchestration.store.recovery import SavedRun, recover
 from headrace.orchestration.store.snapshots import Snapshots
-from headrace.protocols import Engine, Scorer, Task, Trainer
+from headrace.protocols import Engine, EnvironmentKind, Scorer, Task, Trainer
 from headrace.rollouts.buffer import Buffer
+from headrace.rollouts.episodes import Decode
 from headrace.rollouts.partial import Interrupts, PartialConfig
-from headrace.rollouts.rollout import Decode
 from headrace.settings.process_config import EvalConfig
 from headrace.types import Prompt
 
 
 @dataclass(frozen=True)
 class RestoredState:
-    """Where a run is, before its loops begin."""
+    """The state of a run before its loops begin: empty for a new run, that of the kill for a resumed one."""
 
     buffer: Buffer
     interrupts: Interrupts
     redo: Sequence[JournalStep]
-    """Steps after the checkpoint, which the trainer has to do again before anything else."""
+    """The steps after the checkpoint, which the trainer must repeat before anything else."""
     outlived: bool
-    """Whether the passes since the checkpoint cannot be used (see `recover`)."""
+    """Whether the passes logged since the checkpoint cannot be used (see `recover`)."""
     step: int
-    """Optimizer steps that the trainer has done when it has loaded the checkpoint."""
+    """Number of optimizer steps in the checkpoint that the trainer loads."""
 
 
 def restore_state(
@@ -55,7 +55,7 @@ def restore_state(
     saved: SavedRun | None,
     buffer: Buffer | None = None,
 ) -> RestoredState:
-    """`saved`: what a resumed run has behind it. Raises ConfigError when the task gives other prompts than it did."""
+    """`saved`: the run's directory as it was found; None for a new run. Raises ConfigError if the task now draws other prompts."""
     buffer = buffer or Buffer(plan.staleness, plan.steps * plan.staleness.groups_per_step)
     interrupts = Interrupts(engine, partial, telemetry.waits, telemetry.clock)
     redo, outlived = recover(saved, task, buffer, interrupts, plan) if saved else ([], False)
@@ -70,6 +70,7 @@ def assemble(
     task: Task,
     engine: Engine,
     trainer: Trainer,
+    environment: EnvironmentKind,
     scorer: Scorer,
     evaluated_by: Scorer,
     held_out: Sequence[Prompt],
@@ -84,13 +85,14 @@ def assemble(
     minutes: Minutes | None = None,
     sentinels: Sequence[Callable[[], Awaitable[None]]] = (),
 ) -> Parts:
-    """`scorer`: of what is trained on; `evaluated_by`: of the held-out prompts, without penalties and teachers' traces."""
+    """`scorer` scores training rollouts; `evaluated_by` scores the held-out ones, without penalties and teachers' log-probs."""
     buffer, interrupts = restored.buffer, restored.interrupts
     return Parts(
         task=task,
         engine=engine,
         interrupts=interrupts,
         trainer=trainer,
+        environment=environment,
         scorer=scorer,
         telemetry=telemetry,
         journal=journal,
@@ -102,6 +104,7 @@ def assemble(
         probe=probe,
         evaluator=Evaluator(
             generate=interrupts.once,
+            environment=environment,
             scorer=evaluated_by,
             prompts=held_out,
             config=evaluation,
@@ -122,8 +125,8 @@ async def go_live(
 ) -> float | None:
     """Publishes the trainer's weights, loads them into the engine, and proves that they are the same (C3).
 
-    `serve_base`: makes the base live beside which an adapter is served. Returns the root mean square of the probe's differences,
-    nats; None where the probe is switched off."""
+    `serve_base`: loads the base weights first, where an adapter is served. Returns the root mean square of the probe's differences,
+    in nats; None if the probe is switched off."""
     telemetry = parts.telemetry
     async with telemetry.waits.named("start", "the first weights to be live"):
         if serve_base:

@@ -1,6 +1,6 @@
-"""The one place where concrete classes of the controller's half are named: a config becomes parts, and the parts a pipeline.
+"""Turns a config into parts, and the parts into a pipeline. Only this file names the controller's concrete classes.
 
-It imports no torch. The workers' half runs in their processes (`workers/build.py`).
+It imports no torch. The concrete classes of the workers are named in `workers/build.py`, which runs in their processes.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.noise import NoiseWatch, inside_rounding
 from headrace.config import RunConfig
 from headrace.durable.journal import JournalStep
+from headrace.environments.config import EnvironmentConfig
+from headrace.environments.kinds import environment_kind
 from headrace.errors import ConfigError
 from headrace.models.chat import ChatEncoder
 from headrace.models.resolve import resolve_model
@@ -30,7 +32,7 @@ from headrace.orchestration.choosing import allowance_of
 from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.loops.identity import PROBE, TOLERANCE, IdentityProbe
 from headrace.orchestration.loops.minutes import Minutes
-from headrace.orchestration.loops.parts import Parts, told_of
+from headrace.orchestration.loops.parts import Parts, earlier_metrics
 from headrace.orchestration.loops.pipeline import Pipeline
 from headrace.orchestration.loops.utilisation import Utilisation
 from headrace.orchestration.pools import Pools, open_pools
@@ -40,7 +42,7 @@ from headrace.orchestration.store.snapshots import Snapshots
 from headrace.orchestration.store.storage import Storage
 from headrace.orchestration.teaching import PlannedTeacher, Student, open_teaching, plan_teachers, reward_weights
 from headrace.orchestration.wording import headline, placement
-from headrace.protocols import Observer, Scorer, Task
+from headrace.protocols import EnvironmentKind, Observer, Scorer, Task
 from headrace.rehearsal.reward import try_in_loop
 from headrace.scoring.overlong import punished
 from headrace.scoring.python_rewards import RewardFunction
@@ -48,45 +50,40 @@ from headrace.tasks.config import TaskConfig
 from headrace.tasks.read import Row
 from headrace.types import Prompt
 
-if TYPE_CHECKING:
-    pass
 
-Clock = Callable[[], float]
-
-
-def open_waits(config: RunConfig, observer: Observer, clock: Clock) -> Waits:
-    return Waits(observer.record, clock, config.watch.warn_after, config.watch.stop_after)
+def open_telemetry(config: RunConfig, observer: Observer, clock: Callable[[], float]) -> Telemetry:
+    waits = Waits(observer.record, clock, config.watch.warn_after, config.watch.stop_after)
+    return Telemetry(observer.record, clock, waits)
 
 
 async def open_model(config: RunConfig) -> tuple[Path, ChatEncoder]:
-    """The model's directory (fetched if need be) and its tokenizer."""
+    """The model's directory (fetched if it is not in the cache) and its tokenizer."""
     model_dir = await asyncio.to_thread(resolve_model, config.model.path)
     return model_dir, await asyncio.to_thread(ChatEncoder, model_dir)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class BuiltRun:
-    """A run ready to go."""
+    """A run whose processes are up and whose pipeline is assembled."""
 
     pools: Pools
     parts: Parts
     pipeline: Pipeline
     redo: Sequence[JournalStep]
-    """Steps after the checkpoint, which the trainer has to do again before anything else."""
+    """The steps after the checkpoint, which the trainer must repeat before anything else."""
     outdated: Collection[int]
-    """Tickets of finished groups that other settings made."""
+    """Tickets of finished groups whose training rows were made under other settings."""
     utilisation: Utilisation
-    clock: Clock
     config: RunConfig
     adapter: str
-    """Which one is trained; empty where the engine serves full weights."""
+    """The adapter that is trained; empty if the engine serves full weights."""
 
     def started(self, step: int) -> RunStarted:
-        """`step`: optimizer steps that are done."""
+        """`step`: number of optimizer steps done."""
         config, buffer = self.config, self.parts.buffer
         books = Books(buffer.accounting(), tuple(buffer.in_flight), buffer.ready)
         return RunStarted(
-            t=self.clock(),
+            t=self.parts.telemetry.clock(),
             name=config.name,
             headline=headline(config),
             seed=config.seed,
@@ -117,9 +114,9 @@ class BuiltRun:
         await self.pools.close()
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PreparedRun:
-    """What a run has beside its pools."""
+    """The parts of a run that need no worker process."""
 
     model_dir: Path
     encoder: ChatEncoder
@@ -127,12 +124,13 @@ class PreparedRun:
     scorer: Scorer
     prompts: Sequence[Prompt]
     planned_teachers: Sequence[PlannedTeacher]
+    environment: EnvironmentKind
 
 
 async def prepare(
     config: RunConfig, model_dir: Path, encoder: ChatEncoder, inputs: PythonInputs, logs: Path
 ) -> PreparedRun:
-    """What can be wrong in the user's input is found out here, before processes are started, which takes seconds."""
+    """Loads and checks the user's input. It runs before the processes are started, because starting takes seconds."""
     task = await asyncio.to_thread(build_task, config.task, encoder, config.seed, inputs.rows)
     scorer = await asyncio.to_thread(build_scorer, config, inputs.rewards, logs / "scorer.log")
     answer, size = config.task.answer, config.rollout.group_size
@@ -148,51 +146,34 @@ async def prepare(
         scorer=scorer,
         prompts=prompts,
         planned_teachers=planned_teachers,
+        environment=build_environment(config.environment),
     )
 
 
 async def build(
-    config: RunConfig,
-    logs: Path,
-    storage: Storage,
-    inputs: PythonInputs,
-    waits: Waits,
-    clock: Clock,
+    config: RunConfig, logs: Path, storage: Storage, inputs: PythonInputs, telemetry: Telemetry
 ) -> BuiltRun:
-    observer = storage.recorder
-    async with waits.named(
-        "start", "the files of models, task and reward", endless=True
-    ):  # some may have to be fetched
+    # Endless: a model or a data set may have to be downloaded.
+    async with telemetry.waits.named("start", "the files of models, task and reward", endless=True):
         prepared = await prepare(config, *await open_model(config), inputs, logs)
     async with AsyncExitStack() as undo:
         undo.push_async_callback(prepared.scorer.close)
         adapter = config.lora.served_name
         restore = {adapter: storage.checkpoint} if storage.checkpoint else {}
-        pools = await open_pools(
-            config, prepared.model_dir, logs=logs, observer=observer, waits=waits, clock=clock, restore=restore
-        )
+        pools = await open_pools(config, prepared.model_dir, logs, telemetry, restore)
         undo.push_async_callback(pools.close)
-        begin = await join(
-            config, prepared, pools=pools, adapter=adapter, logs=logs, storage=storage, waits=waits, clock=clock
-        )
+        begin = await join(config, prepared, pools=pools, adapter=adapter, storage=storage, telemetry=telemetry)
         built = begin()
         undo.pop_all()
     return built
 
 
 async def join(
-    config: RunConfig,
-    prepared: PreparedRun,
-    pools: Pools,
-    adapter: str,
-    logs: Path,
-    storage: Storage,
-    waits: Waits,
-    clock: Clock,
+    config: RunConfig, prepared: PreparedRun, *, pools: Pools, adapter: str, storage: Storage, telemetry: Telemetry
 ) -> Callable[[], BuiltRun]:
-    """A pipeline over pools that are up. `adapter`: which one it trains; empty where the engine serves full weights.
+    """Joins a pipeline to pools that are up. `adapter`: the one that it trains; empty if the engine serves full weights.
 
-    Here ends what may be refused: only what is returned, and begins the run, changes its directory."""
+    Everything that can refuse the run happens here. The function that is returned begins the run, and only that changes its directory."""
     student = Student(
         model_dir=prepared.model_dir,
         trainer=pools.trainer,
@@ -201,10 +182,7 @@ async def join(
         shadow=pools.shadow,
         launcher=pools.launcher,
     )
-    pools.teaching = await open_teaching(
-        config, prepared.planned_teachers, student=student, observer=storage.recorder, waits=waits, clock=clock
-    )
-    telemetry = Telemetry(storage.recorder.record, clock, waits)
+    pools.teaching = await open_teaching(config, prepared.planned_teachers, student, telemetry)
     restored = restore_state(
         plan=plan_of(config, adapter),
         task=prepared.task,
@@ -233,6 +211,7 @@ async def join(
 def _built(
     config: RunConfig,
     prepared: PreparedRun,
+    *,
     pools: Pools,
     adapter: str,
     storage: Storage,
@@ -249,6 +228,7 @@ def _built(
         task=prepared.task,
         engine=pools.engine,
         trainer=pools.teaching.publishing(pools.trainer),
+        environment=prepared.environment,
         scorer=pools.teaching.tracing(
             punished(config.reward.soft_overlong_punishment, config.rollout.max_tokens, rewarding)
         ),
@@ -266,19 +246,13 @@ def _built(
             saved_step=storage.saved_step,
             scored_by=mark,
         ),
-        probe=IdentityProbe(
-            encoder.encode_text(PROBE)[: pools.engine.capabilities.context_length],
-            config.watch.identity_every,
-            max(TOLERANCE[config.engine.serving_dtype], TOLERANCE[pools.trainer_dtype]),
-            telemetry,
-            adapter,
-        ),
+        probe=_probe(config, encoder, pools, telemetry, adapter),
         turns=pools.turns,
         noise=NoiseWatch(config.algo),
         minutes=Minutes(allowance_of(config), storage.keep_steps, telemetry.record, telemetry.clock),
         sentinels=(pools.teaching.watch,),
     )
-    pipeline = Pipeline(parts, plan, restored.step, told_of(storage.recorder.state))
+    pipeline = Pipeline(parts, plan, restored.step, earlier_metrics(storage.recorder.state))
     return BuiltRun(
         pools=pools,
         parts=parts,
@@ -286,10 +260,15 @@ def _built(
         redo=restored.redo,
         outdated=saved.outdated(mark) if saved else (),
         utilisation=Utilisation(pools.engine, pools.turns, telemetry),
-        clock=telemetry.clock,
         config=config,
         adapter=adapter,
     )
+
+
+def _probe(config: RunConfig, encoder: ChatEncoder, pools: Pools, telemetry: Telemetry, adapter: str) -> IdentityProbe:
+    tokens = encoder.encode_text(PROBE)[: pools.engine.capabilities.context_length]
+    tolerance = max(TOLERANCE[config.engine.serving_dtype], TOLERANCE[pools.trainer_dtype])
+    return IdentityProbe(tokens, config.watch.identity_every, tolerance, telemetry, adapter)
 
 
 def plan_of(config: RunConfig, adapter: str) -> LoopPlan:
@@ -307,8 +286,12 @@ def plan_of(config: RunConfig, adapter: str) -> LoopPlan:
     )
 
 
+def build_environment(config: EnvironmentConfig) -> EnvironmentKind:
+    return environment_kind(config.kind)
+
+
 def build_task(config: TaskConfig, encoder: ChatEncoder, seed: int, rows: Sequence[Row] | None = None) -> Task:
-    """`rows`: those that Python passed."""
+    """`rows`: the rows that were passed from Python, if any."""
     match config.kind:
         case "reasoning_gym":
             from headrace.tasks.reasoning_gym import ReasoningGymTask
@@ -321,7 +304,8 @@ def build_task(config: TaskConfig, encoder: ChatEncoder, seed: int, rows: Sequen
 
 
 def build_scorer(config: RunConfig, rewards: Sequence[RewardFunction] = (), log: Path | None = None) -> Scorer:
-    """Of reward functions, `rewards` being those that Python passed; or of none, where teachers are all there is to learn from."""
+    """A scorer of the config's reward functions, or of `rewards`, which were passed from Python. A run that only learns from teachers
+    has neither; its scorer gives no reward."""
     from headrace.scoring.functions import FunctionScorer
     from headrace.scoring.teacher.stage import NoReward
 
@@ -336,16 +320,24 @@ def build_scorer(config: RunConfig, rewards: Sequence[RewardFunction] = (), log:
 
 
 def export_weights(
-    config: RunConfig, model_dir: Path, checkpoint: Path, to: Path, dtype: Literal["bfloat16", "float32"], merge: bool
+    config: RunConfig,
+    model_dir: Path,
+    *,
+    checkpoint: Path,
+    to: Path,
+    dtype: Literal["bfloat16", "float32"],
+    merge: bool,
 ) -> None:
-    """A directory that `transformers` loads: the checkpoint's weights, the model's tokenizer and templates; of an adapter one
-    that peft loads, unless it is merged into the base weights (in float32)."""
+    """Writes a directory that `transformers` loads: the checkpoint's weights, and the model's tokenizer and templates. The directory of
+    an adapter is for peft, unless `merge` adds the adapter to the base weights (in float32)."""
     from headrace.trainer.step.learner import Assignment
     from headrace.trainer.step.trainer import TorchTrainer
 
     algo = config.algo.with_length(config.rollout.max_tokens)
     masters = config.train.weights == "float32" or config.train.offload_optimizer
-    kept: Literal["float32", "bfloat16"] = "float32" if masters else "bfloat16"  # in the checkpoint
+    kept: Literal["float32", "bfloat16"] = (
+        "float32" if masters else "bfloat16"
+    )  # the dtype of the weights in the checkpoint
     train = dataclasses.replace(config.train, dtype=kept, weights=kept, offload_optimizer=False)
     adapters = {"": Assignment(train, algo, config.lora)} if config.lora.rank else {}
     trainer = TorchTrainer(model_dir, train, algo, config.seed, adapters=adapters)

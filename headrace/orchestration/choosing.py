@@ -1,7 +1,7 @@
-"""What a run leaves to us, settled before it starts: dtype, kernels or PyTorch, threads; and what fits into `train.minutes`.
+"""Chooses, before a run starts, the settings that it leaves open (dtype, kernels or PyTorch, threads) and what fits into `train.minutes`.
 
-The settings that come of it are the run's, and stand in its `config.toml` beside what was asked for (`RunConfig.chosen`): a resume and
-a replay read them there and choose nothing.
+The chosen settings are saved in the run's `config.toml`, beside those that were asked for (`RunConfig.chosen`). A resume and a replay read
+them there and choose nothing.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from headrace.auto.fit import SPARE, Fitted, Speeds, Wish, fit
 from headrace.auto.measurer import Measurer, thread_counts
 from headrace.auto.share import Share
 from headrace.config import RunConfig, config_of_run, read_config, read_tree
+from headrace.native.arithmetic import TIERS
 from headrace.observe.text import duration, plural
 from headrace.rehearsal.machine import Machine
 from headrace.settings.other_names import meaning
 from headrace.settings.toml import Tree, build, merge
 
 WIDE = 28
-"""Bytes a parameter of a run whose engine serves float32: the trainer's 16, published twice, and packed in the engine."""
+"""Bytes per parameter of a run whose engine serves float32: 16 in the trainer, two published copies of 4, and 4 packed in the engine."""
 SAVING = 200e6
-"""Bytes a second that a checkpoint is written with where nobody has measured it; a slow disk, or one that others use."""
+"""Bytes per second for writing a checkpoint, if not measured: that of a slow or busy disk."""
 UPDATES = 2
-"""Times the optimizer's update that a step takes beside its tokens: packing and publishing move as many bytes."""
+"""The time of a step beside its tokens, in optimizer updates: packing and publishing move as many bytes as one."""
 START = 20.0
-"""Seconds from the command to the first sampled token where nobody has measured it: two processes import torch and load."""
+"""Seconds from the command to the first sampled token, if not measured: two processes import torch and load the model."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +43,9 @@ class Settled:
 
 
 def settle(config: RunConfig, model_dir: Path, machine: Machine, parameters: int, measurer: Measurer) -> Settled:
-    """Chooses what the settings leave open. Settings that say something are left alone; on a GPU all of them are."""
+    """Chooses the settings that are left open. Explicit settings are not changed, and on a GPU none are."""
+    if config.train.parity == "bitwise":
+        config = _one_arithmetic(config)
     on_cpu = {
         "engine": not config.engine.is_server and machine.device("engine.device", config.engine.device) == "cpu",
         "train": machine.device("train.device", config.train.device) == "cpu",
@@ -63,6 +66,21 @@ def settle(config: RunConfig, model_dir: Path, machine: Machine, parameters: int
     return Settled(config, figures=figures)
 
 
+def _one_arithmetic(config: RunConfig) -> RunConfig:
+    """What train.parity = "bitwise" leaves no choice in."""
+    from headrace.engine.native.kernels.binding import tier
+
+    named = [dtype for dtype in (config.train.dtype, config.engine.dtype) if dtype != "auto"]
+    named.append("bfloat16" if tier() in TIERS["bfloat16"] else "float32")
+    values = {
+        f"{section}.{name}": value
+        for section in ("engine", "train")
+        for name, value in (("path", "kernels"), ("dtype", named[0]))
+        if setting(config, f"{section}.{name}") == "auto"
+    }
+    return with_chosen(config, values, {"one forward pass": 'train.parity = "bitwise"'} if values else {})
+
+
 def _taken(config: RunConfig, choice: PartChoice) -> RunConfig:
     section = "engine" if choice.part == "engine" else "train"
     values: dict[str, Any] = {"dtype": choice.dtype, "path": choice.path}
@@ -72,7 +90,7 @@ def _taken(config: RunConfig, choice: PartChoice) -> RunConfig:
 
 
 def with_chosen(config: RunConfig, values: Mapping[str, Any], why: Mapping[str, str]) -> RunConfig:
-    """The settings with others, and with what they were. `values`: by the setting's dotted name."""
+    """The config with changed settings, and a note of the original ones. `values`: by the setting's dotted name."""
     wishes = {name: setting(config, name) for name, value in values.items() if setting(config, name) != value}
     for name in wishes:
         section, _, leaf = name.partition(".")
@@ -85,7 +103,7 @@ def with_chosen(config: RunConfig, values: Mapping[str, Any], why: Mapping[str, 
 
 
 def setting(config: RunConfig, name: str) -> Any:
-    """`train.steps` of a config."""
+    """The value of a setting by its dotted name, such as `train.steps`."""
     value: Any = config
     for part in name.split("."):
         value = getattr(value, part)
@@ -93,7 +111,7 @@ def setting(config: RunConfig, name: str) -> Any:
 
 
 def resumed_settings(source: RunConfig | Mapping[str, Any] | str | Path, run_dir: Path) -> Tree:
-    """A config for a run that goes on: settings which it leaves as they had been left are those that the run has chosen."""
+    """A config for resuming a run. Settings that it leaves open, as the run's first config did, get the values that the run chose."""
     tree = read_tree(source)
     config, before = build(RunConfig, tree, meaning), read_config(config_of_run(run_dir))
     tree = {**tree, "chosen": dataclasses.asdict(before.chosen)}
@@ -108,7 +126,7 @@ def resumed_settings(source: RunConfig | Mapping[str, Any] | str | Path, run_dir
 
 
 def wish_of(config: RunConfig, prompt_tokens: int) -> Wish:
-    """`prompt_tokens`: of a usual prompt."""
+    """The amount of work that the settings ask for. `prompt_tokens`: length of a usual prompt."""
     return Wish(
         steps=config.train.steps,
         groups=config.staleness.groups_per_step,
@@ -125,14 +143,14 @@ def wish_of(config: RunConfig, prompt_tokens: int) -> Wish:
 
 
 def fit_minutes(settled: Settled, share: Share, checkpoint: int, prompt_tokens: int) -> Settled:
-    """What fits into `train.minutes`. `checkpoint`: bytes of one.
+    """Reduces the plan to what fits into `train.minutes`. `checkpoint`: its size in bytes.
 
-    Where a part was not measured everything is planned, and the first steps tell what fits."""
+    If a part was not measured, everything is planned, and the first steps show how much fits."""
     config = settled.config
     wish = wish_of(config, prompt_tokens)
     speeds = speeds_of(settled, share, checkpoint)
     if speeds is None:
-        unknown = f"{plural(wish.steps, 'step')} are planned; how many fit into {duration(60 * config.train.minutes)} the first of them show"
+        unknown = f"{plural(wish.steps, 'step')} are planned; the first of them will show how many fit into {duration(60 * config.train.minutes)}"
         return dataclasses.replace(settled, config=_planned(config, {}, unknown, {"save": checkpoint / SAVING}))
     found = fit(wish, speeds, 60 * config.train.minutes)
     values = {
@@ -155,7 +173,7 @@ def _planned(config: RunConfig, values: Mapping[str, Any], said: str, speeds: di
 
 
 def allowance_of(config: RunConfig) -> Allowance | None:
-    """Of a run with `train.minutes`; None of others."""
+    """The time limit of a run with `train.minutes`; None for other runs."""
     if not config.train.minutes:
         return None
     speeds, wished = config.chosen.speeds, config.chosen.wishes.get("train.steps", config.train.steps)
@@ -170,7 +188,7 @@ def allowance_of(config: RunConfig) -> Allowance | None:
 
 
 def speeds_of(settled: Settled, share: Share, checkpoint: int) -> Speeds | None:
-    """None where a part was not measured."""
+    """The speeds for planning; None if a part was not measured."""
     config, figures = settled.config, settled.figures
     if config.engine.is_server:
         return None
@@ -191,13 +209,13 @@ def speeds_of(settled: Settled, share: Share, checkpoint: int) -> Speeds | None:
 
 
 def too_slow(config: RunConfig, found: Fitted) -> str:
-    """For a machine on which not even the least of which one can learn something fits."""
+    """The sentence for a machine on which not even the smallest useful run fits."""
     minutes = math.ceil(found.seconds / (1 - SPARE) / 60)
     smaller = (
         "take a smaller model" if config.lora.rank else "train an adapter (lora.rank = 16) or take a smaller model"
     )
     least = f"{plural(found.steps, 'step')} of {plural(found.groups, 'group')} with an evaluation before and after"
     return (
-        f"train.minutes = {config.train.minutes:g} is too little for this machine as it is now: {least} would take about {minutes} minutes. The "
-        f"run ends in time with what it has learned by then; {smaller}, set train.minutes = {minutes}, or leave the machine to the run"
+        f"train.minutes = {config.train.minutes:g} is too short for this machine at its current load: {least} would take about {minutes} minutes. The "
+        f"run will end in time with fewer steps; {smaller}, set train.minutes = {minutes}, or stop other work on the machine"
     )

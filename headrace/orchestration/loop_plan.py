@@ -1,4 +1,4 @@
-"""How the loops run: their settings, with the requests and the batches that follow from them."""
+"""The settings of the loops, and the requests and batches that follow from them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from headrace.algo.advantage.groups import Algorithm
 from headrace.durable.journal import JournalStep
 from headrace.rollout_key import RolloutKey
+from headrace.rollouts.episodes import TurnAsked, name_of_turn
 from headrace.rollouts.rollout import RolloutConfig, seed_of
 from headrace.rollouts.staleness import StalenessConfig, judge
 from headrace.settings.process_config import WatchConfig
 from headrace.types import Batch, Group, Prompt, Request
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LoopPlan:
-    """The settings that the loops follow, and what follows from them alone: requests, and the batch of a step."""
+    """The settings of the loops. Requests, and the batch of a step, follow from them alone."""
 
     steps: int
     staleness: StalenessConfig
@@ -25,34 +26,36 @@ class LoopPlan:
     checkpoint_every: int
     evaluate_every: int
     adapter: str = ""
-    """Which adapter is trained; empty where all weights are."""
+    """The adapter that is trained; empty if all weights are."""
     watch: WatchConfig = WatchConfig()
-    """What may go wrong before the run pauses."""
+    """How many failures are allowed before the run pauses."""
     save_patience: float = 300.0
-    """Seconds for which the last checkpoint is tried again."""
+    """Seconds for which a failed last checkpoint is tried again."""
 
     def batch(self, step: int, judged: tuple[Group, ...], algorithm: Algorithm) -> Batch:
-        """What the trainer is given for `step`. `judged`: as `Buffer.take` returns them, in the order in which they were taken."""
+        """The trainer's batch for `step`. `judged`: the groups that `Buffer.take` returned, in the order in which they were taken."""
         return Batch(step, algorithm.assemble(judged), self.rollout.temperature, self.adapter, steps=self.steps)
 
     def batch_again(self, step: JournalStep, algorithm: Algorithm) -> Batch:
-        """The same batch, made of what the journal holds: groups as they were finished, before anything of them was trimmed."""
+        """The same batch from the journal, which holds the groups as they were finished, before any of them was trimmed."""
         judged = [judge(group, step.step, self.staleness) for group in step.groups]
         return self.batch(step.step, tuple(group for group in judged if group), algorithm)
 
-    def keys(self, ticket: int) -> list[RolloutKey]:
-        """Those of its rollouts."""
-        return [RolloutKey(ticket, i, adapter=self.adapter) for i in range(self.rollout.group_size)]
+    def request(self, ticket: int, prompt: Prompt, asked: TurnAsked) -> Request:
+        """The request for a turn. It is the same at every time and in every process."""
+        return self._request(name_of_turn(ticket, prompt, asked, self.adapter), asked.context)
 
-    def names(self, ticket: int) -> list[str]:
-        """Of its requests."""
-        return [str(key) for key in self.keys(ticket)]
+    def recorded(self, key: RolloutKey) -> Request:
+        """The request of a recorded turn, without the context tokens, which are not needed to read its records."""
+        return self._request(key, ())
 
-    def requests(self, ticket: int, prompt: Prompt) -> list[Request]:
-        """The same ones whenever, and in whichever process, they are made."""
-        return [
-            self.rollout.request(
-                str(key), prompt, seed_of(self.seed, "rollout", ticket, key.index), ticket, self.adapter
-            )
-            for key in self.keys(ticket)
-        ]
+    def _request(self, key: RolloutKey, context: tuple[int, ...]) -> Request:
+        later = (
+            (key.turn,) if key.turn else ()
+        )  # first turns keep the seeds that they had before there were several turns
+        seed = seed_of(self.seed, "rollout", key.ticket, key.index, *later)
+        return self.rollout.request(str(key), context, seed, priority=key.ticket, adapter=self.adapter)
+
+    def environment_seeds(self, ticket: int) -> list[int]:
+        """The seeds of a group's environments, one for each rollout."""
+        return [seed_of(self.seed, "environment", ticket, i) for i in range(self.rollout.group_size)]

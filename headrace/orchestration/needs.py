@@ -1,4 +1,4 @@
-"""What a run asks of its engines. Whatever an engine lacks is refused at the start of the run, with what to change."""
+"""What a run needs of its engines. A run whose engine lacks something is refused at its start, with the setting to change."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from headrace.errors import ConfigError
 from headrace.reports import Capabilities
 
 ONE_VERSION = ("abort_resume", "save_resume", "drain", "barrier")
-"""Modes of `partial.mode` in which a request is sampled under one version from its beginning to its end."""
+"""The values of `partial.mode` with which each request is sampled under one version from start to end."""
 
 
 @dataclass(frozen=True)
 class EngineNeed:
-    """`asks`: whether a run needs it. `has`: whether an engine can do it, for this run."""
+    """One need. `asks`: whether a run has it. `has`: whether an engine can serve it for this run."""
 
     asks: Callable[[RunConfig], bool]
     has: Callable[[Capabilities, RunConfig], bool]
@@ -25,12 +25,12 @@ class EngineNeed:
 
 
 def _adapters(config: RunConfig) -> int:
-    """Adapters that the engine serves at once."""
+    """Number of adapters that the engine must serve at once."""
     return len(config.adapters) or bool(config.lora.served_name)
 
 
 def _probes(config: RunConfig) -> bool:
-    """Whether the run's own engine is asked for log-probs of given tokens."""
+    """Whether the run asks its own engine for log-probs of given tokens."""
     return config.watch.identity_every > 0 or (config.algo.reference_in_reward and _adapters(config) > 0)
 
 
@@ -44,13 +44,13 @@ NEEDS = {
     "masks": EngineNeed(
         lambda run: run.rollout.keep_mask and run.rollout.truncates,
         lambda engine, run: engine.masks,
-        "tell what top_p, top_k and min_p left to be sampled from, which the trainer has to know",
+        "report which tokens top_p, top_k and min_p kept, which the trainer needs",
         "remove rollout.top_p, rollout.top_k and rollout.min_p",
     ),
     "routing": EngineNeed(
         lambda run: run.rollout.keep_routing,
         lambda engine, run: engine.routing,
-        "tell which experts it chose",
+        "report which experts it chose",
         "set rollout.keep_routing = false",
     ),
     "adapters": EngineNeed(
@@ -62,57 +62,72 @@ NEEDS = {
     "streamed": EngineNeed(
         lambda run: run.partial.mode == "stream",
         lambda engine, run: engine.streamed,
-        "take an update in parts",
+        "load an update in parts",
         'set partial.mode = "inflight"',
     ),
     "spans": EngineNeed(
         lambda run: any(one.partial.mode not in ONE_VERSION for one in (run, *adapter_runs(run))),
         lambda engine, run: engine.spans,
-        "tell which version of the weights sampled which token, when they are swapped in the middle of a completion",
+        "report which version of the weights sampled each token, when they are swapped in the middle of a completion",
         'set partial.mode = "abort_resume" (or save_resume, drain, barrier)',
     ),
     "prompt_logprobs": EngineNeed(
         _probes,
         lambda engine, run: engine.prompt_logprobs,
-        "tell the log-probs of given tokens, by which it is proven to serve the trainer's weights",
+        "return the log-probs of given tokens, which prove that it serves the trainer's weights",
         "set watch.identity_every = 0, and algo.kl.place = loss where it is reward",
+    ),
+    "arithmetic": EngineNeed(
+        lambda run: run.train.parity == "bitwise",
+        lambda engine, run: bool(engine.arithmetic),
+        "compute the log-probs that the trainer does, bit for bit",
+        'set train.parity = "off", or serve a model, dtype and path for which that is proven (docs/parity.md)',
     ),
     "exact": EngineNeed(
         lambda run: run.engine.exact,
         lambda engine, run: engine.exact,
-        "compute a request by itself, bit for bit",
+        "compute each request independently of the others, bit for bit",
         "set engine.exact = false",
     ),
 }
-"""By the field of `Capabilities` that says whether an engine has it."""
+"""All needs, by the field of `Capabilities` that they refer to."""
 
 ASKED_BY_NOBODY = ("context_length", "path", "forks", "top_logprobs")
-"""Fields that no setting of a run asks for: the first is looked at where prompts are checked, forks are made by callers of the
-engine, and top_logprobs are those of teachers (`of_teacher`)."""
+"""Fields of `Capabilities` that no setting of a run needs. `context_length` is used to check prompts, forks are made by callers of the
+engine, and `top_logprobs` are needed of teachers (`check_teacher`)."""
 
 
 def lacking(capabilities: Capabilities, config: RunConfig) -> Iterator[str]:
-    """A sentence for each thing that the run needs of its engine and that it cannot do."""
+    """A sentence for each need of the run that the engine cannot serve."""
     for need in NEEDS.values():
         if need.asks(config) and not need.has(capabilities, config):
             yield f"this engine ({capabilities.path}) cannot {need.cannot}; {need.remedy}"
 
 
 def check_needs(capabilities: Capabilities, config: RunConfig) -> None:
-    """Raises ConfigError with all that the engine lacks, one a line."""
+    """Raises ConfigError with everything that the engine lacks, one sentence per line."""
     if problems := list(lacking(capabilities, config)):
         raise ConfigError("\n".join(problems))
 
 
+def check_parity(capabilities: Capabilities, arithmetic: str, config: RunConfig) -> None:
+    """`arithmetic`: of the trainer. Raises ConfigError where train.parity asks for one forward pass and there are two."""
+    if config.train.parity == "bitwise" and capabilities.arithmetic != arithmetic:
+        raise ConfigError(
+            f'train.parity = "bitwise" asks for one forward pass, and the engine computes {capabilities.arithmetic or "another"} where the trainer '
+            f'computes {arithmetic or "another"}; give engine.dtype and train.dtype the same value, or set train.parity = "off"'
+        )
+
+
 def check_teacher(who: str, capabilities: Capabilities, top: int) -> None:
-    """Raises ConfigError for an engine that cannot be asked for its opinion. `top`: of how many tokens a position."""
+    """Raises ConfigError for an engine that cannot serve as a teacher. `top`: number of most probable tokens needed per position."""
     if not capabilities.prompt_logprobs:
         raise ConfigError(
-            f"the engine of the {who} ({capabilities.path}) cannot tell the log-probs of given tokens, which is all that it is there "
-            "for; serve it with the native engine"
+            f"the engine of the {who} ({capabilities.path}) cannot return the log-probs of given tokens, which a teacher is "
+            "needed for; serve it with the native engine"
         )
     if top and not capabilities.top_logprobs:
         raise ConfigError(
-            f"the engine of the {who} ({capabilities.path}) cannot tell the most probable tokens of a position; set "
+            f"the engine of the {who} ({capabilities.path}) cannot return the most probable tokens of a position; set "
             "algo.teacher_top = 0, or serve it with the native engine"
         )

@@ -1,10 +1,10 @@
-"""The two processes of a run: the trainer, the engine, and the transport between them."""
+"""The two processes of a run, trainer and engine, and the transport between them."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,42 +12,39 @@ from typing import Any
 
 from headrace.config import RunConfig, adapter_runs
 from headrace.observe.facts import WeightsLive
-from headrace.observe.health.waits import Waits
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.clients.process_trainer import ProcessTrainer
 from headrace.orchestration.loops.turns import Turns
-from headrace.orchestration.needs import check_needs
+from headrace.orchestration.needs import check_needs, check_parity
 from headrace.orchestration.starting import start_engine, transport_of
 from headrace.orchestration.teaching import Shadowing, Teaching, shadow_of
 from headrace.orchestration.workers.build import open_launcher, open_transport
 from headrace.orchestration.workers.messages import AdapterStart, TrainerReady, TrainerStart
-from headrace.protocols import Engine, Launcher, Observer, Trainer, Transport
-
-Clock = Callable[[], float]
+from headrace.protocols import Engine, Launcher, Trainer, Transport
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Pools:
-    """Trainer and engine, up and running, with the trainer's weights not yet live."""
+    """Trainer and engine after they have started. The trainer's weights are not live yet."""
 
     trainer: Trainer
     engine: Engine
     launcher: Launcher
     transports: Sequence[Transport]
     trainer_dtype: str
-    """That it computes in."""
+    """The dtype that the trainer computes in."""
     shadow: Shadowing | None
-    """How the student's older self is published, if it is a teacher."""
+    """How the student's older self is published; None if it is no teacher."""
     teaching: Teaching | None = None
     lent: bool = False
-    """Whether somebody else closes trainer and engine, which several pipelines share."""
+    """Whether the processes are shared by several pipelines. `close` then leaves them running; their owner closes them."""
     turns: Turns = field(default_factory=Turns)
-    """At the trainer, of all to whom it is lent."""
+    """The trainer's time, which all pipelines that share it take in turns."""
     _serving: asyncio.Lock = field(default_factory=asyncio.Lock)
     _base_is_live: bool = False
 
     async def serve_base(self, telemetry: Telemetry) -> None:
-        """Publishes the frozen weights beside which adapters are served: once, whoever of them comes first."""
+        """Publishes the frozen base weights that adapters need in the engine. Only the first call does anything."""
         async with self._serving:
             if not self._base_is_live:
                 update = await self.trainer.publish()
@@ -56,11 +53,11 @@ class Pools:
                 self._base_is_live = True
 
     def lend(self) -> Pools:
-        """To one of several pipelines. The base is live already."""
+        """A view for one of several pipelines that share the processes."""
         return dataclasses.replace(self, teaching=None, lent=True)
 
     def kill(self) -> None:
-        """Instead of asking the processes to leave; `close` still has to be called."""
+        """Kills the processes instead of asking them to end. `close` must still be called."""
         self.trainer.kill()
         self.engine.kill()
         if self.teaching:
@@ -77,15 +74,10 @@ class Pools:
 
 
 async def open_pools(
-    config: RunConfig,
-    model_dir: Path,
-    logs: Path,
-    observer: Observer,
-    waits: Waits,
-    clock: Clock,
-    restore: Mapping[str, Path],
+    config: RunConfig, model_dir: Path, logs: Path, telemetry: Telemetry, restore: Mapping[str, Path]
 ) -> Pools:
-    """Starts both processes and waits until both can work. `restore`: checkpoints, by the adapter (or the empty name)."""
+    """Starts both processes and waits until both are ready. `restore`: checkpoints by adapter; full weights have the empty name."""
+    waits = telemetry.waits
     async with AsyncExitStack() as undo:
         transports = [transport_of(config, logs)]
         undo.callback(transports[0].close)
@@ -94,7 +86,7 @@ async def open_pools(
             undo.callback(transports[1].close)
         launcher = open_launcher(logs)
         starting = start_engine(
-            config, model_dir=model_dir, launcher=launcher, transport=transports[0], observer=observer, clock=clock
+            config, model_dir=model_dir, launcher=launcher, transport=transports[0], telemetry=telemetry
         )
         engine = starting.engine
         undo.push_async_callback(engine.close)
@@ -106,6 +98,7 @@ async def open_pools(
         async with waits.named("start", "the engine to make room for it"):
             await starting.finish(ready.manifests, sum(map(bool, trained_in(config))))
         check_needs(engine.capabilities, config)
+        check_parity(engine.capabilities, ready.arithmetic, config)
         undo.pop_all()
     shadow = Shadowing(ready.shadow, transports[1]) if ready.shadow else None
     return Pools(
@@ -125,7 +118,7 @@ def trainer_start(
     transport: Transport,
     shadow: Transport | None = None,
 ) -> TrainerStart:
-    """`restore`: as in `open_pools`; `shadow`: the transport of the student's older self, where it is a teacher."""
+    """`restore`: as in `open_pools`; `shadow`: the transport of the student's older self, if that is a teacher."""
     return TrainerStart(
         model_dir=str(model_dir),
         train=dataclasses.asdict(config.train),
@@ -141,7 +134,7 @@ def trainer_start(
 
 
 def trained_in(config: RunConfig) -> dict[str, RunConfig]:
-    """What is trained, by its name in trainer and engine: adapters, or by the empty name what is served as full weights."""
+    """The config of everything that is trained, by its name in trainer and engine. Full weights have the empty name."""
     if config.adapters:
         return {run.name: run for run in adapter_runs(config)}
     return {config.lora.served_name: config}

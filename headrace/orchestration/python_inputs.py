@@ -1,6 +1,6 @@
-"""What Python passes to a run beside its settings, because no file can hold it: functions and rows.
+"""The inputs of a run that Python passes beside the settings, because no file can hold them: reward functions and rows.
 
-The settings say of them what can be said: `reward.functions` their names (`python:exact`) and weights, `task.rows` a fingerprint.
+The settings describe them: `reward.functions` has the functions' names (`python:exact`) and weights, `task.rows` a fingerprint.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from headrace.tasks.read import Row
 Source = RunConfig | Mapping[str, Any] | str | Path
 
 _REPLACED = {"task": ("kind", "name", "options", "path", "rows"), "reward": ("function", "extract", "functions")}
-"""Settings that name in a file what Python can pass as an object."""
+"""The settings that are replaced by an object passed from Python."""
 
 
 @dataclass(frozen=True)
 class PythonInputs:
-    """The objects themselves."""
+    """Reward functions and rows that were passed from Python."""
 
     rewards: tuple[RewardFunction, ...] = ()
     """In the order of `reward.functions`."""
@@ -45,7 +45,7 @@ def with_python_inputs(
     reward: Rewards | None = None,
     dataset: Any = None,
 ) -> tuple[RunConfig, PythonInputs]:
-    """Settings and objects, which take the place of what the settings name. Raises ConfigError as `load_config` does."""
+    """The settings and the objects that replace parts of them. Raises ConfigError as `load_config` does."""
     rewards = rewards_of(reward) if reward is not None else []
     rows = rows_of(dataset) if dataset is not None else None
     tree = read_tree(source, sets)
@@ -59,7 +59,7 @@ def with_python_inputs(
 
 
 def settings_of(config: Source | None, run: str | Path | None) -> Source:
-    """The config, with what the run has chosen where it leaves the choice; where it is left out the one that the run keeps."""
+    """The config, with the run's earlier choices for settings that it leaves open. Without a config: the one in the run's directory."""
     if config is not None and run is not None:
         return resumed_settings(config, Path(run))
     if config is not None:
@@ -70,7 +70,7 @@ def settings_of(config: Source | None, run: str | Path | None) -> Source:
 
 
 def report_differences(config: Source, used: RunConfig, run: Path) -> None:
-    """Settings that the config has otherwise than the run of which they are taken."""
+    """Prints the settings in which the passed config differs from that of the run, which is used."""
     theirs = dict(_leaves(dataclasses.asdict(used)))
     others = [
         f"{name} = {theirs[name]!r} (the config passed says {value!r})"
@@ -91,7 +91,7 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 def _replaced(tree: Tree, section: str, table: Tree) -> Tree:
     old = tree.get(section, {})
-    if not isinstance(old, dict):  # whoever validates it says what it should be
+    if not isinstance(old, dict):  # the validation reports it
         return tree
     kept = {name: value for name, value in old.items() if name not in _REPLACED[section]}
     return {**tree, section: {**kept, **table}}
@@ -109,19 +109,19 @@ def _without_own_rewards(tree: Tree) -> Tree:
 def _refuse_own_tasks(tree: Tree) -> None:
     if own := [one["name"] for one in _adapters(tree) if isinstance(one, dict) and one.get("task")]:
         raise ConfigError(
-            f"dataset= gives the same rows to all adapters, and {', '.join(map(str, own))} has a task of its own; remove one of "
+            f"dataset= gives the same rows to all adapters, but {', '.join(map(str, own))} has its own task; remove one of "
             "the two"
         )
 
 
 def refuse_python_inputs(config: RunConfig) -> None:
-    """For the command line. Raises ConfigError for a run that lives on objects which only Python can pass."""
+    """Raises ConfigError for a run that needs objects which only Python can pass. Called by the command line."""
     passed = [f"the reward {spec.name}" for spec in config.reward.from_python]
     if config.task.kind == "python":
         passed.append("its rows")
     if passed:
         raise ConfigError(
-            f"Python passed this run objects that no file holds ({', '.join(passed)}), and the command line cannot pass them: go "
-            "on from Python with headrace.train(resume=...) or headrace.evaluate(run=...), or name files instead (task.kind and "
+            f"this run uses objects that were passed from Python ({', '.join(passed)}), which the command line cannot pass: continue "
+            "in Python with headrace.train(resume=...) or headrace.evaluate(run=...), or name files instead (task.kind and "
             "task.path, reward.function)"
         )

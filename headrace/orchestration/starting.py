@@ -14,10 +14,11 @@ from headrace.engine.remote.dialect import Dialect
 from headrace.engine.remote.headrace import HeadraceDialect
 from headrace.engine.remote.remote_engine import RemoteEngine, check_state
 from headrace.errors import ConfigError
+from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.clients.process_engine import ProcessEngine
 from headrace.orchestration.workers.build import open_files, open_transport
 from headrace.orchestration.workers.messages import EngineStart
-from headrace.protocols import Engine, Job, Launcher, Observer, Transport
+from headrace.protocols import Engine, Job, Launcher, Transport
 from headrace.settings.secrets import read_token
 from headrace.weights import Manifest
 
@@ -52,13 +53,12 @@ def start_engine(
     model_dir: Path,
     launcher: Launcher,
     transport: Transport,
-    observer: Observer,
-    clock: Callable[[], float],
+    telemetry: Telemetry,
 ) -> Starting:
     if config.engine.is_server:
-        return _server(config, observer, clock)
+        return _server(config, telemetry)
     job = Job("engine", "engine", config.engine.cores, transport.inherited)
-    engine = ProcessEngine(launcher, job, config.engine.max_deaths, observer, clock)
+    engine = ProcessEngine(launcher, job, config.engine.max_deaths, telemetry)
 
     async def finish(manifests: Mapping[str, Manifest], adapters: int) -> None:
         await engine.open(EngineStart(str(model_dir), _engine_settings(config, adapters), dict(manifests), transport))
@@ -73,7 +73,7 @@ def _engine_settings(config: RunConfig, adapters: int) -> dict[str, Any]:
     return dataclasses.asdict(dataclasses.replace(config.engine, routing=routing, max_adapters=room))
 
 
-def _server(config: RunConfig, observer: Observer, clock: Callable[[], float]) -> Starting:
+def _server(config: RunConfig, telemetry: Telemetry) -> Starting:
     settings, (url,) = config.engine, config.engine.urls
     token = read_token(Path(settings.token_file), "engine.token_file") if settings.token_file else ""
     engine = RemoteEngine(
@@ -81,8 +81,7 @@ def _server(config: RunConfig, observer: Observer, clock: Callable[[], float]) -
         DIALECTS[settings.kind](),
         patience=settings.patience,
         max_deaths=settings.max_deaths,
-        observer=observer,
-        clock=clock,
+        telemetry=telemetry,
     )
 
     async def launch() -> None:

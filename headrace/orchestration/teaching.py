@@ -1,14 +1,14 @@
-"""Teachers and the reference: what is checked before anything starts, the processes that serve them, their place in scoring.
+"""Teachers and the reference: the checks before anything starts, the processes that serve them, and their part in scoring.
 
-A teacher is an engine like the run's own, in a process of its own, and is replaced like it when it dies. Its weights come from
-a directory and never change, or they are the student's older self, which the trainer publishes while the run goes on.
+A teacher is a second engine in its own process, and is replaced when it dies, as the run's engine is. Its weights come from a directory
+and never change, or they are the student's older self, which the trainer publishes during the run.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +20,13 @@ from headrace.engine.config import EngineConfig
 from headrace.errors import ConfigError, first_error
 from headrace.models.chat import ChatEncoder
 from headrace.models.resolve import resolve_model
-from headrace.observe.facts import EngineSample, Fact, Warned
+from headrace.observe.facts import EngineSample, Fact
 from headrace.observe.health.waits import Waits
+from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.clients.process_engine import ProcessEngine
 from headrace.orchestration.needs import check_teacher
 from headrace.orchestration.workers.messages import EngineStart, ShadowStart
-from headrace.protocols import Engine, Job, Launcher, Observer, Scorer, Trainer, Transport
+from headrace.protocols import Engine, Job, Launcher, Scorer, Trainer, Transport
 from headrace.scoring.teacher.config import TeacherConfig
 from headrace.scoring.teacher.stage import Teacher, TextScorer, TextTeacher, TraceScorer
 from headrace.scoring.teacher.vocabulary import vocabulary_problem, width_of
@@ -35,29 +36,26 @@ from headrace.types import Prompt
 from headrace.weight_sync.directory import offer
 from headrace.weights import Manifest, WeightUpdate
 
-Clock = Callable[[], float]
-
-
 # -- before anything starts -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class PlannedTeacher:
-    """A teacher whose model was found to fit."""
+    """A teacher whose model was found and fits the student."""
 
     config: TeacherConfig
     model_dir: Path
     engine: EngineConfig
     encoder: ChatEncoder | None
-    """Its own, where it reads text."""
+    """The teacher's own tokenizer, if it scores text; else None."""
 
 
 async def plan_teachers(
     config: RunConfig, model_dir: Path, encoder: ChatEncoder, rows: Sequence[Row] | None = None
 ) -> list[PlannedTeacher]:
-    """Finds the teachers' models (fetched if need be). Raises ConfigError for one that cannot teach this student.
+    """Finds the teachers' models, and fetches them if needed. Raises ConfigError for one that cannot teach this student.
 
-    `rows`: the rows that Python passed."""
+    `rows`: the rows that were passed from Python, if any."""
     if problem := await asyncio.to_thread(_prompt_without_teacher, config, rows):
         raise ConfigError(problem)
     return [await asyncio.to_thread(_lesson, config, teacher, model_dir, encoder) for teacher in config.teachers]
@@ -71,7 +69,7 @@ def _lesson(config: RunConfig, teacher: TeacherConfig, model_dir: Path, encoder:
         directory = resolve_model(teacher.path, setting=f"the teacher {teacher.name}: path")
     except ConfigError as error:
         raise ConfigError(
-            f"{error}. What a run has learned becomes a teacher with two commands: headrace train CONFIG, then "
+            f"{error}. To make a trained run a teacher, run two commands: headrace train CONFIG, then "
             f"headrace export RUN --to {teacher.path}"
         ) from None
     own = ChatEncoder(directory)
@@ -83,36 +81,37 @@ def _lesson(config: RunConfig, teacher: TeacherConfig, model_dir: Path, encoder:
         problem = f"the models have {widths[0]} and {widths[1]} rows of logits"
     if problem:
         raise ConfigError(
-            f"the teacher {teacher.name} has another vocabulary than the student: {problem}. Log-probs by token cannot be "
-            'compared; set mode = "text" in its table, which makes its opinion of the whole text a reward'
+            f"the teacher {teacher.name} has another vocabulary than the student: {problem}. Their log-probs cannot be compared token by "
+            'token; set mode = "text" in its table, which makes the log-prob of the whole text a reward'
         )
     return PlannedTeacher(teacher, directory, engine, None)
 
 
 def _prompt_without_teacher(config: RunConfig, rows: Sequence[Row] | None) -> str:
-    """Empty, or the first row of the task that no teacher takes. Of procedural tasks it cannot be known before."""
+    """A sentence about the first row that no teacher takes, or an empty string. The rows of a procedural task cannot be checked before
+    the run."""
     teachers = [teacher for teacher in config.teachers if teacher.mode == "tokens"]
     if not teachers or config.task.kind == "reasoning_gym" or any(teacher.route is None for teacher in teachers):
         return ""
     for number, row in enumerate(read_rows(config.task.kind, config.task.path) if rows is None else rows, 1):
         if not any(teacher.takes(row) for teacher in teachers):
             columns = sorted({teacher.route.column for teacher in teachers if teacher.route})
-            told = ", ".join(f"{column} = {row.get(column)!r}" for column in columns)
+            values = ", ".join(f"{column} = {row.get(column)!r}" for column in columns)
             return (
-                f"no teacher takes row {number} of {config.task.source} ({told}); widen a route, add a [[teachers]] table without "
-                "one, or take such rows out"
+                f"no teacher takes row {number} of {config.task.source} ({values}); widen a route, add a [[teachers]] table without a "
+                "route, or remove such rows"
             )
     return ""
 
 
 def for_reading(config: RunConfig) -> RunConfig:
-    """The run as `headrace eval` needs it: of all teachers those that read text, whose scores are part of the reward."""
+    """The config for `headrace eval`. It keeps only the teachers that score text, because their scores are part of the reward."""
     readers = tuple(teacher for teacher in config.teachers if teacher.mode == "text")
     return dataclasses.replace(config, teachers=readers, algo=AlgoConfig())
 
 
 def shadow_of(config: RunConfig, transport: Transport) -> ShadowStart | None:
-    """What the trainer is told of the teacher that is the student itself."""
+    """The trainer's start message for the teacher that is the student's older self; None if there is none."""
     for teacher in config.teachers:
         if teacher.student:
             dtype = teacher_engine(config, teacher).serving_dtype
@@ -121,46 +120,45 @@ def shadow_of(config: RunConfig, transport: Transport) -> ShadowStart | None:
 
 
 def reward_weights(config: RunConfig) -> dict[str, float]:
-    """Of all named rewards: those of functions, and those of teachers that read text."""
+    """The weight of every named reward: those of functions, and those of teachers that score text."""
     return {**config.reward.weights, **{one.name: one.weight for one in config.teachers if one.mode == "text"}}
 
 
 # -- the processes ----------------------------------------------------------------------------------------------------------
 
 
-class _WithoutSamples:
-    """A pool's statistics are those of the run's own engine; of the others only what goes wrong is told."""
+def _without_samples(telemetry: Telemetry) -> Telemetry:
+    """Drops the statistics of teachers' engines: the run reports those of its own engine only. Everything else is recorded."""
 
-    def __init__(self, observer: Observer) -> None:
-        self._observer = observer
-
-    def record(self, fact: Fact) -> None:
+    def record(fact: Fact) -> None:
         if not isinstance(fact, EngineSample):
-            self._observer.record(fact)
+            telemetry.record(fact)
+
+    return dataclasses.replace(telemetry, record=record)
 
 
 @dataclass(frozen=True)
 class Shadowing:
-    """How the student's older self reaches the engine that serves it."""
+    """How the weights of the student's older self reach the engine that serves it."""
 
     manifest: Manifest
     transport: Transport
 
 
 class TeacherEngines:
-    """Opens engines, side by side, and closes them all."""
+    """Opens the engines of teachers and reference concurrently, and closes them all."""
 
-    def __init__(self, launcher: Launcher, observer: Observer, waits: Waits, clock: Clock) -> None:
-        self._launcher, self._observer, self._waits, self._clock = launcher, _WithoutSamples(observer), waits, clock
+    def __init__(self, launcher: Launcher, telemetry: Telemetry) -> None:
+        self._launcher, self._telemetry = launcher, _without_samples(telemetry)
         self.engines: list[Engine] = []
 
     async def open(self, who: str, model_dir: Path, config: EngineConfig, shadow: Shadowing | None = None) -> Engine:
-        """With a shadow, weights will come from the trainer; without, those in the directory are live now."""
+        """Starts an engine. With `shadow` the trainer will send its weights; otherwise those in the directory are live on return."""
         transport = shadow.transport if shadow else None
         job = Job("engine", who, config.cores, transport.inherited if transport else ())
-        engine = ProcessEngine(self._launcher, job, config.max_deaths, self._observer, self._clock)
+        engine = ProcessEngine(self._launcher, job, config.max_deaths, self._telemetry)
         self.engines.append(engine)
-        async with self._waits.named("start", f"the {who}"):
+        async with self._telemetry.waits.named("start", f"the {who}"):
             await engine.launch()
             manifests = {"": shadow.manifest} if shadow else {}
             await engine.open(EngineStart(str(model_dir), dataclasses.asdict(config), manifests, transport))
@@ -177,7 +175,7 @@ class TeacherEngines:
 
 
 class SelfTeaching:
-    """The student's older self goes to its engine behind the run's own weights, whenever a version of it is due."""
+    """Sends the student's older self to the engine that serves it as a teacher, whenever a new version of it is due."""
 
     def __init__(self, trainer: Trainer, engine: Engine, waits: Waits) -> None:
         self._trainer, self._engine, self._waits = trainer, engine, waits
@@ -185,8 +183,8 @@ class SelfTeaching:
         self._begun = asyncio.Event()
 
     async def after_publish(self) -> None:
-        """Publishes; the swap goes on beside the run. Raises what went wrong with the swap before."""
-        if self._delivery:  # a publish overwrites the slot before last: the last one must be live
+        """Publishes the older self if it is due. Its swap runs in the background. Raises the error of the previous swap."""
+        if self._delivery:  # a publish overwrites the slot before last, so the last version must be live
             async with self._waits.named("trainer", "the swap in the teacher (of the version before)"):
                 await self._delivery
         if update := await self._trainer.publish_shadow():
@@ -198,8 +196,8 @@ class SelfTeaching:
             await self._engine.load(update)
 
     async def watch(self) -> None:
-        """Raises what went wrong with a swap when it goes wrong, not at the next publish: until then the teacher would be an
-        older one than the run believes."""
+        """Raises the error of a swap at once. Raised only at the next publish, the teacher would meanwhile be older than the run
+        assumes."""
         while True:
             await self._begun.wait()
             self._begun.clear()
@@ -212,7 +210,7 @@ class SelfTeaching:
 
 
 class PublishingTrainer:
-    """Protocol `Trainer`: another one, of whose publishes the teacher is served, too."""
+    """Protocol `Trainer`: wraps a trainer, and publishes the student's older self after each of its publishes."""
 
     def __init__(self, trainer: Trainer, teaching: SelfTeaching) -> None:
         self._trainer, self._teaching = trainer, teaching
@@ -229,34 +227,33 @@ class PublishingTrainer:
 # -- all of it --------------------------------------------------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Teaching:
-    """Teachers and reference, ready to be asked."""
+    """Teachers and reference, with their engines running."""
 
     engines: TeacherEngines
     teachers: Sequence[Teacher]
     texts: Sequence[TextTeacher]
     reference: Engine | None
     self_teaching: SelfTeaching | None
-    waits: Waits
-    warn: Callable[[str], None]
+    telemetry: Telemetry
 
     def rewarding(self, scorer: Scorer) -> Scorer:
-        """Of evaluation too: text-level teachers are part of the reward."""
-        return TextScorer(scorer, self.texts, self.waits) if self.texts else scorer
+        """Adds the rewards of teachers that score text. Used in training and in evaluation."""
+        return TextScorer(scorer, self.texts, self.telemetry.waits) if self.texts else scorer
 
     def tracing(self, scorer: Scorer) -> Scorer:
-        """Of what is trained on."""
+        """Adds the log-probs of teachers and reference. Used in training only."""
         if not self.teachers and self.reference is None:
             return scorer
-        return TraceScorer(scorer, self.teachers, self.reference, self.waits, self.warn)
+        return TraceScorer(scorer, self.teachers, self.reference, self.telemetry.waits, self.telemetry.warn)
 
     def publishing(self, trainer: Trainer) -> Trainer:
-        """The run's trainer, which serves the teacher that is the student itself behind the run's engine."""
+        """The run's trainer. If the student's older self is a teacher, the result publishes it too."""
         return PublishingTrainer(trainer, self.self_teaching) if self.self_teaching else trainer
 
     async def watch(self) -> None:
-        """Raises what ends a teacher; returns at once where there is none."""
+        """Raises what ends a teacher. Returns at once if there is none."""
         async with asyncio.TaskGroup() as watched:
             for engine in self.engines.engines:
                 watched.create_task(engine.watch())
@@ -272,29 +269,24 @@ class Teaching:
         await self.engines.close()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Student:
-    """What teachers need of the run."""
+    """The parts of the run that teachers need."""
 
     model_dir: Path
     trainer: Trainer
     engine: Engine
     serves_base: bool
-    """The run's own engine serves the initial model (LoRA): no other process is needed for the reference."""
+    """Whether the run's own engine also serves the initial model (LoRA). The reference then needs no process of its own."""
     shadow: Shadowing | None
     launcher: Launcher
 
 
 async def open_teaching(
-    config: RunConfig,
-    planned_teachers: Sequence[PlannedTeacher],
-    student: Student,
-    observer: Observer,
-    waits: Waits,
-    clock: Clock,
+    config: RunConfig, planned_teachers: Sequence[PlannedTeacher], student: Student, telemetry: Telemetry
 ) -> Teaching:
-    """Starts an engine for each teacher, and one for the reference. Raises ConfigError for a context that is too short."""
-    engines = TeacherEngines(student.launcher, observer, waits, clock)
+    """Starts an engine for each teacher, and one for the reference. Raises ConfigError if a teacher's context is too short."""
+    engines = TeacherEngines(student.launcher, telemetry)
     async with AsyncExitStack() as undo:
         undo.push_async_callback(engines.close)
         try:
@@ -309,7 +301,7 @@ async def open_teaching(
             check_teacher(f"teacher {planned.config.name}", engine.capabilities, config.algo.teacher_top)
             _check_room(planned, engine, student.engine)
         own = [engine for planned, engine in pairs if planned.config.student]
-        self_teaching = SelfTeaching(student.trainer, own[0], waits) if own else None
+        self_teaching = SelfTeaching(student.trainer, own[0], telemetry.waits) if own else None
         undo.pop_all()
     top = config.algo.teacher_top
     return Teaching(
@@ -320,8 +312,7 @@ async def open_teaching(
         ],
         reference=reference,
         self_teaching=self_teaching,
-        waits=waits,
-        warn=lambda message: observer.record(Warned(clock(), message)),
+        telemetry=telemetry,
     )
 
 
@@ -331,7 +322,7 @@ async def _open(engines: TeacherEngines, planned: PlannedTeacher, student: Stude
 
 
 async def _reference(config: RunConfig, engines: TeacherEngines, student: Student) -> Engine | None:
-    """The model that the run began with: its directory, or the run's own engine without an adapter."""
+    """The engine of the initial model: its own process, or the run's engine, which serves the base without an adapter (LoRA)."""
     if not config.algo.reference_in_reward:
         return None
     if student.serves_base:
@@ -344,7 +335,7 @@ def _check_room(planned: PlannedTeacher, engine: Engine, student: Engine) -> Non
     room, needed = engine.capabilities.context_length, student.capabilities.context_length
     if planned.config.mode == "tokens" and room < needed:
         raise ConfigError(
-            f"the teacher {planned.config.name} holds {room} tokens of context, too few for the {needed} that the policy may "
+            f"the teacher {planned.config.name} has a context of {room} tokens, fewer than the {needed} that the policy may "
             f"fill; lower engine.context_length to {room}, or choose a teacher with a longer context"
         )
 
@@ -374,7 +365,7 @@ def _text_teacher(planned: PlannedTeacher, engine: Engine, task: TaskConfig) -> 
 
 
 def messages_of(prompt: Prompt, column: str, system: str) -> list[dict[str, Any]]:
-    """A row's whole conversation where it has one, else the question. The task's solved examples are not among them."""
+    """The row's conversation if it has one, else its question as one message. The task's solved examples are left out."""
     conversation = prompt.columns.get(column)
     messages = conversation if isinstance(conversation, list) else [{"role": "user", "content": prompt.text}]
     return [{"role": "system", "content": system}, *messages] if system else list(messages)

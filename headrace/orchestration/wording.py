@@ -1,4 +1,4 @@
-"""A run in words: its headline, and what runs where."""
+"""Describes a run in words: its headline, and where its parts run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def headline(config: RunConfig) -> str:
 
 
 def placement(config: RunConfig, path: str) -> dict[str, str]:
-    """What runs where, in words."""
+    """Where each part of the run runs, in words."""
     return {
         "controller": "this process",
         "engine": _engine(config, path),
@@ -44,7 +44,7 @@ def _weights(config: RunConfig) -> str:
 
 
 def machine_change(before: RunStarted, now: RunStarted) -> str:
-    """What is another machine, or another way to compute, since the process before; empty where nothing is."""
+    """A sentence if the machine, or the way to compute, has changed since the previous process; else an empty string."""
     changed = [
         f"{name} was {before.machine[name]}, now {value}"
         for name, value in now.machine.items()
@@ -58,8 +58,8 @@ def machine_change(before: RunStarted, now: RunStarted) -> str:
     if not changed:
         return ""
     return (
-        f"the run goes on otherwise than it began ({'; '.join(changed)}): dtype, kernels and threads stay those that were chosen then, unless "
-        "settings say others, and steps are equal within rounding, not bit for bit"
+        f"the run is resumed under other conditions ({'; '.join(changed)}): dtype, kernels and threads stay as they were chosen, unless "
+        "settings change them, and steps are equal within rounding, not bit for bit"
     )
 
 

@@ -1,11 +1,11 @@
-"""A batch -> packed microbatches without padding: every token that rows share is forwarded once.
+"""A batch becomes packed microbatches without padding: every token that rows share is forwarded once.
 
-Read `pack.py` (what a microbatch is), `tree.py` (rows that begin alike), `columns.py`, `plan.py` (within a token budget), `ranks.py`
-(over devices).
+Read `pack.py` (the columns of a microbatch), `tree.py` (rows that begin alike), `columns.py` (trees into columns), `plan.py` (microbatches
+within a token budget), `ranks.py` (microbatches of several devices).
 """
 
-from headrace.packing.pack import ROOT, Kept, Pack, Plan, Segment
+from headrace.packing.pack import ROOT, Kept, Pack, Segment, StepPlan
 from headrace.packing.plan import loss_places, pack_rows, pack_sequence
 from headrace.packing.ranks import split_ranks
 
-__all__ = ["ROOT", "Kept", "Pack", "Plan", "Segment", "loss_places", "pack_rows", "pack_sequence", "split_ranks"]
+__all__ = ["ROOT", "Kept", "Pack", "Segment", "StepPlan", "loss_places", "pack_rows", "pack_sequence", "split_ranks"]

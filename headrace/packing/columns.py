@@ -1,4 +1,4 @@
-"""Trees -> the columns of a pack."""
+"""Makes the columns of a pack from its trees."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Ints = NDArray[np.int64]
 
 
 def pack_trees(roots: Sequence[Node], step: int, routed: tuple[int, int] | None) -> tuple[Pack, int]:
-    """The pack, and its routing conflicts (`Plan.routing_conflicts`)."""
+    """Returns the pack and the number of its routing conflicts (`StepPlan.routing_conflicts`)."""
     nodes = list(preorder(roots))
     segments, path_places = _lay_out(nodes)
     paths = [(path, places) for node, places in path_places for path in node.ending]
@@ -39,6 +39,7 @@ def pack_trees(roots: Sequence[Node], step: int, routed: tuple[int, int] | None)
         sequence=_joined([np.full(len(path.loss), i) for i, (path, _) in enumerate(paths)]),
         lag=_joined(lag),
         swapped=_joined([np.full(len(path.loss), _is_swapped(path.row)) for path, _ in paths]),
+        unmixed=_joined([_unmixed(path) for path, _ in paths]),
         kept=_kept(paths),
         routing=routing,
         teacher=_joined([_teacher(path) for path, _ in paths]) if any(teachers) else None,
@@ -53,10 +54,10 @@ def _joined(parts: Sequence[NDArray[np.generic]]) -> Tensor:
 
 
 def _lay_out(nodes: Sequence[Node]) -> tuple[tuple[Segment, ...], list[tuple[Node, Ints]]]:
-    """A segment for every node, and for those where paths end, where the tokens of the whole path lie."""
+    """Returns a segment for every node, and for each node in which paths end, the places of all tokens of the path."""
     segments: list[Segment] = []
     path_places: list[tuple[Node, Ints]] = []
-    above: dict[Node, tuple[int, Ints]] = {}  # a node's parent: number, and where its path lies
+    above: dict[Node, tuple[int, Ints]] = {}  # by node: its parent's number, and the places of the path to it
     start = 0
     for number, node in enumerate(nodes):
         parent, places = above.pop(node, (ROOT, np.empty(0, np.int64)))
@@ -77,6 +78,13 @@ def _is_swapped(row: Row) -> bool:
     return len({version for version, mask in zip(row.versions, row.mask, strict=True) if mask}) > 1
 
 
+def _unmixed(path: Path) -> NDArray[np.generic]:
+    row = path.row
+    if not row.kv_versions:
+        return np.ones(len(path.loss), bool)
+    return _chosen(path, lambda row: row.versions, np.int64) == _chosen(path, lambda row: row.kv_versions, np.int64)
+
+
 def _kept(paths: Sequence[tuple[Path, Ints]]) -> Kept | None:
     rows = [_kept_of(path.row.sampling_mask, path.loss) for path, _ in paths]
     if not any(len(ids) for ids, _ in rows):
@@ -86,7 +94,7 @@ def _kept(paths: Sequence[tuple[Path, Ints]]) -> Kept | None:
 
 
 def _kept_of(mask: SamplingMask | None, loss: Ints) -> tuple[Ints, Ints]:
-    """Ids, and how many of them at each of the places."""
+    """Returns the ids, and their number at each place."""
     if mask is None:
         return np.empty(0, np.int64), np.zeros(len(loss), np.int64)
     offsets = np.frombuffer(mask.offsets, np.int64)
@@ -99,7 +107,7 @@ def _kept_of(mask: SamplingMask | None, loss: Ints) -> tuple[Ints, Ints]:
 def _routing(
     nodes: Sequence[Node], paths: Sequence[tuple[Path, Ints]], routed: tuple[int, int] | None
 ) -> tuple[Tensor | None, int]:
-    """What the first row recorded; where that is nothing, what the next one did."""
+    """Returns the experts recorded by the first row that recorded any at a place, and the number of conflicts."""
     if routed is None:
         return None, 0
     routes = np.concatenate([_routes_of(node.source)[node.start : node.end] for node in nodes])
@@ -135,7 +143,7 @@ def _top(paths: Sequence[tuple[Path, Ints]]) -> tuple[Tensor | None, Tensor | No
             k = teacher.top.k
             ids[i][:, :k] = np.frombuffer(teacher.top.tokens, np.int32).reshape(-1, k)[path.loss]
             logprobs[i][:, :k] = np.frombuffer(teacher.top.logprobs, np.float32).reshape(-1, k)[path.loss]
-    # what has no probability is padding, whatever its id
+    # a token without probability is padding, whatever its id
     for one, other in zip(ids, logprobs, strict=True):
         one[~(other > -np.inf)] = 0
         other[np.isnan(other)] = -np.inf

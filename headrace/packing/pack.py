@@ -1,4 +1,4 @@
-"""What a microbatch is: the columns that the trainer reads."""
+"""A microbatch: the columns that the trainer reads."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ class Segment:
 
 @dataclass(frozen=True)
 class Kept:
-    """The vocabulary that was left to be sampled from at each of M places, compressed by rows."""
+    """The ids that the sampler could choose from at each of M places, compressed by rows."""
 
     ids: Tensor
     """[nnz] int64, ascending in each row"""
     offsets: Tensor
-    """[M + 1] int64: place m holds ids[offsets[m]:offsets[m + 1]]; an empty row is one from which nothing was cut."""
+    """[M + 1] int64: place m holds ids[offsets[m]:offsets[m + 1]]; an empty row means the whole vocabulary."""
 
     def to(self, device: torch.device) -> Kept:
         return Kept(self.ids.to(device), self.offsets.to(device))
 
     def rows(self, start: int, end: int) -> Kept:
-        """Of the places start:end."""
+        """The part for the places start:end."""
         offsets = self.offsets[start : end + 1]
         return Kept(self.ids[offsets[0] : offsets[-1]], offsets - offsets[0])
 
     def padded(self, count: int) -> Kept:
-        """With `count` more places, from which nothing was cut."""
+        """The same with `count` more places, each with the whole vocabulary."""
         return Kept(self.ids, torch.cat([self.offsets, self.offsets[-1:].expand(count)]))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Pack:
     """One microbatch: N forwarded tokens, M tokens in the loss. Loss tokens of a row follow each other; rows are whole."""
 
@@ -58,7 +58,7 @@ class Pack:
     segments: tuple[Segment, ...]
     """Trees in preorder: a segment, then all that descends from it."""
     predictor: Tensor
-    """[M] int64: where in the pack the logits lie that predict the loss token."""
+    """[M] int64: the place in the pack whose logits predict the loss token."""
     target: Tensor
     """[M] int64: the loss token."""
     sampled: Tensor
@@ -73,10 +73,12 @@ class Pack:
     """[M] float32: optimizer steps between the weights that sampled the token and those being trained."""
     swapped: Tensor
     """[M] bool: the sampled tokens of the row come from more than one version."""
+    unmixed: Tensor
+    """[M] bool: sampled over cache entries of the token's own version alone."""
     kept: Kept | None = None
-    """[M] what the sampler cut the vocabulary to; None where it cut nothing at all."""
+    """[M] the ids that top-k, top-p or min-p left; None where the whole vocabulary was left everywhere."""
     routing: Tensor | None = None
-    """[N, layers, k] int16: experts that the sampler chose; -1 where that was not recorded."""
+    """[N, layers, k] int16: the experts that the sampler chose; -1 where they were not recorded."""
     teacher: Tensor | None = None
     """[M] float32: the teacher's log-prob of the loss token; NaN where there is none."""
     top_ids: Tensor | None = None
@@ -90,11 +92,11 @@ class Pack:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """An optimizer step, split into microbatches."""
 
     packs: tuple[Pack, ...]
     dropped_tokens: int
     """Tokens that would be in the loss but have a non-finite sampler log-prob."""
     routing_conflicts: int = 0
-    """Prompt tokens that a row shares with another one whose recorded experts differ: those of the first row are used."""
+    """Prompt tokens that two rows share with different recorded experts. Those of the first row are used."""

@@ -1,14 +1,14 @@
-"""A batch -> packed microbatches without padding, each within a token budget.
+"""A batch becomes packed microbatches without padding, each within a token budget.
 
 Rows that begin alike form a tree: what they share is forwarded once, and every row attends to its own path.
 
     rows      p p p a a a      p p p b b            one group: G completions of the prompt p p p
-    tokens    p p p a a b                           N = 6: what no loss token is predicted from is not forwarded
+    tokens    p p p a a b                           N = 6: tokens that predict no loss token are not forwarded
     positions 0 1 2 3 4 3
     segments  (0, 3, root) (3, 2, parent 0) (5, 1, parent 0)
     predictor 2 3 4 2 5                             M = 5: logits at these places predict a a a b b
 
-Nothing here depends on the budget but the split: weights come from the whole step (`algo/loss/aggregate.py`, C9).
+Only the split depends on the budget: weights come from the whole step (`algo/loss/aggregate.py`, C9).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from headrace.algo.loss.aggregate import AggregationFunction
 from headrace.packing.columns import pack_trees
-from headrace.packing.pack import Pack, Plan
+from headrace.packing.pack import Pack, StepPlan
 from headrace.packing.tree import LEAST_SAVED, Node, cut, first_fit, grow, path_of, prune, size_of
 from headrace.types import Row
 
@@ -26,16 +26,18 @@ from headrace.types import Row
 def pack_rows(
     rows: Sequence[Row],
     aggregation: AggregationFunction,
+    *,
     constant: int,
     budget: int,
     step: int,
     share: bool = True,
     least_saved: int = LEAST_SAVED,
-) -> Plan:
-    """Split the rows of optimizer step `step` into packs of at most `budget` forwarded tokens.
+) -> StepPlan:
+    """Splits the rows of optimizer step `step` into packs of at most `budget` forwarded tokens.
 
-    A tree above the budget becomes several, with what they share repeated; a single row above it gets a pack of its own.
-    Rows without a loss token are not forwarded. The result depends on the arguments alone.
+    A tree above the budget becomes several, which repeat what they share; a single row above it gets a pack of its own.
+    Rows without a loss token are not forwarded. `share`: whether rows that begin alike share tokens; `least_saved`: the fewest tokens for
+    which sampled tokens are shared. The result depends on the arguments alone.
     """
     losses = [loss_places(row) for row in rows]
     routed = routed_of(rows)
@@ -54,13 +56,14 @@ def pack_rows(
 def trees_of(
     rows: Sequence[Row],
     losses: Sequence[Sequence[int]],
+    *,
     weights: Sequence[float],
     routed: tuple[int, int] | None,
     budget: int,
     share: bool,
     least_saved: int,
 ) -> list[Node]:
-    """Each within the budget, or of a single row."""
+    """The trees of the rows, each within the budget or of a single row."""
     for row in rows:
         assert row.prompt, "the first token of a completion is predicted from the prompt"
     kept = [one for one in zip(rows, losses, weights, strict=True) if one[1]]
@@ -74,30 +77,30 @@ def trees_of(
 
 def plan_of(
     microbatches: Sequence[Sequence[Node]], step: int, routed: tuple[int, int] | None, dropped_tokens: int
-) -> Plan:
+) -> StepPlan:
     packs = [pack_trees(roots, step, routed) for roots in microbatches]
-    return Plan(tuple(pack for pack, _ in packs), dropped_tokens, sum(conflicts for _, conflicts in packs))
+    return StepPlan(tuple(pack for pack, _ in packs), dropped_tokens, sum(conflicts for _, conflicts in packs))
 
 
 def pack_sequence(tokens: Sequence[int]) -> Pack:
-    """One sequence whose every token but the first is scored: M = N = T - 1."""
+    """A pack of one sequence in which every token but the first is scored: M = N = T - 1."""
     count = len(tokens) - 1
     zeros, row_tokens = (0.0,) * count, tuple(tokens[1:])
     row = Row(tuple(tokens[:1]), row_tokens, zeros, zeros, mask=(True,) * count, versions=(0,) * count)
-    return pack_rows([row], lambda counts, _: [1.0] * len(counts), 0, len(tokens), step=0).packs[0]
+    return pack_rows([row], lambda counts, _: [1.0] * len(counts), constant=0, budget=len(tokens), step=0).packs[0]
 
 
 def loss_places(row: Row) -> tuple[int, ...]:
-    """Tokens of a row that are in the loss: not masked, and with a sampler's log-prob to compare with."""
+    """Indices of a row's tokens in the loss: not masked, with a finite log-prob of the sampler to compare with."""
     kept = enumerate(zip(row.mask, row.logprobs, strict=True))
     return tuple(i for i, (mask, logprob) in kept if mask and math.isfinite(logprob))
 
 
 def dropped(rows: Sequence[Row], losses: Sequence[Sequence[int]]) -> int:
-    """Tokens that would be in the loss but have no log-prob to compare with."""
+    """The number of tokens that would be in the loss but have no finite log-prob of the sampler."""
     return sum(sum(row.mask) for row in rows) - sum(map(len, losses))
 
 
 def routed_of(rows: Sequence[Row]) -> tuple[int, int] | None:
-    """(layers, k) of the recorded experts, if any row has some."""
+    """(layers, k) of the recorded experts; None if no row has any."""
     return next(((row.routing.layers, row.routing.k) for row in rows if row.routing is not None), None)

@@ -1,5 +1,5 @@
-"""The rows of a step over data-parallel ranks. One device needs none of it: a trainer that runs on several calls this
-instead of `pack_rows`, on every rank with the same arguments, and takes the plan of its own rank."""
+"""Spreads the rows of a step over data-parallel ranks. Every rank calls `split_ranks` with the same arguments, in place of
+`pack_rows`, and takes its own plan (`Placement.plan`)."""
 
 from __future__ import annotations
 
@@ -9,31 +9,32 @@ from collections.abc import Callable, Sequence
 import torch
 
 from headrace.algo.loss.aggregate import AggregationFunction
-from headrace.packing.pack import ROOT, Pack, Plan, Segment
+from headrace.packing.pack import ROOT, Pack, Segment, StepPlan
 from headrace.packing.plan import dropped, loss_places, plan_of, routed_of, trees_of
 from headrace.packing.tree import LEAST_SAVED, Node, first_fit, preorder, size_of
 from headrace.types import Row
 
 TOKEN_COST = 4096
-"""Pairs of tokens that see each other which cost as much as one token: 24 H² operations a layer against 4 H, so 6 H of
-them; H = 576 (135M parameters) gives 3,456, H = 1024 (0.6B) 6,144."""
+"""The cost of a token, in pairs of tokens that attend to each other: 24 H² operations a layer against 4 H for a pair, so 6 H.
+H = 576 (135M parameters) gives 3,456, H = 1024 (0.6B) 6,144."""
 
 
 def split_ranks(
     rows: Sequence[Row],
     aggregation: AggregationFunction,
+    *,
     constant: int,
     budget: int,
     ranks: int,
     step: int,
     share: bool = True,
-) -> list[Plan]:
-    """A plan for every rank, as `pack_rows` makes one: together they are the whole step.
+) -> list[StepPlan]:
+    """Returns a plan for every rank, as `pack_rows` makes one; together they are the whole step.
 
-    Whole trees go, the dearest first, to the rank that has least to do: at most 4/3 of the best possible maximum (Graham
-    1969); trees that are too large for that are split, with what they share repeated. All ranks have the same number of microbatches, because
-    collectives count them: packs of one token without loss fill up. The weights are those of the whole step (C9), so
-    gradients are to be summed over ranks, never averaged. What was dropped, the first rank reports.
+    Whole trees go, the most expensive first, to the rank with the least work: at most 4/3 of the best possible maximum (Graham 1969).
+    Trees too large for that are split and repeat what they share. All ranks get the same number of microbatches, because every one takes
+    part in collectives; packs of one token without loss fill up. Weights are those of the whole step (C9), so gradients are
+    summed over ranks, never averaged. The first rank's plan counts all dropped tokens.
     """
     losses = [loss_places(row) for row in rows]
     routed = routed_of(rows)
@@ -50,20 +51,20 @@ def split_ranks(
     for rank, mine in enumerate(bins):
         plan = plan_of(mine, step, routed, 0 if rank else dropped(rows, losses))
         filling = (_empty_pack(routed),) * (most - len(mine))
-        plans.append(Plan(plan.packs + filling, plan.dropped_tokens, plan.routing_conflicts))
+        plans.append(StepPlan(plan.packs + filling, plan.dropped_tokens, plan.routing_conflicts))
     return plans
 
 
 def cost_of(root: Node) -> int:
-    """Of a forward pass, in pairs: every token attends to its ancestors, and to what precedes it in its own node."""
+    """The cost of a forward pass, in pairs: every token attends to its ancestors and to the tokens before it in its own node."""
     nodes = list(preorder([root]))
     pairs = sum(node.length * node.start + node.length * (node.length + 1) // 2 for node in nodes)
     return TOKEN_COST * sum(node.length for node in nodes) + pairs
 
 
 def _balanced(trees: Callable[[int], list[Node]], budget: int, ranks: int) -> list[list[Node]]:
-    """Often the whole step is one tree (prompts share a template). Smaller trees balance better and repeat more: of a few
-    sizes, that with which the rank that has most to do has least to do."""
+    """The trees of each rank. Often the whole step is one tree (prompts share a template); smaller trees balance better and repeat
+    more. A few sizes are tried, and the one is taken whose busiest rank has the least work."""
     total = sum(map(size_of, trees(budget)))
     limits = {min(budget, -(-total // (ranks * parts))) or 1 for parts in (1, 2, 4)} if ranks > 1 else {budget}
     tried = [_dealt(trees(limit), ranks) for limit in sorted(limits, reverse=True)]
@@ -81,7 +82,7 @@ def _dealt(pieces: Sequence[Node], ranks: int) -> list[list[Node]]:
 
 
 def _empty_pack(routed: tuple[int, int] | None) -> Pack:
-    """N = 1, M = 0: a forward pass that has part in every collective, and no gradient."""
+    """N = 1, M = 0: a forward pass that takes part in every collective and adds no gradient."""
     ints, floats = torch.zeros(0, dtype=torch.int64), torch.zeros(0)
     zero = torch.zeros(1, dtype=torch.int64)
     routing = None if routed is None else torch.full((1, *routed), -1, dtype=torch.int16)
@@ -99,6 +100,7 @@ def _empty_pack(routed: tuple[int, int] | None) -> Pack:
         sequence=ints,
         lag=floats,
         swapped=swapped,
+        unmixed=swapped,
         kept=None,
         routing=routing,
     )

@@ -1,8 +1,8 @@
-"""Rows that begin alike, as trees: every token that several rows share lies in them once.
+"""Rows that begin alike, as trees: a tree holds every token that several rows share once.
 
-A radix tree (Morrison 1968): a node is a run of tokens that nobody leaves half-way, its children are the ways to go on. A
-group's prompt, the turns that paths of an episode have in common, forks, and completions that happen to begin alike are all
-the same to it. Trees may be as deep as an episode has turns, so nothing here recurses.
+They are radix trees (Morrison 1968): a node is a run of tokens that no row leaves half-way, and its children are the continuations. A
+group's prompt, the turns that paths of an episode have in common, forks, and completions that happen to begin alike are treated the
+same. A tree may be as deep as an episode has turns, so nothing here recurses.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ LEAST_SAVED = 4
 
 @dataclass(frozen=True, eq=False)
 class Path:
-    """What a row brings along."""
+    """One row of a batch, as a path through a tree."""
 
     row: Row
     loss: NDArray[np.int64]
     """Places in `row.tokens` that are in the loss; never empty."""
     weight: float
-    """Of each of them."""
+    """The weight of each of these tokens in the loss of the step."""
     tokens: NDArray[np.int64]
-    """[T] those that are forwarded: the last loss token, and what comes after it, predicts nothing that counts."""
+    """[T] the forwarded tokens. The last loss token and all behind it are left out: they predict no loss token."""
     routes: NDArray[np.int16] | None
-    """[T, layers · k] recorded experts, -1 where there are none; None when no row of the step has any."""
+    """[T, layers · k] recorded experts, -1 where there are none; None if no row of the step has any."""
 
 
 @dataclass(eq=False)
 class Node:
-    """`source.tokens[start:end]`, which all below it share; what lies before `start` are its ancestors."""
+    """`source.tokens[start:end]`, which all nodes below share. The tokens before `start` belong to its ancestors."""
 
     source: Path
     start: int
     end: int
     branches: dict[int, list[Node]] = field(default_factory=dict)
-    """First token -> the children that begin with it: several where recorded experts differ."""
+    """The children by their first token; several begin with the same one where their recorded experts differ."""
     ending: list[Path] = field(default_factory=list)
     """Paths that end here."""
 
@@ -62,7 +62,7 @@ class Node:
 
 
 def path_of(row: Row, loss: Sequence[int], weight: float, routed: tuple[int, int] | None) -> Path:
-    """`routed`: (layers, k) of the step's rows that have recorded experts."""
+    """`routed`: (layers, k) of the recorded experts; None if no row of the step has any."""
     tokens = np.array(row.prompt + row.tokens[: loss[-1]], np.int64)
     routes = None if routed is None else _routes(row.routing, len(tokens), routed)
     return Path(row, np.array(loss, np.int64), weight, tokens, routes)
@@ -79,7 +79,7 @@ def _routes(trace: RoutingTrace | None, length: int, routed: tuple[int, int]) ->
 
 
 def grow(paths: Iterable[Path]) -> list[Node]:
-    """The trees of all paths, children in the order in which their first path came."""
+    """The trees of all paths. Children are ordered by their first path."""
     above = None
     for path in paths:
         above = above or Node(path, 0, 0)
@@ -104,7 +104,7 @@ def _insert(node: Node, path: Path) -> None:
 
 
 def _shared(node: Node, path: Path) -> int:
-    """How many of a node's tokens the path goes along with. Recorded experts must be equal, too, or both in a prompt."""
+    """The number of a node's first tokens that the path shares: the same token with the same recorded experts, or in both prompts."""
     here = slice(node.start, min(node.end, len(path.tokens)))
     same = node.source.tokens[here] == path.tokens[here]
     if node.source.routes is not None and path.routes is not None:
@@ -131,7 +131,7 @@ def preorder(roots: Iterable[Node]) -> Iterator[Node]:
 
 
 def prune(roots: Sequence[Node], least: int) -> None:
-    """Shares of sampled tokens that save less than `least` tokens are given up: each row has its own copy again."""
+    """Undoes shares of sampled tokens that save less than `least` tokens: each row has its own copy again."""
     for node in reversed(list(preorder(roots))):  # children before their parents
         children = node.children
         node.branches = {}
@@ -154,14 +154,14 @@ def _dissolved(node: Node) -> Iterator[Node]:
 
 
 def size_of(root: Node) -> int:
-    """Tokens of a tree."""
+    """The number of tokens of a tree."""
     return sum(node.length for node in preorder([root]))
 
 
 def cut(root: Node, budget: int) -> list[Node]:
-    """The tree, or several that each have at most `budget` tokens (or hold a single leaf), with what they share repeated.
+    """Cuts a tree into trees of at most `budget` tokens (or of a single leaf), which repeat what they share.
 
-    No two of them would fit together: what a cut repeats is never in one microbatch twice.
+    No two of them fit into the budget together, so no microbatch holds a repeated token twice.
     """
     sizes: dict[Node, int] = {}
     pieces: dict[Node, list[Node]] = {}
@@ -180,7 +180,7 @@ def _cut_below(node: Node, bins: Sequence[Sequence[Node]]) -> list[Node]:
     pieces = []
     for i, parts in enumerate(bins):
         ending = [] if i else node.ending
-        if len(parts) == 1 and not ending:  # one way to go on: one run of tokens
+        if len(parts) == 1 and not ending:  # a single continuation: one run of tokens
             (piece,) = parts
             piece.start = node.start
         else:
@@ -192,7 +192,7 @@ def _cut_below(node: Node, bins: Sequence[Sequence[Node]]) -> list[Node]:
 
 
 def first_fit(items: Sequence[T], size: Callable[[T], int], room: int) -> list[list[T]]:
-    """First fit, largest first: within 11/9 of the fewest bins (Johnson 1973). What is larger than `room` is alone."""
+    """First fit, largest first: within 11/9 of the fewest bins (Johnson 1973). An item larger than `room` has a bin of its own."""
     bins: list[tuple[int, list[T]]] = []
     for length, item in sorted(((size(item), item) for item in items), key=lambda sized: -sized[0]):
         fits = next((i for i, (used, _) in enumerate(bins) if used + length <= room), None)

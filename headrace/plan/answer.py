@@ -1,4 +1,4 @@
-"""`headrace plan`: from a config (or a run) and rates to a prediction, and to a recommendation."""
+"""`headrace plan`: a config (or a run) and rates become a prediction and a recommendation."""
 
 from __future__ import annotations
 
@@ -19,28 +19,30 @@ from headrace.simulate.distributions import Distribution, fixed, parse
 Say = Callable[[str], None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What is asked, as on the command line."""
+    """The options of the command line."""
 
     config: RunConfig
     run: Path | None = None
-    """A run to take rates and lengths from."""
+    """A run whose rates and lengths are used."""
     calibrate: bool = False
+    """Whether to measure the rates of this machine."""
+    """Whether to measure the rates of this machine."""
     rates: Path | None = None
-    """Where measured rates are read from, or written to; none is a file in the cache, by the model's name."""
+    """The file with measured rates; None for one in the cache, by the model's name."""
     hardware: str = ""
-    """A chip whose rates are computed; empty for measured ones."""
+    """A GPU whose rates are computed; empty for measured rates."""
     model: str = ""
     gpus: int = 0
     trainer_gpus: int = 0
-    """0: the share of `gpus` that a sweep finds, or half of them."""
+    """0 for the share of `gpus` that a sweep finds, or half of them."""
     steps: int = 20
     lengths: str = ""
-    """Of completions; empty: as measured."""
+    """Distribution of completion lengths in tokens; empty for the measured one."""
     prompts: str = ""
     latency: str = ""
-    """Of the reward of one rollout, seconds."""
+    """Distribution of the seconds that the reward of one rollout takes."""
     workers: int = 0
     solved: float | None = None
     sweep: bool = False
@@ -48,12 +50,14 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class Answer:
+    """The result of a plan."""
+
     choices: tuple[Option, ...]
-    """That of the config first."""
+    """All options that were tried, that of the config first."""
     recommended: Option | None
-    """None where nothing else was tried."""
+    """None if nothing else was tried."""
     notes: tuple[str, ...]
-    """What was assumed."""
+    """The assumptions, as sentences."""
 
     @property
     def asked(self) -> Option:
@@ -61,13 +65,15 @@ class Answer:
 
 
 def answer(request: PlanRequest, say: Say) -> Answer:
-    """Raises ConfigError with the remedy where something needed is not known."""
+    """Simulates the request. Raises ConfigError with the remedy if something is missing or cannot be simulated."""
+    if request.config.environment.turns > 1:
+        raise ConfigError('headrace plan simulates rollouts of one turn: plan with environment.kind = "single_turn"')
     notes: list[str] = []
     rates, contrast = _rates(request, say, notes)
     scenario = _scenario(request, rates, contrast, notes)
     split = _split_of(request, scenario) if request.hardware and request.gpus > 1 else None
     if split:
-        notes.append("headrace itself runs on one GPU today (--gpus 1): this is what a run on so many would be like")
+        notes.append("headrace itself runs on one GPU today (--gpus 1): this predicts what a run on more GPUs would do")
         first = split(request.trainer_gpus or request.gpus // 2)
         scenario = first if first else _nearest(split, request)
     if not request.sweep:
@@ -77,7 +83,7 @@ def answer(request: PlanRequest, say: Say) -> Answer:
 
 
 def _rates(request: PlanRequest, say: Say, notes: list[str]) -> tuple[Rates, float]:
-    """And the share of groups that have contrast."""
+    """Returns the rates, and the share of groups that have contrast."""
     if request.hardware:
         return _computed(request), 1.0
     if request.run and not request.calibrate:
@@ -90,7 +96,7 @@ def _rates(request: PlanRequest, say: Say, notes: list[str]) -> tuple[Rates, flo
 
         measured = calibrate(request.config, say)
         save_rates(measured, path)
-        say(f"measured rates are in {path}")
+        say(f"the measured rates are in {path}")
         return measured, 1.0
     rates = load_rates(path)
     if (model := Path(request.config.model.path).name) != rates.model:
@@ -105,7 +111,7 @@ def rates_file(config: RunConfig) -> Path:
 def _computed(request: PlanRequest) -> Rates:
     if not request.model:
         raise ConfigError(
-            "--hardware computes rates from the size of the model; say it with --model, such as --model 7b"
+            "--hardware computes rates from the size of the model; name it with --model, for example --model 7b"
         )
     chip, shape = hardware.gpu(request.hardware), hardware.shape(request.model)
     if request.gpus == 1 and hardware.fits_one(chip, shape):
@@ -114,8 +120,8 @@ def _computed(request: PlanRequest) -> Rates:
     if request.gpus < least:
         raise ConfigError(
             f"a {request.model} model whose weights are all trained needs at least {least} GPUs of {request.hardware} "
-            f"({hardware.replica_gpus(chip, shape)} to generate, {hardware.trainer_gpus(chip, shape)} to train); raise --gpus, or take a "
-            "model that one GPU holds"
+            f"({hardware.replica_gpus(chip, shape)} to generate, {hardware.trainer_gpus(chip, shape)} to train); raise --gpus, or choose a "
+            "model that fits on one GPU"
         )
     replica = hardware.replica_gpus(chip, shape)
     running = request.config.engine.max_running
@@ -157,19 +163,19 @@ def _completions(request: PlanRequest, rates: Rates, notes: list[str]) -> Distri
         return rates.completions
     mean = request.config.rollout.max_tokens / 3
     notes.append(
-        f"completions are assumed to be log-normal with a mean of a third of rollout.max_tokens ({mean:.0f}) and sigma 0.8; say "
-        "better with --lengths lognormal:mean=...,sigma=..."
+        f"completions are assumed to be log-normal with a mean of a third of rollout.max_tokens ({mean:.0f}) and sigma 0.8; set "
+        "--lengths lognormal:mean=...,sigma=... if you know better"
     )
     return Distribution("lognormal", mean=mean, sigma=0.8)
 
 
 def _assumed_prompts(config: RunConfig, notes: list[str]) -> Distribution:
-    notes.append("prompts are assumed to have 200 tokens; say better with --prompts")
+    notes.append("prompts are assumed to have 200 tokens; set --prompts if you know better")
     return fixed(200)
 
 
 def _split_of(request: PlanRequest, scenario: Scenario) -> Split:
-    """Pools of `request.gpus`: the trainer's share, and as many replicas as the rest holds."""
+    """Returns a function that splits `request.gpus` into the trainer's GPUs and as many replicas as fit on the rest."""
     chip, shape = hardware.gpu(request.hardware), hardware.shape(request.model)
     replica = hardware.replica_gpus(chip, shape)
     running = request.config.engine.max_running
@@ -178,7 +184,7 @@ def _split_of(request: PlanRequest, scenario: Scenario) -> Split:
         replicas = (request.gpus - trainer) // replica
         if replicas < 1 or trainer < hardware.trainer_gpus(chip, shape):
             return None
-        trainer = request.gpus - replicas * replica  # what is left over trains
+        trainer = request.gpus - replicas * replica  # the trainer gets the GPUs that are left over
         rates = hardware.rates(chip, shape, replica=replica, trainer=trainer, max_running=running, name=request.model)
         return dataclasses.replace(scenario, rates=rates, replicas=replicas)
 

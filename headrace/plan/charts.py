@@ -1,4 +1,4 @@
-"""The plan as a page with charts: throughput and idle shares of every setting tried, and the lag of the one recommended."""
+"""The plan as a page with charts: throughput and idle shares of every setting tried, and the lag of the recommended one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STYLE = Path(report_package.__file__).parent / "style.css"
 
 
 def draw(found: Answer, name: str, price: float) -> str:
-    """An HTML page that needs nothing else."""
+    """Returns a self-contained HTML page."""
     chosen = found.recommended or found.asked
     figures = [_lags(chosen), _pace(chosen)]
     if found.recommended:
@@ -35,7 +35,7 @@ def draw(found: Answer, name: str, price: float) -> str:
     scenario = chosen.scenario
     facts = [
         scenario.rates.source,
-        f"completions {scenario.completions.told}",
+        f"completions {scenario.completions.words}",
         f"{short_time(chosen.prediction.seconds_per_step)} a step",
         f"{number(chosen.prediction.tokens_per_second)} trained tokens/s",
         *([f"{chosen.prediction.cost(price, 1):,.2f} a step"] if price else []),
@@ -97,7 +97,7 @@ def _idle(choices: Sequence[Option], best: Option) -> str:
 
 
 def _splits(choices: Sequence[Option], best: Option) -> list[str]:
-    """Throughput by the trainer's GPUs: at the depth asked for, and at the one recommended."""
+    """Draws throughput by the trainer's GPUs: at the depth of the config, and at the recommended one."""
     lines = {}
     for name, like in (("as asked", choices[0].scenario), ("as recommended", best.scenario)):
         found = {

@@ -1,4 +1,4 @@
-"""What `headrace plan` prints."""
+"""The output of `headrace plan`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from headrace.plan.reasons import bias, bottleneck, recommendation
 from headrace.plan.sweep import Option
 
 
-def tell(request: PlanRequest, price: float, as_json: bool, picture: Path | None) -> int:
-    """Prints the answer, and draws it."""
+def print_plan(request: PlanRequest, price: float, as_json: bool, picture: Path | None) -> int:
+    """Prints the answer, and writes the page with charts to `picture` if given. Returns the exit code."""
     found = answer(request, _progress)
     print(
         json.dumps(report(found, price, request.config.train.steps), indent=1)
@@ -28,7 +28,7 @@ def tell(request: PlanRequest, price: float, as_json: bool, picture: Path | None
         from headrace.plan.charts import draw
 
         picture.write_text(draw(found, request.config.name, price))
-        print(f"the picture is in {picture}", file=sys.stderr)
+        print(f"the page with charts is in {picture}", file=sys.stderr)
     return 0
 
 
@@ -40,7 +40,7 @@ def text(found: Answer, request: PlanRequest, price: float) -> str:
     asked, run_steps = found.asked, request.config.train.steps
     scenario, prediction = asked.scenario, asked.prediction
     lines = [
-        f"rates: {scenario.rates.source or 'as given'}; completions {scenario.completions.told}; prompts {scenario.prompts.told}",
+        f"rates: {scenario.rates.source or 'as given'}; completions {scenario.completions.words}; prompts {scenario.prompts.words}",
         *(f"note: {note}" for note in found.notes),
         "",
         *_details(asked, price, run_steps),
@@ -62,7 +62,7 @@ def _details(choice: Option, price: float, run_steps: int) -> list[str]:
         f"  {short_time(one.seconds_per_step)} a step, {number(one.tokens_per_second)} trained tokens/s"
         + (f" ({number(one.tokens_per_gpu)} a GPU)" if one.gpus > 2 else ""),
         f"  {bottleneck(one)}",
-        f"  {one.running:.1f} sequences decode at once in an engine that works",
+        f"  an engine decodes {one.running:.1f} sequences at once while it works",
         f"  lag of trained tokens {one.lag_mean:.2f} on average ({lags})",
         f"  {run_steps} steps take {short_time(total)}" + _cost(choice, price, run_steps),
     ]
@@ -92,7 +92,7 @@ def table(choices: Sequence[Option], price: float, best: Option) -> list[str]:
 
 
 def report(found: Answer, price: float, run_steps: int) -> dict[str, Any]:
-    """JSON-able."""
+    """Returns the answer as values for JSON."""
     return {
         "rates": msgspec.to_builtins(found.asked.scenario.rates.source),
         "notes": list(found.notes),

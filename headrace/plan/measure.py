@@ -1,4 +1,4 @@
-"""Simulates a scenario and says what came of it."""
+"""Simulates a scenario and summarises the result."""
 
 from __future__ import annotations
 
@@ -18,51 +18,53 @@ from headrace.simulate import virtual_time
 from headrace.types import Struct
 
 FILLING = 4
-"""Steps at the start that are not counted, beside max_lag: the pipeline fills."""
+"""Steps at the start that are not counted, in addition to max_lag, because the pipeline fills."""
 
 
 class Prediction(Struct, frozen=True):
-    """Of the steps after the pipeline has filled, but for `lengths` and the totals."""
+    """The result of a simulation. Except for lengths and totals, it covers the steps after the pipeline has filled."""
 
     seconds_per_step: float
     tokens_per_second: float
-    """Trained."""
+    """Trained tokens per second."""
     sampled_per_second: float
+    """Sampled tokens per second."""
     engine_idle: float
-    """Share of the time in which a replica had nothing to do, 0 to 1."""
+    """Share of the time in which a replica was idle, 0 to 1."""
     trainer_idle: float
     running: float
-    """Sequences that decode at once in one replica, on average over the time that it works."""
+    """Mean number of sequences that a replica decodes at once while it works."""
     lags: dict[int, float]
-    """Share of the trained tokens."""
+    """Share of the trained tokens by lag."""
     lag_mean: float
     lag_max: int
     step_seconds: tuple[float, ...]
-    """Of every step from the first on, from the one before it."""
+    """Seconds of every step from the first on, measured from the step before."""
     drawn_length: float
-    """Mean tokens of a completion, of all groups that ended,"""
+    """Mean tokens of a completion over all groups that ended."""
     trained_length: float
-    """and of those that were trained: where they differ, the settings are biased against long ones."""
+    """The same over the trained groups. If the two differ, the settings are biased against long completions."""
     dropped: dict[str, int]
+    """Groups that were not trained, by reason."""
     gpus: int
     waits: dict[str, float]
-    """Seconds a step, by who waits for what."""
+    """Seconds of waiting per step, by owner and awaited thing."""
     seconds: float
-    """Of the whole run."""
+    """Seconds of the whole run."""
     rollouts: int
 
     @property
     def tokens_per_gpu(self) -> float:
-        """Trained tokens a second."""
+        """Trained tokens per second and GPU."""
         return self.tokens_per_second / self.gpus
 
     def cost(self, price: float, steps: int) -> float:
-        """Of so many steps, at a price of one GPU for an hour."""
+        """Returns the cost of `steps` steps. `price`: of one GPU for an hour."""
         return self.seconds_per_step * steps / 3600 * self.gpus * price
 
 
 class _Step(NamedTuple):
-    """At its end."""
+    """The counters at the end of a step."""
 
     t: float
     tokens: int
@@ -73,7 +75,7 @@ class _Step(NamedTuple):
 
 
 class Gauge:
-    """An observer that keeps what a prediction needs: of a step its numbers, not its tokens."""
+    """An observer that keeps the numbers that a prediction needs, but no tokens."""
 
     def __init__(self) -> None:
         self.steps: list[_Step] = []
@@ -102,18 +104,21 @@ class Gauge:
 
 
 def margins(scenario: Scenario) -> tuple[int, int]:
-    """Steps that are not counted at the start, while the pipeline fills, and at the end, when it draws no new prompts."""
+    """Returns the numbers of steps that are not counted at the start, while the pipeline fills, and at the end, when it draws no new
+    prompts."""
     return FILLING + scenario.staleness.max_lag, scenario.staleness.max_lag + 1
 
 
 def predict(scenario: Scenario, skip: int | None = None, tail: int | None = None) -> Prediction:
-    """Counts the steps but for the first `skip` and the last `tail` (`margins`, where None).
+    """Simulates a scenario and counts all steps except the first `skip` and the last `tail` (None: those of `margins`).
 
-    Raises ConfigError where fewer than two are left."""
+    Raises ConfigError if fewer than two steps are left."""
     first, last = margins(scenario)
     first, last = first if skip is None else skip, last if tail is None else tail
     if scenario.steps - first - last < 2:
-        raise ConfigError(f"{scenario.steps} steps are too few: {first} fill the pipeline and {last} empty it")
+        raise ConfigError(
+            f"{scenario.steps} steps are too few, because {first} fill the pipeline and {last} empty it; raise --steps"
+        )
     gauge = Gauge()
     world = planned_world(scenario, gauge)
     gauge.pool = world.pool
@@ -122,7 +127,7 @@ def predict(scenario: Scenario, skip: int | None = None, tail: int | None = None
 
 
 def _summary(scenario: Scenario, gauge: Gauge, steps: Sequence[_Step]) -> Prediction:
-    """`steps`: those that are counted, and the one before them."""
+    """Summarises a simulation. `steps`: the counted steps, and the one before them."""
     begin, end, counted = steps[0], steps[-1], steps[1:]
     seconds = end.t - begin.t
     lags: Counter[int] = Counter()

@@ -1,4 +1,4 @@
-"""What a prediction means, in a sentence."""
+"""Sentences about a prediction."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from headrace.plan.scenario import Scenario
 from headrace.plan.sweep import Option, fastest
 
 BUSY = 0.1
-"""Idle share below which a pool is the one that the others wait for."""
+"""Idle share below which a pool counts as the bottleneck."""
 BIASED = 0.02
-"""Share by which trained completions may be shorter than drawn ones before it is said."""
+"""Relative difference of lengths from which a bias is reported."""
 
 
 def bottleneck(prediction: Prediction) -> str:
@@ -26,7 +26,7 @@ def bottleneck(prediction: Prediction) -> str:
 
 
 def bias(prediction: Prediction) -> str:
-    """Empty where completions are trained as long as they are drawn."""
+    """Returns a sentence about the bias of lengths; empty if trained completions are as long as drawn ones."""
     share = prediction.trained_length / prediction.drawn_length if prediction.drawn_length else 1.0
     if abs(share - 1) < BIASED:
         return ""
@@ -35,7 +35,7 @@ def bias(prediction: Prediction) -> str:
 
 
 def recommendation(choice: Option, choices: Sequence[Option]) -> str:
-    """Why this one, beside the fastest and the synchronous one of its split."""
+    """Returns why this option is recommended, compared with the fastest one and with the synchronous one of its split."""
     best, own = fastest(choices), choice.prediction
     said = f"{choice.name}: {own.tokens_per_second:,.0f} tokens/s"
     synchronous = [one for one in choices if _same_pools(one.scenario, choice.scenario) and _is_synchronous(one)]

@@ -1,4 +1,4 @@
-"""What is simulated: settings of a run, how fast its parts are, how long its completions."""
+"""The input of a simulation: settings of a run, the speeds of its parts, the lengths of its completions."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from headrace.rollouts.staleness import StalenessConfig
 from headrace.simulate.distributions import Distribution, fixed
 
 COARSENESS = 16
-"""Simulated tokens of a mean completion, at most: enough to see in which part of it weights were swapped."""
+"""Simulated tokens of a mean completion at most: enough to see in which part of it weights were swapped."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Scenario:
+    """One simulation."""
+
     rates: Rates
     completions: Distribution
     staleness: StalenessConfig = field(default_factory=StalenessConfig)
@@ -30,22 +32,22 @@ class Scenario:
     latency: Distribution = fixed(0)
     """Seconds that the reward of one rollout takes."""
     workers: int = 1
-    """Rollouts that are scored at once."""
+    """Number of rollouts that are scored at once."""
     contrast: float = 1.0
     """Share of groups whose rewards differ."""
     solved: float | None = None
-    """Instead: the mean reward of rollouts that are right or wrong, by the prompt's difficulty."""
+    """If set, replaces `contrast`: the mean reward of rollouts that are right or wrong, depending on the prompt's difficulty."""
     recompute: bool = False
-    """Caches are computed again after a swap."""
+    """Whether KV caches are computed again after a swap."""
     identity_every: int = 0
     """Versions between two probes of C3."""
     seed: int = 0
     grain: int = 0
-    """Real tokens that one simulated token stands for; 0 chooses. The lag is told in multiples of it."""
+    """Real tokens that one simulated token stands for; 0 chooses it. The lag is resolved to multiples of it."""
 
     @property
     def mean_completion(self) -> float:
-        """Tokens, as far as max_tokens lets it."""
+        """Mean tokens of a completion, cut off at max_tokens."""
         return self.completions.mean_below(self.rollout.max_tokens)
 
     @property

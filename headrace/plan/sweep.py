@@ -1,4 +1,4 @@
-"""Which settings are worth their lag? Pools are split, depths tried, and one setting is recommended with its reason."""
+"""Finds the settings that are worth their lag: tries splits of the pools and depths, and recommends one setting."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ LAGS = (0, 1, 2, 4)
 SPLITS = 7
 """Splits of the pools that are tried, evenly spaced; then the neighbours of the best one."""
 GOOD_ENOUGH = 0.98
-"""Share of the best throughput for which less lag, and then a stricter order, is preferred."""
+"""Among settings that reach this share of the best throughput, the one with the least lag and then the strictest order is preferred."""
 STEPS = 12
-"""That count of every setting tried."""
+"""Steps that are counted of every setting tried."""
 
 Split = Callable[[int], Scenario | None]
-"""The scenario with so many GPUs in the trainer; None where they do not go."""
+"""Returns the scenario with that many GPUs in the trainer; None if that split is impossible."""
 
 
 @dataclass(frozen=True)
 class Option:
+    """A setting that was tried, and its prediction."""
+
     scenario: Scenario
     prediction: Prediction
 
@@ -43,9 +45,9 @@ class Option:
 
 
 def try_out(scenario: Scenario, steps: int = STEPS) -> Option:
-    """`steps`: that count at least, beside those in which the pipeline fills and empties.
+    """Simulates a scenario. `steps`: steps that are counted at least, beside those in which the pipeline fills and empties.
 
-    Where generation is paced, slots come back together and batches come in bursts of max_lag + 1: whole bursts are counted."""
+    With paced generation, slots become free together and batches come in bursts of max_lag + 1, so whole bursts are counted."""
     burst = scenario.staleness.max_lag + 1
     steps = -(-steps // burst) * burst
     whole = dataclasses.replace(scenario, steps=steps + sum(margins(scenario)))
@@ -53,7 +55,7 @@ def try_out(scenario: Scenario, steps: int = STEPS) -> Option:
 
 
 class Sweep:
-    """Every setting that is tried is simulated, once."""
+    """The settings that were tried, each simulated once."""
 
     def __init__(self, scenario: Scenario, say: Callable[[str], None]) -> None:
         self.tried: list[Option] = []
@@ -71,8 +73,8 @@ class Sweep:
 
 
 def sweep(scenario: Scenario, split: Split | None, say: Callable[[str], None]) -> list[Option]:
-    """The scenario itself first. Then its pools are split in other ways (where `split` can), then depths are tried at the best
-    split, then splits at the best depth, then batch sizes."""
+    """Returns all options that were tried: the scenario itself, then other splits of its pools (if `split` is given), then depths at the
+    best split, then splits at the best depth, then batch sizes."""
     found = Sweep(scenario, say)
     if split:
         found.explore(splits(split, scenario.gpus, scenario.staleness))
@@ -96,13 +98,13 @@ def splits(split: Split, total: int, staleness: StalenessConfig) -> Iterable[Sce
 
 
 def _identity(scenario: Scenario) -> tuple[object, ...]:
-    """What a sweep changes."""
+    """Returns the settings that a sweep changes."""
     rates = scenario.rates
     return scenario.staleness, scenario.replicas, rates.trainer.gpus, rates.engine.max_running
 
 
 def deeper(scenario: Scenario) -> Iterable[Scenario]:
-    """Every depth, in strict order and with a window of half the room there is for one."""
+    """Yields every depth, in strict order and with a window of half its possible size."""
     if not scenario.staleness.paced:
         return
     for lag in LAGS:
@@ -113,7 +115,7 @@ def deeper(scenario: Scenario) -> Iterable[Scenario]:
 
 
 def wider(scenario: Scenario) -> Iterable[Scenario]:
-    """Fewer and more sequences at once in an engine, as far as its batch curve was measured."""
+    """Yields half and twice the sequences at once in an engine, as far as its batch curve was measured."""
     engine = scenario.rates.engine
     for running in (engine.max_running // 2, engine.max_running * 2):
         if 0 < running <= engine.decode[-1][0]:
@@ -126,7 +128,7 @@ def fastest(choices: Sequence[Option]) -> Option:
 
 
 def recommended(choices: Sequence[Option]) -> Option:
-    """Of those nearly as fast as the fastest, the one with the least lag; then the strictest order."""
+    """Returns, among the options nearly as fast as the fastest, the one with the least lag, then with the strictest order."""
     best = fastest(choices).prediction.tokens_per_second
     good = [choice for choice in choices if choice.prediction.tokens_per_second >= GOOD_ENOUGH * best]
     return min(good, key=lambda choice: (choice.scenario.staleness.max_lag, choice.scenario.staleness.window))

@@ -22,7 +22,7 @@ class BufferState(Struct, frozen=True):
     next_ticket: int
     ready: tuple[Group, ...]
     in_flight: dict[int, Prompt]
-    """By ticket. A run that goes on goes on with the same tickets."""
+    """Prompts by ticket. A resumed run keeps the tickets."""
     accounting: Accounting
 
 
@@ -30,17 +30,17 @@ class Buffer:
     """Slots and order enforce C1 (proof in `staleness.py`); counters keep C2. Single-threaded: one asyncio loop."""
 
     def __init__(self, config: StalenessConfig, groups_wanted: int) -> None:
-        """`groups_wanted`: groups that the whole run will train. No more prompts are drawn than that needs."""
+        """`groups_wanted`: the number of groups that the whole run trains. No more prompts are drawn than that takes."""
         self._config = config
         self._wanted = groups_wanted
         self._next_ticket = 0
         self._in_flight: dict[int, Prompt] = {}
-        """By ticket."""
+        """Prompts by ticket."""
         self._ready: dict[int, Group] = {}
-        """In the order in which they were finished."""
+        """Groups by ticket, in the order in which they finished."""
         self._taken: dict[int, Group] = {}
         self._trained_not_live: dict[int, int] = {}
-        """The version that each made, by ticket."""
+        """By ticket, the version that training the group made."""
         self._drawn = self._trained = 0
         self._dropped: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
@@ -49,7 +49,7 @@ class Buffer:
         self._sleepers: list[asyncio.Future[None]] = []
 
     def count(self, record: AnyRecord) -> None:
-        """Does what a record of the journal says: in a run right after it was written, and once more when the run is recovered."""
+        """Applies a record of the journal: in a run right after it was written, and again when the run is recovered."""
         match record:
             case DrawnRecord():
                 self.start(record.ticket, record.prompt)
@@ -68,12 +68,12 @@ class Buffer:
     # -- the producer's side ------------------------------------------------------------------------------------------
 
     async def draw(self) -> int | None:
-        """The next ticket as soon as a slot is free and the run needs another group; None once the buffer is closed."""
+        """Returns the next ticket as soon as a slot is free and the run needs another group; None once the buffer is closed."""
         await self._until(lambda: self._closed or self._may_draw())
         return None if self._closed else self._next_ticket
 
     def start(self, ticket: int, prompt: Prompt) -> None:
-        """The prompt of the next ticket."""
+        """Puts the prompt of the next ticket in flight."""
         assert ticket == self._next_ticket, f"ticket {ticket} is drawn after {self._next_ticket - 1}"
         self._next_ticket += 1
         self._in_flight[ticket] = prompt
@@ -86,7 +86,7 @@ class Buffer:
         self._notify()
 
     def end(self, ticket: int, outcome: str, reason: str, failures: Iterable[str] = ()) -> None:
-        """A group that will not be trained: its slot is free at once. `failures`: reasons of rollouts that failed in it."""
+        """Ends a group that will not be trained: its slot is free at once. `failures`: the reasons of its failed rollouts."""
         assert outcome in ("dropped", "failed"), outcome
         place = next(held for held in (self._in_flight, self._ready, self._taken) if ticket in held)
         unfinished = ticket in self._in_flight  # else `put` has counted its failures
@@ -99,9 +99,9 @@ class Buffer:
     # -- the trainer's side -------------------------------------------------------------------------------------------
 
     async def take(self, count: int, judge: Callable[[Group], Group | None]) -> tuple[Group, ...] | None:
-        """The next `count` groups that may be taken, as they become ready; None once the buffer is closed.
+        """Returns the next `count` groups that may be taken, as they become ready; None once the buffer is closed.
 
-        `judge`: what of a group may be trained now; where it returns None it has ended the group.
+        `judge` returns the part of a group that may be trained now, or None if it has ended the group.
         """
         batch: list[Group] = []
         while len(batch) < count:
@@ -117,25 +117,25 @@ class Buffer:
         return tuple(batch)
 
     def take_again(self, tickets: Sequence[int]) -> tuple[Group, ...]:
-        """The groups of a step that is in the journal."""
+        """Takes and returns the groups of a step that is in the journal."""
         for ticket in tickets:
             self._taken[ticket] = self._ready.pop(ticket)
         return tuple(self._taken[ticket] for ticket in tickets)
 
     def trained(self, tickets: Sequence[int], version: int) -> None:
-        """Counts them as trained; their slots stay taken until `release`. `version`: of the weights that they made."""
+        """Counts groups as trained; their slots stay taken until `release`. `version`: of the weights that the step made."""
         for ticket in tickets:
             del self._taken[ticket]
             self._trained_not_live[ticket] = version
             self._trained += 1
 
     def release(self, version: int) -> None:
-        """Weights of this version are live: the slots of the groups that made them, or earlier ones, are free."""
+        """Frees the slots of the groups that made this version or an earlier one, when its weights are live."""
         self._trained_not_live = {ticket: made for ticket, made in self._trained_not_live.items() if made > version}
         self._notify()
 
     def want(self, groups: int) -> None:
-        """So many groups are trained by the whole run, and not as many as was said before."""
+        """Changes the number of groups that the whole run trains."""
         self._wanted = groups
         self._notify()
 
@@ -153,12 +153,12 @@ class Buffer:
 
     @property
     def in_flight(self) -> dict[int, Prompt]:
-        """What is generated or scored, by ticket."""
+        """The prompts whose groups are being generated or scored, by ticket."""
         return dict(self._in_flight)
 
     @property
     def ready(self) -> tuple[int, ...]:
-        """Tickets of finished groups, those in the step under way too."""
+        """Tickets of finished groups, including those in the current step."""
         return tuple(sorted([*self._ready, *self._taken]))
 
     @property
@@ -171,7 +171,7 @@ class Buffer:
         return len(self._in_flight) + len(self._ready) + len(self._taken)
 
     def accounting(self, in_checkpoint: bool = False) -> Accounting:
-        """C2 at this instant. `in_checkpoint`: what is in the pipeline now is what a checkpoint holds."""
+        """Returns the counts of C2 at this instant. `in_checkpoint`: count what is in the pipeline as held by a checkpoint."""
         return Accounting(
             drawn=self._drawn,
             trained=self._trained,
@@ -205,12 +205,12 @@ class Buffer:
         if config.paced:
             return self.outstanding < config.slots
         if len(self._trained_not_live) > config.max_lag * config.groups_per_step:
-            return False  # what would be sampled now is overdue already
+            return False  # tokens sampled now would be overdue already
         room = not config.stored or len(self._ready) + len(self._in_flight) < config.stored + config.generating
         return room and len(self._in_flight) < config.generating
 
     def _eligible(self) -> int | None:
-        """The ready ticket that is taken next. Paced, it lies inside the window anchored at the oldest ticket not taken yet."""
+        """Returns the ready ticket that is taken next. With pacing, it lies in the window that begins at the oldest ticket not taken."""
         tickets = list(self._ready)
         if self._config.paced and tickets:
             oldest = next(iter(self._in_flight), self._next_ticket)  # they are started in order

@@ -16,11 +16,12 @@ from pydantic.dataclasses import dataclass
 from headrace.observe.health.waits import Waits
 from headrace.protocols import Engine
 from headrace.reports import LoadReport
+from headrace.rollout_key import RolloutKey
 from headrace.types import Completion, Request, SamplingMask, TopLogprobs, VersionSpan
 from headrace.weights import WeightUpdate
 
 BEHIND = 1 << 40
-"""Added to the priority of what was set aside: everything new goes before it."""
+"""Added to the priority of requests that were set aside, so that every new request goes first."""
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -45,12 +46,13 @@ class PartialConfig:
 
     @property
     def stops_engine(self) -> bool:
-        """Whether others that use the engine are held up by it too."""
+        """Whether other runs that use the engine have to wait as well."""
         return self.mode in ("abort_resume", "save_resume", "drain")
 
 
 def partial_problems(config: PartialConfig, adapter: bool, several: bool) -> list[str]:
-    """`adapter`: whether the engine serves one beside a base; `several`: whether it serves several runs."""
+    """Returns a sentence with its remedy for each problem. `adapter`: whether the engine serves an adapter beside a base; `several`:
+    whether it serves several runs."""
     problems = []
     if several and config.stops_engine:
         problems.append(
@@ -71,20 +73,22 @@ class Delivery:
 
     load: LoadReport
     interrupted: int = 0
-    """Rollouts that were ended in the middle, to go on from their tokens or not at all."""
+    """The number of rollouts that were ended before they were done, whether or not they continue from their tokens."""
     pause: float = 0.0
-    """Seconds in which the engine was kept from generating all it could."""
+    """Seconds in which the engine could not generate at full speed."""
 
 
 class Interrupts:
-    """The engine as rollouts see it: a request of theirs ends when it is done, whatever interrupts it on the way."""
+    """The engine as rollouts see it: a request returns when it is done, however often it was interrupted."""
 
     def __init__(self, engine: Engine, config: PartialConfig, waits: Waits, clock: Callable[[], float]) -> None:
         self._engine, self._config, self._waits, self._clock = engine, config, waits, clock
         self._kept: dict[str, Completion] = {}
-        """What was sampled before an interruption or in an earlier process, and what is done, by request, until `forget`."""
+        """By request, until `forget`: tokens sampled before an interruption or in an earlier process, and finished completions."""
         self._asked: dict[str, asyncio.Future[Completion]] = {}
-        """Requests that the engine has."""
+        """The requests that the engine is working on."""
+        self._names: dict[int, dict[str, bool]] = {}
+        """The requests of each group, by ticket, and whether their rollouts asked for them in this process."""
         self._groups = 0
         self._idle, self._open, self._admits = asyncio.Event(), asyncio.Event(), asyncio.Event()
         for event in (self._idle, self._open, self._admits):
@@ -93,7 +97,9 @@ class Interrupts:
     # -- for rollouts ---------------------------------------------------------------------------------------------------
 
     async def generate(self, request: Request) -> Completion:
-        """As `Engine.generate`, but for interruptions. What came of it is kept until `forget`."""
+        """Like `Engine.generate`, but continues after interruptions. The completion is kept until `forget` or `forget_group`."""
+        if key := RolloutKey.read(request.id):
+            self._names.setdefault(key.ticket, {})[request.id] = True
         had = self._kept.get(request.id)
         while had is None or had.stop == "interrupted":
             if not self._open.is_set():
@@ -107,7 +113,7 @@ class Interrupts:
         try:
             part = await asyncio.shield(asked)
         except BaseException:
-            # What it has is in the checkpoint that a run leaves behind, and in what is said to be lost.
+            # The tokens so far belong in the run's last checkpoint, or in the count of lost tokens.
             self._kept |= self._told([request.id])
             asked.cancel()
             raise
@@ -116,7 +122,7 @@ class Interrupts:
         return joined(had, part) if had else part
 
     async def once(self, request: Request) -> Completion:
-        """The same, for a request that nobody asks about later."""
+        """Like `generate`, for a request whose completion need not be kept."""
         try:
             return await self.generate(request)
         finally:
@@ -132,9 +138,22 @@ class Interrupts:
         for request_id in request_ids:
             self._kept.pop(request_id, None)
 
+    def names(self, ticket: int) -> list[str]:
+        """Every request of a group: those that its rollouts asked for, and those that were recorded before the run was killed."""
+        return list(self._names.get(ticket, ()))
+
+    def unused(self, ticket: int) -> dict[str, Completion]:
+        """What was recorded of a group before the run was killed, and its rollouts did not ask for again."""
+        asked = self._names.get(ticket, {})
+        return {name: self._kept[name] for name, used in asked.items() if not used and name in self._kept}
+
+    def forget_group(self, ticket: int) -> None:
+        """Forgets all requests of a group, when it has ended."""
+        self.forget(self._names.pop(ticket, ()))
+
     @contextlib.asynccontextmanager
     async def group(self) -> AsyncIterator[None]:
-        """While a group is generated and scored."""
+        """The context in which a group is generated and scored."""
         self._groups += 1
         self._idle.clear()
         try:
@@ -154,13 +173,14 @@ class Interrupts:
 
     @property
     def cancels_groups(self) -> bool:
-        """Whether the groups that a swap finds begun are to be ended."""
+        """Whether a swap ends the groups that have begun."""
         return self._config.mode == "cancel_group"
 
     # -- for checkpoints ------------------------------------------------------------------------------------------------
 
     def so_far(self, among: Iterable[str] | None = None) -> dict[str, Completion]:
-        """By request (all of them, or those named), what is done or begun; `interrupted` says that there is more to come."""
+        """Returns finished and partial completions by request, of all requests or of those named. A partial one has the stop
+        `interrupted`."""
         if among is None:
             return self._kept | self._told(self._asked)
         names = list(among)
@@ -168,7 +188,7 @@ class Interrupts:
         return kept | self._told([name for name in names if name in self._asked])
 
     def _told(self, request_ids: Iterable[str]) -> dict[str, Completion]:
-        """Of requests that the engine has."""
+        """The completions so far of requests that the engine is working on."""
         running, found = self._engine.unfinished(request_ids), {}
         for name in request_ids:
             if unheard := self._unheard(name):
@@ -183,16 +203,19 @@ class Interrupts:
         return found
 
     def _unheard(self, name: str) -> Completion | None:
-        """What came of a request whose rollout has not had its turn since."""
+        """The completion of a request that has ended while the task that awaits it has not run since."""
         asked = self._asked.get(name)
         over = asked is not None and asked.done() and not asked.cancelled() and not asked.exception()
         return asked.result() if asked and over else None
 
     def restore(self, kept: Mapping[str, Completion]) -> None:
         self._kept = dict(kept)
+        for name in kept:
+            if key := RolloutKey.read(name):
+                self._names.setdefault(key.ticket, {})[name] = False
 
     def first_version(self, request_ids: Iterable[str]) -> int | None:
-        """Of the oldest token of these requests; None where nothing is sampled yet."""
+        """Returns the version of the oldest token of these requests, or None if no token is sampled yet."""
         request_ids = list(request_ids)
         told = self._engine.unfinished(request_ids)
         versions = [kept.spans[0].version for one in request_ids if (kept := self._kept.get(one)) and kept.spans]
@@ -203,7 +226,7 @@ class Interrupts:
     # -- for deliveries -------------------------------------------------------------------------------------------------
 
     async def deliver(self, update: WeightUpdate) -> Delivery:
-        """Returns when the weights are live. Raises what `Engine.load` raises; rollouts go on with what is live then."""
+        """Returns when the weights are live. Raises what `Engine.load` raises; rollouts then continue under the old weights."""
         match self._config.mode:
             case "inflight" | "cancel_group":
                 return Delivery(await self._engine.load(update))
@@ -231,7 +254,7 @@ class Interrupts:
         try:
             await self._engine.drain()
             load = await self._engine.load(update)
-        except Exception:  # not where this is cancelled: the run ends, and an engine that hangs would keep it from that
+        except Exception:  # not CancelledError: the run is ending, and must not wait for an engine that hangs
             await self._engine.resume()
             raise
         await self._engine.resume()
@@ -249,7 +272,7 @@ class Interrupts:
 
 
 def joined(first: Completion, second: Completion) -> Completion:
-    """What was sampled before an interruption, and after it. Cache entries of the first part were computed again."""
+    """Joins the tokens before an interruption and after it. The KV entries of the first part were computed again."""
     count = len(first.tokens)
     spans = list(first.spans) if first.tokens else []
     for span in second.spans if second.tokens else ():
@@ -266,7 +289,8 @@ def joined(first: Completion, second: Completion) -> Completion:
         prompt_top=first.prompt_top or second.prompt_top,
         top=_joined_top(first.top, second.top),
         mask=_joined_mask(first.mask, second.mask),
-        routing=second.routing or first.routing,  # of all positions: it is told at the end, of the cache entries in use
+        routing=second.routing
+        or first.routing,  # the later one covers all positions, with the KV entries in use at its end
     )
 
 

@@ -1,19 +1,14 @@
-"""One prompt -> G rollouts: requests to the engine, completions to episodes, failures to data."""
+"""Settings of rollouts, and the requests that follow from them."""
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Sequence
 
-import msgspec
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from headrace.types import Completion, Episode, Failure, Prompt, Request, Sampling, Turn
-
-Decode = Callable[[Sequence[int]], str]
-Generate = Callable[[Request], Awaitable[Completion]]
+from headrace.types import Request, Sampling
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -57,11 +52,11 @@ class RolloutConfig:
             "is not the distribution that was sampled from; set it to true unless that is what you want to see"
         ]
 
-    def request(self, name: str, prompt: Prompt, seed: int, priority: int, adapter: str = "") -> Request:
-        """For a rollout that will be trained on."""
+    def request(self, name: str, context: Sequence[int], seed: int, priority: int, adapter: str = "") -> Request:
+        """The request for a turn that will be trained on. `context`: the tokens before it."""
         return Request(
             name,
-            prompt.tokens,
+            tuple(context),
             self._sampling(seed, self.temperature),
             priority=priority,
             adapter=adapter,
@@ -69,9 +64,11 @@ class RolloutConfig:
             return_routing=self.keep_routing,
         )
 
-    def evaluation(self, name: str, prompt: Prompt, seed: int, temperature: float, adapter: str = "") -> Request:
-        """For a rollout that is only scored: nothing is recorded, and it goes before training's."""
-        return Request(name, prompt.tokens, self._sampling(seed, temperature), adapter=adapter)
+    def evaluation(
+        self, name: str, context: Sequence[int], seed: int, temperature: float, adapter: str = ""
+    ) -> Request:
+        """The request for a turn that is only scored: nothing is recorded, and it goes before those of training."""
+        return Request(name, tuple(context), self._sampling(seed, temperature), adapter=adapter)
 
     def _sampling(self, seed: int, temperature: float) -> Sampling:
         return Sampling(
@@ -89,27 +86,3 @@ def seed_of(*parts: object) -> int:
     """A 63-bit seed from names and numbers, the same on every machine."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
-
-
-async def boundary(generate: Generate, request: Request) -> Completion | Failure:
-    """The one place where a failed rollout becomes data. What is not the rollout's own fault propagates."""
-    try:
-        result = await generate(request)
-    except ValueError as error:  # the engine refused the request
-        return Failure("request_refused", str(error))
-    return Failure("engine_error", result.error) if result.stop == "error" else result
-
-
-async def roll_out(
-    generate: Generate, prompt: Prompt, requests: Iterable[Request], decode: Decode
-) -> list[Episode | Failure]:
-    """Completions of one prompt, sampled side by side."""
-    results = await asyncio.gather(*(boundary(generate, request) for request in requests))
-    return [
-        result if isinstance(result, Failure) else Episode((Turn(prompt.tokens, _with_text(result, decode)),))
-        for result in results
-    ]
-
-
-def _with_text(completion: Completion, decode: Decode) -> Completion:
-    return msgspec.structs.replace(completion, text=decode(completion.tokens))

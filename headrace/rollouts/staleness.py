@@ -98,28 +98,28 @@ class StalenessConfig:
 
     @property
     def paced(self) -> bool:
-        """Whether the trainer's pace holds generation back, so that nothing is ever overdue."""
+        """Whether generation waits for the trainer, so that nothing is ever overdue."""
         return self.overdue == "wait"
 
     @property
     def slots(self) -> int:
-        """Tickets that may be out at once, where generation is paced."""
+        """The number of tickets that may be out at once if generation is paced."""
         return (self.max_lag + 1) * self.groups_per_step - (self.window - 1)
 
     @property
     def generating(self) -> int:
-        """Groups that may be in flight at once."""
+        """The number of groups that may be in flight at once."""
         return self.slots if self.paced else self.in_flight or self.slots
 
     @property
     def lag_bound(self) -> int:
-        """No token that is trained is older."""
+        """The largest lag that a trained token can have."""
         return (self.slots + self.window - 2) // self.groups_per_step if self.paced else self.max_lag
 
 
 def still_bounded(old: StalenessConfig, new: StalenessConfig) -> bool:
-    """Whether the new bound holds for what was admitted under the old settings (of as many groups a step), whose slots and
-    window the proof above then speaks of."""
+    """Whether the new bound holds for groups that were admitted under the old settings: the proof above, with the old slots and the
+    larger window. Both settings have the same number of groups a step."""
     if not new.paced:
         return True
     window = max(old.window, new.window)
@@ -127,12 +127,12 @@ def still_bounded(old: StalenessConfig, new: StalenessConfig) -> bool:
 
 
 def first_version(group: Group) -> int:
-    """Of its oldest token in the loss."""
+    """The version that sampled the oldest token in the loss."""
     return min(version for row in group.rows for version, kept in zip(row.versions, row.mask, strict=True) if kept)
 
 
 def judge(group: Group, step: int, config: StalenessConfig) -> Group | None:
-    """What of a finished group may be trained at `step`; None where it is dropped as overdue."""
+    """Returns the part of a finished group that may be trained at `step`, or None if the group is dropped as overdue."""
     oldest = step - config.max_lag
     if first_version(group) >= oldest:
         return group

@@ -37,9 +37,9 @@ def reasoning_gym_reward(
     answer: Sequence[Any],
     entry: Sequence[str | None] = (),
 ) -> list[float | Failure]:
-    """Each family's own verifier, 0 to 1, on the completion without the white space around it.
+    """Applies each family's own verifier (0 to 1) to the completion without surrounding white space.
 
-    A verifier that cannot read an answer and raises fails that completion alone: whether it was wrong, nobody knows.
+    If a verifier raises, only that completion fails: it is not known to be wrong.
     """
     literals = entry or [None] * len(completions)
     rows = zip(prompts, completions, metadata, answer, literals, strict=True)

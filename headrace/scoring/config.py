@@ -13,7 +13,7 @@ BUILTIN = ("reasoning_gym",)
 HANDED = "python:"
 """Prefix of the name of a function that was passed to `headrace.train` and is in no file."""
 PUNISHMENT = "soft_overlong_punishment"
-"""Its name among the rewards."""
+"""The name of the punishment among the rewards."""
 Extract = Literal["", "last_number", "answer_tag"]
 _STRICT = ConfigDict(extra="forbid")
 

@@ -1,4 +1,4 @@
-"""What a reward function sees of a completion. Nothing found is the empty string: an answer that was not given."""
+"""The part of a completion that a reward function receives. If nothing is found, it is the empty string: no answer was given."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 
 
 def last_number(text: str) -> str:
-    """The last number, without thousands separators: `so 1,234.` -> `1234`."""
+    """Returns the last number, without thousands separators: `so 1,234.` -> `1234`."""
     found = _NUMBER.findall(text)
     return found[-1].replace(",", "") if found else ""
 
 
 def answer_tag(text: str) -> str:
-    """What stands in the last `<answer>...</answer>`."""
+    """Returns the text in the last `<answer>...</answer>`."""
     found = _TAG.findall(text)
     return found[-1].strip() if found else ""
 
@@ -30,9 +30,9 @@ _EXTRACTORS: dict[str, Callable[[str], str]] = {"last_number": last_number, "ans
 @dataclass(frozen=True)
 class Extractor:
     kind: str = ""
-    """Empty for the whole text."""
+    """`last_number` or `answer_tag`; empty for the whole text."""
     of_truncated: bool = False
-    """Whether a completion that was cut off has an answer: the last number of half a sentence is not what it was about to say."""
+    """Whether to look for an answer in completions that were cut off: the last number of an unfinished sentence is not its answer."""
 
     def __call__(self, completion: Completion) -> str:
         if not self.kind:

@@ -14,11 +14,11 @@ from headrace.types import Episode, Failure, Prompt, Scored
 @dataclass
 class FakeScorer:
     seconds: float = 0.0
-    """How long a group takes. Only `asyncio.sleep`, so that it works in virtual time."""
+    """Seconds that scoring a group takes, in `asyncio.sleep` alone, so that it works in virtual time."""
     reward: Callable[[Prompt, Episode], float] | None = None
-    """None gives each completion a number of its own between 0.5 and 1.5. What raises makes its rollout fail."""
+    """The reward of a rollout, which fails if this raises. None gives each completion its own number between 0.5 and 1.5."""
     failure_rate: float = 0.0
-    """Share of rollouts whose reward fails."""
+    """The share of rollouts whose reward fails."""
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The scorer of reward functions: several at once for a group, weighted, each with its own way of going wrong."""
+"""The scorer of reward functions: calls all of them at once for a group, and adds their weighted results."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class _Judge:
 
 
 class FunctionScorer:
-    """Functions of the config run in processes; `callables`, which replace them, in threads or on the running loop."""
+    """Runs the functions of the config in processes, or `callables`, which replace them, in threads or on the running loop."""
 
     def __init__(
         self, config: RewardConfig, callables: Sequence[Callable[..., Any]] = (), log: Path | None = None
     ) -> None:
-        """Loads the functions once to see that they can be loaded: raises ConfigError. `log` gets what they print."""
+        """Loads the functions once. Raises ConfigError if one cannot be loaded. `log` receives what they print."""
         self.threads = ThreadPool(config.workers, config.timeout)
         self._pools: list[PrivatePool | SharedProcess] = []
         if callables:
@@ -70,18 +70,18 @@ class FunctionScorer:
         ]
 
     async def close(self) -> None:
-        """Kills the processes. Threads that were abandoned are left to themselves."""
+        """Kills the processes. Abandoned threads keep running."""
         await asyncio.gather(*(pool.close() for pool in self._pools))
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes that are alive."""
+        """The process ids of the live workers."""
         return [pid for pool in self._pools for pid in pool.pids]
 
     def _combined(self, episode: Episode, parts: Sequence[float | Failure | None]) -> Scored | Failure:
         rewards: dict[str, float] = {}
         for judge, part in zip(self._judges, parts, strict=True):
-            if isinstance(part, Failure):  # a sum that lacks a part is not the reward
+            if isinstance(part, Failure):  # a sum without one of its parts is not the reward
                 return msgspec.structs.replace(part, detail=f"{judge.name}: {part.detail}")
             if part is not None:
                 rewards[judge.name] = part

@@ -1,4 +1,4 @@
-"""What a reward function is asked, and what may come back: one call for one group."""
+"""One call of a reward function for one group: its arguments, and how its result is read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headrace.settings.user_code import one_line, traceback_of, unreachable
 from headrace.types import Failure, Struct
 
 Values = list[float | Failure | None]
-"""One per completion: a finite number, why there is none, or None where a function written for TRL does not apply."""
+"""One per completion: a finite number, a failure, or None if a function written for TRL does not apply."""
 
 
 class Job(Struct, frozen=True):
@@ -25,11 +25,11 @@ class Job(Struct, frozen=True):
     columns: dict[str, Any]
     """One value per column: all completions of a group share their row."""
     chat: str = ""
-    """The column that holds the prompt as a conversation; empty where it is text."""
+    """The column that holds the prompt as a conversation; empty if the prompt is text."""
 
 
 class Loaded(Struct, frozen=True):
-    """A reward function as the worker found it."""
+    """A reward function that a worker has loaded."""
 
     name: str
     is_async: bool
@@ -40,7 +40,7 @@ def fail_all(job: Job, reason: str, detail: str) -> Values:
 
 
 def fail_raised(error: BaseException) -> Failure:
-    """Of a function that raised."""
+    """The failure of a rollout whose reward function raised."""
     reason = "reward_unreachable" if unreachable(error) else "reward_raised"
     return Failure(reason, one_line(error), traceback_of(error))
 
@@ -52,7 +52,7 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def signature_problem(function: Any) -> str:
-    """Empty, or why this cannot be called as `fn(prompts=, completions=, **columns)`."""
+    """Says why the function cannot be called as `fn(prompts=, completions=, **columns)`; empty if it can."""
     if not callable(function):
         return f"is a {type(function).__name__}, which cannot be called"
     for parameter in _parameters(function):
@@ -68,14 +68,14 @@ def signature_problem(function: Any) -> str:
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     try:
         return list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # some functions written in C do not say
+    except (TypeError, ValueError):  # some functions written in C have no signature
         return [inspect.Parameter("anything", inspect.Parameter.VAR_KEYWORD)]
 
 
 def arguments(function: Callable[..., Any], job: Job) -> dict[str, Any]:
-    """Lists of equal length: `prompts`, `completions`, `completion_tokens` (of a function for TRL `completion_ids`), every column.
+    """Returns lists of equal length: `prompts`, `completions`, `completion_tokens` (`completion_ids` for a TRL function), and every column.
 
-    Only what the function's signature names, unless it takes `**columns`.
+    Only arguments that the function's signature names are returned, unless it takes `**columns`.
     """
     offered = _offered_by_trl(job) if isinstance(function, TrlReward) else _offered(job)
     parameters = _parameters(function)
@@ -99,7 +99,7 @@ def _offered(job: Job) -> dict[str, Any]:
 
 
 def _offered_by_trl(job: Job) -> dict[str, Any]:
-    """TRL's `GRPOTrainer._calculate_rewards`: every column but the prompt, which comes as `prompts`."""
+    """Returns the arguments of TRL's `GRPOTrainer._calculate_rewards`: every column but the prompt, which is passed as `prompts`."""
     columns = _columns(job)
     chats = columns.pop(job.chat) if job.chat else None
     return columns | {
@@ -111,7 +111,7 @@ def _offered_by_trl(job: Job) -> dict[str, Any]:
 
 def _columns(job: Job) -> dict[str, Any]:
     return {
-        name: [copy.deepcopy(value) for _ in job.completions]  # theirs to change
+        name: [copy.deepcopy(value) for _ in job.completions]  # a copy: the function may change it
         for name, value in job.columns.items()
     }
 
@@ -122,7 +122,7 @@ def _hint(missing: Sequence[str]) -> str:
 
 
 def call(function: Callable[..., Any], job: Job) -> Values:
-    """Runs a function that is not async, to its end."""
+    """Runs a function that is not async until it returns."""
     try:
         return _read(function, function(**arguments(function, job)), job)
     except (Exception, SystemExit) as error:
@@ -130,10 +130,10 @@ def call(function: Callable[..., Any], job: Job) -> Values:
 
 
 async def call_async(function: Callable[..., Any], job: Job, seconds: float) -> Values:
-    """Cancels a function that is not done within `seconds`, and does not wait for it to obey."""
+    """Cancels a function that is not done within `seconds`, and does not wait until it has ended."""
     try:
         return await within(threading.get_native_id(), seconds, _awaited(function, job))
-    except TimeoutError:  # `_awaited` returns those of the function
+    except TimeoutError:  # a TimeoutError of the function itself is a Failure that `_awaited` returns
         return too_late(job, seconds)
 
 
@@ -157,7 +157,7 @@ def _read(function: Callable[..., Any], result: Any, job: Job) -> Values:
 
 
 def read_values(result: Any, count: int) -> Values:
-    """What a function returned, as numbers or as reasons why there are none. Never a zero for a missing one."""
+    """Reads a function's result as numbers or failures. A missing number is never replaced by zero."""
     if result is None:
         return [
             Failure("reward_none", "the function returned None instead of a list; is its return statement missing?")

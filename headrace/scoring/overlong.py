@@ -1,6 +1,6 @@
-"""Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13): what comes near the longest completion there can be loses reward.
+"""Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13): completions that come near the limit of length lose reward.
 
-Cut off at once at full length, a sound argument that was a few tokens too long would be punished like a wrong one.
+With a punishment at the limit alone, a correct argument that is a few tokens too long would be punished like a wrong one.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from headrace.types import Episode, Failure, Prompt, Scored
 
 
 def soft_overlong_punishment(length: int, longest: int, cache: int) -> float:
-    """0 up to `longest - cache` tokens, from there down to -1 at `longest`, in proportion."""
+    """Returns 0 up to `longest - cache` tokens; from there it falls linearly to -1 at `longest`."""
     free = longest - cache
     return 0.0 if length <= free else max((free - length) / cache, -1.0)
 
 
 class PunishedScorer:
-    """The scorer inside it, and the punishment added under its name. Of an episode the longest completion counts."""
+    """Adds the punishment, under its name, to the rewards of the inner scorer. The longest completion of an episode counts."""
 
     def __init__(self, inner: Scorer, config: OverlongConfig, longest: int) -> None:
-        """`longest`: tokens of a completion (rollout.max_tokens)."""
+        """`longest`: tokens of the longest completion (rollout.max_tokens)."""
         self._inner, self._config, self._longest = inner, config, longest
 
     async def score(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[Scored | Failure]:
@@ -42,5 +42,5 @@ class PunishedScorer:
 
 
 def punished(config: OverlongConfig, longest: int, scorer: Scorer) -> Scorer:
-    """Of what is trained on. Evaluations go without: a held-out reward measures the task."""
+    """Wraps the scorer for training. Evaluations are not punished: a held-out reward measures the task."""
     return PunishedScorer(scorer, config, longest) if config.cache else scorer

@@ -1,4 +1,4 @@
-"""Reward functions that Python was passed: one, several, or several with names and weights."""
+"""Reward functions that are passed from Python: one, several, or several with names and weights."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Rewards = (
     | Sequence[RewardFunction | tuple[RewardFunction, float]]
     | Mapping[str, RewardFunction | tuple[RewardFunction, float]]
 )
-"""What `headrace.train(reward=)` takes: a pair is a function and its weight in the sum."""
+"""The values of `headrace.train(reward=)`. A pair is a function and its weight in the sum."""
 
 
 def rewards_of(reward: Rewards) -> list[tuple[RewardSpec, RewardFunction]]:
-    """Each function with what the settings say of it. Raises ConfigError for what cannot be called, or has no finite weight."""
+    """Returns each function with its settings. Raises ConfigError for a value that cannot be called or has no finite weight."""
     if callable(reward):
         return [_one("", reward)]
     if isinstance(reward, Mapping):

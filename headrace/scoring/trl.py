@@ -1,7 +1,7 @@
 """Reward functions written for TRL, called as TRL's trainers call them.
 
-In what it differs from our own convention: where the row's prompt is a conversation, prompts and completions are conversations too;
-tokens go by the name `completion_ids`; and a reward of None means that this function has nothing to say of this row.
+The convention differs from ours in three points: if the row's prompt is a conversation, prompts and completions are conversations too;
+tokens are passed as `completion_ids`; and a reward of None means that the function does not apply to the row.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 ONLY_THERE = ("trainer_state", "log_extra", "log_metric", "environments")
-"""What TRL passes and we have not."""
+"""Arguments that TRL passes and headrace cannot."""
 
 
 class TrlReward:
-    """The mark: a function in it is called by TRL's convention. It can be called, and is named, like the function itself."""
+    """Marks a function that is called by TRL's convention. It can be called like the function, and has its name."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -31,5 +31,5 @@ def trl_reward(function: Callable[..., Any]) -> TrlReward:
 
 
 def conversation(text: str) -> list[dict[str, str]]:
-    """A completion, as TRL hands it to functions where the prompt is a conversation."""
+    """Returns a completion in the form that TRL passes to functions if the prompt is a conversation."""
     return [{"role": "assistant", "content": text}]

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import math
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 
 from headrace.errors import ConfigError, WorkerDied
 from headrace.models.chat import ChatEncoder
 from headrace.models.resolve import cache_dir, resolve_model
+from headrace.observe.health.waits import Waits
+from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.clients.process_engine import ProcessEngine
 from headrace.orchestration.workers.build import open_launcher
 from headrace.orchestration.workers.messages import EngineStart
@@ -33,11 +35,10 @@ BACKLOG = 2048
 """Connections that nobody has taken yet."""
 
 
-class _Unobserved:
-    """Protocol `Observer`: a server has no run whose facts would be kept."""
-
-    def record(self, fact: Any) -> None:
-        pass
+def _unrecorded() -> Telemetry:
+    """Drops all facts: a server has no run that would keep them. Nothing in it waits under a name, so no deadline matters."""
+    drop, clock = lambda fact: None, asyncio.get_running_loop().time
+    return Telemetry(drop, clock, Waits(drop, clock, math.inf, math.inf))
 
 
 def serve(config: ServeConfig, say: Callable[[str], None]) -> int:
@@ -115,7 +116,7 @@ async def opened(config: ServeConfig, directory: Path, logs: Path) -> AsyncItera
     encoder = await asyncio.to_thread(ChatEncoder, directory)
     await asyncio.to_thread(logs.mkdir, parents=True, exist_ok=True)
     job, limit = Job("engine", "engine", config.engine.cores), config.engine.max_deaths
-    engine = ProcessEngine(open_launcher(logs), job, limit, _Unobserved(), asyncio.get_running_loop().time)
+    engine = ProcessEngine(open_launcher(logs), job, limit, _unrecorded())
     try:
         await engine.launch()
         await engine.open(EngineStart(str(directory), dataclasses.asdict(config.engine), {}))

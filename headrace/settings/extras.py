@@ -13,7 +13,7 @@ class Extra(NamedTuple):
     requirement: str
     """Requirement as in `pyproject.toml`."""
     brings: str
-    """What it is used for."""
+    """Its use."""
     beside: tuple[str, ...] = ()
     """Requirements that come with it."""
 
@@ -28,7 +28,7 @@ EXTRAS = {
     "remote": Extra("aiohttp", "aiohttp>=3.11,<4", "engines behind HTTP (engine.kind = headrace)"),
     "lora": Extra("peft", "peft>=0.18,<1", "training of LoRA adapters"),
 }
-"""By the name of headrace's extra."""
+"""Packages by the name of headrace's extra."""
 
 
 def install(extra: str) -> str:

@@ -1,6 +1,6 @@
-"""What the planner (`headrace/plan/`), the fault simulation (`headrace/faultsim/`) and the tests are made of.
+"""The common parts of the planner (`headrace/plan/`), the fault simulation (`headrace/faultsim/`) and the tests.
 
-Read `virtual_time.py` (a clock that costs nothing), `distributions.py` (lengths and latencies), `codes.py` (what simulated tokens
-mean), `surroundings.py` (prompts and rewards), `world.py` (the real loops joined to fakes or simulated parts), `makers.py` (nouns by
-hand, for tests).
+Read `virtual_time.py` (a clock that costs nothing), `distributions.py` (lengths and latencies), `codes.py` (the codes in
+simulated tokens), `surroundings.py` (prompts and rewards), `world.py` (the real loops with fakes or simulated parts), `makers.py` (values
+for tests).
 """

@@ -1,8 +1,7 @@
-"""What simulated tokens say. Nothing reads them as text, so they carry what the simulation needs to know.
+"""The codes in simulated tokens. Nothing reads these tokens as text, so they carry the values that the simulation needs.
 
-One token of the simulation stands for `grain` real ones, so that an hour of a thousand GPUs, which is billions of tokens,
-passes through the real pipeline in seconds. Times are computed from real lengths; what is coarse is the lag, which is told in
-multiples of `grain` tokens.
+One simulated token stands for `grain` real ones, so that an hour of a thousand GPUs, which is billions of tokens, passes through the
+real pipeline in seconds. Times are computed from real lengths; only the lag is coarse, with a resolution of `grain` tokens.
 
     prompt      (number, real length, difficulty code)
     completion  (real length, 0, 0, ...): ceil(length / grain) tokens
@@ -19,13 +18,13 @@ _SCALE = 1 << 30
 
 
 def prompt_tokens(number: int, length: float, u: float) -> tuple[int, int, int]:
-    """`u`: uniform, where the prompt stands among all by difficulty."""
+    """Encodes a prompt. `u`: uniform in (0, 1), its rank by difficulty."""
     return number, max(1, round(length)), int(u * _SCALE)
 
 
-@lru_cache(maxsize=1 << 14)  # asked for every rollout of a group
+@lru_cache(maxsize=1 << 14)  # called for every rollout of a group
 def difficulty(prompt: tuple[int, ...]) -> float:
-    """Standard normal."""
+    """Returns the difficulty of a prompt, standard normal."""
     return normal_quantile((prompt[2] + 0.5) / _SCALE)
 
 
@@ -34,10 +33,10 @@ def completion_tokens(length: int, grain: int) -> tuple[int, ...]:
 
 
 def real_tokens(row: Row, grain: int) -> int:
-    """Sampled tokens that the row stands for."""
+    """Returns the sampled real tokens that the row stands for."""
     return min(row.tokens[0], len(row.tokens) * grain) if row.tokens else 0
 
 
 def loss_tokens(row: Row, grain: int) -> int:
-    """Of these, those in the loss."""
+    """Returns those of them that are in the loss."""
     return round(real_tokens(row, grain) * sum(row.mask) / len(row.mask)) if row.mask else 0

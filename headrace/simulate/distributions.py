@@ -1,4 +1,4 @@
-"""Lengths and latencies: a few shapes, each by its quantile function, so that one uniform number gives one draw."""
+"""Distributions of lengths and latencies, each with its quantile function, so that one uniform number gives one draw."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _REMEDY = (
 
 
 class Distribution(Struct, frozen=True):
-    """Of positive numbers: tokens, or seconds."""
+    """A distribution of positive numbers: tokens or seconds."""
 
     kind: Literal["fixed", "lognormal", "pareto", "empirical"]
     mean: float = 0.0
-    """Of `fixed`, `lognormal` and `pareto`."""
+    """Mean of `fixed`, `lognormal` and `pareto`."""
     sigma: float = 0.0
     """`lognormal`: standard deviation of the logarithm. 0.5 is mild, 1 has a tail."""
     alpha: float = 0.0
-    """`pareto`: above 1; the nearer to 1, the heavier the tail."""
+    """`pareto`: exponent above 1; the nearer to 1, the heavier the tail."""
     values: tuple[float, ...] = ()
-    """`empirical`: ascending; each is as probable as the others."""
+    """`empirical`: the values, ascending and equally probable."""
     correlation: float = 0.0
-    """Of two draws for the same prompt, through a Gaussian copula: 0 makes them independent, 1 equal. What they have in
-    common is the prompt's difficulty."""
+    """Correlation of two draws for the same prompt, through a Gaussian copula: 0 makes them independent, 1 equal. Their common factor is
+    the prompt's difficulty."""
 
     def quantile(self, u: float) -> float:
-        """`u` in (0, 1)."""
+        """Returns the value below which a share `u` in (0, 1) of the draws is."""
         match self.kind:
             case "fixed":
                 return self.mean
@@ -49,19 +49,19 @@ class Distribution(Struct, frozen=True):
                 return self.values[int(u * len(self.values))]
 
     def draw(self, u: float, difficulty: float = 0.0) -> float:
-        """`u`: uniform, the draw's own; `difficulty`: standard normal, the prompt's."""
+        """Returns one draw. `u`: uniform, of this draw; `difficulty`: standard normal, of the prompt."""
         if self.correlation:
             own, shared = math.sqrt(1 - self.correlation), math.sqrt(self.correlation)
             u = _NORMAL.cdf(shared * difficulty + own * normal_quantile(u))
         return self.quantile(min(max(u, _EDGE), 1 - _EDGE))
 
     def mean_below(self, limit: float, grid: int = 400) -> float:
-        """Mean of min(draw, limit), numerically."""
+        """Returns the mean of min(draw, limit), computed numerically."""
         return sum(min(limit, self.quantile((i + 0.5) / grid)) for i in range(grid)) / grid
 
     @property
-    def told(self) -> str:
-        """In a few words."""
+    def words(self) -> str:
+        """The distribution in a few words."""
         alike = f", correlation {self.correlation:g} within a prompt" if self.correlation else ""
         match self.kind:
             case "fixed":
@@ -80,21 +80,21 @@ def fixed(value: float) -> Distribution:
 
 
 def empirical(values: Sequence[float], correlation: float = 0.0) -> Distribution:
-    assert values, "an empirical distribution of nothing"
+    assert values, "an empirical distribution needs values"
     return Distribution("empirical", values=tuple(sorted(map(float, values))), correlation=correlation)
 
 
 def parse(text: str) -> Distribution:
-    """`800`, `lognormal:mean=4000,sigma=0.8`, `pareto:mean=4000,alpha=1.5`. Raises ConfigError with the remedy."""
+    """Parses `800`, `lognormal:mean=4000,sigma=0.8` or `pareto:mean=4000,alpha=1.5`. Raises ConfigError with the remedy."""
     kind, _, rest = text.partition(":")
     try:
         if not rest:
             return _checked(fixed(float(kind)), text)
         settings = {key.strip(): float(value) for key, _, value in (part.partition("=") for part in rest.split(","))}
     except ValueError:
-        raise ConfigError(f"{text} is no distribution: {_REMEDY}") from None
+        raise ConfigError(f"{text} is not a distribution: {_REMEDY}") from None
     if kind not in _KEYS or set(settings) - {"correlation"} != set(_KEYS[kind]):
-        raise ConfigError(f"{text} is no distribution: {_REMEDY}")
+        raise ConfigError(f"{text} is not a distribution: {_REMEDY}")
     return _checked(Distribution(kind, **settings), text)  # type: ignore[arg-type]
 
 
@@ -111,5 +111,5 @@ def normal_quantile(u: float) -> float:
 
 @lru_cache(maxsize=64)
 def solve_shift(mean: float) -> float:
-    """`a` such that Φ(a - z), averaged over z ~ N(0, 1), is `mean`: Φ(a / √2) = mean."""
+    """Returns `a` such that Φ(a - z), averaged over z ~ N(0, 1), is `mean`: Φ(a / √2) = mean."""
     return math.sqrt(2) * normal_quantile(mean)

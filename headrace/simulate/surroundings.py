@@ -17,18 +17,18 @@ _SEEDS = 1 << 63
 
 
 def uniform(*parts: object) -> float:
-    """In (0, 1), from names and numbers."""
+    """Returns a number in (0, 1) that depends on the given names and numbers alone."""
     return (seed_of(*parts) + 0.5) / _SEEDS
 
 
 class CompletionLengths:
-    """How long each completion becomes: its seed and its prompt's difficulty say so, whoever asks and however often."""
+    """The lengths of completions, determined by their seeds and their prompts' difficulties alone."""
 
     def __init__(self, completions: Distribution, max_tokens: int) -> None:
         self._completions, self._limit = completions, max_tokens
 
     def __call__(self, request: Request) -> tuple[int, bool]:
-        """Real tokens, and whether max_tokens ends it."""
+        """Returns real tokens, and whether max_tokens ends the completion."""
         own = (request.sampling.seed + 0.5) / _SEEDS
         shared = difficulty(request.prompt) if self._completions.correlation else 0.0
         wanted = max(1, round(self._completions.draw(own, shared)))
@@ -61,10 +61,11 @@ class SimulatedTask:
 
 
 class SimulatedScorer:
-    """Protocol `Scorer`: rewards that take time, by so many workers."""
+    """Protocol `Scorer`: rewards that take time, computed by a number of workers."""
 
     def __init__(
         self,
+        *,
         latency: Distribution,
         workers: int,
         seed: int,
@@ -77,7 +78,7 @@ class SimulatedScorer:
         self._latency, self._seed, self._contrast, self._solved = latency, seed, contrast, solved
         self._overhead = overhead
         self._free = [0.0] * workers
-        """When each worker will be."""
+        """When each worker will be free."""
 
     async def score(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[Scored | Failure]:
         now = asyncio.get_running_loop().time()

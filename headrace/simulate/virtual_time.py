@@ -1,7 +1,7 @@
 """An asyncio loop in virtual time: the real pipeline runs thousands of schedules in seconds.
 
 `sleep` and timeouts advance a counter instead of the clock. When nothing is ready and no timer is set, nothing can ever
-happen again: that is a deadlock, and it is raised instead of waited for.
+happen again: that is a deadlock, which is raised.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ T = TypeVar("T")
 
 
 class Deadlock(AssertionError):
-    """Every coroutine waits for another one."""
+    """All coroutines wait for each other."""
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    """Never sleeps: where a real selector would wait for a timer, it moves the clock to that timer."""
+    """Never sleeps: when a real selector would wait for a timer, it moves the clock to that timer."""
 
     now = 0.0
 
@@ -41,11 +41,11 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return self._jumping.now
 
     def jump(self, seconds: float) -> None:
-        """As when a machine was asleep, and its clock was not."""
+        """Moves the clock, as if the machine had been asleep."""
         self._jumping.now += seconds
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:  # type: ignore[override]
-        """At once and on this thread: a thread would run in real time, and in an order of its own."""
+        """Runs the function at once in this thread: another thread would run in real time and in an unpredictable order."""
         future = self.create_future()
         try:
             future.set_result(func(*args))
@@ -54,10 +54,10 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return future
 
     async def shutdown_default_executor(self, timeout: float | None = None) -> None:
-        """There is none."""
+        """Does nothing: there is no executor."""
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """As `asyncio.run`, in virtual time."""
+    """Runs a coroutine like `asyncio.run`, in virtual time."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main)

@@ -21,21 +21,23 @@ from headrace.algo.config import AlgoConfig
 from headrace.algo.noise import NoiseWatch
 from headrace.durable.journal import Journal
 from headrace.durable.pass_log import PassLog
+from headrace.environments.single_turn import SINGLE_TURN
 from headrace.observe.facts import Fact
 from headrace.observe.health.waits import Waits
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.assembly import assemble, go_live, restore_state
 from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.loops.identity import IdentityProbe
-from headrace.orchestration.loops.parts import Told
+from headrace.orchestration.loops.parts import EarlierMetrics
 from headrace.orchestration.loops.pipeline import Pipeline
 from headrace.orchestration.store.checkpoints import Checkpoints
 from headrace.orchestration.store.recovery import SavedRun, read_saved_run
 from headrace.orchestration.store.snapshots import Snapshots, load_controller
-from headrace.protocols import Engine, Observer, Scorer, Task, Trainer
+from headrace.protocols import Engine, EnvironmentKind, Observer, Scorer, Task, Trainer
 from headrace.rollouts.buffer import Buffer
+from headrace.rollouts.episodes import Decode
 from headrace.rollouts.partial import PartialConfig
-from headrace.rollouts.rollout import Decode, RolloutConfig
+from headrace.rollouts.rollout import RolloutConfig
 from headrace.rollouts.staleness import StalenessConfig
 from headrace.settings.process_config import EvalConfig, WatchConfig
 
@@ -64,6 +66,7 @@ class World:
     trainer: Trainer
     task: Task
     scorer: Scorer
+    environment: EnvironmentKind = SINGLE_TURN
     observer: Observer = field(default_factory=FactList)
     steps: int = 6
     seed: int = 0
@@ -79,7 +82,7 @@ class World:
     identity_every: int = 2
     mark: str = ""
     """Names the settings that make rows (`course.scoring_mark`)."""
-    told: Told = Told()
+    earlier: EarlierMetrics = EarlierMetrics()
     """What the metrics hold of the worlds before this one."""
     noise: NoiseWatch = field(default_factory=NoiseWatch)
     sentinels: Sequence[Callable[[], Awaitable[None]]] = ()
@@ -122,6 +125,7 @@ class World:
             task=self.task,
             engine=self.engine,
             trainer=self.trainer,
+            environment=self.environment,
             scorer=self.scorer,
             evaluated_by=self.scorer,
             held_out=self.task.held_out(2) if self.evaluate_every else [],
@@ -134,7 +138,7 @@ class World:
             noise=self.noise,
             sentinels=self.sentinels,
         )
-        self.pipeline = Pipeline(self.parts, plan, self.restored.step, self.told)
+        self.pipeline = Pipeline(self.parts, plan, self.restored.step, self.earlier)
         return self.pipeline
 
     async def go_live(self) -> None:

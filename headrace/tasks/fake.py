@@ -1,4 +1,4 @@
-"""A task without data or tokenizer, for tests and simulations: short prompts of small tokens, without end."""
+"""A task without data or tokenizer, for tests and simulations: an endless stream of short prompts of small tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class FakeTask:
 
     seed: int = 0
     longest: int = 4
-    """Tokens of the longest prompt."""
+    """The largest number of tokens of a prompt."""
 
     def __post_init__(self) -> None:
         self._next = 0

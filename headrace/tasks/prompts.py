@@ -16,11 +16,11 @@ from headrace.types import Prompt
 Message = dict[str, str]
 
 RESERVED = ("prompts", "completions", "completion_tokens")
-"""Names under which reward functions are given what is not a column."""
+"""Names of arguments of reward functions that are not columns."""
 
 
 class Encoder(Protocol):
-    """What tasks need of `chat.ChatEncoder`."""
+    """The part of `chat.ChatEncoder` that tasks use."""
 
     def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> tuple[str, tuple[int, ...]]: ...
 
@@ -28,18 +28,18 @@ class Encoder(Protocol):
 
 
 class PromptMaker:
-    """Puts the system message and the solved examples in front and encodes."""
+    """Makes prompts: puts the system message and the solved examples before a question, and encodes them."""
 
     def __init__(self, config: TaskConfig, encoder: Encoder, examples: Sequence[tuple[str, str]] = ()) -> None:
-        """`examples` are pairs (question, answer)."""
+        """`examples`: pairs of question and answer."""
         self._chat, self._encoder = config.chat, encoder
         self._front: list[Message] = [{"role": "system", "content": config.system}] if config.system else []
         for question, answer in examples:
             self._front += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
     def make(self, id: str, question: str | list[Message], columns: dict[str, Any], chat: str = "") -> Prompt:
-        """`question` is the user's text or a whole conversation, which is in the column `chat` too; the prompt's text is its last
-        user message."""
+        """`question`: the user's text, or a whole conversation, which the column `chat` holds as well. The prompt's text is the last
+        user message. Raises ConfigError if the chat template refuses the messages."""
         if not self._chat:
             assert isinstance(question, str)
             return Prompt(id, question, self._encoder.encode_text(question), columns)
@@ -57,7 +57,7 @@ def last_user(messages: Sequence[Message]) -> str:
 
 
 def prompt_problem(value: Any, config: TaskConfig) -> str:
-    """Empty, or what is wrong with the value of a prompt column."""
+    """Says what is wrong with the value of a prompt column; empty if nothing is."""
     if isinstance(value, str):
         return "" if value else "is empty"
     if not isinstance(value, list):
@@ -80,8 +80,8 @@ def _kind(value: Any) -> str:
 
 
 def jsonable(value: Any) -> Any:
-    """As JSON and msgpack can hold it: dates as ISO text, tuples and sets as lists, NumPy as plain values, integers beyond
-    64 bits as their digits. TypeError for what cannot be held."""
+    """Returns the value in a form that JSON and msgpack can hold: dates as ISO text, tuples and sets as lists, NumPy values as plain ones,
+    integers beyond 64 bits as their digits. Raises TypeError for a value that has no such form."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
@@ -114,13 +114,13 @@ def _whole_text(text: str) -> str:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """`; did you mean x?`, or nothing."""
+    """Returns `; did you mean x?` with names that are similar; empty if none is."""
     near = difflib.get_close_matches(name, list(names), n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def seed_from(*parts: object) -> int:
-    """31 bits from names and numbers, the same on every machine."""
+    """Returns 31 bits that depend on the names and numbers alone, not on the machine."""
     return int.from_bytes(hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=4).digest(), "big") >> 1
 
 
@@ -132,7 +132,7 @@ def digest_of(parts: Iterable[str]) -> str:
 
 
 def checked_cursor(state: Mapping[str, Any], source: str) -> Mapping[str, Any]:
-    """A cursor means nothing in other data: prompt ids would name other prompts than before."""
+    """Returns the cursor. Raises ConfigError if it belongs to other data, in which prompt ids would name other prompts."""
     if state.get("source") != source:
         raise ConfigError(
             "the task is not the one that the checkpoint was written with (its data or settings changed); give the old data "

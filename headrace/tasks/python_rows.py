@@ -1,4 +1,4 @@
-"""Rows that Python was passed: a list of dicts, a `datasets.Dataset`, a pandas frame, or whatever yields dicts."""
+"""Rows that are passed from Python: a list of dicts, a `datasets.Dataset`, a pandas frame, or any iterable of dicts."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from headrace.tasks.rows import plain_row
 
 
 def rows_of(dataset: Any) -> list[Row]:
-    """All rows, as JSON can hold them. What can be iterated only once is read to its end here.
+    """Returns all rows, in a form that JSON can hold. An iterator is read to its end.
 
-    Raises ConfigError for what is no table of rows.
+    Raises ConfigError for a value that is no table of rows.
     """
     if isinstance(dataset, (str, bytes, Path)):
         raise ConfigError(f"dataset= takes rows, not the text {str(dataset)!r}; a file of rows is named in task.path")
@@ -35,13 +35,13 @@ def rows_of(dataset: Any) -> list[Row]:
 
 
 def fingerprint(rows: Sequence[Row]) -> str:
-    """Of all columns of all rows, in their order; the number of rows stands behind it for people."""
+    """Returns a digest of all columns of all rows in their order, followed by the number of rows for readers."""
     digest = digest_of(json.dumps(row, sort_keys=True, ensure_ascii=False) for row in rows)
     return f"{digest} ({len(rows)} rows)"
 
 
 def _records(dataset: Any) -> Any:
-    """A pandas frame iterates over the names of its columns, and writes what is missing as NaN."""
+    """Returns the rows of a pandas frame, which by itself iterates over column names and has NaN for missing values."""
     if not (hasattr(dataset, "iterrows") and hasattr(dataset, "to_dict")):
         return dataset
     plain = dataset.astype(object)

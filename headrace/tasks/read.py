@@ -14,7 +14,7 @@ Row = dict[str, Any]
 
 
 def read_rows(kind: str, path: str) -> list[Row]:
-    """All rows in the order of the file. Raises ConfigError for a file that is missing or is not what `kind` says."""
+    """Returns all rows in the order of the file. Raises ConfigError if the file is missing or not of this `kind`."""
     source = Path(path).expanduser()
     if not source.exists():
         beside = [str(other) for other in source.parent.glob("*")] if source.parent.is_dir() else []

@@ -1,4 +1,4 @@
-"""Procedural problems with verifiers, from the `reasoning-gym` package: without end, without files."""
+"""Procedural problems with verifiers, from the `reasoning-gym` package: endless, and without files."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from headrace.tasks.prompts import (
 from headrace.types import Prompt
 
 BLOCK = 1000
-"""Problems of one dataset object. Some families prepare `size` problems ahead, so one endless dataset will not do; and
-problem i of seed s is often problem 0 of seed s + i, so each block has a seed of its own, far from the others."""
+"""The number of problems of one dataset object. Some families prepare `size` problems in advance, so that one endless dataset is not
+possible; and problem i of seed s is often problem 0 of seed s + i, so that each block has its own seed, far from the others."""
 
 PATIENCE = 1000
-"""Known problems in a row after which a family is taken to have no others."""
+"""After so many known problems in a row, a family is assumed to have no others."""
 
 
 class ReasoningGymTask:
@@ -66,7 +66,7 @@ class ReasoningGymTask:
         self._next = int(checked_cursor(state, self._source)["next"])
 
     def _peek(self) -> None:
-        """Finds out at start whether there is anything to train on."""
+        """Checks at the start that there is a problem to train on."""
         self.draw()
         self._next = 0
 
@@ -107,10 +107,10 @@ class ReasoningGymTask:
 
 
 def columns_of(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """`answer` and `metadata` for people's reward functions; `entry` for the family's own verifier.
+    """Returns the columns `answer` and `metadata` for reward functions of users, and `entry` for the family's own verifier.
 
-    JSON turns tuples into lists and keys into strings, upon which some verifiers (ARC's) quietly give another score. So the
-    entry travels as a Python literal, which keeps both.
+    JSON turns tuples into lists and keys into strings, with which some verifiers (ARC's) return another score without an error. So
+    the entry is passed as a Python literal, which keeps both.
     """
     columns = {"answer": jsonable(entry["answer"]), "metadata": jsonable(entry["metadata"])}
     literal = repr(dict(entry))

@@ -1,6 +1,6 @@
-"""Prompts from rows: JSON lines, Parquet, a directory saved by `datasets`, or rows that Python was passed.
+"""Prompts from rows: JSON lines, Parquet, a directory saved by `datasets`, or rows that are passed from Python.
 
-Epoch after epoch, in a new order each time.
+Rows are drawn epoch after epoch, each time in a new order.
 """
 
 from __future__ import annotations
@@ -31,16 +31,15 @@ Row = dict[str, Any]
 class RowsTask:
     """Draws `train/<epoch>/<row>`, each row once an epoch.
 
-    Held-out rows and few-shot examples are chosen without the run's seed and taken out of what is drawn, together with
-    every row that asks the same.
+    Held-out rows and few-shot examples do not depend on the run's seed. They are never drawn, nor is any row with the same question.
     """
 
     def __init__(
         self, config: TaskConfig, seed: int, encoder: Encoder, passed: Sequence[Mapping[str, Any]] | None = None
     ) -> None:
-        """Reads and checks all rows. Raises ConfigError for whatever is wrong with them, with the place and the remedy.
+        """Reads and checks all rows. Raises ConfigError with the place and the remedy if one is wrong.
 
-        `passed`: the rows, where `task.kind = "python"`."""
+        `passed`: the rows, if `task.kind = "python"`."""
         self._config, self._seed = config, seed
         raw = _given(passed) if config.kind == "python" else read_rows(config.kind, config.path)
         self._rows = _all_checked(raw, config.source, config)
@@ -79,7 +78,7 @@ class RowsTask:
         return order
 
     def _split(self) -> tuple[list[int], list[tuple[int, Row]], list[int]]:
-        """Row numbers to train on; held-out rows with their numbers; row numbers of the examples."""
+        """Returns the row numbers to train on, the held-out rows with their numbers, and the row numbers of the examples."""
         config, count = self._config, len(self._rows)
         order = list(range(count))
         if config.shuffle:
@@ -169,7 +168,7 @@ def _checked(row: Mapping[str, Any], where: str, path: str, config: TaskConfig) 
 
 
 def plain_row(row: Mapping[str, Any], where: str) -> Row:
-    """As JSON can hold it. Raises ConfigError naming the column of which there is no such form."""
+    """Returns the row in a form that JSON can hold. Raises ConfigError naming the column that has no such form."""
     plain = {}
     for name, value in row.items():
         try:

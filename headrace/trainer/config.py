@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator
+from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
@@ -41,6 +42,10 @@ class TrainConfig:
     path: Literal["auto", "kernels", "torch"] = "auto"
     """kernels: headrace's C++ kernels, on a CPU; torch: PyTorch; auto: kernels if they support the model, unless
     PyTorch was measured to be faster."""
+    parity: Literal["off", "bitwise"] = "off"
+    """bitwise: tokens that the trainer's own weights sampled must have the log-probs that the trainer computes, to the
+    last bit. If one differs, its batch is not trained and the run stops, naming the first layer that differs. Refused
+    where equality is not proven."""
     weights: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the trained weights and of their gradients. bfloat16: rounded stochastically after every update; 12
     bytes per parameter, with the optimizer's state, instead of 16. For models that do not fit otherwise. The
@@ -67,3 +72,33 @@ class TrainConfig:
                 "train.dtype = bfloat16, or train.weights = float32"
             )
         return self
+
+
+def parity_problems(train: TrainConfig, engine: Any, rollout: Any, adapters: bool) -> Iterator[str]:
+    """What train.parity = "bitwise" excludes, as far as settings say it. The rest is found when trainer and engine have loaded the model.
+
+    `engine` and `rollout`: their settings. `adapters`: whether any are trained.
+    """
+    if train.parity == "off":
+        return
+    asks = 'train.parity = "bitwise" asks engine and trainer for the same log-probs, bit for bit, which is proven'
+    if engine.kind != "native":
+        yield f'{asks} for engine.kind = "native" only; use it, or set train.parity = "off"'
+    for name, path in (("engine.path", engine.path), ("train.path", train.path)):
+        if path not in ("auto", "kernels"):
+            yield f'{asks} for the C++ kernels, and {name} = "{path}" does without; set it to "kernels"'
+    for name, device in (("engine.device", engine.device), ("train.device", train.device)):
+        if device == "cuda":
+            yield f'{asks} on a CPU, and {name} = "cuda"; set it to "cpu"'
+    if "auto" not in (engine.dtype, train.dtype) and engine.dtype != train.dtype:
+        yield f"{asks} where both compute in one dtype, and engine.dtype = {engine.dtype}, train.dtype = {train.dtype}; make them equal"
+    if train.weights != "float32":
+        yield f'{asks} for train.weights = "float32" only; use it'
+    if adapters:
+        yield f"{asks} for models whose weights are all trained, and not for adapters; set lora.rank = 0"
+    if rollout.truncates:
+        yield (
+            f"{asks} where tokens are drawn from the whole vocabulary; remove rollout.top_p, rollout.top_k and rollout.min_p"
+        )
+    if rollout.keep_routing:
+        yield f"{asks} for dense models; set rollout.keep_routing = false"

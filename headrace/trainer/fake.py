@@ -6,7 +6,7 @@ import asyncio
 import errno
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,20 +19,21 @@ from headrace.weights import AdapterSpec, WeightUpdate
 @dataclass
 class FakeTrainer:
     seconds_per_step: float = 0.1
+    _: KW_ONLY
     publish_seconds: float = 0.0
     skip: Callable[[int], bool | str] = lambda attempt: False
-    """Says of each attempted step (counted from 0) whether its gradient is non-finite, or for which other reason it is skipped."""
+    """Returns for each attempted step (counted from 0) whether its gradient is non-finite, or another reason for skipping it."""
     full: Callable[[int], bool] = lambda attempt: False
-    """Says of each attempted save (counted from 0) whether the disk is full."""
+    """Returns for each attempted save (counted from 0) whether the disk is full."""
     save_seconds: float = 0.0
     lags: tuple[LagStats, ...] = ()
     noise: Noise | None = None
-    """What it reports of every step."""
+    """Reported with every step, as `lags`."""
     batches: list[Batch] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.versions: dict[str, int] = {}
-        """By adapter; that of all weights goes by the empty name."""
+        """Versions by adapter; the empty name stands for all weights."""
         self._attempts = self.saves = 0
         self._died: asyncio.Future[None] | None = None
 
@@ -44,13 +45,13 @@ class FakeTrainer:
         await asyncio.sleep(self.seconds_per_step)
         self._attempts += 1
         tokens = sum(len(row.tokens) for row in batch.rows)
-        told: dict[str, Any] = {"loss_tokens": tokens, "lags": self.lags, "noise": self.noise}
+        reported: dict[str, Any] = {"loss_tokens": tokens, "lags": self.lags, "noise": self.noise}
         if reason := self.skip(self._attempts - 1):
             name = reason if isinstance(reason, str) else "nonfinite_gradient"
-            return TrainReport(batch.step, batch.step, skipped=name, **told)
+            return TrainReport(batch.step, batch.step, skipped=name, **reported)
         self.batches.append(batch)
         version = self.versions[batch.adapter] = self.versions.get(batch.adapter, 0) + 1
-        return TrainReport(batch.step, version, seconds=self.seconds_per_step, **told)
+        return TrainReport(batch.step, version, seconds=self.seconds_per_step, **reported)
 
     async def publish(self, adapter: str = "") -> WeightUpdate:
         await asyncio.sleep(self.publish_seconds)

@@ -26,7 +26,7 @@ _ADAPTER = "adapter_model.safetensors"
 
 
 def offer(model_dir: Path) -> WeightUpdate:
-    """What is to be loaded: version 0, for good. Reads no weights and imports no torch."""
+    """Returns the update that engines load: version 0, for the whole run. Reads no weights and imports no torch."""
     nbytes = sum(path.stat().st_size for path in _files(model_dir))
     return WeightUpdate(version=0, kind="full", fingerprint=mark_of(model_dir), nbytes=nbytes, seconds=0.0)
 
@@ -67,7 +67,7 @@ def _spec(described: Any, name: str, directory: Path) -> AdapterSpec:
 
 
 def mark_of(directory: Path) -> str:
-    """Changes when a file is written again. Over names, sizes and times, not contents: a teacher may have many gigabytes."""
+    """A hash that changes when a file is written again: of names, sizes and times, because a teacher may have many gigabytes."""
     mark = xxhash.xxh3_128()
     for path in _files(directory):
         stat = path.stat()
@@ -93,8 +93,8 @@ class DirectoryReceiver:
         directory = Path(str(peft)) if peft else self._model_dir
         if mark_of(directory) != update.fingerprint:
             raise IdentityError(
-                f"the weights in {directory} are not those that were to be loaded: they were written again meanwhile. "
-                "Give the old files back, or start a new run"
+                f"the weights in {directory} are not those that were to be loaded: they have been written since. "
+                "Restore the old files, or start a new run"
             )
         return self._adapter(directory) if peft else self._read(directory)
 

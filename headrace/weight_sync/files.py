@@ -39,7 +39,7 @@ RECORD = "update.json"
 
 
 class Record(Struct, frozen=True):
-    """What lies beside the tensors."""
+    """The facts in `update.json`, beside the tensors."""
 
     update: WeightUpdate
     manifest: Manifest
@@ -49,7 +49,7 @@ class Files(Struct, frozen=True, tag="files"):
     """Protocol `Transport`."""
 
     directory: str
-    """It belongs to the transport, which removes it in the end."""
+    """The directory, which belongs to the transport and is removed at its end."""
 
     @classmethod
     def open(cls) -> Files:
@@ -73,7 +73,8 @@ class FilesSender:
     """The trainer's end."""
 
     def __init__(self, directory: Path, manifests: Mapping[str, Manifest]) -> None:
-        """What an earlier process left in the directory goes: its versions may be others under the same numbers."""
+        """Removes the files that an earlier process left in the directory: its versions may be others under the same
+        numbers."""
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
         self._directory, self._manifests = directory, manifests
@@ -83,7 +84,7 @@ class FilesSender:
     def send(
         self, version: int, parameters: Iterable[tuple[str, torch.Tensor]], adapter: AdapterSpec | None = None
     ) -> WeightUpdate:
-        """`adapter`: whose parameters they are, where they are not the model's. Raises OSError where they cannot be written."""
+        """Writes the parameters of the model, or of `adapter`. Raises OSError if they cannot be written."""
         started = time.perf_counter()
         name = adapter.name if adapter else ""
         manifest, (packed, buffer) = self._manifests[name], self._memory(name)
@@ -132,10 +133,11 @@ class FilesSender:
 
 
 class FilesReceiver:
-    """The engine's end. The layout comes with the files, so that a server can read what it was never told of."""
+    """The engine's end. The layout comes with the files, so that a server can read updates that it was not prepared
+    for."""
 
     def receive(self, update: WeightUpdate) -> Mapping[str, torch.Tensor]:
-        """Raises IdentityError where the files are gone, torn, or not those of the update."""
+        """Raises IdentityError if the files are gone, torn, or not those of the update."""
         from headrace.weight_sync.packed import Packed
 
         path = Path(str(update.where["path"]))
@@ -166,7 +168,7 @@ def _check(found: WeightUpdate, wanted: WeightUpdate, path: Path) -> None:
 
 
 def peft_config(spec: AdapterSpec, manifest: Manifest) -> dict[str, object]:
-    """`adapter_config.json` as peft writes it, for engines that load adapters by path."""
+    """Returns `adapter_config.json` in peft's format, for engines that load adapters by path."""
     modules = {tensor.name.rpartition(".lora_")[0].rpartition(".")[2] for tensor in manifest.tensors}
     return {
         "peft_type": "LORA",

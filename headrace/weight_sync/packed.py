@@ -1,5 +1,5 @@
-"""The packed buffer: all parameters behind each other, in the serving dtype. Every transport carries these bytes, and none
-changes how they are laid out, what their fingerprint is, or how an engine looks at them."""
+"""The packed buffer: all parameters one after another, in the serving dtype. Every transport carries these bytes, and none changes
+their layout, their fingerprint, or the tensors that an engine sees in them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from headrace.errors import IdentityError
 from headrace.weights import Manifest, TensorSpec, WeightUpdate
 
 ALIGNMENT = 64
-"""Bytes: a cache line, and what vector loads like."""
+"""Bytes: a cache line, which vector loads prefer."""
 
 
 def lay_out(parameters: Iterable[tuple[str, torch.Tensor]], serving_dtype: torch.dtype) -> Manifest:
-    """Places each parameter. Neighbours in canonical order stay neighbours in memory (fused views rely on it)."""
+    """Returns where each parameter lies. Neighbours in canonical order stay neighbours in memory (fused views rely on it)."""
     specs, end = [], 0
     for name, tensor in parameters:
         dtype = serving_dtype if tensor.is_floating_point() else tensor.dtype
@@ -29,7 +29,7 @@ def lay_out(parameters: Iterable[tuple[str, torch.Tensor]], serving_dtype: torch
 
 
 class Packed:
-    """A packed buffer in memory that somebody else owns: its parameters as tensors on these very bytes."""
+    """A packed buffer in memory that the transport owns, with its parameters as tensors that share this memory."""
 
     def __init__(self, manifest: Manifest, buffer: memoryview) -> None:
         """`buffer`: [manifest.nbytes]"""
@@ -43,7 +43,7 @@ class Packed:
 
     @torch.no_grad()
     def fill(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Converts them to the serving dtype on the way."""
+        """Copies the parameters in, converted to the serving dtype."""
         for name, tensor in parameters:
             self.views[name].copy_(tensor)
 
@@ -51,13 +51,13 @@ class Packed:
         return fingerprint(self._manifest, self._buffer)
 
     def verified(self, update: WeightUpdate) -> Mapping[str, torch.Tensor]:
-        """The views, after the bytes were found to be those published. Raises `IdentityError` if they are not."""
+        """Returns the views after comparing fingerprints. Raises `IdentityError` if the bytes are not those published."""
         found = self.fingerprint()
         if found != update.fingerprint:
             what = f"the adapter {update.adapter.name}" if update.adapter else "weights"
             raise IdentityError(
                 f"{what} of version {update.version} were published with fingerprint {update.fingerprint}, but the engine "
-                f"loaded {found}: it goes on serving the version it has, and refuses this one"
+                f"loaded {found}: it keeps serving the version it has and refuses this one"
             )
         return self.views
 
@@ -75,8 +75,8 @@ def fingerprint(manifest: Manifest, buffer: memoryview) -> str:
 
 
 def manifest_for(manifests: Mapping[str, Manifest], update: WeightUpdate) -> Manifest:
-    """The layout of what an update carries. Raises `IdentityError` for an adapter that the engine does not know."""
+    """Returns the layout of an update's tensors. Raises `IdentityError` for an adapter that the engine does not know."""
     name = update.adapter.name if update.adapter else ""
     if name not in manifests:
-        raise IdentityError(f"the engine was told of no adapter {name} at its start, and has no memory for it")
+        raise IdentityError(f"the engine was started without the adapter {name} and has no memory for it")
     return manifests[name]

@@ -22,14 +22,14 @@ _DTYPES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-"""Torch's names and the format's."""
+"""Torch's names of dtypes, and the format's."""
 
 LONGEST_HEADER = 100_000_000
-"""Bytes, as the format has it."""
+"""Alignment of the header in bytes, which the format requires."""
 
 
 def write_tensors(path: Path, manifest: Manifest, buffer: memoryview) -> None:
-    """`buffer`: [manifest.nbytes]. Returns when the bytes are on the disk."""
+    """Writes the `buffer` [manifest.nbytes]. Returns when the bytes are on the disk."""
     header, end = {}, 0
     for spec in manifest.tensors:
         header[spec.name] = {
@@ -49,7 +49,7 @@ def write_tensors(path: Path, manifest: Manifest, buffer: memoryview) -> None:
 
 
 def read_into(path: Path, manifest: Manifest, buffer: memoryview) -> None:
-    """Fills the buffer [manifest.nbytes]. Raises ValueError where the file does not hold what the manifest says, or ends before."""
+    """Fills the buffer [manifest.nbytes]. Raises ValueError if the file does not match the manifest, or is too short."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if not 0 < length <= LONGEST_HEADER:

@@ -3,13 +3,12 @@
     full training     | full 0 | full 1 |
     LoRA              | base | adapter a, 0 | adapter a, 1 | adapter b, 0 | adapter b, 1 | ...
 
-The trainer writes version v into slot v % 2 of what it publishes, converted to the serving dtype once; the engine maps the
-same pages and swaps between two forward passes by re-pointing views. Slot v % 2 may be written again only after v + 1 is
-live: a pipeline publishes one version at a time. Base weights beside adapters are published once and have one slot. The
-memory has no name (it is a file descriptor that both processes inherit), so a killed run leaves nothing behind that a later
-run could trip over.
+The trainer writes version v into slot v % 2, converted to the serving dtype once; the engine maps the same pages and swaps between two
+forward passes by pointing its tensors at the other slot. Slot v % 2 may be written again only after v + 1 is live, so a pipeline publishes
+one version at a time. Base weights beside adapters are published once and have one slot. The memory has no name (it is a file
+descriptor that both processes inherit), so a killed run leaves nothing behind.
 
-Torch is imported where it is used: the controller opens the memory, and the controller loads no torch.
+Torch is imported inside of functions: the controller opens the memory, and it loads no torch.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from headrace.weight_sync.packed import Packed
 
 Manifests = Mapping[str, Manifest]
-"""The layout of everything that is published: the model's by the empty name, those of adapters by theirs."""
+"""The layouts of all that is published: an adapter's by its name, the model's by the empty name."""
 
 
 class SharedMemory(Struct, frozen=True, tag="shared_memory"):
@@ -58,7 +57,7 @@ class SharedMemory(Struct, frozen=True, tag="shared_memory"):
 
 
 def _anonymous_memory() -> int:
-    """A file descriptor. Its sender sizes it; it vanishes with its last user."""
+    """Returns a file descriptor. The sender sets its size, and the memory is freed with its last user."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("headrace-weights", 0)
     with tempfile.TemporaryFile() as file:  # already unlinked
@@ -89,7 +88,7 @@ class SharedMemorySender:
     def send(
         self, version: int, parameters: Iterable[tuple[str, torch.Tensor]], adapter: AdapterSpec | None = None
     ) -> WeightUpdate:
-        """`adapter`: whose parameters they are, where they are not the model's."""
+        """`adapter`: the adapter that the parameters belong to; None for the model's own."""
         started = time.perf_counter()
         name = adapter.name if adapter else ""
         slot = version % len(self._slots[name])
@@ -114,10 +113,10 @@ class SharedMemoryReceiver:
         self._fd, self._manifests = fd, manifests
         self._memory = memoryview(b"")
         self._slots: dict[tuple[str, int], Packed] = {}
-        """By name and first byte."""
+        """Mapped slots by name and first byte."""
 
     def receive(self, update: WeightUpdate) -> Mapping[str, torch.Tensor]:
-        """Views of the update, after its bytes were found to be those published. Raises `IdentityError` if not."""
+        """Returns views of the update after comparing fingerprints. Raises `IdentityError` if the bytes are not those published."""
         from headrace.weight_sync.packed import Packed, manifest_for
 
         manifest, start = manifest_for(self._manifests, update), int(update.where["offset"])
@@ -131,7 +130,7 @@ class SharedMemoryReceiver:
             self._memory = memoryview(mmap.mmap(self._fd, size))
         if end > len(self._memory):
             raise IdentityError(
-                f"version {update.version} is said to end at byte {end} of a shared memory of {len(self._memory)}: the trainer "
-                "and the engine do not share the same one"
+                f"version {update.version} ends at byte {end}, but the shared memory has {len(self._memory)} bytes: the trainer "
+                "and the engine do not share the same memory"
             )
         return self._memory[start:end]

@@ -1,9 +1,8 @@
-"""The transports there are. Each is one file with a frozen value (protocol `Transport`) that travels to both ends in their start
-messages, and makes the sender there, and the receiver here.
+"""The table of transports. Each is one file with a frozen value (protocol `Transport`) that both ends receive in their start messages.
 
-    controller   transport = SharedMemory.open()     it owns what the ends share, and closes it
-    trainer      transport.sender(manifests)         writes, and says in `WeightUpdate.where` where the bytes are
-    engine       transport.receiver(manifests)       finds them by `where`, and verifies them
+controller   transport = SharedMemory.open()     owns what the ends share, and closes it
+trainer      transport.sender(manifests)         writes the bytes, and records in `WeightUpdate.where` where they are
+engine       transport.receiver(manifests)       finds the bytes by `where`, and verifies them
 """
 
 from __future__ import annotations
@@ -23,4 +22,4 @@ if TYPE_CHECKING:
     AnyTransport = Transport
 else:
     AnyTransport = Union[tuple(TRANSPORTS.values())]  # noqa: UP007
-    """A start message is decoded by it: each kind has a tag."""
+    """The type by which a start message is decoded: each kind has a tag."""

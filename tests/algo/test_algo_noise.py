@@ -78,12 +78,12 @@ def test_the_noise_of_tokens_and_of_sequences_against_numpy():
 def test_a_bound_inside_rounding_is_said_once_with_its_cost(name):
     algo, watch = PAPERS[name], NoiseWatch(PAPERS[name])
     report = report_of(algo)
-    (said,) = watch.told(report)
+    (said,) = watch.check(report)
     (stats,) = report.lags
     share = stats.clipped if name == "gspo" else sum(stats.masked.values())
     assert share > 0.2 and f"stopped {100 * share:.0f} % of 4,000 tokens" in said
     assert report.noise is not None and f"{report.noise.sequence_rms:.2g} in the mean of a sequence" in said
-    assert watch.told(report_of(algo, seed=1)) == []
+    assert watch.check(report_of(algo, seed=1)) == []
 
 
 @pytest.mark.parametrize("name", sorted(set(RECIPES) - {"mis"}))
@@ -92,13 +92,13 @@ def test_no_default_lies_inside_the_rounding_of_bfloat16(name):
     algo = AlgoConfig(name)
     if algo.teacher_top or algo.recipe.distill.kind != "none":
         return
-    assert NoiseWatch(algo).told(report_of(algo)) == [] == inside_rounding(algo, TOKEN_RMS, LENGTH)
+    assert NoiseWatch(algo).check(report_of(algo)) == [] == inside_rounding(algo, TOKEN_RMS, LENGTH)
 
 
 def test_the_remedy_that_is_named_helps():
     wide = 5 * report_of(AlgoConfig("gspo")).noise.sequence_rms  # type: ignore[union-attr]
     assert (
-        NoiseWatch(AlgoConfig("gspo", clip_low=wide, clip_high=wide)).told(
+        NoiseWatch(AlgoConfig("gspo", clip_low=wide, clip_high=wide)).check(
             report_of(AlgoConfig("gspo", clip_low=wide, clip_high=wide))
         )
         == []
@@ -108,9 +108,9 @@ def test_the_remedy_that_is_named_helps():
 def test_what_older_weights_sampled_is_no_noise_and_few_tokens_say_nothing_yet():
     algo = PAPERS["gspo"]
     watch = NoiseWatch(algo)
-    assert watch.told(report_of(algo, lag=1.0)) == []
-    assert watch.told(report_of(algo, sequences=6)) == []
-    assert len(watch.told(report_of(algo, sequences=6, seed=1))) == 1  # together enough
+    assert watch.check(report_of(algo, lag=1.0)) == []
+    assert watch.check(report_of(algo, sequences=6)) == []
+    assert len(watch.check(report_of(algo, sequences=6, seed=1))) == 1  # together enough
 
 
 @pytest.mark.parametrize("name", sorted(PAPERS))

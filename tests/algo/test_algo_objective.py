@@ -16,8 +16,8 @@ from torch import Tensor
 from headrace.algo.advantage.credit import kl_penalty
 from headrace.algo.config import AlgoConfig
 from headrace.algo.loss.aggregate import AGGREGATIONS, seq_mean_token_mean, seq_mean_token_sum, token_mean, token_sum
-from headrace.algo.loss.corrections import importance_weight, larger_binary_kl
-from headrace.algo.loss.denominator import Kept
+from headrace.algo.loss.corrections import importance_weight
+from headrace.algo.loss.denominator import KeptCounts
 from headrace.algo.loss.distill import _with_tail, top_divergence
 from headrace.algo.loss.kl import kl_estimate, kl_loss
 from headrace.algo.loss.objective import objective_of, old_of, selection_of
@@ -25,6 +25,7 @@ from headrace.algo.loss.selection import covariance, m2po
 from headrace.algo.policy.tokens import Tokens, TopTokens
 from headrace.algo.recipe_parts import Distill
 from headrace.algo.recipes import RECIPES
+from headrace.algo.rules.kpop import larger_binary_kl
 from headrace.errors import ConfigError
 
 SEQUENCE = np.array([0, 0, 0, 1, 2, 2, 2, 2])
@@ -440,7 +441,7 @@ def test_kept_is_the_loss_of_what_is_left(aggregation):
     assert rejected.any() and not rejected.all() and (result.loss[result.rejected] == 0).all()
     weights = AGGREGATIONS[aggregation]([3, 1, 4], algo.length_constant)
     weight = torch.tensor(weights).double()[tokens.sequence]
-    kept = Kept(algo.recipe.aggregation)
+    kept = KeptCounts(algo.recipe.aggregation)
     found = (result.loss * weight * kept.within_rows(tokens.sequence, result.rejected)).sum() * kept.factor
     losses = objective_of(grpo(kl={"coef": 0.3}))(tokens).loss.detach().numpy()
     assert found.item() == pytest.approx(kept_by_hand(losses, rejected, aggregation), rel=1e-6)
@@ -455,7 +456,7 @@ def test_all_keeps_the_divergence_of_what_is_rejected_and_its_place_in_the_denom
 
 def test_a_step_of_which_nothing_is_kept_divides_by_nothing():
     for aggregation in AGGREGATIONS:
-        kept = Kept(aggregation)  # type: ignore[arg-type]
+        kept = KeptCounts(aggregation)  # type: ignore[arg-type]
         assert kept.within_rows(torch.tensor(SEQUENCE), torch.ones(8, dtype=torch.bool)).isfinite().all()
         assert math.isfinite(kept.factor)
 

@@ -151,4 +151,4 @@ def test_a_references_columns_follow_the_tokens():
     turns = (Turn((1, 2), completion(5)), Turn((8,), completion(6), parents=(0,)))
     one = scored(*turns, references=((-1.0,), (-2.0,)))
     np.testing.assert_array_equal(reference_of(one, (0, 1)), [-1.0, math.nan, -2.0])
-    assert row_of(PROMPT, one, (0, 1), set(), 1.0, "train").tokens == (5, 8, 6)
+    assert row_of(PROMPT, one, path=(0, 1), trained=set(), advantage=1.0, overlong="train").tokens == (5, 8, 6)

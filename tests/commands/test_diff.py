@@ -151,7 +151,10 @@ def test_what_is_printed_and_the_exit_code(tmp_path: Path, capsys: pytest.Captur
     console = Console(file=io.StringIO(), width=160)
     assert report(a, b, console) == 1
     said = console.file.getvalue()  # type: ignore[attr-defined]
-    assert f"They part at step 3, ticket {TICKET} ({GROUP.prompt.id}), rollout 1, token 0: tokens, 100 | 7" in said
+    assert (
+        f"The first difference is at step 3, ticket {TICKET} ({GROUP.prompt.id}), rollout 1, token 0: tokens, 100 | 7"
+        in said
+    )
     assert "train.learning_rate" in said and "0.02" in said and "two" not in said
     assert cli.main(["diff", str(a), str(a)]) == 0
     assert "are the same" in " ".join(capsys.readouterr().out.split())
@@ -174,4 +177,4 @@ def test_what_cannot_be_read_is_not_compared_and_said(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=300)
     assert report(a, b, console) == 1
     said = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "Not compared" in said and "What can be read of both is the same" in said and "checksum" in said
+    assert "are not compared" in said and "The readable parts of both are the same" in said and "checksum" in said

@@ -18,7 +18,14 @@ from headrace import cli
 from headrace.commands.inspect import find_step, inspect
 from headrace.durable.journal import AnyRecord, GoneRecord, JournalStep, ReadyRecord, read_steps
 from headrace.errors import ConfigError
-from headrace.observe.numbers.rollout_view import look, looks_at, row_of, spans_told, told_of, trimmed_below
+from headrace.observe.numbers.rollout_view import (
+    row_of,
+    span_list,
+    token_details,
+    trimmed_below,
+    view_rollout,
+    view_step,
+)
 from headrace.observe.screen.inspect_view import rollout
 from headrace.orchestration.runs.pieces import split_text
 from headrace.reports import TrainReport
@@ -47,9 +54,9 @@ def printed(run: Path, **more: object) -> str:
 
 def test_a_look_has_every_rollout_with_its_own_columns(run: Path) -> None:
     step = list(read_steps(run))[2]
-    looks = looks_at(step)
-    assert [(one.ticket, one.rollout) for one in looks] == [(g.ticket, i) for g in step.groups for i in range(3)]
-    for one in looks:
+    views = view_step(step)
+    assert [(one.ticket, one.rollout) for one in views] == [(g.ticket, i) for g in step.groups for i in range(3)]
+    for one in views:
         group = next(group for group in step.groups if group.ticket == one.ticket)
         done, row = group.scored[one.rollout].episode.last, group.rows[one.rollout]
         assert one.step == 3 and one.tokens == done.tokens and one.logprobs == done.logprobs
@@ -71,7 +78,7 @@ def test_why_a_token_is_not_in_the_loss(run: Path) -> None:
             group.scored[0], episode=msgspec.structs.replace(group.scored[0].episode, turns=(turn,))
         )
         other = msgspec.structs.replace(group, scored=(one, *group.scored[1:]), rows=(changed, *group.rows[1:]))
-        return look(step, other, 0, oldest=oldest).reasons
+        return view_rollout(step, other, 0, oldest=oldest).reasons
 
     stop, oldest = "stop", None
     assert reasons(mask=(False, *(True,) * (count - 1))) == {"masked": 1}
@@ -81,7 +88,7 @@ def test_why_a_token_is_not_in_the_loss(run: Path) -> None:
     oldest = 99
     assert reasons() == {"overdue": count}
     missing = msgspec.structs.replace(group, rows=(msgspec.structs.replace(group.rows[0], tokens=(1,) * count),))
-    assert row_of(missing, 0) is None and look(step, missing, 0).reasons == {"not trained": count}
+    assert row_of(missing, 0) is None and view_rollout(step, missing, 0).reasons == {"not trained": count}
 
 
 def test_trimming_is_read_from_the_settings() -> None:
@@ -97,10 +104,12 @@ def test_spans_and_tooltips_name_versions_kv_and_mixed_weights(run: Path) -> Non
     one = msgspec.structs.replace(
         group.scored[0], episode=msgspec.structs.replace(group.scored[0].episode, turns=(turn,))
     )
-    found = look(step, msgspec.structs.replace(group, scored=(one,)), 0, trainer=(-0.5, -1.25, -1.0))
-    assert spans_told(found) == "0-0 version 1, 1-2 version 2 over KV of 1 (mixed)"
+    found = view_rollout(step, msgspec.structs.replace(group, scored=(one,)), 0, trainer=(-0.5, -1.25, -1.0))
+    assert span_list(found) == "0-0 version 1, 1-2 version 2 over KV of 1 (mixed)"
     assert found.mixed == (False, True, True) and found.lags == (1, 0, 0)
-    assert "trainer -1.2500 (difference -0.2500)" in told_of(found, 1) and "mixed weights" in told_of(found, 1)
+    assert "trainer -1.2500 (difference -0.2500)" in token_details(found, 1) and "mixed weights" in token_details(
+        found, 1
+    )
     assert found.gap == pytest.approx(1.25 / 3)
 
 
@@ -114,7 +123,7 @@ def test_spans_unroll_to_what_they_were_made_of(columns: list[tuple[int, int, bo
         group.scored[0], episode=msgspec.structs.replace(group.scored[0].episode, turns=(turn,))
     )
     step = JournalStep(2, 1.0, 3, (), TrainReport(2, 3))
-    found = look(step, msgspec.structs.replace(group, scored=(one,)), 0)
+    found = view_rollout(step, msgspec.structs.replace(group, scored=(one,)), 0)
     assert found.mixed == tuple(mixed for _, _, mixed in columns)
     assert found.lags == tuple(step.step - version for version, _, _ in columns)
 
@@ -148,7 +157,7 @@ def test_the_last_step_by_default_and_another_one_on_request(run: Path) -> None:
     said = printed(run)
     assert said.startswith("Step 4: 2 groups, 6 rollouts, made version 4")
     assert said.count("prompt: State the result") == 3, "three of them token by token"
-    assert "tokens are shown by their numbers" in said and "--rescore asks the trainer" in said
+    assert "tokens are shown as ids" in said and "--rescore computes the trainer" in said
     assert printed(run, step=2).startswith("Step 2")
 
 
@@ -164,7 +173,7 @@ def test_one_group_by_its_ticket_with_a_line_for_each_token(run: Path) -> None:
 def test_what_is_not_there_is_refused_with_the_reason(run: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no step of .* trained ticket 99: it was dropped \(no_contrast\)"):
         find_step(run, None, 99)
-    with pytest.raises(ConfigError, match="has 4 steps, there is no step 5"):
+    with pytest.raises(ConfigError, match="has 4 steps, so there is no step 5"):
         find_step(run, 5, None)
     with pytest.raises(ConfigError, match="step 1 did not train ticket 99; it trained"):
         find_step(run, 1, 99)
@@ -202,7 +211,7 @@ def test_log_probs_of_a_tempered_distribution_are_not_compared(run: Path) -> Non
 
 def test_text_of_a_model_is_no_markup(run: Path) -> None:
     ready = next(one for one in RECORDS if isinstance(one, ReadyRecord))
-    found = look(next(read_steps(run)), ready.group, 0, lambda tokens: ["[bold]"] * len(tokens))
+    found = view_rollout(next(read_steps(run)), ready.group, 0, pieces=lambda tokens: ["[bold]"] * len(tokens))
     console = Console(file=io.StringIO(), width=100)
     console.print(rollout(found))
     assert "[bold]\n" in console.file.getvalue()  # type: ignore[attr-defined]

@@ -93,7 +93,7 @@ def rewrite(run: Path, change: Any) -> None:
 def test_every_step_from_the_beginning_is_bit_for_bit(finished: Path) -> None:
     code, said = replayed(finished, 1, STEPS)
     assert code == 0, said
-    assert said.count("bit for bit") == STEPS and f"{STEPS} steps came out as before" in said
+    assert said.count("bit for bit") == STEPS and f"{STEPS} steps gave the same result" in said
     assert "from the run's beginning" in said
 
 
@@ -112,12 +112,14 @@ def test_a_forged_advantage_and_a_forged_fingerprint_are_caught_at_their_steps(r
 
     rewrite(run, forge)
     code, said = replayed(run, 1, STEPS)
-    assert code == 1 and "step 2 is the first that does not come out as it did" in said, said
+    assert code == 1 and "step 2 is the first whose result differs" in said, said
     assert f"instead of {'0' * 32}" in said
     verdicts = [
-        "PARTS" if "PARTS" in line else "same" for line in said.splitlines() if "bit for" in line or "PARTS" in line
+        "DIFFERS" if "DIFFERS" in line else "same"
+        for line in said.splitlines()
+        if "bit for" in line or "DIFFERS" in line
     ]
-    assert verdicts == ["same", "PARTS", "same", "PARTS", "PARTS"], said
+    assert verdicts == ["same", "DIFFERS", "same", "DIFFERS", "DIFFERS"], said
 
 
 def test_another_learning_rate_is_caught_at_the_first_step(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,7 +146,7 @@ def test_a_damaged_checkpoint_is_passed_over(run: Path) -> None:
     weights = run / "checkpoints/step-000004/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4])
     code, said = replayed(run, 5)
-    assert code == 0 and "truncated" in said and "from the run's beginning, 4 steps before that one" in said
+    assert code == 0 and "truncated" in said and "from the run's beginning, after repeating 4 steps" in said
 
 
 @pytest.mark.slow
@@ -237,16 +239,25 @@ def test_a_machine_has_a_mark() -> None:
 def test_elsewhere_means_are_compared_within_a_tolerance_and_counts_exactly() -> None:
     before = TrainReport(4, 5, loss=0.5, grad_norm=1.0, loss_tokens=100)
     nearly = msgspec.structs.replace(before, grad_norm=1.0001)
-    assert outcome_of(nearly, before, "f", "f", True, 1e-3).problem == "grad_norm 1.0001 instead of 1.0"
-    other = outcome_of(nearly, before, "f", "another", False, 1e-3)
+    assert (
+        outcome_of(nearly, before, fingerprint="f", recorded="f", exact=True, tolerance=1e-3).problem
+        == "grad_norm 1.0001 instead of 1.0"
+    )
+    other = outcome_of(nearly, before, fingerprint="f", recorded="another", exact=False, tolerance=1e-3)
     assert other.problem == "" and other.verdict == "within tolerance"
     far = msgspec.structs.replace(before, loss_tokens=99)
-    assert outcome_of(far, before, "f", "f", False, 1e-3).problem == "loss_tokens 99 instead of 100"
-    assert outcome_of(before, before, "f", "", True, 1e-3).verdict == "report bit for bit, no fingerprint"
+    assert (
+        outcome_of(far, before, fingerprint="f", recorded="f", exact=False, tolerance=1e-3).problem
+        == "loss_tokens 99 instead of 100"
+    )
+    assert (
+        outcome_of(before, before, fingerprint="f", recorded="", exact=True, tolerance=1e-3).verdict
+        == "report bit for bit, no fingerprint"
+    )
 
 
 def test_what_is_not_there_is_refused(finished: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has 5 steps, there is no step 6"):
+    with pytest.raises(ConfigError, match="has 5 steps, so there is no step 6"):
         replayed(finished, 5, 6)
     with pytest.raises(ConfigError, match="counted from 1"):
         replayed(finished, 3, 2)

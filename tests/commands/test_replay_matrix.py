@@ -24,6 +24,7 @@ from headrace.packing import pack_rows
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.forward.forward import Forward, choose_forward
 from headrace.trainer.forward.routing import RoutingReplay, no_replay
+from headrace.trainer.placement.single import Single
 from headrace.trainer.step.gradient import Gradient
 from headrace.trainer.step.learner import Learner
 from headrace.trainer.step.reference import reference_of
@@ -115,11 +116,21 @@ def trained(case: Case, shared: bool) -> dict[str, Tensor]:
     if not case.lora:
         model.load_state_dict(moved(case.family), strict=False)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    learner = Learner(TrainConfig(device="cpu"), case.algo, parameters)
+    placement = Single()
+    learner = Learner(config=TrainConfig(device="cpu"), algo=case.algo, parameters=parameters, placement=placement)
     replay = RoutingReplay(forward, torch.float32) if case.routing else no_replay
-    plan = pack_rows(case.rows, learner.aggregation, 0, 40, 0, shared)
-    gradient = Gradient(forward, learner, TEMPERATURE, torch.float32, reference, replay)
-    gradient.of(plan.packs, torch.device("cpu"))
+    plan = pack_rows(case.rows, learner.aggregation, constant=0, budget=40, step=0, share=shared)
+    gradient = Gradient(
+        forward=forward,
+        learner=learner,
+        placement=placement,
+        temperature=TEMPERATURE,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        reference=reference,
+        replay=replay,
+    )
+    gradient.fill(plan)
     return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters.items()}
 
 

@@ -117,16 +117,16 @@ COMMANDS = [
     Bad("absent config", ("train", "absent.toml"), ("there is no file absent.toml",)),
     Bad("nearly its name", ("train", "mine.tml"), ("did you mean mine.toml?",)),
     Bad("a directory", ("train", "model"), ("model is a directory; name a TOML file in it",)),
-    Bad("a run for a config", ("train", "old"), ("go on with it: headrace train --resume old",), {"old/config.toml": ""}),
+    Bad("a run for a config", ("train", "old"), ("resume it with: headrace train --resume old",), {"old/config.toml": ""}),
     Bad("YAML", ("train", "a.yaml"), ("a.yaml is YAML, and a config is TOML", "steps = 200"), {"a.yaml": "train:\n  steps: 3\n"}),
     Bad("JSON", ("train", "a.json"), ("a.json is JSON", "headrace.train({...})"), {"a.json": '{"train": {"steps": 3}}'}),
     Bad("YAML by another name", ("train", "a.toml"), ("a.toml is YAML",), {"a.toml": "# mine\nmodel:\n  path: x\n"}),
     Bad("broken TOML", ("train", "a.toml"), ("a.toml is not valid TOML", "line 2"), {"a.toml": "a = [1,\nb"}),
     Bad("no text", ("train", "a.toml"), ("is not valid TOML", "save it as UTF-8"), {"a.toml": b"\xff\xfe\x00"}),
     Bad("nothing in it", ("train", "a.toml"), ("model is missing: add a [model] table", "task is missing"), {"a.toml": ""}),
-    Bad("resume a config", ("train", "--resume", "mine.toml"), ("mine.toml is a config, and the directory of a run",)),
+    Bad("resume a config", ("train", "--resume", "mine.toml"), ("mine.toml is a config, but the directory of a run",)),
     Bad("resume a config's run", ("train", "--resume", "mine.toml"), ("runs/mine, say",), {"runs/mine/note": ""}),
-    Bad("resume a file", ("train", "--resume", "rows.jsonl"), ("rows.jsonl is a file, and a run is a directory",)),
+    Bad("resume a file", ("train", "--resume", "rows.jsonl"), ("rows.jsonl is a file, but a run is a directory",)),
     Bad("resume nothing", ("train", "--resume", "absent"), ("there is no run absent",)),
     Bad("resume nearly its name", ("train", "--resume", "frist"), ("did you mean runs/first?",), {"runs/first/note": ""}),
     Bad("resume no run", ("train", "--resume", "model"), ("is not the directory of a run: it has no config.toml",)),
@@ -165,8 +165,8 @@ SPELLING = [
     sets("a section wrong", "did you mean staleness?", "stalenes.max_lag=1"),
     sets("in another section", "did you mean rollout.temperature?", "train.temperature=1.0"),
     sets("a name with a space", 'name = "my run" names a directory', 'name="my run"'),
-    sets("a name with a slash", '"a-b" would do', "name=a/b"),
-    sets("no name for the run", '"run" would do', 'name=""'),
+    sets("a name with a slash", 'use "a-b"', "name=a/b"),
+    sets("no name for the run", 'use "run"', 'name=""'),
 ]  # fmt: skip
 
 ELSEWHERE = [
@@ -205,7 +205,7 @@ PAIRS = [
     sets("warm to the end", "lower train.warmup_steps", "train.steps=5", "train.warmup_steps=5"),
     sets("no room for a prompt", "leaves no room for a prompt", "rollout.max_tokens=128"),
     sets("more held out than there is", "raise task.held_out or lower eval.prompts", "eval.prompts=5"),
-    sets("cores that are not there", "which this machine does not lend", "engine.cores=[4096]"),
+    sets("cores that are not there", "which this process may not use", "engine.cores=[4096]"),
     sets("an algorithm unheard of", "algo.name = grop does not exist; did you mean grpo?", "algo.name=grop"),
     sets("counted twice", "use algo.old = trainer, or remove the correction", "algo.correction.mode=mask"),
     sets("an adapter without a rank", "set lora.rank, 16 say", "lora.alpha=8.0"),
@@ -287,7 +287,7 @@ MACHINE = [
     sets("a file for a place", "is a file; set out", "out=rows.jsonl"),
     sets("a place below a file", "is a file; set out", "out=rows.jsonl/runs"),
     sets("a place that cannot be written", "is not writable", "out=/proc/runs"),
-    sets("a run that is there", "already holds a run: go on with it", files={"runs/mine/journal.jsonl": '{"a": 1}\n'}),
+    sets("a run that is there", "already holds a run: resume it", files={"runs/mine/journal.jsonl": '{"a": 1}\n'}),
 ]
 GPU = [
     sets("a GPU to serve on", 'engine.device = "cuda", but torch finds no GPU', "engine.device=cuda"),

@@ -115,7 +115,7 @@ path = '{tiny_llama}'
     text = CONFIG.replace('reward.function = "reasoning_gym"\n', "").replace("smollm2-135m-instruct", str(tiny_llama))
     config.write_text(text + taught)
     assert cli.main(["train", str(config), "--dry-run"]) == 0
-    assert "the teachers are all there is to learn from" in capsys.readouterr().out
+    assert "the run learns only from its teachers" in capsys.readouterr().out
     two = CONFIG + "lora.rank = 4\n[[adapters]]\nname = 'a'\n[[adapters]]\nname = 'b'\n"
     config.write_text(two)
     assert cli.main(["eval", str(config)]) == 2

@@ -295,11 +295,11 @@ def test_bad_pairs_are_reported_together():
 def test_what_truncates_is_recorded_unless_one_says_otherwise():
     for setting in ("rollout.top_p=0.9", "rollout.top_k=5", "rollout.min_p=0.1"):
         rollout = load_config(MINIMAL, [setting]).rollout
-        assert rollout.request("r", PROMPT, 0, 0).return_mask and not rollout.caveats
-        assert not rollout.evaluation("r", PROMPT, 0, 1.0).return_mask
+        assert rollout.request("r", PROMPT.tokens, 0, 0).return_mask and not rollout.caveats
+        assert not rollout.evaluation("r", PROMPT.tokens, 0, 1.0).return_mask
         unkept = load_config(MINIMAL, [setting, "rollout.keep_mask=false"]).rollout
-        assert not unkept.request("r", PROMPT, 0, 0).return_mask and "keep_mask" in unkept.caveats[0]
-    assert not load_config(MINIMAL).rollout.request("r", PROMPT, 0, 0).return_mask
+        assert not unkept.request("r", PROMPT.tokens, 0, 0).return_mask and "keep_mask" in unkept.caveats[0]
+    assert not load_config(MINIMAL).rollout.request("r", PROMPT.tokens, 0, 0).return_mask
 
 
 def test_good_pairs_pass():

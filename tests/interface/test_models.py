@@ -276,7 +276,16 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def in_parts(*packages: str, of: bytes) -> KnownModel:
     checksum = hashlib.sha256(of).hexdigest()
-    return KnownModel("parted", packages, "1.0", checksum, "none", "made for a test", download_mb=1, kept_gib=0.1)
+    return KnownModel(
+        name="parted",
+        packages=packages,
+        version="1.0",
+        gguf_sha256=checksum,
+        licence="none",
+        about="made for a test",
+        download_mb=1,
+        kept_gib=0.1,
+    )
 
 
 def test_the_parts_of_a_model_are_joined_in_their_order(cache: Path, index: Path, tmp_path: Path) -> None:

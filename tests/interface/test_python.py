@@ -434,7 +434,7 @@ def test_a_config_is_needed_or_a_run():
 
 def test_an_adapter_with_a_task_of_its_own_and_rows_for_all_are_one_too_many():
     adapters = [{"name": "north", "task": {"kind": "jsonl", "path": "a"}}, {"name": "south"}]
-    with pytest.raises(ConfigError, match="north has a task of its own"):
+    with pytest.raises(ConfigError, match="north has its own task"):
         with_python_inputs({**CONFIG, "lora": {"rank": 4}, "adapters": adapters}, (), brief, ROWS)
 
 

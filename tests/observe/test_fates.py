@@ -123,8 +123,8 @@ def discarding(reason: str, lengths: list[int], lost: list[int] | None = None) -
         (discarding("overdue", [40, 44, 48, 52]), "bad", "BIASED this run: tokens 11.0 trained, 16.6 drawn"),
         (discarding("overdue", [10, 11, 12, 11]), "plain", "none beyond 3 standard errors"),
         (discarding("interrupted", [], [160, 170, 180]), "bad", "tokens 11.0 trained, at least 20."),
-        (discarding("interrupted", [], [8, 10, 6]), "unknown", "cannot be told"),
-        (discarding("interrupted", [], [8, 10, 6]), "unknown", "3 groups ended before they were done"),
+        (discarding("interrupted", [], [8, 10, 6]), "unknown", "unknown: "),
+        (discarding("interrupted", [], [8, 10, 6]), "unknown", "3 groups cancelled before completion"),
     ],
 )
 def test_a_run_says_whether_discarding_has_biased_it(state: RunState, mood: str, said: str) -> None:
@@ -181,7 +181,7 @@ def test_the_summary_tells_of_versions_trimming_and_interruptions() -> None:
 
 def test_a_run_without_interruptions_says_nothing_of_them() -> None:
     state = folded(ended(0, (2, 2)), trained(0))
-    assert "Thrown away" not in text_of(state) and "interrupted" not in text_of(state)
+    assert "Discarded" not in text_of(state) and "interrupted" not in text_of(state)
 
 
 def test_the_report_draws_both_histograms_and_names_the_bias(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_the_report_draws_both_histograms_and_names_the_bias(tmp_path: Path) -> 
     assert "0.25 s, 3 rollouts interrupted" in html and "discarding has BIASED this run" in html
     assert "Completion lengths, drawn against trained" in html and "Selection bias" in html
     assert "could be trained: 40, mean" in html and "drawn: 52, mean" in html
-    assert "1 group ended before they were done and are missing here." in html
+    assert "1 group cancelled before completion: missing here." in html
 
 
 # -- through the real pipeline, in virtual time -----------------------------------------------------------------------------
@@ -268,7 +268,7 @@ def test_of_cancelled_groups_no_innocence_is_claimed() -> None:
     state = simulated(max_lag=2, overdue="cancel", in_flight=12)
     verdict = verdicts.bias(state)
     assert state.fates.of["overdue"].unfinished > 0
-    assert verdict.mood in ("bad", "unknown") and "ended before they were done" in verdict.detail
+    assert verdict.mood in ("bad", "unknown") and "cancelled before completion" in verdict.detail
 
 
 def test_trimming_is_counted() -> None:

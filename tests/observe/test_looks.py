@@ -118,7 +118,7 @@ def test_advice_and_the_traceback_have_room_before_the_samples_and_nothing_overf
     state = half_failed()
     for width, height in SIZES:
         text = live(state, width, height)
-        assert len(text.splitlines()) < height and "mend the reward, or the rows that it cannot read" in flat(text)
+        assert len(text.splitlines()) < height and "correct the reward, or the rows that it cannot read" in flat(text)
         assert "KeyError: '7'" in text
 
 
@@ -180,7 +180,9 @@ def test_the_summary_is_whole_at_80_columns() -> None:
 
 
 def test_status_is_whole_at_80_columns(state: RunState) -> None:
-    told = LiveStatus(4711, 0.0, workers={"engine": 4712, "trainer": 4713}, picture="runs/demo/logs/stacks-1.txt")
+    told = LiveStatus(
+        pid=4711, written=0.0, workers={"engine": 4712, "trainer": 4713}, picture="runs/demo/logs/stacks-1.txt"
+    )
     text = shown(panel("runs/demo", Status("alive", "training", told), state), 80)
     assert max(map(len, text.splitlines())) <= 80 and "…" not in text
     for words in (

@@ -242,7 +242,7 @@ def test_a_failed_checkpoint_is_not_one_to_resume_from(tmp_path: Path) -> None:
 
 def test_facts_that_the_journal_does_not_know_are_set_aside() -> None:
     """Whichever process cut the journal, and whether or not it could cut the metrics: it was written before them."""
-    resume = Resume(3, 2, next_ticket=9, flying=frozenset({7}), ready=frozenset({6}))
+    resume = Resume(step=3, saved=2, next_ticket=9, flying=frozenset({7}), ready=frozenset({6}))
     known = [
         TicketDrawn(0.0, 8, "p"),
         GroupEnded(0.0, 6, "p", "ready"),
@@ -261,12 +261,12 @@ def test_facts_that_the_journal_does_not_know_are_set_aside() -> None:
     assert all(kept_of(known, resume))
     for fact in unknown:
         assert kept_of([*known, fact, *known[:2]], resume) == [True] * len(known) + [False] * 3, fact
-    assert kept_of(known, Resume(3, None, 9, anew=True)) == [False] * len(known)
+    assert kept_of(known, Resume(step=3, saved=None, next_ticket=9, anew=True)) == [False] * len(known)
 
 
 def test_resume_without_any_checkpoint_starts_over(tmp_path: Path) -> None:
     record(tmp_path, list(FactStream(steps=2).facts()))
-    state = record(tmp_path, [], Resume(0, anew=True))
+    state = record(tmp_path, [], Resume(step=0, anew=True))
     assert read_metrics(tmp_path) == []
     assert state.started is None
 
@@ -330,7 +330,7 @@ def test_gaps_in_what_the_sampler_recorded_are_told() -> None:
     tokens = sum(row.report.loss_tokens for row in whole.rows)
     assert verdicts.record(whole) == (
         "Sampler's record",
-        "whole",
+        "complete",
         f"{tokens} tokens trained as they were sampled",
         "good",
     )

@@ -115,7 +115,7 @@ def test_a_run_without_steps_claims_nothing(tmp_path: Path) -> None:
 
 
 def test_an_empty_file_is_an_empty_run(tmp_path: Path) -> None:
-    assert "The run left no facts" in report(tmp_path, [])
+    assert "The run recorded no facts" in report(tmp_path, [])
 
 
 def test_a_resumed_run_has_one_history_and_says_where_it_was_resumed(tmp_path: Path) -> None:
@@ -189,8 +189,8 @@ def test_tokens_are_coloured_by_lag_and_say_what_is_known_of_them(tmp_path: Path
     assert [int(lag) for lag, _, _ in last] == list(one.lags) and last[0][2] == "&lt;b&gt;"
     assert all(f"token {i}, id {one.tokens[i]}\n" in tip for i, (_, tip, _) in enumerate(last))
     assert all(f"log-prob {value:.4f}" in tip for value, (_, tip, _) in zip(one.logprobs, last, strict=True))
-    assert "lag 0</span>" in html and "tokenizer was not at hand" not in html
-    assert "tokenizer was not at hand" in write_report(tmp_path).read_text()
+    assert "lag 0</span>" in html and "tokenizer was not available" not in html
+    assert "tokenizer was not available" in write_report(tmp_path).read_text()
 
 
 def test_tokens_that_left_the_loss_are_struck_out_with_the_reason(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def ended(reason: str) -> RunEnded:
 
 
 def live(written: float, pid: int = os.getpid(), **more: Any) -> LiveStatus:
-    return LiveStatus(pid, written, (Lasting("trainer", "8 scored groups", 3.0),), **more)
+    return LiveStatus(pid=pid, written=written, waits=(Lasting("trainer", "8 scored groups", 3.0),), **more)
 
 
 # --- who lives ---------------------------------------------------------------------------------------------------------
@@ -59,15 +59,15 @@ def live(written: float, pid: int = os.getpid(), **more: Any) -> LiveStatus:
         (True, [STARTED, TicketDrawn(1.0, 0, "p")], live(99.0), "alive", "training"),
         (True, [], None, "starting", "just starting"),
         (True, [STARTED], live(50.0, NOBODY), "starting", "just starting"),
-        (True, [STARTED], live(50.0), "silent", "has said nothing for 50 s: its process is running"),
+        (True, [STARTED], live(50.0), "silent", "has written no status for 50 s: its process is running"),
         (True, [STARTED], live(99.0, silent=31.0), "silent", "its event loop has not turned for 31 s"),
         (False, [STARTED, ended("finished")], live(99.0), "finished", "finished"),
         (False, [STARTED, ended("interrupted")], None, "interrupted", "interrupted"),
         (False, [STARTED, ended("the disk is full")], live(99.0), "stopped", "the disk is full"),
-        (False, [STARTED, TicketDrawn(1.0, 0, "p")], live(99.0), "died", "died while training, without a word"),
-        (False, [], None, "died", "died while loading the model, without a word"),
+        (False, [STARTED, TicketDrawn(1.0, 0, "p")], live(99.0), "died", "died while training and left no message"),
+        (False, [], None, "died", "died while loading the model and left no message"),
         (False, [STARTED], live(99.0, verdict="ended by its watchdog: x"), "died", "ended by its watchdog: x"),
-        (False, [STARTED, ended("finished"), STARTED], live(99.0), "died", "without a word"),
+        (False, [STARTED, ended("finished"), STARTED], live(99.0), "died", "and left no message"),
     ],
 )
 def test_a_run_is_alive_silent_ended_or_dead(
@@ -132,7 +132,9 @@ WAITS = (
     Lasting("trainer", "4 groups", 1.0),
 )
 TELLING = Status(
-    "alive", "training", LiveStatus(7, time.time(), WAITS, workers={"engine": 8, "trainer": 9}, picture="logs/x")
+    "alive",
+    "training",
+    LiveStatus(pid=7, written=time.time(), waits=WAITS, workers={"engine": 8, "trainer": 9}, picture="logs/x"),
 )
 
 
@@ -209,7 +211,7 @@ def test_a_run_is_asked_while_it_lives_after_kill_9_and_after_its_end(
         process.kill()
         process.wait()
     code, out = asked(capsys, str(directory))
-    assert code == 1 and "died while training, without a word" in out and "waited" in out
+    assert code == 1 and "died while training and left no message" in out and "waited" in out
     assert re.search(r"drawn \d+ = trained", out), "what its facts say is there after its death"
     with pytest.raises(HeadraceError, match="is not running"):
         cli.status(cli._parser().parse_args(["status", str(directory), "--stacks"]))

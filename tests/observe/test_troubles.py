@@ -35,7 +35,7 @@ from headrace.observe.screen.live import frame
 from headrace.observe.screen.status_view import lines_of
 from headrace.observe.screen.summary import summary
 from headrace.observe.screen.terminal import PlainLines
-from headrace.observe.sinks import scalars
+from headrace.observe.sinks.scalars import scalars
 from headrace.reports import TrainReport
 from headrace.types import Prompt
 
@@ -162,7 +162,7 @@ def test_failures_stand_beside_the_held_out_number() -> None:
 def test_failures_are_a_selection() -> None:
     verdict = bias(half_failed())
     assert verdict.mood == "bad" and verdict.value == "50 % failed"
-    assert "KeyError 80 of 160 rollouts" in verdict.detail and "CHOSEN" in verdict.detail
+    assert "KeyError 80 of 160 rollouts" in verdict.detail and "SELECTED" in verdict.detail
     few = folded([group(i, failed=1 if i == 5 else 0) for i in range(20)] + [step((1, 2, 3, 4))])
     assert bias(few).mood == "plain" and bias(few).value == "1 % failed"
     assert bias(folded([group(1), step((1,))])).value == "none"
@@ -184,12 +184,18 @@ def test_every_view_says_what_failed_and_what_to_do(tmp_path: Path) -> None:
     state = half_failed()
     assert [(one.kind, one.rollouts) for one in failings(state)] == [("KeyError", 96)]
     for shown in (printed(frame(state)), printed(summary(state))):
-        assert "failed 50 % (KeyError" in shown and "return table[key]" in shown and "mend the reward" in shown, shown
+        assert "failed 50 % (KeyError" in shown and "return table[key]" in shown and "correct the reward" in shown, (
+            shown
+        )
     said = {
         label: ", ".join(part.plain for part in parts)
         for label, parts in lines_of("tiny", status.Status("alive", "training", None), state)
     }
-    assert "failed 50 %" in said["shares"] and "KeyError, 96 rollouts" in said["failed"] and "mend" in said["advice"]
+    assert (
+        "failed 50 %" in said["shares"]
+        and "KeyError, 96 rollouts" in said["failed"]
+        and "correct the reward" in said["advice"]
+    )
     told = status.as_dict(status.Status("alive", "training", None), state)
     assert told["failures"][0]["traceback"] == TRACEBACK and told["shares"]["total"]["failed"] == 0.5
     assert told["held_out_failed"] == [4, 4] and told["advice"][0][0] == "failed"

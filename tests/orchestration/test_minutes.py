@@ -187,7 +187,7 @@ def test_minutes_are_fitted_and_written_down(tmp_path, tiny_llama):
     assert one is not None and (one.end, one.most, one.steps) == (120.0, 60, fitted.config.train.steps)
     busy = fit_minutes(settled, share_of(2, 30, 0), 10**8, 46)
     assert (
-        "too little for this machine" in busy.notes[0]
+        "too short for this machine" in busy.notes[0]
         and "other processes leave about" in busy.config.chosen.why["minutes"]
     )
 

@@ -23,6 +23,7 @@ ASKS: dict[str, list[str]] = {
     "streamed": ["partial.mode=stream"],
     "spans": [],
     "prompt_logprobs": [],
+    "arithmetic": ["train.parity=bitwise"],
     "exact": ["engine.exact=true"],
 }
 """Settings that need each thing. Without any a run swaps weights in flight, and is probed."""
@@ -38,7 +39,7 @@ def config(tmp_path: Path, *sets: str) -> RunConfig:
 
 
 def everything() -> Capabilities:
-    return msgspec.structs.replace(FakeEngine().capabilities, routing=True)
+    return msgspec.structs.replace(FakeEngine().capabilities, routing=True, arithmetic="llama bfloat16 AMX")
 
 
 def without(name: str) -> Capabilities:
@@ -89,7 +90,7 @@ def _adapter(name: str) -> Any:
 def test_a_teacher_must_be_able_to_tell_what_it_thinks() -> None:
     check_teacher("teacher math", everything(), 8)
     check_teacher("teacher math", without("top_logprobs"), 0)
-    with pytest.raises(ConfigError, match=r"teacher math \(fake\) cannot tell the log-probs of given tokens"):
+    with pytest.raises(ConfigError, match=r"teacher math \(fake\) cannot return the log-probs of given tokens"):
         check_teacher("teacher math", without("prompt_logprobs"), 0)
     with pytest.raises(ConfigError, match="algo.teacher_top = 0"):
         check_teacher("teacher math", without("top_logprobs"), 8)

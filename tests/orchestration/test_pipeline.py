@@ -23,7 +23,7 @@ from headrace.algo.noise import NoiseWatch
 from headrace.engine.fake import FakeEngine
 from headrace.errors import CheckpointError, HeadraceError, IdentityError, StalledError, TrainingError, WorkerDied
 from headrace.observe.facts import CheckpointSaved, Evaluated, GroupEnded, StepTrained, Warned, WeightsLive
-from headrace.orchestration.loops.parts import Told
+from headrace.orchestration.loops.parts import EarlierMetrics
 from headrace.orchestration.loops.turns import Turns
 from headrace.orchestration.store.checkpoints import Checkpoints
 from headrace.orchestration.store.snapshots import load_controller
@@ -314,7 +314,7 @@ def test_a_step_that_is_skipped_when_it_is_done_again_ends_the_run(tmp_path: Pat
     virtual_time.run(first.run(interrupt_after=5.0))
     shutil.rmtree(tmp_path / "checkpoints")  # all steps are done again
     second = FakeWorld(tmp_path, steps=30, trainer=FakeTrainer(skip=lambda attempt: attempt == 2))
-    with pytest.raises(CheckpointError, match="step 2 was done again from the journal and was nonfinite_gradient"):
+    with pytest.raises(CheckpointError, match="step 2 was repeated from the journal and was nonfinite_gradient"):
         virtual_time.run(second.run(resume=True))
     done_again = second.trainer.batches
     assert [batch.skippable for batch in done_again] == [False, False], "the journal says that they were not skipped"
@@ -442,15 +442,15 @@ def test_a_checkpoint_that_was_due_at_the_killed_step_is_written_after_the_resum
     first = FakeWorld(tmp_path, steps=9, trainer=FakeTrainer(save_seconds=100.0), checkpoint_every=4)
     _killed(first, lambda: first.trainer.version == 4)
     assert not first.checkpoints.all()
-    second = FakeWorld(tmp_path, steps=9, checkpoint_every=4, told=first.in_metrics())
+    second = FakeWorld(tmp_path, steps=9, checkpoint_every=4, earlier=first.in_metrics())
     virtual_time.run(second.run(resume=True))
     assert [fact.step for fact in second.facts.of(CheckpointSaved)] == [4, 8, 9]
 
 
 def test_an_evaluation_that_was_due_at_the_killed_step_is_done_after_the_resume(tmp_path: Path) -> None:
-    def world(told: Told = Told(), name: str = "run") -> FakeWorld:  # noqa: B008 frozen
+    def world(earlier: EarlierMetrics = EarlierMetrics(), name: str = "run") -> FakeWorld:  # noqa: B008 frozen
         engine, trainer = FakeEngine(0.3), FakeTrainer(2.0)
-        return FakeWorld(tmp_path / name, steps=9, evaluate_every=4, told=told, engine=engine, trainer=trainer)
+        return FakeWorld(tmp_path / name, steps=9, evaluate_every=4, earlier=earlier, engine=engine, trainer=trainer)
 
     first = world()
     _killed(first, lambda: any(live.update.version == 4 for live in first.facts.of(WeightsLive)))
@@ -491,7 +491,7 @@ def test_a_step_that_is_done_again_shows_its_reward(tmp_path: Path, known: bool)
     shown = {fact.report.version: fact.reward_drawn for fact in first.facts.of(StepTrained)}
     before = first.facts.facts.index(first.facts.of(StepTrained)[1]) if known else 0
     until = first.facts.facts.index(first.facts.of(StepTrained)[2]) if known else 0
-    second = FakeWorld(tmp_path, steps=9, told=first.in_metrics(until))
+    second = FakeWorld(tmp_path, steps=9, earlier=first.in_metrics(until))
     assert bool(before) == known
     virtual_time.run(second.run(resume=True))
     again = {fact.report.version: fact.reward_drawn for fact in second.facts.of(StepTrained)}

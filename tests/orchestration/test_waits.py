@@ -23,25 +23,27 @@ import headrace
 from headrace.config import RunConfig, load_config
 from headrace.engine.config import EngineConfig
 from headrace.engine.fake import FakeEngine
+from headrace.environments.single_turn import SINGLE_TURN
 from headrace.errors import IdentityError, StalledError
 from headrace.observe.facts import Waited, Warned
 from headrace.observe.health import stacks
 from headrace.observe.health.family import Child, Family, family
 from headrace.observe.health.own_stacks import VARIABLE
+from headrace.observe.health.patience import Starvation
 from headrace.observe.health.snapshot import blame
 from headrace.observe.health.status import read_live
 from headrace.observe.health.waits import Lasting, Waits, counted
 from headrace.observe.health.waits import Testimony as Told
 from headrace.observe.health.watchdog import STALLED, Watchdog
 from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.build import BuiltRun, build, open_waits
+from headrace.orchestration.build import BuiltRun, build, open_telemetry
 from headrace.orchestration.loops.evaluation import Evaluator
 from headrace.orchestration.loops.turns import Turns
 from headrace.orchestration.loops.utilisation import Utilisation
 from headrace.orchestration.pools import open_pools
 from headrace.orchestration.python_inputs import NO_INPUTS
 from headrace.orchestration.runs.session import Session, report_unhandled
-from headrace.orchestration.runs.several import _close, _serve_base, _Together
+from headrace.orchestration.runs.several import _close, _serve_base, _SeveralRuns
 from headrace.orchestration.teaching import SelfTeaching, TeacherEngines
 from headrace.orchestration.workers.local import LocalLauncher
 from headrace.rollouts.partial import PartialConfig
@@ -134,6 +136,35 @@ def test_a_process_that_stood_still_blames_nobody():
 
     assert virtual_time.run(main()) == 32
     assert [fact.t for fact in facts if isinstance(fact, Warned)] == [10, 22]
+
+
+def test_time_in_which_a_process_had_no_core_puts_off_the_second_deadline_alone():
+    facts: list[Any] = []
+
+    async def main() -> float:
+        waits = here(facts.append)
+        asyncio.get_running_loop().call_later(15, waits.spare, 12)
+        asyncio.get_running_loop().call_later(18, waits.spare, 1)
+        with pytest.raises(StalledError, match="has waited 33 s"):
+            async with waits.named("a", "b"):
+                await asyncio.sleep(31)
+                assert not waits.overdue()
+                await asyncio.sleep(1e6)
+        return asyncio.get_running_loop().time()
+
+    assert virtual_time.run(main()) == 33
+    assert [fact.t for fact in facts if isinstance(fact, Warned)] == [10]
+
+
+def test_the_process_that_was_kept_waiting_the_longest_counts():
+    waited = {1: 5.0, 2: 3.0}
+    starvation = Starvation(waited.__getitem__)
+    assert starvation.since_last([1]) == 5.0
+    waited |= {1: 5.5, 2: 3.0}
+    assert starvation.since_last([1, 2]) == 3.0
+    waited |= {1: 6.5, 2: 3.25}
+    assert starvation.since_last([1, 2]) == 1.0
+    assert starvation.since_last([]) == 0.0
 
 
 def test_equal_waits_are_said_once():
@@ -268,6 +299,7 @@ async def of_evaluation(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
     prompts = [Prompt("p", "a text", (1, 2))]
     evaluator = Evaluator(
         generate=engine.generate,
+        environment=SINGLE_TURN,
         scorer=FakeScorer(),
         prompts=prompts,
         config=EvalConfig(),
@@ -288,13 +320,22 @@ async def of_start(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
     world = FakeWorld(tmp / "run", stop_after=600.0)
     pipeline = world.build()
     spoil(world.parts.telemetry.waits)
-    await BuiltRun(None, world.parts, pipeline, (), (), None, None, None, "").go_live()  # type: ignore[arg-type]
+    await BuiltRun(
+        pools=None,  # type: ignore[arg-type]
+        parts=world.parts,
+        pipeline=pipeline,
+        redo=(),
+        outdated=(),
+        utilisation=None,  # type: ignore[arg-type]
+        config=None,  # type: ignore[arg-type]
+        adapter="",
+    ).go_live()
 
 
 async def of_teacher_s_start(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
     clock = asyncio.get_running_loop().time
-    classroom = TeacherEngines(LocalLauncher(tmp), FactList(), spoil(here(lambda fact: None)), clock)
-    await classroom.open("teacher math", tmp, EngineConfig())
+    engines = TeacherEngines(LocalLauncher(tmp), Telemetry(FactList().record, clock, spoil(here(lambda fact: None))))
+    await engines.open("teacher math", tmp, EngineConfig())
 
 
 class Publishing:
@@ -325,7 +366,14 @@ async def of_scoring(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
     engine, waits = FakeEngine(), spoil(here(lambda fact: None))
     await engine.load(WeightUpdate(version=0, kind="full", fingerprint="fake-0", nbytes=0, seconds=0.0))
     everybody: Callable[[Prompt], bool] = lambda prompt: True  # noqa: E731
-    text = TextTeacher("text", engine, everybody, 1.0, lambda prompt: (1,), lambda said, ended: (2, 3))
+    text = TextTeacher(
+        name="text",
+        engine=engine,
+        takes=everybody,
+        weight=1.0,
+        encode_prompt=lambda prompt: (1,),
+        encode_completion=lambda said, ended: (2, 3),
+    )
     inner = TextScorer(FakeScorer(), [text], waits)
     await TraceScorer(inner, [Teacher("token", engine, everybody)], engine, waits, print).score(PROMPT, [an_episode()])
 
@@ -339,8 +387,9 @@ def a_config(tmp: Path) -> RunConfig:
 async def of_build(tmp: Path, spoil: Callable[[Waits], Waits], facts: FactList) -> None:
     clock, storage = asyncio.get_running_loop().time, SimpleNamespace(recorder=facts, checkpoint=None)
     config = a_config(tmp)
-    waits = spoil(open_waits(config, facts, clock))
-    await build(config, tmp, storage, None, waits, clock)  # type: ignore[arg-type]
+    telemetry = open_telemetry(config, facts, clock)
+    spoil(telemetry.waits)
+    await build(config, tmp, storage, None, telemetry)  # type: ignore[arg-type]
 
 
 class Recording(FactList):
@@ -357,7 +406,7 @@ class OneSession:
         await building
 
 
-def several(tmp: Path, spoil: Callable[[Waits], Waits], facts: list[Any]) -> _Together:
+def several(tmp: Path, spoil: Callable[[Waits], Waits], facts: list[Any]) -> _SeveralRuns:
     """With one adapter. It makes its waits itself, and shows each to the watchdog."""
 
     class Showing:
@@ -370,7 +419,15 @@ def several(tmp: Path, spoil: Callable[[Waits], Waits], facts: list[Any]) -> _To
     storage = SimpleNamespace(seconds=0.0, recorder=Recording(facts), checkpoint=None)
     config, directory = a_config(tmp), SimpleNamespace(path=tmp, logs=tmp)
     lane = SimpleNamespace(storage=storage, directory=directory, config=config, session=OneSession())
-    return _Together(config, directory, {"a": lane}, NO_INPUTS, Showing(), lambda settings: None, None)  # type: ignore[arg-type, dict-item]
+    return _SeveralRuns(
+        config=config,
+        directory=directory,  # type: ignore[arg-type]
+        lanes={"a": lane},  # type: ignore[dict-item]
+        inputs=NO_INPUTS,
+        watchdog=Showing(),  # type: ignore[arg-type]
+        keep_settings=lambda settings: None,
+        callbacks=None,
+    )
 
 
 async def of_several(tmp: Path, spoil: Callable[[Waits], Waits], facts: FactList) -> None:
@@ -383,7 +440,7 @@ async def of_adapter(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
 
 
 async def of_closing(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
-    await _close(None, spoil(here(lambda fact: None)))  # type: ignore[arg-type]
+    await _close(None, SimpleNamespace(waits=spoil(here(lambda fact: None))))  # type: ignore[arg-type]
 
 
 STALLS: dict[tuple[str, str], Scenario] = {
@@ -609,7 +666,7 @@ def test_a_stopped_trainer_and_a_stopped_engine_are_named_with_what_they_do(conf
         watchdog.add(tmp_path, tight)
         clock = asyncio.get_running_loop().time
         path = Path(config.model.path)
-        pools = await open_pools(config, path, tmp_path, FactList(), patient, clock, {})  # type: ignore[arg-type]
+        pools = await open_pools(config, path, tmp_path, Telemetry(FactList().record, clock, patient), {})
         try:
             alive = {
                 one.child.who: one.stacks for one in await asyncio.to_thread(stacks.ask, watchdog.family.children())
@@ -622,13 +679,13 @@ def test_a_stopped_trainer_and_a_stopped_engine_are_named_with_what_they_do(conf
         finally:
             await pools.close()
 
-    with Watchdog(tmp_path, 100, 200) as watchdog:
+    with Watchdog(tmp_path, warn_after=100, stop_after=200) as watchdog:
         errors = asyncio.run(main())
     for who, error in zip(("trainer", "engine"), errors, strict=True):
         assert re.search(rf"the {who} \({who}, pid \d+: does not answer signals: stopped by a signal", str(error)), (
             error
         )
-        picture = Path(error.__notes__[-1].removeprefix("where all stood is in ")).read_text()
+        picture = Path(error.__notes__[-1].removeprefix("the stacks of all processes are in ")).read_text()
         assert f"rollouts has waited 0 s for the {who}" in picture and "--- controller" in picture
         assert "worker.py" in picture, "the other one has answered"
     assert not watchdog.family.children(), "closed processes are forgotten"
@@ -646,7 +703,7 @@ def test_a_stall_while_the_workers_start(config: RunConfig, tmp_path: Path, what
         )
         clock = asyncio.get_running_loop().time
         path = Path(config.model.path)
-        await open_pools(config, path, tmp_path, FactList(), waits, clock, {})  # type: ignore[arg-type]
+        await open_pools(config, path, tmp_path, Telemetry(FactList().record, clock, waits), {})
 
     with pytest.raises(StalledError, match=f"start has waited 0 s for {what}"), family(children):
         asyncio.run(main())
@@ -693,7 +750,7 @@ def test_a_reward_function_that_sleeps_is_shown_with_its_line(tmp_path: Path, wh
         finally:
             await scorer.close()
 
-    with Watchdog(tmp_path, 100, 200) as watchdog, pytest.raises(StalledError) as caught:
+    with Watchdog(tmp_path, warn_after=100, stop_after=200) as watchdog, pytest.raises(StalledError) as caught:
         asyncio.run(around())
     assert place in str(caught.value) and any("sleep" in note for note in caught.value.__notes__)
 
@@ -781,7 +838,7 @@ async def main(mode):
         await asyncio.Event().wait()
 
 path = Path(sys.argv[1])
-with Watchdog(path, 0.4, 60.0 if sys.argv[2] == "native" else 1.2, pulse=0.1, freeze=0.5) as watchdog:
+with Watchdog(path, warn_after=0.4, stop_after=60.0 if sys.argv[2] == "native" else 1.2, pulse=0.1, freeze=0.5) as watchdog:
     asyncio.run(main(sys.argv[2]))
 """
 
@@ -806,14 +863,14 @@ def test_a_wait_without_a_name_is_found_too(tmp_path: Path) -> None:
     done = run_blocked(tmp_path, "nameless")
     assert done.returncode == STALLED
     said, ended = done.stderr.split("ended by its watchdog", 1)
-    assert "nothing has been waited for by name" in said and "in main" in said and "task Task-1" in ended
+    assert "there has been no named wait for" in said and "in main" in said and "task Task-1" in ended
 
 
 def test_native_code_that_keeps_the_interpreter_is_written_down_without_it(tmp_path: Path) -> None:
     done = run_blocked(tmp_path, "native")
     assert done.returncode == 0, done.stderr
     assert re.search(
-        r"the interpreter of the controller, pid \d+, has stood still for \d s; its main thread is in .*main",
+        r"the interpreter of the controller, pid \d+, has been blocked for \d s; its main thread is in .*main",
         done.stderr,
     )
     assert "in main" in (tmp_path / "interpreter.stacks").read_text()
@@ -822,7 +879,7 @@ def test_native_code_that_keeps_the_interpreter_is_written_down_without_it(tmp_p
 def test_native_code_that_never_lets_the_interpreter_go_ends_the_run_with_its_sentence(tmp_path: Path) -> None:
     done = run_blocked(tmp_path, "native for ever")
     assert done.returncode == -signal.SIGKILL
-    verdict = "ended by its watchdog: the interpreter stood still for"
+    verdict = "ended by its watchdog: the interpreter was blocked for"
     assert f"headrace: {verdict}" in done.stderr and verdict in (tmp_path / "status.json").read_text()
 
 
@@ -871,6 +928,6 @@ def test_nothing_ends_the_watchdog(tmp_path: Path, capfd: pytest.CaptureFixture[
             while read_live(tmp_path) is None:
                 await asyncio.sleep(0.01)
 
-    with Watchdog(tmp_path, 100, 200, pulse=0.02) as watchdog:
+    with Watchdog(tmp_path, warn_after=100, stop_after=200, pulse=0.02) as watchdog:
         asyncio.run(asyncio.wait_for(main(), 300))
     assert "RuntimeError: not now" in capfd.readouterr().err

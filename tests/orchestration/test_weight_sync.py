@@ -143,7 +143,7 @@ def test_an_update_that_never_arrived_is_refused(memory: SharedMemory) -> None:
 
 def test_another_memory_than_the_trainer_s_is_refused(memory: SharedMemory) -> None:
     update, other = memory.sender(_manifests()).send(1, _parameters(1)), SharedMemory.open()
-    with pytest.raises(IdentityError, match="do not share the same one"):
+    with pytest.raises(IdentityError, match="do not share the same memory"):
         other.receiver(_manifests()).receive(update)
     other.close()
 

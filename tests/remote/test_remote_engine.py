@@ -20,6 +20,8 @@ from headrace.engine.remote.remote_engine import RemoteEngine, check_state
 from headrace.errors import ConfigError, IdentityError, WorkerDied
 from headrace.models.chat import ChatEncoder
 from headrace.observe.facts import WorkerLost
+from headrace.observe.health.waits import Waits
+from headrace.observe.telemetry import Telemetry
 from headrace.serve.config import Limits
 from headrace.serve.serving import Serving
 from headrace.simulate.world import FactList
@@ -106,14 +108,13 @@ async def connected(
     machine = Machine(model, speed, limits or Limits())
     await machine.listen()
     await machine.start()
-    facts = FactList()
+    facts, clock = FactList(), asyncio.get_running_loop().time
     engine = RemoteEngine(
         Connection(f"http://127.0.0.1:{machine.port}"),
         HeadraceDialect(),
         patience=patience,
         max_deaths=max_deaths,
-        observer=facts,
-        clock=asyncio.get_running_loop().time,
+        telemetry=Telemetry(facts.record, clock, Waits(facts.record, clock, 100.0, 200.0)),
     )
     engine.facts = facts  # type: ignore[attr-defined]
     try:

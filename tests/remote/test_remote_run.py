@@ -18,7 +18,8 @@ from tiny_run import of, tiny_config, when_step
 
 import headrace
 from headrace.errors import ConfigError, WorkerDied
-from headrace.observe.facts import IdentityChecked, RunEnded, StepTrained, WeightsLive, WorkerLost
+from headrace.observe.facts import IdentityChecked, RunEnded, WeightsLive, WorkerLost
+from headrace.observe.records import StepRow
 
 SETS = {"kv_gib": 0.01, "context_length": 64, "max_running": 16, "dtype": '"float32"'}
 
@@ -88,8 +89,8 @@ def test_a_run_over_http_trains_and_a_server_that_is_killed_costs_nothing(tiny_l
         killer.join()
     assert result.step == 6
     checked_run(run)
-    assert len(of(run, StepTrained)) == 6 and len(of(run, WorkerLost)) == 1
-    assert max(lag for fact in of(run, StepTrained) for lag in fact.lags) <= 1
+    assert len(of(run, StepRow)) == 6 and len(of(run, WorkerLost)) == 1
+    assert max(lag for fact in of(run, StepRow) for lag in fact.lags) <= 1
 
 
 def test_an_adapter_is_trained_over_http(tiny_llama: Path, tmp_path: Path) -> None:

@@ -305,7 +305,7 @@ def test_a_journal_that_is_there_no_more_is_not_written_to_in_silence(tmp_path: 
     if fate == "replaced":
         shutil.copytree(tmp_path / "elsewhere", run_dir)
     for ask in (lambda: journal.write(LiveRecord(1.0, 1, "f")), journal.flush):
-        with pytest.raises(HeadraceError, match=r"journal.jsonl was deleted, moved or replaced.*go on with --resume"):
+        with pytest.raises(HeadraceError, match=r"journal.jsonl was deleted, moved or replaced.*resume with --resume"):
             ask()
     journal.close()
 
@@ -437,7 +437,7 @@ def test_what_lies_behind_a_hole_is_not_used(tmp_path: Path) -> None:
     passes.begin(10)
     passes.write(msgspec.msgpack.encode(OUTPUTS[3]))
     passes.close()
-    assert "begin anew" in warned[0]
+    assert "start again" in warned[0]
     assert tuple(read_passes(tmp_path, 0)) == OUTPUTS[:2], "from the checkpoint that there is"
     assert tuple(read_passes(tmp_path, 10)) == OUTPUTS[3:4], "from one that was written after all"
     log(tmp_path, OUTPUTS[4:6]).close()  # the next process goes on in the newest file

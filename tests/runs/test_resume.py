@@ -304,7 +304,7 @@ def test_what_was_made_for_a_run_that_never_began_goes_again(tmp_path: Path) -> 
         assert not list(tmp_path.iterdir())
     leaves(WorkerDied("engine", "was killed"))
     assert bytes_of(path) == {"logs/engine.log": b"its last words"}
-    with pytest.raises(ConfigError, match=r"holds no run: .* \(what was started there ended before it began\)"):
+    with pytest.raises(ConfigError, match=r"holds no run: .* \(a run was started there, but ended before it began\)"):
         status(path)
     (path / "mine.txt").write_text("somebody else's")
     leaves(ConfigError("no such layer"))
@@ -326,7 +326,7 @@ def test_a_journal_that_is_shorter_than_the_checkpoint_knows_is_repaired_at_once
         lane = begun(path)
         (said,) = lane.storage.saved.complaints  # type: ignore[union-attr]
         assert f"({state.journal - left} records before the checkpoint of step {state.step})" in said
-        assert f"The run goes on from step {state.step}, whose weights and groups are whole" in said
+        assert f"The run is resumed from step {state.step}, whose weights and groups are complete" in said
         assert any(said == fact.message for fact in of(path, Warned)), "the user reads it"
         assert end_of_journal(path) in (state.journal, left), "what the checkpoint knows of them is there again"
         more = _one_more_step(path, state)  # by a process that is killed then
@@ -362,7 +362,9 @@ def test_damage_before_the_checkpoint_is_said_and_costs_nothing(killed: Killed7,
     lane = begun(path)
     saved = lane.storage.saved
     assert saved is not None and saved.step == saved_of(killed.path).step and not saved.rewinds
-    assert any("line 4 does not match its checksum. The run goes on whole" in one.message for one in of(path, Warned))
+    assert any(
+        "line 4 does not match its checksum. The run itself is complete" in one.message for one in of(path, Warned)
+    )
 
 
 def test_damage_behind_the_checkpoint_sets_aside_what_follows(killed: Killed7, tmp_path: Path) -> None:
@@ -413,7 +415,7 @@ def test_passes_are_folded_as_they_are_read(tmp_path: Path) -> None:
     )
     tracemalloc.start()
     try:
-        found = _begun(SavedRun(tmp_path, None, drawn), {mine: request}, "")
+        found = _begun(SavedRun(run_dir=tmp_path, state=None, records=drawn), {mine: request}.get, "")
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

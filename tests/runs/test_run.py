@@ -113,7 +113,7 @@ def test_a_run_whose_last_weights_are_not_on_the_disk_is_nowhere_called_finished
     said = capsys.readouterr()
     assert "all 6 steps are done, but the run is not finished" in said.err and "--resume" in said.err
     assert "finished at step" not in said.out and "stopped at step 6 of 6" in said.out
-    assert "Go on with" in said.out and "--step 4" in said.out
+    assert "Resume with" in said.out and "--step 4" in said.out
     assert any("free disk space" in one.message for one in of(directory, Warned))
     assert cli.main(["status", str(directory)]) == 1 and "✗ all 6 steps are done" in capsys.readouterr().out
     assert "not finished" in (directory / "report.html").read_text()
@@ -186,7 +186,7 @@ def test_an_engine_that_hangs_stops_the_run_with_a_sentence(config: Config) -> N
     stop_after = max(10, round(4 * seconds_to_import("headrace.trainer.step.trainer")))
     config["watch"] = {"warn_after": stop_after / 2, "stop_after": float(stop_after)}
     hang = when_step(directory, 3, lambda: os.kill(workers_of(os.getpid())["engine"], signal.SIGSTOP))
-    with pytest.raises(StalledError, match=rf"has waited {stop_after} s for .*engine"):
+    with pytest.raises(StalledError, match=r"has waited \d+ s for .*engine"):
         headrace.train(config)
     hang.join()
     assert any("has waited" in fact.message for fact in of(directory, Warned)), "it was said before it was acted on"

@@ -23,7 +23,7 @@ def _start(config: RunConfig) -> None:
     path = config.run_dir
     with full_disk_as_error(path), RunDirectory.of(path, False) as directory:
         lane = open_lane(config, directory, False)
-        lane.storage.recorder.add(watchdog := Watchdog(directory.logs, 100.0, 200.0))
+        lane.storage.recorder.add(watchdog := Watchdog(directory.logs, warn_after=100.0, stop_after=200.0))
         with watchdog:
             lane.storage.begin()
             lane.storage.close()
@@ -42,7 +42,7 @@ def test_a_start_on_a_full_disk_is_a_sentence_and_can_be_made_again(tmp_path: Pa
                 kept.append(error)  # as a notebook keeps the last one: it must not keep the lock
         _start(config)
     assert len(said) >= 8, "the directories, the lock, config.toml, metrics, journal, ..."
-    assert all("No space left" in one and "ake room on that disk" in one for one in said), said
+    assert all("No space left" in one and "ree space on that disk" in one for one in said), said
     assert any("metrics.jsonl" in one for one in said) and any("journal.jsonl" in one for one in said)
 
 

@@ -245,7 +245,14 @@ def test_teachers_are_asked_beside_the_reward_under_named_waits():
 
 def text_teacher(asked: FakeEngine, weight: float = 0.5, takes: Callable[[Prompt], bool] = everybody) -> TextTeacher:
     """Its vocabulary: a token for every two characters."""
-    return TextTeacher("critic", asked, takes, weight, lambda prompt: (1, *map(ord, prompt.text)), pairs)
+    return TextTeacher(
+        name="critic",
+        engine=asked,
+        takes=takes,
+        weight=weight,
+        encode_prompt=lambda prompt: (1, *map(ord, prompt.text)),
+        encode_completion=pairs,
+    )
 
 
 def pairs(text: str, ended: bool) -> tuple[int, ...]:
@@ -291,7 +298,14 @@ def test_a_template_that_refuses_is_data():
     def refuse(prompt: Prompt) -> tuple[int, ...]:
         raise ConfigError("the chat template refuses messages of the roles tool")
 
-    teacher = TextTeacher("critic", engine(), everybody, 1.0, refuse, pairs)
+    teacher = TextTeacher(
+        name="critic",
+        engine=engine(),
+        takes=everybody,
+        weight=1.0,
+        encode_prompt=refuse,
+        encode_completion=pairs,
+    )
     (one,) = run(TextScorer(NoReward(), [teacher], waits()), PROMPT, [single(1, text="x")])
     assert one == Failure("teacher_refused", "critic: the chat template refuses messages of the roles tool")
 
@@ -351,7 +365,7 @@ NORTH = {"name": "north", "path": "org/teacher"}
         ),
         ({"algo": {"name": "opd"}, "teachers": [{**NORTH, "engine": {"kv_gb": 1}}]}, "the teacher north, engine.kv_gb is not a setting; did you mean kv_gib"),
         ({"algo": {"name": "opd"}, "teachers": [{**NORTH, "engine": {"context_length": 64}}]}, "too short for all that the run's"),
-        ({"algo": {"name": "opd"}, "teachers": [{**NORTH, "engine": {"cores": [4095]}}]}, "does not lend"),
+        ({"algo": {"name": "opd"}, "teachers": [{**NORTH, "engine": {"cores": [4095]}}]}, "may not use"),
         ({"teachers": [{**NORTH, "name": "reasoning_gym", "mode": "text"}]}, "has the name of a reward function"),
         ({"teachers": [{**NORTH, "mode": "text", "route": {"column": "kind"}}]}, "teachers[0].route.values is missing"),
         ({"teachers": [{**NORTH, "mode": "text", "weigth": 2.0}]}, "did you mean teachers.weight"),
@@ -422,7 +436,9 @@ def published(shadow: Shadow, steps: int, first: int = 1) -> list[int | None]:
 
 def test_a_snapshot_is_the_student_of_the_last_multiple():
     sender = Recording()
-    shadow = Shadow("snapshot", 2, 0.9, torch.bfloat16, sender, 0, weights(0))
+    shadow = Shadow(
+        "snapshot", every=2, decay=0.9, dtype=torch.bfloat16, sender=sender, version=0, parameters=weights(0)
+    )
     first = shadow.publish()
     assert first is not None and first.version == 0 and shadow.publish() is None
     assert published(shadow, 7) == [None, 2, None, 4, None, 6, None]
@@ -433,7 +449,9 @@ def test_a_snapshot_is_the_student_of_the_last_multiple():
 
 def test_an_average_is_the_weighted_sum_of_all_that_was():
     sender = Recording()
-    shadow = Shadow("average", 3, 0.8, torch.bfloat16, sender, 0, weights(0))
+    shadow = Shadow(
+        "average", every=3, decay=0.8, dtype=torch.bfloat16, sender=sender, version=0, parameters=weights(0)
+    )
     shadow.publish()
     assert published(shadow, 6) == [None, None, 3, None, None, 6]
     wanted = 0.8**6 * weights(0)[0][1].double()
@@ -445,12 +463,12 @@ def test_an_average_is_the_weighted_sum_of_all_that_was():
 @pytest.mark.parametrize("kind", ["snapshot", "average"])
 def test_a_shadow_survives_bit_for_bit(kind: Any, tmp_path: Path):
     whole, killed, again = (Recording() for _ in range(3))
-    shadow = Shadow(kind, 2, 0.7, torch.bfloat16, whole, 0, weights(0))
+    shadow = Shadow(kind, every=2, decay=0.7, dtype=torch.bfloat16, sender=whole, version=0, parameters=weights(0))
     published(shadow, 8)
-    before = Shadow(kind, 2, 0.7, torch.bfloat16, killed, 0, weights(0))
+    before = Shadow(kind, every=2, decay=0.7, dtype=torch.bfloat16, sender=killed, version=0, parameters=weights(0))
     published(before, 5)
     before.save(tmp_path)
-    after = Shadow(kind, 2, 0.7, torch.bfloat16, again, 5, weights(5))
+    after = Shadow(kind, every=2, decay=0.7, dtype=torch.bfloat16, sender=again, version=5, parameters=weights(5))
     after.restore(tmp_path)
     resumed = after.publish()
     assert resumed is not None and resumed.version == (4 if kind == "snapshot" else 5)
@@ -460,17 +478,33 @@ def test_a_shadow_survives_bit_for_bit(kind: Any, tmp_path: Path):
 
 
 def test_a_shadow_of_another_kind_or_model_is_refused_and_none_is_a_beginning(tmp_path: Path):
-    Shadow("average", 2, 0.7, torch.bfloat16, Recording(), 3, weights(3)).save(tmp_path)
+    Shadow(
+        "average", every=2, decay=0.7, dtype=torch.bfloat16, sender=Recording(), version=3, parameters=weights(3)
+    ).save(tmp_path)
     with pytest.raises(
         CheckpointError, match=r"holds the student's average, not its snapshot: .*student = \"average\""
     ):
-        Shadow("snapshot", 2, 0.7, torch.bfloat16, Recording(), 0, weights(0)).restore(tmp_path)
+        Shadow(
+            "snapshot", every=2, decay=0.7, dtype=torch.bfloat16, sender=Recording(), version=0, parameters=weights(0)
+        ).restore(tmp_path)
     with pytest.raises(CheckpointError, match="belongs to another model"):
-        Shadow("average", 2, 0.7, torch.bfloat16, Recording(), 0, [("a", torch.zeros(2))]).restore(tmp_path)
+        Shadow(
+            "average",
+            every=2,
+            decay=0.7,
+            dtype=torch.bfloat16,
+            sender=Recording(),
+            version=0,
+            parameters=[("a", torch.zeros(2))],
+        ).restore(tmp_path)
     (tmp_path / "shadow.safetensors").write_bytes(b"half")
     with pytest.raises(CheckpointError, match="cannot be read"):
-        Shadow("average", 2, 0.7, torch.bfloat16, Recording(), 0, weights(0)).restore(tmp_path)
-    shadow = Shadow("average", 2, 0.7, torch.bfloat16, Recording(), 9, weights(9))
+        Shadow(
+            "average", every=2, decay=0.7, dtype=torch.bfloat16, sender=Recording(), version=0, parameters=weights(0)
+        ).restore(tmp_path)
+    shadow = Shadow(
+        "average", every=2, decay=0.7, dtype=torch.bfloat16, sender=Recording(), version=9, parameters=weights(9)
+    )
     shadow.restore(tmp_path / "elsewhere")
     assert shadow.version == 9
 
@@ -487,7 +521,7 @@ def test_files_that_were_written_again_are_refused(tmp_path: Path):
     (tmp_path / "tokenizer.json").write_text("may be touched")
     receiver.receive(update)
     (tmp_path / "model.safetensors").write_bytes(b"others.")
-    with pytest.raises(IdentityError, match="were written again meanwhile"):
+    with pytest.raises(IdentityError, match="have been written since"):
         receiver.receive(update)
 
 

@@ -161,7 +161,7 @@ OF_ROLLING = (
     ),
     _one(
         "kept_for_ever", ROLLING, "memory", "what a group's requests sampled is kept when it has ended",
-        "        self._parts.interrupts.forget(self._plan.names(ticket))\n", "",
+        "        self._parts.interrupts.forget_group(ticket)\n", "",
     ),
 )  # fmt: skip
 

@@ -125,6 +125,15 @@ def test_the_schedules_reach_what_they_are_for() -> None:
     assert len({fault.kind for history in histories for fault in history.befell}) >= 8
 
 
+def test_rollouts_of_two_turns_are_killed_in_both() -> None:
+    """What the environment says between two turns comes again after a kill; what was sampled is not sampled twice."""
+    cases = [case for case in map(case_of, range(120)) if any(fault.kind == "kill" for fault in case.faults)][:12]
+    histories = [trial(msgspec.structs.replace(case, turns=2)) for case in cases]
+    assert sum(history.killed for history in histories) >= 12
+    keys = [key for history in histories for by_name in history.truth.keys.values() for key in by_name.values()]
+    assert {key.turn for key in keys} == {0, 1} and all(bool(key.context) == bool(key.turn) for key in keys)
+
+
 def test_equal_cases_run_equally() -> None:
     case = next(case for case in map(case_of, range(100)) if len(case.faults) > 3)
     one, other = trial(case), trial(case)

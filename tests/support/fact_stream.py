@@ -262,7 +262,13 @@ def standing(facts: Iterable[Fact], step: int) -> Resume:
             tickets.end(fact)
         elif isinstance(fact, StepTrained):
             tickets.train(group.ticket for group in fact.groups)
-    return Resume(step, step, tickets.drawn, frozenset(tickets.flying), frozenset(tickets.ready))
+    return Resume(
+        step=step,
+        saved=step,
+        next_ticket=tickets.drawn,
+        flying=frozenset(tickets.flying),
+        ready=frozenset(tickets.ready),
+    )
 
 
 def write_journal(run_dir: Path, records: Iterable[AnyRecord]) -> None:

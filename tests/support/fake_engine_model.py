@@ -42,7 +42,7 @@ def routing_of(token: int, position: int, version: int) -> np.ndarray:
 
 
 class FakeRunner:
-    path, exact = "fake", True
+    path, arithmetic, exact = "fake", "", True
     block_nbytes = 1024
     experts = (LAYERS, K)
 

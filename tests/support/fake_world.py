@@ -12,7 +12,7 @@ from headrace.engine.fake import FakeEngine
 from headrace.observe.facts import StepTrained
 from headrace.observe.numbers.state import RunState
 from headrace.observe.records import summarise
-from headrace.orchestration.loops.parts import Told, told_of
+from headrace.orchestration.loops.parts import EarlierMetrics, earlier_metrics
 from headrace.orchestration.loops.pipeline import Pipeline
 from headrace.rollouts.staleness import StalenessConfig
 from headrace.scoring.fake import FakeScorer
@@ -40,12 +40,12 @@ class FakeWorld(World):
         self.engine.version = -1
         return pipeline
 
-    def in_metrics(self, until: int | None = None) -> Told:
+    def in_metrics(self, until: int | None = None) -> EarlierMetrics:
         """What the metrics would hold after the first `until` facts."""
         state = RunState()
         for fact in self.facts.facts[:until]:
             state.fold(summarise(fact) if isinstance(fact, StepTrained) else fact)
-        return told_of(state)
+        return earlier_metrics(state)
 
     def trained_lags(self) -> list[int]:
         """Lag of every trained token."""
@@ -79,7 +79,7 @@ def scheduled_world(directory: Path, schedule: dict[str, Any]) -> FakeWorld:
         directory,
         StalenessConfig(groups_per_step=s["groups"], max_lag=s["max_lag"], window=window),
         engine=FakeEngine(s["token"], s["load"], heavy_tail, s["failures"] / 2, s["outages"], seed=s["seed"]),
-        trainer=FakeTrainer(s["step"], s["load"] / 3),
+        trainer=FakeTrainer(s["step"], publish_seconds=s["load"] / 3),
         scorer=FakeScorer(seconds=s["score"], failure_rate=s["failures"] / 2, seed=s["seed"]),
         watch=PATIENT,
     )

@@ -1,4 +1,4 @@
-"""Engine and trainer compute one forward pass in bfloat16: at equal weights log-probs are equal, bit by bit, whatever a batch or a
+"""Engine and trainer compute one forward pass: at equal weights log-probs are equal, bit by bit, whatever a batch or a
 pack is made of."""
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from torch import Tensor
 from headrace.algo.loss.aggregate import token_mean
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
+from headrace.models.resolve import resolve_model
+from headrace.native.arithmetic import arithmetic
 from headrace.packing import Pack, pack_rows
 from headrace.steps import Transcript, write_down
 from headrace.trainer.forward.forward import Forward, choose_forward
@@ -27,11 +29,15 @@ from headrace.trainer.model.causal_lm import enable_checkpointing, load_model
 from headrace.types import Request, Row, Sampling
 from headrace.weights import WeightUpdate
 
-pytestmark = pytest.mark.skipif(
-    binding.tier() not in ("AMX", "AVX512-BF16"), reason="elsewhere the engine multiplies what no bfloat16 has rounded"
-)
 
-BF16 = torch.bfloat16
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+DTYPES = [
+    dtype for dtype in (torch.bfloat16, torch.float32) if arithmetic("llama", name_of(dtype), binding.tier() or "")
+]
+"""Those in which it is claimed for this machine."""
 CONTEXT = 160
 
 # Sizes that fit no block of 32, so that every edge is padded somewhere.
@@ -64,11 +70,17 @@ def trainer_of(name: str, seed: int = 0) -> Forward:
     return forward
 
 
-def sampled(name: str, model: Any, requests: Sequence[Request], **options: Any) -> list[Row]:
+def sampled(name: str, model: Any, requests: Sequence[Request], dtype: torch.dtype, **options: Any) -> list[Row]:
+    return sampled_from(saved(name), model, requests, dtype, **options)
+
+
+def sampled_from(
+    directory: Path, model: Any, requests: Sequence[Request], dtype: torch.dtype, **options: Any
+) -> list[Row]:
     settings = {"kv_gib": 0.01, "max_running": 5, "prefill_chunk": 16, "context_length": CONTEXT, **options}
-    engine = NativeEngine(saved(name), EngineConfig(dtype="bfloat16", device="cpu", path="kernels", **settings))
+    engine = NativeEngine(directory, EngineConfig(dtype=name_of(dtype), device="cpu", path="kernels", **settings))
     update = WeightUpdate(version=0, kind="full", fingerprint="", nbytes=0, seconds=0.0)
-    engine.swap(engine.prepare(update, {key: p.detach().to(BF16) for key, p in model.named_parameters()}))
+    engine.swap(engine.prepare(update, {key: p.detach().to(dtype) for key, p in model.named_parameters()}))
     transcripts = {request.id: Transcript(request) for request in requests}
     rows = []
     for request in requests:
@@ -104,63 +116,88 @@ def requests_of(seed: int, temperature: float) -> list[Request]:
     return found
 
 
-def scored(forward: Forward, pack: Pack, temperature: float) -> Tensor:
-    with torch.autocast("cpu", BF16):
-        return forward.logprobs(pack, temperature, BF16).logprob
+def scored(forward: Forward, pack: Pack, temperature: float, dtype: torch.dtype) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        return forward.logprobs(pack, temperature, dtype).logprob
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_in_any_pack_of_any_batch(name, temperature):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_in_any_pack_of_any_batch(name, temperature, dtype):
     forward = trainer_of(name)
-    rows = sampled(name, forward.model, requests_of(3, temperature))
+    rows = sampled(name, forward.model, requests_of(3, temperature), dtype)
     for budget, share in ((4096, True), (150, True), (150, False)):
-        packs = pack_rows(rows, token_mean, 0, budget, 0, share).packs
+        packs = pack_rows(rows, token_mean, constant=0, budget=budget, step=0, share=share).packs
         assert share is False or max(len(pack.segments) for pack in packs) > 3
         for pack in packs:
-            assert torch.equal(scored(forward, pack, temperature), pack.sampled)
+            assert torch.equal(scored(forward, pack, temperature, dtype), pack.sampled)
 
 
-def test_chunks_and_other_sequences_change_nothing():
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_chunks_and_other_sequences_change_nothing(dtype):
     forward = trainer_of("qwen3", seed=1)
     requests = requests_of(5, 1.0)
     for options in ({"prefill_chunk": 5, "max_running": 1}, {"prefill_chunk": 200, "max_running": 15}):
-        (pack,) = pack_rows(sampled("qwen3", forward.model, requests, **options), token_mean, 0, 10_000, 0).packs
-        assert torch.equal(scored(forward, pack, 1.0), pack.sampled)
+        (pack,) = pack_rows(
+            sampled("qwen3", forward.model, requests, dtype, **options), token_mean, constant=0, budget=10_000, step=0
+        ).packs
+        assert torch.equal(scored(forward, pack, 1.0, dtype), pack.sampled)
 
 
-def test_the_number_of_threads_and_checkpointing_change_nothing():
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_number_of_threads_and_checkpointing_change_nothing(dtype):
     forward = trainer_of("qwen2")
-    (pack,) = pack_rows(sampled("qwen2", forward.model, requests_of(7, 1.0)), token_mean, 0, 10_000, 0).packs
+    (pack,) = pack_rows(
+        sampled("qwen2", forward.model, requests_of(7, 1.0), dtype), token_mean, constant=0, budget=10_000, step=0
+    ).packs
     before = torch.get_num_threads()
     try:
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            assert torch.equal(scored(forward, pack, 1.0), pack.sampled)
+            assert torch.equal(scored(forward, pack, 1.0, dtype), pack.sampled)
     finally:
         torch.set_num_threads(before)
     enable_checkpointing(forward.model)
-    assert torch.equal(scored(forward, pack, 1.0), pack.sampled)
+    assert torch.equal(scored(forward, pack, 1.0, dtype), pack.sampled)
 
 
 @pytest.mark.parametrize("place", ["model.norm.weight", "model.layers.1.mlp.down_proj.weight"])
-def test_one_weight_that_differs_shows(place):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_weight_that_differs_shows(place, dtype):
     forward = trainer_of("llama3-rope")
-    (pack,) = pack_rows(sampled("llama3-rope", forward.model, requests_of(3, 1.0)), token_mean, 0, 10_000, 0).packs
+    (pack,) = pack_rows(
+        sampled("llama3-rope", forward.model, requests_of(3, 1.0), dtype), token_mean, 0, 10_000, 0
+    ).packs
     with torch.no_grad():
         forward.model.get_parameter(place).flatten()[3] += 0.1
-    assert not torch.equal(scored(forward, pack, 1.0), pack.sampled)
+    assert not torch.equal(scored(forward, pack, 1.0, dtype), pack.sampled)
 
 
-def test_the_head_is_packed_once_for_each_of_its_values():
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype == torch.bfloat16])
+def test_the_head_is_packed_once_for_each_of_its_values(dtype):
     forward = trainer_of("llama3-rope")
     head = forward.model.get_output_embeddings()
-    (pack,) = pack_rows(sampled("llama3-rope", forward.model, requests_of(3, 1.0)), token_mean, 0, 10_000, 0).packs
+    (pack,) = pack_rows(
+        sampled("llama3-rope", forward.model, requests_of(3, 1.0), dtype), token_mean, 0, 10_000, 0
+    ).packs
     found = []
     for _ in range(3):
-        scored(forward, pack, 1.0)
+        scored(forward, pack, 1.0, dtype)
         assert head.packed._packed_from == (head.weight.data_ptr(), head.weight._version)
         found.append(head.packed._packed[0].clone())
         with torch.no_grad():
             head.weight.mul_(1.5)
     assert not torch.equal(found[0], found[1]) and not torch.equal(found[1], found[2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_real_model(dtype):
+    """Its residual stream has numbers of thousands, beside which sums round more than those of tiny models."""
+    directory = resolve_model("smollm2-135m-instruct")
+    forward = choose_forward(load_model(directory, torch.device("cpu")))
+    assert "layers" in fuse(forward)
+    rows = sampled_from(directory, forward.model, requests_of(3, 1.0), dtype, kv_gib=0.1)
+    (pack,) = pack_rows(rows, token_mean, constant=0, budget=10_000, step=0).packs
+    assert torch.equal(scored(forward, pack, 1.0, dtype), pack.sampled)

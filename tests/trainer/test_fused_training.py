@@ -28,7 +28,9 @@ from headrace.trainer.forward.fused_products import PackedWeight, reserve
 from headrace.trainer.forward.tree_attention import tree_of
 from headrace.trainer.kernels import binding
 from headrace.trainer.model.causal_lm import enable_checkpointing
-from headrace.trainer.step.optimizer import apply, make_optimizer
+from headrace.trainer.model.low_memory import make_optimizer
+from headrace.trainer.placement.single import Single
+from headrace.trainer.step.optimizer import apply
 
 pytestmark = pytest.mark.skipif(binding.library() is None, reason="no C++ compiler")
 
@@ -197,7 +199,7 @@ def test_a_weight_that_is_written_to_is_packed_again():
     fused_products.linears(x, [(packed, weight, None)], BF16)
     optimizer = make_optimizer([("w", weight)], TrainConfig(learning_rate=1.0))
     weight.grad = torch.ones_like(weight)
-    apply(optimizer, 1.0, 1e9)
+    apply(optimizer, Single(), lr=1.0, max_norm=1e9)
     (y,) = fused_products.linears(x, [(packed, weight, None)], BF16)
     assert torch.equal(y, weight.t().bfloat16())
 

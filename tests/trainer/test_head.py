@@ -81,7 +81,15 @@ def test_log_probs_entropies_and_gradients_equal_full_logits(temperature, softca
     low = [x.detach().float().requires_grad_() for x in inputs]
     kept = csr(rows) if masked else None
     head = token_logprobs(
-        low[0], low[1], low[2] if biased else None, predictor, target, temperature, torch.float32, kept, softcap
+        low[0],
+        low[1],
+        low[2] if biased else None,
+        predictor,
+        target,
+        temperature=temperature,
+        dtype=torch.float32,
+        kept=kept,
+        softcap=softcap,
     )
     torch.testing.assert_close(head.logprob, logprobs.float(), atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(head.entropy, entropies.float(), atol=2e-5, rtol=1e-5)
@@ -113,7 +121,7 @@ def test_any_mask(rows):
     hidden, weight, *_ = (x.float() for x in problem(20, 6))
     predictor, target = (torch.tensor([row[i] for row in rows], dtype=torch.int64) for i in range(2))
     kept = [sorted(row[2]) for row in rows]
-    head = token_logprobs(hidden, weight, None, predictor, target, 1.0, torch.float32, csr(kept))
+    head = token_logprobs(hidden, weight, None, predictor, target, temperature=1.0, dtype=torch.float32, kept=csr(kept))
     assert len(head.logprob) == len(rows)
     logits = (hidden @ weight.T).double()
     for i, (place, label, mine) in enumerate(rows):
@@ -126,7 +134,14 @@ def test_a_mask_leaves_gradient_at_kept_ids_only():
     hidden, weight, _, _, _ = problem(50, 6)
     weight = weight.float().requires_grad_()
     head = token_logprobs(
-        hidden.float(), weight, None, torch.tensor([2]), torch.tensor([7]), 1.0, torch.float32, csr([[3, 7, 40]])
+        hidden.float(),
+        weight,
+        None,
+        torch.tensor([2]),
+        torch.tensor([7]),
+        temperature=1.0,
+        dtype=torch.float32,
+        kept=csr([[3, 7, 40]]),
     )
     head.logprob.sum().backward()
     assert weight.grad is not None and weight.grad.abs().sum(1).nonzero()[:, 0].tolist() == [3, 7, 40]
@@ -136,7 +151,9 @@ def test_extreme_logits_stay_finite():
     hidden = torch.tensor([[1000.0], [-1000.0]], requires_grad=True)
     weight = torch.linspace(-1, 1, 11)[:, None]
     places, labels = torch.tensor([0, 1, 0]), torch.tensor([10, 0, 0])
-    head = token_logprobs(hidden, weight, None, places, labels, 1.0, torch.float32, csr([[9, 10], [], [0, 1]]))
+    head = token_logprobs(
+        hidden, weight, None, places, labels, temperature=1.0, dtype=torch.float32, kept=csr([[9, 10], [], [0, 1]])
+    )
     assert head.logprob.tolist() == [0, 0, pytest.approx(-200)]
     assert head.entropy.tolist() == [0, 0, 0]
     head.logprob.sum().backward()
@@ -146,7 +163,7 @@ def test_extreme_logits_stay_finite():
 def test_no_loss_token_is_a_gradient_of_zero():
     hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(10, 4, requires_grad=True)
     none = torch.zeros(0, dtype=torch.int64)
-    head = token_logprobs(hidden, weight, None, none, none, 1.0, torch.float32)
+    head = token_logprobs(hidden, weight, None, none, none, temperature=1.0, dtype=torch.float32)
     head.logprob.sum().backward()
     for one in (hidden, weight):
         assert one.grad is not None and not one.grad.any()
@@ -158,7 +175,9 @@ def test_a_frozen_head_gets_no_gradient_and_changes_nothing_else():
     for frozen in (False, True):
         low = hidden.float().requires_grad_()
         matrix = weight.float().requires_grad_(not frozen)
-        token_logprobs(low, matrix, None, predictor, target, 1.0, torch.float32).logprob.sum().backward()
+        token_logprobs(
+            low, matrix, None, predictor, target, temperature=1.0, dtype=torch.float32
+        ).logprob.sum().backward()
         assert (matrix.grad is None) == frozen
         grads.append(low.grad)
     assert torch.equal(*grads)
@@ -194,7 +213,9 @@ def scored(vocabulary: int, places: int, masked: bool, chunked: bool) -> int:
     with Largest() as largest:
         head: Head
         if chunked:
-            head = token_logprobs(hidden, weight, None, predictor, target, 0.8, torch.float32, kept, 30.0)
+            head = token_logprobs(
+                hidden, weight, None, predictor, target, temperature=0.8, dtype=torch.float32, kept=kept, softcap=30.0
+            )
         else:
             head = dense_logprobs(hidden @ weight.T, predictor, target, kept, 0.8)
         head.logprob.sum().backward()

@@ -112,9 +112,11 @@ def gradients(of: TorchTrainer, given_batch: Batch) -> tuple[float, dict[str, to
     return sums.loss, found
 
 
-def reference(directory: Path, given_batch: Batch, weigh: str) -> tuple[float, dict[str, torch.Tensor]]:
+def reference(
+    directory: Path, given_batch: Batch, weigh: str, dtype: torch.dtype = torch.float32
+) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradient as one would write them down: padded rows, full logits, PPO by its formula."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
     rows = given_batch.rows
     ids = [row.prompt + row.tokens for row in rows]
     longest = max(map(len, ids))
@@ -207,7 +209,7 @@ def replace_rows(old: Group, rng: random.Random) -> Group:
 def test_ranks_with_a_microbatch_to_fill_up_add_up_to_the_step(whole):
     one, (expected_loss, expected) = whole
     given_batch, learner = batch(5), one._learners[""]
-    plans = split_ranks(given_batch.rows, learner.aggregation, 0, 10, 3, 0)
+    plans = split_ranks(given_batch.rows, learner.aggregation, constant=0, budget=10, ranks=3, step=0)
     assert any(not len(pack.target) for plan in plans for pack in plan.packs), "nothing fills up: take another budget"
     loss = sum(one._gradients(plan, given_batch.temperature).loss for plan in plans)
     found = {name: p.grad.clone() for name, p in one._model.named_parameters() if p.grad is not None}

@@ -221,7 +221,7 @@ def test_a_checkpoint_in_bfloat16_is_not_taken_for_float32(tmp_path: Path):
     train(trainer(weights="bfloat16"), 1).save(tmp_path / "low")
     one = trainer()
     before = weights(one)
-    with pytest.raises(CheckpointError, match=r"holds .* in bfloat16.*resume with those it was written with"):
+    with pytest.raises(CheckpointError, match=r"holds .* in bfloat16.*resume with the settings it was written with"):
         one.restore(tmp_path / "low")
     assert all(torch.equal(tensor, before[name]) for name, tensor in one.parameters())
 
@@ -241,7 +241,7 @@ def test_a_run_is_exported_from_its_checkpoint_whatever_its_weights_are_kept_in(
     one.save(tmp_path / "step")
     tables = {"model": {"path": str(model_dir)}, "task": {"kind": "reasoning_gym", "name": "chain_sum"}}
     config = load_config({**tables, "reward": {"function": "reasoning_gym"}, "train": {"dtype": "bfloat16", **memory}})
-    export_weights(config, model_dir, tmp_path / "step", tmp_path / "out", "bfloat16", merge=False)
+    export_weights(config, model_dir, checkpoint=tmp_path / "step", to=tmp_path / "out", dtype="bfloat16", merge=False)
     loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16).named_parameters())
     for name, tensor in one.parameters():
         assert torch.equal(loaded[name], tensor.bfloat16())

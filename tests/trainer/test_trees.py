@@ -121,7 +121,7 @@ def close(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 def test_gradients_equal_the_padded_computation(name, case, budget):
     model, forward = models(name)
     rows = CASES[case]()
-    plan = pack_rows(rows, token_mean, 0, budget, 0, share=forward.packed, least_saved=1)
+    plan = pack_rows(rows, token_mean, constant=0, budget=budget, step=0, share=forward.packed, least_saved=1)
     close(ours(forward, plan.packs), padded(model, rows))
 
 
@@ -139,7 +139,10 @@ def grown(given_rows: list[tuple[int, list[int]]]) -> list[Row]:
 def test_gradients_of_random_tries(name, given_rows, budget):
     model, forward = models(name)
     rows = grown(given_rows)
-    close(ours(forward, pack_rows(rows, token_mean, 0, budget, 0, least_saved=1).packs), padded(model, rows))
+    close(
+        ours(forward, pack_rows(rows, token_mean, constant=0, budget=budget, step=0, least_saved=1).packs),
+        padded(model, rows),
+    )
 
 
 @settings(max_examples=15, deadline=None)
@@ -148,8 +151,8 @@ def test_gradients_summed_over_ranks_are_those_of_one(given_rows, budget, ranks)
     """Microbatches that fill up are forwarded like the others, and add nothing."""
     _, forward = models("llama")
     rows = grown(given_rows)
-    expected = ours(forward, pack_rows(rows, token_mean, 0, budget, 0).packs)
-    plans = split_ranks(rows, token_mean, 0, budget, ranks, 0)
+    expected = ours(forward, pack_rows(rows, token_mean, constant=0, budget=budget, step=0).packs)
+    plans = split_ranks(rows, token_mean, constant=0, budget=budget, ranks=ranks, step=0)
     parts = [ours(forward, plan.packs) for plan in plans]
     close({name: sum((part[name] for part in parts), torch.zeros(())) for name in expected}, expected)
 
@@ -179,7 +182,7 @@ def annotated() -> list[Row]:
 def test_masks_and_a_teachers_tokens_on_every_way(name):
     model, forward = models(name)
     rows = annotated()
-    (pack,) = pack_rows(rows, token_mean, 0, 1000, 0, share=forward.packed).packs
+    (pack,) = pack_rows(rows, token_mean, constant=0, budget=1000, step=0, share=forward.packed).packs
     scores = forward.logprobs(pack, 0.7, torch.float32)
     assert scores.outside == 2 and scores.top is not None and scores.top.shape == (len(pack.target), 3)
     place = 0
@@ -301,7 +304,7 @@ def test_every_cut_of_a_tree_sees_what_a_dense_mask_shows(rng, count, window, ca
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)  # short calls are computed in float32
     for one, other in zip(gradients(actual, slope, inputs), gradients(expected, slope, inputs), strict=True):
         torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
-    spread = varlen_of(segments, CPU).attend(Padded(), *inputs, None, window)
+    spread = varlen_of(segments, CPU).attend(Padded(), *inputs, scaling=None, window=window)
     torch.testing.assert_close(spread, expected)
     for one, other in zip(gradients(spread, slope, inputs), gradients(expected, slope, inputs), strict=True):
         torch.testing.assert_close(one, other)

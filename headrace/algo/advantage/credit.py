@@ -15,8 +15,8 @@ EPSILON = 1e-8
 def return_to_go(rewards: Sequence[float], mask: Sequence[bool], gamma: float = 1.0) -> list[float]:
     """[T] Σ of the rewards from a token on, discounted per *sampled* token (REINFORCE++, arXiv 2501.03262).
 
-    What was not sampled (tool results) carries the running return on to what came before it: an action before a tool call
-    caused what came after. SkyRL resets there, as verl did until August 2026.
+    Tokens that were not sampled (tool results) pass the running return on to the tokens before them, because an action
+    before a tool call caused its consequences. SkyRL resets there, as verl did until August 2026.
     """
     returns, running = [0.0] * len(rewards), 0.0
     for t in reversed(range(len(rewards))):
@@ -28,9 +28,11 @@ def return_to_go(rewards: Sequence[float], mask: Sequence[bool], gamma: float = 
 def gae(
     rewards: Sequence[float], values: Sequence[float], mask: Sequence[bool], gamma: float = 1.0, lam: float = 0.95
 ) -> list[float]:
-    """[T] Σ_l (γλ)^l δ_{t+l}, δ_t = r_t + γ·V_{t+1} - V_t (GAE, arXiv 1506.02438); zero where nothing was sampled.
+    """[T] Σ_l (γλ)^l δ_{t+l}, δ_t = r_t + γ·V_{t+1} - V_t (GAE, arXiv 1506.02438); zero for tokens that were not
+    sampled.
 
-    Tokens that were not sampled are skipped: the next value and the trace are carried across them. Needs a critic's values.
+    Tokens that were not sampled are skipped: the next value and the trace are carried across them. Needs a critic's
+    values.
     """
     advantages, trace, following, pending = [0.0] * len(rewards), 0.0, 0.0, 0.0
     for t in reversed(range(len(rewards))):
@@ -61,7 +63,8 @@ def turn_advantages(
 
 
 def process_advantages(rewards: Sequence[float], lengths: Sequence[int], gamma: float = 1.0) -> list[float]:
-    """[Σ lengths] every token gets its segment's return: that segment's reward and the later ones, discounted per segment.
+    """[Σ lengths]: every token gets the return of its segment: that segment's reward and the later ones, discounted per
+    segment.
 
     Process rewards (Math-Shepherd, arXiv 2312.08935; DeepSeekMath, arXiv 2402.03300, section 4.1.3).
     """
@@ -70,9 +73,10 @@ def process_advantages(rewards: Sequence[float], lengths: Sequence[int], gamma: 
 
 
 def rae(rewards: Sequence[float], baseline: float = 0.0, decay: float = 0.95) -> tuple[list[float], float]:
-    """(advantages, baseline after them) of one agent in self-play, in the order of its games (SPIRAL, arXiv 2506.24119).
+    """(advantages, baseline after them) of one agent in self-play, in the order of its games (SPIRAL, arXiv
+    2506.24119).
 
-    A = R - b first, *then* b <- decay·b + (1 - decay)·R: a baseline that has seen R already would take part of it away.
+    A = R - b first, *then* b <- decay·b + (1 - decay)·R: a baseline that already contains R would cancel a part of it.
     """
     advantages = []
     for reward in rewards:
@@ -94,10 +98,10 @@ def whiten(rows: Sequence[Sequence[float]], valid: Sequence[Sequence[bool]]) -> 
 
 
 def kl_penalty(sampled: float, reference: float) -> float:
-    """KL(sampler || reference) on one sampled token, for the reward: k1, the log ratio, within ±20. 0 where not finite.
+    """KL(sampler || reference) on one sampled token, for the reward: k1, the log ratio, within ±20. 0 if not finite.
 
-    No other estimator: a reward passes on its value, not its gradient, and of k2 and k3 the value alone pushes the policy away from
-    the reference (descent on it ends with one token of probability 1, from wherever it starts).
+    There is no other estimator, because a reward passes on its value and not its gradient: the values of k2 and k3 push
+    the policy away from the reference (descent on them ends with one token of probability 1, wherever it starts).
     """
     if not (math.isfinite(sampled) and math.isfinite(reference)):
         return 0.0

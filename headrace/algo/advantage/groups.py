@@ -1,4 +1,4 @@
-"""From a scored group to training rows, and from groups to a batch. Runs in the controller: no torch."""
+"""From a scored group to training rows, and from groups to a batch. Runs in the controller, without torch."""
 
 from __future__ import annotations
 
@@ -15,28 +15,31 @@ from headrace.types import Group, Prompt, Row, Scored
 
 
 def algorithm_of(algo: AlgoConfig, max_tokens: int, weights: Mapping[str, float] | None = None) -> Algorithm:
-    """`max_tokens`: of the longest completion there can be; `weights`: of the named rewards, 1 where missing.
+    """Makes the algorithm. `max_tokens`: length of the longest completion possible; `weights`: weights of the named
+    rewards, 1 if missing.
 
-    Raises ConfigError where the user's advantage function cannot be loaded.
+    Raises ConfigError if the user's advantage function cannot be loaded.
     """
     return Algorithm(algo, advantage_of(algo.recipe.advantage), max_tokens, weights or {})
 
 
 class Algorithm:
-    """The algorithm as the pipeline sees it."""
+    """The part of the algorithm that the pipeline uses: advantages and rows."""
 
     def __init__(self, algo: AlgoConfig, advantage: Advantage, max_tokens: int, weights: Mapping[str, float]) -> None:
         self._algo, self._recipe = algo, algo.recipe
         self._advantage, self._max_tokens, self._weights = advantage, max_tokens, weights
         self._weighs = self._recipe.loss.weighs_rollouts
         self._spreads = advantage.spread
-        self._kl_in_reward = algo.reference_in_reward  # asked for every rollout, and worked out anew each time
+        self._kl_in_reward = (
+            algo.reference_in_reward
+        )  # read for every rollout, and a property that is computed at each access
         self._needs_contrast = algo.compares or self._weighs
         self._needs_teacher = self._recipe.advantage == "zero"
         self.min_rollouts = algo.min_rollouts
 
     def rows(self, prompt: Prompt, scored: Sequence[Scored]) -> tuple[Row, ...]:
-        """One row per root-to-leaf path of every episode; no sampled token counts twice."""
+        """Makes one row per root-to-leaf path of every episode; no sampled token counts twice."""
         advantages = self._advantage.function(self._group(scored))
         idle = any(advantages) if self._weighs else False
         rows: list[Row] = []
@@ -48,7 +51,8 @@ class Algorithm:
         return tuple(rows)
 
     def barren(self, rows: Sequence[Row]) -> str:
-        """Why these rows of a group teach nothing, so that it is dropped; empty where they teach something."""
+        """Returns the reason why nothing can be learned from these rows of a group, which is then dropped; empty if
+        something can."""
         if not any(any(row.mask) for row in rows):
             return "overlong"
         if self._needs_contrast and not any(any(row.advantages) for row in rows):
@@ -58,7 +62,7 @@ class Algorithm:
         return ""
 
     def assemble(self, groups: tuple[Group, ...]) -> tuple[Group, ...]:
-        """What needs the whole batch: whitening over its valid tokens, for the advantages that ask for it."""
+        """Does the work that needs the whole batch: whitening over its valid tokens, for advantages that ask for it."""
         if not self._advantage.whitened:
             return groups
         rows = [row for group in groups for row in group.rows]
@@ -71,7 +75,7 @@ class Algorithm:
 
     def _group(self, scored: Sequence[Scored]) -> GroupRewards:
         rewards = tuple(one.reward - self._kl(one) for one in scored)
-        lengths = tuple(sum(len(turn.completion.tokens) for turn in one.episode.turns) for one in scored)
+        lengths = tuple(one.episode.sampled for one in scored)
         if self._algo.length_penalty and rewards:
             rewards = penalised(rewards, lengths, self._algo.length_penalty, self._max_tokens)
         names = dict.fromkeys(name for one in scored for name in one.rewards)
@@ -79,7 +83,8 @@ class Algorithm:
         return GroupRewards(rewards, lengths, named, self._weights)
 
     def _kl(self, one: Scored) -> float:
-        """coef · Σ_t of the rollout's divergence from the reference; zero where it goes to its tokens instead."""
+        """coef · Σ_t of the rollout's divergence from the reference; zero if the divergence is spread over its tokens
+        instead."""
         if not self._kl_in_reward or self._spreads:
             return 0.0
         _needs_references(one)
@@ -91,7 +96,8 @@ class Algorithm:
         return [coef * kl_penalty(s, r) for s, r in zip(sampled, reference, strict=True)]
 
     def _spread(self, row: Row, one: Scored, path: Sequence[int], reward: float) -> Row:
-        """Every token's return: the reward comes with the row's last token in the loss, the divergence with each."""
+        """Gives every token its return: the reward counts at the row's last token in the loss, the divergence at each
+        token."""
         last = max((t for t, sampled in enumerate(row.mask) if sampled), default=None)
         if last is None:
             return row

@@ -1,4 +1,4 @@
-"""One root-to-leaf path of an episode as a training row: the columns of its turns, laid end to end. No torch."""
+"""A root-to-leaf path of an episode as a training row: the columns of its turns, concatenated. No torch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Overlong = Literal["train", "mask"]
 def rows_of(
     prompt: Prompt, one: Scored, advantage: float, overlong: Overlong = "train"
 ) -> Iterator[tuple[tuple[int, ...], Row]]:
-    """The root-to-leaf paths of an episode with their rows, each token with the rollout's advantage.
+    """Yields the root-to-leaf paths of an episode with their rows, every token with the rollout's advantage.
 
-    A completion that lies on several paths is trained in the first of them and is context in the others, so that no
-    sampled token counts twice.
+    A completion on several paths is trained in the first of them and is context in the others, so that no sampled token
+    counts twice.
     """
     trained: set[int] = set()
     for path in paths_of(one.episode):
@@ -28,7 +28,7 @@ def rows_of(
 
 
 def paths_of(episode: Episode) -> Iterator[tuple[int, ...]]:
-    """Root-to-leaf paths as turn numbers, in the order of their leaves."""
+    """Yields root-to-leaf paths as turn numbers, in the order of their leaves."""
     inner = {parent for turn in episode.turns for parent in turn.parents}
     for leaf in range(len(episode.turns)):
         if leaf not in inner:
@@ -49,7 +49,7 @@ class _Piece(NamedTuple):
 
     tokens: tuple[int, ...]
     turn: int
-    """Whose completion it is, or comes before."""
+    """The turn whose completion it is, or comes before."""
     sampled: bool
 
 
@@ -62,21 +62,23 @@ def _pieces(episode: Episode, path: Sequence[int]) -> Iterator[_Piece]:
 
 
 def row_of(
-    prompt: Prompt, one: Scored, path: Sequence[int], trained: set[int], advantage: float, overlong: Overlong
+    prompt: Prompt, one: Scored, *, path: Sequence[int], trained: set[int], advantage: float, overlong: Overlong
 ) -> Row:
-    """The row of one path. Completions of turns in `trained` are context in it."""
+    """Makes the row of one path. Completions of turns in `trained` are context in it."""
     turns, pieces = one.episode.turns, list(_pieces(one.episode, path))
     tokens: list[int] = []
     logprobs: list[float] = []
     mask: list[bool] = []
     versions: list[int] = []
+    kv_versions: list[int] = []
     for piece in pieces:
         done, count = turns[piece.turn].completion, len(piece.tokens)
-        spans = done.versions()
+        spans, kv = done.versions(), done.kv_versions()
         tokens += piece.tokens
         logprobs += done.logprobs if piece.sampled else [0.0] * count
         mask += [piece.sampled and _trains(done, overlong) and piece.turn not in trained] * count
         versions += spans if piece.sampled else [_version_beside(versions, spans)] * count
+        kv_versions += kv if piece.sampled else versions[len(kv_versions) :]
     return Row(
         prompt=turns[path[0]].context or prompt.tokens,
         tokens=tuple(tokens),
@@ -87,6 +89,7 @@ def row_of(
         sampling_mask=_sampling_mask(one.episode, pieces),
         routing=turns[path[-1]].completion.routing,  # its request held the whole path
         teacher=_teacher(one, pieces),
+        kv_versions=tuple(kv_versions) if kv_versions != versions else (),
     )
 
 
@@ -104,12 +107,12 @@ def _trains(completion: Completion, overlong: Overlong) -> bool:
 
 
 def _version_beside(before: Sequence[int], after: Sequence[int]) -> int:
-    """Context was sampled by nobody: it takes the version of the completion after it, or of the one before."""
+    """Returns a version for context, which no weights sampled: that of the completion after it, or of the one before."""
     return after[0] if after else before[-1] if before else 0
 
 
 def _sampling_mask(episode: Episode, pieces: Sequence[_Piece]) -> SamplingMask | None:
-    """Those of the completions, one behind the other; an empty row (nothing cut) for what has none."""
+    """Concatenates the masks of the completions, with empty rows (nothing cut) for tokens without a mask."""
     masks = [episode.turns[piece.turn].completion.mask if piece.sampled else None for piece in pieces]
     if not any(masks):
         return None
@@ -122,7 +125,7 @@ def _sampling_mask(episode: Episode, pieces: Sequence[_Piece]) -> SamplingMask |
 
 
 def _teacher(one: Scored, pieces: Sequence[_Piece]) -> TeacherTrace | None:
-    """NaN, and no most probable tokens, for context."""
+    """Concatenates the traces of the turns; context has NaN and no most probable tokens."""
     if not one.teachers:
         return None
     versions: list[int] = []

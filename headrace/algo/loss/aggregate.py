@@ -1,7 +1,7 @@
 """From per-token losses to one number: the weight of each loss token, fixed before the first microbatch runs.
 
 C9: the denominator is that of the whole optimizer step. With these weights the losses of microbatches simply add up, so
-no split of the step can change its gradient. (A mean of per-microbatch means does: TRL #7206.)
+no split of the step can change its gradient. (A mean of the means of microbatches depends on the split: TRL #7206.)
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def seq_mean_token_sum(counts: Sequence[int], constant: int) -> list[float]:
 
 
 def token_sum(counts: Sequence[int], constant: int) -> list[float]:
-    """Sum / (constant × sequences) (Dr.GRPO, arXiv 2503.20783): no completion's own length enters."""
+    """Sum / (constant × sequences) (Dr.GRPO, arXiv 2503.20783): the length of a completion does not enter."""
     assert constant > 0, "filled in by AlgoConfig.with_length"
     return [1 / (_rows(counts) * constant) for _ in counts]
 

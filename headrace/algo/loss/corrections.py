@@ -1,8 +1,8 @@
 """Weights on the policy loss: against the gap between sampler and trainer, and by lag. Shapes: M loss tokens.
 
-x is the log-prob whose gap to the sampler's is weighed, without gradient: `old`, or the current one where `old` is the
+x is the log-prob whose gap to the sampler's is weighed, without gradient: `old`, or the current one if `old` is the
 sampler's itself. w = exp(clamp(x - sampled, ±20)). A token that a rule takes out counts zero in the numerator;
-`denominator.py` says what becomes of the denominator.
+`denominator.py` decides whether it counts in the denominator.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headrace.algo.policy.tokens import Tokens, binary_kl, ratio_of, sequence_mean, sequence_sum
+from headrace.algo.policy.tokens import Tokens, ratio_of, sequence_mean, sequence_sum
 from headrace.algo.recipe_parts import Correction, LagWeight, Level
 
 
 def importance_weight(x: Tensor, tokens: Tokens, level: Level) -> Tensor:
     """[M] w of the token; of its sequence, exp Σ; or the geometric mean over its sequence, exp mean.
 
-    Sources: token, "Your efficient RL framework secretly brings you off-policy RL training" (Yao et al. 2025); sequence and
-    geometric, "When speed kills stability" (Liu et al. 2025). exp Σ of a long sequence vanishes (NeMo-RL #2269): of one with
-    thousands of tokens nearly every weight is outside any bounds, and the geometric mean is the one to use.
+    Sources: token, "Your efficient RL framework secretly brings you off-policy RL training" (Yao et al. 2025); sequence
+    and geometric, "When speed kills stability" (Liu et al. 2025). exp Σ of a long sequence vanishes (NeMo-RL #2269):
+    for thousands of tokens nearly every weight is outside any bounds, and the geometric mean is the one to use.
     """
     gap = x - tokens.sampled
     match level:
@@ -33,7 +33,7 @@ def importance_weight(x: Tensor, tokens: Tokens, level: Level) -> Tensor:
 
 
 def corrected(x: Tensor, tokens: Tokens, correction: Correction) -> tuple[Tensor, dict[str, Tensor]]:
-    """([M] the weight, rule -> [M] bool taken out).
+    """([M] the weight, rule -> [M] bool: tokens that it takes out).
 
     Truncate (TIS): the weight clamped to [low, high]. Mask (MIS; IcePop, arXiv 2510.18855): the weight, zero outside.
     """
@@ -44,41 +44,11 @@ def corrected(x: Tensor, tokens: Tokens, correction: Correction) -> tuple[Tensor
         if correction.mode == "mask":
             taken["mask"] = (weight < correction.low) | (weight > correction.high)
         weight = torch.clamp(weight, correction.low, correction.high)
-    if correction.veto:
-        taken["veto"] = vetoed(x, tokens, correction.veto)
-    if correction.kpop:
-        taken["kpop"] = larger_binary_kl(x, tokens.sampled) > correction.kpop
-    if correction.opsm:
-        taken["opsm"] = off_policy_sequences(x, tokens, correction.opsm)
-    return weight, taken
-
-
-def vetoed(x: Tensor, tokens: Tokens, threshold: float) -> Tensor:
-    """[M] bool: tokens of a sequence in which any token's ratio is below the threshold (1e-4): it is another policy's."""
-    unlikely = ratio_of(x, tokens.sampled) < threshold
-    return sequence_sum(unlikely.to(x.dtype), tokens.sequence) > 0
-
-
-def larger_binary_kl(x: Tensor, sampled: Tensor) -> Tensor:
-    """[M] KPop: the larger of both divergences between "this token" and "any other" under either policy.
-
-    AReaL takes tokens above 2 out, prime-rl above 0.1. Choice: 2.
-    """
-    return torch.maximum(binary_kl(x, sampled), binary_kl(sampled, x))
-
-
-def off_policy_sequences(x: Tensor, tokens: Tokens, delta: float) -> Tensor:
-    """[M] bool: tokens of negative advantage in a sequence with mean_t(sampled - x) > δ.
-
-    Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556): what the policy would hardly say any more is no mistake
-    to learn from.
-    """
-    drift = sequence_mean(tokens.sampled - x, tokens.sequence)
-    return (tokens.advantage < 0) & (drift > delta)
+    return weight, taken | {rule.name: rule(x, tokens) for rule in correction.rules}
 
 
 def lag_weight(lag: Tensor, rule: LagWeight) -> tuple[Tensor, dict[str, Tensor]]:
-    """([M] 1, decay ** lag, or 1 up to `maximum`; rule -> [M] bool taken out)."""
+    """([M] 1, decay ** lag, or 1 up to `maximum`; rule -> [M] bool: tokens that it takes out)."""
     match rule.kind:
         case "constant":
             return torch.ones_like(lag), {}

@@ -1,18 +1,19 @@
-"""Sampler against trainer, by lag: what a step's loss tokens say about how far off policy it was.
+"""Sampler against trainer, by lag: how far off policy the loss tokens of a step were.
 
-Everything is a sum (or a maximum) over tokens: microbatches and ranks add up to exactly what one pass over all would give.
-Quantiles are read off a fixed histogram of log-spaced bins, 512 from 1e-6 to 40: right to within 3.5 %.
+All values are sums (or maxima) over tokens: microbatches and ranks add up to exactly the result of one pass over all
+tokens. Quantiles are read off a fixed histogram of log-spaced bins, 512 from 1e-6 to 40, and are right to within 3.5 %.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from headrace.algo.policy.tokens import TokenLoss, Tokens, k3, ratio_of, sequence_mean, sequence_sum
-from headrace.algo.recipes import RULES
+from headrace.algo.recipes import REASONS
 from headrace.reports import LagStats, Noise
 
 LAGS = (1.0, 2.0, 3.0)
@@ -20,11 +21,14 @@ LAGS = (1.0, 2.0, 3.0)
 NAMES = ("0", "1", "2", "3+", "swapped")
 BINS, LEAST, MOST = 512, 1e-6, 40.0
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
-_SUMS = ("tokens", "ratio", "squared", "kl", "clipped", *RULES)
+_SUMS = ("tokens", "ratio", "squared", "kl", "clipped", *REASONS)
+
+
+Reduction = Callable[[Tensor], Tensor]
 
 
 class Diagnostics:
-    """Of the loss tokens of one optimizer step."""
+    """Sums over the loss tokens of one optimizer step."""
 
     def __init__(self) -> None:
         self.sums = torch.zeros(len(NAMES), len(_SUMS), dtype=torch.float64)
@@ -32,17 +36,18 @@ class Diagnostics:
         self.peak = torch.zeros(len(NAMES), dtype=torch.float64)
         """`sums` and `histogram` of all ranks add up, `peak` is the maximum over them."""
         self.rounding = torch.zeros(4, dtype=torch.float64)
-        """At lag 0: tokens, Σ gap²; sequences, Σ (mean gap)²."""
+        """Sums at lag 0: tokens, Σ gap²; sequences, Σ (mean gap)²."""
 
     def add(self, tokens: Tokens, result: TokenLoss, swapped: Tensor) -> None:
-        """`swapped` [M] bool: the token's sequence was sampled by more than one version. It is then in that bucket alone."""
+        """Adds tokens. `swapped` [M] bool: the token's sequence was sampled by more than one version, and counts in
+        that bucket alone."""
         logprob, sampled = tokens.logprob.detach().cpu().double(), tokens.sampled.cpu().double()
         edges = torch.tensor(LAGS, dtype=tokens.lag.dtype)
         bucket = torch.bucketize(tokens.lag.cpu(), edges, right=True)
         bucket[swapped.cpu()] = len(NAMES) - 1
         ratio = ratio_of(logprob, sampled)
         nothing = torch.zeros_like(ratio)
-        rules = [result.masked[rule].cpu().double() if rule in result.masked else nothing for rule in RULES]
+        rules = [result.masked[rule].cpu().double() if rule in result.masked else nothing for rule in REASONS]
         clipped = result.clipped.cpu().double()
         columns = [torch.ones_like(ratio), ratio, ratio**2, k3(logprob, sampled), clipped, *rules]
         self.sums.index_add_(0, bucket, torch.stack(columns, dim=1))
@@ -51,15 +56,15 @@ class Diagnostics:
         self.peak.scatter_reduce_(0, bucket, gap, "amax")
         self.rounding += _rounding(logprob - sampled, tokens.sequence.cpu(), tokens.lag.cpu() == 0)
 
-    def merge(self, other: Diagnostics) -> None:
-        """Adds what another rank or microbatch saw."""
-        self.sums += other.sums
-        self.histogram += other.histogram
-        self.peak = torch.maximum(self.peak, other.peak)
-        self.rounding += other.rounding
+    def combine(self, add: Reduction, largest: Reduction) -> None:
+        """Replaces the sums of one rank by those of all ranks. Both functions work elementwise over the ranks."""
+        parts = (self.sums, self.histogram, self.rounding)
+        added = add(torch.cat([part.flatten() for part in parts])).split([part.numel() for part in parts])
+        self.sums, self.histogram, self.rounding = (new.view(old.shape) for new, old in zip(added, parts, strict=True))
+        self.peak = largest(self.peak)
 
     def report(self) -> tuple[LagStats, ...]:
-        """The buckets that have tokens, by lag, the swapped ones last."""
+        """Returns the buckets that have tokens, by lag, the swapped ones last."""
         return tuple(self._of(i) for i in range(len(NAMES)) if self.sums[i, 0] > 0)
 
     def noise(self) -> Noise | None:
@@ -81,12 +86,12 @@ class Diagnostics:
             ess=total["ratio"] ** 2 / (count * total["squared"]),
             chi2=total["squared"] / count - 1,
             clipped=total["clipped"] / count,
-            masked={rule: total[rule] / count for rule in RULES if total[rule]},
+            masked={rule: total[rule] / count for rule in REASONS if total[rule]},
             gaps={**gaps, "max": peak},
         )
 
     def _quantile(self, i: int, share: float) -> float:
-        """The middle of the bin that holds it; 0 for the bin of what is too small to matter."""
+        """Returns the middle of the bin that holds it; 0 for the bin of negligible gaps."""
         cumulative = torch.cumsum(self.histogram[i], 0)
         place = int(torch.searchsorted(cumulative, cumulative[-1] * share))
         return LEAST * (MOST / LEAST) ** ((place - 0.5) / (BINS - 1)) if place else 0.0

@@ -12,7 +12,7 @@ from headrace.algo.policy.tokens import Tokens, TopTokens
 from headrace.algo.recipe_parts import Distill
 
 TINY = 1e-12
-"""Least probability of the tail, -27.6 as a logarithm: k tokens may hold all of it to rounding."""
+"""Least probability of the tail, -27.6 as a logarithm: k tokens may hold all of the probability, up to rounding."""
 
 
 def teacher_advantage(tokens: Tokens) -> Tensor:
@@ -42,7 +42,7 @@ def top_divergence(top: TopTokens, distill: Distill) -> Tensor:
 
 
 def _with_tail(logprob: Tensor, there: Tensor) -> Tensor:
-    """[M, k + 1]: padding at 0, which the sums leave out, so that no -inf meets a zero."""
+    """[M, k + 1]: padding is set to 0 and left out of the sums, so that no -inf is multiplied by a zero."""
     total = torch.where(there, logprob.double(), -torch.inf).exp().sum(dim=1, keepdim=True)
     tail = torch.log1p(-torch.clamp(total, max=1 - TINY))  # in float32, 1 - total has no digits left below 1e-6
     return torch.cat([torch.where(there, logprob, 0.0), tail.to(logprob.dtype)], dim=1)

@@ -1,13 +1,13 @@
-"""The loss of an algorithm, composed: what the trainer calls on every microbatch.
+"""The composed loss of an algorithm, which the trainer computes on every microbatch:
 
-old        what the ratio is anchored at
-advantage  + the teacher's
-loss       of the policy, a value of `policy/` (or the user's function)
-× weight   of the correction and of the lag; zero where a rule took the token out
-+ KL       to the reference
-+ teacher  divergence over its top tokens
+old        the log-probs that ratios are taken against
+advantage  the rewards' + the teacher's
+loss       the policy loss, a value of `policy/` (or the user's function)
+× weight   the correction's and the lag's; zero for tokens that a rule takes out
++ KL       the divergence from the reference
++ teacher  the divergence from the teacher over its top tokens
 
-What a rule took out keeps the last two, unless `algo.denominator = kept` takes it out of them too.
+A token that a rule takes out keeps the last two, unless `algo.denominator = kept` removes it from them too.
 """
 
 from __future__ import annotations
@@ -29,20 +29,21 @@ from headrace.algo.recipe_parts import Distill, Old
 from headrace.algo.recipes import Recipe
 
 Objective = Callable[[Tokens], TokenLoss]
-"""tokens of a microbatch -> per-token losses, to be weighed by the aggregation and summed."""
+"""tokens of a microbatch -> losses per token, which the aggregation weighs and sums."""
 
 Selection = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(logprob [M_step], sampled [M_step], advantage [M_step]), without gradients -> keep [M_step] bool"""
 
 
 def objective_of(algo: AlgoConfig) -> Objective:
-    """The algorithm's loss. Raises ConfigError where the user's loss function cannot be loaded."""
+    """Returns the algorithm's loss. Raises ConfigError if the user's loss function cannot be loaded."""
     recipe = algo.recipe
     return partial(_objective, recipe, recipe.loss.ready(), algo.denominator == "kept")
 
 
 def selection_of(algo: AlgoConfig) -> Selection | None:
-    """What `Tokens.keep` is made by; None where nothing is selected and no forward pass beforehand is needed."""
+    """Returns the function that makes `Tokens.keep`; None if nothing is selected, so that no forward pass beforehand is
+    needed."""
     select = algo.recipe.select
     match select.kind:
         case "none":
@@ -67,18 +68,19 @@ def _objective(recipe: Recipe, loss: LossFunction, only_kept: bool, tokens: Toke
         total = total + recipe.kl.coef * kl
     if recipe.distill.kind in ("forward", "reverse", "jsd") and tokens.top:
         total = total + recipe.distill.coef * top_divergence(tokens.top, recipe.distill)
-    if only_kept:  # no other part of the loss may count what the denominator does not
+    if only_kept:  # no part of the loss may count tokens that the denominator leaves out
         total = torch.where(out, 0.0, total)
     return TokenLoss(total, policy.clipped & ~out, masked)
 
 
 def old_of(tokens: Tokens, old: Old) -> Tensor:
-    """[M] what ratios are anchored at, without gradient.
+    """[M] the log-probs that ratios are taken against, without gradient.
 
-    trainer: the trainer's own log-prob before the update. A batch gets exactly one update here, so it is the current one:
-    exact and free, and every ratio is 1 with its gradient. loglinear: a proximal policy (decoupled PPO, arXiv 2110.00641;
-    AReaL, arXiv 2505.24298) one step behind the current one, on the log-linear path from the sampler's weights to it:
-    sampled + α·(logprob - sampled), α = (v_prox - v_sampler)/(v_now - v_sampler) = (lag - 1)/lag (A-3PO, arXiv 2512.06547).
+    trainer: the trainer's own log-prob before the update. A batch gets exactly one update here, so it is the current
+    one: exact and at no cost, and every ratio is 1 with its gradient. loglinear: a proximal policy (decoupled PPO,
+    arXiv 2110.00641; AReaL, arXiv 2505.24298) one step behind the current one, on the log-linear path from the
+    sampler's weights to it: sampled + α·(logprob - sampled), α = (v_prox - v_sampler)/(v_now - v_sampler) = (lag -
+    1)/lag (A-3PO, arXiv 2512.06547).
     """
     match old:
         case "sampler":

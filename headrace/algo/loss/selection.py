@@ -1,7 +1,7 @@
-"""Tokens chosen by looking at the whole optimizer step. Shapes: M loss tokens of the step, all microbatches and ranks.
+"""Tokens selected over the whole optimizer step. Shapes: M loss tokens of the step, all microbatches and ranks.
 
-The log-probs come from a forward pass without gradient before the first microbatch, so that no split of the step changes
-what is chosen. Ties are broken by place.
+The log-probs come from a forward pass without gradient before the first microbatch, so that no split of the step
+changes the selection. Ties are broken by position.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from torch import Tensor
 
 
 def m2po(logprob: Tensor, sampled: Tensor, tau: float) -> Tensor:
-    """[M] bool: without the tokens of largest (log ratio)² that keep the mean of it at τ or above (M2PO, arXiv 2510.01161)."""
+    """[M] bool: all but the tokens with the largest (log ratio)² that keep its mean at τ or above (M2PO, arXiv
+    2510.01161)."""
     moment = (logprob - sampled).cpu().double() ** 2  # a running sum on CUDA differs from call to call (C8)
     ascending, order = torch.sort(moment, stable=True)
     mean = torch.cumsum(ascending, 0) / torch.arange(1, len(moment) + 1)
@@ -21,11 +22,12 @@ def m2po(logprob: Tensor, sampled: Tensor, tau: float) -> Tensor:
 
 
 def covariance(logprob: Tensor, sampled: Tensor, advantage: Tensor, fraction: float) -> Tensor:
-    """[M] bool: without the `fraction` of tokens of largest (logprob - mean)·(A - mean), at least one.
+    """[M] bool: all but the `fraction` of tokens with the largest (logprob - mean)·(A - mean), at least one.
 
-    Clip-Cov and KL-Cov (arXiv 2505.22617): these tokens are what drives entropy down. Choice: 2e-4 of the tokens (SkyRL 0.2);
-    Clip-Cov of the paper draws among those inside bounds, here the largest go: nothing is left to chance, so a step can be
-    replayed. Two tokens always have equal covariances, so a choice would depend on their order: below three none goes.
+    Clip-Cov and KL-Cov (arXiv 2505.22617): these tokens reduce the entropy most. Choice: 2e-4 of the tokens (SkyRL
+    0.2). Clip-Cov of the paper draws among those inside bounds; here the largest are taken, without chance, so that a
+    step can be replayed. Two tokens always have equal covariances, so that a choice would depend on their order: below
+    three, none is taken.
     """
     value = (logprob - logprob.double().mean()) * (advantage - advantage.double().mean())
     count = max(1, int(fraction * len(value))) if len(value) > 2 else 0

@@ -9,7 +9,8 @@ from torch import Tensor
 
 
 class Bounded(torch.autograd.Function):
-    """(gap, most) -> the gap within ±most, with the gradient of the gap itself: a token beyond the bound is still pulled."""
+    """(gap, most) -> the gap within ±most, with the gradient of the gap itself: a token beyond the bound is still
+    pulled back."""
 
     @staticmethod
     def forward(ctx: Any, gap: Tensor, most: float) -> Tensor:

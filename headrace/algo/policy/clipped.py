@@ -1,4 +1,4 @@
-"""Losses with bounds on the ratio: a token beyond the bound to which its advantage pushes loses its gradient."""
+"""Losses with bounds on the ratio: a token that its advantage pushes beyond a bound loses its gradient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bounds of constants that several losses have, and the settings that constants become. Imports no torch."""
+"""Bounds of constants that several losses share, and the settings made from constants. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ Penalty = Annotated[float, Field(ge=0)]
 
 
 def settings_of(losses: Iterable[type[Loss]], before: str) -> Callable[[C], C]:
-    """Decorates a class that becomes a dataclass: every constant of the losses is an optional setting, in front of `before`."""
+    """Decorates a class that becomes a dataclass: adds every constant of the losses as an optional setting, before the
+    field `before`."""
     constants: dict[str, Any] = {}
     for loss in losses:
         hints = get_type_hints(loss, include_extras=True)
@@ -32,7 +33,7 @@ def settings_of(losses: Iterable[type[Loss]], before: str) -> Callable[[C], C]:
         made: dict[str, Any] = {}
         for name, hint in cls.__annotations__.items():
             if name == before:
-                made |= {constant: _optional(bounded) for constant, bounded in constants.items()}
+                made |= {constant: optional(bounded) for constant, bounded in constants.items()}
             made[name] = hint
         cls.__annotations__ = made
         for constant in constants:
@@ -42,6 +43,7 @@ def settings_of(losses: Iterable[type[Loss]], before: str) -> Callable[[C], C]:
     return add
 
 
-def _optional(hint: Any) -> Any:
+def optional(hint: Any) -> Any:
+    """The type of a setting that may be missing, with the bounds of `hint`."""
     kind, *bounds = get_args(hint) if get_origin(hint) is Annotated else (hint,)
     return Annotated[(kind | None, *bounds)]

@@ -1,8 +1,10 @@
-"""The base of all policy losses: a frozen value that holds its constants, and a formula. Imports no torch: settings are read without it.
+"""The base of all policy losses: a frozen value that holds its constants, and a formula. Imports no torch, so that
+settings can be read without it.
 
-A loss is a subclass of `Loss` with its constants as fields. Its docstring is the formula with its source, and the choice made where
-implementations differ; the line beneath a field says what the constant does. `[algo]` has a setting for every constant, with the
-bounds of the annotation; docs/settings.md and docs/algorithms.md print the docstrings.
+A loss is a subclass of `Loss` with its constants as fields. Its docstring gives the formula with its source, and the
+choice made where implementations differ; the docstring beneath a field says what the constant does. `[algo]` has a
+setting for every constant, with the bounds of the annotation; docs/settings.md and docs/algorithms.md print the
+docstrings.
 """
 
 from __future__ import annotations
@@ -26,51 +28,55 @@ STRICT = ConfigDict(extra="forbid")
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """Properties say what settings, warnings and the report have to know about a loss; most losses keep the defaults."""
+    """A policy loss. Class variables hold the properties that settings, warnings and the report use; most losses keep
+    the defaults."""
 
     name: ClassVar[str]
     """The value of `algo.loss`."""
     holds: ClassVar[bool] = True
-    """The policy is kept near the one that sampled, by a bound on the ratio between them or by a pull."""
+    """Whether it keeps the policy near the one that sampled, by a bound on the ratio between them or by a penalty."""
     needs_gap: ClassVar[bool] = False
-    """Only the gap to the sampler makes it hold the policy, so `algo.old = trainer`, without a gap, is refused."""
+    """Whether only the gap to the sampler keeps the policy near it: `algo.old = trainer`, which has no gap, is then
+    refused."""
     cuts: ClassVar[tuple[str, ...]] = ()
-    """Constants that are bounds beyond which a token loses its gradient; a bound that only holds a weight is none of them."""
+    """Constants that are bounds beyond which a token loses its gradient. A bound on a weight is not one of them."""
     of_sequence: ClassVar[bool] = False
-    """The bounds apply to the mean over a sequence."""
+    """Whether the bounds apply to the mean over a sequence."""
     selection: ClassVar[str] = ""
-    """The `algo.select.kind` without which it cannot work."""
+    """The `algo.select.kind` that it requires."""
     weighs_rollouts: ClassVar[bool] = False
-    """The advantage is the weight of a rollout, and rollouts of weight zero leave the loss and its denominator."""
+    """Whether the advantage is the weight of a rollout, so that rollouts of weight zero leave the loss and its
+    denominator."""
     anchored: ClassVar[bool] = True
-    """It is a function of `old`. (A function of the user's gets the tokens alone.)"""
+    """Whether it is a function of `old`. (A user's own function gets the tokens alone.)"""
     rejects: ClassVar[bool] = False
-    """It may take tokens out by a rule of its own."""
+    """Whether it may take tokens out by a rule of its own."""
 
     def __call__(self, tokens: Tokens, old: Tensor) -> TokenLoss:
-        """`old` [M] (no gradient): what the ratio r = exp(logprob - old) is anchored at (`objective.old_of`)."""
+        """Returns the loss per token. `old` [M] (no gradient): the log-prob in the ratio r = exp(logprob - old)
+        (`objective.old_of`)."""
         raise NotImplementedError
 
     def ready(self) -> LossFunction:
-        """The function that the trainer calls on every microbatch. Raises ConfigError where it cannot be loaded."""
+        """Returns the function that the trainer calls on every microbatch. Raises ConfigError if it cannot be loaded."""
         return self
 
     def problems(self) -> Iterator[str]:
-        """Constants that cannot work, each with its remedy."""
+        """Yields a sentence with a remedy for each constant that cannot work."""
         yield from ()
 
     def log_bounds(self) -> tuple[float, float] | None:
-        """What the log ratio is bounded by; None where no bound on it takes a gradient away."""
+        """Returns the bounds on the log ratio; None if no bound on it takes a gradient away."""
         return None
 
     def words(self) -> Iterator[str]:
-        """The constants for people."""
+        """Yields the constants in words, for people."""
         for name, value in self.constants().items():
             yield f"{name} = {value:.6g}"
 
     @classmethod
     def reads(cls) -> tuple[str, ...]:
-        """Names of its constants."""
+        """Returns the names of its constants."""
         return tuple(field.name for field in dataclasses.fields(cls))
 
     def constants(self) -> dict[str, float]:

@@ -21,8 +21,9 @@ class Region(Loss):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DPPOTV(Region):
-    """-keep·A·sg(min(r, cap))·logprob (DPPO, arXiv 2602.04879): a token goes when its *probability* moved by more than δ
-    in the direction in which its advantage pushes. A ratio would punish rare tokens for moves that change nothing."""
+    """-keep·A·sg(min(r, cap))·logprob (DPPO, arXiv 2602.04879): a token is masked if its *probability* moved by more
+    than δ in the direction in which its advantage pushes. A bound on the ratio would mask rare tokens for negligible
+    moves."""
 
     name: ClassVar[str] = "dppo_tv"
     delta: Delta = 0.2
@@ -36,8 +37,8 @@ class DPPOTV(Region):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DPPOKL(Region):
-    """As `dppo_tv`, but a token goes when the binary KL(old ‖ current) is above δ and its probability moved in the direction in
-    which its advantage pushes (DPPO-Binary-KL, arXiv 2602.04879; verl's loss of this name)."""
+    """As `dppo_tv`, but a token is masked if the binary KL(old ‖ current) is above δ and its probability moved in the
+    direction in which its advantage pushes (DPPO-Binary-KL, arXiv 2602.04879; verl's loss of this name)."""
 
     name: ClassVar[str] = "dppo_kl"
     delta: Delta = 0.05
@@ -70,9 +71,11 @@ class DPPOTVQuadratic(Region):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class IPO(Region):
-    """As `dppo_tv_quadratic`, but a token goes when its probability moved by more than δ in *either* direction (prime-rl).
+    """As `dppo_tv_quadratic`, but a token is masked if its probability moved by more than δ in *either* direction
+    (prime-rl).
 
-    Choice: δ = 0.3 and no penalty, as prime-rl has it now; it was 0.1 and 1e-3 at first. Its cap of 1e4 on r is our e^20.
+    Choice: δ = 0.3 and no penalty, as in prime-rl today; its first values were 0.1 and 1e-3. Its cap of 1e4 on r is
+    e^20 here.
     """
 
     name: ClassVar[str] = "ipo"

@@ -1,4 +1,4 @@
-"""Losses without a hard bound: a gate, or a pull towards the policy that sampled."""
+"""Losses without a hard bound: a gate, or a penalty that pulls towards the policy that sampled."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class SAPO(Loss):
-    """-(4/τ)·σ(τ·(r - 1))·A, a soft gate in place of a clip (SAPO, arXiv 2511.20347); τ differs for A > 0 and the rest."""
+    """-(4/τ)·σ(τ·(r - 1))·A, a soft gate instead of a clip (SAPO, arXiv 2511.20347); τ differs for A > 0 and the rest."""
 
     name: ClassVar[str] = "sapo"
     tau: Tau = 1.0
@@ -32,9 +32,9 @@ class SAPO(Loss):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Kimi(Loss):
-    """-A·logprob + (τ/2)·(logprob - old)² (Kimi k1.5, arXiv 2501.12599): mirror descent, no importance weight.
+    """-A·logprob + (τ/2)·(logprob - old)² (Kimi k1.5, arXiv 2501.12599): mirror descent without an importance weight.
 
-    Choice: the square is per token, as ROLL and prime-rl have it; the paper's is per sequence.
+    Choice: the square is per token, as in ROLL and prime-rl; the paper's is per sequence.
     """
 
     name: ClassVar[str] = "kimi"
@@ -49,7 +49,7 @@ class Kimi(Loss):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class KLCov(Loss):
-    """-r·A, and penalty·|logprob - old| on the tokens that the step's selection marked (KL-Cov, arXiv 2505.22617)."""
+    """-r·A, plus penalty·|logprob - old| on the tokens that the step's selection marked (KL-Cov, arXiv 2505.22617)."""
 
     name: ClassVar[str] = "kl_cov"
     needs_gap: ClassVar[bool] = True

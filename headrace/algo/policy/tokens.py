@@ -1,6 +1,8 @@
-"""What every loss sees and gives. Shapes: M loss tokens of a microbatch, S sequences, k teacher tokens a position.
+"""The input and output of every loss. Shapes: M loss tokens of a microbatch, S sequences, k teacher tokens per
+position.
 
-The settings name the losses, and settings are read without torch: it is imported here only where it is called by name.
+The settings name the losses, and settings are read without torch, so torch is imported only inside the functions that
+call it by name.
 """
 
 from __future__ import annotations
@@ -13,18 +15,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-"""A ratio beyond exp(±20) only says that something is broken; the clamp keeps it finite."""
+"""A ratio beyond exp(±20) is a sign of an error; the clamp keeps it finite."""
 MIN_REST = 1e-6
-"""A log-prob nearer to 0 leaves "any other token" no probability that a binary divergence could divide by."""
+"""Log-probs are at most minus this, so that a binary divergence can divide by the probability of "any other token"."""
 
 
 class TopTokens(NamedTuple):
-    """For top-k distillation: the teacher's k most probable tokens of each position."""
+    """The teacher's k most probable tokens of each position, for top-k distillation."""
 
     student: Tensor
     """[M, k] their log-probs under the weights being trained, with gradient."""
     teacher: Tensor
-    """[M, k] the teacher's; -inf pads, and a row of nothing else has no teacher."""
+    """[M, k] the teacher's. -inf is padding, and a row of nothing else has no teacher."""
 
 
 class Tokens(NamedTuple):
@@ -33,7 +35,7 @@ class Tokens(NamedTuple):
     logprob: Tensor
     """[M] log π of the weights being trained, with gradient."""
     sampled: Tensor
-    """[M] the sampler's, finite: what is not was taken out of numerator and denominator when the step was packed."""
+    """[M] the sampler's, finite: tokens with others left numerator and denominator when the step was packed."""
     advantage: Tensor
     """[M]"""
     sequence: Tensor
@@ -45,27 +47,27 @@ class Tokens(NamedTuple):
     teacher: Tensor | None = None
     """[M] the teacher's log-prob of the sampled token; NaN where there is none."""
     top: TopTokens | None = None
-    """Nothing where no teacher has seen any of these tokens."""
+    """None if no teacher scored any of these tokens."""
     keep: Tensor | None = None
-    """[M] bool: what the step's selection chose (`objective.selection_of`)."""
+    """[M] bool: the tokens that the step's selection keeps (`objective.selection_of`)."""
 
 
 class TokenLoss(NamedTuple):
     loss: Tensor
     """[M]"""
     clipped: Tensor
-    """[M] bool: the ratio was outside what the loss lets through."""
+    """[M] bool: tokens whose ratio the loss clipped."""
     masked: dict[str, Tensor] = {}
     """Name of a rule -> [M] bool: tokens whose policy loss it took out."""
 
     @property
     def rejected(self) -> Tensor:
-        """[M] bool: taken out by any rule."""
+        """[M] bool: tokens that any rule takes out."""
         return reduce(operator.or_, self.masked.values(), self.clipped.new_zeros(self.clipped.shape))
 
 
 def unclipped(loss: Tensor) -> TokenLoss:
-    """Of a loss without a bound."""
+    """Makes the result of a loss that has no bound."""
     return TokenLoss(loss, loss.new_zeros(loss.shape).bool())
 
 
@@ -75,9 +77,10 @@ def ratio_of(logprob: Tensor, old: Tensor) -> Tensor:
 
 
 def log_ratio(logprob: Tensor, old: Tensor) -> Tensor:
-    """[M] logprob - old, its value within ±20, its gradient that of the difference everywhere.
+    """[M] logprob - old: its value is bounded to ±20, its gradient is that of the difference everywhere.
 
-    For what pulls two policies together: a token beyond the bound needs the pull most. (`ratio_of` has no gradient there.)
+    It is meant for penalties that pull two policies together: a token beyond the bound needs the pull most. (`ratio_of`
+    has no gradient there.)
     """
     from headrace.algo.policy.bounded import Bounded
 
@@ -85,7 +88,8 @@ def log_ratio(logprob: Tensor, old: Tensor) -> Tensor:
 
 
 def binary_kl(of: Tensor, to: Tensor) -> Tensor:
-    """[M] KL of "this token" against "any other", from two log-probs of it. Probabilities of 1 are kept a hair below it."""
+    """[M] KL of "this token" against "any other", from two log-probs of it. Probabilities of 1 are lowered slightly
+    (`MIN_REST`)."""
     of, to = _inside(of), _inside(to)
     rest_of, rest_to = (-of.expm1()).log(), (-to.expm1()).log()
     return of.exp() * (of - to) + rest_of.exp() * (rest_of - rest_to)
@@ -104,7 +108,8 @@ def k3(logprob: Tensor, old: Tensor) -> Tensor:
 def sequence_sum(values: Tensor, sequence: Tensor) -> Tensor:
     """[M] at every token, the sum over its sequence. Carries gradients.
 
-    Not `index_add`, whose sum on CUDA differs from call to call: a step has to be replayed bit for bit (C8).
+    `index_add` is not used, because its sum on CUDA differs from call to call, and a step has to be replayed bit for
+    bit (C8).
     """
     import torch
 

@@ -1,4 +1,5 @@
-"""A user's own loss: `algo.loss = "my.py:name"`. The function runs in the trainer; its name is known without torch."""
+"""A user's own loss: `algo.loss = "my.py:name"`. The function runs in the trainer; settings know its name without
+torch."""
 
 from __future__ import annotations
 
@@ -15,18 +16,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 RULE = "mine"
-"""The name under which a user's own masks are counted (`recipes.RULES`)."""
+"""The name under which a user's own masks are counted (`recipes.REASONS`)."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class UserLoss(Loss):
-    """A function Tokens -> Tensor [M], or TokenLoss. Whether it holds the policy is not known, and taken to be so."""
+    """A function Tokens -> Tensor [M], or TokenLoss. It is assumed to keep the policy near the sampler's."""
 
     name: ClassVar[str] = "file.py:name"
     anchored: ClassVar[bool] = False
     rejects: ClassVar[bool] = True
     spec: str
-    """`file.py:name`, which is all there is to it: it has no constants."""
+    """`file.py:name`. It has no constants."""
 
     @classmethod
     def reads(cls) -> tuple[str, ...]:
@@ -36,7 +37,7 @@ class UserLoss(Loss):
         return self.spec
 
     def ready(self) -> LossFunction:
-        """Raises ConfigError where the function cannot be loaded; at its first call, where its result cannot be used."""
+        """Raises ConfigError if the function cannot be loaded; at its first call, if its result cannot be used."""
         function, tried = load_function(self.spec, "loss"), False
 
         def loss(tokens: Tokens, old: Tensor) -> TokenLoss:
@@ -59,7 +60,7 @@ def _finite(spec: str, result: TokenLoss, tokens: Tokens) -> None:
 
 
 def _checked(spec: str, result: Any, tokens: Tokens) -> TokenLoss:
-    """Raises ConfigError where it is not a number a token that the gradient can flow through."""
+    """Raises ConfigError if the result is not one number per token that the gradient can flow through."""
     import torch
 
     given = result.loss if isinstance(result, TokenLoss) else result

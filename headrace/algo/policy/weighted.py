@@ -1,4 +1,5 @@
-"""Losses in which the ratio, if there is one, is a weight: a bound on it holds the weight, and every token keeps its gradient."""
+"""Losses in which the ratio, if there is one, is a weight: a bound limits the weight, and every token keeps its
+gradient."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Importance(Loss):
-    """-r·A: importance sampling without a bound; for those who bound it elsewhere (M2PO)."""
+    """-r·A: importance sampling without a bound, for algorithms that bound it elsewhere (M2PO)."""
 
     name: ClassVar[str] = "importance"
     holds: ClassVar[bool] = False
@@ -30,7 +31,7 @@ class Importance(Loss):
 class Reinforce(Loss):
     """-sg(min(r, cap))·A·logprob: on policy plain REINFORCE (Williams 1992), off policy truncated importance sampling.
 
-    Choice: cap 2, as OAT, slime, open-instruct, Tunix and verl have it.
+    Choice: cap 2, as in OAT, slime, open-instruct, Tunix and verl.
     """
 
     name: ClassVar[str] = "reinforce"
@@ -66,10 +67,10 @@ class CISPO(Loss):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class TOPR(Loss):
-    """Good: -A·logprob; the rest: -sg(clip(ratio, 0, 1))·A·logprob (TOPR, arXiv 2503.14286).
+    """-A·logprob for good rollouts, -sg(clip(ratio, 0, 1))·A·logprob for the rest (TOPR, arXiv 2503.14286).
 
-    Choice: the ratio is the trajectory's, exp(Σ_t(logprob - old)), as in the paper; ROLL's is `topr_token`. The ratio of a long
-    trajectory vanishes quickly: then only the good ones teach.
+    Choice: the ratio is the trajectory's, exp(Σ_t(logprob - old)), as in the paper; ROLL's is `topr_token`. The ratio
+    of a long trajectory vanishes quickly, and then only good rollouts are learned from.
     """
 
     name: ClassVar[str] = "topr"
@@ -80,7 +81,7 @@ class TOPR(Loss):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class TOPRToken(Loss):
-    """As `topr` with every token's own ratio (ROLL)."""
+    """As `topr`, with the ratio of each token (ROLL)."""
 
     name: ClassVar[str] = "topr_token"
 
@@ -97,9 +98,9 @@ def _tapered(tokens: Tokens, gap: Tensor) -> TokenLoss:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class CrossEntropy(Loss):
-    """-weight·logprob, the advantage as the weight: cross-entropy on what was sampled, no ratio at all.
+    """-weight·logprob with the advantage as the weight: cross-entropy on the sampled tokens, without a ratio.
 
-    Its own denominator: rollouts of weight zero leave the mask, so that they do not count.
+    It has its own denominator: rollouts of weight zero leave the mask, so that they do not count.
     """
 
     name: ClassVar[str] = "ce"

@@ -81,6 +81,7 @@ class Core:
             routing=routing is not None,
             stop_strings=model.decode is not None,
             exact=self._runner.exact,
+            arithmetic=self._runner.arithmetic,
         )
 
     # -- requests -----------------------------------------------------------------------------------------------------------

@@ -80,6 +80,8 @@ class Runner(Protocol):
     """Bytes of one block of KV cache, all layers."""
     exact: bool
     """Whether the logits of a token depend, bit for bit, on its sequence alone: not on the batch, or on how it was cut into chunks."""
+    arithmetic: str
+    """The name of its forward pass among those that a trainer has too (`headrace/native/arithmetic.py`); empty if it has none."""
     experts: tuple[int, int]
     """(layers with experts, experts chosen in each); (0, 0) for dense models."""
 

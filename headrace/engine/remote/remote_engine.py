@@ -25,7 +25,7 @@ from headrace.engine.request_book import Pending, RequestBook
 from headrace.engine.streaming import check_parts
 from headrace.errors import ConfigError, HeadraceError, IdentityError
 from headrace.observe.facts import EngineSample, WorkerLost
-from headrace.protocols import Observer
+from headrace.observe.telemetry import Telemetry
 from headrace.reports import TOTALS, Capabilities, EngineStats, LoadReport
 from headrace.steps import Finished, StepOutput, Transcript
 from headrace.types import Completion, Request, scoring
@@ -46,11 +46,10 @@ class RemoteEngine:
         *,
         patience: float,
         max_deaths: int,
-        observer: Observer,
-        clock: Callable[[], float],
+        telemetry: Telemetry,
     ) -> None:
         self._connection, self._dialect = connection, dialect
-        self._observer, self._clock = observer, clock
+        self._telemetry = telemetry
         self._presence = Presence(connection, dialect, self, patience, max_deaths)
         self._book = RequestBook()
         self._wanted: dict[str, WeightUpdate] = {}
@@ -182,7 +181,7 @@ class RemoteEngine:
 
     def _tell(self, output: StepOutput) -> None:
         try:
-            self._book.tell(msgspec.msgpack.encode(output))
+            self._book.publish(msgspec.msgpack.encode(output))
         except Exception as error:  # a journal that cannot be written, say: what comes next would not be in it
             self._presence.give_up(error)
             return
@@ -263,11 +262,11 @@ class RemoteEngine:
 
     def seen(self, state: ServerState) -> None:
         self._latest = state.stats
-        self._observer.record(EngineSample(self._clock(), self._totals()))
+        self._telemetry.record(EngineSample(self._telemetry.clock(), self._totals()))
 
     def lost(self, how: str, deaths: int) -> None:
         self._before, self._base, self._latest = self._totals(), EngineStats(), EngineStats()
-        self._observer.record(WorkerLost(self._clock(), "engine", how, deaths, len(self._book)))
+        self._telemetry.record(WorkerLost(self._telemetry.clock(), "engine", how, deaths, len(self._book)))
 
     def given_up(self, error: Exception) -> None:
         self._book.give_up(error)

@@ -1,4 +1,4 @@
-"""What the numbers of a run mean, in sentences.
+"""Sentences about the numbers of a run.
 
 Read `troubles.py` (how much failed), `verdicts.py` (whether the contracts held), `advice.py` (which setting to change).
 """

@@ -1,7 +1,8 @@
-"""What to change when a run gets little out of its rollouts: a condition over its numbers, and the sentence with the remedy.
+"""Advice for a run that trains on few of its rollouts: a condition on its numbers, and a sentence with the remedy.
 
-Each rule looks at the last groups. To add one, write a function of the state and name it in `RULES`; it says nothing (None) where
-its condition does not hold. The order is that of the remedies: what is cut off has no contrast either, so cutting off comes first.
+Each rule looks at the last groups. To add one, write a function of the state and name it in `RULES`; it returns None if its condition
+does not hold. The rules are in the order in which to follow them: completions that are cut off have no contrast either, so cutting off
+comes first.
 """
 
 from __future__ import annotations
@@ -14,23 +15,23 @@ from headrace.observe.numbers.state import RunState
 from headrace.observe.text import counted, number, percent
 
 OFTEN = 0.5
-"""Share of completions that are cut off, or of groups without contrast, from which on it deserves a word."""
+"""Share of completions that are cut off, or of groups without contrast, from which advice is given."""
 DISCARDED = 0.25
-"""Share of groups that are dropped for another reason."""
+"""The same for groups that are dropped for another reason."""
 FAILING = 0.05
-"""Share of rollouts that fail."""
+"""The same for rollouts that fail."""
 LEAST = 32
-"""Rollouts, and a quarter as many groups: fewer say little."""
+"""Fewest rollouts from which to give advice; an eighth as many groups."""
 
 
 class Advice(NamedTuple):
     name: str
-    """Two words at most, the same as long as it holds."""
+    """A key of `RULES`."""
     sentence: str
 
 
 def advices(state: RunState) -> list[Advice]:
-    """Those that hold now, the first to follow first."""
+    """Returns the advice that applies now, in the order in which to follow it."""
     recent = state.shares.recent
     if not state.started or recent.rollouts < LEAST or recent.groups < LEAST // 8:
         return []
@@ -44,7 +45,9 @@ def _failed(state: RunState) -> str | None:
         return None
     said = f"{percent(share)} of the last {failing.rollouts} rollouts failed ({counted(+failing.kinds)}) and are not trained"
     return (
-        f"{said}: mend the reward, or the rows that it cannot read" if failing.faults else f"{said}: look at the logs"
+        f"{said}: correct the reward, or the rows that it cannot read"
+        if failing.faults
+        else f"{said}: look at the logs"
     )
 
 

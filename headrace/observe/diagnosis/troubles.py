@@ -1,4 +1,4 @@
-"""What went wrong in a run, as words and numbers that every view shows: shares, failures by kind, held-out prompts that failed."""
+"""The troubles of a run in words and numbers that every view shows: shares, failures by kind, held-out prompts that failed."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class Failing(NamedTuple):
     """One way in which rollouts fail."""
 
     kind: str
-    """`KeyError`, or the reason where nothing was raised."""
+    """The class of the exception such as `KeyError`, or the reason if nothing was raised."""
     rollouts: int
-    """So many failed in this way; held-out ones too."""
+    """Rollouts that failed in this way, held-out ones included."""
     first: FirstFailure | None
-    """None of a run that did not keep it."""
+    """None in runs that did not record it."""
 
 
 def failings(state: RunState) -> list[Failing]:
-    """The commonest first."""
+    """Returns the ways in which rollouts failed, the commonest first."""
     counts = state.shares.total.kinds.copy()
     for one in state.evals:
         counts.update(one.kinds or one.failures)
@@ -31,7 +31,7 @@ def failings(state: RunState) -> list[Failing]:
 
 
 def shares(tally: Tally) -> list[str]:
-    """`cut off 92 %`, `no contrast 86 %`, `dropped 2 %`, `failed 48 % (KeyError 31)`: of these what there is."""
+    """Returns those of `cut off 92 %`, `no contrast 86 %`, `dropped 2 %` and `failed 48 % (KeyError 31)` that are not zero."""
     parts = (
         ("cut off", tally.truncated_share),
         ("no contrast", tally.no_contrast_share),
@@ -45,7 +45,7 @@ def shares(tally: Tally) -> list[str]:
 
 
 def measured_on(one: Evaluated) -> str:
-    """What a held-out number is about: `8 prompts`, `4 of 8 prompts, 4 failed: KeyError`."""
+    """Returns the prompts behind a held-out reward: `8 prompts`, `4 of 8 prompts, 4 failed: KeyError`."""
     kinds = one.kinds or one.failures
     if one.failed_prompts:
         return f"{one.prompts} of {plural(one.asked, 'prompt')}, {one.failed_prompts} failed: {', '.join(kinds)}"
@@ -54,7 +54,7 @@ def measured_on(one: Evaluated) -> str:
 
 
 def judged(answer: str, extracted: Mapping[str, str]) -> str:
-    """`extracted 12, right answer 14`: of a sample what there is."""
+    """Returns `extracted 12, right answer 14`, or the parts of it that are known."""
     seen = [repr(text) if text else "nothing" for text in extracted.values()]
     names = list(extracted) if len(extracted) > 1 else [""] * len(seen)
     parts = [f"extracted {text}{f' for {name}' if name else ''}" for name, text in zip(names, seen, strict=True)]

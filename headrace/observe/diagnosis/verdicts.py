@@ -1,5 +1,5 @@
-"""The questions of a run, each with one answer: did it learn, how stale, was it biased, is all accounted for, was it on
-policy, was it trained as it was sampled."""
+"""The questions about a run, each with one verdict: did it learn, how stale was it, was it biased, is every prompt accounted for, did
+engine and trainer agree, were tokens trained as they were sampled."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ Mood = Literal["good", "bad", "plain", "unknown"]
 
 
 class Verdict(NamedTuple):
+    """One answer, as report and summary show it."""
+
     title: str
     value: str
     detail: str
@@ -24,13 +26,14 @@ class Verdict(NamedTuple):
 
 
 def before_and_after(state: RunState) -> tuple[Evaluated | None, Evaluated | None]:
-    """The first measurement before training, and the last one since (which may be of the middle of the run)."""
+    """Returns the first evaluation before training, and the last one since, which may be from the middle of the run."""
     before = next((one for one in state.evals if one.phase == "before"), None)
     since = [one for one in state.evals if one.phase != "before"]
     return before, since[-1] if since else None
 
 
 def held_out(state: RunState) -> Verdict:
+    """Compares the held-out reward before and after training."""
     before, after = before_and_after(state)
     title = "Held-out reward"
     if before is None and after is None:
@@ -44,7 +47,7 @@ def held_out(state: RunState) -> Verdict:
             title, with_error(one.reward_mean, one.reward_sem), detail, "bad" if one.failed_prompts else "unknown"
         )
     change = after.reward_mean - before.reward_mean
-    # As if the two were independent: they share prompts, so the true error of the difference is rather smaller.
+    # This treats the two as independent; they share prompts, so the true error of the difference is smaller.
     error = math.hypot(before.reward_sem, after.reward_sem)
     value = f"{before.reward_mean:.3f} → {after.reward_mean:.3f}"
     when = "" if after.phase == "after" else f" at step {after.step}"
@@ -55,13 +58,14 @@ def held_out(state: RunState) -> Verdict:
     if not math.isfinite(change):
         return Verdict(title, value, f"a measurement has no finite mean: {measured_on(after)}", "bad")
     if before.failed_prompts or after.failed_prompts:
-        return Verdict(title, value, f"{detail}; of those that failed nothing is known", "bad")
+        return Verdict(title, value, f"{detail}; the reward of the failed ones is unknown", "bad")
     if math.isfinite(error) and abs(change) < 2 * error:
         return Verdict(title, value, f"{detail}; within two standard errors", "plain")
     return Verdict(title, value, detail, "good" if change > 0 else "bad")
 
 
 def lag(state: RunState) -> Verdict:
+    """Compares the largest lag of a trained token with the bound (C1)."""
     mean = mean_lag(state)
     bound = state.started.max_lag if state.started else None
     if mean is None or bound is None:
@@ -73,23 +77,26 @@ def lag(state: RunState) -> Verdict:
 
 
 BIASED = 3.0
-"""Standard errors. Two numbers are looked at, in every run: two would be too few."""
+"""Standard errors from which a shift counts as bias. Two numbers are tested in every run, so 2 would raise false alarms too often."""
 FAILING = 0.05
-"""Share of rollouts that failed, above which what was trained is a choice that the failures made."""
+"""Share of failed rollouts above which the failures selected what was trained."""
 
 
 def bias(state: RunState) -> Verdict:
-    """Whether what was trained differs from what was drawn: by what failed, or by what was discarded for its age."""
+    """Judges whether the trained rollouts differ from the drawn ones, because of failures or because groups were discarded for their age."""
     verdict, total = _by_age(state), state.shares.total
     share = total.failed_share
     if not share or verdict.value == "not measured":
         return verdict
     failed = f"{percent(share)} failed" if share >= 0.01 else f"{plural(total.failed, 'rollout')} failed"
     value = failed if verdict.mood == "good" else f"{failed}, {verdict.value}"
-    detail = f"{counted(+total.kinds)} of {plural(total.rollouts, 'rollout')}: what they would have got, nobody knows"
+    detail = f"{counted(+total.kinds)} of {plural(total.rollouts, 'rollout')}; their rewards are unknown"
     if share > FAILING:
         return Verdict(
-            verdict.title, value, f"failures have CHOSEN what this run learned from: {detail}; {verdict.detail}", "bad"
+            verdict.title,
+            value,
+            f"failures have SELECTED what this run learned from: {detail}; {verdict.detail}",
+            "bad",
         )
     return Verdict(
         verdict.title, value, f"{detail}; {verdict.detail}", "plain" if verdict.mood == "good" else verdict.mood
@@ -97,7 +104,7 @@ def bias(state: RunState) -> Verdict:
 
 
 def _by_age(state: RunState) -> Verdict:
-    """Whether what was discarded for its age was longer, or harder, than what was trained."""
+    """Judges whether the groups that were discarded for their age were longer or harder than the trained ones."""
     title, away = "Selection bias", discarded(state.fates)
     trained, lost = state.fates.of["trained"].groups, sum(fate.groups for fate in away)
     if not trained:
@@ -109,29 +116,29 @@ def _by_age(state: RunState) -> Verdict:
     lengths, rewards = length_shift(state.fates), reward_shift(state.fates)
     said = [_shifted("tokens", lengths, 1, unfinished > 0), _shifted("mean reward", rewards, 3)]
     if unfinished:
-        said.append(f"{plural(unfinished, 'group')} ended before they were done, of unknown rewards")
+        said.append(f"{plural(unfinished, 'group')} cancelled before completion, with unknown rewards")
     detail = "; ".join(part for part in said if part)
-    # What was ended early would have become longer: that it is not long yet says nothing.
+    # Cancelled groups would have become longer, so a short length of theirs is no evidence.
     other = lengths and (lengths.errors <= -BIASED or (lengths.errors >= BIASED and not unfinished))
     if other or (rewards and abs(rewards.errors) >= BIASED):
         return Verdict(title, value, f"discarding has BIASED this run: {detail}", "bad")
     if unfinished:
-        return Verdict(title, value, f"cannot be told: {detail}", "unknown")
+        return Verdict(title, value, f"unknown: {detail}", "unknown")
     return Verdict(title, value, f"none beyond {BIASED:g} standard errors: {detail}", "plain")
 
 
 def _trimming(state: RunState, title: str) -> Verdict:
-    """Where no group was discarded."""
+    """Judges a run in which no group was discarded: its oldest tokens may have been trimmed."""
     tokens = trimmed_tokens(state)
     if not tokens:
         return Verdict(title, "none", "no group was discarded for its age", "good")
     share = percent(tokens / (tokens + state.lags.total()))
-    detail = "no group was discarded for its age, but of what takes longest the oldest tokens are not trained: it weighs less"
+    detail = "no group was discarded for its age, but the oldest tokens of the slowest rollouts are not trained, so these weigh less"
     return Verdict(title, f"{share} trimmed", detail, "plain")
 
 
 def _shifted(what: str, shift: Shift | None, digits: int, least: bool = False) -> str:
-    """`least`: the true mean of what was drawn is larger."""
+    """Formats a shift. `least`: the drawn mean is a lower bound."""
     if shift is None:
         return ""
     bound = "at least " if least else ""
@@ -140,9 +147,10 @@ def _shifted(what: str, shift: Shift | None, digits: int, least: bool = False) -
 
 
 def accounting(state: RunState) -> Verdict:
+    """Checks the identity C2."""
     counts = state.accounting
     off = counts.balance()
-    source = "the controller's count" if state.ended else "counted from the facts"
+    source = "counted by the controller" if state.ended else "counted from the facts"
     if not counts.drawn and not off:
         return Verdict("Accounting", "no ticket drawn", source, "unknown")
     if off:
@@ -157,7 +165,7 @@ def lost_or_double(off: int) -> str:
 
 
 def equation(counts: Accounting) -> str:
-    """`drawn 812 = trained 800 + dropped 10 + failed 2 + pipeline 0 + checkpoint 0`."""
+    """Formats the identity: `drawn 812 = trained 800 + dropped 10 + failed 2 + pipeline 0 + checkpoint 0`."""
     sign = "=" if counts.balance() == 0 else "≠"
     return (
         f"drawn {counts.drawn:,} {sign} trained {counts.trained:,} + dropped {sum(counts.dropped.values()):,}"
@@ -167,16 +175,17 @@ def equation(counts: Accounting) -> str:
 
 
 def reasons(counts: Accounting) -> list[str]:
-    """The reasons behind the equation, one line each."""
+    """Returns the reasons of dropped and failed tickets, one line each."""
     lines = [f"dropped: {counted(counts.dropped)}"] if counts.dropped else []
     if counts.failed:
         lines.append(f"failed: {counted(counts.failed)}")
     if counts.rollout_failures:
-        lines.append(f"single rollouts failed inside groups that went on: {counted(counts.rollout_failures)}")
+        lines.append(f"single rollouts that failed in groups that continued: {counted(counts.rollout_failures)}")
     return lines
 
 
 def identity(state: RunState) -> Verdict:
+    """Summarises the probes of C3."""
     title = "Policy identity"
     swaps = f"{plural(len(state.swaps), 'version')} delivered"
     if not state.checks:
@@ -193,10 +202,10 @@ def identity(state: RunState) -> Verdict:
 
 
 def record(state: RunState) -> Verdict:
-    """Whether the trainer had, for every token, what the engine is to record of it: log-prob, sampling mask, experts."""
+    """Judges whether the trainer had the engine's record of every token: log-prob, sampling mask, experts."""
     title, reports = "Sampler's record", [row.report for row in state.rows]
     if not reports:
-        return Verdict(title, "not known", "no step was trained", "unknown")
+        return Verdict(title, "unknown", "no step was trained", "unknown")
     gaps = {
         "no finite log-prob (not trained)": sum(report.dropped_tokens for report in reports),
         "a token outside its sampling mask (trained with the whole vocabulary)": sum(
@@ -209,7 +218,7 @@ def record(state: RunState) -> Verdict:
     }
     if not any(gaps.values()):
         trained = sum(report.loss_tokens for report in reports)
-        return Verdict(title, "whole", f"{plural(trained, 'token')} trained as they were sampled", "good")
+        return Verdict(title, "complete", f"{plural(trained, 'token')} trained as they were sampled", "good")
     return Verdict(
         title, "has gaps", "; ".join(f"{count:,} × {what}" for what, count in gaps.items() if count), "plain"
     )

@@ -1,8 +1,7 @@
-"""How the state of processes is found out, without a chance to harm them, and what is done with one that hangs.
+"""The health of a run's processes: their state is inspected without any risk to them, and those that hang are ended.
 
-Read `waits.py` (who waits for whom), `family.py` (which processes there are), `patience.py` (deadlines on a busy machine),
-`own_stacks.py` (stacks from within, under the interpreter's
-lock), `outside.py` (stacks from another process, for one that keeps that lock), `stacks.py` (either, of a worker), `snapshot.py` (all
-of it at one moment), `status.py` (`status.json`), `watchdog.py` (warns, then ends the run) and `monitor.py` (the process that watches
-the controller).
+Read `waits.py` (what waits for what), `family.py` (the worker processes), `patience.py` (deadlines on a busy machine), `own_stacks.py`
+(stacks of the own process, under the interpreter's lock), `outside.py` (stacks of another process, even one that keeps that lock),
+`stacks.py` (stacks of a worker, in either way), `snapshot.py` (everything at one moment), `status.py` (`status.json`), `watchdog.py` (warns,
+then ends the run) and `monitor.py` (the process that watches the controller).
 """

@@ -1,4 +1,4 @@
-"""The worker processes of one run: whom to ask where they stand, and whom to end with the run."""
+"""The worker processes of one run, which are asked for their stacks and ended with the run."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Child:
+    """One worker process."""
+
     who: str
     pid: int
     stacks: Path | None
-    """The file that it writes its stacks to; None of a process that was started without one."""
+    """The file that it writes its stacks to; None if it was started without one."""
 
 
 class Family:
-    """The children of one run. May be read from any thread."""
+    """The worker processes of one run. May be read from any thread."""
 
     def __init__(self) -> None:
         self._children: dict[int, Child] = {}
@@ -38,7 +40,7 @@ _current: ContextVar[Family | None] = ContextVar("headrace_family", default=None
 
 @contextmanager
 def family(mine: Family) -> Iterator[None]:
-    """Processes that are started inside, by tasks and threads that begin there too, belong to `mine`."""
+    """Registers processes that are started inside this context with `mine`, also by tasks and threads that begin there."""
     token = _current.set(mine)
     try:
         yield
@@ -47,5 +49,6 @@ def family(mine: Family) -> Iterator[None]:
 
 
 def current_family() -> Family:
-    """Whoever starts a process asks once, and reports its end to the same one. Outside of a run it is one that nobody reads."""
+    """Returns the family of the current context; outside of a run, an unused one. Code that starts a process calls this once, and
+    reports the start and the end of the process to the same family."""
     return _current.get() or Family()

@@ -1,8 +1,8 @@
-"""A small process beside the controller: it notices when not even the controller's watchdog thread gets the interpreter.
+"""A small process beside the controller. It notices when not even the controller's watchdog thread gets the interpreter.
 
-Native code that keeps the interpreter's lock (a regular expression without end in a reward function, say) stops every thread of
-its process, so that only another process can say so. The watchdog sends a beat at every turn. Where none comes, this process
-says where the controller stands, and after the second deadline ends it: the workers leave with it, and a resume goes on.
+Native code that keeps the interpreter's lock (such as an endless regular expression in a reward function) stops every thread of its
+process, so only another process can report it. The watchdog sends a beat at every turn. If beats are missing, this process reports
+the controller's stacks, and after the second deadline it kills the controller. The workers end with it, and the run can be resumed.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from headrace.observe.health.stacks import is_stopped, process_state
 from headrace.observe.health.status import add_verdict
 
 SLICE = 0.5
-"""Seconds. A longer one passed while this process stood still too, and counts as two slices at most."""
+"""Seconds of one turn. A turn that took longer means that this process was stopped too, and counts as two slices at most."""
 
 SHORTEST = 1.0
-"""Seconds. Below, a busy machine looks like an interpreter that stands still."""
+"""Shortest deadline in seconds: with a shorter one, a busy machine looks like an interpreter that is blocked."""
 
 
 class Monitor:
-    """The controller's end: a context while the process watches."""
+    """The controller's end of the monitor: a context in which the process watches."""
 
     def __init__(self, file: Path, warn_after: float, stop_after: float) -> None:
         self._file, self._warn_after, self._stop_after = file, warn_after, stop_after
@@ -50,14 +50,17 @@ class Monitor:
             )
             may_be_read_by(self._process.pid)
         except OSError as error:
-            print(f"headrace: nobody watches the interpreter from outside ({error})", file=sys.stderr)
+            print(
+                f"headrace: the process that watches the interpreter could not be started ({error}): a blocked interpreter will not be reported",
+                file=sys.stderr,
+            )
         finally:
             os.close(theirs)
         return self
 
     def beat(self, runs: Sequence[Path]) -> None:
-        """`runs`: directories whose `status.json` gets the verdict, where it comes to one."""
-        with suppress(OSError):  # it has ended, or has not read for long: then this process is not what hangs
+        """Sends a sign of life. `runs`: the directories whose `status.json` gets the verdict if the controller is killed."""
+        with suppress(OSError):  # the monitor has ended or is stuck itself
             os.write(self._beats, json.dumps([str(run) for run in runs]).encode() + b"\n")
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -68,17 +71,17 @@ class Monitor:
 
 
 def watch(beats: int, pid: int, warn_after: float, stop_after: float, file: Path) -> None:
-    """Returns when the controller has ended or closed its end."""
+    """Watches until the controller ends or closes its end of the pipe."""
     silent, said, last, runs = 0.0, False, time.monotonic(), b"[]\n"
     while True:
         ready, _, _ = select.select([beats], [], [], SLICE)
         now = time.monotonic()
         passed, last = min(now - last, 2 * SLICE), now
         if ready:
-            if not (told := os.read(beats, 1 << 20)):
+            if not (received := os.read(beats, 1 << 20)):
                 return None
-            runs, silent, said = told, 0.0, False
-        elif os.getppid() != pid:  # it has ended, and something that it started keeps the pipe open
+            runs, silent, said = received, 0.0, False
+        elif os.getppid() != pid:  # the controller has ended, and a process that it started keeps the pipe open
             return None
         elif not is_stopped(pid):
             silent += passed
@@ -86,11 +89,13 @@ def watch(beats: int, pid: int, warn_after: float, stop_after: float, file: Path
             return _end(pid, silent, file, json.loads(runs.splitlines()[-1]))
         if silent >= warn_after and not said:
             said = True
-            _say(f"the interpreter of the controller, pid {pid}, has stood still for {silent:.0f} s", _look(pid, file))
+            _say(
+                f"the interpreter of the controller, pid {pid}, has been blocked for {silent:.0f} s", _stacks(pid, file)
+            )
 
 
-def _look(pid: int, file: Path) -> str:
-    """Where it stands goes to the file; returned is what a person is shown."""
+def _stacks(pid: int, file: Path) -> str:
+    """Writes the stacks to the file, and returns a sentence for the terminal."""
     stacks = stacks_from_outside(pid)
     if not stacks:
         return f"it is {process_state(pid)}; its stacks cannot be read from outside on this machine"
@@ -100,8 +105,8 @@ def _look(pid: int, file: Path) -> str:
 
 
 def _end(pid: int, silent: float, file: Path, runs: Sequence[str]) -> None:
-    verdict = f"ended by its watchdog: the interpreter stood still for {silent:.0f} s"
-    _say(verdict, _look(pid, file))
+    verdict = f"ended by its watchdog: the interpreter was blocked for {silent:.0f} s"
+    _say(verdict, _stacks(pid, file))
     for run in runs:
         with suppress(OSError):
             add_verdict(Path(run), verdict)

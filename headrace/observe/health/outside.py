@@ -1,7 +1,7 @@
-"""Python stacks of another process, read by py-spy from outside: also of one that keeps the interpreter's lock, or is stopped.
+"""Python stacks of another process, read with py-spy, even if that process keeps the interpreter's lock or is stopped.
 
-The kernel allows it for a process of the same user that has allowed its reader (`may_be_read_by`), unless the machine forbids
-it altogether; then what the kernel says of the process is all there is.
+The kernel permits this for a process of the same user that has permitted its reader (`may_be_read_by`), unless the machine forbids it
+altogether. In that case only the kernel's own information about the process is available.
 """
 
 from __future__ import annotations
@@ -16,21 +16,23 @@ from pathlib import Path
 from typing import Any
 
 PR_SET_PTRACER = 0x59616D61
-"""Linux, prctl(2): which process, with its descendants, may read this one where Yama restricts it."""
+"""Linux, prctl(2): sets the process that may read this one, with its descendants, where Yama restricts it."""
 
 SECONDS = 10.0
-"""A look takes about 20 ms on a machine that has time."""
+"""Timeout; reading takes about 20 ms on an idle machine."""
 
 
 def may_be_read_by(pid: int) -> None:
-    """Where the kernel has no such rule the call fails, and nothing is needed."""
+    """Permits the process `pid` to read this one. If the kernel has no such rule, the call fails and nothing is needed."""
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0)
 
 
 def stacks_from_outside(pid: int, stopped: bool = False) -> str:
-    """As `frames.dump_lines` writes them; empty where they cannot be had. Blocks. `stopped`: it is, so it need not be held."""
+    """Returns the stacks in the format of `own_stacks.dump_lines`; empty if they cannot be read. Blocks.
+
+    `stopped`: whether the process is stopped by a signal already, so that py-spy need not pause it."""
     tool = _tool()
     if tool is None:
         return ""
@@ -44,7 +46,7 @@ def stacks_from_outside(pid: int, stopped: bool = False) -> str:
 
 
 def _tool() -> str | None:
-    beside = Path(sys.executable).with_name("py-spy")  # an environment that is not activated is not on PATH
+    beside = Path(sys.executable).with_name("py-spy")  # the environment may not be activated, and so not be on PATH
     return str(beside) if beside.exists() else shutil.which("py-spy")
 
 

@@ -1,7 +1,7 @@
 """Stacks of this process, taken under the interpreter's lock: no frame changes while it is read, so nothing can crash.
 
-`faulthandler` is not used. It reads the frames of running threads without that lock, and a process that was suspended and
-continued, or asked often, died of it.
+`faulthandler` is not used. It reads the frames of running threads without that lock, and crashed processes that were suspended and
+continued, or asked often.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from headrace.observe.health.outside import may_be_read_by
 
 VARIABLE = "HEADRACE_STACKS"
-"""Names the file in the environment of a worker process."""
+"""Environment variable of a worker process with the path of its file."""
 
 HEADER = "(most recent call first):"
 
@@ -30,10 +30,10 @@ HEADER = "(most recent call first):"
 
 
 def answer_signals() -> None:
-    """Called by a worker process at its start, in its main thread: on SIGUSR1 it appends its stacks to its file.
+    """Makes a worker process append its stacks to its file on SIGUSR1. Called at its start, in its main thread.
 
-    The signal wakes a thread through a pipe, which the interpreter writes to wherever the main thread is. That thread needs the
-    interpreter's lock; whoever asks a process that never gives it up looks from outside (`outside.py`).
+    The signal wakes a thread through a pipe, to which the interpreter writes wherever the main thread is. That thread needs the
+    interpreter's lock. A process that never releases the lock has to be read from outside (`outside.py`).
     """
     may_be_read_by(os.getppid())
     path = os.environ.get(VARIABLE)
@@ -45,19 +45,21 @@ def answer_signals() -> None:
     threading.Thread(target=_answer, args=(asked, file), name="headrace-stacks", daemon=True).start()
     signal.set_wakeup_fd(asks, warn_on_full_buffer=False)
     signal.signal(signal.SIGUSR1, lambda number, frame: None)
-    signal.siginterrupt(signal.SIGUSR1, False)  # native code must not see its system calls fail because somebody looks
+    signal.siginterrupt(signal.SIGUSR1, False)  # system calls in native code must not fail because of the signal
 
 
 def _answer(asked: int, file: Any) -> None:
-    while numbers := os.read(asked, 4096):  # the numbers of all signals with a handler; many at once get one answer
+    while numbers := os.read(
+        asked, 4096
+    ):  # the numbers of all signals that have a handler; several at once get one answer
         if signal.SIGUSR1 in numbers:
-            with suppress(OSError):  # a full disk: whoever asked sees that nothing came
+            with suppress(OSError):  # a full disk: the asking process notices that there is no answer
                 file.write("\n".join(dump_lines([threading.get_ident()])) + "\n")
                 file.flush()
 
 
 def dump_lines(leave_out: Sequence[int] = ()) -> list[str]:
-    """All threads, the main thread last, innermost frames first."""
+    """Returns the stacks of all threads, the main thread last, innermost frames first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     found = sorted(sys._current_frames().items(), key=lambda pair: pair[0] == main)
@@ -73,18 +75,18 @@ def dumped(summary: Sequence[traceback.FrameSummary]) -> list[str]:
 
 
 def main_frames(dump: str) -> list[str]:
-    """The main thread, which is written last; innermost first, without the import system's own."""
+    """Returns the frames of the main thread, which is written last: innermost first, without those of the import system."""
     lines = (line.strip() for line in dump.rpartition(HEADER)[2].splitlines())
     return [line for line in lines if line.startswith('File "') and not line.startswith('File "<frozen')]
 
 
 def innermost(dump: str, frames: int = 3) -> str:
-    """`core.py:12 step < worker.py:40 main`."""
+    """Formats the innermost frames: `core.py:12 step < worker.py:40 main`."""
     return " < ".join(_short(line) for line in main_frames(dump)[:frames]) or "no Python code"
 
 
 def _short(line: str) -> str:
-    """`File "/a/b/core.py", line 12 in step` -> `core.py:12 step`."""
+    """Shortens `File "/a/b/core.py", line 12 in step` to `core.py:12 step`."""
     path, _, rest = line.removeprefix('File "').partition('", line ')
     number, _, name = rest.partition(" in ")
     return f"{Path(path).name}:{number} {name}"
@@ -94,7 +96,7 @@ def _short(line: str) -> str:
 
 
 def thread_lines(leave_out: Sequence[int] = ()) -> list[str]:
-    """The stacks of this process's threads by their names, but for those with the identities `leave_out`."""
+    """Returns the stacks of this process's threads with their names, except those with the identities in `leave_out`."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     lines = []
     for ident, frame in sys._current_frames().items():
@@ -104,7 +106,7 @@ def thread_lines(leave_out: Sequence[int] = ()) -> list[str]:
 
 
 def thread_place(ident: int, frames: int = 3) -> str:
-    """`reward.py:3 slow < job.py:80 call`: where one thread is."""
+    """Formats the innermost frames of one thread: `reward.py:3 slow < job.py:80 call`."""
     frame = sys._current_frames().get(ident)
     summary = reversed(traceback.extract_stack(frame)[-frames:]) if frame else []
     return " < ".join(f"{Path(one.filename).name}:{one.lineno} {one.name}" for one in summary)
@@ -131,7 +133,7 @@ def _lines(summary: Iterable[traceback.FrameSummary]) -> list[str]:
 
 
 def task_lines(loop: asyncio.AbstractEventLoop) -> list[str]:
-    """The tasks of an event loop, each with the chain of what it awaits; equal chains once. From any thread."""
+    """Returns the tasks of an event loop, each with the chain of what it awaits; equal chains once. May be called from any thread."""
     found: dict[tuple[str, ...], list[str]] = {}
     for task in asyncio.all_tasks(loop):
         chain = tuple(_lines(_awaited(task.get_coro())))
@@ -144,7 +146,7 @@ def task_lines(loop: asyncio.AbstractEventLoop) -> list[str]:
 
 
 def _awaited(coroutine: Any) -> list[traceback.FrameSummary]:
-    """Outermost first. `Task.get_stack` knows the outermost only."""
+    """Returns the chain of awaited frames, outermost first. `Task.get_stack` returns only the outermost."""
     frames: list[tuple[FrameType, int]] = []
     while coroutine is not None:
         for kind in ("cr", "gi", "ag"):

@@ -1,4 +1,4 @@
-"""The picture of a moment: every named wait, the stacks of this process's threads and tasks, those of its worker processes."""
+"""Snapshots: every named wait, the stacks of this process's threads and tasks, and those of its worker processes, at one moment."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from headrace.observe.health.waits import Lasting, counted
 
 
 @dataclass(frozen=True)
-class Picture:
+class Snapshot:
     taken: float
     accounts: Sequence[stacks.Account]
-    """One of each worker process."""
+    """One per worker process."""
     lines: Sequence[str]
     path: Path
-    """Where the lines are kept."""
+    """The file with the lines."""
 
 
 class Camera:
-    """Takes pictures, and keeps each as `logs/stacks-<n>.txt`. From any thread but the event loop's: it takes up to 2 seconds."""
+    """Takes snapshots, and writes each to `logs/stacks-<n>.txt`. May be used in any thread but the event loop's: it takes up to 2 seconds."""
 
     def __init__(self, logs: Path, family: Family, lasting: Callable[[], list[Lasting]]) -> None:
         self._logs, self._family, self._lasting = logs, family, lasting
         self.loop: asyncio.AbstractEventLoop | None = None
-        self.last: Picture | None = None
+        self.last: Snapshot | None = None
         self._one_at_a_time = threading.Lock()
 
-    def take(self, why: str) -> Picture:
-        """Several who ask at the same time get the same one."""
+    def take(self, why: str) -> Snapshot:
+        """Takes a snapshot. Callers at the same time get the same one."""
         asked = time.monotonic()
         with self._one_at_a_time:
             if self.last is None or self.last.taken < asked:
                 self.last = self._take(why)
             return self.last
 
-    def _take(self, why: str) -> Picture:
+    def _take(self, why: str) -> Snapshot:
         lines = [f"headrace: {why}", "", "waits, longest first:"]
-        lines += [f"  {said}" for said, _ in counted(self._lasting())] or ["  nobody waits"]
+        lines += [f"  {said}" for said, _ in counted(self._lasting())] or ["  nothing waits"]
         lines += ["", f"--- controller, pid {os.getpid()}", *own_stacks.thread_lines([threading.get_ident()])]
         if self.loop is not None:
             with suppress(RuntimeError):  # the tasks change faster than they can be counted
@@ -53,21 +53,22 @@ class Camera:
         accounts = stacks.ask(self._family.children())
         for account in accounts:
             lines += ["", *account.lines]
-        return Picture(time.monotonic(), accounts, lines, self._keep(lines))
+        return Snapshot(time.monotonic(), accounts, lines, self._keep(lines))
 
     def _keep(self, lines: Sequence[str]) -> Path:
         number = 1
         while (path := self._logs / f"stacks-{number}.txt").exists():
             number += 1
-        with suppress(OSError):  # a full disk must not hide what is said on the terminal
+        with suppress(OSError):  # a full disk must not prevent the report on the terminal
             path.write_text("\n".join(lines) + "\n")
         return path
 
 
 def blame(wait: Lasting, every: Sequence[Lasting], accounts: Sequence[stacks.Account]) -> tuple[str, list[str]]:
-    """In a few words, and with its stack: whom the wait names; where it names nobody (`8 scored groups`), whom the others name.
+    """Returns the cause of a wait in a few words, and its stacks. The cause is the worker that the wait names; if it names none
+    (`8 scored groups`), those that the other waits name.
 
-    A scorer that was handed in from Python has no process: its threads are in this one.
+    A scorer that was passed from Python has no process: its threads are in this one.
     """
     for what in (wait.what, ", ".join(one.what for one in every)):
         guilty = [one for one in accounts if one.child.who in what]
@@ -84,4 +85,4 @@ def blame(wait: Lasting, every: Sequence[Lasting], accounts: Sequence[stacks.Acc
 
 
 REWARD_THREADS = "headrace-reward-"
-"""How the names of threads that run a user's functions begin."""
+"""Prefix of the names of threads that run a user's functions."""

@@ -1,7 +1,7 @@
-"""Where the worker processes stand: their Python stacks, and what the kernel says of them.
+"""The Python stacks of the worker processes, and their state in the kernel.
 
-A worker is asked by SIGUSR1 and writes its stacks to a file itself (`health/own_stacks.py`). One that does not answer, because native
-code keeps its interpreter's lock or because it is stopped, is read from outside (`health/outside.py`).
+A worker is asked by SIGUSR1 and writes its stacks to a file itself (`health/own_stacks.py`). If it does not answer, because native code
+keeps its interpreter's lock or because it is stopped, it is read from outside (`health/outside.py`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from headrace.observe.health.own_stacks import innermost, main_frames
 from headrace.observe.health.patience import Patience
 
 PATIENCE, SETTLED, POLL = 2.0, 0.3, 0.05
-"""Seconds: how long processes get to answer; how long at least they are watched (so that what they use of a processor can be
-told); between two looks."""
+"""Seconds: the time that processes have to answer; the least time for which they are watched, so that their use of a core can be
+measured; the interval between two checks."""
 
 SHORT = 20
-"""Frames of a stack that is shown to a person at once; all of them are in the picture's file."""
+"""Frames of a stack that are shown on the terminal; the file of the snapshot has all of them."""
 
 STATES = {
     "R": "running",
@@ -38,17 +38,17 @@ STATES = {
 
 @dataclass(frozen=True)
 class Account:
-    """What became of asking a process."""
+    """The result of asking one process."""
 
     child: Child
     state: str
-    """`running, 98 % of a core`, `stopped by a signal`; what the kernel says."""
+    """The state in the kernel: `running, 98 % of a core`, `stopped by a signal`."""
     stacks: str
-    """Empty where they could not be had; `state` says why as far as it is known."""
+    """Empty if they could not be read; `state` says why, as far as it is known."""
 
     @property
     def brief(self) -> str:
-        """In a few words: where its main thread is, or why it does not say."""
+        """Where its main thread is, or why that is not known, in a few words."""
         who = f"{self.child.who}, pid {self.child.pid}"
         if not self.stacks:
             return f"{who}: {self.state}"
@@ -69,7 +69,8 @@ class Account:
 
 
 def ask(asked: Iterable[Child], patience: float = PATIENCE) -> list[Account]:
-    """Their stacks, in the given order. Blocks for `SETTLED` to `patience` seconds: not for the event loop's thread."""
+    """Returns the stacks of processes, in the given order. Blocks for `SETTLED` to `patience` seconds, so the event loop's thread must
+    not call it."""
     asked, began = list(asked), time.monotonic()
     before = {child: (_size(child.stacks), _processor_seconds(child.pid)) for child in asked}
     sent = {child for child in asked if _may_be_asked(child)}
@@ -103,13 +104,13 @@ def _account(child: Child, sent: bool, size: int, used: float | None, passed: fl
 
 
 def is_stopped(pid: int) -> bool:
-    """By a signal, or by a debugger."""
+    """Returns whether the process is stopped by a signal or a debugger."""
     status = _status(pid)
     return status is not None and status.get("State", "?")[:1] in "Tt"
 
 
 def process_state(pid: int) -> str:
-    """What the kernel says: `asleep`, `stopped by a signal`, `stuck in the kernel (state D, in io_schedule)`, `gone`."""
+    """Returns the state in the kernel: `asleep`, `stopped by a signal`, `stuck in the kernel (state D, in io_schedule)`, `gone`."""
     status = _status(pid)
     if status is None:
         return "gone" if not _exists(pid) else "in an unknown state"
@@ -133,7 +134,7 @@ def _exists(pid: int) -> bool:
 
 
 def listens(pid: int) -> bool | None:
-    """Whether it has the handler: without one the signal would end it. None where the system does not say."""
+    """Returns whether the process has a handler for SIGUSR1; without one the signal would kill it. None if the system does not say."""
     status = _status(pid)
     return bool(int(status.get("SigCgt", "0"), 16) >> (signal.SIGUSR1 - 1) & 1) if status else None
 
@@ -142,7 +143,7 @@ def _may_be_asked(child: Child) -> bool:
     if child.stacks is None:
         return False
     known = listens(child.pid)
-    # Without /proc: the file is made right before the handler is set.
+    # Without /proc: a worker creates the file right before it sets the handler.
     return child.stacks.exists() and _exists(child.pid) if known is None else known
 
 

@@ -1,4 +1,4 @@
-"""`status.json`: what a live run says of this moment. The rest of its status is in `metrics.jsonl`, of the living and the dead."""
+"""`status.json`: the present state of a running process. The rest of a run's status comes from `metrics.jsonl`, also after its end."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ from headrace.types import Struct
 STATUS = "status.json"
 
 SILENT = 15.0
-"""Seconds after which a living run that writes no status is said to be silent; it writes one every other second."""
+"""Seconds without a new `status.json` after which a live run is called silent; it writes one every two seconds."""
 
 
-class LiveStatus(Struct, frozen=True):
+class LiveStatus(Struct, frozen=True, kw_only=True):
+    """The content of `status.json`."""
+
     pid: int
     written: float
     """Seconds since 1970."""
@@ -38,24 +40,24 @@ class LiveStatus(Struct, frozen=True):
     workers: dict[str, int] = {}
     """Process ids by name."""
     verdict: str = ""
-    """Why its watchdog ended it."""
+    """Why the watchdog ended the process; empty otherwise."""
     picture: str = ""
-    """The last file with everybody's stacks."""
+    """Path of the last file with the stacks of all processes."""
 
 
 def write_live(run_dir: Path, live: LiveStatus) -> None:
-    """At once: a reader never sees half of it."""
+    """Replaces the file atomically: a reader never sees half of it."""
     replace_file(run_dir / STATUS, msgspec.json.encode(live), flush=False)
 
 
 def add_verdict(run_dir: Path, verdict: str) -> None:
-    """For a process that cannot say it any more."""
+    """Adds the verdict on a process that can no longer write it itself."""
     if live := read_live(run_dir):
         write_live(run_dir, msgspec.structs.replace(live, verdict=verdict))
 
 
 def read_live(run_dir: Path) -> LiveStatus | None:
-    """None without one, or with one that another version of headrace wrote."""
+    """Reads `status.json`; None if there is none, or another version of headrace wrote it."""
     try:
         return msgspec.json.decode((run_dir / STATUS).read_bytes(), type=LiveStatus)
     except (OSError, msgspec.MsgspecError):
@@ -67,20 +69,21 @@ LIVING = ("alive", "silent", "starting")
 
 
 class Status(Struct, frozen=True):
-    """Whether a run lives, and the sentence that says so."""
+    """Whether a run is alive, and a sentence about it."""
 
     life: Life
     words: str
+    """The sentence."""
     live: LiveStatus | None
 
     @property
     def ok(self) -> bool:
-        """It lives, or ended as it should."""
+        """Whether it is alive, or ended as it should."""
         return self.life not in ("paused", "stopped", "died")
 
 
 class Follower:
-    """Reads a run's files, and at the next look only what was added to them."""
+    """Reads a run's files, and later only what was added to them."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir, self.state = run_dir, RunState()
@@ -89,7 +92,7 @@ class Follower:
         self._said: Warned | None = None
 
     def look(self, alive: bool, now: float) -> Status:
-        """`alive`: somebody holds the run's lock. `now`: seconds since 1970."""
+        """Returns the present status. `alive`: whether a process holds the run's lock. `now`: seconds since 1970."""
         live = read_live(self.run_dir)
         self._read()
         return judge(self.state, live, alive, now)
@@ -102,7 +105,7 @@ class Follower:
             return
         with file:
             found = os.fstat(file.fileno())
-            if found.st_size < self._offset or found.st_ino != self._inode:  # a resume has cut it
+            if found.st_size < self._offset or found.st_ino != self._inode:  # a resumed run has cut the file
                 self._inode, self._offset, self._lines, self.state = found.st_ino, 0, 0, RunState()
                 self._unreadable, self._said = [], None
             file.seek(self._offset)
@@ -133,7 +136,7 @@ def judge(state: RunState, live: LiveStatus | None, alive: bool, now: float) -> 
         return Status("died", live.verdict, live)
     if state.ended is None:
         doing = "training" if state.training else measures.phase(state)
-        return Status("died", f"died while {doing}, without a word: killed, or the machine went down", live)
+        return Status("died", f"died while {doing} and left no message: it was killed, or the machine went down", live)
     match state.ended.reason:
         case "finished" | "interrupted" as life:
             return Status(life, life, live)
@@ -146,17 +149,17 @@ def judge(state: RunState, live: LiveStatus | None, alive: bool, now: float) -> 
 def _living(state: RunState, live: LiveStatus | None, now: float) -> Status:
     age = now - live.written if live else 0.0
     doing = process_state(live.pid) if live else "gone"
-    if live is None or (age > SILENT and doing == "gone"):  # that file is of the process before
+    if live is None or (age > SILENT and doing == "gone"):  # the file is that of the process before
         return Status("starting", "alive, and just starting", None)
     if age > SILENT:
-        return Status("silent", f"alive, but has said nothing for {age:.0f} s: its process is {doing}", live)
+        return Status("silent", f"alive, but has written no status for {age:.0f} s: its process is {doing}", live)
     if live.silent > SILENT:
         return Status("silent", f"alive, but its event loop has not turned for {live.silent:.0f} s", live)
     return Status("alive", measures.phase(state), live)
 
 
 def as_dict(status: Status, state: RunState) -> dict[str, Any]:
-    """For programs: `headrace status --json`."""
+    """Returns the status for programs: `headrace status --json`."""
     live, started = status.live, state.started
     return {
         "name": started.name if started else None,
@@ -213,5 +216,5 @@ def _checkpoint(state: RunState) -> dict[str, Any] | None:
 
 
 def parts_of(run_dir: Path) -> Sequence[Path]:
-    """A run that trains several adapters has a directory for each."""
+    """Returns the directories of a run: one, or one per adapter if it trains several."""
     return sorted(path.parent for path in run_dir.glob("*/config.toml")) or [run_dir]

@@ -1,4 +1,4 @@
-"""Named waits (C6): nothing hangs in silence."""
+"""Named waits (C6): every wait has an owner, a name and deadlines, so that nothing hangs unnoticed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headrace.observe.facts import Fact, Waited, Warned
 from headrace.types import Struct
 
 WORTH_RECORDING = 0.01
-"""Seconds. Shorter waits are not stalls, and recording them would cost more than they last."""
+"""Seconds. Shorter waits are no stalls, and recording them would take longer than they last."""
 
 
 class Lasting(Struct, frozen=True):
@@ -23,7 +23,7 @@ class Lasting(Struct, frozen=True):
     what: str
     seconds: float
     endless: bool = False
-    """It has no second deadline."""
+    """Whether it has no second deadline."""
 
     def __str__(self) -> str:
         return f"{self.owner} has waited {self.seconds:.0f} s for {self.what}"
@@ -31,30 +31,33 @@ class Lasting(Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Testimony:
-    """What a look at the processes found: who is to blame in a few words, and everything in many lines."""
+    """The result of inspecting the processes when a wait is stopped: the cause in a few words, and all details in many lines."""
 
     brief: str
     lines: Sequence[str] = ()
 
 
 Witness = Callable[[Lasting, Sequence[Lasting]], Awaitable[Testimony]]
-"""Asked before a wait is stopped, while whoever hangs still hangs: the wait, and all waits of the moment."""
+"""Called before a wait is stopped, while the cause is still there, with the wait and all current waits."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class _Wait:
     owner: str
     what: str
     since: float
     timeout: asyncio.Timeout
     endless: bool = False
+    spared: float = 0.0
+    """Seconds by which its second deadline is put off."""
     alarms: list[asyncio.TimerHandle] = field(default_factory=list)
     stopping: asyncio.Task[None] | None = None
     error: StalledError | None = None
 
 
 class Waits:
-    """Who waits for whom, since when. A wait past `warn_after` is reported; past `stop_after` it ends the run."""
+    """The current waits of a run: what waits for what, and since when. A wait is reported after `warn_after` seconds and ends the run
+    after `stop_after`."""
 
     def __init__(
         self, record: Callable[[Fact], None], clock: Callable[[], float], warn_after: float, stop_after: float
@@ -66,11 +69,11 @@ class Waits:
 
     @contextlib.asynccontextmanager
     async def named(self, owner: str, what: str, endless: bool = False) -> AsyncIterator[None]:
-        """`async with waits.named("trainer", "8 scored groups"): ...`. Raises `StalledError` at the second deadline.
+        """Names a wait: `async with waits.named("trainer", "8 scored groups"): ...`. Raises `StalledError` at the second deadline.
 
-        `endless`: what has no bound that we could know, a download say. It is reported every `warn_after` seconds and never stopped.
+        `endless`: a wait without a known bound, such as a download. It is reported every `warn_after` seconds and never stopped.
         """
-        wait = _Wait(owner, what, self._clock(), asyncio.timeout(None), endless)
+        wait = _Wait(owner=owner, what=what, since=self._clock(), timeout=asyncio.timeout(None), endless=endless)
         self._current[wait] = None
         self._set_alarms(wait, self._warn_after, self._stop_after)
         try:
@@ -90,22 +93,38 @@ class Waits:
                 self._record(Waited(self._clock(), owner, what, seconds))
 
     def lasting(self) -> list[Lasting]:
-        """Longest first. May be called from any thread."""
+        """Returns the current waits, longest first. May be called from any thread."""
         now = self._clock()
         waits = [Lasting(one.owner, one.what, now - one.since, one.endless) for one in list(self._current)]
         return sorted(waits, key=lambda one: -one.seconds)
 
     def picture(self) -> str:
-        """One line: every wait that lasts at this moment, longest first; equal ones once."""
+        """Returns one line with all current waits, longest first, equal ones once."""
         return picture(self.lasting())
 
     def forgive(self, seconds: float) -> None:
-        """The whole process stood still for so long (Ctrl-Z): nobody is to blame for having waited meanwhile."""
+        """Extends all deadlines by the seconds for which the whole process was stopped (Ctrl-Z)."""
         for wait in self._current:
             _silence(wait)
             wait.since += seconds
             waited = self._clock() - wait.since
-            self._set_alarms(wait, self._warn_after - waited, self._stop_after - waited)
+            self._set_alarms(wait, self._warn_after - waited, self._left(wait, self._clock()))
+
+    def spare(self, seconds: float) -> None:
+        """Puts off the second deadline of every wait by `seconds`, in which a process of the run was ready and had no core. How long
+        the waits have lasted is not changed, and they are reported at the first deadline as always."""
+        for wait in self._current:
+            wait.spared += min(seconds, self._clock() - wait.since)
+
+    def overdue(self) -> list[Lasting]:
+        """The waits that should have been stopped. May be called from any thread."""
+        now = self._clock()
+        late = [one for one in list(self._current) if not one.endless and self._left(one, now) < 0]
+        return [Lasting(one.owner, one.what, now - one.since) for one in late]
+
+    def _left(self, wait: _Wait, now: float) -> float:
+        """Seconds to its second deadline."""
+        return self._stop_after + wait.spared - (now - wait.since)
 
     def _set_alarms(self, wait: _Wait, warn_in: float, stop_in: float) -> None:
         loop = asyncio.get_running_loop()
@@ -121,8 +140,11 @@ class Waits:
             self._set_alarms(wait, self._warn_after, 0.0)
 
     def _stop(self, wait: _Wait) -> None:
-        """The sentence is of this moment: what is cancelled afterwards looks as if it had never waited."""
+        """Stops a wait. The list of waits is taken first, because those that are cancelled afterwards would be missing from it."""
         if wait.stopping:
+            return
+        if wait.spared and (left := self._left(wait, self._clock())) > 0:
+            wait.alarms.append(asyncio.get_running_loop().call_later(left, self._stop, wait))
             return
         seen, every = self._seen(wait), self.lasting()
         loop = asyncio.get_running_loop()
@@ -144,11 +166,11 @@ class Waits:
 
 
 def picture(waits: Iterable[Lasting]) -> str:
-    return "; ".join(sentence for sentence, _ in counted(waits)) or "nobody waits"
+    return "; ".join(sentence for sentence, _ in counted(waits)) or "nothing waits"
 
 
 def counted(waits: Iterable[Lasting]) -> list[tuple[str, Lasting]]:
-    """Waits of one owner for one thing as one sentence, in the given order; each with the first of them."""
+    """Returns one sentence for all waits of one owner for one thing, in the given order, each with the first of these waits."""
     waits = list(waits)
     times = Counter((one.owner, one.what) for one in waits)
     first: dict[tuple[str, str], Lasting] = {}
@@ -164,9 +186,9 @@ def _silence(wait: _Wait) -> None:
 
 
 async def _heard(witness: Witness, wait: Lasting, every: Sequence[Lasting], stop: Callable[[Testimony], None]) -> None:
-    """Whatever happens to the witness, the wait is stopped."""
+    """Stops the wait with the witness's testimony, or without it if the witness fails."""
     try:
         testimony = await witness(wait, every)
     except Exception as error:
-        testimony = Testimony("", [f"the picture of this stall could not be taken: {error!r}"])
+        testimony = Testimony("", [f"the snapshot of this stall could not be taken: {error!r}"])
     stop(testimony)

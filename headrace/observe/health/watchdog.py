@@ -1,13 +1,13 @@
-"""A thread beside the event loop: it notices what the loop cannot, that the loop itself stands still, and shows where all stand.
+"""A thread beside the event loop. It notices what the loop cannot: that the loop itself is blocked. It reports where all processes are.
 
-what is wrong                                  noticed by                          then
--------------                                  ----------                          ----
-a named wait lasts                             the loop (`Waits`)                  said; the run stops, with the picture
-the loop does not turn (code that blocks it)   this thread: no pulse               said; the process ends, with the picture
-a wait that was stopped does not end           this thread                         the process ends, with the picture
-tasks wait, and none of them by name           this thread: no wait is there       said; the process ends, with the picture
-native code keeps the interpreter's lock       another process, `health/monitor`   said, stacks read from outside; ended
-somebody asks: kill -USR1                      a signal handler, then this thread  the picture; the run goes on
+fault                                          noticed by                          consequence
+-----                                          ----------                          -----------
+a named wait lasts too long                    the loop (`Waits`)                  warning; the run stops, with a snapshot
+the loop does not turn (code that blocks it)   this thread: no pulse               warning; the process ends, with a snapshot
+a wait that was stopped does not end           this thread                         the process ends, with a snapshot
+tasks wait, and none of them by name           this thread: no named wait          warning; the process ends, with a snapshot
+native code keeps the interpreter's lock       another process, `health/monitor`   warning with stacks; the process is killed
+a user sends kill -USR1                        a signal handler, then this thread  a snapshot; the run goes on
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from headrace.observe.facts import RunEnded, RunStarted, Warned, WorkerLost
 from headrace.observe.health import own_stacks, stacks
 from headrace.observe.health.family import Family, family
 from headrace.observe.health.monitor import Monitor
+from headrace.observe.health.patience import Starvation
 from headrace.observe.health.snapshot import Camera, blame
 from headrace.observe.health.status import LiveStatus, write_live
 from headrace.observe.health.waits import Lasting, Testimony, Waits, picture
@@ -38,45 +39,52 @@ STALLED = 3
 """Exit code of a process that its watchdog ended."""
 
 PULSE = 1.0
-"""Seconds between two signs of life of the event loop, and between two looks of the thread."""
+"""Seconds between two signs of life of the event loop, and between two checks of the thread."""
 
 WRITE_EVERY = 2.0
+"""Seconds between two writes of `status.json`."""
 LAST_GRACE = 60.0
-"""Seconds that a wait gets to end after it was stopped."""
+"""Seconds in which a stopped wait has to end."""
+
+WORTH_SPARING = 0.05
+"""Seconds for a core within one pulse. Every machine makes processes wait a little."""
 
 FREEZE = 10.0
-"""Seconds by which a pulse is late, with this thread as late as the loop: the whole process stood still (Ctrl-Z)."""
+"""Seconds of delay of a pulse from which, if this thread is equally late, the whole process counts as having been stopped (Ctrl-Z)."""
 
 
 class Watchdog:
-    """A context around `asyncio.run`; inside, `attach` begins to watch the loop. Also a sink: what warns is shown at once."""
+    """A context around `asyncio.run`, in which `attach` starts watching the loop. It is also a sink, so that warnings reach
+    `status.json` at once."""
 
     def __init__(
         self,
         logs: Path,
+        *,
         warn_after: float,
         stop_after: float,
         pulse: float = PULSE,
         freeze: float = FREEZE,
         leave: Callable[[int], Any] = os._exit,
-        tells: bool = True,
+        writes: bool = True,
     ) -> None:
-        """`leave` ends the process at once, whatever blocks it. `tells`: writes `status.json` from the beginning, and not only once
-        the run has started: what an earlier process left there is not changed before."""
-        self._tells = tells
+        """`leave` ends the process at once, whatever blocks it. `writes`: whether to write `status.json` from the beginning, rather than
+        only once the run has started; until then the file of an earlier process is kept."""
+        self._writes = writes
         self._warn_after, self._stop_after, self._every = warn_after, stop_after, pulse
         self._freeze, self._leave = freeze, leave
         self._places: dict[Path, list[Waits]] = {}
         self.family = Family()
-        """The processes that are started inside the context."""
+        """The processes that are started within the context."""
         self._camera = Camera(logs, self.family, self._lasting)
         self._monitor = Monitor(logs / "interpreter.stacks", warn_after, stop_after)
+        self._starvation = Starvation()
         self._asked = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread = 0
         self._beats = self._seen = 0
         self._lived = 0.0
-        """Seconds of this thread; those in which the whole process stood still are not among them."""
+        """Seconds that this thread has run, without those in which the whole process was stopped."""
         self._passed = self._silent = self._nameless = self._overdue = self._written = 0.0
         self._verdict = ""
         self._wake, self._over = threading.Event(), threading.Event()
@@ -86,13 +94,13 @@ class Watchdog:
     # -- in the event loop -----------------------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """From now on the loop that runs must turn."""
+        """Starts watching the running loop."""
         self._loop, self._loop_thread = asyncio.get_running_loop(), threading.get_ident()
         self._camera.loop = self._loop
         self._pulse(self._loop.time(), self._lived)
 
     def add(self, path: Path, waits: Waits) -> None:
-        """Waits of the run in `path`, whose `status.json` shows them. What concerns several runs is added to each."""
+        """Adds the waits of the run in `path`, whose `status.json` lists them. Waits of several runs are added to each of them."""
         waits.witness = self._testify
         self._places.setdefault(path, []).append(waits)
 
@@ -103,24 +111,28 @@ class Watchdog:
         if late > self._freeze:
             for waits in self._waits():
                 waits.forgive(late)
+        starved = self._starvation.since_last([os.getpid(), *(child.pid for child in self.family.children())])
+        if starved > WORTH_SPARING:
+            for waits in self._waits():
+                waits.spare(min(starved, self._every + max(0.0, late)))
         due = self._loop.time() + self._every
         self._loop.call_at(due, self._pulse, due, self._lived)
 
     async def _testify(self, wait: Lasting, every: Sequence[Lasting]) -> Testimony:
-        """A wait is about to be stopped."""
+        """Takes a snapshot for a wait that is about to be stopped."""
         taken = await asyncio.to_thread(self._camera.take, str(wait))
         brief, lines = blame(wait, every, taken.accounts)
-        return Testimony(brief, [*lines, f"where all stood is in {taken.path}"])
+        return Testimony(brief, [*lines, f"the stacks of all processes are in {taken.path}"])
 
     # -- a sink ----------------------------------------------------------------------------------------------------------
 
     def record(self, fact: Any, state: Any) -> None:
         if isinstance(fact, (Warned, WorkerLost, RunStarted, RunEnded)):
-            self._tells = self._tells or isinstance(fact, RunStarted)
+            self._writes = self._writes or isinstance(fact, RunStarted)
             self._wake.set()
 
     def close(self) -> None:
-        """The thread ends with the context, not with a recorder."""
+        """Does nothing: the thread ends with the context, not with a recorder."""
 
     # -- the thread ------------------------------------------------------------------------------------------------------
 
@@ -132,15 +144,15 @@ class Watchdog:
         return self
 
     def _answer_signals(self) -> None:
-        """The picture is taken by the thread: what a handler interrupts may hold any lock."""
+        """Lets SIGUSR1 ask for a snapshot. The thread takes it, because the code that a handler interrupts may hold any lock."""
         before = signal.getsignal(signal.SIGUSR1)
 
         def asked(number: int, frame: Any) -> None:
             self._asked = True
-            if callable(before):  # a handler of the user's is called too
+            if callable(before):  # a handler that the user has set is called as well
                 before(number, frame)
 
-        with suppress(ValueError):  # outside the main thread nobody may set a handler; then nobody can ask
+        with suppress(ValueError):  # handlers can be set in the main thread only; elsewhere the signal is not supported
             signal.signal(signal.SIGUSR1, asked)
             self._undo.callback(signal.signal, signal.SIGUSR1, before)
 
@@ -161,7 +173,7 @@ class Watchdog:
             self._lived += passed
             try:
                 self._turn(passed, woken)
-            except Exception:  # nobody watches the watchdog, so nothing may end it
+            except Exception:  # nothing watches the watchdog, so no error may end it
                 with suppress(Exception):
                     traceback.print_exc()
 
@@ -180,12 +192,12 @@ class Watchdog:
         self._seen, self._passed = self._beats, passed
         self._silent = 0.0 if turned else self._silent + passed
         self._nameless = 0.0 if every or not turned else self._nameless + passed
-        late = [one for one in every if not one.endless and one.seconds > self._stop_after]
+        late = [one for waits in self._waits() for one in waits.overdue()]
         self._overdue = self._overdue + passed if late else 0.0
         self._judge(self._silent, self._blocked)
         self._judge(self._nameless, self._unnamed)
         if self._overdue > LAST_GRACE:
-            self._end(f"a wait that was stopped does not end: {late[0]}")
+            self._end(f"a stopped wait does not end: {late[0]}")
 
     def _blocked(self) -> list[str]:
         place = own_stacks.thread_place(self._loop_thread)
@@ -193,21 +205,21 @@ class Watchdog:
         return [said, *own_stacks.thread_stack(self._loop_thread)[-stacks.SHORT :]]
 
     def _unnamed(self) -> list[str]:
-        said = f"for {self._nameless:.0f} s nothing has been waited for by name, and the run is not over"
+        said = f"there has been no named wait for {self._nameless:.0f} s, and the run is not over"
         return [said, *(own_stacks.task_lines(self._loop) if self._loop else [])]
 
     def _judge(self, seconds: float, seen: Callable[[], list[str]]) -> None:
-        """Called once in a turn for each fault, so that of what lasts the warning falls into one turn."""
+        """Warns or ends the process. Called once per turn for each fault, so that a lasting fault is reported in exactly one turn."""
         if seconds >= self._stop_after:
             self._end(seen()[0])
         elif seconds >= self._warn_after > seconds - self._passed:
             said, *shown = seen()
             taken = self._camera.take(said)
-            when = f"(the process ends at {self._stop_after:.0f} s; where all stand is in {taken.path})"
+            when = f"(the process ends at {self._stop_after:.0f} s; the stacks of all processes are in {taken.path})"
             _print([f"headrace: {said}", *shown, when])
 
     def _end(self, verdict: str) -> None:
-        """The loop cannot be asked to end the run, so it ends here. A resume goes on from the last checkpoint."""
+        """Ends the process, because the loop cannot end the run. A resumed run continues from the last checkpoint."""
         self._verdict = f"ended by its watchdog: {verdict}"
         try:
             self._tell(self._verdict)
@@ -232,9 +244,9 @@ class Watchdog:
         self._written = time.monotonic()
         workers = {child.who: child.pid for child in self.family.children()}
         last = str(self._camera.last.path) if self._camera.last else ""
-        for path, waits in list(self._places.items()) if self._tells else ():
+        for path, waits in list(self._places.items()) if self._writes else ():
             every = tuple(_longest_first(list(waits)))
-            with suppress(OSError, HeadraceError):  # a full disk is the recorder's to tell
+            with suppress(OSError, HeadraceError):  # the recorder reports a full disk
                 write_live(
                     path,
                     LiveStatus(

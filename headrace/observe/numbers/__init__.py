@@ -1,6 +1,6 @@
-"""Numbers of a run, computed from its facts and from nothing else.
+"""The numbers of a run, computed from its facts alone.
 
-Read `state.py` (all that is counted), with `tickets.py`, `fates.py` (what became of groups), `engine_use.py` and `shares.py` (failed,
-cut off, without contrast) beneath it; `measures.py` (rates and means), `lags.py`, `progress.py` (the values of `on_step`) and
-`rollout_view.py` (sampled rollouts, from the journal).
+Read `state.py` (everything that is counted) and its parts: `tickets.py`, `fates.py` (the outcomes of groups), `engine_use.py` and
+`shares.py` (failed, cut off, without contrast); `measures.py` (rates and means), `lags.py`, `progress.py` (the values of `on_step`) and
+`rollout_view.py` (single rollouts, from the journal).
 """

@@ -1,4 +1,4 @@
-"""How busy the engine pool was, from its samples (about one a second)."""
+"""How busy the engine pool was, computed from samples (about one per second)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Window = tuple[float, float]
 
 
 class EngineSpan(NamedTuple):
-    """What the engine did between two samples."""
+    """The work of the engine between two samples."""
 
     start: float
     end: float
@@ -24,6 +24,8 @@ class EngineSpan(NamedTuple):
 
 
 class EngineUse:
+    """All spans of a run."""
+
     def __init__(self) -> None:
         self.spans: list[EngineSpan] = []
         self.last: EngineStats | None = None
@@ -31,7 +33,7 @@ class EngineUse:
         self._origin = True
 
     def restart(self) -> None:
-        """A new session: its counters start at zero again, and the time in between belongs to nobody."""
+        """Begins a new process of the run: counters start at zero again, and the time in between is not counted."""
         self._origin = True
 
     def fold(self, t: float, stats: EngineStats) -> None:
@@ -40,7 +42,7 @@ class EngineUse:
         if self._origin or before is None or t <= start:
             self._origin = False
             return
-        # Counters below the last ones belong to a new process.
+        # Counters that went down belong to a new engine process.
         old = before if stats.busy_seconds >= before.busy_seconds and stats.steps >= before.steps else EngineStats()
         busy = (stats.busy_seconds - old.busy_seconds) / (t - start)
         self.spans.append(
@@ -56,23 +58,23 @@ class EngineUse:
         )
 
     def idle(self, windows: Sequence[Window]) -> float | None:
-        """Share of the windows in which the engine did nothing; None when nothing was sampled in them."""
+        """Returns the share of the windows in which the engine was idle; None if they contain no samples."""
         inside = self.inside(windows)
         total = sum(span.end - span.start for span in inside)
         return 1 - sum(span.busy * (span.end - span.start) for span in inside) / total if total else None
 
     def rate(self, windows: Sequence[Window]) -> float | None:
-        """Sampled tokens a second in the windows."""
+        """Returns sampled tokens per second in the windows."""
         inside = self.inside(windows)
         total = sum(span.end - span.start for span in inside)
         return sum(span.sampled for span in inside) / total if total else None
 
     def inside(self, windows: Sequence[Window]) -> list[EngineSpan]:
-        """Spans whose middle lies in a window."""
+        """Returns the spans whose middle is in a window."""
         return [span for span in self.spans if any(a <= (span.start + span.end) / 2 <= b for a, b in windows)]
 
     def recent(self, seconds: float = 30.0) -> tuple[float | None, float | None]:
-        """Idle share and sampled tokens a second of the newest samples (cheap however long the run is)."""
+        """Returns idle share and sampled tokens per second of the newest samples. The cost does not grow with the run."""
         tail = [span for span in self.spans[-120:] if span.start >= self._at - seconds]
         total = sum(span.end - span.start for span in tail)
         if not total:

@@ -1,8 +1,8 @@
-"""What became of the groups that were drawn, and whether those that were trained are the short or the easy ones.
+"""The outcomes of the groups that were drawn, and whether the trained ones are the short or the easy ones.
 
-Pacing trains what it draws. Discarding what is too old does not: a group with a long completion takes longer, so it is overdue more
-often, and long ones are the hard ones. Only what was discarded for its age counts as such a bias. Groups without contrast are dropped
-by every policy, because they teach nothing; they are told apart.
+Pacing trains everything it draws. Discarding overdue groups does not: a group with a long completion takes longer, so it is overdue more
+often, and long completions belong to hard prompts. Only groups that were discarded for their age count as such a bias. Groups without
+contrast are dropped by every policy, because their gradient is zero; they are counted separately.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Histogram:
 
     @property
     def variance(self) -> float:
-        """Unbiased; NaN of fewer than two."""
+        """Unbiased estimate; NaN for fewer than two values."""
         mean = self.mean
         if mean is None or self.count < 2:
             return math.nan
@@ -45,7 +45,8 @@ class Histogram:
 
 
 class Sieve:
-    """One number of all that was drawn, of what could be trained (has contrast, say), and of what was trained."""
+    """The distribution of one number over all that was drawn, over what could be trained (has contrast, for example), and over what was
+    trained."""
 
     def __init__(self) -> None:
         self.drawn, self.trainable, self.trained = Histogram(), Histogram(), Histogram()
@@ -57,18 +58,18 @@ class Sieve:
 
 
 class Fate:
-    """All groups that came to one end. Rollouts of a group are alike, so a group is one observation."""
+    """All groups with the same outcome. The rollouts of a group are correlated, so a group is one observation."""
 
     def __init__(self) -> None:
         self.groups = 0
         self.unfinished = 0
-        """Of these, ended while they were generated."""
+        """Groups that were cancelled while they were generated."""
         self.tokens = 0
-        """Sampled for all of them."""
+        """Tokens sampled for all groups."""
         self.lengths = Histogram()
-        """Mean tokens of a rollout, of each group; of an unfinished one what there was: it would have become longer."""
+        """Mean tokens per rollout of each group. For an unfinished group it is a lower bound: the tokens up to its cancellation."""
         self.rewards = Histogram()
-        """Mean reward of each group that was scored: the prompt's solve rate."""
+        """Mean reward of each scored group: the solve rate of its prompt."""
 
     def add(self, one: GroupEnded, group_size: int) -> None:
         self.groups += 1
@@ -82,13 +83,13 @@ class Fate:
 
 
 def solve_rate(one: GroupEnded) -> list[float]:
-    """The mean reward of its rollouts; of no value where none was scored, or where one is not finite."""
+    """Returns the mean reward of the rollouts as a list of one; empty if none was scored or the mean is not finite."""
     mean = sum(one.rewards) / len(one.rewards) if one.rewards else math.nan
     return [round(mean, 3)] if math.isfinite(mean) else []
 
 
 class Fates:
-    """By `trained`, or the reason why not."""
+    """The fates of all groups, by `trained` or the reason why they were not."""
 
     def __init__(self) -> None:
         self.of: defaultdict[str, Fate] = defaultdict(Fate)
@@ -102,7 +103,7 @@ class Fates:
             self.of[fact.reason].add(fact, group_size)
 
     def train(self, tickets: Iterable[int], group_size: int) -> list[GroupEnded]:
-        """What was told of these groups when they were ready: nothing of one whose end was lost in a kill."""
+        """Counts groups as trained and returns the facts of when they became ready, except those lost in a kill."""
         found = [fact for ticket in tickets if (fact := self._ready.pop(ticket, None))]
         for fact in found:
             self.of["trained"].add(fact, group_size)
@@ -110,13 +111,13 @@ class Fates:
 
 
 class Shift(NamedTuple):
-    """By how much the groups that were trained differ from all that could have been."""
+    """The difference between the groups that were trained and all that could have been."""
 
     drawn: float
-    """Mean over the trained and the discarded."""
+    """Mean over trained and discarded groups."""
     trained: float
     errors: float
-    """Of the difference between trained and discarded, in its standard errors (Welch); NaN where a side has fewer than two."""
+    """Difference between trained and discarded groups in standard errors (Welch); NaN if either has fewer than two."""
 
 
 def discarded(fates: Fates) -> list[Fate]:
@@ -124,12 +125,13 @@ def discarded(fates: Fates) -> list[Fate]:
 
 
 def length_shift(fates: Fates) -> Shift | None:
-    """None where nothing was discarded, or nothing trained. A lower bound where discarded groups were not finished."""
+    """Returns the shift of lengths; None if nothing was discarded or nothing trained. It is a lower bound if discarded groups were not
+    finished."""
     return _shift(fates.of["trained"].lengths, [fate.lengths for fate in discarded(fates)])
 
 
 def reward_shift(fates: Fates) -> Shift | None:
-    """Of those that were scored."""
+    """Returns the shift of rewards among scored groups."""
     return _shift(fates.of["trained"].rewards, [fate.rewards for fate in discarded(fates)])
 
 

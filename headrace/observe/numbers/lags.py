@@ -1,4 +1,4 @@
-"""Sampler against trainer by lag, over many steps: the token-weighted means of what every step told (`reports.LagStats`)."""
+"""Sampler against trainer by lag, over many steps: token-weighted means of `reports.LagStats`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from headrace.reports import LagStats
 
 
 def over_steps(rows: Iterable[StepRow]) -> list[LagStats]:
-    """One for each lag that had tokens, `swapped` last.
+    """Returns the statistics of each lag that had tokens, `swapped` last.
 
-    Means of means, weighted by tokens, are exact for shares and ratios. Of quantiles and of the effective sample size it is the
-    mean of the steps' own, of `max` the largest.
+    The token-weighted mean is exact for shares and ratios. Quantiles and the effective sample size are means of the steps' own values,
+    and `max` is the largest.
     """
     by_name: dict[str, list[LagStats]] = {}
     for row in rows:

@@ -1,4 +1,4 @@
-"""Numbers drawn from a `RunState`: rates, idle shares, time left. None means: the facts do not say."""
+"""Numbers computed from a `RunState`: rates, idle shares, time left. None means that the facts do not say."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from headrace.observe.records import StepRow
 
 
 def phase(state: RunState) -> str:
-    """What the run is doing, in words, as far as the facts tell."""
+    """Returns what the run is doing, in words."""
     if state.started is None:
         return "loading the model"
     if state.ended:
@@ -17,7 +17,7 @@ def phase(state: RunState) -> str:
         return "training"
     if state.rows and state.step >= state.started.steps:
         if state.checkpoints and state.checkpoints[-1].error:
-            return "waiting for room on the disk, for the last checkpoint"
+            return "waiting for disk space for the last checkpoint"
         measured_before = any(one.phase == "before" for one in state.evals)
         return "measuring held-out reward (after)" if measured_before else "finishing"
     running = state.engine.last.running if state.engine.last else 0
@@ -25,12 +25,12 @@ def phase(state: RunState) -> str:
 
 
 def saved_step(state: RunState) -> int | None:
-    """Of the newest checkpoint that is on the disk."""
+    """Returns the step of the newest checkpoint on the disk."""
     return next((one.step for one in reversed(state.checkpoints) if not one.error), None)
 
 
 def step_seconds(state: RunState, recent: int = 20) -> float | None:
-    """From one step's end to the next: the mean of the last ones of this session; None before its first step."""
+    """Returns the seconds from one step's end to the next, the mean of the last ones of this process; None before its first step."""
     tail = session_rows(state)[-recent - 1 :]
     if len(tail) > 1:
         return (tail[-1].t - tail[0].t) / (len(tail) - 1)
@@ -38,7 +38,7 @@ def step_seconds(state: RunState, recent: int = 20) -> float | None:
 
 
 def seconds_left(state: RunState, recent: int = 20) -> float | None:
-    """At the pace of the last steps of this session; None before its first step."""
+    """Returns the seconds left at the pace of the last steps of this process; None before its first step."""
     pace = step_seconds(state, recent)
     if pace is None or state.started is None or state.ended:
         return None
@@ -55,7 +55,7 @@ def train_seconds(state: RunState) -> float:
 
 
 def trainer_idle(state: RunState) -> float | None:
-    """Share of training time in which the trainer neither stepped, nor published, nor saved."""
+    """Returns the share of training time in which the trainer neither stepped, nor published, nor saved."""
     total = train_seconds(state)
     if not state.rows or not total:
         return None
@@ -72,14 +72,15 @@ def engine_idle(state: RunState) -> float | None:
 
 
 def idle_shares(state: RunState) -> tuple[float | None, float | None]:
-    """Engine, trainer. The controller's own measure where it covers the whole run, else what the samples say."""
+    """Returns the idle shares of engine and trainer: those that the controller measured if they cover the whole run, else those of the
+    samples."""
     if state.ended and len(state.sessions) == 1 and state.rows:
         return state.ended.engine_idle, state.ended.trainer_idle
     return engine_idle(state), trainer_idle(state)
 
 
 def recent_trainer_idle(state: RunState, recent: int = 10) -> float | None:
-    """Share of the last steps' time that the trainer spent waiting for groups."""
+    """Returns the share of the last steps' time in which the trainer waited for groups."""
     rows = session_rows(state)[-recent:]
     if not rows:
         return None
@@ -88,7 +89,7 @@ def recent_trainer_idle(state: RunState, recent: int = 10) -> float | None:
 
 
 def trainer_rate(state: RunState, recent: int | None = None) -> float | None:
-    """Trained tokens a second: over all training time, or over the last `recent` steps."""
+    """Returns trained tokens per second: over all training time, or over the last `recent` steps."""
     if recent is None:
         total = train_seconds(state)
         return sum(row.report.loss_tokens for row in state.rows) / total if total and state.rows else None
@@ -99,7 +100,7 @@ def trainer_rate(state: RunState, recent: int | None = None) -> float | None:
 
 
 def recent_reward(state: RunState, recent: int = 10) -> float | None:
-    """Of all that was drawn: the mean over trained groups leaves the easy prompts out."""
+    """Returns the mean reward of all drawn rollouts. That of the trained groups would leave out the easy prompts."""
     rows = state.rows[-recent:]
     return sum(row.reward_drawn for row in rows) / len(rows) if rows else None
 
@@ -110,24 +111,24 @@ def mean_lag(state: RunState) -> float | None:
 
 
 def mean_swap(state: RunState) -> float | None:
-    """Seconds in which generation stood still for a swap."""
+    """Returns the mean seconds for which a swap stopped generation."""
     return sum(swap.load.swap_seconds for swap in state.swaps) / len(state.swaps) if state.swaps else None
 
 
 def version_spread(state: RunState) -> tuple[float, int] | None:
-    """Versions between the oldest and the newest token of a batch: mean over the steps, and the most."""
+    """Returns the number of versions between the oldest and the newest token of a batch: mean and maximum over the steps."""
     widths = [max(row.lags) - min(row.lags) for row in state.rows if row.lags]
     return (sum(widths) / len(widths), max(widths)) if widths else None
 
 
 def swapped_share(state: RunState) -> float | None:
-    """Of the trained completions, those that more than one version sampled."""
+    """Returns the share of trained completions that were sampled by more than one version."""
     count = sum(len(row.lengths) for row in state.rows)
     return sum(row.swapped for row in state.rows) / count if count else None
 
 
 def trimmed(row: StepRow, bound: int) -> int:
-    """Tokens of its groups that are older than the bound: context, not trained."""
+    """Returns the tokens of a step that are older than the bound, and so are context only."""
     return sum(count for lag, count in row.outside.items() if lag > bound)
 
 
@@ -136,11 +137,11 @@ def trimmed_tokens(state: RunState) -> int:
 
 
 def lost_tokens(state: RunState) -> int:
-    """Sampled for groups that were discarded for their age."""
+    """Returns the sampled tokens of groups that were discarded for their age."""
     return sum(fate.tokens for fate in discarded(state.fates))
 
 
 def mean_pause(state: RunState) -> float | None:
-    """Seconds, over all swaps, in which generation was held back or stood still."""
+    """Returns the mean seconds per swap for which generation was held back or stopped."""
     pauses = [max(swap.pause, swap.load.swap_seconds) for swap in state.swaps]
     return sum(pauses) / len(pauses) if pauses else None

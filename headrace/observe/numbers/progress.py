@@ -1,4 +1,4 @@
-"""What Python is told of a run: small values for callbacks while it goes on, and the same as columns when it is over."""
+"""The progress of a run for Python: small values for callbacks while it goes on, and the same as columns when it is over."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from headrace.observe.numbers.state import RunState
 from headrace.observe.records import StepRow
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Step:
-    """One optimizer step that was done. Means are over the tokens, or the completions, that it trained."""
+    """One optimizer step. Means are over the tokens or the completions that it trained."""
 
     run: str
-    """Name of the run; of the adapter, where several are trained."""
+    """Name of the run, or of the adapter if several are trained."""
     step: int
     """Counted from 1."""
     seconds: float
-    """Age of the run at its end."""
+    """Time of its end, since the start of the run."""
     reward: float
-    """Mean of all rollouts that ended since the step before, trained or not: the policy's."""
+    """Mean over all rollouts that ended since the step before, trained or not. It measures the policy."""
     reward_trained: float
-    """Mean of those that this step trained: groups without contrast are not among them."""
+    """Mean over the rollouts that this step trained; groups without contrast are not among them."""
     reward_std: float
     rewards: dict[str, float]
     """Mean of each reward by the name of its function, over the completions that it applies to."""
@@ -36,20 +36,20 @@ class Step:
     entropy: float
     """Nats."""
     kl: float
-    """k3 estimate of KL(sampler || trainer)."""
+    """k3 estimate of KL(sampler || trainer), nats."""
     clip_fraction: float
     lag_mean: float
     """Optimizer steps between the sampling of a token and its training."""
     lag_max: int
     length_mean: float
-    """Tokens of a completion."""
+    """Mean tokens of a completion."""
     truncated: float
     """Share of the completions that ended at `rollout.max_tokens`."""
     tokens: int
-    """In the loss."""
+    """Tokens in the loss."""
     step_seconds: float
     wait_seconds: float
-    """That the trainer waited for the batch."""
+    """Seconds that the trainer waited for the batch."""
 
     @classmethod
     def of(cls, row: StepRow, run: str) -> Step:
@@ -78,7 +78,7 @@ class Step:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """The held-out reward at one step."""
 
@@ -87,15 +87,15 @@ class Evaluation:
     phase: str
     """`before`, `during` or `after` training."""
     seconds: float
-    """Age of the run."""
+    """Time since the start of the run."""
     reward: float
     error: float
-    """Standard error of that mean."""
+    """Standard error of `reward`."""
     prompts: int
-    """That it is the mean of: those of which no rollout could be scored are not among them."""
+    """Prompts over which `reward` is the mean; prompts none of whose rollouts could be scored are not among them."""
     length_mean: float
     failed: int
-    """Rollouts that failed. They are not scored as 0, and not in the mean."""
+    """Rollouts that failed. They are not in the mean, rather than scored as 0."""
 
     @classmethod
     def of(cls, fact: facts.Evaluated, run: str) -> Evaluation:
@@ -125,7 +125,7 @@ def _name(state: RunState) -> str:
 
 
 def columns(values: Sequence[Step] | Sequence[Evaluation]) -> dict[str, list[Any]]:
-    """One for each field, and for `rewards` one for each function: `rewards.exact`. NaN where a step has none of that name."""
+    """Returns a column for each field, and for `rewards` one per function: `rewards.exact`. NaN where a step has no such value."""
     rows = [_flat(one) for one in values]
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name, math.nan) for row in rows] for name in names}

@@ -1,4 +1,4 @@
-"""One rollout, as `headrace inspect` and the report show it: its tokens with everything that is known of each."""
+"""One rollout as `headrace inspect` and the report show it: its tokens with everything that is known about each."""
 
 from __future__ import annotations
 
@@ -12,51 +12,52 @@ from headrace.observe.records import answer_of
 from headrace.types import Completion, Group, Row, Struct, VersionSpan
 
 Pieces = Callable[[Sequence[int]], list[str]]
-"""Tokens -> the text of each. Joined, they are the text."""
+"""Returns the text of each token; joined, they are the whole text."""
 
 Place = tuple[int, int]
 """Ticket and number of a rollout."""
 
 
-class Look(Struct, frozen=True):
-    """The last turn of one rollout. Columns are [T] over its sampled tokens."""
+class RolloutView(Struct, frozen=True, kw_only=True):
+    """The last turn of one rollout. Tuples are [T] over its sampled tokens."""
 
     step: int
-    """That trained it, counted from 1."""
+    """The step that trained it, counted from 1."""
     ticket: int
     rollout: int
     prompt_id: str
     prompt: str
     reward: float
     rewards: dict[str, float]
-    """By the function that gave it."""
+    """By the name of the reward function."""
     stop: str
     turns: int
     spans: tuple[VersionSpan, ...]
     tokens: tuple[int, ...]
     pieces: tuple[str, ...]
-    """Text of each token; its number where the model's tokenizer is not there."""
+    """Text of each token, or its id if the tokenizer is not available."""
     decoded: bool
+    """Whether `pieces` are text."""
     text: str
     logprobs: tuple[float, ...]
-    """The sampler's."""
+    """Log-probs of the sampler."""
     lags: tuple[int, ...]
     mixed: tuple[bool, ...]
     """Sampled while an update was streamed in."""
     advantages: tuple[float, ...]
-    """Empty where it was not trained."""
+    """Empty if the rollout was not trained."""
     left_out: tuple[str, ...]
-    """Why a token is not in the loss; empty where it is."""
+    """By token: why it is not in the loss; an empty string if it is."""
     trainer: tuple[float, ...] = ()
-    """The trainer's log-probs before the step, where it was asked for them."""
+    """Log-probs of the trainer before the step, if they were computed."""
     answer: str = ""
-    """The right one, where the row has one."""
+    """The right answer, if the row has one."""
     extracted: dict[str, str] = {}
-    """What a reward function was given of the text, by its name, where that is not all of it."""
+    """By reward function: the part of the text that it was given, unless that is all of it."""
 
     @property
     def advantage(self) -> float:
-        """Mean; NaN where it was not trained."""
+        """Mean over the tokens; NaN if the rollout was not trained."""
         return sum(self.advantages) / len(self.advantages) if self.advantages else math.nan
 
     @property
@@ -65,25 +66,26 @@ class Look(Struct, frozen=True):
 
     @property
     def gap(self) -> float:
-        """Mean |trainer - sampler|; NaN where the trainer was not asked."""
+        """Mean |trainer - sampler| log-prob; NaN if the trainer's are not known."""
         gaps = [abs(a - b) for a, b in zip(self.trainer, self.logprobs, strict=False) if math.isfinite(a - b)]
         return sum(gaps) / len(gaps) if gaps else math.nan
 
 
-def look(
+def view_rollout(
     step: JournalStep,
     group: Group,
     rollout: int,
+    *,
     pieces: Pieces | None = None,
     oldest: int | None = None,
     trainer: Sequence[float] = (),
-) -> Look:
-    """`oldest`: version that a token needs at least to stay in the loss (`staleness.overdue = "trim"`)."""
+) -> RolloutView:
+    """Returns the view of one rollout. `oldest`: the oldest version that stays in the loss (`staleness.overdue = "trim"`)."""
     one = group.scored[rollout]
     done = one.episode.last
     row, count = row_of(group, rollout), len(done.tokens)
-    told = pieces(done.tokens) if pieces else [f"{token} " for token in done.tokens]
-    return Look(
+    texts = pieces(done.tokens) if pieces else [f"{token} " for token in done.tokens]
+    return RolloutView(
         step=step.step + 1,
         ticket=group.ticket,
         rollout=rollout,
@@ -95,7 +97,7 @@ def look(
         turns=len(one.episode.turns),
         spans=done.spans,
         tokens=done.tokens,
-        pieces=tuple(told),
+        pieces=tuple(texts),
         decoded=pieces is not None,
         text=done.text,
         logprobs=done.logprobs,
@@ -109,23 +111,23 @@ def look(
     )
 
 
-def looks_at(
+def view_step(
     step: JournalStep,
     pieces: Pieces | None = None,
     oldest: int | None = None,
     trainer: Mapping[Place, Sequence[float]] | None = None,
-) -> list[Look]:
-    """Every rollout of a step, in the order in which they were trained."""
+) -> list[RolloutView]:
+    """Returns the views of all rollouts of a step, in the order in which they were trained."""
     known = trainer or {}
     return [
-        look(step, group, rollout=i, pieces=pieces, oldest=oldest, trainer=known.get((group.ticket, i), ()))
+        view_rollout(step, group, rollout=i, pieces=pieces, oldest=oldest, trainer=known.get((group.ticket, i), ()))
         for group in step.groups
         for i in range(len(group.scored))
     ]
 
 
 def trimmed_below(settings: Mapping[str, object], step: int) -> int | None:
-    """The oldest version in the loss of a step (counted from 0), by the run's settings; None where none is taken out."""
+    """Returns the oldest version in the loss of a step (counted from 0), by the run's settings; None if tokens are not trimmed."""
     staleness = settings.get("staleness")
     if not isinstance(staleness, Mapping) or staleness.get("overdue") != "trim":
         return None
@@ -133,7 +135,8 @@ def trimmed_below(settings: Mapping[str, object], step: int) -> int | None:
 
 
 def row_of(group: Group, rollout: int) -> Row | None:
-    """The training row that ends with a rollout's last completion. Rows of single-turn rollouts have their order."""
+    """Returns the training row that ends with the rollout's last completion. Rows of single-turn rollouts are in the order of the
+    rollouts."""
     done = group.scored[rollout].episode.last
     count = len(done.tokens)
     candidates = [group.rows[rollout]] if len(group.rows) == len(group.scored) else list(group.rows)
@@ -164,15 +167,15 @@ def _left_out(done: Completion, row: Row | None, oldest: int | None) -> tuple[st
 
 
 def settings_of(run_dir: Path) -> dict[str, object]:
-    """Of a run's config, as plain values; nothing where it has none."""
+    """Returns the config of a run as plain values; empty if it has none."""
     import tomllib
 
     path = run_dir / "config.toml"
     return tomllib.loads(path.read_text()) if path.is_file() else {}
 
 
-def told_of(one: Look, place: int) -> str:
-    """All that is known of one token, for a tooltip."""
+def token_details(one: RolloutView, place: int) -> str:
+    """Returns everything that is known about one token, for a tooltip."""
     parts = [f"token {place}, id {one.tokens[place]}", f"log-prob {one.logprobs[place]:.4f}"]
     if one.trainer:
         parts.append(f"trainer {one.trainer[place]:.4f} (difference {one.trainer[place] - one.logprobs[place]:+.4f})")
@@ -182,8 +185,8 @@ def told_of(one: Look, place: int) -> str:
     return "\n".join(parts)
 
 
-def spans_told(one: Look) -> str:
-    """Versions of the tokens, and of the oldest KV entries they attended to."""
+def span_list(one: RolloutView) -> str:
+    """Formats the versions of the tokens, and of the oldest KV entries they attended to."""
     ends = [*(span.start for span in one.spans[1:]), len(one.tokens)]
     return ", ".join(
         f"{span.start}-{end - 1} version {span.version}"

@@ -1,4 +1,4 @@
-"""How many of the rollouts were cut off or failed, and how many of the groups had no contrast: of all, and of the last ones."""
+"""Shares of rollouts that were cut off or failed, and of groups without contrast: in the whole run, and recently."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ from headrace.observe.facts import GroupEnded
 from headrace.types import OUTAGES
 
 WINDOW, PROMPTS = 64, 8
-"""What a run is warned of and paused for is a share of the last so many rollouts, and of no fewer than so many prompts."""
+"""Size of the window by which a run is warned and paused: the last rollouts, from at least this many prompts."""
 NO_CONTRAST = "no_contrast"
 
 
 class Tally:
-    """Counts of groups that ended by themselves, and were not cancelled. A share of nothing is None."""
+    """Counts of groups and rollouts that ended and were not cancelled. A share of nothing is None."""
 
     def __init__(self) -> None:
         self.groups = self.rollouts = self.truncated = self.failed = self.outages = 0
-        """Groups; and of their rollouts all, those cut off, those that failed, and those that an outage made fail."""
+        """Groups; then rollouts: all, cut off, failed, and failed because of an outage."""
         self.no_contrast = self.dropped = 0
-        """Groups; and those that were dropped for another reason."""
+        """Groups without contrast, and groups that were dropped for another reason."""
         self.kinds: Counter[str] = Counter()
-        """Rollouts that failed, by what was raised or else by reason."""
+        """Failed rollouts by exception, or by reason if nothing was raised."""
 
     def add(self, one: GroupEnded) -> None:
+        """Counts one group."""
         self._count(one, 1)
 
     def change(self, was: GroupEnded, now: GroupEnded) -> None:
-        """A ready group that was dropped after all."""
+        """Counts a group anew that was ready and then was dropped."""
         self._count(was, -1)
         self._count(now, 1)
 
@@ -51,32 +52,32 @@ class Tally:
 
     @property
     def faults(self) -> int:
-        """Rollouts that failed through data or reward."""
+        """Rollouts that failed because of data or reward."""
         return self.failed - self.outages
 
     @property
     def truncated_share(self) -> float | None:
-        """Of the rollouts with a reward."""
+        """Share of the rollouts with a reward that were cut off."""
         return _share(self.truncated, self.scored)
 
     @property
     def failed_share(self) -> float | None:
-        """Of the rollouts."""
+        """Share of the rollouts that failed."""
         return _share(self.failed, self.rollouts)
 
     @property
     def fault_share(self) -> float | None:
-        """Of the rollouts that no outage took."""
+        """Share of failures because of data or reward among the rollouts that no outage affected."""
         return _share(self.faults, self.rollouts - self.outages)
 
     @property
     def no_contrast_share(self) -> float | None:
-        """Of the groups."""
+        """Share of the groups without contrast."""
         return _share(self.no_contrast, self.groups)
 
     @property
     def dropped_share(self) -> float | None:
-        """Of the groups: for their age, say, but not for want of contrast."""
+        """Share of the groups that were dropped for another reason, such as their age."""
         return _share(self.dropped, self.groups)
 
 
@@ -85,7 +86,7 @@ def _share(part: int, whole: int) -> float | None:
 
 
 class Recent(Tally):
-    """Of the last groups: as few as hold `rollouts` rollouts, and no fewer than `prompts`."""
+    """The counts over the last groups: the fewest that hold `rollouts` rollouts, but at least `prompts` groups."""
 
     def __init__(self, rollouts: int = WINDOW, prompts: int = PROMPTS) -> None:
         super().__init__()
@@ -105,25 +106,27 @@ class Recent(Tally):
 
 
 def rollouts_of(one: GroupEnded) -> int:
-    """That it had, with or without a reward."""
+    """Returns the number of rollouts, with or without a reward."""
     return len(one.rewards) + sum(one.failures.values())
 
 
 class Shares:
-    """What became of rollouts and groups, of a whole run and lately."""
+    """The counts over the whole run, and over the last groups."""
 
     def __init__(self) -> None:
         self.total = Tally()
         self.recent = Recent(WINDOW, 4 * PROMPTS)
-        """For people: of groups, the last 8 would jump about."""
+        """For views: over only 8 groups the shares would fluctuate too much."""
         self.failing = Recent()
-        """The window that a run is warned of and paused for."""
+        """The window by which a run is warned and paused."""
         self._ready: dict[int, GroupEnded] = {}
 
     def end(self, one: GroupEnded) -> None:
-        """Groups that were cancelled before they had a rollout count as dropped alone."""
+        """Counts the end of a group. A group that was cancelled before it had a rollout counts only as dropped."""
         was = self._ready.pop(one.ticket, None)
-        lost = one.outcome == "failed" and set(one.failures) <= set(OUTAGES)  # says nothing of data and reward
+        lost = one.outcome == "failed" and set(one.failures) <= set(
+            OUTAGES
+        )  # an outage says nothing about data and reward
         for tally in (self.total, self.recent, *(() if lost else (self.failing,))):
             if was:
                 tally.change(was, one)

@@ -1,4 +1,4 @@
-"""Folds facts into the numbers that terminal, summary and report show. Pure: no clock, no files."""
+"""Folds facts into the numbers that terminal, summary and report show. Reads no clock and no files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from headrace.observe.records import MetricsFact, Sample, StepRow
 
 
 class WaitTotal:
-    """All waits of one owner for one thing."""
+    """Count and seconds of all waits of one owner for one thing."""
 
     def __init__(self) -> None:
         self.count, self.seconds, self.longest = 0, 0.0, 0.0
@@ -45,26 +45,26 @@ class WaitTotal:
 
 
 class RunState:
-    """What the facts so far say. `measures.py` and `observe/diagnosis/verdicts.py` draw the conclusions."""
+    """The sum of all facts so far. `measures.py` and `observe/diagnosis/verdicts.py` draw conclusions from it."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self.started: RunStarted | None = None
         self.ended: RunEnded | None = None
         self.sessions: list[float] = []
-        """Start of every process of this run: more than one after a resume."""
+        """Start time of every process of this run; more than one after a resume."""
         self.windows: list[Window] = []
-        """When training went on: from a session's first ticket to its last step."""
+        """Intervals of training: from the first ticket of a process to its last step."""
         self.rows: list[StepRow] = []
         self.drawn_rewards: list[float] = []
-        """Of the rollouts whose groups ended since the last step."""
+        """Rewards of the rollouts whose groups ended since the last step."""
         self.lags: Counter[int] = Counter()
         self.lengths, self.solve_rates = Sieve(), Sieve()
         """Tokens of completions; mean rewards of groups."""
         self.fates = Fates()
         self.shares = Shares()
         self.failures: dict[str, FirstFailure] = {}
-        """The first rollout that failed in each way, by its kind; `shares` has the counts."""
+        """The first failed rollout of each kind; `shares` has the counts."""
         self.tickets = Tickets()
         self.engine = EngineUse()
         self.evals: list[Evaluated] = []
@@ -75,9 +75,9 @@ class RunState:
         self.warnings: list[Warned] = []
         self.waits: defaultdict[tuple[str, str], WaitTotal] = defaultdict(WaitTotal)
         self.samples: Sequence[Sample] = ()
-        """Of the last step. Set by the recorder, which alone sees texts."""
+        """Samples of the last step. The recorder sets them, because only it sees texts."""
         self.planned: list[Planned] = []
-        """What was said of the number of steps, in order."""
+        """Changes of the number of steps, in order."""
         self.first_text: FirstText | None = None
         self._training = False
 
@@ -167,7 +167,7 @@ class RunState:
 
     @property
     def accounting(self) -> Accounting:
-        """The controller's own when it said so at the end; counted from the facts while the run goes on or was killed."""
+        """The controller's own count if the run has ended; else, or if it was killed, the count from the facts."""
         return self.ended.accounting if self.ended else self.tickets.accounting()
 
     @property

@@ -1,4 +1,4 @@
-"""C2 as counted from the facts alone: what became of every ticket."""
+"""The state of every ticket, counted from the facts alone (C2)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from headrace.observe.facts import Accounting, Books, GroupEnded, TicketDrawn
 
 
 class Tickets:
-    """Independent of the controller's own counters, so that a run that was killed can be accounted for too."""
+    """Counts tickets independently of the controller's own counters, so that a killed run can be accounted for as well."""
 
     def __init__(self) -> None:
         self.drawn = self.trained = 0
@@ -17,16 +17,16 @@ class Tickets:
         self.failed: Counter[str] = Counter()
         self.rollout_failures: Counter[str] = Counter()
         self.flying: set[int] = set()
-        """Generating or being scored."""
+        """Tickets whose groups are generated or scored."""
         self.ready: set[int] = set()
-        """Waiting for the trainer, or in the step it is doing."""
+        """Tickets whose groups wait for the trainer or are in its current step."""
 
     def draw(self, fact: TicketDrawn) -> None:
         self.flying.add(fact.ticket)
         self.drawn += 1
 
     def end(self, fact: GroupEnded) -> bool:
-        """Whether this is the first word on the group (a ready group may still be dropped, with its skipped step)."""
+        """Counts an outcome. Returns whether it is the group's first one: a ready group may still be dropped with a skipped step."""
         first = fact.ticket not in self.ready
         self.flying.discard(fact.ticket)
         self.ready.discard(fact.ticket)
@@ -44,7 +44,7 @@ class Tickets:
             self.trained += 1
 
     def resume(self, books: Books) -> None:
-        """The process before may have been killed between what it did and the fact that tells it."""
+        """Takes over the counts of the journal: the process before may have been killed before it recorded its last facts."""
         counted = books.accounting
         self.drawn, self.trained = counted.drawn, counted.trained
         self.dropped, self.failed = Counter(counted.dropped), Counter(counted.failed)

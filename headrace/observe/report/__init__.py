@@ -1,7 +1,7 @@
 """`report.html`: one self-contained file, made from a run's directory at any time, finished or not.
 
-Read `data.py` (what is shown), `page.py` (the page), `plots.py` and `curves.py` (charts over steps) with `frame.py` (what these share),
-`gantt.py`, `lag_charts.py`, `sieves.py`, `rollouts.py`, and `draw/` (the marks that all charts are made of).
+Read `data.py` (the data), `page.py` (the page), `plots.py` and `curves.py` (charts over steps) with `frame.py` (their common parts),
+`gantt.py`, `lag_charts.py`, `sieves.py`, `rollouts.py`, and `draw/` (the elements of all charts).
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from headrace.observe.records import METRICS, REPORT
 
 
 def write_report(run_dir: Path, pieces: Pieces | None = None) -> Path:
-    """Writes `run_dir/report.html` and returns its path. Needs no network to make or to read. `pieces`: tokens as text.
+    """Writes `run_dir/report.html` and returns its path. Neither writing nor reading it needs a network. `pieces`: returns
+    tokens as text.
 
-    Raises `ConfigError` when `run_dir` holds no run, `HeadraceError` when its files cannot be read or the report written.
+    Raises `ConfigError` if `run_dir` holds no run, and `HeadraceError` if its files cannot be read or the report cannot be written.
     """
     from headrace.observe.report.data import load
     from headrace.observe.report.page import page

@@ -1,5 +1,5 @@
-"""What changes while a run goes on beside the reward: how many groups and completions are of no use, how long completions are, how
-fast both pools work, and what the held-out measurements came to."""
+"""Curves beside the reward: the shares of groups and completions that are not trained, the lengths of completions, the throughput of
+both pools, and the held-out reward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headrace.observe.numbers.engine_use import EngineSpan
 from headrace.observe.report.data import Bin, ReportData
 from headrace.observe.report.draw.axes import extent
 from headrace.observe.report.draw.svg import Chart, figure
-from headrace.observe.report.frame import hovers, of_steps, resumes, told
+from headrace.observe.report.frame import hovers, note_of, of_steps, resumes
 from headrace.observe.text import clip, number, percent, with_error
 
 Line = tuple[str, str, Callable[[Bin], float]]
@@ -24,7 +24,7 @@ MAX_NOTE = 300
 
 
 def failures(data: ReportData) -> str:
-    """Shares of what was drawn that never came to be trained, or that was cut off."""
+    """Draws the shares of drawn groups and rollouts that were cut off or never trained."""
     lines: list[Line] = [
         ("c2", "rollouts cut off at max_tokens", lambda one: _known(one.ended.truncated_share)),
         ("c5", "groups without contrast", lambda one: _known(one.ended.no_contrast_share)),
@@ -32,7 +32,11 @@ def failures(data: ReportData) -> str:
         ("over", "rollouts failed", lambda one: _known(one.ended.failed_share)),
     ]
     return _lines(
-        data, "Cut off, without contrast, dropped, failed", lines, "of what ended since the step before", share=True
+        data,
+        "Cut off, without contrast, dropped, failed",
+        lines,
+        "of the groups that ended since the step before",
+        share=True,
     )
 
 
@@ -53,10 +57,10 @@ def _trained_length(one: Bin) -> float:
 
 
 def throughput(data: ReportData) -> str:
-    """Tokens a second of both pools, from the end of one step to the end of the next."""
+    """Draws tokens per second of both pools, from the end of one step to the end of the next."""
     sampled = _Sampled(data.state.engine.spans)
     lines: list[Line] = [("c3", "sampled", sampled.rate), ("c1", "trained", _trained_rate)]
-    return _lines(data, "Tokens a second", lines, "a step's tokens over its time, waiting included")
+    return _lines(data, "Tokens a second", lines, "tokens of a step divided by its time, waiting included")
 
 
 def _trained_rate(one: Bin) -> float:
@@ -64,7 +68,7 @@ def _trained_rate(one: Bin) -> float:
 
 
 def held_out(data: ReportData) -> str:
-    """Every measurement on held-out prompts with its error, and how many prompts have no reward in it; one alone is no course."""
+    """Draws every evaluation with its error, and notes prompts without a reward; nothing if there are fewer than two evaluations."""
     evals = data.state.evals
     if len(evals) < 2:
         return ""
@@ -86,7 +90,7 @@ def _measured(one: Evaluated) -> str:
 
 
 class _Sampled:
-    """Tokens that the engine had sampled by any moment, and for how long it was watched: between two samples in proportion."""
+    """The tokens that the engine had sampled by any moment, and for how long it was observed; interpolated between samples."""
 
     def __init__(self, spans: Sequence[EngineSpan]) -> None:
         self._spans = spans
@@ -95,7 +99,7 @@ class _Sampled:
         self._seconds = [0.0, *accumulate(span.end - span.start for span in spans)]
 
     def rate(self, one: Bin) -> float:
-        """NaN where nothing was measured."""
+        """Returns sampled tokens per second; NaN if nothing was measured."""
         ends = [(self._by(start), self._by(end)) for start, end in one.spans]
         tokens, seconds = (sum(after[i] - before[i] for before, after in ends) for i in (0, 1))
         return _share(tokens, seconds)
@@ -114,7 +118,7 @@ def _share(part: float, whole: float) -> float:
 
 
 def _lines(data: ReportData, title: str, lines: Sequence[Line], note: str, share: bool = False) -> str:
-    """One line each; those that are 0 all the time are left out of a chart of shares, but for the first."""
+    """Draws one curve per line. A chart of shares leaves out curves that are always 0, except the first."""
     values = {name: [value(one) for one in data.bins] for _, name, value in lines}
     shown = [line for line in lines if not share or any(one > 0 for one in values[line[1]])] or lines[:1]
     every = [one for _, name, _ in shown for one in values[name]]
@@ -127,8 +131,8 @@ def _lines(data: ReportData, title: str, lines: Sequence[Line], note: str, share
     write = percent if share else number
 
     def tip(one: Bin) -> str:
-        told = [f"{name}: {write(found)}" for _, name, value in lines if math.isfinite(found := value(one))]
-        return "\n".join(told) or "nothing ended"
+        texts = [f"{name}: {write(found)}" for _, name, value in lines if math.isfinite(found := value(one))]
+        return "\n".join(texts) or "nothing ended"
 
     hovers(resumes(chart, data), data, tip)
-    return figure(title, chart.html(title), [(colour, name) for colour, name, _ in shown], told(data, note))
+    return figure(title, chart.html(title), [(colour, name) for colour, name, _ in shown], note_of(data, note))

@@ -1,4 +1,4 @@
-"""What the report shows, read from a run's directory: facts, sampled rollouts, config."""
+"""The data of the report, read from a run's directory: facts, some rollouts, config."""
 
 from __future__ import annotations
 
@@ -9,29 +9,32 @@ from pathlib import Path
 
 from headrace.durable.journal import JOURNAL, Damage, JournalStep, count_steps, read_steps
 from headrace.observe.facts import GroupEnded, Warned
-from headrace.observe.numbers.rollout_view import Look, Pieces, look, settings_of, trimmed_below
+from headrace.observe.numbers.rollout_view import Pieces, RolloutView, settings_of, trimmed_below, view_rollout
 from headrace.observe.numbers.shares import NO_CONTRAST, Tally
 from headrace.observe.numbers.state import RunState
 from headrace.observe.records import StepRow, read_metrics
 
 MAX_BINS = 200
-"""Points of a curve. Longer runs show means of equal runs of steps, and say so."""
+"""Points of a curve at most. Curves of longer runs show means over several steps, and a note says so."""
 SAMPLED_STEPS = 8
+"""Steps of which rollouts are shown."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ReportData:
+    """Everything that the page needs."""
+
     run_dir: Path
     state: RunState
-    samples: tuple[Look, ...]
+    samples: tuple[RolloutView, ...]
     config: str
     bins: tuple[Bin, ...]
     rewards: tuple[float, ...] = ()
-    """The smallest and the largest that a rollout was given."""
+    """The smallest and the largest reward of a rollout."""
 
     @property
     def range_of_rewards(self) -> tuple[float, float]:
-        """What was seen, of rollouts and of held-out prompts: no band and no axis reaches beyond it."""
+        """Smallest and largest reward of rollouts and held-out prompts; no band and no axis extends beyond them."""
         means = [one.reward_mean for one in self.state.evals if math.isfinite(one.reward_mean)]
         seen = [*self.rewards, *means]
         return (min(seen), max(seen)) if seen else (-math.inf, math.inf)
@@ -45,7 +48,7 @@ class Ended(Tally):
         self.completions = self.tokens = 0
 
     def end(self, fact: GroupEnded, first: bool) -> None:
-        """`first`: this is the first word on the group; one that was ready may still be dropped."""
+        """Counts the end of a group. `first`: whether it is the group's first outcome; a ready group may still be dropped."""
         if first:
             self.add(fact)
             self.completions += len(fact.lengths)
@@ -69,13 +72,13 @@ class Bin:
 
     rows: tuple[StepRow, ...]
     ended: Ended = field(default_factory=Ended)
-    """Since the step before the first one."""
+    """Groups that ended since the step before the first one of these."""
     began: tuple[float, ...] = ()
-    """For each row when the one before ended, or when training went on after a resume; seconds, as `row.t`."""
+    """For each row, when the step before ended or training resumed, in the seconds of `row.t`."""
 
     @property
     def x(self) -> float:
-        """Steps done after it; the middle of several."""
+        """Steps done after this step; the middle of several steps."""
         return (self.first + self.last) / 2
 
     @property
@@ -92,11 +95,11 @@ class Bin:
 
     @property
     def spans(self) -> list[tuple[float, float]]:
-        """When training went on for these steps, in seconds."""
+        """Start and end of each step, in seconds."""
         return [(start, row.t) for start, row in zip(self.began, self.rows, strict=True)]
 
     def mean(self, value: Callable[[StepRow], float]) -> float:
-        """Over the steps whose value is finite."""
+        """Returns the mean over the steps whose value is finite."""
         finite = [one for row in self.rows if math.isfinite(one := value(row))]
         return sum(finite) / len(finite) if finite else math.nan
 
@@ -112,7 +115,7 @@ class Bin:
 
 
 def load(run_dir: Path, pieces: Pieces | None = None) -> ReportData:
-    """`pieces`: tokens as text. What cannot be read of the run's files is left out, with a warning that says so."""
+    """Reads a run. `pieces`: returns tokens as text. Unreadable parts of the files are left out, with a warning."""
     state, ended = RunState(), [Ended()]
     seen: list[float] = []
     for fact in read_metrics(run_dir):
@@ -138,7 +141,7 @@ def load(run_dir: Path, pieces: Pieces | None = None) -> ReportData:
 
 
 def bins(state: RunState, ended: Sequence[Ended] = (), most: int = MAX_BINS) -> list[Bin]:
-    """`ended`: what ended before each row of the state."""
+    """Returns the bins of a run. `ended`: the groups that ended before each row of the state."""
     rows = state.rows
     per = max(1, math.ceil(len(rows) / most))
     began = [_began(state, place) for place in range(len(rows))]
@@ -154,8 +157,8 @@ def _began(state: RunState, place: int) -> float:
     return max(opened, state.rows[place - 1].t) if place else opened
 
 
-def sampled(run_dir: Path, pieces: Pieces | None = None, damage: Damage | None = None) -> list[Look]:
-    """From steps spread evenly over the journal: the best and the worst rollout of one group of each."""
+def sampled(run_dir: Path, pieces: Pieces | None = None, damage: Damage | None = None) -> list[RolloutView]:
+    """Returns the best and the worst rollout of one group, for each of some steps that are spread evenly over the journal."""
     count = count_steps(run_dir)
     if not count:
         return []
@@ -169,10 +172,12 @@ def sampled(run_dir: Path, pieces: Pieces | None = None, damage: Damage | None =
     ]
 
 
-def _two_of(step: JournalStep, pieces: Pieces | None, oldest: int | None) -> list[Look]:
+def _two_of(step: JournalStep, pieces: Pieces | None, oldest: int | None) -> list[RolloutView]:
     groups = [group for group in step.groups if group.scored]
     if not groups:
         return []
     group = groups[step.step % len(groups)]
     order = sorted(range(len(group.scored)), key=lambda i: -group.scored[i].reward)
-    return [look(step, group, index, pieces, oldest) for index in dict.fromkeys((order[0], order[-1]))]
+    return [
+        view_rollout(step, group, index, pieces=pieces, oldest=oldest) for index in dict.fromkeys((order[0], order[-1]))
+    ]

@@ -1,4 +1,4 @@
-"""What all charts over optimizer steps share: their ends, the tooltips, the marks of resumes, and how many steps a point is."""
+"""The common parts of all charts over optimizer steps: range, tooltips, marks of resumes, and the note about averaged steps."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def of_steps(data: ReportData) -> tuple[float, float]:
     return data.bins[0].first - 0.5, data.bins[-1].last + 0.5
 
 
-def told(data: ReportData, note: str) -> str:
-    """The note, and what a point is where it is more than one step."""
+def note_of(data: ReportData, note: str) -> str:
+    """Returns the note, with the number of steps per point if that is more than one."""
     per = len(data.bins[0].rows)
     parts = (note.rstrip("."), f"each point is the mean of {per} steps" if per > 1 else "")
     return "; ".join(part for part in parts if part)

@@ -1,6 +1,6 @@
-"""Both pools over time: engine busy and idle, trainer stepping, publishing and waiting, swaps, measurements.
+"""Both pools over time: engine busy and idle, trainer stepping, publishing and waiting, swaps, evaluations.
 
-Bars lie in a nested coordinate system whose unit is the second, so that the page's script zooms by changing its view box.
+Bars are in a nested coordinate system whose unit is the second, so that the page's script can zoom by changing its view box.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ LANES = {"engine": (4, 34), "swaps": (42, 20), "trainer": (68, 34), "other": (10
 """Lane -> top and height."""
 HEIGHT = 134
 MAX_BARS = 3000
-"""Of one kind. Longer runs: engine samples are merged, of the steps only the last are drawn (and the note says so)."""
+"""Bars of one kind at most. In longer runs engine samples are merged, and only the last steps are drawn, which a note says."""
 
 
 def gantt(state: RunState) -> str:
     if not state.engine.spans and not state.rows:
-        return '<p class="empty">Nothing was sampled of either pool.</p>'
+        return '<p class="empty">Neither pool was sampled.</p>'
     start, end = 0.0, max(state.now, 1.0)
     left, right = _first_window(state, end)
     bars = "".join([*_engine(state), *_swaps(state), *_trainer(state), *_others(state)])
@@ -39,7 +39,7 @@ def gantt(state: RunState) -> str:
 
 
 def _first_window(state: RunState, end: float) -> tuple[float, float]:
-    """All of a short run, else about twelve steps from its middle: bars that can be told apart."""
+    """Returns the part that is shown first: all of a short run, else about twelve steps from its middle, so that bars are distinct."""
     if end <= 60 or len(state.rows) < 12:
         return 0.0, end
     middle = len(state.rows) // 2
@@ -47,7 +47,7 @@ def _first_window(state: RunState, end: float) -> tuple[float, float]:
     return first.t - first.report.seconds - first.wait_seconds, last.t + 0.5
 
 
-def _bar(start: float, end: float, lane: str, name: str, tip: str, share: float = 1.0) -> str:
+def _bar(start: float, end: float, *, lane: str, name: str, tip: str, share: float = 1.0) -> str:
     top, height = LANES[lane]
     tall = max(0.5, height * share)
     return (
@@ -74,7 +74,7 @@ def _engine(state: RunState) -> Iterable[str]:
 
 
 def _merged(spans: list[EngineSpan]) -> Iterable[EngineSpan]:
-    """At most `MAX_BARS`: neighbours are joined, their busy shares weighted by time."""
+    """Joins neighbouring spans to at most `MAX_BARS`; their busy shares are weighted by time."""
     per = -(-len(spans) // MAX_BARS) or 1
     for i in range(0, len(spans), per):
         some = spans[i : i + per]
@@ -96,7 +96,7 @@ def _swaps(state: RunState) -> Iterable[str]:
     top, height = LANES["swaps"]
     for swap in state.swaps[-MAX_BARS:]:
         tip = (
-            f"{duration(swap.t)}\nversion {swap.update.version} live\ngeneration stood still"
+            f"{duration(swap.t)}\nversion {swap.update.version} live\ngeneration stopped for"
             f" {short_time(swap.load.swap_seconds)}\nverified in {short_time(swap.load.verify_seconds)} beside it"
         )
         yield (
@@ -112,19 +112,19 @@ def _trainer(state: RunState) -> Iterable[str]:
         waited = f"step {row.report.step + 1}\nwaited {short_time(row.wait_seconds)} for its groups"
         yield _bar(began - row.wait_seconds, began, lane="trainer", name="waits", tip=waited, share=0.35)
         tip = f"step {row.report.step + 1}\ntrained {short_time(row.report.seconds)}, {row.report.loss_tokens:,} tokens"
-        yield _bar(began, row.t, "trainer", "steps", f"{tip}\nreward {number(row.reward_drawn)}")
+        yield _bar(began, row.t, lane="trainer", name="steps", tip=f"{tip}\nreward {number(row.reward_drawn)}")
         if seconds := published.get(row.report.version, 0.0):
             tip = f"version {row.report.version}\npublished in {short_time(seconds)}"
-            yield _bar(row.t, row.t + seconds, "trainer", "publishes", tip)
+            yield _bar(row.t, row.t + seconds, lane="trainer", name="publishes", tip=tip)
 
 
 def _others(state: RunState) -> Iterable[str]:
     for one in state.evals:
         tip = f"held-out reward {one.phase}\n{one.reward_mean:.3f} in {short_time(one.seconds)}"
-        yield _bar(one.t - one.seconds, one.t, "other", "evals", tip)
+        yield _bar(one.t - one.seconds, one.t, lane="other", name="evals", tip=tip)
     for saved in state.checkpoints[-MAX_BARS:]:
         tip = f"checkpoint of step {saved.step}\n{saved.error or short_time(saved.seconds)}"
-        yield _bar(saved.t - saved.seconds, saved.t, "other", "saves", tip)
+        yield _bar(saved.t - saved.seconds, saved.t, lane="other", name="saves", tip=tip)
     top, height = LANES["other"]
     for death in state.deaths:
         tip = f"{duration(death.t)}\nthe {death.who} process {death.how}"
@@ -136,7 +136,7 @@ def _clock(start: float, end: float) -> str:
 
 
 def _axis(left: float, right: float) -> str:
-    """The same marks as the script makes, for readers without one."""
+    """Returns the same ticks as the script makes, for readers without JavaScript."""
     return "".join(
         f'<span style="left:{100 * (t - left) / (right - left):.3f}%">{duration(t)}</span>'
         for t in clock_ticks(left, right)
@@ -158,13 +158,13 @@ def _legend(state: RunState) -> str:
         ("steps", "training"),
         ("publishes", "publishing"),
         ("waits", "waiting for groups"),
-        ("evals", "held-out measurement"),
+        ("evals", "evaluation"),
         ("saves", "checkpoint"),
         ("death", "worker died"),
     )
     keys = "".join(f'<span class="key"><i class="{name}"></i>{text}</span>' for name, text in names)
     cut = ""
     if len(state.rows) > MAX_BARS:
-        cut = f'<p class="note">Of {len(state.rows):,} steps the last {MAX_BARS:,} are drawn.</p>'
-    spent = f'<p class="note">Training went on for {duration(train_seconds(state))} of {duration(state.now)}.</p>'
+        cut = f'<p class="note">The last {MAX_BARS:,} of {len(state.rows):,} steps are drawn.</p>'
+    spent = f'<p class="note">Training took {duration(train_seconds(state))} of {duration(state.now)}.</p>'
     return f'<div class="keys">{keys}</div>{spent}{cut}'

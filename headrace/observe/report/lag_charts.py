@@ -1,4 +1,4 @@
-"""How far sampler and trainer are apart, lag by lag: a table over the whole run and curves."""
+"""The distance between sampler and trainer by lag: a table over the whole run, and curves."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from headrace.observe.report.data import Bin, ReportData
 from headrace.observe.report.draw.axes import extent
 from headrace.observe.report.draw.svg import Chart, figure
 from headrace.observe.report.draw.tables import table
-from headrace.observe.report.frame import hovers, of_steps, resumes, told
+from headrace.observe.report.frame import hovers, note_of, of_steps, resumes
 from headrace.observe.text import number, percent
 from headrace.reports import LagStats
 
 LAST = 5
-"""Lags with a colour of their own, in every chart and in the text of rollouts; the last one stands for all above it too."""
+"""Highest lag with its own colour, in every chart and in the text of rollouts; it stands for all higher lags too."""
 COLOURS = {"0": "lag0", "1": "lag1", "2": "lag2", "3+": "lag3", "swapped": "c5"}
 HEAD = (
     "lag",
@@ -43,15 +43,15 @@ def lag_name(name: str, lag: int) -> str:
 
 
 def lag_table(data: ReportData) -> str:
-    """Empty where no step told of it."""
+    """Returns the table; empty if no step reported statistics by lag."""
     stats = over_steps(data.state.rows)
     if not stats:
         return ""
     rules = list(dict.fromkeys(rule for one in stats for rule in one.masked))
     head = [*HEAD, *(f"#masked: {rule}" for rule in rules)]
     note = (
-        '<p class="note">Ratio = exp(trainer − sampler), of every token in the loss. "swapped": tokens of completions that more than '
-        "one version sampled; the other rows leave them out.</p>"
+        '<p class="note">Ratio = exp(trainer − sampler) of every token in the loss. "swapped": tokens of completions that were sampled '
+        "by more than one version; the other rows do not include them.</p>"
     )
     return f"{table(head, [_cells(one, rules) for one in stats], 'lags')}{note}"
 
@@ -73,7 +73,7 @@ def _cells(one: LagStats, rules: list[str]) -> list[str]:
 
 
 def kl_by_lag(data: ReportData) -> str:
-    """k3 over steps, one line a lag."""
+    """Draws k3 over steps, one line per lag."""
     names = [one.name for one in over_steps(data.state.rows)]
     if not names:
         return ""
@@ -85,7 +85,7 @@ def kl_by_lag(data: ReportData) -> str:
     tips = {one.name: "\n".join(f"{_named(name)}: {number(_kl(one, name))}" for name in names) for one in data.bins}
     hovers(resumes(chart, data), data, lambda one: tips[one.name])
     legend = [(COLOURS[name], _named(name)) for name in names]
-    return figure("KL(sampler ‖ trainer) by lag", chart.html("KL by lag"), legend, told(data, "k3 estimate, nats"))
+    return figure("KL(sampler ‖ trainer) by lag", chart.html("KL by lag"), legend, note_of(data, "k3 estimate, nats"))
 
 
 def _named(name: str) -> str:

@@ -1,4 +1,4 @@
-"""The page around the plots: headline, verdicts, tables. Everything that came from a model or a user is escaped."""
+"""The page around the plots: headline, verdicts, tables. All text from a model or a user is escaped."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def page(data: ReportData) -> str:
                 "curves", "Learning and staleness", f'<div class="figures">{all_plots(data)}</div>{lag_table(data)}'
             ),
             _section("pools", "Both pools over time", gantt(state) + _waits(state)),
-            _section("accounting", "Where every prompt went", _accounting(state)),
+            _section("accounting", "What became of every prompt", _accounting(state)),
             _section("rollouts", "Rollouts", rollouts(data.samples)),
             _section("warnings", "Warnings", _troubles(state) + _warnings(state)),
             _section("setup", "What ran where", _where(state) + _config(data.config)),
@@ -55,7 +55,7 @@ def _section(name: str, title: str, body: str) -> str:
 
 def _header(state: RunState, name: str) -> str:
     started = state.started
-    line = escape(started.headline) if started else "The run left no facts."
+    line = escape(started.headline) if started else "The run recorded no facts."
     facts = []
     if started:
         facts = [
@@ -84,7 +84,7 @@ def _badge(state: RunState) -> str:
 def _banner(state: RunState) -> str:
     lines = []
     if not state.ended:
-        lines.append(f"The last fact is from {duration(state.now)}: the run goes on, or was killed.")
+        lines.append(f"The last fact is from {duration(state.now)}: the run is still going on, or was killed.")
     elif state.ended.reason not in ("finished", "interrupted"):
         lines.append(state.ended.reason)
     if len(state.sessions) > 1:
@@ -112,12 +112,12 @@ def _tiles(state: RunState) -> list[tuple[str, str]]:
         ("tokens a second trained", _rate(rates[1])),
         ("engine idle", percent(engine)),
         ("trainer idle", percent(trainer)),
-        ("gap of a swap, mean", short_time(gap) if gap is not None else "no swap"),
+        ("mean gap of a swap", short_time(gap) if gap is not None else "no swap"),
         ("worker deaths", str(len(state.deaths))),
-        ("of the rollouts cut off", percent(total.truncated_share)),
-        ("of the rollouts failed", percent(total.failed_share)),
-        ("of the groups without contrast", percent(total.no_contrast_share)),
-        ("of the groups dropped otherwise", percent(total.dropped_share)),
+        ("rollouts cut off", percent(total.truncated_share)),
+        ("rollouts failed", percent(total.failed_share)),
+        ("groups without contrast", percent(total.no_contrast_share)),
+        ("groups dropped otherwise", percent(total.dropped_share)),
     ]
 
 
@@ -126,7 +126,7 @@ def _rate(rate: float | None) -> str:
 
 
 def _waits(state: RunState) -> str:
-    """Who waited for whom, the longest first."""
+    """Returns the table of waits, the longest first."""
     ordered = sorted(state.waits.items(), key=lambda pair: -pair[1].seconds)
     if not ordered:
         return '<p class="empty">No wait was recorded.</p>'
@@ -155,7 +155,7 @@ def _waits(state: RunState) -> str:
                 short_time(longest),
             )
         )
-    return "<h3>Who waited for whom</h3>" + table(("who", "for what", "#times", "#in all", "#mean", "#longest"), rows)
+    return "<h3>Who waited for whom</h3>" + table(("who", "for what", "#times", "#total", "#mean", "#longest"), rows)
 
 
 def _accounting(state: RunState) -> str:
@@ -166,11 +166,11 @@ def _accounting(state: RunState) -> str:
         ("dropped", f"{sum(counts.dropped.values()):,}", escape(counted(counts.dropped))),
         ("failed", f"{sum(counts.failed.values()):,}", escape(counted(counts.failed))),
         ("in the pipeline", f"{counts.in_pipeline:,}", "generating, being scored, or ready for the trainer"),
-        ("in the checkpoint", f"{counts.in_checkpoint:,}", "a resumed run goes on with them"),
+        ("in the checkpoint", f"{counts.in_checkpoint:,}", "a resumed run continues them"),
     ]
     off = counts.balance()
     mood = "bad" if off else "good"
-    source = "as the controller counted" if state.ended else "as counted from the facts"
+    source = "Counted by the controller." if state.ended else "Counted from the facts."
     extra = "".join(
         f"<li>{escape(line)}</li>" for line in reasons(counts)[-2:] if not line.startswith(("dropped", "failed"))
     )
@@ -182,7 +182,7 @@ def _accounting(state: RunState) -> str:
 
 
 def _troubles(state: RunState) -> str:
-    """What fails, with its traceback, and what to change."""
+    """Returns the advice, and the failures with their tracebacks."""
     advice = "".join(f"<li><b>{escape(one.name)}</b>: {escape(one.sentence)}</li>" for one in advices(state))
     failed = "".join(
         f"<h3>{escape(one.kind)}: {plural(one.rollouts, 'rollout')} failed</h3>"

@@ -1,4 +1,4 @@
-"""The curves and histograms of the report. Each function: data in, one `<figure>` out, or empty when there is nothing."""
+"""The curves and histograms of the report. Each function returns one `<figure>`, or an empty string if there is nothing to show."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headrace.observe.report.curves import failures, held_out, lengths_over_step
 from headrace.observe.report.data import Bin, ReportData
 from headrace.observe.report.draw.axes import extent
 from headrace.observe.report.draw.svg import Chart, figure
-from headrace.observe.report.frame import hovers, of_steps, resumes, told
+from headrace.observe.report.frame import hovers, note_of, of_steps, resumes
 from headrace.observe.report.lag_charts import kl_by_lag, lag_class, lag_name
 from headrace.observe.report.sieves import lengths, solve_rates
 from headrace.observe.text import number, percent, plural, short_time
@@ -49,7 +49,7 @@ def _trainer(data: ReportData) -> Sequence[str]:
             "Loss",
             "c1",
             lambda row: row.report.loss,
-            "of the optimizer step; it need not fall where rewards rise",
+            "of the optimizer step; it need not fall when rewards rise",
         ),
         curve(
             data,
@@ -83,23 +83,23 @@ def curve(
     zero: bool = False,
     within: tuple[float, float] = (-math.inf, math.inf),
 ) -> str:
-    """One number a step. `within`: what it can be; a share is written in per cent."""
+    """Draws one number per step. `within`: its possible values; a share is written in per cent."""
     points = [(one.x, one.mean(value)) for one in data.bins]
     share = within == SHARE
     chart = Chart(of_steps(data), extent((y for _, y in points), zero=zero, within=within), percent=share)
     resumes(chart.line(points, colour), data)
     hovers(chart, data, lambda one: f"{title.lower()} {(percent if share else number)(one.mean(value))}")
-    return figure(title, chart.html(title), note=told(data, note))
+    return figure(title, chart.html(title), note=note_of(data, note))
 
 
 def reward(data: ReportData) -> str:
-    """Reward of all that was drawn, of what was trained with the spread of single rollouts, and on held-out prompts."""
+    """Draws the reward of all drawn rollouts, of the trained ones with their spread, and on held-out prompts."""
     drawn = [(one.x, one.mean(lambda row: row.reward_drawn)) for one in data.bins]
     middle = [(one.x, one.mean(lambda row: row.reward_mean)) for one in data.bins]
     spread = [one.mean(lambda row: row.reward_std) for one in data.bins]
     evals = [one for one in data.state.evals if math.isfinite(one.reward_mean)]
     least, most = data.range_of_rewards
-    # One standard deviation reaches beyond what any rollout was given, where most were given the same.
+    # One standard deviation would extend beyond every reward if most rewards are equal.
     lower = [(x, max(y - s, least)) for (x, y), s in zip(middle, spread, strict=True)]
     upper = [(x, min(y + s, most)) for (x, y), s in zip(middle, spread, strict=True)]
     seen = [y for _, y in [*lower, *upper, *drawn]] + [one.reward_mean for one in evals]
@@ -113,8 +113,8 @@ def reward(data: ReportData) -> str:
     legend = [("c1", "all groups drawn: the policy's mean"), ("c5", "trained groups: mean, ± std of rollouts")]
     if evals:
         legend.append(("c2", "held-out prompts: mean ± standard error"))
-    note = "Groups without contrast are not trained: as the policy gets better, easy prompts leave the mean of the trained ones."
-    return figure("Reward", chart.html("Reward"), legend, told(data, note), wide=True)
+    note = "Groups without contrast are not trained, so easy prompts leave the mean of the trained groups as the policy gets better."
+    return figure("Reward", chart.html("Reward"), legend, note_of(data, note), wide=True)
 
 
 def _reward_tip(one: Bin) -> str:
@@ -129,7 +129,7 @@ def _reward_tip(one: Bin) -> str:
 
 
 def lag(data: ReportData) -> str:
-    """Shares of trained tokens by lag, stacked; lags above the bound stand out."""
+    """Draws the shares of trained tokens by lag, stacked; lags above the bound have their own colour."""
     bound = data.state.started.max_lag if data.state.started else math.inf
     chart = Chart(of_steps(data), (0.0, 1.0), percent=True)
     for one in data.bins:
@@ -142,7 +142,7 @@ def lag(data: ReportData) -> str:
     hovers(resumes(chart, data), data, _lag_tip)
     present = sorted({lag_class(step, bound): step for step in sorted(data.state.lags, reverse=True)}.items())
     legend = [(name, lag_name(name, step)) for name, step in present]
-    return figure("Lag of the trained tokens", chart.html("Lag"), legend, told(data, f"the bound is {bound}"))
+    return figure("Lag of the trained tokens", chart.html("Lag"), legend, note_of(data, f"the bound is {bound}"))
 
 
 def _lag_tip(one: Bin) -> str:
@@ -152,7 +152,7 @@ def _lag_tip(one: Bin) -> str:
 
 
 def thrown(data: ReportData) -> str:
-    """Tokens trimmed, a step; nothing where none was."""
+    """Draws trimmed tokens per step; nothing if none were trimmed."""
     if not data.state.started or not trimmed_tokens(data.state):
         return ""
     bound = data.state.started.max_lag
@@ -162,19 +162,19 @@ def thrown(data: ReportData) -> str:
 
 
 def met_a_swap(data: ReportData) -> str:
-    """Share of the completions that more than one version sampled."""
+    """Draws the share of completions that were sampled by more than one version."""
     if not any(row.swapped for one in data.bins for row in one.rows):
         return ""
 
     def share(row: StepRow) -> float:
         return row.swapped / len(row.lengths) if row.lengths else math.nan
 
-    note = "share of the trained ones"
+    note = "share of the trained completions"
     return curve(data, "Completions that met a swap", "c4", share, note, zero=True, within=SHARE)
 
 
 def pauses(data: ReportData) -> str:
-    """How long each swap held generation back, where one did."""
+    """Draws how long each swap held generation back, if any did."""
     swaps = [swap for swap in data.state.swaps if swap.pause]
     if not swaps:
         return ""
@@ -202,4 +202,4 @@ def ratio(data: ReportData) -> str:
         ),
     )
     legend = [("c1", "mean"), ("c5", "max")]
-    return figure("Ratio trainer / sampler", chart.html("Ratio"), legend, told(data, "dashed: on policy"))
+    return figure("Ratio trainer / sampler", chart.html("Ratio"), legend, note_of(data, "dashed: on policy"))

@@ -1,4 +1,4 @@
-"""Some rollouts, token by token, coloured by lag. Everything that came from a model or a user is escaped."""
+"""Some rollouts, token by token, coloured by lag. All text from a model or a user is escaped."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 from headrace.observe.diagnosis.troubles import judged
-from headrace.observe.numbers.rollout_view import Look, spans_told, told_of
+from headrace.observe.numbers.rollout_view import RolloutView, span_list, token_details
 from headrace.observe.report.draw.tables import table
 from headrace.observe.report.lag_charts import LAST, lag_class
 from headrace.observe.text import clip, counted, number
@@ -16,35 +16,35 @@ MAX_TEXT, MAX_TOKENS = 4000, 400
 """Characters of a prompt, and tokens of a completion, that the table shows."""
 
 
-def rollouts(looks: Sequence[Look]) -> str:
-    if not looks:
+def rollouts(views: Sequence[RolloutView]) -> str:
+    if not views:
         return '<p class="empty">No trained rollout is in the journal.</p>'
     note = (
-        "From steps spread over the run: the best and the worst rollout of one group. headrace inspect shows any other."
+        "The best and the worst rollout of one group, for steps spread over the run. headrace inspect shows any other."
     )
     head = ("#step", "prompt", "completion", "#reward", "#advantage", "#tokens", "#version", "#lag")
-    return f'<p class="note">{note}</p>{_legend(looks)}' + table(head, [_row(one) for one in looks], "rollouts")
+    return f'<p class="note">{note}</p>{_legend(views)}' + table(head, [_row(one) for one in views], "rollouts")
 
 
-def _legend(looks: Sequence[Look]) -> str:
-    if not any(one.decoded for one in looks):
-        return '<p class="note">The model\'s tokenizer was not at hand, so tokens are not told apart.</p>'
-    lags = sorted({min(lag, LAST) for one in looks for lag in one.lags})
+def _legend(views: Sequence[RolloutView]) -> str:
+    if not any(one.decoded for one in views):
+        return '<p class="note">The model\'s tokenizer was not available, so tokens are not shown separately.</p>'
+    lags = sorted({min(lag, LAST) for one in views for lag in one.lags})
     keys = "".join(
         f'<span class="key"><i class="{lag_class(lag)}"></i>lag {lag}{"+" * (lag == LAST)}</span>' for lag in lags
     )
     strange = [
         f'<span class="tokens"><i class="{name}">{word}</i></span>'
         for name, word, there in (
-            ("out", "not in the loss", any(one.reasons for one in looks)),
-            ("mixed", "mixed weights", any(any(one.mixed) for one in looks)),
+            ("out", "not in the loss", any(one.reasons for one in views)),
+            ("mixed", "mixed weights", any(any(one.mixed) for one in views)),
         )
         if there
     ]
-    return f'<p class="keys">{keys}{"".join(strange)}<span class="faint">point at a token for its numbers</span></p>'
+    return f'<p class="keys">{keys}{"".join(strange)}<span class="faint">hover over a token for its numbers</span></p>'
 
 
-def _row(one: Look) -> tuple[str, ...]:
+def _row(one: RolloutView) -> tuple[str, ...]:
     listed = ", ".join(f"{name} {number(value)}" for name, value in one.rewards.items())
     parts = f"<small>{escape(listed)}</small>" if len(one.rewards) > 1 else ""
     versions = sorted({span.version for span in one.spans}) or [0]
@@ -58,14 +58,14 @@ def _row(one: Look) -> tuple[str, ...]:
         f"{number(one.reward)}{parts}",
         "not trained" if math.isnan(one.advantage) else f"{one.advantage:+.3f}",
         f"{len(one.tokens)}<small>{escape(one.stop)}</small>{left_out}",
-        f'<span data-tip="{escape(spans_told(one))}">{shown}</span>',
+        f'<span data-tip="{escape(span_list(one))}">{shown}</span>',
         str(max(one.lags, default=0)),
     )
 
 
-def _tokens(one: Look) -> str:
+def _tokens(one: RolloutView) -> str:
     cells = [
-        f'<i class="{_classes(one, place)}" data-tip="{escape(told_of(one, place))}">{escape(piece)}</i>'
+        f'<i class="{_classes(one, place)}" data-tip="{escape(token_details(one, place))}">{escape(piece)}</i>'
         for place, piece in enumerate(one.pieces[:MAX_TOKENS])
         if piece
     ]
@@ -74,7 +74,7 @@ def _tokens(one: Look) -> str:
     return f'<div class="text tokens">{"".join(cells)}{more}</div>' if cells else '<span class="faint">(empty)</span>'
 
 
-def _classes(one: Look, place: int) -> str:
+def _classes(one: RolloutView, place: int) -> str:
     marks = " out" * bool(one.left_out[place]) + " mixed" * one.mixed[place]
     return f"{lag_class(one.lags[place])}{marks}"
 

@@ -1,4 +1,4 @@
-"""Which of the groups that were drawn are trained: by their lengths, and by how many of their rollouts are right."""
+"""Histograms that compare the groups that were drawn with those that were trained: by length, and by mean reward."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from headrace.observe.report.draw.svg import Chart, figure
 from headrace.observe.text import number, percent, plural
 
 SLOTS = 40
+"""Slots of a histogram at most."""
 COLOURS = ("c1", "c6", "c5")
-"""Blue is what was drawn and dark grey what was trained, as in the curves."""
+"""Blue is drawn and dark grey is trained, as in the curves."""
 
 
 def lengths(state: RunState) -> str:
@@ -30,7 +31,7 @@ def solve_rates(state: RunState) -> str:
         return ""
     low, high = min(values), max(values)
     width = (high - low) / (SLOTS // 2) or 1.0
-    note = "Share of groups. Those whose rollouts are all right, or all wrong, teach nothing: no policy trains them."
+    note = "Share of groups. Groups whose rollouts are all right or all wrong have no gradient and are never trained."
     return _histograms(
         "Solve rates of prompts, drawn against trained",
         state.solve_rates,
@@ -43,11 +44,11 @@ def solve_rates(state: RunState) -> str:
 
 def _unfinished(state: RunState) -> str:
     count = sum(fate.unfinished for fate in discarded(state.fates))
-    return f"{plural(count, 'group')} ended before they were done and are missing here." if count else ""
+    return f"{plural(count, 'group')} cancelled before completion: missing here." if count else ""
 
 
-def _histograms(title: str, sieve: Sieve, low: float, width: float, unit: str, note: str) -> str:
-    """Three bars a slot: a difference between the second and the third is a bias of the run."""
+def _histograms(title: str, sieve: Sieve, *, low: float, width: float, unit: str, note: str) -> str:
+    """Draws three bars per slot. A difference between the second and the third is a bias of the run."""
     named = (("drawn", sieve.drawn), ("could be trained", sieve.trainable), ("trained", sieve.trained))
     shares = [_shares(one, low, width) for _, one in named]
     if not any(shares):
@@ -62,8 +63,8 @@ def _histograms(title: str, sieve: Sieve, low: float, width: float, unit: str, n
             chart.box(left, left + 0.28 * width, 0, share, COLOURS[index])
     for slot in range(last + 1):
         left = low + slot * width
-        told = [f"{name} {percent(one.get(slot, 0.0))}" for (name, _), one in zip(named, shares, strict=True)]
-        chart.hover(left, left + width, "\n".join([f"{number(left)} to {number(left + width)} {unit}", *told]))
+        lines = [f"{name} {percent(one.get(slot, 0.0))}" for (name, _), one in zip(named, shares, strict=True)]
+        chart.hover(left, left + width, "\n".join([f"{number(left)} to {number(left + width)} {unit}", *lines]))
     legend = [(colour, _legend(*one)) for colour, one in zip(COLOURS, named, strict=True)]
     return figure(title, chart.html(title), legend, note)
 

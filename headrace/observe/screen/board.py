@@ -20,7 +20,7 @@ from headrace.observe.text import duration
 
 
 class Board:
-    """`lane(name)` is the sink of one adapter's recorder. A context, which gives the screen back."""
+    """The shared view. `lane(name)` is the sink of one adapter's recorder. The board is a context that restores the screen at its end."""
 
     def __init__(self, names: Sequence[str], mode: str, console: Console | None = None) -> None:
         """`mode`: live, plain or off."""
@@ -40,7 +40,7 @@ class Board:
             self._console.print(f"{name}: {line}", markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Stops the view; may be called twice."""
         if self._screen:
             self._screen.stop()
         self._mode = "off"

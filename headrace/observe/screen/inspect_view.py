@@ -1,4 +1,4 @@
-"""What `headrace inspect` prints: a step in one line per rollout, and some rollouts token by token, coloured by lag."""
+"""The output of `headrace inspect`: one line per rollout of a step, and some rollouts token by token, coloured by lag."""
 
 from __future__ import annotations
 
@@ -11,31 +11,32 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.observe.diagnosis.troubles import judged
-from headrace.observe.numbers.rollout_view import Look, spans_told
+from headrace.observe.numbers.rollout_view import RolloutView, span_list
 from headrace.observe.screen.layout import one_line
 from headrace.observe.text import clip, counted, number, plural
 from headrace.reports import TrainReport
 
 LAG_STYLES = ("green", "cyan", "bright_blue", "magenta", "bright_magenta", "red")
-"""By lag, older ones as the last: the colours of the report, as far as a terminal has them."""
+"""Colours by lag, the last one for all higher lags. They match those of the report, as far as a terminal has them."""
 WIDE = 0.5
-"""|trainer - sampler|, nats, from which on a token is underlined."""
+"""|trainer - sampler| in nats from which a token is underlined."""
 
 
 def show(
     console: Console,
-    looks: Sequence[Look],
-    chosen: Sequence[Look],
+    views: Sequence[RolloutView],
+    *,
+    chosen: Sequence[RolloutView],
     report: TrainReport,
     source: str,
     tokens: bool = False,
 ) -> None:
-    """`chosen`: those shown token by token, with `tokens` also one a line. `source`: where the trainer's log-probs come from, or
-    why there are none."""
-    console.print(_headline(looks, report))
+    """Prints a step. `chosen`: the rollouts to show token by token; `tokens`: also as a table of tokens. `source`: where the trainer's
+    log-probs come from, or why there are none."""
+    console.print(_headline(views, report))
     console.print(_lag_lines(report))
-    if len(looks) > 1:
-        console.print(_Overview(looks))
+    if len(views) > 1:
+        console.print(_Overview(views))
     for one in chosen:
         console.print(rollout(one))
         if tokens:
@@ -43,17 +44,17 @@ def show(
     console.print(_legend(chosen, source))
 
 
-def _headline(looks: Sequence[Look], report: TrainReport) -> str:
-    tickets = len({one.ticket for one in looks})
+def _headline(views: Sequence[RolloutView], report: TrainReport) -> str:
+    tickets = len({one.ticket for one in views})
     return (
-        f"[bold]Step {report.step + 1}[/]: {plural(tickets, 'group')}, {plural(len(looks), 'rollout')}, made version "
+        f"[bold]Step {report.step + 1}[/]: {plural(tickets, 'group')}, {plural(len(views), 'rollout')}, made version "
         f"{report.version} · loss {number(report.loss)} · gradient {number(report.grad_norm)} · KL {number(report.kl)} · "
         f"{report.loss_tokens:,} tokens in the loss"
     )
 
 
 def _lag_lines(report: TrainReport) -> RenderableType:
-    """|trainer - sampler| as the trainer told it at the step itself."""
+    """Shows |trainer - sampler| by lag, as the trainer reported it at the step."""
     table = _table("lag", "#tokens", "#|Δ| p50", "#p90", "#p99", "#max", "left out by rule")
     for one in report.lags:
         gaps = [number(one.gaps[key]) if key in one.gaps else "-" for key in ("p50", "p90", "p99", "max")]
@@ -63,22 +64,22 @@ def _lag_lines(report: TrainReport) -> RenderableType:
 
 
 ROOM = 40
-"""Characters that a rollout's text needs to stand beside its numbers; with less it goes beneath them."""
+"""Fewest characters for a rollout's text beside its numbers; with less room it goes beneath them."""
 
 
 class _Overview:
-    """One line a rollout where the terminal is wide, else its numbers and beneath them its text: neither is cut short by the other."""
+    """One line per rollout on a wide terminal; on a narrow one its numbers, and its text beneath them."""
 
-    def __init__(self, looks: Sequence[Look]) -> None:
-        gaps = any(one.trainer for one in looks)
-        self._looks = looks
+    def __init__(self, views: Sequence[RolloutView]) -> None:
+        gaps = any(one.trainer for one in views)
+        self._views = views
         self._head = ["ticket", "rollout", "reward", "advantage", "tokens", "stop", "versions", "lag"]
         self._head += ["|Δ| mean"] if gaps else []
-        self._rows = [_numbers(one, gaps) for one in looks]
+        self._rows = [_numbers(one, gaps) for one in views]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         widths = [max(map(len, column)) for column in zip(self._head, *self._rows, strict=True)]
-        texts = [_text_of(one) for one in self._looks]
+        texts = [_text_of(one) for one in self._views]
         beside = options.max_width - sum(widths) - len(widths) - 1
         fits = beside >= min(ROOM, max(map(len, texts)))
         yield Text(_justified(self._head, widths) + "  text" * fits, "dim")
@@ -88,11 +89,11 @@ class _Overview:
             yield from (Text(line, no_wrap=True, overflow="ellipsis") for line in lines)
 
 
-def _text_of(one: Look) -> str:
+def _text_of(one: RolloutView) -> str:
     return (f"[not in the loss: {counted(one.reasons)}] " if one.reasons else "") + one_line(one.text)
 
 
-def _numbers(one: Look, gaps: bool) -> list[str]:
+def _numbers(one: RolloutView, gaps: bool) -> list[str]:
     versions = sorted({span.version for span in one.spans})
     return [
         str(one.ticket),
@@ -111,8 +112,8 @@ def _justified(cells: Sequence[str], widths: Sequence[int]) -> str:
     return " ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
 
 
-def rollout(one: Look) -> RenderableType:
-    """One rollout token by token."""
+def rollout(one: RolloutView) -> RenderableType:
+    """Shows one rollout token by token."""
     rewards = ", ".join(f"{name} {number(value)}" for name, value in one.rewards.items())
     advantage = "not trained" if math.isnan(one.advantage) else f"advantage {one.advantage:+.3f}"
     turns = f" · last of {one.turns} turns" if one.turns > 1 else ""
@@ -120,7 +121,7 @@ def rollout(one: Look) -> RenderableType:
     head.append(
         f" · {one.prompt_id} · reward {number(one.reward)} ({rewards}) · {advantage} · {one.stop}{turns}", "not bold"
     )
-    facts = [f"spans: {spans_told(one)}"]
+    facts = [f"spans: {span_list(one)}"]
     if words := judged(one.answer, one.extracted):
         facts.append(words)
     if one.reasons:
@@ -135,14 +136,14 @@ def rollout(one: Look) -> RenderableType:
     )
 
 
-def _tokens(one: Look) -> Text:
+def _tokens(one: RolloutView) -> Text:
     text = Text()
     for place, piece in enumerate(one.pieces):
         text.append(piece, _style(one, place))
     return text
 
 
-def _token_table(one: Look) -> Table:
+def _token_table(one: RolloutView) -> Table:
     table = _table(
         "#token", "#id", "", "#log-prob", *(["#trainer", "#Δ"] if one.trainer else []), "#lag", "#advantage", ""
     )
@@ -163,7 +164,7 @@ def _token_table(one: Look) -> Table:
     return table
 
 
-def _style(one: Look, place: int) -> str:
+def _style(one: RolloutView, place: int) -> str:
     style = LAG_STYLES[min(max(one.lags[place], 0), len(LAG_STYLES) - 1)]
     if one.left_out[place]:
         style += " strike"
@@ -174,7 +175,7 @@ def _style(one: Look, place: int) -> str:
     return style
 
 
-def _widest(one: Look, count: int = 4) -> str:
+def _widest(one: RolloutView, count: int = 4) -> str:
     gaps = sorted(
         ((b - a, i) for i, (a, b) in enumerate(zip(one.logprobs, one.trainer, strict=False))), key=lambda g: -abs(g[0])
     )
@@ -183,7 +184,7 @@ def _widest(one: Look, count: int = 4) -> str:
     )
 
 
-def _legend(chosen: Sequence[Look], source: str) -> RenderableType:
+def _legend(chosen: Sequence[RolloutView], source: str) -> RenderableType:
     lags = sorted({min(lag, len(LAG_STYLES) - 1) for one in chosen for lag in one.lags if lag >= 0})
     text = Text("\n")
     for lag in lags:
@@ -193,7 +194,7 @@ def _legend(chosen: Sequence[Look], source: str) -> RenderableType:
         text.append(f" · underlined: trainer and sampler {WIDE} nats apart or more", "dim")
     text.append(f"\n{source}", "dim")
     if any(not one.decoded for one in chosen):
-        text.append("\nThe model's tokenizer is not here: tokens are shown by their numbers.", "dim")
+        text.append("\nThe model's tokenizer is not available here: tokens are shown as ids.", "dim")
     return text
 
 
@@ -201,6 +202,6 @@ def _table(*names: str) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     for name in names:
         right = name.startswith("#")
-        # On a narrow terminal texts wrap, never a number.
+        # On a narrow terminal only texts wrap, never numbers.
         table.add_column(name.removeprefix("#"), justify="right" if right else "left", no_wrap=right, overflow="fold")
     return table

@@ -1,4 +1,4 @@
-"""How the views use the width and the height that a terminal has: nothing is cut off but the middle of a long text."""
+"""How the views use the width and height of a terminal: nothing is cut off except the middle of a long text."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ GAP = 3
 """Spaces between two parts of a line."""
 
 Line = tuple[str, Sequence[Text]]
-"""Label and parts; a line without a label goes on with the one above it."""
+"""Label and parts; a line without a label continues the one above it."""
 
 
 def flow(parts: Sequence[Text], width: int) -> Text:
-    """The parts beside each other, each in the next line where it has no room in this one. Empty ones are left out."""
+    """Puts the parts beside each other, and on the next line if there is no room. Empty parts are left out."""
     text, used = Text(), 0
     for part in parts:
         if not part.plain:
@@ -35,7 +35,7 @@ def flow(parts: Sequence[Text], width: int) -> Text:
 
 
 class Lines:
-    """Labels with their parts beside them, wrapped to the width that there is."""
+    """Labels with their parts beside them, wrapped to the available width."""
 
     def __init__(self, lines: Sequence[Line], label_width: int = 9) -> None:
         self._lines, self._label_width = lines, label_width
@@ -51,7 +51,7 @@ class Lines:
 
 
 class HeaderAbove:
-    """A header, and beneath it what takes the height that is left, as `options.height` says."""
+    """A header, and beneath it a renderable that gets the remaining height in `options.height`."""
 
     def __init__(self, header: RenderableType, rest: RenderableType) -> None:
         self._header, self._rest = header, rest
@@ -64,7 +64,7 @@ class HeaderAbove:
 
 
 def middle_out(text: str | Text, width: int, most: int, console: Console) -> Text:
-    """At most so many lines; of a longer text its beginning and its end, where the answer stands."""
+    """Wraps text to at most `most` lines. A longer text is shortened to its beginning and its end, where the answer is."""
     text = text if isinstance(text, Text) else Text(text)
     lines = Text(one_line(text.plain), text.style).wrap(console, width, overflow="fold")
     if len(lines) <= most:
@@ -82,17 +82,17 @@ def one_line(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Without what would move the cursor or change colours: a model may write anything."""
+    """Replaces characters that would move the cursor or change colours: a model may write anything."""
     return "".join(c if c.isprintable() else "�" for c in text)
 
 
 def without_marks(traceback: str) -> str:
-    """A traceback without the lines of ^ that point into the line above them: where that is wrapped they point elsewhere."""
+    """Removes the lines of ^ from a traceback: they point into the line above them, which may be wrapped."""
     return "\n".join(line for line in traceback.splitlines() if line.strip(" ^~") or not line.strip())
 
 
 def distinct(messages: Sequence[str], most: int) -> list[str]:
-    """The last ones; the same sentence once, with how often it was said."""
+    """Returns the last messages, equal ones once with their count."""
     counts = Counter(messages)
     last = list(dict.fromkeys(reversed(messages)))[:most]
     return [f"{one} (× {counts[one]:,})" if counts[one] > 1 else one for one in reversed(last)]

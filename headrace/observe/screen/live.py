@@ -1,4 +1,4 @@
-"""The live view as one frame, built from a `RunState`. Nothing in it needs colour to be understood."""
+"""The live view, built from a `RunState`. It can be understood without colour."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from headrace.observe.text import bar, counted, number, percent, plural, sparkli
 
 GOOD, BAD, WARN = "bold green", "bold red", "yellow"
 WIDTH = 120
-"""Lines longer than this are not read."""
+"""Longest line of the view."""
 CURVE = 24
 """Characters of a sparkline."""
 SAMPLE_HEIGHT, LEAST = 7, 5
-"""Lines that a sample with its frame is given where there is room for several, and the fewest that it needs."""
+"""Lines of a sample with its border if there is room for several, and the fewest that it needs."""
 BESIDE = 4 + 6 + 2
-"""Characters of a sample's line that are frame and label."""
+"""Characters of a sample's line that are border and label."""
 
 Trace = tuple[str, str]
 """Title and text of a traceback."""
 
 
 def frame(state: RunState) -> RenderableType:
-    """Everything below the header."""
+    """Returns everything below the header."""
     if not state.started:
         return Text("")
     return StateView(_lines(state), _samples(state), _notes(state), _trace(state))
 
 
 def brief(state: RunState) -> RenderableType:
-    """One of several pipelines in one view."""
+    """Returns the short view of one adapter among several."""
     if not state.started:
         return Text("")
     lines = [("reward", reward(state)), ("lag", _lag(state)), ("trainer", trainer(state)), ("checks", _checks(state))]
@@ -49,8 +49,8 @@ def brief(state: RunState) -> RenderableType:
 
 
 class StateView:
-    """Numbers, notes, a traceback, then as many samples as the height leaves room for. Laid out when it is shown, by rich's thread:
-    it has no part of the state, which goes on changing."""
+    """Numbers, notes, a traceback, then as many samples as fit into the height. It is laid out when rich's thread shows it, so it holds no
+    reference to the state, which keeps changing."""
 
     def __init__(
         self, lines: Sequence[Line], samples: Sequence[Sample], notes: Sequence[Text], trace: Trace | None = None
@@ -88,14 +88,14 @@ class StateView:
 
 
 def _trace_panel(title: str, body: str, console: Console, width: int, height: int) -> Panel:
-    """Its last lines, which say what was raised and where."""
+    """Shows the last lines of a traceback, with the exception and its place."""
     lines = Text("\n".join(map(printable, body.splitlines()))).wrap(console, width - 4, overflow="fold")
     shown = Text("\n").join(list(lines)[2 - height :])
     return Panel(shown, title=Text(title), title_align="left", border_style=WARN, width=width)
 
 
 def _samples(state: RunState) -> tuple[Sample, ...]:
-    """Until there are some of a step: the first completion of all."""
+    """Returns the samples of the last step; before the first step, the first completion."""
     first = state.first_text
     if state.samples or first is None:
         return tuple(state.samples)
@@ -128,7 +128,7 @@ def _lines(state: RunState) -> list[Line]:
 
 
 def _chosen(state: RunState) -> list[Line]:
-    """What this machine was given to do: until the first step, and what became of its minutes until the end."""
+    """Returns the chosen settings until the first step, and the last change of the number of steps."""
     assert state.started is not None
     plan: list[Line] = [("minutes", [Text(one.message)]) for one in state.planned[-1:]]
     if state.rows:
@@ -211,20 +211,20 @@ def _groups(state: RunState) -> list[Text]:
 
 
 def _shares(state: RunState) -> list[Text]:
-    """Of the last groups."""
+    """Shows shares over the last groups."""
     found = shares(state.shares.recent)
     return [Text(one, WARN if one.startswith("failed") else "") for one in found] or [Text("nothing lost", FAINT)]
 
 
 def _notes(state: RunState) -> list[Text]:
-    """What to change, and the last warnings, the newest first; where there is advice only that one."""
+    """Returns the advice, then the last warnings, the newest first; with advice, only the newest warning."""
     advice = [f"→ {one.name}: {one.sentence}" for one in advices(state)]
     warnings = distinct([one.message for one in state.warnings], 1 if advice else 3)
     return [Text(one, WARN) for one in (*advice, *(f"! {one}" for one in reversed(warnings)))]
 
 
 def _trace(state: RunState) -> Trace | None:
-    """Of the commonest failure."""
+    """Returns the traceback of the commonest failure."""
     for one in failings(state)[:1]:
         if one.first:
             title = f"{one.first.reason}: {plural(one.rollouts, 'rollout')} so far; the first, {one.first.prompt_id}"
@@ -252,7 +252,7 @@ def _checks(state: RunState) -> list[Text]:
 
 
 def sample_panel(sample: Sample, console: Console, width: int, height: int) -> Panel:
-    """In at most so many lines."""
+    """Shows one rollout in at most `height` lines."""
     versions = f"version {sample.first_version}"
     if sample.last_version != sample.first_version:
         versions = f"versions {sample.first_version} to {sample.last_version}"

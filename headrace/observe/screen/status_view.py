@@ -1,4 +1,4 @@
-"""A status for people: a panel on a terminal, plain lines in a pipe."""
+"""The output of `headrace status`: a panel on a terminal, plain lines in a pipe."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ MARKS = {
 BORDERS = {"silent": "yellow", "paused": "yellow", "stopped": "red", "died": "red"}
 
 WIDTH = 100
-"""Of the panel, at most."""
+"""Columns of the panel at most."""
 SHOWN = 8
-"""Waits."""
+"""Waits that are shown."""
 
 
 def show(console: Console, name: str, status: Status, state: RunState) -> None:
@@ -46,8 +46,8 @@ def show(console: Console, name: str, status: Status, state: RunState) -> None:
         console.print(panel(name, status, state))
         return
     for label, parts in lines_of(name, status, state):
-        told = (" " * GAP).join(part.plain for part in parts if part.plain)
-        console.print(f"{label:<12}{told}", markup=False, highlight=False, soft_wrap=True)
+        text = (" " * GAP).join(part.plain for part in parts if part.plain)
+        console.print(f"{label:<12}{text}", markup=False, highlight=False, soft_wrap=True)
 
 
 def panel(name: str, status: Status, state: RunState) -> RenderableType:
@@ -87,7 +87,7 @@ def _processes(status: Status, live: LiveStatus) -> list[Text]:
     text = Text(f"controller {live.pid}")
     for who, pid in live.workers.items():
         text.append(f", {who} {pid}")
-    silent = "" if status.life == "alive" else f"last word {_ago(time.time() - live.written)}"
+    silent = "" if status.life == "alive" else f"last status {_ago(time.time() - live.written)}"
     return [text, Text(silent, FAINT)]
 
 
@@ -135,7 +135,7 @@ def _checkpoint(state: RunState) -> list[Text]:
         return [Text("none yet", FAINT)]
     parts = [Text(f"step {good[-1].step}"), Text(f"at {duration(good[-1].t)}", FAINT)]
     if state.checkpoints[-1].error:
-        parts.append(Text(f"that of step {state.checkpoints[-1].step} could not be written", WARN))
+        parts.append(Text(f"the one of step {state.checkpoints[-1].step} could not be written", WARN))
     return parts
 
 

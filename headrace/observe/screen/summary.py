@@ -1,4 +1,4 @@
-"""What a run came to, in at most 100 columns; reads as well without colour."""
+"""The summary of a run, in at most 100 columns; it can be read without colour."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from headrace.observe.screen.live import BAD, GOOD, WARN
 from headrace.observe.text import bar, clip, counted, duration, number, percent, plural, short_time, sparkline
 
 WIDTH = 100
-"""At most."""
+"""Columns at most."""
 BAR = 36
-"""Characters of the bar of a lag: with its numbers it has room in 80 columns."""
+"""Characters of the bar of a lag, so that it fits into 80 columns with its numbers."""
 MARKS = {"good": ("✓", GOOD), "bad": ("✗", BAD), "plain": ("•", ""), "unknown": ("?", FAINT)}
 
 
 def summary(state: RunState, run_dir: Path | None = None, report: Path | None = None) -> RenderableType:
-    """A panel for the end of a run, finished or not. It says `not measured` where the facts say nothing."""
+    """Returns the panel for the end of a run, finished or not. Values that the facts do not contain are `not measured`."""
     table = Table.grid(padding=(0, 1))
     table.add_column(width=1)
     table.add_column(style=LABEL, min_width=15, no_wrap=True)
@@ -58,7 +58,7 @@ def summary(state: RunState, run_dir: Path | None = None, report: Path | None = 
 
 
 def print_summary(state: RunState, report: Path | None, console: Console | None = None) -> None:
-    """`report`: where `write_report` put it, in the run's directory; None of a run whose directory is there no more."""
+    """Prints the summary. `report`: the path that `write_report` returned; None if the run's directory no longer exists."""
     (console or Console(highlight=False)).print(summary(state, report.parent if report else None, report))
 
 
@@ -100,7 +100,7 @@ def _learned(table: Table, state: RunState) -> None:
 
 
 def _planned(table: Table, state: RunState) -> None:
-    """What was chosen for this machine, and what fitted into its minutes."""
+    """Adds the chosen settings, and the changes of the number of steps."""
     if state.started:
         for name, why in state.started.chosen.items():
             _more(table, name.capitalize(), why)
@@ -117,7 +117,7 @@ def _stale(table: Table, state: RunState) -> None:
         if one := apart.get(str(step)):
             text.append(f"   KL {number(one.kl)}", FAINT)
         _more(table, "" if step != min(state.lags) else f"{total:,} tokens", text)
-    for label, words in (("Versions", _versions(state)), ("Thrown away", _thrown(state))):
+    for label, words in (("Versions", _versions(state)), ("Discarded", _thrown(state))):
         if words:
             _more(table, label, words)
     _row(table, bias(state))
@@ -133,7 +133,7 @@ def _versions(state: RunState) -> str:
 
 
 def _thrown(state: RunState) -> str:
-    """For age: what has no contrast is dropped whatever the policy."""
+    """Returns what was discarded for its age. Groups without contrast are dropped whatever the policy, so they are not included."""
     found = {reason: state.fates.of[reason].groups for reason in DISCARDED if reason in state.fates.of}
     trimmed = measures.trimmed_tokens(state)
     words = [f"groups {counted(found)}, {plural(measures.lost_tokens(state), 'token')}"] if found else []
@@ -210,7 +210,7 @@ def _next(table: Table, state: RunState, run_dir: Path | None, report: Path | No
         saved = measures.saved_step(state)
         whole = saved == state.step or (state.ended is not None and state.ended.reason == "finished")
         if state.step < state.started.steps or not whole:
-            _more(table, "Go on with", f"headrace train --resume {run_dir}")
+            _more(table, "Resume with", f"headrace train --resume {run_dir}")
         if saved is not None:
             older = "" if whole else f" --step {saved}"
             _more(table, "Export with", f"headrace export {run_dir} --to DIR{older}")

@@ -1,4 +1,4 @@
-"""Where a live view is drawn: a terminal, or the output of a notebook's cell. Both draw the same view."""
+"""The surface of a live view: a terminal, or the output of a notebook cell. Both show the same view."""
 
 from __future__ import annotations
 
@@ -15,30 +15,33 @@ from rich.live import Live
 from headrace.observe.config import ObserveConfig
 
 REFRESH = 4.0
-"""Frames a second; a thread redraws, so that the clock moves while the event loop waits for a worker."""
+"""Frames per second. A thread redraws, so that the clock moves while the event loop waits for a worker."""
 
 NOTEBOOK_REFRESH = 2.0
-"""A notebook's frames travel to a browser, and are kept there until the next one."""
+"""Frames per second in a notebook, which sends each frame to a browser."""
 
 COLUMNS = 104
+"""Width of the view in a notebook."""
 
 FRAME = (
     '<pre style="margin:0;padding:10px 14px;max-width:max-content;overflow-x:auto;border:1px solid #8884;border-radius:6px;'
     "font:12.5px/1.35 ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace;white-space:pre\">{code}</pre>"
 )
-"""No colour of its own behind or beneath: it stands on a light notebook and on a dark one."""
+"""HTML of a frame. It sets no background, so that it fits light and dark notebooks."""
 
 Update = Callable[[str], None]
-"""Replaces the HTML that is shown."""
+"""Replaces the displayed HTML."""
 
 
 class Screen(Protocol):
+    """A surface that shows a view until it is stopped."""
+
     def stop(self) -> None:
-        """Takes the view away."""
+        """Removes the view."""
 
 
 def terminal_mode(config: ObserveConfig) -> str:
-    """`live`, `plain` or `off`."""
+    """Returns `live`, `plain` or `off`."""
     if config.terminal != "auto":
         return config.terminal
     on_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
@@ -46,14 +49,14 @@ def terminal_mode(config: ObserveConfig) -> str:
 
 
 def in_notebook() -> bool:
-    """Whether this process is a Jupyter kernel (JupyterLab, VS Code, Colab), whose cells show HTML."""
+    """Returns whether this process is a Jupyter kernel (JupyterLab, VS Code, Colab), whose cells show HTML."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
     return shell is not None and hasattr(shell, "kernel")
 
 
 def open_screen(view: Callable[[], RenderableType], console: Console) -> Screen:
-    """Draws what `view` returns, again and again, in a thread of its own."""
+    """Starts a thread that draws the result of `view` repeatedly."""
     if in_notebook():
         return NotebookScreen(view, _display)
     live = Live(get_renderable=view, console=console, refresh_per_second=REFRESH, transient=True)
@@ -62,17 +65,17 @@ def open_screen(view: Callable[[], RenderableType], console: Console) -> Screen:
 
 
 def _display(first: str) -> Update:
-    from IPython.display import HTML, display  # what runs in a kernel has it
+    from IPython.display import HTML, display  # available in every kernel
 
     handle = display(HTML(first), display_id=True)
     return lambda text: handle.update(HTML(text))
 
 
 class NotebookScreen:
-    """One display that is updated in place."""
+    """A view in one notebook display, updated in place."""
 
     def __init__(self, view: Callable[[], RenderableType], display: Callable[[str], Update]) -> None:
-        """`display` shows a first HTML, and returns what replaces it."""
+        """`display` shows the first HTML and returns the function that replaces it."""
         self._view, self._shown = view, as_html(view())
         self._update = display(self._shown)
         self._over = threading.Event()
@@ -87,7 +90,7 @@ class NotebookScreen:
                 self._shown = text
 
     def stop(self) -> None:
-        """Idempotent. The summary and the report come in its place."""
+        """Stops the thread and empties the display; may be called twice. The summary and the report take its place."""
         if not self._over.is_set():
             self._over.set()
             self._thread.join()
@@ -95,7 +98,7 @@ class NotebookScreen:
 
 
 def as_html(view: RenderableType) -> str:
-    """What a terminal would show, with styles for each stretch of text and nothing else."""
+    """Returns the view as HTML with inline styles."""
     console = Console(
         record=True,
         file=io.StringIO(),

@@ -1,4 +1,4 @@
-"""What a person sees while the run goes on: one live view on a terminal, one line per step in a log."""
+"""The output of a run while it goes on: one live view on a terminal, or one line per step in a log."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from headrace.observe.text import clip, duration, number, percent, plural, short
 
 
 class Header:
-    """Name, phase, progress and clocks. Rendered anew at every refresh, unlike the frame beneath."""
+    """Name, phase, progress and clocks. It is rendered at every refresh, unlike the view beneath it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -75,7 +75,7 @@ class Header:
 
 
 class LiveTerminal:
-    """Facts build the frame (at most `REFRESH` times a second); rich's thread shows it."""
+    """The live view as a sink. Facts rebuild the view at most `REFRESH` times a second; rich's thread shows it."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console()
@@ -101,7 +101,7 @@ class LiveTerminal:
 
 
 class PlainTerminal:
-    """One line per step, and one for everything else a reader of a log should know."""
+    """The log as a sink: one line per step, and one for everything else that a reader should know."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False, soft_wrap=True, force_jupyter=False)
@@ -117,12 +117,12 @@ class PlainTerminal:
 
 
 QUIET = 30.0
-"""Seconds without a line after which one says how far the next step is."""
+"""Seconds without output after which a line reports the progress of the next step."""
 
 
 class PlainLines:
-    """What a log of one run says: a line for a fact that has one, each advice and each kind of failure once, and a line now and
-    then while no step comes."""
+    """The lines of the log of one run: one for each fact that has a line, one for each advice and each kind of failure, and one every
+    `QUIET` seconds while a step is not finished."""
 
     def __init__(self) -> None:
         self._advised: set[str] = set()
@@ -140,7 +140,7 @@ class PlainLines:
         return lines
 
     def _known(self, fact: MetricsFact) -> bool:
-        """Training and evaluation each tell the first that they meet."""
+        """Returns whether this failure was printed before: training and evaluation each record their first one."""
         if not isinstance(fact, FirstFailure) or fact.kind not in self._failed:
             self._failed |= {fact.kind} if isinstance(fact, FirstFailure) else set()
             return False
@@ -153,7 +153,7 @@ class PlainLines:
 
 
 def waiting_line(state: RunState) -> str:
-    """How far the next step is, and what keeps it."""
+    """Formats the progress of the next step, with the shares of lost rollouts."""
     ready, wanted = len(state.tickets.ready), state.started.groups_per_step if state.started else 0
     parts = [
         f"step {state.step + 1}: {min(ready, wanted)} of {plural(wanted, 'group')} ready",
@@ -163,7 +163,7 @@ def waiting_line(state: RunState) -> str:
 
 
 def plain_line(fact: MetricsFact, state: RunState) -> str:
-    """Empty for facts that have no line of their own."""
+    """Returns the line of a fact; empty for facts without one."""
     match fact:
         case RunStarted():
             resumed = f", resumed at step {fact.resumed_at}" if fact.resumed_at else ""

@@ -1,4 +1,4 @@
-"""The worker of an engine, kept alive: a dead one is replaced at once, a number of times; then the engine is given up."""
+"""Keeps the worker of an engine running: replaces it when it dies, `max_deaths` times, and then gives the engine up."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ T = TypeVar("T")
 
 
 class WorkerOwner(Protocol):
-    """Whose worker it is."""
+    """The owner of the worker. The keeper calls it when the worker starts, is replaced, dies or is given up."""
 
     async def begin(self, worker: Worker) -> None:
-        """Makes a process ready to work, the first one and each that replaces it."""
+        """Makes a new process ready to work. Called for the first one and for each replacement."""
 
     async def resume_in(self, worker: Worker) -> None:
-        """Gives a process that replaces another what that one had."""
+        """Gives a replacement the weights and requests that the dead process had."""
 
     def died(self, how: str, deaths: int) -> None: ...
 
@@ -33,12 +33,12 @@ class Keeper:
         self._worker = launcher.worker(job, heard)
         self._deaths = 0
         self._lost: asyncio.Future[None] | None = None
-        """Raises what ended it for good."""
+        """Carries the error once the worker is given up."""
         self._keeping: asyncio.Task[None] | None = None
         self._up = asyncio.Event()
 
     async def launch(self) -> None:
-        """Starts the process, which imports what it needs beside whatever else goes on."""
+        """Starts the process. It imports its libraries while the caller does other work."""
         await self._worker.start()
 
     async def open(self) -> None:
@@ -53,11 +53,11 @@ class Keeper:
 
     @property
     def is_lost(self) -> bool:
-        """For good."""
+        """Whether the worker was given up."""
         return self._lost is not None and self._lost.done()
 
     async def ask(self, method: str, payload: Any, returns: type[T]) -> T:
-        """Asks again after a death."""
+        """Calls a method; calls it again on the replacement if the process dies meanwhile."""
         return await self.retrying(lambda worker: worker.call(method, payload, returns))
 
     async def retrying(self, ask: Callable[[Worker], Awaitable[T]]) -> T:
@@ -71,18 +71,18 @@ class Keeper:
                     self._up.clear()
 
     async def ask_once(self, method: str) -> None:
-        """Of the process that is there now. A death is no error: whoever asks provides for it."""
+        """Calls a method of the current process only. Its death raises nothing: the caller handles that case itself."""
         with contextlib.suppress(WorkerDied):
             await self._worker.call(method, None, type(None))
 
     def push(self, method: str, payload: object) -> None:
-        with contextlib.suppress(WorkerDied):  # what is pending is asked of the next process
+        with contextlib.suppress(WorkerDied):  # the next process is given all pending requests anyway
             self._worker.push(method, payload)
 
     async def until_up(self) -> None:
-        """Returns with a process that is there at this very moment. Raises what ended it for good."""
+        """Waits until a process is up. Raises the error with which the worker was given up."""
         assert self._lost is not None
-        while not (self._up.is_set() or self._lost.done()):  # it may have died again before this task has its turn
+        while not (self._up.is_set() or self._lost.done()):  # it may have died again before this task runs
             up: asyncio.Future[Any] = asyncio.ensure_future(self._up.wait())
             await asyncio.wait([self._lost, up], return_when=asyncio.FIRST_COMPLETED)
             up.cancel()
@@ -97,7 +97,7 @@ class Keeper:
         assert self._lost is not None
         if not self._lost.done():
             self._lost.set_exception(error)
-            self._lost.exception()  # whoever watches raises it; nobody watching is no error
+            self._lost.exception()  # marks it as retrieved: asyncio would warn if nobody calls `watch`
             self._ward.given_up(error)
 
     def kill(self) -> None:
@@ -123,21 +123,21 @@ class Keeper:
                     raise WorkerDied(who, f"{how}; it was its death no. {self._deaths} (engine.max_deaths allows "
                                      f"{self._max_deaths})")  # fmt: skip
                 await self._replace()
-        except Exception as error:  # nobody else hears of what ends this task, and all who wait for it would wait on
+        except Exception as error:  # else this task would end in silence, and its callers would wait for ever
             self.give_up(error if isinstance(error, HeadraceError) else _irreplaceable(who, error))
 
     async def _replace(self) -> None:
-        """Raises WorkerDied where no process can be started. One that dies while it starts counts as a death."""
+        """Raises WorkerDied if no process can be started. One that dies while it starts counts as a death."""
         self._worker = self._launcher.worker(self._job, self._heard)
         await self._worker.start()
-        with contextlib.suppress(WorkerDied):  # died again while starting: the loop counts it
+        with contextlib.suppress(WorkerDied):  # it died while it started: `_keep` counts that
             await self._ward.begin(self._worker)
             await self._ward.resume_in(self._worker)
             self._up.set()
 
 
 def _irreplaceable(who: str, error: Exception) -> WorkerDied:
-    """What the new process could not do: load weights that do not fit any more, say."""
+    """The error of a replacement that could not take over, for instance because it could not load the weights."""
     died = WorkerDied(who, f"died and could not be replaced: {error or repr(error)}")
     died.__cause__ = error
     return died

@@ -1,4 +1,4 @@
-"""An engine in a worker's process, as the pipeline sees it."""
+"""An engine in a worker process, behind the protocol `Engine`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from headrace.engine.request_book import RequestBook
 from headrace.engine.streaming import check_parts
 from headrace.errors import HeadraceError
 from headrace.observe.facts import EngineSample, WorkerLost
+from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.clients.keeper import Keeper
 from headrace.orchestration.workers.messages import EngineStart
 from headrace.orchestration.workers.wire import unpack
-from headrace.protocols import Job, Launcher, Observer, Worker
+from headrace.protocols import Job, Launcher, Worker
 from headrace.reports import TOTALS, Capabilities, EngineStats, LoadReport
 from headrace.steps import StepOutput, Transcript
 from headrace.types import Completion, Request, scoring
@@ -26,24 +27,22 @@ from headrace.weights import WeightUpdate
 class ProcessEngine:
     """Protocol `Engine`. A dead process is replaced at once: current weights first, then every request from its prefix."""
 
-    def __init__(
-        self, launcher: Launcher, job: Job, max_deaths: int, observer: Observer, clock: Callable[[], float]
-    ) -> None:
-        self._who, self._observer, self._clock = job.who, observer, clock
+    def __init__(self, launcher: Launcher, job: Job, max_deaths: int, telemetry: Telemetry) -> None:
+        self._who, self._telemetry = job.who, telemetry
         self._book = RequestBook()
         self._keeper = Keeper(launcher, job, max_deaths, self, self._heard)
         self._wanted: dict[str, WeightUpdate] = {}
-        """The newest weights by adapter; the base model's go by the empty name."""
+        """The newest weights of each adapter; those of the base model have the empty name."""
         self._live: dict[str, LoadReport] = {}
         self._held: Literal["", "drain", "pause"] = ""
         self._scorings = itertools.count()
         self._earlier = EngineStats()
-        """What dead processes had done, so that totals never go back."""
+        """The totals of processes that died: what is reported never decreases."""
         self._latest = EngineStats()
         self.capabilities = Capabilities(context_length=0)
 
     async def launch(self) -> None:
-        """Starts the process, which imports what it needs beside whatever else goes on."""
+        """Starts the process. It imports its libraries while the caller does other work."""
         await self._keeper.launch()
 
     async def open(self, start: EngineStart) -> None:
@@ -70,7 +69,7 @@ class ProcessEngine:
         try:
             return await self._keeper.retrying(lambda worker: self._load(worker, name, update, parts))
         except (HeadraceError, ValueError):
-            if before is None:  # refused: a process that is respawned has no use for it
+            if before is None:  # refused: a new process must not be given this update either
                 del self._wanted[name]
             else:
                 self._wanted[name] = before
@@ -101,7 +100,7 @@ class ProcessEngine:
     async def abort(self) -> None:
         self._book.abort()
         if self._keeper.is_up:
-            await self._keeper.ask_once("abort")  # over a death, `reissued` ends them
+            await self._keeper.ask_once("abort")  # if the process dies meanwhile, `reissued` ends them
         else:
             self._book.interrupt_aborted()
 
@@ -131,7 +130,7 @@ class ProcessEngine:
 
     async def resume_in(self, worker: Worker) -> None:
         self._live = {}
-        for name, update in self._wanted.items():  # the base model's came first
+        for name, update in self._wanted.items():  # the base model's was loaded first, and a dict keeps that order
             await self._load(worker, name, update)
         for request in self._book.reissued():
             self._keeper.push("add", request)
@@ -140,7 +139,7 @@ class ProcessEngine:
 
     def died(self, how: str, deaths: int) -> None:
         self._earlier, self._latest = self._totals(), EngineStats()
-        self._observer.record(WorkerLost(self._clock(), self._who, how, deaths, len(self._book)))
+        self._telemetry.record(WorkerLost(self._telemetry.clock(), self._who, how, deaths, len(self._book)))
 
     def given_up(self, error: Exception) -> None:
         self._book.give_up(error)
@@ -148,7 +147,7 @@ class ProcessEngine:
     # -- inside ---------------------------------------------------------------------------------------------------------
 
     async def _load(self, worker: Worker, name: str, update: WeightUpdate, parts: int = 1) -> LoadReport:
-        """A process that was respawned meanwhile has been given the newest update already."""
+        """Loads nothing where the process has this version already: a new process is given the newest updates at its start."""
         if name not in self._live or self._live[name].version != update.version:
             self._live[name] = await worker.call("load", (update, parts), LoadReport)
         return self._live[name]
@@ -158,14 +157,14 @@ class ProcessEngine:
             self._on_output(payload)
         elif method == "stats":
             self._latest = unpack(payload, EngineStats)
-            self._observer.record(EngineSample(self._clock(), self._totals()))
+            self._telemetry.record(EngineSample(self._telemetry.clock(), self._totals()))
         elif method == "refused":
             self._book.refuse(*unpack(payload, tuple[str, str]))
 
     def _on_output(self, output: msgspec.Raw) -> None:
         try:
-            self._book.tell(bytes(output))
-        except Exception as error:  # a journal that cannot be written, say: what comes next would not be in it
+            self._book.publish(bytes(output))
+        except Exception as error:  # such as a log that cannot be written: it would lack all later tokens
             self._keeper.give_up(error)
         if not self._keeper.is_lost:
             self._book.enter_output(unpack(output, StepOutput))

@@ -1,4 +1,4 @@
-"""A trainer in a worker's process, as the pipeline sees it."""
+"""A trainer in a worker process, behind the protocol `Trainer`."""
 
 from __future__ import annotations
 

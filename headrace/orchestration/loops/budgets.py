@@ -1,21 +1,21 @@
-"""What may go wrong before a run stops: outages, faults of data or reward, and groups that teach nothing, each with its own budget.
+"""Three budgets that stop a run: for outages, for faults of data or reward, and for groups without a training signal.
 
-They are counted apart, because they are mended apart. An outage (engine, network) passes by itself or does not: so many groups in
-a row. A fault of data or reward stays until somebody mends it, and what it takes away is not random: a share. A group without
-contrast is no failure at all, but a task that is too hard or too easy: so many in a row.
+They are counted separately, because they have different remedies. An outage (engine, network) may end by itself, so its budget is a
+number of groups in a row. A fault of data or reward lasts until somebody fixes it, and the rollouts that it removes are not random, so
+its budget is a share. A group without contrast is no failure: the task is too hard or too easy. Its budget is a number of groups in a row.
 
-The share is one of the last 64 rollouts, as people think of it, but three things about it are not obvious.
+The share refers to the last 64 rollouts. Three details are not obvious.
 
-It is compared at every group that ends, with `>=`. So a reward that fails on 45 to 50 % of the prompts cannot slip through: its
-share wanders around its mean and soon touches one half.
+It is compared with `>=` whenever a group ends. So a reward that fails on 45 to 50 % of the prompts is caught: its share varies around the
+mean and soon reaches one half.
 
-It is compared from the 8th prompt on, and not only when 64 rollouts are there; until then it is that of the last 8 prompts. So small
-configs, whose two steps have fewer than 64 rollouts, stop early too.
+It is compared from the 8th prompt on, not only after 64 rollouts; until then it is the share of the last 8 prompts. So small configs,
+whose first two steps have fewer than 64 rollouts, stop early too.
 
-Rollouts of one prompt fail together, so that 64 rollouts in groups of 8 are no more than 8 observations. Where 10 % of the prompts
-fail, chance alone brings half of 8 together 16 times in 8,000 prompts. So failures must also not be rare in the long run: half of
-that share, of the last 512 rollouts and at least 64 prompts (or of what there is). Then 1 such run in 7 pauses once (simulated, 200
-runs each), and nothing is delayed at the start, where the long run is short.
+Rollouts of one prompt fail together, so 64 rollouts in groups of 8 are only 8 observations. If 10 % of the prompts fail, half of 8 fail by
+chance alone 16 times in 8,000 prompts. So failures must also be frequent in the long run: at least half of that share among the last 512
+rollouts and at least 64 prompts (or as many as there are). With that, 1 such run in 7 pauses once (simulated, 200 runs each), and nothing
+is delayed at the start, when the long window is still short.
 """
 
 from __future__ import annotations
@@ -32,31 +32,35 @@ from headrace.settings.process_config import WatchConfig
 from headrace.types import Failure
 
 _LONG = 8
-"""Windows that the long run has."""
+"""Length of the long window, in short windows."""
 
 _BARREN = {
     "no_contrast": "All rewards of the group were equal: the task is too hard or too easy for this model; change the task, the reward, "
     "or raise rollout.group_size. ",
     "overlong": "All completions were cut off, which algo.overlong = mask leaves out: raise rollout.max_tokens. ",
-    "no_teacher": "No teacher takes such prompts, and there is nothing else to learn from: widen the route of a [[teachers]] table. ",
+    "no_teacher": "No teacher takes such prompts, so there is nothing to learn from them: widen the route of a [[teachers]] table. ",
 }
 _FAILED = {
-    "prompt_too_long": "Raise engine.context_length, lower rollout.max_tokens, or take such rows out of the task",
+    "prompt_too_long": "Raise engine.context_length, lower rollout.max_tokens, or remove such rows from the task",
     "reward_timeout": "Make the reward faster, or raise reward.timeout",
-    "reward_worker_died": "Look at what the reward function does to its process (memory, native code); its output is in the logs",
+    "reward_worker_died": "Check what the reward function does to its process (memory, native code); its output is in the logs",
     "request_refused": "Change what the engine refuses",
-    "teacher_refused": "Narrow the route of a [[teachers]] table, or take such rows out of the task",
+    "environment_raised": "Mend the environment, or the rows that it cannot play",
+    "environment_timeout": "Make the environment faster, or raise its limit",
+    "environment_turns": "Mend the environment, or raise its limit of turns",
+    "environment_reward": "Mend the rewards that the environment returns",
+    "teacher_refused": "Narrow the route of a [[teachers]] table, or remove such rows from the task",
 }
-_MEND = "Mend the reward function, or the rows that it cannot read"
+_FIX = "Fix the reward function, or the rows that it cannot read"
 
 
 class Budgets:
-    """Of one process: a run that goes on begins with whole ones."""
+    """The budgets of one process: a resumed run starts with full ones."""
 
     def __init__(
         self, watch: WatchConfig, patience: int, record: Callable[[Fact], None], clock: Callable[[], float]
     ) -> None:
-        """`patience`: groups in a row that teach nothing."""
+        """`patience`: number of groups in a row that may end without a training signal."""
         self._watch, self._patience, self._record, self._clock = watch, patience, record, clock
         self._firsts = Firsts(record, clock)
         self._few, self._recent, self._long = Recent(1, PROMPTS), Recent(), Recent(_LONG * WINDOW, _LONG * PROMPTS)
@@ -66,13 +70,13 @@ class Budgets:
         self._warned = False
 
     def spend(self, rolled: Rolled, fact: GroupEnded) -> None:
-        """Of a group that ended, whatever it came to; `fact` says so and is recorded. Raises `TrainingError` for a budget that is spent."""
-        self._firsts.tell(rolled.failures, rolled.prompt.id)
+        """Counts a group that ended. `fact`: its recorded outcome. Raises `TrainingError` if a budget is spent."""
+        self._firsts.report(rolled.failures, rolled.prompt.id)
         for failure in rolled.failures:
             self._first.setdefault(failure.kind, failure)
         if rolled.scored or not all(
             failure.outage for failure in rolled.failures
-        ):  # else it says nothing of the reward
+        ):  # a group that only had outages says nothing about the reward
             for window in (self._few, self._recent, self._long):
                 window.add(fact)
         self._outage(rolled)
@@ -86,8 +90,8 @@ class Budgets:
             self._outages += 1
             if self._outages >= self._watch.outages:
                 raise RunPaused(
-                    f"paused: {self._outages} groups in a row had no rollout, because of {lost[0].reason} ({lost[0].detail}). See that it "
-                    "answers again, then resume; watch.outages sets how many groups may pass"
+                    f"paused: {self._outages} groups in a row had no rollout, because of {lost[0].reason} ({lost[0].detail}). Make it "
+                    "available again, then resume; watch.outages sets how many groups may fail so"
                 )
 
     def _faults(self) -> None:
@@ -99,7 +103,7 @@ class Budgets:
             raise self._pause(window)
         if share > watch.failed_warn and not self._warned:
             self._record(Warned(self._clock(), f"{self._said(window)}; they are not trained. {self._remedy(window)}"))
-        # Not again for every rollout more or less: only when it was mended meanwhile.
+        # Warns again only after the share fell below half of the threshold, not for every change around it.
         self._warned = share > watch.failed_warn / 2 and (self._warned or share > watch.failed_warn)
 
     def _pause(self, window: Recent) -> RunPaused:
@@ -119,7 +123,7 @@ class Budgets:
         return f"{window.faults} of the last {last} rollouts failed ({percent(window.fault_share)}: {counted(faults)})"
 
     def _commonest(self, window: Recent) -> Failure:
-        """The first failure of the kind that is commonest now."""
+        """The first failure of the kind that is most frequent now."""
         kinds = Counter({kind: count for kind, count in window.kinds.items() if self._mine(kind)})
         return self._first[kinds.most_common(1)[0][0]]
 
@@ -127,7 +131,7 @@ class Budgets:
         return kind in self._first and not self._first[kind].outage
 
     def _remedy(self, window: Recent) -> str:
-        return _FAILED.get(self._commonest(window).reason, _MEND)
+        return _FAILED.get(self._commonest(window).reason, _FIX)
 
     def _teaches(self, rolled: Rolled, fact: GroupEnded) -> None:
         if fact.outcome == "ready":
@@ -137,5 +141,5 @@ class Budgets:
             if self._barren >= self._patience:
                 raise TrainingError(
                     f"{self._barren} groups in a row could not be trained; the last one: {fact.reason}. "
-                    f"{_BARREN.get(fact.reason, '')}rollout.patience sets how many groups may pass."
+                    f"{_BARREN.get(fact.reason, '')}rollout.patience sets how many such groups are allowed."
                 )

@@ -1,4 +1,4 @@
-"""Held-out reward: the same prompts before, during and after, through the same engine and scorer as training."""
+"""Measures the held-out reward: the same prompts before, during and after training, with the same engine and scorer."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from typing import Literal
 from headrace.observe.facts import Evaluated
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.loops.outcomes import Firsts, FirstTexts
-from headrace.protocols import Scorer
-from headrace.rollouts.rollout import Decode, Generate, RolloutConfig, roll_out, seed_of
+from headrace.protocols import EnvironmentKind, Scorer
+from headrace.rollouts.episodes import Decode, Generate, Played, TurnAsked, roll_out, with_rewards
+from headrace.rollouts.rollout import RolloutConfig, seed_of
 from headrace.settings.process_config import EvalConfig
-from headrace.types import Episode, Failure, Prompt, Scored
+from headrace.types import Completion, Failure, Prompt, Request, Scored
 
 
 class Evaluator:
@@ -23,6 +24,7 @@ class Evaluator:
         self,
         *,
         generate: Generate,
+        environment: EnvironmentKind,
         scorer: Scorer,
         prompts: Sequence[Prompt],
         config: EvalConfig,
@@ -31,16 +33,16 @@ class Evaluator:
         telemetry: Telemetry,
         adapter: str = "",
     ) -> None:
-        self._generate, self._scorer, self._telemetry = generate, scorer, telemetry
+        self._generate, self._environment, self._scorer, self._telemetry = generate, environment, scorer, telemetry
         self._prompts, self._config, self._rollout = prompts, config, rollout
         self._decode, self._adapter = decode, adapter
         self._firsts = Firsts(telemetry.record, telemetry.clock, held_out=True)
         self._texts = FirstTexts(telemetry.record, telemetry.clock)
         self._numbers = itertools.count()
-        """Of the measurements: two may be under way at once."""
+        """Numbers the measurements, because two may run at the same time."""
 
     async def measure(self, phase: Literal["before", "during", "after"], step: int) -> Evaluated | None:
-        """None when the run has no held-out prompts. A rollout that failed is counted by reason, not scored as zero."""
+        """Measures all held-out prompts; None if the run has none. A failed rollout is counted by reason, not scored as zero."""
         if not self._prompts:
             return None
         clock = self._telemetry.clock
@@ -48,7 +50,7 @@ class Evaluator:
         results = await asyncio.gather(*(self._one(number, i, prompt) for i, prompt in enumerate(self._prompts)))
         scored = [one for group in results for one in group if isinstance(one, Scored)]
         failures = [one for group in results for one in group if isinstance(one, Failure)]
-        # The prompt is the unit that was drawn at random: samples of one prompt are not independent.
+        # The standard error is over prompts, because samples of one prompt are not independent.
         means = [_mean([one.reward for one in group if isinstance(one, Scored)]) for group in results]
         kept = [mean for mean in means if not math.isnan(mean)]
         fact = Evaluated(
@@ -58,7 +60,7 @@ class Evaluator:
             prompts=len(kept),
             reward_mean=_mean(kept),
             reward_sem=_standard_error(kept),
-            length_mean=_mean([len(one.episode.last.tokens) for one in scored]),
+            length_mean=_mean([one.episode.sampled for one in scored]),
             failures=dict(Counter(one.reason for one in failures)),
             seconds=clock() - started,
             asked=len(self._prompts),
@@ -69,24 +71,33 @@ class Evaluator:
         return fact
 
     async def _one(self, number: int, index: int, prompt: Prompt) -> list[Scored | Failure]:
-        # The seeds do not depend on the step: before and after differ by their weights alone.
-        name = f"eval:{self._adapter}:{number}/{index}"  # adapters share an engine
-        requests = [
-            self._rollout.evaluation(
-                f"{name}/{i}", prompt, seed_of("held-out", index, i), self._config.temperature, self._adapter
-            )
-            for i in range(self._config.samples)
-        ]
+        async def ask(asked: TurnAsked) -> Completion:
+            return await self._generate(self._request(number, index, asked))
+
+        seeds = [seed_of("held-out environment", index, i) for i in range(self._config.samples)]
         async with self._telemetry.waits.named("evaluation", "the engine"):
-            rolled = await roll_out(self._generate, prompt, requests, self._decode)
-        episodes = [one for one in rolled if isinstance(one, Episode)]
-        self._texts.tell(prompt, episodes)
+            rolled = await roll_out(self._environment, prompt, seeds, ask=ask, decode=self._decode)
+        played = [one for one in rolled if isinstance(one, Played)]
+        episodes = [one.episode for one in played]
+        self._texts.report(prompt, episodes)
         found: list[Scored | Failure] = [one for one in rolled if isinstance(one, Failure)]
         if episodes:
             async with self._telemetry.waits.named("evaluation", "the scorer"):
-                found += await self._scorer.score(prompt, episodes)
-        self._firsts.tell((one for one in found if isinstance(one, Failure)), prompt.id)
+                found += with_rewards(await self._scorer.score(prompt, episodes), played)
+        self._firsts.report((one for one in found if isinstance(one, Failure)), prompt.id)
         return found
+
+    def _request(self, number: int, index: int, asked: TurnAsked) -> Request:
+        """Makes a request. Its seed does not depend on the step, so that before and after differ only by the weights."""
+        turn = (asked.turn,) if asked.turn else ()
+        name = "/".join(map(str, (number, index, asked.rollout, *turn)))
+        return self._rollout.evaluation(
+            f"eval:{self._adapter}:{name}",  # adapters share an engine, so the name must be unique
+            asked.context,
+            seed_of("held-out", index, asked.rollout, *turn),
+            self._config.temperature,
+            self._adapter,
+        )
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -13,10 +13,10 @@ from headrace.observe.telemetry import Telemetry
 from headrace.protocols import Engine, Trainer
 
 PROBE = "The quick brown fox jumps over the lazy dog, and 7 times 6 is 42."
-"""The same for every run of a model."""
+"""The probe's text, the same in all runs."""
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15}
-"""Mean |difference| per token, nats, that rounding alone may cause in a serving dtype (0.01 to 0.06 is usual in bf16)."""
+"""Largest mean |difference| per token, in nats, that rounding can cause, by serving dtype (0.01 to 0.06 is usual in bf16)."""
 
 
 class IdentityProbe:
@@ -28,17 +28,17 @@ class IdentityProbe:
         telemetry: Telemetry,
         adapter: str = "",
     ) -> None:
-        """`every`: versions between two probes; 0 switches them off. `adapter`: under which policy."""
+        """`every`: versions between two probes; 0 switches them off. `adapter`: the policy that is probed."""
         self._tokens, self._every, self._tolerance = tuple(tokens), every, tolerance
         self._telemetry, self._adapter = telemetry, adapter
 
     async def trainer_side(self, trainer: Trainer, version: int, always: bool = False) -> list[float] | None:
-        """What the engine must find, or None when this version is not probed. `always`: whatever its number."""
+        """The log-probs that the engine must compute; None if this version is not probed. `always`: probe regardless of its number."""
         due = bool(self._every) and (always or version % self._every == 0)
         return await trainer.score(self._tokens, self._adapter) if due else None
 
     async def engine_side(self, engine: Engine, version: int, expected: list[float] | None) -> float | None:
-        """The root mean square of the differences, nats; None where this version is not probed.
+        """Returns the root mean square of the differences, in nats; None if this version is not probed.
 
         Raises `IdentityError` when the served policy is not the trained one.
         """

@@ -1,4 +1,4 @@
-"""The end of a run: what does not wait any more once somebody has interrupted it, and what keeps it from being finished."""
+"""The end of a run: waits that an interrupt cuts short, and the last checkpoint, without which a run is not finished."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headrace.observe.health.waits import Waits
 T = TypeVar("T")
 
 LONGEST_PAUSE = 60.0
-"""Seconds between two tries of the last checkpoint."""
+"""Longest pause between two tries to write the last checkpoint, in seconds."""
 
 
 class Leaving:
@@ -27,8 +27,8 @@ class Leaving:
         return self._begun.is_set()
 
     async def unless(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """For what waits for an engine, which may hang: whoever interrupts the run does not wait for that. None then; the work is
-        cancelled, and what it awaits."""
+        """Awaits `work` until it is done or the run is interrupted, since an engine for which it waits may hang. After an interrupt it
+        cancels the work, including what that awaits, and returns None."""
         doing, leaving = asyncio.ensure_future(work), asyncio.ensure_future(self._begun.wait())
         try:
             await asyncio.wait((doing, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -48,14 +48,14 @@ async def until_saved(
     leaving: Leaving,
     warn: Callable[[str], None],
 ) -> None:
-    """Saves the last checkpoint: again and again for `patience` seconds where the disk does not take it, or until somebody
-    interrupts the run. `save` says why it could not. Raises CheckpointError at the end of patience."""
+    """Saves the last checkpoint. If the disk cannot be written, it tries again for `patience` seconds or until an interrupt. `save` returns
+    the error, or an empty string. Raises CheckpointError when `patience` is over."""
     left, pause = patience, 1.0
     while not leaving.begun and (failure := await save()):
         if left <= 0:
             raise CheckpointError(
-                f"all {step} steps are done, but the run is not finished, because its weights are not on the disk: {failure}. Then go "
-                "on with --resume, which does the steps that are in no checkpoint again from the journal"
+                f"all {step} steps are done, but the run is not finished, because its weights are not on the disk: {failure}. Then "
+                "resume with --resume, which repeats the steps that are in no checkpoint from the journal"
             )
         warn(
             f"the run is not finished before the checkpoint of step {step} is on the disk: free disk space; it is tried again in "

@@ -1,15 +1,15 @@
-"""What becomes of every ticket, in one place: written first, then counted, then reported.
+"""The transitions of every ticket, in one place. Each is written to the journal first, then counted, then reported.
 
     transition   journal     buffer                             fact
     ----------   -------     ------                             ----
     drawn        `Drawn`     in flight                          `TicketDrawn`
     ready        `Ready`     ready                              `GroupEnded` (ready)
     ended        `Gone`      the slot is free                   `GroupEnded` (dropped, failed)
-    trained      `Stepped`   trained; dropped where skipped     `StepTrained`; `GroupEnded` (dropped) for each
+    trained      `Stepped`   trained; dropped if skipped        `StepTrained`; `GroupEnded` (dropped) for each
     live         `Live`      the slots are free                 `WeightsLive`
 
-A run that is killed between two of these columns loses nothing: recovery reads the journal and does to the buffer, by the
-same `Buffer.count`, what the killed process may not have come to.
+A run that is killed between two of these columns loses nothing: recovery reads the journal and applies its records to the buffer with the
+same `Buffer.count`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Ledger:
         return self._ended(rolled, "ready")
 
     def ended(self, rolled: Rolled, outcome: Outcome, reason: str) -> GroupEnded:
-        """A group that will not be trained, whether it is in flight, ready or taken."""
+        """Records a group that will not be trained, whether it is in flight, ready or taken."""
         assert outcome != "ready"
         failures = rolled.failures if outcome == "dropped" else ()
         reasons = tuple(failure.reason for failure in failures)
@@ -47,7 +47,7 @@ class Ledger:
         return self._ended(rolled, outcome, reason)
 
     def trained(self, report: TrainReport, batch: Batch, drawn: float, waited: float) -> None:
-        """An optimizer step, also a skipped one. `drawn` and `waited`: see `step_fact`. Returns with the journal on the disk."""
+        """Records an optimizer step, also a skipped one. `drawn` and `waited`: see `step_fact`. The journal is flushed on return."""
         groups = batch.groups
         tickets = tuple(group.ticket for group in groups)
         self._enter(SteppedRecord(self._clock(), report, tickets, batch.steps), flush=True)
@@ -58,7 +58,7 @@ class Ledger:
             self._ended(rolled_of(group), "dropped", report.skipped)
 
     def live(self, update: WeightUpdate, delivery: Delivery, cancelled: int) -> None:
-        """`cancelled`: rollouts of groups that are dropped because of the new weights."""
+        """`cancelled`: number of rollouts of groups that are dropped because of the new weights."""
         self._enter(LiveRecord(self._clock(), update.version, update.fingerprint))
         interrupted = delivery.interrupted + cancelled
         self._record(WeightsLive(self._clock(), update, delivery.load, interrupted, delivery.pause))

@@ -1,4 +1,4 @@
-"""Keeps a pipeline within `train.minutes`: the allowance (`auto/allowance.py`) joined to its buffer, its screen and its settings."""
+"""Keeps a pipeline within `train.minutes`: connects the allowance (`auto/allowance.py`) to buffer, facts and settings."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from headrace.observe.text import duration, plural
 from headrace.rollouts.buffer import Buffer
 
 Keep = Callable[[int, int], None]
-"""Writes down that the run is to have so many steps, and at which step that was decided."""
+"""Saves the new number of steps of the run, and the step at which that was decided."""
 
 
 class Minutes:
-    """Without an allowance it never says anything."""
+    """The time limit of a run. Without an allowance it does nothing."""
 
     def __init__(
         self,
@@ -27,29 +27,29 @@ class Minutes:
     ) -> None:
         self._allowance, self._keep, self._record, self._clock = allowance, keep, record, clock
         self._training = 0.0
-        """Seconds of the longest of the trainer's steps."""
+        """Seconds of the trainer's longest step."""
 
     def begin(self, step: int) -> None:
-        """Training begins, with so many steps done."""
+        """Called when training begins, with the number of steps done."""
         if self._allowance is None:
             return
         self._allowance.begin(self._clock())
         if step and not self._allowance.another(self._clock()):
-            said = "the time of train.minutes is over: no more steps are done; to go on, set it to more, or to 0"
+            said = "the time of train.minutes is over, so no more steps are done; to continue, raise it, or set it to 0"
             self._record(Warned(self._clock(), said))
 
     def measured(self, evaluation: float = 0.0, save: float = 0.0) -> None:
-        """Seconds that such things took here."""
+        """Takes measured seconds of an evaluation or a checkpoint."""
         if self._allowance:
             self._allowance.measured(evaluation, save)
 
     def another(self, step: int) -> bool:
-        """Whether one more step fits. The first one always does: a run without a step is none."""
+        """Whether one more step fits. The first one always does, because a run must have a step."""
         return self._allowance is None or step == 0 or self._allowance.another(self._clock())
 
     @contextmanager
     def curfew(self, step: int, buffer: Buffer) -> Iterator[None]:
-        """While a batch is waited for: the buffer is closed when it is too late to train one."""
+        """Closes the buffer, while the trainer waits for a batch, when it is too late to train one."""
         if self._allowance is None or step == 0:
             yield
             return
@@ -61,7 +61,7 @@ class Minutes:
             timer.cancel()
 
     def stepped(self, step: int, seconds: float) -> int | None:
-        """After a step, on which the trainer worked for `seconds`: the number of steps that fit, where it is another one now."""
+        """Called after a step that took `seconds`. Returns the number of steps that fit, if it has changed; else None."""
         if self._allowance is None:
             return None
         self._training = max(self._training, seconds)
@@ -71,15 +71,15 @@ class Minutes:
         return steps
 
     def over(self, step: int) -> None:
-        """The run ends before its last step."""
+        """Called when the run ends before its last planned step."""
         assert self._allowance is not None
         left = self._allowance.end - self._clock()
-        rest = f"need the {duration(left)} that are left" if left > 0 else "are all that is done when the time is over"
+        rest = f"need the remaining {duration(left)}" if left > 0 else "are still done, although the time is over"
         said = f"no more steps: the last evaluation and the checkpoint {rest} ({_instead(step, self._allowance.steps)})"
         self.changed(step, step, said)
 
     def changed(self, step: int, steps: int, said: str) -> None:
-        """It is on the disk before anybody acts on it."""
+        """Saves and reports a new number of steps. It is on the disk before anything acts on it."""
         self._keep(steps, step)
         self._record(Planned(self._clock(), steps, said))
 

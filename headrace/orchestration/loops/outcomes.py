@@ -1,4 +1,4 @@
-"""How a group's rollouts and an optimizer step become facts."""
+"""Turns a group's rollouts, and an optimizer step, into facts."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ Outcome = Literal["ready", "dropped", "failed"]
 
 @dataclass(frozen=True)
 class Rolled:
-    """A ticket whose rollouts are sampled and scored, whatever came of them."""
+    """The result of a ticket: its scored rollouts and its failures."""
 
     ticket: int
     prompt: Prompt
     scored: tuple[Scored, ...]
     failures: tuple[Failure, ...] = ()
     seconds: float = 0.0
-    """From the ticket to here."""
+    """Seconds since the ticket was drawn."""
     lost_tokens: int = 0
-    """Sampled for rollouts that were ended before they were done."""
+    """Number of tokens sampled for rollouts that were cancelled or started again."""
 
     @property
     def commonest_failure(self) -> str:
@@ -44,7 +44,7 @@ class Rolled:
             reason=reason,
             detail=self.detail,
             rewards=tuple(one.reward for one in self.scored),
-            lengths=tuple(len(one.episode.last.tokens) for one in self.scored),
+            lengths=tuple(one.episode.sampled for one in self.scored),
             truncated=sum(one.episode.last.stop == "length" for one in self.scored),
             failures=dict(Counter(failure.reason for failure in self.failures)),
             seconds=self.seconds,
@@ -54,27 +54,27 @@ class Rolled:
 
 
 class Firsts:
-    """Tells the first rollout that failed in each way, once in a process."""
+    """Reports the first failure of each kind, once per process."""
 
     def __init__(self, record: Callable[[Fact], None], clock: Callable[[], float], held_out: bool = False) -> None:
         self._record, self._clock, self._held_out = record, clock, held_out
         self._kinds: set[str] = set()
 
-    def tell(self, failures: Iterable[Failure], prompt_id: str) -> None:
+    def report(self, failures: Iterable[Failure], prompt_id: str) -> None:
         for one in failures:
             if one.kind not in self._kinds:
                 self._kinds.add(one.kind)
-                told = (one.reason, one.kind, one.detail, one.traceback, prompt_id, self._held_out)
-                self._record(FirstFailure(self._clock(), *told))
+                values = (one.reason, one.kind, one.detail, one.traceback, prompt_id, self._held_out)
+                self._record(FirstFailure(self._clock(), *values))
 
 
 class FirstTexts:
-    """Shows the first completion of a process, so that one sees early what the model writes."""
+    """Reports the first completion of a process, so that the user sees early what the model writes."""
 
     def __init__(self, record: Callable[[Fact], None], clock: Callable[[], float]) -> None:
         self._record, self._clock, self._shown = record, clock, False
 
-    def tell(self, prompt: Prompt, episodes: Iterable[Episode]) -> None:
+    def report(self, prompt: Prompt, episodes: Iterable[Episode]) -> None:
         for one in episodes if not self._shown else ():
             last, self._shown = one.last, True
             version = last.spans[0].version if last.spans else 0
@@ -92,12 +92,12 @@ class FirstTexts:
 
 
 def rolled_of(group: Group) -> Rolled:
-    """Of one that had been ready."""
+    """The result of a group that was ready before."""
     return Rolled(group.ticket, group.prompt, group.scored, group.failures)
 
 
 def step_fact(t: float, report: TrainReport, groups: tuple[Group, ...], drawn: float, waited: float) -> StepTrained:
-    """`drawn`: mean reward of all that ended since the step before; `waited`: seconds until the batch was full."""
+    """`drawn`: mean reward of all groups that ended since the previous step. `waited`: seconds until the batch was complete."""
     rows = [row for group in groups for row in group.rows]
     lags = Counter(
         report.step - version for row in rows for version, kept in zip(row.versions, row.mask, strict=True) if kept

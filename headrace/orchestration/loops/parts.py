@@ -1,4 +1,4 @@
-"""What the pipeline's loops share."""
+"""The parts that the pipeline's loops share."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from headrace.orchestration.loops.ledger import Ledger
 from headrace.orchestration.loops.minutes import Minutes
 from headrace.orchestration.loops.turns import Turns
 from headrace.orchestration.store.snapshots import Snapshots
-from headrace.protocols import Engine, Scorer, Task, Trainer
+from headrace.protocols import Engine, EnvironmentKind, Scorer, Task, Trainer
 from headrace.rollouts.buffer import Buffer
+from headrace.rollouts.episodes import Decode
 from headrace.rollouts.partial import Interrupts
-from headrace.rollouts.rollout import Decode
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Parts:
     """Everything the pipeline joins."""
 
     task: Task
     engine: Engine
     interrupts: Interrupts
-    """The engine, as rollouts see it."""
+    """The engine with the chosen way of interrupting rollouts."""
     trainer: Trainer
+    environment: EnvironmentKind
     scorer: Scorer
     telemetry: Telemetry
     journal: Journal
@@ -43,29 +44,29 @@ class Parts:
     probe: IdentityProbe
     evaluator: Evaluator
     turns: Turns = field(default_factory=Turns)
-    """At the trainer, where several pipelines share it."""
+    """The turns at the trainer, if several pipelines share it."""
     noise: NoiseWatch = field(default_factory=NoiseWatch)
     minutes: Minutes = field(default_factory=Minutes)
-    """Those that the run may take."""
+    """The time limit of the run."""
     sentinels: Sequence[Callable[[], Awaitable[None]]] = ()
-    """Each raises what ends something beside engine and trainer that the run cannot do without: a teacher, say."""
+    """Functions that raise the error of another part that the run needs, such as a teacher. Engine and trainer are watched anyway."""
 
 
 @dataclass(frozen=True)
-class Told:
-    """What the metrics have of the processes before this one, in a run that goes on."""
+class EarlierMetrics:
+    """What the metrics hold of earlier processes of a resumed run."""
 
     step: int = 0
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     evaluated: int = 0
-    """The last step whose weights were measured while training went on."""
+    """The last step whose weights were evaluated during training."""
     reward_drawn: float = math.nan
-    """Of the last step."""
+    """Mean reward of all groups that ended before the last step."""
     rewards: tuple[float, ...] = ()
-    """Of the rollouts whose groups ended since that step."""
+    """Rewards of the rollouts whose groups ended after that step."""
 
 
-def told_of(state: RunState) -> Told:
+def earlier_metrics(state: RunState) -> EarlierMetrics:
     during = [one.step for one in state.evals if one.phase == "during"]
     drawn = state.rows[-1].reward_drawn if state.rows else math.nan
-    return Told(state.step, max(during, default=0), drawn, tuple(state.drawn_rewards))
+    return EarlierMetrics(state.step, max(during, default=0), drawn, tuple(state.drawn_rewards))

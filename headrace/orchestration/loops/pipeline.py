@@ -1,4 +1,4 @@
-"""The pipeline: reads like the algorithm, knows protocols only.
+"""The pipeline. It reads like the algorithm, and knows protocols only.
 
             tickets                     rollouts          scored groups          batches
   task ───────────────▶ rollout ───────────────▶ scoring ─────────────▶ buffer ───────────▶ trainer
@@ -16,8 +16,8 @@
   sentinels       the end of a worker process, or of what it is asked in the background   the operating system
 
 The first two are in `rolling.py`. `max_lag = 0` is synchronous training; there is no second trainer for it. Shutdown is
-`Buffer.close()`. What a step takes and what comes of it is in the journal before it is in the buffer: a run that is killed
-anywhere goes on from the newest checkpoint by doing the journaled steps again (`redo`), and then has lost nothing.
+`Buffer.close()`. The groups and the result of a step are in the journal before the buffer changes. So a run that is killed anywhere is
+resumed from the newest checkpoint by repeating the journaled steps (`redo`), and loses nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from headrace.errors import CheckpointError, HeadraceError, IdentityError, Train
 from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.loops.leaving import Leaving, until_saved
 from headrace.orchestration.loops.outcomes import rolled_of, step_fact
-from headrace.orchestration.loops.parts import Parts, Told
+from headrace.orchestration.loops.parts import EarlierMetrics, Parts
 from headrace.orchestration.loops.rolling import Rolling
 from headrace.reports import TrainReport, differing
 from headrace.rollouts.staleness import judge
@@ -44,38 +44,40 @@ from headrace.types import Group
 from headrace.weights import WeightUpdate
 
 _REMEDIES = {
-    "all_rejected": "The bounds of algo.correction, or the clip, let no token through: widen them, lower staleness.max_lag, or use "
+    "all_rejected": "The bounds of algo.correction, or the clip, reject every token: widen them, lower staleness.max_lag, or use "
     "another algo.name"
 }
-_OTHERWISE = "Lower train.learning_rate or train.max_grad_norm, or look at the rewards of these groups in the report"
-"""Of the other reasons why a step is skipped."""
+_OTHERWISE = "Lower train.learning_rate or train.max_grad_norm, or check the rewards of these groups in the report"
+"""The remedy for all other reasons of a skipped step."""
 
 _OUTDATED = (
-    "finished groups of the checkpoint are dropped (settings_changed): algorithm, rewards or teachers are not those that their rows "
-    "were made by"
+    "finished groups of the checkpoint are dropped (settings_changed): their rows were made with another algorithm, other rewards or "
+    "other teachers"
 )
-_GONE = "of which the metrics have none; those weights are gone, so"
+_GONE = "but the metrics have none; those weights no longer exist, so"
 
 T = TypeVar("T")
 P = ParamSpec("P")
 
 
 class Pipeline:
-    def __init__(self, parts: Parts, plan: LoopPlan, first_step: int = 0, told: Told | None = None) -> None:
-        """`told`: what the metrics have of the processes before, in a run that goes on."""
+    def __init__(
+        self, parts: Parts, plan: LoopPlan, first_step: int = 0, earlier: EarlierMetrics | None = None
+    ) -> None:
+        """`earlier`: what the metrics hold of earlier processes, in a resumed run."""
         self._parts, self._plan, self._clock = parts, plan, parts.telemetry.clock
         self._record, self._warn = parts.telemetry.record, parts.telemetry.warn
-        self._told = told or Told()
-        self._rolling = Rolling(parts, plan, self._told)
+        self._earlier = earlier or EarlierMetrics()
+        self._rolling = Rolling(parts, plan, self._earlier)
         self.step = first_step
         self._leaving = Leaving()
         self._evaluations: list[asyncio.Task[Any]] = []
         self._under_way: asyncio.Future[Any] | None = None
-        """A step or a checkpoint, see `_whole`."""
+        """The step or checkpoint that is running, see `_whole`."""
         self._skipped = 0
 
     def interrupt(self) -> None:
-        """Leave at the next step's end, with a checkpoint, in which is what is in flight."""
+        """Ends the run after the current step, with a checkpoint that contains the groups in flight."""
         self._leaving.begin()
         self._parts.buffer.close()
 
@@ -84,7 +86,7 @@ class Pipeline:
         return self._leaving.begun
 
     async def redo(self, steps: Sequence[JournalStep]) -> None:
-        """Steps that were done after the checkpoint, by a process that was killed."""
+        """Repeats the steps that a killed process did after the checkpoint."""
         for step in steps:
             batch = self._plan.batch_again(step, self._parts.algorithm)
             batch = replace(batch, skippable=bool(step.report.skipped), steps=step.steps)
@@ -94,13 +96,13 @@ class Pipeline:
             if step.report.skipped:
                 continue
             self.step = step.version
-            if self.step > self._told.step:
+            if self.step > self._earlier.step:
                 self._record(
                     step_fact(self._clock(), report, batch.groups, self._rolling.mean_drawn(batch.groups), 0.0)
                 )
 
     def discard(self, tickets: Collection[int]) -> None:
-        """Finished groups that cannot be trained any more, because the settings that their rows were made by are others now."""
+        """Drops finished groups whose rows were made under settings that have changed."""
         groups = [group for group in self._parts.buffer.finished if group.ticket in tickets]
         if not groups:
             return
@@ -109,9 +111,9 @@ class Pipeline:
             self._parts.ledger.ended(rolled_of(group), "dropped", "settings_changed")
 
     async def run(self) -> None:
-        """Train until the plan is fulfilled or `interrupt` was called. The current weights must be live already.
+        """Trains until the plan is fulfilled or `interrupt` is called. The current weights must be live already.
 
-        Raises the first `HeadraceError` of any loop; while the trainer lives, a checkpoint is written before.
+        Raises the first `HeadraceError` of any loop. If the trainer is alive, a checkpoint is written before that.
         """
         try:
             async with asyncio.TaskGroup() as loops:
@@ -128,15 +130,15 @@ class Pipeline:
                 self._under_way.cancel()
 
     async def _last_checkpoint(self) -> None:
-        """Of a run that something else has ended."""
-        with suppress(HeadraceError):  # what ended the run is what its user should read
+        """Writes a checkpoint after an error of another part."""
+        with suppress(HeadraceError):  # the user should read the error that ended the run, not a second one
             if self._under_way and not self._under_way.done():
                 await self._under_way
             await self._checkpoint()
 
     async def _whole(self, work: Coroutine[Any, Any, T]) -> T:
-        """For what goes on in the trainer's process whoever waits for it. The last checkpoint of a run that ends meanwhile waits
-        until it is over: else it would hold the weights of another step than its tickets, or be written into by two."""
+        """Shields work of the trainer's process, which continues even if its caller is cancelled. If the run ends meanwhile, its last
+        checkpoint waits for this work: else it could combine weights and tickets of different steps, or be written twice at once."""
         under_way = self._under_way = asyncio.ensure_future(work)
         return await asyncio.shield(under_way)
 
@@ -159,13 +161,13 @@ class Pipeline:
     # -- train ----------------------------------------------------------------------------------------------------------
 
     async def _catch_up(self, loops: asyncio.TaskGroup) -> None:
-        """What was due at a step of an earlier process, which ended before it was done."""
+        """Does the checkpoint or evaluation that was due at the last step of an earlier process, which ended before."""
         plan, saved = self._plan, self._parts.snapshots.saved_step
-        if self.step >= plan.steps:  # what is due at the end is done at the end
+        if self.step >= plan.steps:  # at the last step, both are done anyway
             return
         if _due(plan.checkpoint_every, saved, self.step):
             await self._whole(self._checkpoint())
-        if due := _due(plan.evaluate_every, self._told.evaluated, self.step):
+        if due := _due(plan.evaluate_every, self._earlier.evaluated, self.step):
             if due < self.step:
                 self._warn(f"an evaluation was due at step {due}, {_GONE} step {self.step} is measured instead")
             self._evaluations.append(loops.create_task(self._parts.evaluator.measure("during", self.step)))
@@ -184,7 +186,7 @@ class Pipeline:
             report = await self._whole(self._step(groups, self._clock() - waited))
             if report.skipped:
                 continue
-            # a publish overwrites the slot before last: the last one must be live
+            # a publish overwrites the slot before last, so the last version must be live
             if delivery and not await self._leaving.unless(self._delivered(delivery, "the version before")):
                 break
             delivery = await self._leaving.unless(self._publish(loops))
@@ -200,7 +202,7 @@ class Pipeline:
             await self._save_result()
 
     def _replan(self, steps: int | None) -> None:
-        """So many steps fit into `train.minutes`."""
+        """Changes the number of steps to `steps`, which fit into `train.minutes`. None: no change."""
         if steps is not None:
             self._plan = dataclasses.replace(self._plan, steps=steps)
             self._parts.buffer.want(steps * self._plan.staleness.groups_per_step)
@@ -211,7 +213,7 @@ class Pipeline:
         return True
 
     async def _save_result(self) -> None:
-        """A run whose weights are not on the disk is not finished."""
+        """Saves the final checkpoint. Without it the run does not count as finished."""
         plan, parts = self._plan, self._parts
         save = lambda: self._whole(self._checkpoint())  # noqa: E731
         await until_saved(
@@ -219,12 +221,12 @@ class Pipeline:
         )
 
     async def _step(self, groups: tuple[Group, ...], waited: float) -> TrainReport:
-        """Nothing comes between what the trainer does and what is written of it."""
+        """Does one optimizer step. Nothing is awaited between the trainer's report and its journal record."""
         parts, batch = self._parts, self._plan.batch(self.step, groups, self._parts.algorithm)
         report = await self._busy("step", parts.trainer.step, batch)
         drawn = math.nan if report.skipped else self._rolling.mean_drawn(batch.groups)
         parts.ledger.trained(report, batch, drawn, waited)
-        for sentence in parts.noise.told(report):
+        for sentence in parts.noise.check(report):
             self._warn(sentence)
         if report.skipped:
             self._skip(report)
@@ -257,7 +259,7 @@ class Pipeline:
             self._evaluations.append(loops.create_task(parts.evaluator.measure("during", version)))
 
     def _cancel_stale(self, version: int) -> int:
-        """Steps to come are done at `version` or later. Returns how many rollouts this ends."""
+        """Cancels groups that are too old for the next step, which trains at `version` or later. Returns the number of rollouts that end."""
         staleness = self._plan.staleness
         if self._parts.interrupts.cancels_groups:
             return self._rolling.cancel_older_than(version, "interrupted")
@@ -272,18 +274,18 @@ class Pipeline:
         if self._skipped >= self._plan.max_skipped_steps:
             raise TrainingError(
                 f"{self._skipped} steps in a row were skipped ({report.skipped}). {_REMEDIES.get(report.skipped, _OTHERWISE)}; "
-                "train.max_skipped_steps sets how many may pass."
+                "train.max_skipped_steps sets how many are allowed."
             )
 
     async def _checkpoint(self) -> str:
-        """Why it could not be written; empty where it is on the disk."""
+        """Writes a checkpoint. Returns the error, or an empty string."""
         began = self._clock()
         failure = await self._busy("checkpoint", self._parts.snapshots.save, self.step, self._parts)
         self._parts.minutes.measured(save=self._clock() - began)
         return failure
 
     async def _busy(self, what: str, work: Callable[P, Awaitable[T]], *given: P.args, **named: P.kwargs) -> T:
-        """Awaits the trainer's work under a named wait, when it is our turn, and counts its time as busy."""
+        """Awaits work of the trainer in this pipeline's turn, under a named wait, and counts its time as busy."""
         parts = self._parts
         async with parts.telemetry.waits.named("controller", f"the trainer ({what})"), parts.turns.take(self._clock):
             return await work(*given, **named)
@@ -294,29 +296,29 @@ async def _sentinel(watch: Callable[[], Awaitable[None]]) -> None:
 
 
 def _due(every: int, done: int, step: int) -> int:
-    """The last multiple of `every` up to `step`, where nothing was done at it or since (`done`: at which step last); else 0."""
+    """The last multiple of `every` up to `step` if the work due there was not done; else 0. `done`: the step of the last work."""
     last = step // every * every if every else 0
     return last if last > done else 0
 
 
 def unlike(step: JournalStep, report: TrainReport) -> str:
-    """What came otherwise of a step that was done again; empty where nothing did. Raises CheckpointError where one of the two was
-    skipped."""
+    """Compares a repeated step with its record. Returns a sentence if they differ, else an empty string. Raises CheckpointError if exactly one
+    of the two was skipped."""
     if bool(report.skipped) != bool(step.report.skipped):
         raise CheckpointError(
-            f"step {step.step} was done again from the journal and was {report.skipped or 'not skipped'}, where it had been "
-            f"{step.report.skipped or 'not skipped'}: this machine does not compute what that one did. Move journal.jsonl away "
-            "to go on from the checkpoint alone"
+            f"step {step.step} was repeated from the journal and was {report.skipped or 'not skipped'}, while it had been "
+            f"{step.report.skipped or 'not skipped'}: this machine computes other results. Move journal.jsonl away "
+            "to resume from the checkpoint alone"
         )
     if difference := differs(report, step.report):
         return (
-            f"step {step.step} was done again from the journal and came out otherwise ({difference}): rollouts that go "
-            "on were begun under slightly different weights"
+            f"step {step.step} was repeated from the journal with a different result ({difference}): rollouts in flight "
+            "were begun under slightly different weights"
         )
     return ""
 
 
 def differs(report: TrainReport, before: TrainReport) -> str:
-    """In what a step that was done again differs, bit for bit but for its time; empty where it does not."""
+    """The first fields in which a repeated step differs from its record; empty if only the time differs."""
     names = differing(report, before)[:3]
     return ", ".join(f"{name} {getattr(report, name)} instead of {getattr(before, name)}" for name in names)

@@ -1,4 +1,4 @@
-"""Two loops of the pipeline: admit draws prompts, roll_group turns each into a group that is ready, dropped or failed."""
+"""Two loops of the pipeline: `admit` draws prompts; `_roll_group` turns each into a group that is ready, dropped or failed."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ from collections.abc import Sequence
 from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.loops.budgets import Budgets
 from headrace.orchestration.loops.outcomes import FirstTexts, Rolled
-from headrace.orchestration.loops.parts import Parts, Told
-from headrace.rollouts.rollout import roll_out
-from headrace.types import Episode, Failure, Group, Prompt, Scored
+from headrace.orchestration.loops.parts import EarlierMetrics, Parts
+from headrace.rollouts.episodes import Played, TurnAsked, roll_out, with_rewards
+from headrace.types import Completion, Failure, Group, Prompt, Scored
 
 
 class Rolling:
-    def __init__(self, parts: Parts, plan: LoopPlan, told: Told) -> None:
+    def __init__(self, parts: Parts, plan: LoopPlan, earlier: EarlierMetrics) -> None:
         self._parts, self._plan, self._clock = parts, plan, parts.telemetry.clock
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        """By ticket."""
+        """The task of each ticket in flight."""
         self._cancelled: dict[int, str] = {}
-        """Why, by ticket."""
+        """The reason for each ticket that was cancelled."""
         self._budgets = Budgets(plan.watch, plan.rollout.patience, parts.telemetry.record, self._clock)
         self._texts = FirstTexts(parts.telemetry.record, self._clock)
-        self._rewards = list(told.rewards)
-        """Of the groups that ended since the last step."""
-        self._mean_drawn = told.reward_drawn
+        self._rewards = list(earlier.rewards)
+        """Rewards of the groups that ended since the last step."""
+        self._mean_drawn = earlier.reward_drawn
+        self._diverged = False
 
     async def admit(self, loops: asyncio.TaskGroup) -> None:
-        """Until the buffer is closed. What was in flight when the run was killed goes first, under its old tickets."""
+        """Draws prompts until the buffer is closed. In a resumed run, the groups in flight at the kill come first, under their old tickets."""
         buffer, parts = self._parts.buffer, self._parts
         for ticket, prompt in buffer.in_flight.items():
             self._begin(loops, ticket, prompt)
@@ -45,10 +46,10 @@ class Rolling:
             self._begin(loops, ticket, prompt)
 
     def cancel_older_than(self, version: int, reason: str) -> int:
-        """Drops the groups in flight that have a token of older weights. Returns how many rollouts this ends."""
+        """Drops the groups in flight that have a token older than `version`. Returns the number of rollouts that end."""
         ended = 0
         for ticket, task in self._tasks.items():
-            names = self._plan.names(ticket)
+            names = self._parts.interrupts.names(ticket)
             first = self._parts.interrupts.first_version(names)
             if first is not None and first < version and not task.done():
                 self._cancelled[ticket] = reason
@@ -57,8 +58,8 @@ class Rolling:
         return ended
 
     def mean_drawn(self, groups: Sequence[Group]) -> float:
-        """Mean reward of what ended since the last step, which takes `groups`; the value before when nothing did. Where the metrics
-        of a killed process are lost, with all that was known of what it drew: of those groups."""
+        """Mean reward of all groups that ended since the last step, or the previous value if none did. If the metrics of a killed process
+        are lost, it is the mean of `groups`, which this step takes."""
         if not self._rewards and math.isnan(self._mean_drawn):
             self._rewards = [one.reward for group in groups for one in group.scored]
         if self._rewards:
@@ -67,7 +68,7 @@ class Rolling:
         return self._mean_drawn
 
     def stop(self) -> None:
-        """What is in flight stays what it is: in the checkpoint, and in the journal."""
+        """Cancels all groups in flight. They stay recorded in checkpoint and journal."""
         for task in self._tasks.values():
             task.cancel()
 
@@ -82,18 +83,26 @@ class Rolling:
         try:
             async with self._parts.interrupts.group():
                 scored, failures = await self._rollouts_of(ticket, prompt)
-            rolled = Rolled(ticket, prompt, scored, failures, self._clock() - started)
+            rolled = Rolled(
+                ticket=ticket,
+                prompt=prompt,
+                scored=scored,
+                failures=failures,
+                seconds=self._clock() - started,
+                lost_tokens=self._not_asked_again(ticket),
+            )
             self._rewards += [one.reward for one in scored]
             self._judge(rolled)
         except asyncio.CancelledError:
             if ticket not in self._cancelled:
                 raise
-            lost = sum(len(one.tokens) for one in self._parts.interrupts.so_far(self._plan.names(ticket)).values())
+            interrupts = self._parts.interrupts
+            lost = sum(len(one.tokens) for one in interrupts.so_far(interrupts.names(ticket)).values())
             rolled = Rolled(
                 ticket=ticket, prompt=prompt, scored=(), failures=(), seconds=self._clock() - started, lost_tokens=lost
             )
             self._parts.ledger.ended(rolled, "dropped", self._cancelled.pop(ticket))
-        self._parts.interrupts.forget(self._plan.names(ticket))
+        self._parts.interrupts.forget_group(ticket)
 
     def _judge(self, rolled: Rolled) -> None:
         algorithm, ledger = self._parts.algorithm, self._parts.ledger
@@ -112,15 +121,33 @@ class Rolling:
         if len(prompt.tokens) + rollout.max_tokens > room:
             detail = f"prompt of {len(prompt.tokens)} tokens + max_tokens {rollout.max_tokens} > context of {room}"
             return (), (Failure("prompt_too_long", detail),) * rollout.group_size
+
+        async def ask(asked: TurnAsked) -> Completion:
+            return await parts.interrupts.generate(self._plan.request(ticket, prompt, asked))
+
         async with parts.telemetry.waits.named("rollouts", "the engine"):
             results = await roll_out(
-                parts.interrupts.generate, prompt, self._plan.requests(ticket, prompt), parts.decode
+                parts.environment, prompt, self._plan.environment_seeds(ticket), ask=ask, decode=parts.decode
             )
-        episodes = [result for result in results if isinstance(result, Episode)]
-        self._texts.tell(prompt, episodes)
+        played = [result for result in results if isinstance(result, Played)]
+        episodes = [one.episode for one in played]
+        self._texts.report(prompt, episodes)
         judged: list[Scored | Failure] = []
         if episodes:
             async with parts.telemetry.waits.named("rollouts", "the scorer"):
-                judged = await parts.scorer.score(prompt, episodes)
+                judged = with_rewards(await parts.scorer.score(prompt, episodes), played)
         scored = tuple(result for result in judged if isinstance(result, Scored))
         return scored, tuple(result for result in [*results, *judged] if isinstance(result, Failure))
+
+    def _not_asked_again(self, ticket: int) -> int:
+        """Tokens of turns that a killed process recorded and this one did not ask for: the environment, made again, went another way."""
+        parts = self._parts
+        lost = sum(len(one.tokens) for one in parts.interrupts.unused(ticket).values())
+        if lost and parts.environment.resumes == "replayed" and not self._diverged:
+            self._diverged = True
+            parts.telemetry.warn(
+                f"an environment that declares that it can be replayed asked for other turns than before the run was killed (ticket {ticket}): "
+                f"{lost} tokens were sampled in vain. Make what it says depend on its prompt, its seed and its turns alone, or let it "
+                'declare resumes="restarted"'
+            )
+        return lost

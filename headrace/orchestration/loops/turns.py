@@ -1,4 +1,4 @@
-"""The trainer's time: one piece of work after another, whoever's it is."""
+"""Takes turns at the trainer: one piece of work after another, from all pipelines that share it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager
 
 
 class Turns:
-    """Of those who share a trainer. They come in the order in which they asked; a pipeline of its own never waits here."""
+    """The turns of pipelines that share a trainer, in the order of their requests. A single pipeline never waits here."""
 
     def __init__(self) -> None:
         self._free = asyncio.Lock()
         self.busy = 0.0
-        """Seconds of work that is done, of all of them."""
+        """Seconds of finished work of all pipelines."""
 
     @asynccontextmanager
     async def take(self, clock: Callable[[], float]) -> AsyncIterator[None]:

@@ -1,4 +1,4 @@
-"""How busy the two pools were, measured where the work is done."""
+"""Measures how busy the two pools were. Each pool counts its own working time."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from headrace.protocols import Engine
 from headrace.reports import EngineStats
 
 LAST_WORD = 30.0
-"""Seconds that the engine gets to report once training is over: it answers between two passes."""
+"""Seconds in which the engine should answer after training. It answers between two passes."""
 
 
 class Utilisation:
-    """Idle shares over the time between `start` and `stop`: the training proper, without loading and evaluation."""
+    """Idle shares of both pools between `start` and `stop`, which means training without loading and evaluation."""
 
     def __init__(self, engine: Engine, turns: Turns, telemetry: Telemetry) -> None:
         self._engine, self._turns = engine, turns
@@ -31,11 +31,11 @@ class Utilisation:
         self._worked_first = self._worked_last = self._turns.busy
 
     async def stop(self, patience: float = LAST_WORD) -> None:
-        """An engine that is gone for good, or hangs, has no last word: the figures then are those of its last report."""
+        """Takes the engine's final statistics. If the engine is lost or hangs, those of its last report are used."""
         self._ended = self._clock()
         self._worked_last = self._turns.busy
         with contextlib.suppress(TimeoutError, HeadraceError):
-            # By name, or the watchdog would take this wait for a hang; endless, because it has a deadline of its own.
+            # Named, because the watchdog would take an unnamed wait for a hang; endless, because it has its own deadline.
             async with (
                 asyncio.timeout(patience),
                 self._waits.named("controller", "the engine's last word", endless=True),
@@ -57,7 +57,7 @@ class Utilisation:
 
     @property
     def trainer_idle(self) -> float:
-        """Of the trainer, whoever's work it was."""
+        """The trainer's idle share. Work for other pipelines counts as busy."""
         busy = self._worked_last - self._worked_first
         return max(0.0, 1 - busy / self.seconds) if self.seconds else 0.0
 

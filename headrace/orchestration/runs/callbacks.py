@@ -1,4 +1,4 @@
-"""Functions of the caller's that a run calls after its steps and evaluations, in the caller's thread, beside the event loop."""
+"""Calls the user's functions after steps and evaluations, in the user's thread, while the event loop continues."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from headrace.orchestration.runs.hosting import Errands
 from headrace.settings.user_code import one_line
 
 Stop = Callable[[str, str], None]
-"""Why, for people; and the reason that the run ends with."""
+"""Called with a sentence for people, and with the reason that the run ends with."""
 
 
 class Callbacks:
-    """A sink. Training goes on while a function runs: one that takes longer than a step is called later and later, and for every
-    step. What one raises ends the run as Ctrl-C does, with a checkpoint, and is raised when the run has been left."""
+    """A sink. Training continues while a function runs. A function that takes longer than a step is called ever later, but for every step.
+    An exception ends the run as Ctrl-C does, with a checkpoint, and is raised after that."""
 
     def __init__(
         self,
         on_step: Callable[[Step], object] | None = None,
         on_evaluation: Callable[[Evaluation], object] | None = None,
     ) -> None:
-        """Raises ConfigError for what cannot be called, or is async."""
+        """Raises ConfigError for something that is not callable, or is async."""
         self._on_step = _checked("on_step", on_step)
         self._on_evaluation = _checked("on_evaluation", on_evaluation)
         self.errands: Errands = SimpleQueue()
@@ -40,7 +40,7 @@ class Callbacks:
         self._error: BaseException | None = None
 
     def attach(self, stop: Stop) -> None:
-        """Called in the loop: how a run that records here is stopped."""
+        """Called in the event loop, with the function that stops a run."""
         self._loop = asyncio.get_running_loop()
         self._stops.append(stop)
 
@@ -52,10 +52,10 @@ class Callbacks:
             self.errands.put(partial(self._call, "on_evaluation", self._on_evaluation, Evaluation.of(fact, run)))
 
     def close(self) -> None:
-        """What is still to be called is called before the run returns."""
+        """Does nothing: calls that are still queued are made before the run returns."""
 
     def raise_error(self, remedy: str) -> None:
-        """What a function raised, in the calling thread."""
+        """Raises the exception of a user's function, in the user's thread."""
         if self._error is not None:
             self._error.add_note(remedy)
             raise self._error
@@ -80,7 +80,7 @@ class Callbacks:
             assert self._loop is not None
             try:
                 self._loop.call_soon_threadsafe(stop, why, reason)
-            except RuntimeError:  # closed: the run was over before
+            except RuntimeError:  # closed, because the run has ended
                 return
 
 
@@ -89,6 +89,6 @@ def _checked(name: str, function: Any) -> Any:
         raise ConfigError(f"{name} = {function!r} cannot be called; pass a function of one value")
     if inspect.iscoroutinefunction(function):
         raise ConfigError(
-            f"{name} is async; pass a plain function: it runs in your thread, beside the run's event loop"
+            f"{name} is async; pass a plain function: it runs in your thread, not in the run's event loop"
         )
     return function

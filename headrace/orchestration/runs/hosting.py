@@ -1,6 +1,6 @@
-"""In which thread the controller's event loop runs, and how Ctrl-C reaches it.
+"""Chooses the thread of the controller's event loop, and passes Ctrl-C to it.
 
-called from                                  the loop runs in            SIGINT is heard by
+called from                                  the loop runs in            SIGINT is handled by
 -----------                                  ----------------            ------------------
 the command line, a script                   the calling thread          the loop
 a notebook, or any coroutine (its thread     a thread of its own         the calling thread, if it is the main one;
@@ -23,13 +23,13 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 Act = Callable[[], object]
 Main = Callable[[Callable[[Act], None]], Coroutine[Any, Any, None]]
-"""Is given a function: whatever is passed to that is called in the loop at every interrupt."""
+"""Its argument is a function that registers a callback, which is called in the loop at every interrupt."""
 Errands = SimpleQueue[Act | None]
-"""What the calling thread has to call while the loop runs elsewhere; None where nothing more will come."""
+"""Functions that the calling thread must call while the loop runs in another one. None ends the queue."""
 
 
 def host(main: Main, errands: Errands | None = None) -> None:
-    """Runs `main` to its end in an event loop of its own, and returns or raises as it does."""
+    """Runs `main` to its end in a new event loop, and returns or raises as it does."""
     if errands is None and not _loop_runs_here():
         asyncio.run(main(_on_signal))
     else:
@@ -37,7 +37,7 @@ def host(main: Main, errands: Errands | None = None) -> None:
 
 
 def complete(work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns. An interrupt cancels it, and is a KeyboardInterrupt here."""
+    """Runs `work` and returns its result. An interrupt cancels it, and raises KeyboardInterrupt here."""
     found: list[T] = []
 
     async def go(on_interrupt: Callable[[Act], None]) -> None:
@@ -67,23 +67,23 @@ def _on_signal(act: Act) -> None:
 
 
 class _Beside:
-    """A thread for the loop, and what the calling thread does meanwhile: errands, and passing on interrupts."""
+    """Runs the loop in a thread of its own. The calling thread meanwhile does errands and passes on interrupts."""
 
     def __init__(self, main: Main, errands: Errands) -> None:
         self._main, self._errands = main, errands
         self._loop: asyncio.AbstractEventLoop | None = None
         self._act: Act | None = None
         self._heard: deque[None] = deque()
-        """Interrupts that the loop has not been told of: it may not run yet."""
+        """Interrupts that were not passed to the loop yet, which may not be running."""
         self._interrupts, self._errand = 0, False
         self._error: BaseException | None = None
-        inherited = contextvars.copy_context()  # a notebook knows by it to which cell output belongs
+        inherited = contextvars.copy_context()  # it tells a notebook to which cell the output belongs
         self._thread = threading.Thread(target=inherited.run, args=(self._turn,), name="headrace-loop", daemon=True)
 
     def run(self) -> None:
         with self._signals():
             self._thread.start()
-            with suppress(KeyboardInterrupt):  # in an errand that did not end: the loop is leaving already
+            with suppress(KeyboardInterrupt):  # raised in an errand that did not end; the loop is ending already
                 while errand := self._errands.get():
                     self._do(errand)
             self._thread.join()
@@ -108,9 +108,9 @@ class _Beside:
 
     def _attach(self, act: Act) -> None:
         self._act, self._loop = act, asyncio.get_running_loop()
-        self._loop.call_soon(self._tell)
+        self._loop.call_soon(self._pass_on)
 
-    def _tell(self) -> None:
+    def _pass_on(self) -> None:
         while self._heard:
             self._heard.popleft()
             if self._act:
@@ -128,11 +128,11 @@ class _Beside:
             signal.signal(signal.SIGINT, signal.default_int_handler if before is None else before)
 
     def _interrupted(self, number: int, frame: Any) -> None:
-        """Any bytecode of the calling thread may lie beneath this: it takes no lock."""
+        """The signal handler. It may interrupt the calling thread anywhere, so it must take no lock."""
         self._interrupts += 1
         self._heard.append(None)
         if loop := self._loop:
             with suppress(RuntimeError):  # closed meanwhile
-                loop.call_soon_threadsafe(self._tell)
+                loop.call_soon_threadsafe(self._pass_on)
         if self._errand and (self._interrupts > 1 or not self._thread.is_alive()):
             raise KeyboardInterrupt

@@ -1,6 +1,6 @@
-"""What one pipeline has on disk and remembers: its directory, its storage, its session.
+"""A lane: the directory, the storage and the session of one pipeline.
 
-A run has one; a run that trains several adapters has one for each.
+A run has one lane; a run that trains several adapters has one for each.
 """
 
 from __future__ import annotations
@@ -38,35 +38,35 @@ class Lane:
     storage: Storage
     session: Session
     finished: bool = False
-    """Whether an earlier process of the run has done all that there is to do."""
+    """Whether an earlier process has finished the run."""
 
     @property
     def report(self) -> Path:
         return self.directory.path / "report.html"
 
-    def say_how_to_go_on(self, error: HeadraceError) -> None:
+    def add_resume_hint(self, error: HeadraceError) -> None:
         if last := self.storage.checkpoints.all():
-            error.add_note(f"go on from {last[-1].name} with: headrace train --resume {self.directory.path}")
+            error.add_note(f"resume from {last[-1].name} with: headrace train --resume {self.directory.path}")
 
     def close(self) -> None:
-        """The report on disk and the summary on the terminal, however the run ended; nothing of one that did not begin."""
+        """Writes the report and prints the summary, however the run ended. Does nothing for a run that did not begin."""
         self.storage.close()
         if not self.storage.begun:
             return
-        with suppress(OSError, HeadraceError):  # nor may they hide it
+        with suppress(OSError, HeadraceError):  # an error here must not hide the one that ended the run
             write_report(self.directory.path, pieces_of(self.directory.path))
         if self.storage.recorder.state.started:
             print_summary(self.storage.recorder.state, self.report if self.directory.path.exists() else None)
 
 
 def open_lane(config: RunConfig, directory: RunDirectory, resume: bool) -> Lane:
-    """Reads and checks; it is `Storage.begin` that changes the directory.
+    """Reads and checks the directory; only `Storage.begin` changes it.
 
-    Raises ConfigError for settings that a resumed run cannot change, CheckpointError without a whole checkpoint."""
+    Raises ConfigError for settings that a resumed run cannot change, and CheckpointError if every checkpoint is damaged."""
     if not resume:
         return _with_caveats(config, directory, _storage_of_new(config, directory))
     path, (checkpoints, checkpoint, saved, complaints) = directory.path, _found(config, directory)
-    finished = checkpoint is not None and saved.saved_step == saved.step == config.train.steps and _said_so(path)
+    finished = checkpoint is not None and saved.saved_step == saved.step == config.train.steps and _ended_finished(path)
     observe = dataclasses.replace(config.observe, terminal="off") if finished else config.observe
     recorder = open_recorder(observe, path, saved.resume)
     if recorder.unreadable:
@@ -93,13 +93,13 @@ def open_lane(config: RunConfig, directory: RunDirectory, resume: bool) -> Lane:
 
 
 def report_unbegun(lanes: Iterable[Lane]) -> None:
-    """Where there is no summary that would say it."""
+    """Reports an interrupt during loading, for which there is no summary."""
     if all(lane.session.reason == "interrupted" and not lane.storage.begun for lane in lanes):
         print("headrace: interrupted while loading: nothing was written", file=sys.stderr)
 
 
 def report_finished(path: Path, lanes: Sequence[Lane]) -> None:
-    """Of a run whose adapters have all done what they were to do. Nothing of it is changed."""
+    """Reports that a run is finished, and how to train it further. Nothing in its directory changes."""
     for lane in lanes:
         lane.close()
     steps = max(lane.session.step for lane in lanes)
@@ -107,7 +107,7 @@ def report_finished(path: Path, lanes: Sequence[Lane]) -> None:
         f"--set train.steps={2 * steps}" if len(lanes) == 1 else "CONFIG.toml (with more train.steps for its adapters)"
     )
     print(
-        f"headrace: {path} is finished: all of its {steps} steps are done. To go on, give it more of them, for instance: "
+        f"headrace: {path} is finished: all of its {steps} steps are done. To train it further, give it more steps, for instance: "
         f"headrace train --resume {path} {more}"
     )
 
@@ -136,13 +136,13 @@ def _storage_of_new(config: RunConfig, directory: RunDirectory) -> Storage:
 
 
 def _keep_steps(config: RunConfig, directory: RunDirectory, steps: int, step: int) -> None:
-    """The settings with another number of steps, from `step` on."""
+    """Saves the settings with another number of steps, from `step` on."""
     train = dataclasses.replace(config.train, steps=steps)
     directory.keep_config(dump_config(dataclasses.replace(config, train=train)), step)
 
 
 def _found(config: RunConfig, directory: RunDirectory) -> tuple[Checkpoints, Path | None, SavedRun, list[str]]:
-    """What an earlier process left, and what is wrong with it."""
+    """The saved state of an earlier process, and complaints about damaged checkpoints."""
     path = directory.path
     before = read_config(config_of_run(path))
     check_resumable(before, config)
@@ -156,17 +156,17 @@ def _found(config: RunConfig, directory: RunDirectory) -> tuple[Checkpoints, Pat
     return checkpoints, checkpoint, saved, complaints
 
 
-def _said_so(path: Path) -> bool:
-    """Whether the last process of the run came to its end."""
-    told = [fact for fact in read_metrics(path) if isinstance(fact, RunStarted | RunEnded)]
-    return bool(told) and isinstance(told[-1], RunEnded) and told[-1].reason == "finished"
+def _ended_finished(path: Path) -> bool:
+    """Whether the last process of the run recorded that it finished."""
+    facts = [fact for fact in read_metrics(path) if isinstance(fact, RunStarted | RunEnded)]
+    return bool(facts) and isinstance(facts[-1], RunEnded) and facts[-1].reason == "finished"
 
 
 def _restore_point(checkpoints: Checkpoints) -> tuple[Path | None, list[str]]:
-    """The newest good checkpoint, and what to tell the user about it."""
+    """The newest good checkpoint, and warnings for the user."""
     checkpoint, complaints = checkpoints.newest_good()
     if checkpoint:
         return checkpoint, [f"{complaint}; {checkpoint.name} is used instead" for complaint in complaints]
     if complaints:
-        raise CheckpointError("; ".join(complaints) + ". No older checkpoint is whole: start the run again")
-    return None, ["no checkpoint had been written: the run goes on from its first step"]
+        raise CheckpointError("; ".join(complaints) + ". No older checkpoint is undamaged: start the run again")
+    return None, ["no checkpoint had been written: the run starts from its first step"]

@@ -1,4 +1,4 @@
-"""What needs no training: `headrace eval` and `headrace export`."""
+"""`headrace eval` and `headrace export`: work on a run that needs no training."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from headrace.errors import CheckpointError, ConfigError, HeadraceError
 from headrace.models.resolve import resolve_model
 from headrace.observe.facts import Evaluated, Fact, FirstFailure, Warned, WorkerLost
 from headrace.observe.records import steps_done
-from headrace.observe.telemetry import Telemetry
 from headrace.observe.text import plural
 from headrace.orchestration.build import (
+    build_environment,
     build_scorer,
     build_task,
     export_weights,
     open_model,
-    open_waits,
+    open_telemetry,
 )
 from headrace.orchestration.loops.evaluation import Evaluator
 from headrace.orchestration.pools import open_pools
@@ -32,7 +32,7 @@ from headrace.orchestration.teaching import Student, for_reading, open_teaching,
 
 
 class _Stderr:
-    """An evaluation has its result; of the rest only what went wrong is worth a line."""
+    """Prints warnings and failures to stderr, and drops all other facts: an evaluation's result is returned."""
 
     def record(self, fact: Fact) -> None:
         if isinstance(fact, Warned):
@@ -50,28 +50,28 @@ def evaluate(
     step: int | None = None,
     inputs: PythonInputs = NO_INPUTS,
 ) -> Evaluated:
-    """Mean reward on `prompts` held-out prompts of the model in the config, or of the last checkpoint of `run` (or that of
-    `step`, see `checkpoint_of`), whose own settings the config then is. `inputs`: functions and rows that the config names but
-    cannot hold."""
+    """Measures the mean reward on `prompts` held-out prompts: of the config's model, or of the last checkpoint of `run` (or of `step`, see
+    `checkpoint_of`). With `run`, `config` must be that run's config. `inputs`: functions and rows that the config names but cannot
+    hold."""
     if config.adapters:
         names = ", ".join(one.name for one in config.adapters)
         raise ConfigError(
-            f"the config trains several adapters ({names}); evaluate one: name its directory in the run's, RUN/{config.adapters[0].name}"
+            f"the config trains several adapters ({names}); evaluate one of them by its directory, such as RUN/{config.adapters[0].name}"
         )
     if not config.reward.specs and all(teacher.mode == "tokens" for teacher in config.teachers):
-        raise ConfigError('nothing gives rewards that could be measured: set reward.function = "path/to/file.py:name"')
+        raise ConfigError('there is no reward to measure: set reward.function = "path/to/file.py:name"')
     count = config.eval.prompts if prompts is None else prompts
     if not 0 < count <= config.task.held_out:
         raise ConfigError(f"{count} held-out prompts were asked for; there are {config.task.held_out} (task.held_out)")
     if step is not None and run is None:
-        raise ConfigError("a step is one of a run: name its directory, not a config")
+        raise ConfigError("a step belongs to a run: name the directory of a run, not a config")
     return complete(_evaluate(config, checkpoint_of(run, step) if run else None, count, inputs))
 
 
 async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int, inputs: PythonInputs) -> Evaluated:
     with tempfile.TemporaryDirectory() as logs:
-        waits = open_waits(config, _Stderr(), time.monotonic)
-        telemetry = Telemetry(_Stderr().record, time.monotonic, waits)
+        telemetry = open_telemetry(config, _Stderr(), time.monotonic)
+        waits = telemetry.waits
         async with waits.named("start", "the files of models, task and reward", endless=True):
             model_dir, encoder = await open_model(config)
             reading = for_reading(config)
@@ -80,9 +80,7 @@ async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int, in
         scorer = build_scorer(config, inputs.rewards)
         adapter = config.lora.served_name
         restore = {adapter: checkpoint} if checkpoint else {}
-        pools = await open_pools(
-            config, model_dir, logs=Path(logs), observer=_Stderr(), waits=waits, clock=time.monotonic, restore=restore
-        )
+        pools = await open_pools(config, model_dir, Path(logs), telemetry, restore)
         try:
             async with waits.named("start", "the first weights to be live"):
                 if adapter:
@@ -96,11 +94,10 @@ async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int, in
                 shadow=pools.shadow,
                 launcher=pools.launcher,
             )
-            pools.teaching = await open_teaching(
-                reading, planned_teachers, student=student, observer=_Stderr(), waits=waits, clock=time.monotonic
-            )
+            pools.teaching = await open_teaching(reading, planned_teachers, student, telemetry)
             evaluator = Evaluator(
                 generate=pools.engine.generate,
+                environment=build_environment(config.environment),
                 scorer=pools.teaching.rewarding(scorer),
                 prompts=task.held_out(prompts),
                 config=config.eval,
@@ -118,8 +115,10 @@ async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int, in
 
 
 def checkpoint_of(run: Path, step: int | None = None) -> Path:
-    """The checkpoint of `step`, or that of the last step that the run has done. Raises ConfigError where there is none, or where
-    the newest one is older: whoever wants it says so; CheckpointError where it is damaged."""
+    """The checkpoint of `step`, or that of the last step that the run has done.
+
+    Raises ConfigError if there is none, or if the newest one is of an earlier step (the caller must then name it by `step`), and
+    CheckpointError if it is damaged."""
     checkpoints = Checkpoints(run / "checkpoints", keep=1)
     known = {step_of(path): path for path in checkpoints.all()}
     if not known and (parts := sorted(path.parent for path in run.glob("*/checkpoints"))):
@@ -138,10 +137,10 @@ def checkpoint_of(run: Path, step: int | None = None) -> Path:
         raise CheckpointError(f"{run} has no whole checkpoint{because}")
     taken = step_of(newest)
     if (done := steps_done(run)) > taken:
-        later = "it is still training" if held(run) else f"headrace train --resume {run} goes on to its last step"
+        later = "it is still training" if held(run) else f"headrace train --resume {run} trains to its last step"
         raise ConfigError(
             f"the newest whole checkpoint of {run} is of step {taken}, and the run has done {plural(done, 'step')}{because}. --step "
-            f"{taken} (step={taken} in Python) takes it all the same; {later}"
+            f"{taken} (step={taken} in Python) uses it all the same; {later}"
         )
     return newest
 
@@ -150,26 +149,26 @@ def export(
     config: RunConfig,
     run: Path,
     to: Path,
+    *,
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
     merge: bool = False,
     step: int | None = None,
 ) -> Path:
-    """Writes the model of the run's last checkpoint (or that of `step`, see `checkpoint_of`) as a directory that `transformers`
-    loads, or its adapter as one that peft loads (`merge`: a whole model with the adapter in its weights). Returns the
-    checkpoint."""
+    """Writes the model of the run's last checkpoint (or of `step`, see `checkpoint_of`) as a directory that `transformers` loads. A LoRA
+    run gives its adapter, as a directory that peft loads, or with `merge` a whole model that contains it. Returns the checkpoint."""
     if merge and not config.lora.rank:
-        raise ConfigError(f"{run} trained all weights, there is no adapter to merge: leave --merge out")
+        raise ConfigError(f"{run} trained all weights and has no adapter to merge: leave --merge out")
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ConfigError(f"{to} exists already: name a directory that is new or empty")
     checkpoint = checkpoint_of(run, step)
     if config.lora.quantise and not merge:
-        said = f"the adapter was trained beside base weights in {config.lora.quantise}; beside the exact ones it is a slightly other policy"
-        print(f"{said}: --merge writes the one that was trained", file=sys.stderr)
+        said = f"the adapter was trained on base weights in {config.lora.quantise}; with the exact ones the policy differs slightly"
+        print(f"{said}: --merge writes the policy that was trained", file=sys.stderr)
     model_dir = resolve_model(config.model.path)
     try:
         export_weights(config, model_dir, checkpoint=checkpoint, to=to, dtype=dtype, merge=merge)
     except OSError as error:
         raise HeadraceError(
-            f"could not write {to}: {error}. What is there is not whole: delete it, and export to a disk with room"
+            f"could not write {to}: {error}. The directory is incomplete: delete it, and export to a disk with more room"
         ) from error
     return checkpoint

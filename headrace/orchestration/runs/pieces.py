@@ -1,4 +1,4 @@
-"""Tokens of a run as text, one by one, with the model's own tokenizer where it is on this machine."""
+"""The text of each token of a run, by the model's tokenizer if that is on this machine."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from headrace.models.resolve import model_states
 from headrace.observe.numbers.rollout_view import Pieces, settings_of
 
 _WINDOW = 8
-"""Tokens that are decoded together: some are written otherwise at a beginning."""
+"""Number of tokens that are decoded together, because some tokens decode differently at the start of a text."""
 
 
 def pieces_of(run_dir: Path) -> Pieces | None:
-    """The text of each token, by the run's tokenizer; None where it is not on this machine. Fetches nothing."""
+    """A function that returns the text of each token; None if the run's tokenizer is not on this machine. Downloads nothing."""
     model = settings_of(run_dir).get("model")
     directory = _on_this_machine(str(model.get("path", ""))) if isinstance(model, dict) else None
     if directory is None:
@@ -38,16 +38,16 @@ def _on_this_machine(path: str) -> Path | None:
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(path, local_files_only=True))
-    except Exception:  # the hub client raises errors of many libraries; whatever it was, it is not here
+    except Exception:  # the hub client raises errors of many libraries; in any case the model is not here
         return None
 
 
 def split_text(tokens: Iterable[int], decode: Callable[[Sequence[int]], str], word: Callable[[int], str]) -> list[str]:
-    """The text that each token adds. A character made of several tokens goes to the last of them; what decodes to nothing (a
-    special token) is shown by its name, `word`."""
+    """The text that each token adds. A character that consists of several tokens belongs to the last of them. A token that decodes to
+    nothing (a special token) is shown by its name, `word`."""
     pieces: list[str] = []
     window: list[int] = []
-    shown = ""  # of the window
+    shown = ""  # the text of the window
     for token in tokens:
         if not decode([token]):
             pieces.append(word(token))
@@ -55,11 +55,11 @@ def split_text(tokens: Iterable[int], decode: Callable[[Sequence[int]], str], wo
             continue
         window.append(token)
         text = decode(window)
-        if text.endswith("\ufffd"):  # a character that is not whole yet
+        if text.endswith("\ufffd"):  # an incomplete character
             pieces.append("")
             continue
         pieces.append(text[len(shown) :])
-        window = window[-_WINDOW:]  # some tokens decode otherwise at a beginning
+        window = window[-_WINDOW:]
         shown = decode(window)
     if window and (rest := decode(window)[len(shown) :]):
         pieces[-1] = rest

@@ -1,7 +1,7 @@
-"""The rehearsal of a run: all that can be known to be wrong before a model is loaded and before anything is written.
+"""The rehearsal of a run: finds every error that can be found before a model is loaded and before anything is written.
 
-`headrace train` does it first, `headrace train --dry-run` does it and prints what came of it, and a resumed run does it before it
-touches what is there. Complaints are collected, so that one start shows all of them.
+`headrace train` begins with it, `headrace train --dry-run` prints its result, and a resumed run does it before it changes its directory.
+Complaints are collected, so that one start shows all of them.
 """
 
 from __future__ import annotations
@@ -44,40 +44,40 @@ from headrace.types import Prompt
 _ORDER = ("Run", "Prompts", "Reward", "Algorithm", "Where", "Memory")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Rehearsal:
-    """What came of it."""
+    """The result of a rehearsal."""
 
     config: RunConfig
-    """With what was chosen where it leaves the choice."""
+    """The config, with chosen values for settings that it left open."""
     sections: dict[str, Lines] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    """What works, but perhaps not as one wants."""
+    """Remarks on settings that work, but perhaps not as intended."""
     problems: list[str] = field(default_factory=list)
     resumes: bool = False
     planned_teachers: list[PlannedTeacher] = field(default_factory=list)
-    """Teachers."""
+    """The teachers whose models were found."""
     prompt_tokens: int = 0
-    """Of a usual prompt."""
+    """Length of a usual prompt."""
     unmeasured: str = ""
-    """Why nothing was chosen by measurement."""
+    """Why nothing could be measured; empty if it was."""
 
     def page(self) -> str:
-        """For people, at 80 columns."""
+        """The result as text, 80 columns wide."""
         return page(
             dict(sorted(self.sections.items(), key=lambda item: _ORDER.index(item[0].split(",")[0]))), self.notes
         )
 
     @contextmanager
     def part(self) -> Iterator[None]:
-        """A complaint is noted down, and the next part is looked at."""
+        """Collects a ConfigError of this part, so that the next part is checked too."""
         try:
             yield
         except ConfigError as error:
             self.problems.append(str(error))
 
     def doubt(self, problem: str, certain: bool) -> None:
-        """Refuses what is certain to fail, unless it did not fail before."""
+        """Refuses what is certain to fail. In a resumed run it only notes the problem, because the run has worked before."""
         if certain and not self.resumes:
             raise ConfigError(problem)
         self.notes.append(problem)
@@ -90,13 +90,13 @@ async def rehearse(
     thorough: bool = False,
     measurer: Measurer | None = None,
 ) -> Rehearsal:
-    """Raises ConfigError with all complaints, one a line.
+    """Raises ConfigError with all complaints, one per line.
 
-    `inputs`: as for `run.train`. `resume`: the directory of the run that is to go on: what only may go wrong (memory, prompts that
-    are too long) is then a note, as it was good enough before, and nothing is chosen, as that was done then. `thorough`: ask torch for
-    what is only printed too. `measurer`: what this machine can do; a short measurement unless given.
+    `inputs`: as for `run.train`. `resume`: the directory of the run to resume. Uncertain problems (memory, prompts that are too long) are
+    then only noted, because the run has worked before, and no settings are chosen, because they were chosen then. `thorough`: also ask
+    torch for facts that are only printed. `measurer`: measures this machine; by default with a short probe.
     """
-    found = Rehearsal(config, resumes=bool(resume))
+    found = Rehearsal(config=config, resumes=bool(resume))
     with found.part():
         _place(config, resume)
     probe = machines.ask_torch() if thorough or machines.may_have_gpu() else None
@@ -126,7 +126,7 @@ def _end(probe: subprocess.Popen[str] | None) -> None:
         probe.communicate()
 
 
-# --- where it lies -----------------------------------------------------------------------------------------------------
+# --- the directory -----------------------------------------------------------------------------------------------------
 
 
 def _place(config: RunConfig, resume: Path | None) -> None:
@@ -170,7 +170,7 @@ async def _task_and_reward(found: Rehearsal, config: RunConfig, model_dir: Path 
 
 
 def _own_functions(algo: AlgoConfig) -> None:
-    """A file is not run here: a loss imports torch."""
+    """Checks that the user's own loss and advantage exist. Their files are not executed here, because a loss imports torch."""
     for setting, spec in (("advantage", algo.recipe.advantage), ("loss", str(algo.recipe.loss))):
         if is_user_function(spec) and (problem := defines(spec)):
             raise ConfigError(f"algo.{setting} = {spec}: {problem}")
@@ -191,7 +191,7 @@ def _prompts(
 
 
 async def _reward(config: RunConfig, rewards: Sequence[RewardFunction], prompt: Prompt, encoder: ChatEncoder) -> Lines:
-    if any(map(is_async, rewards)):  # what one keeps open belongs to the loop of the run: `prepare` calls it there
+    if any(map(is_async, rewards)):  # an open connection belongs to the run's event loop, where `prepare` calls it
         return [
             ("", "an async function from Python: it is called once when the run starts, before the model is loaded")
         ]
@@ -200,7 +200,7 @@ async def _reward(config: RunConfig, rewards: Sequence[RewardFunction], prompt: 
         scorer = await asyncio.to_thread(build_scorer, config, rewards, log)
         try:
             if not config.reward.specs and not rewards:
-                return [("", "none: the teachers are all there is to learn from")]
+                return [("", "none: the run learns only from its teachers")]
             tags = any(spec.extract == "answer_tag" for spec in config.reward.specs)
             size = config.rollout.group_size
             tried = await try_reward(
@@ -217,7 +217,7 @@ async def _reward(config: RunConfig, rewards: Sequence[RewardFunction], prompt: 
 
 
 def _choose(found: Rehearsal, machine: Machine, model_dir: Path, measurer: Measurer) -> None:
-    """Replaces the settings by those that are chosen."""
+    """Chooses the settings that are left open, and puts them into the config."""
     shape = read_shape(model_dir)
     settled = settle(found.config, model_dir, machine, shape.parameters, measurer)
     found.config, found.unmeasured = settled.config, settled.figures.problem
@@ -272,7 +272,7 @@ def _plan(config: RunConfig, machine: Machine) -> MemoryPlan:
 def _others(
     found: Rehearsal, machine: Machine, model_dir: Path, shape: ModelShape, plan: MemoryPlan
 ) -> Iterator[MemoryNeed]:
-    """Engines of teachers and of the reference."""
+    """The memory of the engines of teachers and reference."""
     for planned in found.planned_teachers:
         device = machine.device(f"the teacher {planned.config.name}: engine.device", planned.engine.device)
         yield from engine_needs(f"teacher {planned.config.name}", read_shape(planned.model_dir), planned.engine, device)
@@ -282,4 +282,4 @@ def _others(
 
 def _disk(config: RunConfig, shape: ModelShape, plan: MemoryPlan) -> tuple[str, str]:
     size = checkpoint_bytes(shape, plan)
-    return "on disk", f"{gib(size)} a checkpoint, of which {config.checkpoint.keep + 1} are there at most"
+    return "on disk", f"{gib(size)} a checkpoint, at most {config.checkpoint.keep + 1} at a time"

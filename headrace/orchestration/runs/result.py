@@ -1,4 +1,4 @@
-"""What `headrace.train` returns."""
+"""The result of `headrace.train`."""
 
 from __future__ import annotations
 
@@ -19,41 +19,41 @@ from headrace.orchestration.runs.lane import Lane
 from headrace.orchestration.store.checkpoints import Checkpoints
 
 HEIGHT = 640
-"""Pixels of a notebook that the report takes."""
+"""Height of the report in a notebook, in pixels."""
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, kw_only=True)
 class RunResult:
-    """What a run came to. A notebook shows its report. Columns are dicts of lists, which `pandas.DataFrame` takes as they are."""
+    """The result of a run. A notebook shows its report. Tables are dicts of lists, which `pandas.DataFrame` accepts."""
 
     directory: Path
     reason: str
     """`finished`, or `interrupted` (by Ctrl-C, or by a callback that raised `StopTraining`)."""
     step: int
-    """Optimizer steps done."""
+    """Number of optimizer steps done."""
     before: Evaluated | None
     after: Evaluated | None
-    """Held-out reward; None where none was measured."""
+    """The held-out reward before and after training; None if it was not measured."""
     report: Path
     """An HTML file."""
     state: RunState = field(compare=False)
-    """Everything that was counted."""
+    """All counts and rows of the metrics."""
     adapters: dict[str, RunResult] = field(default_factory=dict)
-    """Where several were trained: what each came to. The rest is then that of the first."""
+    """The results of all adapters, if several were trained. The other fields are then those of the first one."""
 
     @property
     def history(self) -> dict[str, list[Any]]:
-        """A row for each optimizer step, those before a resume included; the columns are the fields of `headrace.Step`."""
+        """A row for each optimizer step, including those before a resume. The columns are the fields of `headrace.Step`."""
         return progress.history(self.state)
 
     @property
     def held_out(self) -> dict[str, list[Any]]:
-        """A row for each evaluation; the columns are the fields of `headrace.Evaluation`."""
+        """A row for each evaluation. The columns are the fields of `headrace.Evaluation`."""
         return progress.held_out(self.state)
 
     @property
     def samples(self) -> dict[str, list[Any]]:
-        """The best and the worst rollout of one group of some steps that are spread over the run, as in the report."""
+        """For some steps spread over the run: the best and the worst rollout of one group, as in the report."""
         looks = sampled(self._first_directory)
         return {
             "step": [one.step for one in looks],
@@ -70,7 +70,7 @@ class RunResult:
 
     @property
     def checkpoints(self) -> list[Path]:
-        """Those that are kept, oldest first."""
+        """The checkpoints that are kept, oldest first."""
         return Checkpoints(self._first_directory / "checkpoints", keep=1).all()
 
     def export(
@@ -78,7 +78,7 @@ class RunResult:
     ) -> Path:
         """Writes the newest checkpoint to `to`, for `transformers` (an adapter: for peft) to load, and returns the checkpoint."""
         path = self._first_directory
-        return one_shot.export(read_config(config_of_run(path)), path, Path(to), dtype, merge)
+        return one_shot.export(read_config(config_of_run(path)), path, Path(to), dtype=dtype, merge=merge)
 
     @property
     def _first_directory(self) -> Path:
@@ -96,7 +96,7 @@ class RunResult:
         return f"<headrace run {self.directory}: {', '.join(words)}>"
 
     def _repr_html_(self) -> str:
-        """The report in a frame of its own: it can neither touch the notebook nor be touched by its style."""
+        """The report in its own frame, so that it cannot change the notebook, and the notebook's style cannot change it."""
         title = f"<div>{escape(repr(self)[1:-1])}</div>"
         try:
             page = self.report.read_text(encoding="utf-8")
@@ -111,7 +111,7 @@ def _mean(one: Evaluated) -> str:
 
 
 def result_of(directory: Path, lanes: Mapping[str, Lane]) -> RunResult:
-    """Of the lane, or of several by the names of their adapters."""
+    """The result of one lane, or of several lanes by the names of their adapters."""
     results = {name: _one(lane.directory.path, lane) for name, lane in lanes.items()}
     if list(results) == [""]:
         return results[""]

@@ -11,7 +11,7 @@ from headrace.durable.files import full_disk_as_error
 from headrace.errors import HeadraceError
 from headrace.observe.facts import Warned
 from headrace.observe.health.watchdog import Watchdog
-from headrace.orchestration.build import build, open_waits
+from headrace.orchestration.build import build, open_telemetry
 from headrace.orchestration.python_inputs import NO_INPUTS, PythonInputs
 from headrace.orchestration.runs.callbacks import Callbacks
 from headrace.orchestration.runs.hosting import Act, complete, host
@@ -30,13 +30,13 @@ def train(
     callbacks: Callbacks | None = None,
     measurer: Measurer | None = None,
 ) -> RunResult:
-    """Train to the end, an interrupt or an error; in each case with a summary, a report, and a checkpoint if there is one.
+    """Trains until the last step, an interrupt or an error. In each case it prints a summary and writes a report.
 
-    `resume`: the directory of the run to go on with; its newest good checkpoint is used.
-    `inputs`: functions and rows that the settings name but cannot hold. `callbacks` are called in this thread.
-    `measurer`: as for `rehearse`.
-    Raises `HeadraceError` with one sentence when the run could not be finished, and what a callback raised. What can be known to
-    be wrong before a model is loaded is a `ConfigError`, and nothing has been written then.
+    `resume`: the directory of the run to resume, from its newest good checkpoint. `inputs`: functions and rows that the settings name
+    but cannot hold. `callbacks` are called in this thread. `measurer`: as for `rehearse`.
+
+    Raises `HeadraceError` with one sentence if the run could not be finished, and whatever a callback raised. An error that can be found
+    before a model is loaded is a `ConfigError`, and nothing has been written then.
     """
     if config.adapters:
         lanes = train_together(config, inputs, resume, callbacks, measurer)
@@ -54,13 +54,13 @@ def train(
             report_finished(directory.path, [lane])
             return result_of(directory.path, {"": lane})
         try:
-            if resume:  # whether it is finished had to be known first; nothing of it has been changed yet
+            if resume:  # only now, since a finished run needs no rehearsal; its directory is still unchanged
                 notes = complete(rehearse(config, inputs, resume)).notes
             for note in notes:
                 lane.storage.recorder.record(Warned(lane.storage.seconds, note))
-            _train(lane, inputs, callbacks, tells=not resume)
+            _train(lane, inputs, callbacks, writes=not resume)
         except HeadraceError as error:
-            lane.say_how_to_go_on(error)
+            lane.add_resume_hint(error)
             raise
         finally:
             lane.close()
@@ -68,9 +68,11 @@ def train(
         return result_of(directory.path, {"": lane})
 
 
-def _train(lane: Lane, inputs: PythonInputs, callbacks: Callbacks | None, tells: bool) -> None:
+def _train(lane: Lane, inputs: PythonInputs, callbacks: Callbacks | None, writes: bool) -> None:
     config, directory, storage = lane.config, lane.directory, lane.storage
-    watchdog = Watchdog(directory.logs, config.watch.warn_after, config.watch.stop_after, tells)
+    watchdog = Watchdog(
+        directory.logs, warn_after=config.watch.warn_after, stop_after=config.watch.stop_after, writes=writes
+    )
     storage.recorder.add(watchdog)
     if callbacks:
         storage.recorder.add(callbacks)
@@ -81,12 +83,12 @@ def _train(lane: Lane, inputs: PythonInputs, callbacks: Callbacks | None, tells:
         if callbacks:
             callbacks.attach(lane.session.stop)
         report_unhandled(lambda said: storage.recorder.record(Warned(clock(), said)))
-        waits = open_waits(config, storage.recorder, clock)
-        watchdog.add(directory.path, waits)
+        telemetry = open_telemetry(config, storage.recorder, clock)
+        watchdog.add(directory.path, telemetry.waits)
         watchdog.attach()
-        await lane.session.run(build(config, directory.logs, storage=storage, inputs=inputs, waits=waits, clock=clock))
+        await lane.session.run(build(config, directory.logs, storage, inputs, telemetry))
 
     with watchdog:
         host(go, callbacks.errands if callbacks else None)
     if callbacks:
-        callbacks.raise_error(f"go on with headrace.train(resume={str(directory.path)!r})")
+        callbacks.raise_error(f"resume it with headrace.train(resume={str(directory.path)!r})")

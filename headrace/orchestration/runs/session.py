@@ -1,4 +1,4 @@
-"""From a pipeline's parts to its end: what is measured before and after, what an interrupt does, what is told at the end."""
+"""The course of one pipeline: evaluation before and after training, interrupts, and the summary at the end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from headrace.errors import HeadraceError, StalledError
-from headrace.observe.facts import Evaluated, RunEnded, Warned
+from headrace.observe.facts import Evaluated, RunEnded
 from headrace.orchestration.build import BuiltRun
 from headrace.orchestration.loops.utilisation import LAST_WORD
 from headrace.orchestration.store.storage import Storage
@@ -17,16 +17,16 @@ from headrace.orchestration.wording import machine_change
 
 
 def run_clock(age: float) -> Callable[[], float]:
-    """Seconds since the start of a run that is `age` seconds old now."""
+    """A clock that returns the seconds since the start of a run. `age`: the age of the run now, in seconds."""
     loop = asyncio.get_running_loop()
     origin = loop.time() - age
     return lambda: loop.time() - origin
 
 
 def report_unhandled(say: Callable[[str], None]) -> None:
-    """What goes wrong where nobody can catch it (a callback, a task that nobody awaits) is said, and not only logged.
+    """Reports exceptions that nobody can catch (in a callback, in a task that nobody awaits) to `say`, beside logging them.
 
-    It does not end the run: each background task of headrace has a sentinel that does, and this may be one of a reward function."""
+    They do not end the run: headrace's own background tasks have sentinels for that, and this task may belong to a reward function."""
 
     def heard(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         loop.default_exception_handler(context)  # the traceback, for the log
@@ -36,7 +36,7 @@ def report_unhandled(say: Callable[[str], None]) -> None:
 
 
 class Session:
-    """One process's share of one pipeline's run: from its parts to their end, whatever ends it."""
+    """The life of one pipeline in this process, from its parts to their end, whatever ends it."""
 
     def __init__(self, storage: Storage) -> None:
         self._recorder, self._saved = storage.recorder, storage.saved
@@ -49,7 +49,7 @@ class Session:
         self._main: asyncio.Task[Any] | None = None
 
     def recall(self) -> None:
-        """What an earlier process measured, of a run that is over."""
+        """Takes the evaluations of a finished run from its metrics."""
         known = {one.phase: one for one in self._recorder.state.evals}
         self.before, self.after = known.get("before"), known.get("after")
 
@@ -68,7 +68,7 @@ class Session:
             if self._built:
                 if self._interrupts > 1:
                     self._built.pools.kill()
-                with suppress(HeadraceError):  # a disk that is full now must not hide what ended the run
+                with suppress(HeadraceError):  # a full disk must not hide the error that ended the run
                     self._recorder.record(await self._ended(self._built))
                 await self._close(self._built)
 
@@ -77,7 +77,7 @@ class Session:
         earlier, started = self._recorder.state.started, built.started(built.pipeline.step)
         self._recorder.record(started)
         if earlier and (said := machine_change(earlier, started)):
-            self._recorder.record(Warned(built.clock(), said))
+            built.parts.telemetry.warn(said)
         await built.go_live()
         if not self._recorder.state.evals and built.pipeline.step == 0:
             self.before = await built.parts.evaluator.measure("before", 0)
@@ -99,25 +99,25 @@ class Session:
         try:
             async with built.parts.telemetry.waits.named("closing", "the worker processes"):
                 await built.close()
-        except StalledError as error:  # nor may a process that cannot even be killed
+        except StalledError as error:  # nor may a process that cannot be killed
             print(f"headrace: {error}", file=sys.stderr)
 
     async def _redo(self, built: BuiltRun) -> None:
-        """Brings the trainer, too, to the moment at which the run was killed."""
+        """Repeats journaled steps, which brings the trainer to the moment of the kill too."""
         built.pipeline.discard(built.outdated)
         if not built.redo:
             return
         first, last = built.redo[0].step, built.redo[-1].step
-        said = f"steps {first} to {last} are done again from the journal: they came after the checkpoint"
-        self._recorder.record(Warned(built.clock(), said))
+        said = f"steps {first} to {last} are repeated from the journal: they were done after the checkpoint"
+        built.parts.telemetry.warn(said)
         await built.pipeline.redo(built.redo)
 
     def interrupt(self, why: str = "interrupted", again: str = " (Ctrl-C again: leave now)") -> None:
-        """Once: a checkpoint at the next step's end, then leave. Twice: leave now."""
+        """The first call ends the run after the current step, with a checkpoint. The second one ends it at once."""
         self._interrupts += 1
         if self._interrupts == 1 and self._training and self._built:
             said = f"{why}: finishing this step, writing a checkpoint{again}"
-            self._recorder.record(Warned(self._built.clock(), said))
+            self._built.parts.telemetry.warn(said)
             self._built.pipeline.interrupt()
         elif self._leaving and self._built:
             self._built.pools.kill()
@@ -125,7 +125,7 @@ class Session:
             self._main.cancel()
 
     def stop(self, why: str, reason: str) -> None:
-        """As the first interrupt, once; what has been trained already is measured and kept to the end."""
+        """Ends the run as the first interrupt does. Does nothing if training is over already: the run then ends as usual."""
         if not self._interrupts and not self._trained:
             self._left_for = reason
             self.interrupt(why, again="")
@@ -133,7 +133,7 @@ class Session:
     async def _ended(self, built: BuiltRun) -> RunEnded:
         saved = built.parts.snapshots.saved_step == built.pipeline.step
         return RunEnded(
-            t=built.clock(),
+            t=built.parts.telemetry.clock(),
             reason=self.reason,
             step=built.pipeline.step,
             accounting=built.parts.buffer.accounting(in_checkpoint=saved),

@@ -1,10 +1,10 @@
-"""Several adapters trained at once on one base: one trainer and one engine, and for each adapter a pipeline of its own.
+"""Trains several adapters at once on one base: one trainer, one engine, and a pipeline for each adapter.
 
     runs/<name>/             config.toml, logs/ of the two processes
-    runs/<name>/<adapter>/   what a run has: config.toml, metrics, journal, checkpoints, report
+    runs/<name>/<adapter>/   the directory of a run: config.toml, metrics, journal, checkpoints, report
 
-Pipelines share nothing but the two processes. The trainer takes calls in the order in which they come, and a pipeline has one
-under way at a time: so steps of different adapters take turns. The engine serves the requests of all in one batch.
+The pipelines share only the two processes. The trainer serves calls in the order in which they arrive, and each pipeline makes one call
+at a time, so the steps of different adapters take turns. The engine serves the requests of all adapters in one batch.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from headrace.config import RunConfig, adapter_runs, config_of_run, dump_config,
 from headrace.durable.files import full_disk_as_error
 from headrace.errors import HeadraceError
 from headrace.observe.facts import Warned
-from headrace.observe.health.waits import Waits
 from headrace.observe.health.watchdog import Watchdog
 from headrace.observe.screen.board import Board, open_board
 from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.build import BuiltRun, Clock, Pools, PreparedRun, join, open_model, open_waits, prepare
+from headrace.orchestration.build import BuiltRun, Pools, PreparedRun, join, open_model, open_telemetry, prepare
 from headrace.orchestration.pools import open_pools
 from headrace.orchestration.python_inputs import PythonInputs
 from headrace.orchestration.runs.callbacks import Callbacks
@@ -45,7 +44,7 @@ def train_together(
     callbacks: Callbacks | None,
     measurer: Measurer | None = None,
 ) -> dict[str, Lane]:
-    """All adapters to their ends. Where one fails the others leave with a checkpoint, and its error is raised."""
+    """Trains all adapters to their last step. If one fails, the others stop with a checkpoint, and its error is raised."""
     notes: list[str] = []
     if not resume:
         rehearsed = complete(rehearse(config, inputs, measurer=measurer))
@@ -60,7 +59,7 @@ def train_together(
             own = undo.enter_context(_directory(directory.path / run.name, bool(resume)))
             lanes[run.name] = _open(run, own, bool(resume) and own.begun, board)
             undo.callback(lanes[run.name].close)
-        undo.callback(board.close)  # before the summaries
+        undo.callback(board.close)  # so that the summaries are printed below it
         if all(lane.finished for lane in lanes.values()):
             report_finished(directory.path, list(lanes.values()))
             return lanes
@@ -69,10 +68,12 @@ def train_together(
         for lane in lanes.values():
             for note in notes:
                 lane.storage.recorder.record(Warned(lane.storage.seconds, note))
-        watchdog = Watchdog(directory.logs, config.watch.warn_after, config.watch.stop_after, tells=not resume)
+        watchdog = Watchdog(
+            directory.logs, warn_after=config.watch.warn_after, stop_after=config.watch.stop_after, writes=not resume
+        )
         with watchdog:
             keep = partial(directory.keep_config, step=0) if resume else directory.begin
-            together = _Together(
+            together = _SeveralRuns(
                 config=config,
                 directory=directory,
                 lanes=lanes,
@@ -83,18 +84,18 @@ def train_together(
             )
             host(together.run, callbacks.errands if callbacks else None)
         if callbacks:
-            callbacks.raise_error(f"go on with headrace.train(resume={str(directory.path)!r})")
+            callbacks.raise_error(f"resume it with headrace.train(resume={str(directory.path)!r})")
         report_unbegun(lanes.values())
         return lanes
 
 
 def _directory(path: Path, resume: bool) -> RunDirectory:
-    """A run that was killed at its start has not made all of them."""
+    """An adapter's directory. It may be missing in a resumed run that was killed at its start."""
     return RunDirectory.of(path, resume and (path / CONFIG).exists())
 
 
 def _open(config: RunConfig, directory: RunDirectory, resume: bool, board: Board) -> Lane:
-    """What it shows on the terminal goes through the board of all."""
+    """Opens an adapter's lane. Its terminal view is one part of the board that shows all adapters."""
     silent = dataclasses.replace(config, observe=dataclasses.replace(config.observe, terminal="off"))
     lane = open_lane(silent, directory, resume)
     lane.storage.recorder.add(board.lane(config.name))
@@ -106,13 +107,13 @@ async def _serve_base(pools: Pools, telemetry: Telemetry) -> None:
         await pools.serve_base(telemetry)
 
 
-async def _close(pools: Pools, waits: Waits) -> None:
-    async with waits.named("closing", "the worker processes"):
+async def _close(pools: Pools, telemetry: Telemetry) -> None:
+    async with telemetry.waits.named("closing", "the worker processes"):
         await pools.close()
 
 
-class _Everyone:
-    """What concerns the two processes is told to every pipeline's recorder."""
+class _AllRecorders:
+    """Records facts about the two shared processes in every pipeline's recorder."""
 
     def __init__(self, lanes: Mapping[str, Lane]) -> None:
         self._lanes = lanes
@@ -122,9 +123,10 @@ class _Everyone:
             lane.storage.recorder.record(fact)
 
 
-class _Together:
+class _SeveralRuns:
     def __init__(
         self,
+        *,
         config: RunConfig,
         directory: RunDirectory,
         lanes: Mapping[str, Lane],
@@ -136,7 +138,7 @@ class _Together:
         self._config, self._directory, self._lanes, self._inputs = config, directory, lanes, inputs
         self._watchdog, self._keep_settings, self._callbacks = watchdog, keep_settings, callbacks
         self._loading: asyncio.Task[Any] | None = None
-        """Until the pipelines run, each of which knows how to leave."""
+        """The task that loads. None once the pipelines run: an interrupt then goes to each of them."""
 
     async def run(self, on_interrupt: Callable[[Act], None]) -> None:
         self._loading = asyncio.current_task()
@@ -149,11 +151,10 @@ class _Together:
 
     async def _run(self) -> None:
         clock = run_clock(max(lane.storage.seconds for lane in self._lanes.values()))
-        everyone = _Everyone(self._lanes)
-        report_unhandled(lambda said: everyone.record(Warned(clock(), said)))
-        waits = open_waits(self._config, everyone, clock)
+        telemetry = open_telemetry(self._config, _AllRecorders(self._lanes), clock)
+        report_unhandled(telemetry.warn)
         for lane in self._lanes.values():
-            self._watchdog.add(lane.directory.path, waits)
+            self._watchdog.add(lane.directory.path, telemetry.waits)
             lane.storage.recorder.add(self._watchdog)
             if self._callbacks:
                 self._callbacks.attach(lane.session.stop)
@@ -161,47 +162,33 @@ class _Together:
         self._watchdog.attach()
         async with AsyncExitStack() as undo:
             prepared = {}
-            async with waits.named("start", "the files of models, tasks and rewards", endless=True):
+            async with telemetry.waits.named("start", "the files of models, tasks and rewards", endless=True):
                 model_dir, encoder = await open_model(self._config)
                 for name, lane in self._lanes.items():
                     prepared[name] = await prepare(lane.config, model_dir, encoder, self._inputs, lane.directory.logs)
                     undo.push_async_callback(prepared[name].scorer.close)
             restore = {name: at for name, lane in self._lanes.items() if (at := lane.storage.checkpoint)}
-            pools = await open_pools(
-                self._config,
-                model_dir,
-                logs=self._directory.logs,
-                observer=everyone,
-                waits=waits,
-                clock=clock,
-                restore=restore,
-            )
-            undo.push_async_callback(_close, pools, waits)
-            first = next(iter(self._lanes.values())).storage.recorder
-            await _serve_base(pools, Telemetry(first.record, clock, waits))
+            pools = await open_pools(self._config, model_dir, self._directory.logs, telemetry, restore)
+            undo.push_async_callback(_close, pools, telemetry)
+            first = next(iter(self._lanes.values())).storage.recorder  # one record of the base weights is enough
+            await _serve_base(pools, dataclasses.replace(telemetry, record=first.record))
             built = await self._begin(prepared, pools, clock)
             self._loading = None
             await self._train(built)
 
-    async def _begin(self, prepared: Mapping[str, PreparedRun], pools: Pools, clock: Clock) -> dict[str, BuiltRun]:
-        """No directory is changed before all adapters can go on."""
+    async def _begin(
+        self, prepared: Mapping[str, PreparedRun], pools: Pools, clock: Callable[[], float]
+    ) -> dict[str, BuiltRun]:
+        """Begins all pipelines, but only after each of them has been joined: else one that is refused would leave changed directories."""
         async with AsyncExitStack() as undo:
             joined = {}
             for name, lane in self._lanes.items():
-                waits = open_waits(lane.config, lane.storage.recorder, clock)
-                self._watchdog.add(lane.directory.path, waits)
+                telemetry = open_telemetry(lane.config, lane.storage.recorder, clock)
+                self._watchdog.add(lane.directory.path, telemetry.waits)
                 lent = pools.lend()
                 undo.push_async_callback(lent.close)
-                logs, storage = lane.directory.logs, lane.storage
                 joined[name] = await join(
-                    lane.config,
-                    prepared[name],
-                    pools=lent,
-                    adapter=name,
-                    logs=logs,
-                    storage=storage,
-                    waits=waits,
-                    clock=clock,
+                    lane.config, prepared[name], pools=lent, adapter=name, storage=lane.storage, telemetry=telemetry
                 )
             built = {name: begin() for name, begin in joined.items()}
             self._keep_settings(dump_config(self._config))
@@ -220,9 +207,11 @@ class _Together:
         assert error is not None
         for task in others:
             self._lanes[running[task]].session.interrupt(f"the adapter {name} failed ({error})", again="")
-        await asyncio.gather(*others, return_exceptions=True)  # one sentence is enough, the first
+        await asyncio.gather(*others, return_exceptions=True)  # only the first error is raised
         if isinstance(error, HeadraceError):
-            error.add_note(f"it was the adapter {name}; go on with: headrace train --resume {self._directory.path}")
+            error.add_note(
+                f"it was the adapter {name}; resume the run with: headrace train --resume {self._directory.path}"
+            )
         raise error
 
     def _interrupt(self) -> None:

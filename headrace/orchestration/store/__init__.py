@@ -1,6 +1,6 @@
-"""What a run keeps on the disk, and how a later process goes on from it.
+"""The run's directory, and how a later process resumes from it.
 
 Read `run_directory.py` (the run's directory), `checkpoints.py` (the sealed directories of weights and state), `snapshots.py` (the
-controller's state), `recovery.py` (journal and checkpoint become state again), `storage.py` (all of it, opened together),
+controller's state), `recovery.py` (from checkpoint and journal back to state), `storage.py` (all of it, opened together),
 `resume_rules.py` (which settings may change).
 """

@@ -1,10 +1,10 @@
-"""Checkpoints on disk: written whole or not at all, verified before they are used.
+"""Checkpoints on the disk. They are written completely or not at all, and verified before use.
 
     runs/<name>/checkpoints/step-000050/   the trainer's files, controller.msgpack, files.json (sizes and checksums)
 
-A checkpoint is written into a temporary directory, flushed, described by `files.json` (its seal), and renamed. One that goes
-loses its seal first. Whatever has no seal, or does not match it, is no checkpoint: saves and removals that were interrupted
-leave such directories, and the process that holds the run's lock removes them.
+A checkpoint is written into a temporary directory, flushed, sealed by `files.json`, and renamed. A checkpoint that is removed loses its
+seal first. A directory without a seal, or one that does not match its seal, is no checkpoint. Interrupted saves and removals leave such
+directories; the process that holds the run's lock removes them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from headrace.errors import CheckpointError
 FILES = "files.json"
 
 BIG = 100_000_000
-"""Bytes. What an interrupted save left is worth a word from here on."""
+"""Bytes. From this size on, the removal of an interrupted save's files is reported."""
 
 _NAME = re.compile(r"step-(\d+)")
 _LEFT = re.compile(r"(?:\.writing-)?step-\d+")
@@ -37,19 +37,19 @@ class FileEntry(msgspec.Struct, frozen=True):
 
 
 class Checkpoints:
-    """The last `keep` checkpoints under one directory."""
+    """The checkpoints under one directory, of which the last `keep` are kept."""
 
     def __init__(self, root: Path, keep: int) -> None:
         self.root, self._keep = root, keep
 
     async def save(self, step: int, write: Callable[[Path], Awaitable[None]]) -> Path:
-        """`write` fills a temporary directory. Raises `CheckpointError` (disk full, say); older ones are untouched then."""
+        """`write` fills a temporary directory. Raises `CheckpointError`, for instance for a full disk; older checkpoints stay as they are."""
         final = self.root / f"step-{step:06d}"
         temporary = self.root / f".writing-{final.name}"
         try:
             shutil.rmtree(temporary, ignore_errors=True)
             if not self.root.exists():
-                self.root.mkdir()  # without its parents: a run that was deleted does not come back
+                self.root.mkdir()  # not its parents: a run that the user deleted must not reappear
             temporary.mkdir()
             await write(temporary)
             await asyncio.to_thread(_seal, temporary)
@@ -67,8 +67,8 @@ class Checkpoints:
         return final
 
     def clear(self) -> str:
-        """Removes what interrupted saves and removals left. Only for the process that holds the run's lock: to another one a
-        save that is under way looks the same. A sentence where that was big, or is there still; else empty."""
+        """Removes what interrupted saves and removals left. Only the process that holds the run's lock may call it, because a save in
+        progress looks the same. Returns a sentence if that was large or cannot be removed; else an empty string."""
         found = [path for path in self.root.glob("*") if _LEFT.fullmatch(path.name) and not _is_checkpoint(path)]
         sizes = {path: _size(path) for path in found}
         for path in found:
@@ -82,16 +82,16 @@ class Checkpoints:
         return f"removed {total / 1e9:.1f} GB that an interrupted checkpoint had left ({names})"
 
     def all(self) -> list[Path]:
-        """Oldest first; sealed ones only."""
+        """The sealed checkpoints, oldest first."""
         return sorted(filter(_is_checkpoint, self.root.glob("step-*")), key=step_of)
 
     @property
     def oldest_step(self) -> int:
-        """Of those that are kept; 0 where there is none."""
+        """The step of the oldest checkpoint; 0 if there is none."""
         return min(map(step_of, self.all()), default=0)
 
     def newest_good(self) -> tuple[Path | None, list[str]]:
-        """The newest checkpoint that matches its checksums, and what is wrong with newer ones."""
+        """The newest checkpoint that matches its checksums, and a complaint about each newer one."""
         complaints: list[str] = []
         for path in reversed(self.all()):
             complaint = damage(path)
@@ -102,7 +102,7 @@ class Checkpoints:
 
     def _prune(self) -> None:
         for path in self.all()[: -self._keep]:
-            with suppress(OSError):  # one too many, which is tried again with the next one
+            with suppress(OSError):  # tried again after the next checkpoint
                 _remove(path)
 
 
@@ -111,13 +111,13 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def step_of(checkpoint: Path) -> int:
-    """Optimizer steps that are in it."""
+    """Number of optimizer steps in the checkpoint."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def _remove(checkpoint: Path) -> None:
-    """The seal first, and on the disk: whatever interrupts this, what is left is no checkpoint, and not a damaged one. Raises
-    OSError while it is sealed; what is left behind that is `clear`'s."""
+    """Removes the seal first, and flushes that. If this is interrupted, the rest has no seal and does not count as a damaged checkpoint.
+    Raises OSError if the seal cannot be removed; files that remain afterwards are left to `clear`."""
     if (checkpoint / FILES).exists():
         (checkpoint / FILES).unlink()
         sync_to_disk(checkpoint)
@@ -125,7 +125,7 @@ def _remove(checkpoint: Path) -> None:
 
 
 def _size(directory: Path) -> int:
-    """Bytes; of what is there no more, none."""
+    """Bytes of all files. A file that vanishes meanwhile counts zero."""
     total = 0
     for path in directory.rglob("*"):
         with suppress(OSError):
@@ -134,7 +134,7 @@ def _size(directory: Path) -> int:
 
 
 def damage(path: Path) -> str:
-    """Empty when the checkpoint is what was written; otherwise a sentence that names the first bad file."""
+    """An empty string if the checkpoint matches its seal; otherwise a sentence that names the first bad file."""
     try:
         entries = msgspec.json.decode((path / FILES).read_bytes(), type=dict[str, FileEntry])
     except (OSError, msgspec.DecodeError) as error:

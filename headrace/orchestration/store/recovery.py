@@ -1,15 +1,15 @@
-"""From a checkpoint and what was written after it to the moment at which a run was killed (C7).
+"""Restores a run to the moment at which it was killed, from its newest checkpoint and the files written after that (C7).
 
-The checkpoint is the state between two steps. The journal behind it says what became of every ticket since: it is done to the
-real buffer and the real task once more, and its steps are done again by the trainer (`Pipeline.redo`). The passes behind it
-say what was sampled of groups that had not ended. Where the settings that a step depends on have changed, or the journal is
-damaged, the run goes on from the checkpoint alone, and what came after it is set aside. All is read first (`read_saved_run`,
-`recover`), and changed on the disk only when the run is ready to go on (`discard_superseded`, `open_journal`).
+The checkpoint holds the state between two steps. The journal after it records every later change of a ticket: these are applied to the
+real buffer and the real task again, and the trainer repeats the steps (`Pipeline.redo`). The passes after it hold the tokens that were
+sampled for unfinished groups. If settings on which a step depends have changed, or if the journal is damaged, the run is resumed from
+the checkpoint alone, and everything later is set aside. First everything is read (`read_saved_run`, `recover`); the disk is changed only
+when the run is ready to begin (`discard_superseded`, `open_journal`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,24 +43,24 @@ from headrace.steps import Finished, StepOutput, Transcript, write_down
 from headrace.types import Completion, Request
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SavedRun:
-    """What a resumed run has behind it. It is read from the directory, which `discard_superseded` brings in line with it."""
+    """The saved state of a run that is resumed, as read from its directory. `discard_superseded` removes the rest from there."""
 
     run_dir: Path
     state: ControllerState | None
-    """Of the checkpoint; None where none had been written."""
+    """The controller's state in the checkpoint; None if there is no checkpoint."""
     records: tuple[AnyRecord, ...]
-    """Of the journal, since then."""
+    """The journal's records after the checkpoint."""
     complaints: tuple[str, ...] = ()
     rewinds: bool = False
-    """Whether what came after the checkpoint is set aside."""
+    """Whether everything after the checkpoint is set aside."""
     lost: int = 0
-    """Records before the checkpoint that the end of the journal lacks."""
+    """Number of records before the checkpoint that the end of the journal lacks."""
 
     @property
     def saved_step(self) -> int:
-        """Of the checkpoint."""
+        """The step of the checkpoint; 0 if there is none."""
         return self.state.step if self.state else 0
 
     @property
@@ -70,13 +70,13 @@ class SavedRun:
 
     @property
     def step(self) -> int:
-        """Optimizer steps that were done when the run was killed."""
+        """Number of optimizer steps done when the run was killed."""
         done = [one.report.version for one in self.records if isinstance(one, SteppedRecord)]
         return max([self.saved_step, *done])
 
     @property
     def resume(self) -> Resume:
-        """What of the metrics belongs to it."""
+        """Says which part of the metrics belongs to the state that is restored."""
         buffer = self.state.buffer if self.state else None
         flying = set(buffer.in_flight) if buffer else set()
         ready = {group.ticket for group in buffer.ready} if buffer else set()
@@ -101,20 +101,20 @@ class SavedRun:
         )
 
     def outdated(self, mark: str) -> frozenset[int]:
-        """Tickets of finished groups in the checkpoint whose rows other settings made (`resume_rules.scoring_mark`)."""
+        """Tickets of finished groups in the checkpoint whose rows were made under other settings (`resume_rules.scoring_mark`)."""
         if self.state is None or self.state.scored_by in ("", mark):
             return frozenset()
         return frozenset(group.ticket for group in self.state.buffer.ready)
 
     @property
     def seconds(self) -> float:
-        """Age of the run then."""
+        """Age of the run at that moment, in seconds."""
         known = [self.state.seconds if self.state else 0.0, *(record.t for record in self.records)]
         return max(known)
 
 
 def read_saved_run(run_dir: Path, state: ControllerState | None, reproducible: bool) -> SavedRun:
-    """`reproducible`: whether the steps in the journal can be done again with the settings of now. Changes nothing on the disk."""
+    """`reproducible`: whether repeating the journaled steps under the current settings gives the same results. Changes nothing on the disk."""
     damage = Damage()
     end, position = end_of_journal(run_dir, damage), state.journal if state else 0
     nothing = state is None and not end and not damage
@@ -124,43 +124,41 @@ def read_saved_run(run_dir: Path, state: ControllerState | None, reproducible: b
         if reproducible:
             records = tuple(read_journal(run_dir, position))
     except JournalDamaged as error:
-        behind, damage = [str(error)], Damage()  # once is enough
-    said = [f"{complaint}: {_from_where(state)}, and what came after it is set aside" for complaint in behind]
+        behind, damage = [str(error)], Damage()  # reported once is enough
+    said = [f"{complaint}: {_from_where(state)}, and everything after it is set aside" for complaint in behind]
     if nothing:
         said = []
     if lost:
         said.append(_lost(run_dir, state, lost))
     elif damage:
         said.append(
-            f"in {run_dir / JOURNAL} cannot be read: {damage}. The run goes on whole; of the steps in question replay, inspect and "
-            "diff will lack what is missing"
+            f"{run_dir / JOURNAL} is damaged: {damage}. The run itself is complete; only replay, inspect and diff will lack these records"
         )
     rewinds = bool(behind or lost)
     return SavedRun(run_dir=run_dir, state=state, records=records, complaints=tuple(said), rewinds=rewinds, lost=lost)
 
 
-_CHANGED = "the settings of training are not those of before"
+_CHANGED = "settings of training have changed"
 
 
 def _from_where(state: ControllerState | None) -> str:
-    return f"the run goes on from {f'step {state.step}' if state else 'its start'}"
+    return f"the run is resumed from {f'step {state.step}' if state else 'its start'}"
 
 
 def _lost(run_dir: Path, state: ControllerState | None, lost: int) -> str:
-    assert state is not None, "without a checkpoint nothing is known to be lost"
+    assert state is not None, "only a checkpoint shows that records are lost"
     last = count_steps(run_dir)
     steps = f"steps {last + 1} to {state.step}" if last + 1 < state.step else f"step {state.step}"
     trained = f": {steps} cannot be replayed, inspected or compared" if last < state.step else ""
     return (
         f"the end of the journal is lost ({lost} records before the checkpoint of step {state.step}), as after a loss of power"
-        f"{trained}. {_from_where(state)[0].upper()}{_from_where(state)[1:]}, whose weights and groups are whole"
+        f"{trained}. {_from_where(state)[0].upper()}{_from_where(state)[1:]}, whose weights and groups are complete"
     )
 
 
 def discard_superseded(saved: SavedRun, outlived: bool) -> None:
-    """Sets aside what `saved` is without. Killed between any two operations, the next resume finds what it can go on from: the
-    passes go first, for without the journal that they belong to they would be taken for others. `outlived`: the passes have
-    outlived it, see `recover`."""
+    """Sets aside what `saved` does not contain. It may be killed between any two operations: the passes are removed first, because
+    without their journal they would be attributed to other tickets. `outlived`: see `recover`."""
     if saved.rewinds or outlived:
         discard_passes(saved.run_dir, saved.saved_step)
     if saved.rewinds:
@@ -168,7 +166,7 @@ def discard_superseded(saved: SavedRun, outlived: bool) -> None:
 
 
 def open_journal(run_dir: Path, flushes: bool, saved: SavedRun | None) -> Journal:
-    """What the checkpoint knows of the records that were lost is written once more, under their numbers."""
+    """Opens the journal. Lost records that are known from the checkpoint are written again, under their old numbers."""
     again = _known_of_lost(saved) if saved and saved.lost else []
     position = saved.position if saved else 0
     journal = Journal(run_dir, flushes, position - len(again))
@@ -178,7 +176,7 @@ def open_journal(run_dir: Path, flushes: bool, saved: SavedRun | None) -> Journa
 
 
 def _known_of_lost(saved: SavedRun) -> list[AnyRecord]:
-    """Groups and prompts of the checkpoint that the journal has no more."""
+    """Records of groups and prompts that are in the checkpoint, but no longer in the journal."""
     state = saved.state
     assert state is not None
     finished = {record.group.ticket for record in read_only(saved.run_dir, ReadyRecord)}
@@ -196,20 +194,26 @@ def _known_of_lost(saved: SavedRun) -> list[AnyRecord]:
 def recover(
     saved: SavedRun, task: Task, buffer: Buffer, interrupts: Interrupts, plan: LoopPlan
 ) -> tuple[list[JournalStep], bool]:
-    """Brings all to the moment of the kill, and returns the steps that the trainer has to do again, and whether the passes since
-    the checkpoint cannot be used: they tell of tickets that a loss of power took out of the journal. Those are drawn and sampled
-    anew, under the same names.
+    """Brings task, buffer and interrupts to the moment of the kill. Returns the steps that the trainer must repeat, and `outlived`: whether
+    the passes since the checkpoint cannot be used. That is so if they contain tickets whose records a loss of power removed from the
+    journal; these tickets are drawn and sampled again, under the same names.
 
-    Raises ConfigError when the task gives other prompts than it did."""
+    Raises ConfigError if the task now draws other prompts."""
     if saved.state:
         task.restore(saved.state.task)
         buffer.restore(saved.state.buffer)
     steps = list(_apply(saved.records, task, buffer))
     buffer.release(saved.step)  # what was trained is live as soon as the run begins
-    asked = [plan.requests(ticket, prompt) for ticket, prompt in buffer.in_flight.items()]
-    requests = {request.id: request for several in asked for request in several}
-    begun = _begun(saved, requests, plan.adapter)
-    interrupts.restore(_of_checkpoint(saved, requests) if begun is None else begun)
+    in_flight = buffer.in_flight
+
+    def asked(name: str) -> Request | None:
+        key = RolloutKey.read(name)
+        if key is None or key.adapter != plan.adapter or key.ticket not in in_flight:
+            return None
+        return plan.recorded(key) if key.index < plan.rollout.group_size else None
+
+    begun = _begun(saved, asked, plan.adapter)
+    interrupts.restore(_of_checkpoint(saved, asked) if begun is None else begun)
     return steps, begun is None
 
 
@@ -220,8 +224,8 @@ def _apply(records: Iterable[AnyRecord], task: Task, buffer: Buffer) -> Iterator
                 found = task.draw()
                 if found.tokens != record.prompt.tokens:
                     raise ConfigError(
-                        f"the task gives the prompt {found.id} where it gave {record.prompt.id} before the run was killed: its "
-                        "data have changed. Put them back, or start a new run"
+                        f"the task draws the prompt {found.id} instead of {record.prompt.id}, which it drew before the run was killed: its "
+                        "data have changed. Restore them, or start a new run"
                     )
             case SteppedRecord(report=report):
                 groups = buffer.take_again(record.tickets)
@@ -236,23 +240,29 @@ def _apply(records: Iterable[AnyRecord], task: Task, buffer: Buffer) -> Iterator
         buffer.count(record)
 
 
-def _of_checkpoint(saved: SavedRun, requests: Container[str]) -> dict[str, Completion]:
+Asked = Callable[[str], Request | None]
+"""The request of that name, where a rollout in flight asked for it: a turn is known from its key alone, however many there are."""
+
+
+def _of_checkpoint(saved: SavedRun, asked: Asked) -> dict[str, Completion]:
     before = saved.state.begun if saved.state else {}
-    return {name: completion for name, completion in before.items() if name in requests}
+    return {name: completion for name, completion in before.items() if asked(name)}
 
 
-def _begun(saved: SavedRun, requests: Mapping[str, Request], adapter: str) -> dict[str, Completion] | None:
-    """What was sampled of these requests until the kill, by their names; None where the passes tell of a ticket that was never
-    drawn. Passes are folded as they are read: no more is held than what is in flight."""
-    found = _of_checkpoint(saved, requests)
+def _begun(saved: SavedRun, asked: Asked, adapter: str) -> dict[str, Completion] | None:
+    """What was sampled for rollouts in flight until the kill, by the names of requests; None where the passes have a ticket that was
+    never drawn. Passes are folded as they are read: no more is held than what is in flight."""
+    found = _of_checkpoint(saved, asked)
     since: dict[str, Transcript] = {}
     others: set[str] = set()
 
     def find(name: str) -> Transcript | None:
-        if name not in requests:
-            others.add(name)
-            return None
-        return since.setdefault(name, Transcript(requests[name]))
+        if name in since or name in others:
+            return since.get(name)
+        if request := asked(name):
+            return since.setdefault(name, Transcript(request))
+        others.add(name)
+        return None
 
     for output in _passes(saved):
         write_down(output, find)
@@ -267,7 +277,7 @@ def _begun(saved: SavedRun, requests: Mapping[str, Request], adapter: str) -> di
 
 
 def _passes(saved: SavedRun) -> Iterable[StepOutput]:
-    """Of the engine, since the checkpoint."""
+    """The engine's passes since the checkpoint."""
     if saved.rewinds:
         return ()
     return read_passes(saved.run_dir, saved.saved_step, saved.state.passes if saved.state else 0)

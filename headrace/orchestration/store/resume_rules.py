@@ -1,4 +1,4 @@
-"""What a resumed run may change, and what of its past is still good then."""
+"""Which settings a resumed run may change, and which of its saved results are still valid then."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headrace.scoring.config import RewardConfig
 
 
 def check_resumable(old: RunConfig, new: RunConfig) -> None:
-    """A resumed run may change most settings. Raises ConfigError for those that its buffer and its weights depend on."""
+    """Raises ConfigError for changed settings on which the buffer or the weights depend. Most settings may change."""
     fixed = {
         "model.path": (old.model.path, new.model.path),
         "seed": (old.seed, new.seed),
@@ -32,7 +32,7 @@ def check_resumable(old: RunConfig, new: RunConfig) -> None:
 
 
 def _differences(name: str, was: Any, now: Any) -> list[str]:
-    """Of a section, each setting that is another one by itself."""
+    """A text for each setting that differs. A section gives one for each of its settings."""
     if not dataclasses.is_dataclass(was):
         return [f"{name} was {was}, not {now}"] if was != now else []
     return [
@@ -43,32 +43,35 @@ def _differences(name: str, was: Any, now: Any) -> list[str]:
 
 
 def check_steps(run_dir: Path, done: int, wanted: int) -> None:
-    """Raises ConfigError where a run has done more steps than it is to have."""
+    """Raises ConfigError if the run has done more steps than `wanted`."""
     if wanted < done:
         raise ConfigError(
-            f"{run_dir} has done {done} steps, and train.steps = {wanted} asks for fewer: set train.steps to {done} (it ends where it "
-            "stands) or more, or start a new run"
+            f"{run_dir} has done {done} steps, and train.steps = {wanted} asks for fewer: set train.steps to {done} (the run then "
+            "ends at once) or more, or start a new run"
         )
 
 
 def check_bound(old: RunConfig, new: RunConfig) -> None:
-    """For a run in whose checkpoint groups wait. Raises ConfigError where they may be older than the new settings promise."""
+    """Raises ConfigError if groups that wait in the checkpoint may be older than the new settings promise."""
     if not still_bounded(old.staleness, new.staleness):
         was, now = old.staleness, new.staleness
         raise ConfigError(
-            f"groups that wait in the checkpoint were admitted with staleness.max_lag = {was.max_lag}, window = {was.window}, overdue "
-            f'= "{was.overdue}" and may be older than max_lag = {now.max_lag}, window = {now.window} lets pacing promise; keep '
+            f"groups in the checkpoint were admitted with staleness.max_lag = {was.max_lag}, window = {was.window}, overdue "
+            f'= "{was.overdue}" and may be older than max_lag = {now.max_lag}, window = {now.window} promises by pacing alone; keep '
             'these settings, raise max_lag, or set staleness.overdue = "trim" (or drop) with window = 1, which looks at every token\'s age'
         )
 
 
 def same_training(old: RunConfig, new: RunConfig) -> bool:
-    """Whether the steps of a run can be done again with other settings, and come out the same."""
+    """Whether the steps of a run give the same results when they are repeated under the new settings."""
 
-    def course(config: RunConfig) -> dict[str, Any]:
+    def relevant(config: RunConfig) -> dict[str, Any]:
         tree = dataclasses.asdict(config)
-        kept = {name: tree[name] for name in ("task", "reward", "teachers", "rollout", "algo", "train", "staleness")}
-        if _says_nothing(config.reward):
+        kept = {
+            name: tree[name]
+            for name in ("task", "environment", "reward", "teachers", "rollout", "algo", "train", "staleness")
+        }
+        if _is_default(config.reward):
             kept["reward"]["functions"] = ()
         kept["train"] = {
             name: value
@@ -79,11 +82,11 @@ def same_training(old: RunConfig, new: RunConfig) -> bool:
             del kept["train"]["steps"]
         return kept
 
-    return course(old) == course(new)
+    return relevant(old) == relevant(new)
 
 
 def scoring_mark(config: RunConfig) -> str:
-    """Of what makes training rows of rollouts: rows of one mark are not trained under another."""
+    """A hash of the settings that turn rollouts into training rows. Rows made under one mark are not trained under another."""
     algo, recipe = config.algo, config.algo.recipe
     made = {
         "advantage": recipe.advantage,
@@ -93,14 +96,14 @@ def scoring_mark(config: RunConfig) -> str:
         "reference": dataclasses.astuple(recipe.kl) if algo.reference_in_reward else None,
         "teachers": [dataclasses.asdict(dataclasses.replace(one, engine={})) for one in config.teachers],
         "top": algo.teacher_top,
-        "rewards": [dataclasses.asdict(one) for one in config.reward.specs] if not _says_nothing(config.reward) else [],
+        "rewards": [dataclasses.asdict(one) for one in config.reward.specs] if not _is_default(config.reward) else [],
     }
     overlong = config.reward.soft_overlong_punishment
-    if overlong.cache:  # else the mark is that of a run before there was one
+    if overlong.cache:  # left out otherwise: the mark then equals that of runs from before this setting existed
         made["punished"] = (dataclasses.asdict(overlong), config.rollout.max_tokens)
     return hashlib.sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _says_nothing(reward: RewardConfig) -> bool:
-    """One function from Python of weight 1: runs of earlier versions kept no word of it, and go on with it all the same."""
+def _is_default(reward: RewardConfig) -> bool:
+    """One function from Python with weight 1. Earlier versions recorded nothing of it, and their runs can still be resumed with it."""
     return len(reward.specs) == 1 and reward.specs[0].from_python and reward.specs[0].weight == 1.0

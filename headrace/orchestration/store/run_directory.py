@@ -1,11 +1,11 @@
-"""`runs/<name>/`: one run, one directory, one process at a time.
+"""`runs/<name>/`: the directory of one run, which one process at a time may open.
 
 config.toml        the resolved settings
 metrics.jsonl      every fact, one JSON line each
-journal.jsonl      what became of every ticket, complete
-passes/            what the engine sampled since the last checkpoint
-checkpoints/       see checkpoint.py
-logs/              what the worker processes printed
+journal.jsonl      every ticket and its outcome, complete
+passes/            the tokens sampled since the last checkpoint
+checkpoints/       see checkpoints.py
+logs/              output of the worker processes
 status.json        who waits for whom at this moment, see observe/health/status.py
 report.html
 """
@@ -29,13 +29,13 @@ from headrace.observe.records import METRICS
 LOCK, CONFIG = ".lock", "config.toml"
 
 PATIENCE = 3.0
-"""Seconds that a run tries to get its lock: one who asks for its status holds it for microseconds, or until it has a core again."""
+"""Seconds for which a run tries to get its lock. `headrace status` holds it for microseconds, or longer on a busy machine."""
 
 
 class RunDirectory:
-    """Locked while open. The lock belongs to the open file: a killed run leaves none behind.
+    """The directory of a run, locked while open. The lock belongs to the open file, so a killed process leaves none behind.
 
-    Until `begin` nothing in a new one says that there is a run; where that is not reached, what was made for it goes again.
+    A new directory holds no run before `begin`. If `begin` is never called, everything that was created is removed again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -47,20 +47,20 @@ class RunDirectory:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(path / LOCK)
         if self._lock is None:
-            raise ConfigError(f"another process is training in {path}: wait for it, or choose another name")
+            raise ConfigError(f"another process is training in {path}: wait until it ends, or choose another name")
         self.begun = (path / CONFIG).exists()
-        """Whether there is a run in it."""
+        """Whether the directory holds a run."""
         try:
             with _writable(path):
                 self.logs.mkdir(exist_ok=True)
-        except BaseException:  # else whoever keeps the error, as a notebook does, would keep the lock
+        except BaseException:  # a notebook keeps the error, and with it this object and its lock
             self.close()
             raise
 
     @classmethod
     def of(cls, path: Path, resume: bool) -> RunDirectory:
-        """Changes nothing that a run has written. Raises ConfigError, also for a place that cannot be written to, and HeadraceError
-        for a full disk."""
+        """Opens or creates the directory; files of a run stay as they are. Raises ConfigError, for instance if the place cannot be
+        written, and HeadraceError for a full disk."""
         return cls.reopen(path) if resume else cls.create(path)
 
     @classmethod
@@ -80,20 +80,20 @@ class RunDirectory:
         return cls(path)
 
     def begin(self, config_toml: str) -> None:
-        """From now on there is a run in it, with these settings."""
+        """Writes the settings. From now on the directory holds a run."""
         replace_file(self.path / CONFIG, config_toml.encode())
         self.begun = True
 
     def keep_config(self, config_toml: str, step: int) -> None:
-        """The settings that a resumed run goes on with; those until then stay beside them (`configs_until` reads them)."""
+        """Writes the settings of a resumed run. The earlier ones are kept beside them (see `configs_until`)."""
         current, until = self.path / CONFIG, self.path / f"config.until-step-{step}.toml"
         later = [path for number, path in configs_until(self.path) if number > step]
         if current.read_text() == config_toml and not later:
             return
-        if not until.exists():  # one that is there did the steps before; what came after it did none
+        if not until.exists():  # an existing file did the steps before; the settings after it did none
             replace_file(until, (later[0] if later else current).read_bytes())
         for path in later:
-            path.unlink(missing_ok=True)  # what they did after that was set aside
+            path.unlink(missing_ok=True)  # the steps that they did were set aside
         replace_file(current, config_toml.encode())
 
     def close(self) -> None:
@@ -101,7 +101,7 @@ class RunDirectory:
             self._lock.close()
 
     def _vanish(self, logs: bool) -> None:
-        """Of a run that never began: what was made for it goes. `logs`: those that say something as well."""
+        """Removes everything that was created for a run that never began. `logs`: also the log files that are not empty."""
         for path in sorted(self.path.rglob("*"), key=lambda one: -len(one.parts)):
             with suppress(OSError):
                 if path.is_dir():
@@ -109,7 +109,7 @@ class RunDirectory:
                 elif logs or path.parent != self.logs or not path.stat().st_size:
                     path.unlink()
         for path in self._made:
-            with suppress(OSError):  # there is something in it
+            with suppress(OSError):  # not empty
                 path.rmdir()
 
     def __enter__(self) -> RunDirectory:
@@ -123,11 +123,11 @@ class RunDirectory:
 
 
 def refuse_used(path: Path) -> None:
-    """Raises ConfigError where a run has begun there."""
+    """Raises ConfigError if the directory holds a run that has begun."""
     started = (b'"RunStarted"' in line for line in read_lines(path / METRICS))
     if any(read_lines(path / JOURNAL)) or any(started):
         raise ConfigError(
-            f"{path} already holds a run: go on with it (headrace train --resume {path}), or choose another name "
+            f"{path} already holds a run: resume it (headrace train --resume {path}), or choose another name "
             "(--set name=...)"
         )
 
@@ -139,19 +139,19 @@ def _writable(path: Path) -> Iterator[None]:
             yield
     except OSError as error:
         raise ConfigError(
-            f"{error.filename or path} cannot be written ({error.strerror}): choose another place for runs (--set out=DIR), or give "
-            "yourself the right to write there"
+            f"{error.filename or path} cannot be written ({error.strerror}): choose another place for runs (--set out=DIR), or get "
+            "write permission there"
         ) from error
 
 
 def configs_until(path: Path) -> list[tuple[int, Path]]:
-    """The earlier settings of a run: each those of the optimizer steps before that number (and from the one before on)."""
+    """The earlier settings of a run, in order. Each pair is (n, file): the settings of the steps before n, from the previous n on."""
     found = path.glob("config.until-step-*.toml")
     return sorted((int(one.stem.removeprefix("config.until-step-")), one) for one in found)
 
 
 def held(path: Path) -> bool:
-    """Whether some process has this run open. The operating system keeps the lock, so it is true of the living only."""
+    """Whether a process has this run open. The operating system releases the lock when a process dies."""
     try:
         file = (path / LOCK).open("rb")
     except OSError:
@@ -161,7 +161,7 @@ def held(path: Path) -> bool:
 
 
 def _locked(path: Path) -> IO[Any] | None:
-    """None where another process has it. One that is taken may be gone meanwhile, with the directory of a refused start."""
+    """The locked file; None if another process holds the lock. Tries again if the file was deleted meanwhile, as after a refused start."""
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("a")

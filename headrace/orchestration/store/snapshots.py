@@ -1,4 +1,4 @@
-"""What a checkpoint holds of the controller, and how it is put beside the trainer's files."""
+"""The controller's part of a checkpoint, and how it is saved together with the trainer's files."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ CONTROLLER = "controller.msgpack"
 
 
 class ControllerState(Struct, frozen=True):
-    """C7: all that the controller knows and cannot ask again."""
+    """The controller's state that no other process could give back (C7)."""
 
     step: int
     seconds: float
-    """Age of the run."""
+    """Age of the run, in seconds."""
     task: dict[str, Any]
     buffer: BufferState
     begun: dict[str, Completion]
-    """By request: what is sampled of the groups in flight, with its versions, log-probs, masks and routes."""
+    """For each request of a group in flight, the part that is sampled, with versions, log-probs, masks and routes."""
     journal: int
-    """Records that were in the journal."""
+    """Number of records in the journal at that moment."""
     passes: int = 0
-    """Number of the first forward pass that is not in `begun`."""
+    """Number of the first forward pass whose tokens are not in `begun`."""
     scored_by: str = ""
-    """Mark of the settings that made the rows of finished groups."""
+    """The mark of the settings under which the rows of finished groups were made."""
 
 
 class _Parts(Protocol):
@@ -54,19 +54,20 @@ class _Parts(Protocol):
 
 
 class Snapshots:
-    """Saves controller and trainer at one instant: between two optimizer steps."""
+    """Saves controller and trainer together, between two optimizer steps."""
 
     def __init__(
         self,
         checkpoints: Checkpoints,
         passes: PassLog,
         telemetry: Telemetry,
+        *,
         adapter: str = "",
         saved_step: int = -1,
         scored_by: str = "",
     ) -> None:
-        """`adapter`: what the trainer is to save, where it is not the whole model. `saved_step`: of the checkpoint that the run
-        goes on from. It is not written anew: the same weights are in it, and the rest is behind it in journal and passes.
+        """`adapter`: the one that the trainer saves; empty for the whole model. `saved_step`: the step of the checkpoint from which the
+        run is resumed. It is not written again: it holds the same weights, and everything later is in journal and passes.
         `scored_by`: the mark of the settings that make rows (`resume_rules.scoring_mark`)."""
         self._checkpoints, self._passes = checkpoints, passes
         self._telemetry, self._adapter = telemetry, adapter
@@ -75,12 +76,12 @@ class Snapshots:
         """The step of the newest checkpoint."""
 
     async def save(self, step: int, parts: _Parts) -> str:
-        """A failure is recorded, warned of and returned, not raised: the compute done so far must not die with a full disk.
-        Empty where the checkpoint is on the disk."""
+        """Saves a checkpoint. Returns an empty string, or the error: it is recorded and warned of, but not raised, because a full disk
+        must not end a run."""
         if step == self.saved_step:
             return ""
         started = self._telemetry.clock()
-        # All taken before the first await: generation goes on while the trainer writes.
+        # The state is taken before the first await, because generation continues while the trainer writes.
         state = self._state(step, started, parts)
         parts.journal.flush()
         self._passes.begin(step)

@@ -1,4 +1,4 @@
-"""Where one pipeline writes what it must not lose, and what an earlier process of the same run wrote there."""
+"""The files of one pipeline, opened together, and what an earlier process of the same run wrote to them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from headrace.orchestration.store.checkpoints import Checkpoints
 from headrace.orchestration.store.recovery import SavedRun, discard_superseded, open_journal
 
 _OUTLIVED = (
-    "the end of the journal is lost, as after a loss of power, and what was sampled then is not: rollouts that were not in the checkpoint "
-    "begin anew"
+    "the end of the journal is lost, as after a loss of power, while the log of sampled tokens is not: rollouts that were not in the "
+    "checkpoint start again"
 )
 
 
 class Storage:
-    """Until `begin` nothing on the disk is changed, whatever is found out about the run meanwhile."""
+    """Changes nothing on the disk before `begin`, so that a run that is refused until then stays as it was."""
 
     def __init__(
         self,
+        *,
         run_dir: Path,
         recorder: Recorder,
         checkpoints: Checkpoints,
@@ -33,9 +34,9 @@ class Storage:
         keep_settings: Callable[[], None] = lambda: None,
         keep_steps: Callable[[int, int], None] = lambda steps, step: None,
     ) -> None:
-        """`flush`: put the journal on the disk after every step. `checkpoint`: that the run goes on from. `saved`: None of a fresh
-        run. `keep_settings`: puts those of this process into the directory; `keep_steps`: with another number of steps, from a step
-        on."""
+        """`flush`: flush the journal to the disk after every step. `checkpoint`: the one from which the run is resumed. `saved`: None for
+        a new run. `keep_settings` writes the settings of this process into the directory; `keep_steps` writes them with another
+        number of steps, from a given step on."""
         self._run_dir, self._flush, self._keep_settings = run_dir, flush, keep_settings
         self.recorder, self.checkpoints = recorder, checkpoints
         self.checkpoint, self.saved = checkpoint, saved
@@ -43,11 +44,11 @@ class Storage:
         self._open: tuple[Journal, PassLog] | None = None
 
     def begin(self, outlived: bool = False) -> None:
-        """The directory is made to say what `saved` says, and is open for what comes. In this order: passes and journal that were
-        set aside, the metrics that belong to the rest, and only then the settings. So a run that is killed in between goes on
-        with the settings that it had, from what those have done. `outlived`: see `recovery.recover`.
+        """Brings the directory in line with `saved`, and opens it for writing. The order matters: first passes and journal are set aside,
+        then the metrics that go with them, and the settings come last. So a run that is killed in between is resumed with its old
+        settings, from what was done under them. `outlived`: see `recovery.recover`.
 
-        Raises `HeadraceError` when the disk does not take it."""
+        Raises `HeadraceError` if the disk cannot be written."""
         saved, seconds = self.saved, self.seconds
         step, number = (saved.saved_step, saved.state.passes if saved.state else 0) if saved else (0, 0)
         try:
@@ -83,12 +84,12 @@ class Storage:
 
     @property
     def seconds(self) -> float:
-        """Age of the run so far."""
+        """Age of the run when this process started, in seconds."""
         return self.saved.seconds if self.saved else 0.0
 
     @property
     def saved_step(self) -> int:
-        """Of the checkpoint; -1 where there is none."""
+        """The step of the checkpoint; -1 if there is none."""
         return self.saved.saved_step if self.saved and self.checkpoint else -1
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
-"""Worker processes: both ends of the wire between them and the controller.
+"""Worker processes, and the connection between them and the controller.
 
-At the controller read `wire.py` (frames and channels), `messages.py` (what starts a worker), `connected.py` (a worker at the end of
-a stream), `local.py` (one of this machine), `dial_in.py` (one that connects over TCP), `fake.py` (one without a process); in the
-worker `worker.py`, `build.py` (its concrete classes), `answers.py` and `engine_loop.py`.
+The controller's half: read `wire.py` (frames and channels), `messages.py` (the start messages), `connected.py` (a worker behind a
+stream), `local.py` (a child process), `dial_in.py` (a worker that connects over TCP) and `fake.py` (one without a process). The worker's
+half: `worker.py`, `build.py` (its concrete classes), `answers.py`, `engine_loop.py` and `first_difference.py`
+(the first layer in which engine and trainer differ).
 """

@@ -1,4 +1,4 @@
-"""How a worker answers a call: with the result, or with the exception by name."""
+"""A worker's reply to a call: the result, or the name and message of the exception."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headrace.orchestration.workers.wire import Frame, WorkerEnd, name_of
 
 
 def answer(end: WorkerEnd, frame: Frame, work: Callable[[], Any]) -> None:
-    """The user's errors go without a traceback."""
+    """Replies with the result of `work`, or with its exception."""
     try:
         result = work()
     except Exception as error:
@@ -22,7 +22,8 @@ def answer(end: WorkerEnd, frame: Frame, work: Callable[[], Any]) -> None:
 
 
 def vital(work: Callable[[], None]) -> None:
-    """For a thread of a worker process. What ends it ends the process: a worker without it would never answer again."""
+    """Runs `work` in a thread that the worker cannot do without. When it ends, the process ends too: the worker would never answer
+    again."""
     try:
         work()
     except BaseException:
@@ -31,5 +32,6 @@ def vital(work: Callable[[], None]) -> None:
 
 
 def fail(end: WorkerEnd, frame: Frame, error: Exception) -> None:
+    # An error that is ours or the user's needs no traceback.
     known = isinstance(error, (HeadraceError, ValueError, OSError))
     end.fail(frame, name_of(error), str(error) if known else "".join(traceback.format_exception(error)))

@@ -1,5 +1,4 @@
-"""The one place where concrete classes of the workers are named: what carries weights to them, what starts them, and, in their own
-processes, what they run."""
+"""Names the concrete classes of the workers: the transport of weights, the launcher, and the cores that run in the processes."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def open_transport() -> Transport:
-    """The way from the trainer to engines. Both are on this machine."""
+    """The transport from the trainer to an engine on the same machine."""
     return TRANSPORTS["shared_memory"].open()
 
 
@@ -34,12 +33,12 @@ def open_files(directory: Path) -> Transport:
 
 
 def open_launcher(logs: Path) -> Launcher:
-    """Where workers come from."""
+    """The launcher that runs take: child processes of the controller."""
     return LocalLauncher(logs)
 
 
 def preload(kind: str) -> None:
-    """Imports what the worker will need, while the controller is still busy with the other one."""
+    """Imports the worker's libraries before its start message arrives, while the controller starts the other worker."""
     importlib.import_module({"trainer": "headrace.trainer.step.trainer", "engine": "headrace.engine.native.core"}[kind])
 
 
@@ -73,7 +72,7 @@ def build_trainer_core(start: TrainerStart) -> tuple[TrainerCore, WeightSender, 
 
 
 def build_shadow(start: TrainerStart, core: TrainerCore) -> tuple[Shadow | None, Manifest | None]:
-    """The student as a teacher."""
+    """The student's older self, which is published as a teacher, and its layout; None where it is no teacher."""
     if start.shadow is None:
         return None, None
     import torch

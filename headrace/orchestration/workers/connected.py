@@ -1,4 +1,4 @@
-"""All workers that are reached over a stream: protocol `Worker`, all but how they are started and ended."""
+"""The base class of workers that are reached over a stream: protocol `Worker`, except for starting and ending the process."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ class ConnectedWorker:
         raise NotImplementedError
 
     async def _how_it_ended(self, wrong: str) -> str:
-        """Waits for it where it can be waited for. `wrong`: why it was killed, or empty."""
+        """Waits for the process where that is possible, and says how it ended. `wrong`: why we killed it, or empty."""
         raise NotImplementedError
 
     def _begin(self) -> None:
         self._ended = asyncio.get_running_loop().create_future()
 
     def _not_started(self, why: object) -> WorkerDied:
-        """Whoever waits for its end hears of it, too."""
+        """The error of a worker that could not be started. It also wakes callers of `watch`."""
         assert self._ended is not None
         self._ended.set_result(how := f"could not be started: {why}")
         return WorkerDied(self.who, how)
 
     def _lost(self, wrong: str) -> None:
-        """The connection ended, which the kernel does at once when a process of this machine dies. `wrong`: what it said made no
-        sense, or it said nothing."""
+        """Called when the connection ends. For a process on this machine the kernel closes it at once when the process dies. `wrong`: why
+        the connection was given up (a damaged message, silence), or empty."""
         if wrong:
             self.kill()
         self._reporting = asyncio.ensure_future(self._report(wrong))
@@ -58,8 +58,8 @@ class ConnectedWorker:
     async def _report(self, wrong: str) -> None:
         try:
             how = await self._how_it_ended(wrong)
-        except Exception as error:  # no thread to wait in, say: whoever awaits the end must hear of it all the same
-            how = f"closed its connection, and how it ended could not be found out: {error!r}"
+        except Exception as error:  # such as no thread to wait in: callers of `watch` must be woken in any case
+            how = f"closed its connection; how it ended could not be determined: {error!r}"
         assert self._ended is not None
         if not self._ended.done():
             self._ended.set_result(how)

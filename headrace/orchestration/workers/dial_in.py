@@ -1,4 +1,4 @@
-"""Workers that dial in over TCP: both ends.
+"""Workers that connect to the controller over TCP: both ends.
 
     controller                               worker
     Listener.open     listens                dial       connects to HOST:PORT
@@ -6,12 +6,12 @@
                       ─── Welcome ─────────▶            empty, or why it is turned away
     Channel           ◀═══ frames, beats ══▶ WorkerEnd
 
-Whoever connects is a stranger until its first frame was read: that one is small, has to come soon, and its token is compared in
-constant time. Strangers are turned away and counted by reason.
+A connection is not trusted until its first frame was read. That frame must be small and arrive soon, and its token is compared in
+constant time. Connections that fail are refused and counted by reason.
 
-A worker that is silent for `SILENCE` seconds is lost, whatever the kernel says of its connection: a machine without power closes
-nothing. Both ends send beats. A worker that has not answered its first call yet, which loads a model, is given
-`wire.WHILE_STARTING` times as long.
+A worker that is silent for `SILENCE` seconds counts as lost, whatever the state of its TCP connection: a machine without power closes no
+connection. Both ends send beats. A worker that has not answered its first call yet (it loads a model) has `wire.WHILE_STARTING` times as
+long.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from headrace.types import Struct
 from headrace.version import __version__
 
 SILENCE = 5.0
-"""Seconds after which a worker that says nothing is lost."""
+"""Seconds of silence after which a worker counts as lost."""
 
 DESERTED = 60.0
-"""Seconds after which a worker that hears nothing leaves: its controller's machine is gone."""
+"""Seconds of silence after which a worker ends itself, because the controller's machine must be gone."""
 
 HELLO_BYTES, HELLO_SECONDS, STRANGERS = 4096, 10.0, 64
-"""Of a first frame: its size, and when it has to be there. How many may be awaited at once."""
+"""Limits of a first frame: its size in bytes, its deadline in seconds, and how many are awaited at the same time."""
 
 ARRIVAL = 300.0
-"""Seconds from the start of a process until it must have dialled in."""
+"""Seconds in which a started process must connect."""
 
 TOKEN, SEAT = "HEADRACE_TOKEN", "HEADRACE_SEAT"
-"""Of a worker's environment; not of its arguments, which everybody on its machine can read."""
+"""Environment variables of a worker. The token is no argument, because every user of the machine can read those."""
 
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -61,7 +61,7 @@ class Hello(Struct, frozen=True, tag="headrace"):
     token: str
     kind: Literal["engine", "trainer"]
     seat: str = ""
-    """Which worker it is; empty for one that was started by hand, and takes whatever is free."""
+    """Which worker it is. Empty for one that was started by hand: it takes any worker's place that is free."""
 
 
 class Welcome(Struct, frozen=True):
@@ -69,7 +69,7 @@ class Welcome(Struct, frozen=True):
 
 
 class TurnedAway(HeadraceError):
-    """`reason` is counted; the message is for whoever dialled, empty for strangers."""
+    """`reason` is counted. The message is sent to the worker; it is empty for a connection that is not one."""
 
     def __init__(self, reason: str, message: str = "") -> None:
         super().__init__(message)
@@ -77,28 +77,28 @@ class TurnedAway(HeadraceError):
 
 
 class Listener:
-    """The controller's door."""
+    """The controller's socket, to which workers connect."""
 
     def __init__(self, token: str, host: str = "127.0.0.1", port: int = 0) -> None:
         """Raises ConfigError for a token that could be guessed."""
         if len(token) < 16:
-            raise ConfigError("the token that workers dial in with is too short; use at least 16 random characters")
+            raise ConfigError("the token that workers connect with is too short; use at least 16 random characters")
         self.token, self._host, self._port = token, host, port
         self.address = ""
-        """HOST:PORT, once it is open."""
+        """HOST:PORT; empty until `open`."""
         self.turned_away: Counter[str] = Counter()
         self._expected: dict[tuple[str, str], asyncio.Future[Stream]] = {}
         self._strangers = 0
         self._server: asyncio.Server | None = None
 
     async def open(self) -> None:
-        """Raises OSError where it cannot listen there."""
+        """Raises OSError if it cannot listen on that address."""
         self._server = await asyncio.start_server(self._greet, self._host, self._port, limit=1 << 24)
         host, port = self._server.sockets[0].getsockname()[:2]
         self.address = f"{host}:{port}"
 
     def expect(self, kind: str, seat: str = "") -> asyncio.Future[Stream]:
-        """Comes true when that worker has dialled in."""
+        """A future of the connection of that worker."""
         arrival: asyncio.Future[Stream] = asyncio.get_running_loop().create_future()
         self._expected[kind, seat] = arrival
         return arrival
@@ -142,7 +142,7 @@ class Listener:
             )
         arrival = self._expected.pop((hello.kind, hello.seat), None)
         if arrival is None or arrival.done():
-            raise TurnedAway("seat", f"no {hello.kind} is wanted now")
+            raise TurnedAway("seat", f"the controller waits for no {hello.kind} now")
         return arrival
 
 
@@ -165,7 +165,7 @@ def _packed(what: Struct) -> bytes:
 
 
 class DialInLauncher:
-    """Protocol `Launcher`: starts processes on this machine which then dial in, as those of other machines do."""
+    """Protocol `Launcher`: starts processes on this machine, which connect over TCP as those of other machines would."""
 
     def __init__(self, logs: Path, listener: Listener, silence: float = SILENCE) -> None:
         self._logs, self._listener, self._silence = logs, listener, silence
@@ -188,7 +188,7 @@ class DialInWorker(ConnectedWorker):
         return self._process.pid
 
     async def start(self) -> None:
-        """Returns when it has dialled in, or is lost (`watch` says how)."""
+        """Returns when the worker has connected or is lost (`watch` then says how)."""
         self._begin()
         seat = secrets.token_hex(8)
         arrival = self._listener.expect(self._job.kind, seat)
@@ -200,7 +200,7 @@ class DialInWorker(ConnectedWorker):
             self.channel.open(*arrival.result())
 
     def _spawn(self, seat: str) -> int:
-        """Returns our end of a pipe of which the process holds the other: it is closed when the process ends, however it does."""
+        """Starts the process, and returns our end of a pipe. The kernel closes the other end when the process ends, whatever ends it."""
         ours, theirs = os.pipe()
         variables = {TOKEN: self._listener.token, SEAT: seat}
         try:
@@ -223,7 +223,7 @@ class DialInWorker(ConnectedWorker):
             loop.remove_reader(lifeline)
             os.close(lifeline)
         if not arrival.done():
-            self._lost("" if gone.done() else f"it did not dial in within {ARRIVAL:g} seconds")
+            self._lost("" if gone.done() else f"it did not connect within {ARRIVAL:g} seconds")
             arrival.cancel()
             return False
         return True
@@ -243,14 +243,14 @@ class DialInWorker(ConnectedWorker):
 
 
 def dial(address: str, kind: Literal["engine", "trainer"], token: str, seat: str = "") -> WorkerEnd:
-    """Raises OSError where nobody listens there, ConfigError with the controller's sentence where it turns us away."""
+    """Connects to the controller. Raises OSError if nothing listens there, and ConfigError with the controller's reason if it refuses."""
     host, _, port = address.rpartition(":")
     sock = socket.create_connection((host, int(port)), timeout=HELLO_SECONDS)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.sendall(_packed(Hello(__version__, token, kind, seat)))
     welcome = msgspec.msgpack.decode(_received(sock, length_of(_received(sock, HEAD), HELLO_BYTES)), type=Welcome)
     if welcome.refused:
-        raise ConfigError(f"the controller at {address} turned this {kind} away: {welcome.refused}")
+        raise ConfigError(f"the controller at {address} refused this {kind}: {welcome.refused}")
     end = WorkerEnd(sock, DESERTED)
     threading.Thread(target=end.beat, args=(SILENCE / BEATS,), daemon=True).start()
     return end
@@ -261,6 +261,8 @@ def _received(sock: socket.socket, count: int) -> bytes:
     while len(data) < count:
         piece = sock.recv(count - len(data))
         if not piece:
-            raise ConnectionError("the controller closed the connection without a word: is it a controller at all?")
+            raise ConnectionError(
+                "the controller closed the connection without an answer; is it a headrace controller?"
+            )
         data += piece
     return data

@@ -1,5 +1,5 @@
-"""What an engine's process does: forward passes for ever. Messages are taken between them, new weights are verified beside
-them and go live between two of them.
+"""The loop of an engine's process: one forward pass after another. Messages are read between two passes. New weights are verified
+while passes run, and are swapped in between two of them.
 
     socket ──reader thread──▶ inbox ──▶ the engine's own thread: messages, one swap, one forward pass, and again
                                 ▲  │ load
@@ -27,7 +27,7 @@ from headrace.types import Request
 from headrace.weights import WeightUpdate
 
 STATS_EVERY = 1.0
-"""Seconds between two unasked reports of an engine's statistics."""
+"""Seconds between two reports of the engine's statistics, which it sends unasked."""
 
 
 class EngineLoop:
@@ -37,10 +37,10 @@ class EngineLoop:
         self._swaps: deque[Callable[[], None]] = deque()
         self._stats_due = 0.0
         self._drains: list[Frame] = []
-        """Callers that wait for the engine to run dry."""
+        """Calls of `drain`, answered when no request is left."""
 
     def turn(self) -> None:
-        """Take what has arrived (wait for something when idle), swap once, then one forward pass."""
+        """Reads the messages that have arrived (waits for one when idle), does one swap, then one forward pass."""
         self._take(block=not self._core.has_work())
         while not self._inbox.empty():
             self._take(block=False)
@@ -64,7 +64,7 @@ class EngineLoop:
             item = self._inbox.get(block=block, timeout=STATS_EVERY if block else None)
         except queue.Empty:
             return
-        if callable(item):  # new weights, prepared by the side thread
+        if callable(item):  # new weights that the weights thread has prepared
             self._swaps.append(item)
         else:
             self._obey(item)
@@ -96,15 +96,15 @@ class EngineLoop:
 
 
 class Loader:
-    """The weights thread: one update after the other."""
+    """The weights thread. It prepares one update after another."""
 
     def __init__(self, end: WorkerEnd, inbox: queue.Queue[Any], core: EngineCore, receiver: WeightReceiver) -> None:
         self._end, self._inbox, self._core, self._receiver = end, inbox, core, receiver
         self._frames: queue.SimpleQueue[Frame] = queue.SimpleQueue()
         self._served: tuple[WeightUpdate, Mapping[str, Any]] | None = None
-        """The base weights. Their tensors stay what they are until the version after the next is published."""
+        """The base weights that are served. Their tensors stay valid until the version after the next one is published."""
         self.mixed_tokens = 0
-        """Sampled while updates were streamed in, all of them."""
+        """Total number of tokens that were sampled while an update was streamed in."""
         threading.Thread(target=vital, args=(self._run,), daemon=True).start()
 
     def load(self, frame: Frame) -> None:
@@ -131,11 +131,11 @@ class Loader:
             prepared = self._core.prepare(update, tensors)
             verified = time.perf_counter() - started - waited
 
-            def told(gap: float) -> None:
+            def report(gap: float) -> None:
                 mixed = self.mixed_tokens - mixed_before
                 self._end.reply(frame, LoadReport(update.version, verified, gaps + gap, mixed))
 
-            self._swap(prepared, told)
+            self._swap(prepared, report)
         except Exception:
             if waited:
                 self._take_back()
@@ -144,9 +144,9 @@ class Loader:
             self._served = update, tensors
 
     def _swap(self, prepared: Any, then: Callable[[float], None] | None = None) -> tuple[float, float]:
-        """In the engine's thread, between two passes. Seconds that the engine stood still, and that this thread waited.
+        """Swaps in the engine's thread, between two passes. Returns the seconds that the engine paused, and that this thread waited.
 
-        `then` is called right behind it, before anything is told that came of it."""
+        `then` is called directly after the swap, before any output of the new weights is sent."""
         done: Future[float] = Future()
 
         def swap() -> None:
@@ -166,12 +166,12 @@ class Loader:
         return done.result(), time.perf_counter() - began
 
     def _take_back(self) -> None:
-        """Half an update is never served: the weights of before, whole. Where that fails too, the process ends."""
+        """Restores the previous weights after a streamed update failed halfway. If that fails too, the process ends."""
         assert self._served is not None
         try:
             self._swap(self._core.prepare(*self._served))
         except Exception as error:
-            failed = error  # `error` is gone behind this block
+            failed = error  # Python deletes `error` at the end of this block
 
             def leave() -> NoReturn:
                 raise failed

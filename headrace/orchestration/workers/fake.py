@@ -1,7 +1,7 @@
-"""A worker without a process, for tests and for the fault simulation: the real `Channel` and its frames, over messages that may be
-late, come twice, or never.
+"""A worker without a process, for tests and the fault simulation. It uses the real `Channel` and its frames; the network below may
+delay, repeat or lose messages.
 
-A process that is killed has sent what it has sent: that still arrives, perhaps with half a frame behind it, and then the end.
+Messages that were sent before the process is killed still arrive, perhaps followed by half a frame, and then the connection ends.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from headrace.protocols import Heard, Job
 
 
 class Network(Protocol):
-    """How messages travel."""
+    """Decides how long messages take and how often they arrive."""
 
     @property
     def scale(self) -> float:
-        """Seconds that a message usually takes."""
+        """Seconds that a message takes on average."""
 
     def seconds(self, scale: float) -> float:
-        """How long the next thing takes that usually takes `scale` seconds."""
+        """The duration of the next event, whose average is `scale` seconds."""
 
     def copies(self) -> int:
-        """How often the next message arrives."""
+        """How often the next message arrives: 0 if it is lost, 2 if it is repeated."""
 
 
 class InstantNetwork:
-    """Everything arrives at once, and once."""
+    """Every message arrives at once, exactly once."""
 
     scale = 0.0
 
@@ -45,7 +45,7 @@ class InstantNetwork:
 
 
 class Pipe:
-    """One direction of a stream: in order, each message as late as it likes. Protocol `wire.Writer`."""
+    """One direction of a stream. Messages arrive in order, each after its own delay. Protocol `wire.Writer`."""
 
     def __init__(self, network: Network, arrive: Callable[[bytes], None]) -> None:
         self._network, self._arrive = network, arrive
@@ -58,7 +58,7 @@ class Pipe:
             self.put(data)
 
     def put(self, data: bytes) -> None:
-        """As it is: neither lost nor repeated."""
+        """Sends the data exactly once."""
         loop = asyncio.get_running_loop()
         self._last = max(self._last, loop.time() + self._network.seconds(self._network.scale))
         self._under_way.append(data)
@@ -68,14 +68,14 @@ class Pipe:
         return self._closed
 
     def close(self) -> None:
-        """An empty message is the end."""
+        """Sends an empty message, which stands for the end of the stream."""
         if not self._closed:
             self._closed = True
             self.put(b"")
 
 
 class FakeProcess:
-    """The worker's end. `serve` is its life."""
+    """The worker's end. It lives as long as `serve` runs."""
 
     def __init__(self, network: Network | None = None) -> None:
         self.network = network or InstantNetwork()
@@ -84,7 +84,7 @@ class FakeProcess:
         self.how = "ended with exit code 0"
         self.inbox: deque[Frame] = deque()
         self.number = 0
-        """Of the next frame to the controller."""
+        """Number of the next frame to the controller."""
         self._heard, self._arrived = asyncio.Event(), 0
         self._task = asyncio.get_running_loop().create_task(self._live())
 
@@ -113,7 +113,7 @@ class FakeProcess:
                 self._heard.set()
 
     async def heard(self) -> None:
-        """Returns when there is something in the inbox, or somebody called `wake`."""
+        """Waits until the inbox holds a frame or `wake` was called."""
         self._heard.clear()
         if not self.inbox:
             await self._heard.wait()
@@ -136,7 +136,7 @@ class FakeProcess:
         self.send(Frame(to.id, to.method, pack_payload(str(error)), name_of(error)))
 
     def send(self, frame: Frame) -> None:
-        """With the next number."""
+        """Sends a frame under the next number."""
         if self.alive:
             self.to_controller.write(pack(msgspec.structs.replace(frame, number=self.number)))
             self.number += 1
@@ -149,7 +149,7 @@ class FakeProcess:
 
 
 class Died(Exception):
-    """A process has ended in the middle of its work."""
+    """Raised inside a process to end it in the middle of its work."""
 
 
 Begin = Callable[[], FakeProcess]
@@ -187,7 +187,7 @@ class FakeWorker(ConnectedWorker):
 
 
 class FakeLauncher:
-    """Protocol `Launcher`. `begin` makes the process of a job, by its kind."""
+    """Protocol `Launcher`. `begin`: for each kind of job, a function that makes its process."""
 
     def __init__(self, begin: Mapping[str, Begin], network: Network | None = None) -> None:
         self._begin, self._network = begin, network or InstantNetwork()

@@ -1,6 +1,6 @@
 """Workers on this machine: a child process, and a socket pair that both inherit.
 
-Liveness is the kernel's business: the controller's end of the socket closes at once when the process dies.
+The kernel detects a death: it closes the socket as soon as the process is gone.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from headrace.orchestration.workers.connected import ConnectedWorker
 from headrace.protocols import Heard, Job
 
 GRACE = 5.0
-"""Seconds that a worker gets to leave by itself before it is killed, and to be gone after that."""
+"""Seconds in which a worker should end by itself before it is killed, and in which it should be gone after that."""
 
 
 class LocalLauncher:
-    """Protocol `Launcher`. What workers print goes to files in `logs`: the terminal belongs to the live view."""
+    """Protocol `Launcher`. Output of the workers goes to files in `logs`, because the terminal shows the live view."""
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs
@@ -81,8 +81,8 @@ class LocalWorker(ConnectedWorker):
 
 
 class ChildProcess:
-    """A child process that runs `python -m headrace.orchestration.workers.worker KIND ...`: no `__main__` guard is needed in the
-    user's script."""
+    """A child process that runs `python -m headrace.orchestration.workers.worker KIND ...`. Unlike with `multiprocessing`, the user's
+    script needs no `__main__` guard."""
 
     def __init__(self, who: str, logs: Path) -> None:
         self._who = who
@@ -99,8 +99,10 @@ class ChildProcess:
     def spawn(
         self, job: Job, arguments: Sequence[str], fds: Sequence[int] = (), variables: Mapping[str, str] | None = None
     ) -> None:
-        """`fds`: file descriptors to inherit beside those of the job; `variables`: of its environment. Raises OSError."""
-        self._stacks.unlink(missing_ok=True)  # of the process before: this one is asked when the file is there
+        """`fds`: file descriptors to inherit in addition to those of the job. `variables`: added to its environment. Raises OSError."""
+        self._stacks.unlink(
+            missing_ok=True
+        )  # an old process's file: a process is only asked for its stacks once its file exists
         own = orphans.of_this_process() | {VARIABLE: str(self._stacks)} | dict(variables or {})
         # A session of its own: Ctrl-C in the terminal reaches the controller only, which then ends its workers in order.
         with self._log.open("ab") as log:
@@ -120,8 +122,8 @@ class ChildProcess:
             os.kill(self._process.pid, signal.SIGKILL)
 
     async def end(self) -> None:
-        """Waits for a process whose connection was closed; kills it where it does not leave. Returns with the process gone,
-        unless not even that helps."""
+        """Waits for a process whose connection was closed, and kills it if it does not end in time. The process is gone on return,
+        unless even SIGKILL did not end it."""
         if self._process is None:
             return
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""What a worker is told at its start, and what it answers."""
+"""The start messages of the workers, and their answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headrace.weights import Manifest
 
 
 class AdapterStart(Struct, frozen=True):
-    """With what one adapter is trained: TrainConfig, AlgoConfig and LoraConfig as plain values."""
+    """The settings of one adapter: TrainConfig, AlgoConfig and LoraConfig as plain values."""
 
     train: dict[str, Any]
     algo: dict[str, Any]
@@ -24,17 +24,17 @@ class TrainerStart(Struct, frozen=True, kw_only=True):
     algo: dict[str, Any]
     seed: int
     serving_dtype: str
-    """What weights are converted to when they are published."""
+    """The dtype to which published weights are converted."""
     keep_routing: bool
-    """Force the experts that the sampler chose."""
+    """Whether the trainer forces the experts that the sampler chose."""
     transport: AnyTransport
     """How weights leave."""
     restore: dict[str, str] = {}
-    """Checkpoint directories to go on from, by adapter; what has none starts from the model's own weights."""
+    """Checkpoint directories to continue from, by adapter. An adapter without one starts from the model's own weights."""
     shadow: ShadowStart | None = None
-    """Set where the student is a teacher."""
+    """Set if the student's older self is a teacher."""
     adapters: dict[str, AdapterStart] = {}
-    """What is trained in place of all weights; one by the empty name is published merged into them."""
+    """The adapters that are trained instead of all weights. One with the empty name is published merged into the base weights."""
 
 
 class ShadowStart(Struct, frozen=True):
@@ -44,19 +44,21 @@ class ShadowStart(Struct, frozen=True):
     every: int
     decay: float
     dtype: str
-    """In which it is served."""
+    """The dtype in which it is served."""
     transport: AnyTransport
-    """One of its own: its versions come and go at another pace than the run's."""
+    """Its own transport, because its versions are published at other times than the run's."""
 
 
 class TrainerReady(Struct, frozen=True):
     manifests: dict[str, Manifest]
-    """The layout of all that will be published: the model's by the empty name, those of adapters by theirs."""
+    """The layout of everything that will be published, by adapter. The model's has the empty name."""
     version: int
     dtype: str = "bfloat16"
-    """Of the computation: `auto` is a dtype now."""
+    """The dtype of the computation, after `auto` was resolved."""
     shadow: Manifest | None = None
     """The layout of the student's older self."""
+    arithmetic: str = ""
+    """The name of its forward pass (`headrace/native/arithmetic.py`); empty if it has none."""
 
 
 class EngineStart(Struct, frozen=True):
@@ -66,4 +68,4 @@ class EngineStart(Struct, frozen=True):
     manifests: dict[str, Manifest]
     """As the trainer reported them."""
     transport: AnyTransport | None = None
-    """How weights arrive. None: they are those in `model_dir`, which never change."""
+    """How weights arrive. None: the weights are those in `model_dir`, which never change."""

@@ -2,8 +2,8 @@
 
 A call carries an id and gets one reply; a push has id 0 and gets none. Payloads are the nouns of `types.py`.
 
-Every frame of either end carries a running number: one that comes again is ignored, one that is missing ends the connection
-with a sentence that names it. So nothing is told twice, and nothing is lost in silence.
+The frames of each end are numbered. A repeated frame is ignored; a missing one ends the connection with an error that names it. So no
+message is processed twice, and none is lost in silence.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from headrace.errors import HeadraceError, WorkerDied
 T = TypeVar("T")
 _LENGTH = struct.Struct("<I")
 HEAD = _LENGTH.size
-"""Bytes before each frame: its length."""
+"""Bytes before each frame. They hold its length."""
 
 MAX_FRAME = 1 << 30
-"""Bytes of a frame. A batch of 1,024 completions of 16,384 tokens has 0.5 GB; what is longer is a mistake, or a stranger."""
+"""Most bytes of a frame. A batch of 1,024 completions of 16,384 tokens takes 0.5 GB; a longer frame is an error, or not from headrace."""
 
 _AROUND = 1024
-"""Bytes of a frame beside its payload, at most."""
+"""Most bytes of a frame in addition to its payload."""
 
 BEAT = "beat"
-"""A push that says nothing but that its sender is there."""
+"""The method of an empty push that shows that its sender is alive."""
 
 BEATS = 5
-"""How many may be missing in a row."""
+"""How many beats may be missing in a row."""
 
 WHILE_STARTING = 12
-"""So many times as many until the first call is answered: a process that imports and loads holds Python's lock for seconds."""
+"""The factor on `BEATS` until the first call is answered: a process that imports and loads holds Python's lock for seconds."""
 
 
 class Frame(msgspec.Struct, frozen=True):
@@ -50,7 +50,7 @@ class Frame(msgspec.Struct, frozen=True):
     error: str = ""
     """The name of the exception class, on replies that failed; the payload is then its message."""
     number: int = 0
-    """The first that an end sends has 0."""
+    """Counts the frames that an end sends, from 0."""
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -67,35 +67,35 @@ def pack(frame: Frame) -> bytes:
 
 
 def numbered(frame: Frame, numbers: Iterator[int]) -> bytes:
-    """Packed, with the next running number. Raises ValueError for a frame that nobody would read; it takes no number."""
+    """Packs a frame under the next number. Raises ValueError for one that is too long for the other end; it uses up no number."""
     if (size := len(memoryview(frame.payload)) + _AROUND) > MAX_FRAME:
         raise ValueError(
-            f"{frame.method} would be a message of {size / 1e9:.1f} GB, and none has more than {MAX_FRAME / 1e9:.1f}; lower "
+            f"{frame.method} would be a message of {size / 1e9:.1f} GB, and the limit is {MAX_FRAME / 1e9:.1f} GB; lower "
             "staleness.groups_per_step, rollout.group_size or rollout.max_tokens"
         )
     return pack(msgspec.structs.replace(frame, number=next(numbers)))
 
 
 def length_of(head: bytes, limit: int = MAX_FRAME) -> int:
-    """Raises HeadraceError for one above the limit."""
+    """Raises HeadraceError for a length above the limit."""
     (length,) = _LENGTH.unpack(head)
     if length > limit:
-        raise HeadraceError(f"a message of {length} bytes came, and none has more than {limit}")
+        raise HeadraceError(f"received a message of {length} bytes; the limit is {limit}")
     return int(length)
 
 
 class _Numbers:
-    """Of the frames that come."""
+    """Checks the numbers of received frames."""
 
     def __init__(self, who: str) -> None:
         self._who, self._next = who, 0
 
     def new(self, frame: Frame) -> bool:
-        """False for one that was here before. Raises HeadraceError where some are missing before it."""
+        """False for a frame that was received before. Raises HeadraceError if frames before it are missing."""
         if frame.number > self._next:
             lost = f"{self._next} to {frame.number - 1}" if frame.number > self._next + 1 else f"{self._next}"
             raise HeadraceError(
-                f"message {lost} of the {self._who} is lost: number {frame.number} ({frame.method or 'a reply'}) came in its place"
+                f"message {lost} of the {self._who} is lost: number {frame.number} ({frame.method or 'a reply'}) was received instead"
             )
         if frame.number < self._next:
             return False
@@ -118,12 +118,12 @@ _BY_NAME: dict[str, type[Exception]] = {
 
 
 def exception_of(name: str, message: str) -> Exception:
-    """What the worker raised, if it is one that callers tell apart; else a `HeadraceError` that carries its traceback."""
+    """The worker's exception, if callers distinguish its class; else a `HeadraceError` that contains its traceback."""
     return _BY_NAME.get(name, HeadraceError)(message)
 
 
 def name_of(error: BaseException) -> str:
-    """The most specific name in `_BY_NAME`, or the class's own."""
+    """The most specific name in `_BY_NAME`; otherwise the class's own name."""
     for kind in type(error).__mro__:
         if kind.__name__ in _BY_NAME:
             return kind.__name__
@@ -131,7 +131,7 @@ def name_of(error: BaseException) -> str:
 
 
 class Writer(Protocol):
-    """The half of an `asyncio.StreamWriter` that a `Channel` uses."""
+    """The methods of `asyncio.StreamWriter` that a `Channel` uses."""
 
     def write(self, data: bytes) -> None: ...
 
@@ -141,7 +141,7 @@ class Writer(Protocol):
 
 
 class Channel:
-    """The controller's end: calls with replies, and a handler for what the worker pushes."""
+    """The controller's end: makes calls, and passes pushes of the worker to a handler."""
 
     def __init__(
         self,
@@ -150,9 +150,9 @@ class Channel:
         on_lost: Callable[[str], None],
         silence: float | None = None,
     ) -> None:
-        """`heard` is called with method and payload of each push. `on_lost` is called with what is wrong; with nothing where the
-        other end is just gone. `silence`: seconds without a byte after which the other end counts as lost; it is expected to send
-        beats. None: the kernel says when it is gone."""
+        """`heard` is called with method and payload of each push. `on_lost` is called with the error that ended the connection, or with an
+        empty string if the other end closed it. `silence`: seconds without a byte after which the other end counts as lost; it must
+        send beats then. None: no limit, because the kernel reports the end."""
         self._who, self._heard, self._on_lost, self._silence = who, heard, on_lost, silence
         self._ids, self._numbers, self._arrived = itertools.count(1), itertools.count(), _Numbers(who)
         self._replies: dict[int, asyncio.Future[msgspec.Raw]] = {}
@@ -160,11 +160,11 @@ class Channel:
         self._reading: asyncio.Task[None] | None = None
         self._beating: asyncio.Task[None] | None = None
         self._quiet = 0
-        """Beats since the last byte came."""
+        """Beats since the last byte was received."""
         self._answered = False
-        """The other end has replied to a call."""
+        """Whether the other end has replied to a call."""
         self._ended = False
-        """Nobody reads answers any more."""
+        """Whether the connection has ended, so that no reply can arrive."""
 
     def open(self, reader: asyncio.StreamReader, writer: Writer) -> None:
         self._writer = writer
@@ -174,7 +174,7 @@ class Channel:
             self._beating = loop.create_task(self._beat(self._silence))
 
     async def call(self, method: str, payload: Any, returns: type[T]) -> T:
-        """Raises what the worker raised (by kind, see `exception_of`), or `WorkerDied`."""
+        """Raises the worker's exception (see `exception_of`), or `WorkerDied`."""
         frame_id = next(self._ids)
         reply: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
         self._replies[frame_id] = reply
@@ -201,12 +201,12 @@ class Channel:
                     self._take(frame)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
-        except Exception as error:  # nobody else hears of what ends this task
+        except Exception as error:  # else this task would end in silence
             wrong = str(error) if isinstance(error, HeadraceError) else repr(error)
         self._lose(wrong)
 
     async def _exactly(self, reader: asyncio.StreamReader, count: int) -> bytes:
-        """Piece by piece: whoever sends a large frame is not silent."""
+        """Reads in pieces, so that a sender of a large frame does not count as silent."""
         pieces = []
         while count:
             piece = await reader.read(count)
@@ -218,7 +218,7 @@ class Channel:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     async def _beat(self, silence: float) -> None:
-        """Counts beats, not seconds: where this process itself stood still, what has come meanwhile is read before the next."""
+        """Counts beats, not seconds: if this process itself was suspended, it reads what has arrived before it counts the next beat."""
         while self._quiet <= BEATS * (1 if self._answered else WHILE_STARTING) and not self._ended:
             await asyncio.sleep(silence / BEATS)
             self._quiet += 1
@@ -227,7 +227,7 @@ class Channel:
         if not self._ended:
             assert self._reading
             self._reading.cancel()
-            self._lose(f"it said nothing for {silence * self._quiet / BEATS:.3g} seconds")
+            self._lose(f"it was silent for {silence * self._quiet / BEATS:.3g} seconds")
 
     def _lose(self, wrong: str) -> None:
         self._end(wrong or "ended in the middle of a call")
@@ -261,17 +261,17 @@ class Channel:
 
 
 class WorkerEnd:
-    """The worker's end: blocking reads, writes from any thread."""
+    """The worker's end: reads block, and any thread may write."""
 
     def __init__(self, sock: socket.socket, silence: float | None = None) -> None:
-        """`silence`: seconds without a byte after which the controller counts as gone. A thread sends it beats then."""
+        """`silence`: seconds without a byte after which the controller counts as gone. The caller must then run `beat` in a thread."""
         self._sock = sock
         sock.settimeout(silence)
         self._file = sock.makefile("rb")
         self._lock, self._numbers, self._arrived = threading.Lock(), itertools.count(), _Numbers("controller")
 
     def receive(self) -> Frame | None:
-        """None when the controller is gone: the worker then ends, whatever it is doing."""
+        """The next frame; None if the controller is gone. The worker must then end, whatever it is doing."""
         while (frame := self._receive()) is not None:
             if self._arrived.new(frame) and frame.method != BEAT:
                 break
@@ -284,12 +284,15 @@ class WorkerEnd:
                 return None
             length = length_of(head)
             body = self._file.read(length)
-        except (ConnectionError, TimeoutError):  # killed with replies of ours unread: a reset, not an end of file
+        except (
+            ConnectionError,
+            TimeoutError,
+        ):  # killed before it read our replies: that is a reset, not an end of file
             return None
         return decode(body) if len(body) == length else None
 
     def beat(self, seconds: float) -> None:
-        """Until the connection ends; for a thread of its own."""
+        """Sends a beat every `seconds` until the connection ends. Runs in a thread of its own."""
         stop = threading.Event()
         with contextlib.suppress(OSError):
             while not stop.wait(seconds):

@@ -1,7 +1,7 @@
-"""What a worker process runs: `python -m headrace.orchestration.workers.worker (engine|trainer) (--socket FD | --connect HOST:PORT)`.
+"""The program of a worker process: `python -m headrace.orchestration.workers.worker (engine|trainer) (--socket FD | --connect HOST:PORT)`.
 
-Reads frames in one thread, works in another, and leaves as soon as the controller's end of the socket is closed: a killed
-controller leaves no orphan behind, not even a stopped one (`orphans.py`).
+It reads frames in one thread and works in another, and it ends as soon as the controller's end of the socket is closed. So a killed
+controller leaves no orphan, not even a stopped one (`orphans.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, IdentityError
 from headrace.observe.health.own_stacks import answer_signals
 from headrace.orchestration.workers.answers import answer
 from headrace.orchestration.workers.dial_in import SEAT, TOKEN, dial
@@ -27,6 +27,7 @@ from headrace.orchestration.workers.messages import EngineStart, TrainerReady, T
 from headrace.orchestration.workers.wire import Frame, WorkerEnd, unpack
 from headrace.orphans import PARENT, signal_me_when_orphaned
 from headrace.protocols import TrainerCore, WeightSender
+from headrace.reports import TrainReport
 from headrace.types import Batch
 from headrace.weights import WeightUpdate
 
@@ -35,10 +36,10 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    if PARENT in os.environ:  # not where it was started by hand
+    if PARENT in os.environ:  # unset in a worker that was started by hand
         signal_me_when_orphaned(signal.SIGKILL)
     kind, how, where = sys.argv[1:4]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller decides when to leave
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the controller, which ends its workers
     answer_signals()
     if cores := [int(core) for core in os.environ.get("HEADRACE_CORES", "").split(",") if core]:
         os.sched_setaffinity(0, cores)
@@ -61,7 +62,7 @@ def _reach_controller(kind: str, how: str, where: str) -> WorkerEnd:
 
 
 def _read(end: WorkerEnd, inbox: queue.Queue[Frame]) -> None:
-    """Whatever ends this thread ends the process: a worker that hears nothing would wait for ever."""
+    """Reads frames into the inbox. When this thread ends, the process ends: without messages it would wait for ever."""
     try:
         while (frame := end.receive()) is not None:
             inbox.put(frame)
@@ -74,7 +75,7 @@ def _read(end: WorkerEnd, inbox: queue.Queue[Frame]) -> None:
 
 
 def serve_trainer(end: WorkerEnd, inbox: queue.Queue[Frame]) -> None:
-    """One call after the other."""
+    """Answers one call after another."""
     from headrace.orchestration.workers.build import build_shadow, build_trainer_core, preload
 
     preload("trainer")
@@ -86,7 +87,8 @@ def serve_trainer(end: WorkerEnd, inbox: queue.Queue[Frame]) -> None:
         core, sender, manifests = build_trainer_core(wanted)
         shadow, layout = build_shadow(wanted, core)
         parts.update(core=core, publisher=Publisher(core, sender), shadow=shadow)
-        return TrainerReady(manifests, core.version, core.dtype, layout)
+        parts["start"] = wanted
+        return TrainerReady(manifests, core.version, core.dtype, layout, core.arithmetic)
 
     answer(end, start, begin)
     while parts:
@@ -95,7 +97,7 @@ def serve_trainer(end: WorkerEnd, inbox: queue.Queue[Frame]) -> None:
 
 
 class Publisher:
-    """An adapter that is published names the base that was published before it, so that it is never served over another."""
+    """Publishes weights. A published adapter names the base weights published before it, so that an engine never serves it on others."""
 
     def __init__(self, core: TrainerCore, sender: WeightSender) -> None:
         self._core, self._sender = core, sender
@@ -112,10 +114,21 @@ class Publisher:
         return self._sender.send(core.version_of(adapter), parameters, spec)
 
 
-def _trainer_call(core: TrainerCore, publisher: Publisher, shadow: Shadow | None, frame: Frame) -> Any:
+def _step(core: TrainerCore, batch: Batch, start: TrainerStart) -> TrainReport:
+    try:
+        return core.step(batch)
+    except IdentityError as error:
+        from headrace.orchestration.workers.first_difference import explained
+
+        raise explained(error, core, start) from error
+
+
+def _trainer_call(
+    core: TrainerCore, publisher: Publisher, shadow: Shadow | None, start: TrainerStart, frame: Frame
+) -> Any:
     match frame.method:
         case "step":
-            report = core.step(unpack(frame.payload, Batch))
+            report = _step(core, unpack(frame.payload, Batch), start)
             if shadow and not report.skipped:
                 shadow.follow(report.version, core.parameters())
             return report
@@ -139,7 +152,7 @@ def _trainer_call(core: TrainerCore, publisher: Publisher, shadow: Shadow | None
 
 
 def serve_engine(end: WorkerEnd, inbox: queue.Queue[Frame]) -> None:
-    """See `engine_loop.py`."""
+    """Runs the engine's loop (see `engine_loop.py`)."""
     from headrace.orchestration.workers.build import build_engine_core, preload
 
     preload("engine")

@@ -1,5 +1,5 @@
 """The simulated engine and trainer of the planner.
 
-Read `flight.py` (a request in the engine), `forward_passes.py` (when they are done), `engine.py`, `listeners.py` (what an engine
-reports), `pool.py` (many replicas), `trainer.py`, `cores.py` (what both share on one machine).
+Read `flight.py` (a request in the engine), `forward_passes.py` (their timing), `engine.py`, `listeners.py` (the engine's output), `pool.py`
+(several replicas), `trainer.py`, `cores.py` (how both slow each other down on one machine).
 """

@@ -1,4 +1,4 @@
-"""What engine and trainer share where they run on one machine: each slows the other down while both work."""
+"""The sharing of one machine: engine and trainer slow each other down while both work."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 class Shared:
     def __init__(self, engine_slowed: float = 1.0, trainer_slowed: float = 1.0) -> None:
-        """How many times longer each takes while the other works too."""
+        """The factors by which each takes longer while the other works too."""
         self._engine_slowed, self._trainer_slowed = engine_slowed, trainer_slowed
         self._engines = self._trainers = 0
-        """How many of each work now."""
+        """Numbers of engines and trainers that work now."""
         self._changed = asyncio.Event()
         self.on_trainer: list[Callable[[], None]] = []
-        """Called before the trainer's state changes: engines settle their accounts at the old pace."""
+        """Called before and after the trainer starts or stops, so that engines account for their work at the old pace."""
 
     @property
     def engine_factor(self) -> float:
@@ -27,7 +27,7 @@ class Shared:
             self._changed.set()
 
     async def train(self, seconds: float) -> None:
-        """Work that takes so long when nobody else works."""
+        """Works for `seconds`, or longer if the engine works too."""
         self._trainer_works(1)
         try:
             await self._work(seconds)
@@ -49,7 +49,7 @@ class Shared:
 
 
 async def work(seconds: float, factor: Callable[[], float], changed: asyncio.Event) -> None:
-    """Takes so many seconds times a factor that may change on the way, as `changed` then says."""
+    """Sleeps for `seconds` times a factor. `changed` is set when the factor may have changed."""
     clock = asyncio.get_running_loop().time
     while seconds > 1e-9:
         now, since = factor(), clock()

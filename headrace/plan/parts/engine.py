@@ -1,10 +1,10 @@
-"""A simulated engine: protocol `Engine` in virtual time, event by event and not token by token.
+"""A simulated engine: protocol `Engine` in virtual time, simulated event by event instead of token by token.
 
-All sequences that run get one token a forward pass, so one number, the passes done so far, tells how far each of them is: it
-ends when the passes reach its start plus its length. A heap of these thresholds gives the next event. Swaps are written down as
-(passes, version), and the spans of a completion are read from there when it ends.
+All running sequences get one token per forward pass, so one number, the passes done so far, gives the progress of each: a sequence ends
+when the passes reach its start plus its length. A heap of these thresholds gives the next event. Swaps are recorded as (passes,
+version), from which the spans of a completion are computed when it ends.
 
-Left out: preemption (whoever is let in stays; room is reserved for a completion of mean length), and the caching of prompts
+Not simulated: preemption (an admitted request stays; room is reserved for a completion of mean length), and the caching of prompts
 beyond the group that shares them.
 """
 
@@ -28,15 +28,22 @@ from headrace.types import Completion, Request, Stop, VersionSpan
 from headrace.weights import WeightUpdate
 
 _MEMORY = 32
-"""Completions over which their mean length is taken."""
+"""Completions over which the mean length is averaged."""
 
 
 class SimulatedEngine:
     def __init__(
-        self, rates: EngineRates, length: LengthOf, shared: Shared, grain: int, expected: float, recompute: bool = False
+        self,
+        *,
+        rates: EngineRates,
+        length: LengthOf,
+        shared: Shared,
+        grain: int,
+        expected: float,
+        recompute: bool = False,
     ) -> None:
-        """`grain`: real tokens that one simulated token stands for; `expected`: of a completion, before any has ended;
-        `recompute`: caches are computed again after a swap."""
+        """`grain`: real tokens that one simulated token stands for; `expected`: mean length of a completion before any has ended;
+        `recompute`: whether caches are computed again after a swap."""
         self.capabilities = capable(1 << 40, "simulated")
         self.version = -1
         self._rates, self._length, self._shared, self._grain = rates, length, shared, grain
@@ -72,7 +79,7 @@ class SimulatedEngine:
 
     @property
     def burden(self) -> int:
-        """Requests that are here."""
+        """Number of running and waiting requests."""
         return len(self._running) + len(self._waiting)
 
     async def abort(self) -> None:
@@ -111,7 +118,7 @@ class SimulatedEngine:
         return LoadReport(update.version, self._rates.verify, self._rates.swap, round(self._passes.sampled - begun))
 
     def _swap(self, version: int, mixed: bool, share: float) -> None:
-        """All weights, or a share of them."""
+        """Swaps all weights, or a share of them."""
         passes = self._passes
         passes.advance()
         self.version = version
@@ -122,7 +129,7 @@ class SimulatedEngine:
         self._touch()
 
     async def _verify(self, seconds: float) -> None:
-        """Beside generation: each may slow the other down."""
+        """Verifies an update beside generation; each may slow the other down."""
         slows = self._rates.verify_slows
         self._pace(slows)
         self._shared.engine_works(True)
@@ -142,13 +149,13 @@ class SimulatedEngine:
         spans = (VersionSpan(0, self.version, self.version),)
         return Completion((), (), spans, "length", prompt_logprobs=(-1.0,) * (len(tokens) - 1))
 
-    # -- what is told -------------------------------------------------------------------------------------------------
+    # -- reports -----------------------------------------------------------------------------------------------------
 
     def listen(self, listener: Listener) -> None:
         self._listeners.add(listener)
 
     def unfinished(self, among: Iterable[str] | None = None) -> Mapping[str, Transcript]:
-        """What was sampled so far of every request that is here; listeners are told first."""
+        """Returns the transcripts of all requests so far, after reporting them to the listeners."""
         self._passes.advance()
         found, names = {}, None if among is None else set(among)
         for flight in [*self._running.values(), *(one[2] for one in self._waiting)]:
@@ -177,7 +184,7 @@ class SimulatedEngine:
         )
 
     async def watch(self) -> None:
-        """It never dies: deaths are what `faultsim/lives.py` simulates."""
+        """Never returns: `faultsim/lives.py` simulates deaths."""
         await asyncio.Event().wait()
 
     def kill(self) -> None:
@@ -189,7 +196,7 @@ class SimulatedEngine:
     # -- events -------------------------------------------------------------------------------------------------------
 
     def _touch(self) -> None:
-        """Something changes: accounts up to now, and a look for the next event once all of this instant has come."""
+        """Marks a change: updates the counters, and computes the next event once all changes of this instant are made."""
         self._passes.advance()
         if not self._settling:
             self._settling = True
@@ -250,7 +257,7 @@ class SimulatedEngine:
         return flight.completion(self._passes.done, self._swaps, self._grain, stop, self._recompute)
 
     def _leave(self, flight: Flight) -> None:
-        """The books are those of now."""
+        """Removes a request. The counters have to be up to date."""
         flight.gone = True
         if self._running.pop(flight.request.id, None) is None:
             return
@@ -261,7 +268,7 @@ class SimulatedEngine:
         passes.cached -= flight.prompt + flight.prefix + max(0.0, passes.done - flight.start)
         if not self._running:
             passes.cached = passes.debt = self._reserved = 0.0
-            passes.done = math.ceil(passes.done - ROUNDING)  # whoever comes next waits for no pass of others
+            passes.done = math.ceil(passes.done - ROUNDING)  # the next request need not wait for a pass of others
             self._shared.engine_works(False)
             self._idle.set()
             self._turned.set()

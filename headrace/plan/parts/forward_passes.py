@@ -1,4 +1,4 @@
-"""The forward passes of a simulated engine: how many are done, and when the next so many will be.
+"""The forward passes of a simulated engine: how many are done, and when a given number will be.
 
 Between two events the same n sequences run, so passes take `decode(n) + context · C`, where C, the tokens in their caches, grows
 by n a pass: P passes take (decode(n) + context · C) P + context · n P² / 2 seconds, a quadratic that is solved for P.
@@ -14,22 +14,24 @@ from headrace.plan.rates.rates import EngineRates
 
 
 class Passes:
+    """The pace of one engine, and its counters."""
+
     def __init__(self, rates: EngineRates, shared: Shared) -> None:
         self._rates, self._shared = rates, shared
         self.done = 0.0
         self.debt = 0.0
-        """Seconds of work that come before the next pass: prompts, a swap."""
+        """Seconds of work before the next pass: prompts, a swap."""
         self.running = 0
         self.cached = 0.0
-        """Tokens in the caches of those that run."""
+        """Tokens in the caches of the running sequences."""
         self.slowed = 1.0
-        """By what goes on beside it (verification of new weights)."""
+        """Factor of other work beside generation (verification of new weights)."""
         self.busy = self.sampled = 0.0
         self._at = 0.0
         self._paces: dict[int, float] = {}
 
     def advance(self) -> None:
-        """Up to now. Called before anything changes that the pace depends on."""
+        """Updates the counters to the present time. Called before anything changes on which the pace depends."""
         now = asyncio.get_running_loop().time()
         elapsed, self._at = now - self._at, now
         if elapsed <= 0 or not self.running:
@@ -44,7 +46,7 @@ class Passes:
         self.sampled += done * self.running
 
     def seconds_until(self, target: float) -> float:
-        """At the pace of now."""
+        """Returns the seconds until `target` passes are done, at the present pace."""
         passes = max(0.0, target - self.done)
         growth = self._rates.context * self.running * passes / 2
         return (self.debt + (self._each + growth) * passes) * self._factor

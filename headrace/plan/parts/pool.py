@@ -1,4 +1,4 @@
-"""Many replicas behind one engine: protocol `Engine`. Every prompt goes where the fewest requests are; its group stays together,
+"""Several replicas behind one protocol `Engine`. A new prompt goes to the replica with the fewest requests, and its group stays together,
 so that the prompt is computed once."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Replicas:
         self._engines = list(engines)
         self.capabilities = engines[0].capabilities
         self._homes: dict[tuple[int, ...], tuple[SimulatedEngine, int]] = {}
-        """By prompt: where its requests are, and how many."""
+        """By prompt: the replica of its requests, and their number."""
 
     @property
     def version(self) -> int:
@@ -56,7 +56,7 @@ class Replicas:
 
     def unfinished(self, among: Iterable[str] | None = None) -> Mapping[str, Transcript]:
         names = None if among is None else list(among)
-        return {name: told for engine in self._engines for name, told in engine.unfinished(names).items()}
+        return {name: one for engine in self._engines for name, one in engine.unfinished(names).items()}
 
     def listen(self, listener: Callable[[bytes], None]) -> None:
         for engine in self._engines:
@@ -66,7 +66,7 @@ class Replicas:
         return self.snapshot()
 
     def snapshot(self) -> EngineStats:
-        """Totals; `busy_seconds` is the mean, so that it stays a share of the time."""
+        """Returns totals; `busy_seconds` is the mean, so that it remains a share of the time."""
         all_of = [engine.snapshot() for engine in self._engines]
         count = len(all_of)
         return EngineStats(
@@ -82,7 +82,7 @@ class Replicas:
         )
 
     async def watch(self) -> None:
-        """It never dies: deaths are what `faultsim/lives.py` simulates."""
+        """Never returns: `faultsim/lives.py` simulates deaths."""
         await asyncio.Event().wait()
 
     def kill(self) -> None:

@@ -1,4 +1,4 @@
-"""A simulated trainer: protocol `Trainer`. A step takes what the tokens in it take."""
+"""A simulated trainer: protocol `Trainer`. The time of a step depends on its tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SimulatedTrainer:
         self._rates, self._shared, self._grain = rates, shared, grain
         self.version = version
         self.busy = 0.0
-        """Seconds of work so far, waits for others not counted."""
+        """Seconds of work so far, without waits."""
 
     async def step(self, batch: Batch) -> TrainReport:
         clock = asyncio.get_running_loop().time
@@ -35,7 +35,7 @@ class SimulatedTrainer:
         )
 
     def _forward_tokens(self, batch: Batch) -> int:
-        """A prompt that a group shares is forwarded once."""
+        """Counts the forwarded tokens; the prompt of a group is forwarded once."""
         prompts = sum(group.rows[0].prompt[1] for group in batch.groups if group.rows)
         return prompts + sum(real_tokens(row, self._grain) for row in batch.rows)
 
@@ -67,7 +67,7 @@ class SimulatedTrainer:
         self.busy += clock() - started
 
     async def watch(self) -> None:
-        """It never dies: deaths are what `faultsim/lives.py` simulates."""
+        """Never returns: `faultsim/lives.py` simulates deaths."""
         await asyncio.Event().wait()
 
     def kill(self) -> None:

@@ -1,3 +1,3 @@
-"""How fast engine and trainer are. Read `rates.py` (the values), then the three sources: `calibrate.py` (this machine, measured),
-`from_run.py` (metrics of a run), `hardware.py` (data sheets of accelerators); `fits.py` has their least squares.
+"""The speeds of engine and trainer. Read `rates.py` (the values), then the three sources: `calibrate.py` (measured on this machine),
+`from_run.py` (metrics of a run), `hardware.py` (data sheets of accelerators); `fits.py` has the least-squares fits.
 """

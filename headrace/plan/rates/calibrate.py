@@ -1,6 +1,6 @@
 """Measures this machine's rates: the real engine and trainer, each alone and both at once, for a minute or so.
 
-Everything is timed from outside, where the pipeline stands, so that what the processes' messages cost is in it.
+Everything is timed in the controller, where the pipeline runs, so that the cost of messages between processes is included.
 """
 
 from __future__ import annotations
@@ -20,26 +20,28 @@ from typing import Any
 
 from headrace.algo.advantage.groups import algorithm_of
 from headrace.config import RunConfig
+from headrace.environments.single_turn import SINGLE_TURN
 from headrace.errors import ConfigError
-from headrace.orchestration.build import build_scorer, build_task, open_model, open_waits
+from headrace.orchestration.build import build_scorer, build_task, open_model, open_telemetry
 from headrace.orchestration.pools import Pools, open_pools
 from headrace.plan.rates.fits import alike, line
 from headrace.plan.rates.rates import EngineRates, Rates, TrainerRates
 from headrace.protocols import Scorer, Task
-from headrace.rollouts.rollout import roll_out, seed_of
+from headrace.rollouts.episodes import Played, TurnAsked, roll_out
+from headrace.rollouts.rollout import seed_of
 from headrace.simulate.distributions import empirical
-from headrace.types import Batch, Episode, Group, Prompt, Request, Sampling, Scored
+from headrace.types import Batch, Completion, Episode, Failure, Group, Prompt, Request, Sampling, Scored
 
 Say = Callable[[str], None]
 Reward = Callable[..., Any]
 
 SHORT, LONG = 8, 40
-"""Tokens of the two completions whose difference gives the time of a pass."""
+"""Tokens of a short and a long completion; the difference of their times gives the time of a pass."""
 ROUNDS = 2
 GROUPS = 24
 """Prompts whose completions are sampled for the distribution of lengths."""
 SETTLES, WINDOW = 0.5, 3.0
-"""Seconds before, and over which, the engine's pace is measured."""
+"""Seconds before the measurement of the engine's pace, and of the measurement."""
 
 
 class _Silent:
@@ -48,10 +50,12 @@ class _Silent:
 
 
 def calibrate(config: RunConfig, say: Say, reward: Reward | None = None, window: float = WINDOW) -> Rates:
-    """Starts the two processes of a run, and ends them. The weights stay what they are. `window`: seconds over which the engine's
-    pace is measured."""
+    """Starts engine and trainer of a run, measures them, and ends them. The weights do not change. `window`: seconds over which the
+    engine's pace is measured."""
     if config.lora.served_name or config.adapters:
-        raise ConfigError("--calibrate measures full weights; plan an adapter's run from a finished run of it")
+        raise ConfigError(
+            "--calibrate measures full weights only; for a run that trains adapters, plan from a finished run with --run"
+        )
     still = dataclasses.replace(config.train, learning_rate=1e-12)
     return asyncio.run(_calibrate(dataclasses.replace(config, train=still), say, reward, window))
 
@@ -59,12 +63,10 @@ def calibrate(config: RunConfig, say: Say, reward: Reward | None = None, window:
 async def _calibrate(config: RunConfig, say: Say, reward: Reward | None, window: float) -> Rates:
     with tempfile.TemporaryDirectory() as logs:
         model_dir, encoder = await open_model(config)
-        waits = open_waits(config, _Silent(), time.monotonic)
+        telemetry = open_telemetry(config, _Silent(), time.monotonic)
         task, scorer = build_task(config.task, encoder, config.seed), build_scorer(config, [reward] if reward else [])
         say("starting engine and trainer")
-        pools = await open_pools(
-            config, model_dir, logs=Path(logs), observer=_Silent(), waits=waits, clock=time.monotonic, restore={}
-        )
+        pools = await open_pools(config, model_dir, Path(logs), telemetry, {})
         try:
             await pools.engine.load(await pools.trainer.publish())
             bench = Bench(
@@ -77,7 +79,7 @@ async def _calibrate(config: RunConfig, say: Say, reward: Reward | None, window:
 
 
 def kv_tokens(model_dir: Path, config: RunConfig) -> float:
-    """That engine.kv_gib holds; no limit where the model's shape does not say."""
+    """Returns the tokens that engine.kv_gib holds; infinite if the model's config does not give its shape."""
     try:
         shape = json.loads((model_dir / "config.json").read_text())
         heads = shape.get("num_key_value_heads") or shape["num_attention_heads"]
@@ -89,8 +91,11 @@ def kv_tokens(model_dir: Path, config: RunConfig) -> float:
 
 
 class Bench:
+    """The measurements, one after the other."""
+
     def __init__(
         self,
+        *,
         config: RunConfig,
         pools: Pools,
         task: Task,
@@ -112,7 +117,7 @@ class Bench:
         prompts = [group.prompt for group in groups]
         self._say("the engine's batch curve")
         decode = [(float(n), await self._pass_seconds(n, prompts)) for n in self._sizes()]
-        # Prompts of a task often begin alike, and the engine computes that once.
+        # Prompts of a task often share a beginning, which the engine computes once.
         new = min(1.0, computed / sum(len(prompt.tokens) for prompt in prompts))
         prefill = new * await self._prefill(prompts)
         context = await self._context(decode, prompts)
@@ -149,7 +154,7 @@ class Bench:
     # -- completions ----------------------------------------------------------------------------------------------------
 
     async def _groups(self) -> tuple[list[Group], float]:
-        """Rollouts of the task's own prompts, and the seconds that scoring a group takes."""
+        """Returns groups of the task's own prompts, and the seconds that scoring a group takes."""
         prompts = [self._task.draw() for _ in range(GROUPS)]
         rolled = await asyncio.gather(*(self._roll(prompt) for prompt in prompts))
         groups = [self._group(i, prompt, found) for i, (prompt, found) in enumerate(zip(prompts, rolled, strict=True))]
@@ -162,18 +167,24 @@ class Bench:
     async def _roll(self, prompt: Prompt) -> list[Episode]:
         rollout = self._config.rollout
         numbers = [next(self._names) for _ in range(rollout.group_size)]
-        requests = [rollout.request(f"calibrate/{n}", prompt, seed_of("calibrate", n), 0) for n in numbers]
-        results = await roll_out(self._engine.generate, prompt, requests, self._decode)
-        episodes = [one for one in results if isinstance(one, Episode)]
-        if len(episodes) < len(requests):
-            failed = next(one for one in results if not isinstance(one, Episode))
+
+        async def ask(asked: TurnAsked) -> Completion:
+            n = numbers[asked.rollout]
+            return await self._engine.generate(
+                rollout.request(f"calibrate/{n}", asked.context, seed_of("calibrate", n), 0)
+            )
+
+        results = await roll_out(SINGLE_TURN, prompt, numbers, ask=ask, decode=self._decode)
+        episodes = [one.episode for one in results if isinstance(one, Played)]
+        if failures := [one for one in results if isinstance(one, Failure)]:
+            failed = failures[0]
             raise ConfigError(
                 f"a rollout of the task failed ({failed.reason}: {failed.detail}); train a few steps first"
             )
         return episodes
 
     def _group(self, ticket: int, prompt: Prompt, episodes: Sequence[Episode]) -> Group:
-        """With rewards that make every row count, whatever the task's are."""
+        """Makes a group with artificial rewards, so that every row has an advantage."""
         scored = tuple(Scored(one, float(i % 2), {"calibrate": float(i % 2)}) for i, one in enumerate(episodes))
         return Group(ticket, prompt, scored, self._algorithm.rows(prompt, scored))
 
@@ -184,7 +195,7 @@ class Bench:
         return sorted({most} | {1 << k for k in range(10) if 1 << k < most})
 
     async def _pass_seconds(self, running: int, prompts: Sequence[Prompt]) -> float:
-        """From two lengths, so that prompts and messages cancel out."""
+        """Returns the seconds of a pass, from two lengths, so that the times of prompts and messages cancel."""
         long = self._long(prompts)
         tokens = [prompt.tokens for prompt in prompts]
         times = []
@@ -213,7 +224,7 @@ class Bench:
         return Request(f"calibrate/{number}", prompt, sampling)
 
     async def _prefill(self, prompts: Sequence[Prompt]) -> float:
-        """Of a prompt token: from prompts that nobody has computed, short and long."""
+        """Returns the seconds per prompt token, from short and long prompts that are not cached."""
         room = self._config.engine.context_length - 2
         short, long, count = min(8, room // 2), min(room, 256), 16
         times = []
@@ -223,7 +234,7 @@ class Bench:
         return max(0.0, statistics.median(times))
 
     def _new(self, prompts: Sequence[Prompt], size: int, count: int) -> list[tuple[int, ...]]:
-        """Prompts made of the task's tokens, each with a beginning of its own."""
+        """Returns prompts made of the task's tokens, each with its own beginning."""
         pool = [token for prompt in prompts for token in prompt.tokens]
         made = []
         for _ in range(count):
@@ -232,7 +243,7 @@ class Bench:
         return made
 
     async def _context(self, decode: Sequence[tuple[float, float]], prompts: Sequence[Prompt]) -> float:
-        """Seconds a pass for every token in the caches. Where contexts are short, it is within the batch curve."""
+        """Returns the seconds per pass for every token in the caches; 0 if contexts are short, because the batch curve includes them."""
         room, longest = self._config.engine.context_length, max(len(prompt.tokens) for prompt in prompts)
         size = min(1024, room - LONG - 2)
         if size < longest + 200:
@@ -248,16 +259,17 @@ class Bench:
     # -- the trainer ----------------------------------------------------------------------------------------------------
 
     async def _steps(self, groups: Sequence[Group]) -> tuple[float, float]:
-        """Seconds of a step whatever is in it, and of every token: a line through steps of up to three sizes."""
+        """Returns the fixed seconds of a step, and the seconds per token, from a line through steps of up to three sizes."""
         whole = min(self._config.staleness.groups_per_step, len(groups))
-        for _ in range(2):  # the first ones set up their memory
+        for _ in range(2):  # the first steps allocate memory
             await self._step(groups[:whole])
         sizes = sorted({max(1, whole // 4), max(1, whole // 2), whole})
         found = [await self._step(groups[:size]) for size in sizes * ROUNDS]
         return line(found)
 
     async def _step(self, groups: Sequence[Group]) -> tuple[float, float]:
-        """(Tokens as the simulated trainer counts them, seconds). It forwards fewer: what rollouts have in common goes once."""
+        """Returns the tokens as the simulated trainer counts them, and the seconds. The real trainer forwards fewer tokens, because shared
+        prefixes are forwarded once."""
         started = time.perf_counter()
         report = await self._trainer.step(
             Batch(self._version, self._algorithm.assemble(tuple(groups)), self._config.rollout.temperature)
@@ -267,7 +279,7 @@ class Bench:
         return float(tokens), time.perf_counter() - started
 
     async def _publish(self, groups: Sequence[Group]) -> tuple[float, float, float, float]:
-        """Publish, verification beside generation, by how much it slows generation, and the swap: seconds."""
+        """Returns seconds of a publish, seconds of a verification, the factor by which generation slows it, and seconds of a swap."""
         published: list[float] = []
         idle: list[float] = []
         beside: list[float] = []
@@ -290,7 +302,7 @@ class Bench:
 
     @contextlib.asynccontextmanager
     async def _generating(self, groups: Sequence[Group]) -> AsyncIterator[None]:
-        """Meanwhile the engine has as many requests as a step has rollouts, and for each that ends another."""
+        """Keeps as many requests in the engine as a step has rollouts, within this context."""
         room = self._config.engine.max_running
         count = min(room, self._config.staleness.groups_per_step * self._config.rollout.group_size)
         length = self._long([group.prompt for group in groups])
@@ -309,7 +321,7 @@ class Bench:
             await asyncio.gather(*loops, return_exceptions=True)
 
     async def _together(self, groups: Sequence[Group]) -> tuple[float, float]:
-        """How many times longer a pass takes while the trainer works, and a step while the engine works."""
+        """Returns the factors by which a pass takes longer while the trainer works, and a step while the engine works."""
         batch = groups[: min(self._config.staleness.groups_per_step, len(groups))]
         steps_alone = [(await self._step(batch))[1] for _ in range(2)]
         async with self._generating(groups):
@@ -323,7 +335,7 @@ class Bench:
         return max(1.0, alone / beside), max(1.0, statistics.mean(steps_beside) / statistics.mean(steps_alone))
 
     async def _pace(self, meanwhile: Callable[[], Awaitable[None]]) -> float:
-        """Sampled tokens a second."""
+        """Returns sampled tokens per second."""
         before, started = await self._engine.stats(), time.perf_counter()
         await meanwhile()
         after = await self._engine.stats()

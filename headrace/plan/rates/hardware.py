@@ -1,12 +1,12 @@
-"""Rates of accelerators that are not here: a roofline from data sheets and the shape of the model.
+"""Rates of accelerators that are not available: a roofline from data sheets and the shape of the model.
 
     a pass of n sequences   fixed + max(weights read / bandwidth, 2 · active parameters · n / compute) + cache read / bandwidth
     a prompt token          2 · active parameters / compute
     a trained token         6 · active parameters / (compute of the pool)        forward and backward; Kaplan et al., 2020
     an update on its way    bytes of the weights / network
 
-Peaks are the makers'; the shares of them that are reached are assumptions, written below: what well-tuned stacks show. A short
-run on the machine itself (`--calibrate`), or a finished run, gives better figures.
+Peaks are from the manufacturers; the shares of them that are reached are assumptions for well-tuned stacks, written below. A short
+measurement on the machine itself (`--calibrate`) or a finished run gives better figures.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from headrace.plan.rates.rates import EngineRates, Rates, TrainerRates
 READS, COMPUTES, TRAINS = 0.8, 0.5, 0.4
 """Shares of peak bandwidth, of peak compute in forward passes, and of peak compute in training (MFU), that are reached."""
 FIXED = 3e-3
-"""Seconds a pass that neither reads nor computes: scheduling, launches, sampling."""
+"""Seconds per pass for scheduling, launches and sampling."""
 DOUBLING = 0.95
-"""What is left of the speed per GPU with every doubling of a pool beyond eight, or of a tensor-parallel replica."""
+"""Factor on the speed per GPU for every doubling of a pool beyond eight, or of a tensor-parallel replica."""
 NETWORK = 40e9
-"""Bytes a second of a weight broadcast: a link of 400 Gbit/s, at four fifths."""
+"""Bytes per second of a weight broadcast: a link of 400 Gbit/s, used to four fifths."""
 WEIGHTS_SHARE, USABLE = 0.65, 0.9
-"""Of a replica's memory: what weights may take at most, and what weights and cache take together."""
+"""Shares of a replica's memory: for weights at most, and for weights and cache together."""
 TRAINING_BYTES, TRAINING_USABLE = 16, 0.8
-"""Bytes a parameter of weights, gradients and AdamW's state in mixed precision, and the memory they may take."""
+"""Bytes per parameter of weights, gradients and AdamW's state in mixed precision, and the share of memory for them."""
 BFLOAT16 = 2
 SHARED = 2.0
-"""How many times longer engine and trainer take on one GPU while both work: their kernels take turns."""
+"""Factor by which engine and trainer slow each other down on one GPU: their kernels take turns."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Gpu:
     memory: float
     """Bytes."""
     bandwidth: float
-    """Bytes a second."""
+    """Bytes per second."""
     compute: float
-    """Dense bfloat16 operations a second."""
+    """Dense bfloat16 operations per second."""
     name: str
 
 
@@ -59,14 +59,14 @@ GPUS = {
 class Architecture:
     parameters: float
     active: float
-    """Those that a token passes: fewer than all with mixtures of experts."""
+    """Parameters that a token passes: fewer than all in a mixture of experts."""
     layers: int
     kv_heads: int
     head: int
 
     @property
     def cache_bytes(self) -> int:
-        """Of one token, keys and values."""
+        """Bytes of the keys and values of one token."""
         return 2 * BFLOAT16 * self.layers * self.kv_heads * self.head
 
 
@@ -87,13 +87,13 @@ SHAPES = {
 def gpu(name: str) -> Gpu:
     if name not in GPUS:
         raise ConfigError(
-            f"--hardware {name} is not known; there are {', '.join(GPUS)}, and cpu:FILE for rates that were measured"
+            f"--hardware {name} is not known; choose one of {', '.join(GPUS)}, or cpu:FILE for measured rates"
         )
     return GPUS[name]
 
 
 def shape(name: str) -> Architecture:
-    """A known one, or one of any other size between them (`8b`). Raises ConfigError with what may be written."""
+    """Returns a known architecture, or an estimate for any other size (`8b`). Raises ConfigError with the accepted forms."""
     key = name.lower()
     if key in SHAPES:
         return SHAPES[key]
@@ -108,17 +108,17 @@ def shape(name: str) -> Architecture:
 
 
 def replica_gpus(chip: Gpu, model: Architecture) -> int:
-    """The fewest, a power of two, that hold the weights beside a cache worth having."""
+    """Returns the fewest GPUs, a power of two, that hold the weights and a useful cache."""
     return _power_of_two(model.parameters * BFLOAT16 / (WEIGHTS_SHARE * chip.memory))
 
 
 def trainer_gpus(chip: Gpu, model: Architecture) -> int:
-    """The fewest that hold what training needs, sharded."""
+    """Returns the fewest GPUs, a power of two, that hold the sharded training state."""
     return _power_of_two(model.parameters * TRAINING_BYTES / (TRAINING_USABLE * chip.memory))
 
 
 def fits_one(chip: Gpu, model: Architecture) -> bool:
-    """Whether one GPU holds both pools: training, two versions of the served weights, and a cache worth having."""
+    """Returns whether one GPU holds both pools: training, two versions of the served weights, and a useful cache."""
     return (TRAINING_BYTES + 2 * BFLOAT16) * model.parameters <= TRAINING_USABLE * chip.memory
 
 
@@ -127,8 +127,8 @@ def _power_of_two(least: float) -> int:
 
 
 def engine_rates(chip: Gpu, model: Architecture, gpus: int, max_running: int) -> EngineRates:
-    """Of one replica, tensor-parallel over so many GPUs. A mixture of experts reads, with n sequences, at most n times what
-    one of them passes."""
+    """Returns the rates of one replica, tensor-parallel over `gpus`. With n sequences a mixture of experts reads at most n times the
+    parameters that one token passes."""
     joint = gpus * DOUBLING ** math.log2(gpus)
     bandwidth, compute = READS * chip.bandwidth * joint, COMPUTES * chip.compute * joint
     room = (USABLE * chip.memory * gpus - model.parameters * BFLOAT16) / model.cache_bytes
@@ -151,7 +151,7 @@ def engine_rates(chip: Gpu, model: Architecture, gpus: int, max_running: int) ->
 
 
 def trainer_rates(chip: Gpu, model: Architecture, gpus: int) -> TrainerRates:
-    """Of the whole pool. The optimizer reads and writes its state once a step; publishing casts the weights once."""
+    """Returns the rates of the whole pool. The optimizer reads and writes its state once per step; publishing casts the weights once."""
     joint = gpus * DOUBLING ** max(0.0, math.log2(gpus / 8))
     memory = READS * chip.bandwidth * joint
     return TrainerRates(
@@ -162,7 +162,8 @@ def trainer_rates(chip: Gpu, model: Architecture, gpus: int) -> TrainerRates:
     )
 
 
-def rates(chip: Gpu, model: Architecture, replica: int, trainer: int, max_running: int, name: str = "") -> Rates:
+def rates(chip: Gpu, model: Architecture, *, replica: int, trainer: int, max_running: int, name: str = "") -> Rates:
+    """Returns the rates of pools that have their own GPUs."""
     return Rates(
         engine_rates(chip, model, replica, max_running),
         trainer_rates(chip, model, trainer),
@@ -172,7 +173,7 @@ def rates(chip: Gpu, model: Architecture, replica: int, trainer: int, max_runnin
 
 
 def shared_rates(chip: Gpu, model: Architecture, max_running: int, name: str = "") -> Rates:
-    """Engine and trainer on one GPU, as headrace runs today. The trainer's GPU is the engine's, and is counted there."""
+    """Returns the rates of engine and trainer on one GPU, as headrace runs today. The GPU is counted for the engine."""
     engine, trainer = engine_rates(chip, model, 1, max_running), trainer_rates(chip, model, 1)
     room = (USABLE * chip.memory - (TRAINING_BYTES + 2 * BFLOAT16) * model.parameters) / model.cache_bytes
     return Rates(

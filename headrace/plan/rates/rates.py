@@ -1,4 +1,4 @@
-"""How fast the parts are: measured here (`calibrate.py`), taken from a run (`from_run.py`), or computed (`hardware.py`)."""
+"""The speeds of the parts: measured (`calibrate.py`), taken from a run (`from_run.py`), or computed (`hardware.py`)."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ from headrace.types import Struct
 
 
 class EngineRates(Struct, frozen=True):
-    """Of one replica. A forward pass gives one token to every sequence that runs, and takes
+    """The speeds of one replica. A forward pass gives one token to every running sequence, and takes
 
-    decode(running) + context · (tokens in the caches of those that run) + prefill · (prompt tokens computed in it)  seconds.
+    decode(running) + context · (tokens in the caches of the running sequences) + prefill · (prompt tokens computed in it)  seconds.
     """
 
     decode: tuple[tuple[float, float], ...]
-    """The batch curve: (sequences that run, seconds of a pass), ascending. Linear in between, and on beyond the last."""
+    """The batch curve: (running sequences, seconds of a pass), ascending. It is linear in between, and beyond the last point."""
     prefill: float = 0.0
     context: float = 0.0
     max_running: int = 64
     kv_tokens: float = float("inf")
-    """Room for prompts and completions."""
+    """Tokens of prompts and completions that the KV cache holds."""
     verify: float = 0.0
-    """Seconds from a published update to the swap, of an engine that does nothing else: transfer, fingerprint, packing."""
+    """Seconds from a published update to the swap in an otherwise idle engine: transfer, fingerprint, packing."""
     verify_slows: float = 1.0
-    """How many times longer this takes beside generation, and a pass beside this."""
+    """Factor by which verification takes longer beside generation, and a pass beside verification."""
     swap: float = 0.0
-    """Seconds in which it stands still."""
+    """Seconds for which the swap stops generation."""
     gpus: int = 1
 
     def pass_seconds(self, running: float) -> float:
         return interpolate(self.decode, running)
 
     def tokens_per_second(self, running: int, context: float = 0.0) -> float:
-        """Of all together, with so many tokens in each cache."""
+        """Returns the rate of all sequences together. `context`: tokens in the cache of each."""
         return running / (self.pass_seconds(running) + self.context * running * context)
 
 
 class TrainerRates(Struct, frozen=True):
-    """Of the whole pool: a step of N forwarded tokens takes `step + token · N` seconds."""
+    """The speeds of the whole pool: a step of N forwarded tokens takes `step + token · N` seconds."""
 
     token: float
     step: float = 0.0
     publish: float = 0.0
     save: float = 0.0
     score: float = 0.0
-    """Of the probe of C3."""
+    """Seconds of the probe of C3."""
     gpus: int = 1
 
 
@@ -57,21 +57,22 @@ class Rates(Struct, frozen=True):
     engine: EngineRates
     trainer: TrainerRates
     engine_slowed: float = 1.0
-    """How many times longer a pass takes while the trainer works: where both share cores, caches, memory or power."""
+    """Factor by which a pass takes longer while the trainer works, if both share cores, caches, memory or power."""
     trainer_slowed: float = 1.0
-    """And the trainer's work while the engine works."""
+    """Factor by which the trainer's work takes longer while the engine works."""
     overhead: float = 0.0
-    """Seconds between a group's last token and its place in the buffer that are neither engine's nor scorer's."""
+    """Seconds between a group's last token and its place in the buffer that are spent neither in engine nor in
+    scorer."""
     completions: Distribution | None = None
-    """Lengths of completions, where they were measured."""
+    """Lengths of completions, if they were measured."""
     prompts: Distribution | None = None
     source: str = ""
-    """Where these rates come from, in words."""
+    """The source of these rates, in words."""
     model: str = ""
 
 
 def interpolate(points: tuple[tuple[float, float], ...], x: float) -> float:
-    """Piecewise-linear; below the first point its value, beyond the last its last slope."""
+    """Interpolates linearly; below the first point it returns its value, beyond the last it continues with the last slope."""
     if len(points) == 1 or x <= points[0][0]:
         return points[0][1]
     after = min(bisect_right(points, (x, 0.0)), len(points) - 1)
@@ -81,7 +82,7 @@ def interpolate(points: tuple[tuple[float, float], ...], x: float) -> float:
 
 def save_rates(rates: Rates, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    # JSON knows no infinity: what is unlimited is left out.
+    # JSON has no infinity: an unlimited value is left out.
     text = msgspec.to_builtins(rates)
     if text["engine"]["kv_tokens"] == float("inf"):
         del text["engine"]["kv_tokens"]
@@ -89,13 +90,15 @@ def save_rates(rates: Rates, path: Path) -> None:
 
 
 def load_rates(path: Path) -> Rates:
-    """Raises ConfigError naming the file and what is wrong with it."""
+    """Reads rates. Raises ConfigError with the file and the problem."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Rates)
     except FileNotFoundError:
         raise ConfigError(
-            f"there are no measured rates in {path}: measure this machine's with headrace plan CONFIG.toml --calibrate, or name "
+            f"there are no measured rates in {path}: measure them with headrace plan CONFIG.toml --calibrate, or name "
             "the hardware with --hardware h100 --model 7b"
         ) from None
     except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"{path} holds no rates ({error}); write it again with headrace plan --calibrate") from None
+        raise ConfigError(
+            f"{path} cannot be read as rates ({error}); write it again with headrace plan --calibrate"
+        ) from None

@@ -85,19 +85,20 @@ class TeacherConfig:
 
     @property
     def asked(self) -> str:
-        """The teacher's model in a word, for people."""
+        """The teacher's model, for messages."""
         return f"the student's {self.student}" if self.student else self.path
 
 
 def teacher_problems(
     teachers: Sequence[TeacherConfig],
     algorithm: str,
+    *,
     distils: bool,
     reference: bool,
     temperature: float,
     truncates: bool,
 ) -> Iterator[str]:
-    """Pairs of settings that cannot work together, each with its remedy.
+    """Yields a sentence with its remedy for each pair of settings that cannot work together.
 
     `distils`: the algorithm learns from a teacher's log-probs; `reference`: the KL to the reference is part of the reward.
     """

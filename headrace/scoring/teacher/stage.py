@@ -1,8 +1,8 @@
-"""Teachers and the reference as a stage of scoring: other models' log-probs of what the policy sampled.
+"""Teachers and the reference as a stage of scoring: other models' log-probs of the tokens that the policy sampled.
 
     TraceScorer(TextScorer(FunctionScorer))      rewards, then rewards of text-level teachers, then log-probs by token
 
-Each wraps the scorer inside it and runs beside it. Engines batch by themselves: every path of every rollout is a request.
+Each wraps the scorer inside it and runs concurrently with it. Engines form batches: every path of every rollout is one request.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from headrace.types import (
 Takes = Callable[[Prompt], bool]
 
 FAILED, REFUSED = "teacher_error", "teacher_refused"
-"""Its engine failed; or what it was asked cannot be scored, whoever serves it."""
+"""Reasons of failures: the teacher's engine failed, or the tokens or the text cannot be scored by any engine."""
 _NUMBERS = itertools.count()
-"""Of requests: unique in an engine that others use too."""
+"""Numbers of requests, so that ids are unique in an engine that is shared."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class Teacher:
     engine: Engine
     takes: Takes
     top: int = 0
-    """k most probable tokens at every position; 0 for the sampled token alone."""
+    """The number k of most probable tokens at every position; 0 asks for the sampled token alone."""
 
 
 class Scores(NamedTuple):
-    """A turn's tokens under another model."""
+    """The scores that another model gives the tokens of a turn."""
 
     version: int
     logprobs: tuple[float, ...]
@@ -57,9 +57,9 @@ class Scores(NamedTuple):
 
 
 async def ask(engine: Engine, tokens: Sequence[int], top: int = 0) -> Completion | Failure:
-    """The log-probs of `tokens` but the first. What the engine refuses or fails at is data; a lost engine raises.
+    """Returns the log-probs of `tokens` but the first. A refusal or an error of the engine is a `Failure`; a lost engine raises.
 
-    An engine that samples the run's rollouts too may be told to end all that it has (`Interrupts`): then it is asked again."""
+    If an engine also samples the run's rollouts, `Interrupts` may abort all of its requests; then the request is sent again."""
 
     stop = "interrupted"
     while stop == "interrupted":
@@ -67,7 +67,7 @@ async def ask(engine: Engine, tokens: Sequence[int], top: int = 0) -> Completion
             f"ask/{next(_NUMBERS)}",
             tuple(tokens),
             Sampling(max_tokens=0),
-            priority=-1,  # where rollouts are sampled too, a reward that waits for them would hold back its own group
+            priority=-1,  # first: in an engine that also samples rollouts, a score that waits for them would delay its own group
             prompt_logprobs=True,
             top_logprobs=top,
         )
@@ -85,7 +85,7 @@ async def ask(engine: Engine, tokens: Sequence[int], top: int = 0) -> Completion
 
 
 async def score_episode(engine: Engine, prompt: Prompt, episode: Episode, top: int = 0) -> tuple[Scores, ...] | Failure:
-    """For each turn its tokens given the whole path before them. Turns on one path are scored by one request."""
+    """Scores the tokens of each turn, given the whole path before them. One request scores all turns on a path."""
     paths = list(_paths(prompt, episode))
     answers = await asyncio.gather(*(ask(engine, path.tokens, top) for path in paths))
     found: dict[int, Scores] = {}
@@ -100,11 +100,11 @@ async def score_episode(engine: Engine, prompt: Prompt, episode: Episode, top: i
 class _Path(NamedTuple):
     tokens: tuple[int, ...]
     starts: dict[int, int]
-    """Turn -> where its completion begins."""
+    """By turn, the place in `tokens` where its completion begins."""
 
 
 def _paths(prompt: Prompt, episode: Episode) -> Iterator[_Path]:
-    """So few that every turn lies on one. A turn of several parents goes on from the first, as it does in training."""
+    """Yields the fewest paths that hold every turn. A turn with several parents follows the first, as in training."""
     before = [turn.parents[0] if turn.parents else None for turn in episode.turns]
     for last in sorted(set(range(len(before))) - set(before)):
         chain: list[int] = []
@@ -123,7 +123,7 @@ def _paths(prompt: Prompt, episode: Episode) -> Iterator[_Path]:
 
 
 def _slice(answer: Completion, start: int, count: int) -> Scores:
-    """Entry i of the answer is about token i + 1."""
+    """Returns the scores of `count` tokens from `start` on. Entry i of the answer belongs to token i + 1."""
     assert answer.prompt_logprobs is not None and start > 0
     first, end = start - 1, start - 1 + count
     top = answer.prompt_top
@@ -134,7 +134,7 @@ def _slice(answer: Completion, start: int, count: int) -> Scores:
 
 
 class TraceScorer:
-    """`Scored.teachers` from the first teacher that takes the prompt, `Scored.references` from the reference."""
+    """Fills `Scored.teachers` from the first teacher that takes the prompt, and `Scored.references` from the reference."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class TraceScorer:
         self._inner, self._teachers, self._reference = inner, teachers, reference
         self._waits, self._warn = waits, warn
         self.untaught = 0
-        """Prompts that no teacher took: nothing was learned from them."""
+        """The number of prompts that no teacher took."""
 
     async def score(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[Scored | Failure]:
         teacher = self._teacher_of(prompt)
@@ -167,7 +167,7 @@ class TraceScorer:
             self.untaught += 1
             if (
                 self.untaught & (self.untaught - 1) == 0
-            ):  # 1, 2, 4, ...: often enough to be seen, too rare to bury the rest
+            ):  # at 1, 2, 4, ...: often enough to be seen, and not so often that it hides other messages
                 self._warn(
                     f"no teacher takes the prompt {prompt.id} ({self.untaught} such prompts so far): it can learn from rewards alone; "
                     "widen the route of a [[teachers]] table, or take such rows out of the task"
@@ -217,7 +217,7 @@ def _joined(
     taught: tuple[TeacherTrace, ...] | Failure,
     referred: tuple[tuple[float, ...], ...] | Failure,
 ) -> Scored | Failure:
-    """A rollout that lacks one of them is no rollout to learn from."""
+    """Joins reward, teachers' and reference's log-probs. If one of them failed, so has the rollout."""
     for one in (judged, taught, referred):
         if isinstance(one, Failure):
             return one
@@ -227,7 +227,7 @@ def _joined(
 # -- by text ----------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TextTeacher:
     """A model with any vocabulary. It reads prompt and completion as text; the policy's tokens stay as they are (C5)."""
 
@@ -236,15 +236,15 @@ class TextTeacher:
     takes: Takes
     weight: float
     encode_prompt: Callable[[Prompt], tuple[int, ...]]
-    """With its own chat template and tokenizer."""
+    """Encodes a prompt with the teacher's chat template and tokenizer."""
     encode_completion: Callable[[str, bool], tuple[int, ...]]
-    """(text, whether it ended by itself), with its own end of turn if so."""
+    """Encodes a text and, if the flag says that it ended by itself, the teacher's end of turn."""
 
     async def judge(self, prompt: Prompt, episode: Episode) -> float | Failure:
-        """Mean log-prob in nats a byte of UTF-8, the end of the turn counting as one.
+        """Returns the mean log-prob in nats per byte of UTF-8; the end of the turn counts as one byte.
 
-        By byte and not by token: it does not depend on how this vocabulary cuts the text up, so that teachers with different
-        ones are on one scale, as compression is compared (bits per byte).
+        A mean per byte does not depend on how the vocabulary divides the text, so that teachers with different vocabularies are on one
+        scale, as in the comparison of compressors (bits per byte).
         """
         if len(episode.turns) != 1:
             return Failure(REFUSED, f"{self.name} scores text of one turn, and the rollout has {len(episode.turns)}")
@@ -301,7 +301,7 @@ def _weighed(
 
 
 class NoReward:
-    """Where nothing gives rewards: all that is learned comes from teachers."""
+    """The scorer of a run without rewards, which learns from teachers alone."""
 
     async def score(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[Scored | Failure]:
         return [Scored(episode, 0.0, {}) for episode in episodes]

@@ -1,4 +1,4 @@
-"""Whether two models mean the same by the same token ids. Nothing here reads weights."""
+"""Checks whether two models give the same token ids the same meaning. Nothing here reads weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Vocabulary = Mapping[str, int]
 
 
 def vocabulary_problem(student: Vocabulary, teacher: Vocabulary) -> str:
-    """Empty when every id is the same string in both; else what the first difference is."""
+    """Describes the first difference; empty if every id is the same string in both."""
     if student == teacher:
         return ""
     mine, theirs = {i: text for text, i in student.items()}, {i: text for text, i in teacher.items()}
@@ -25,6 +25,6 @@ def vocabulary_problem(student: Vocabulary, teacher: Vocabulary) -> str:
 
 
 def width_of(model_dir: Path) -> int:
-    """Rows of the model's vocabulary, padding included; 0 where its config does not tell."""
+    """Returns the rows of the model's vocabulary, padding included; 0 if its config does not have the number."""
     config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     return int(config.get("vocab_size") or config.get("text_config", {}).get("vocab_size") or 0)

@@ -17,10 +17,10 @@ _LENGTH = struct.Struct(">I")
 class Call(Struct, frozen=True):
     id: int
     function: int
-    """Which of the worker's functions, by its place on the command line."""
+    """The function's place on the worker's command line, from 0."""
     job: Job
     timeout: float
-    """Seconds after which an async function is cancelled. One that is not async can only be killed, by the other side."""
+    """Seconds after which the worker cancels an async function. Any other function can only be killed, by the scorer."""
 
 
 class Reply(Struct, frozen=True, tag_field="kind", tag="reply"):
@@ -29,7 +29,7 @@ class Reply(Struct, frozen=True, tag_field="kind", tag="reply"):
 
 
 class Ready(Struct, frozen=True, tag_field="kind", tag="ready"):
-    """The first frame of a worker: what it loaded, or the sentence why it could not."""
+    """The first frame of a worker: the functions that it loaded, or why it could not."""
 
     functions: tuple[Loaded, ...] = ()
     error: str = ""
@@ -46,7 +46,7 @@ def pack(frame: Call | Reply | Ready) -> bytes:
 
 
 def read_call(stream: BinaryIO) -> Call | None:
-    """None at the end of the stream."""
+    """Reads one call; None at the end of the stream."""
     body = _read_body(stream)
     return None if body is None else _decode_call(body)
 
@@ -65,6 +65,6 @@ def _read_body(stream: BinaryIO) -> bytes | None:
 
 
 async def receive(stream: asyncio.StreamReader) -> Reply | Ready:
-    """Raises IncompleteReadError (an EOFError) at the end of the stream."""
+    """Reads one answer. Raises IncompleteReadError (an EOFError) at the end of the stream."""
     (length,) = _LENGTH.unpack(await stream.readexactly(_LENGTH.size))
     return _decode_answer(await stream.readexactly(length))

@@ -1,4 +1,4 @@
-"""`path/to/file.py:name` -> the reward function, or a sentence why not. Runs in worker processes only."""
+"""Loads reward functions by `path/to/file.py:name`. Runs in worker processes only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BUILTIN: dict[str, Callable[[], Callable[..., Any]]] = {"reasoning_gym": load_re
 
 
 def load_functions(specs: list[str]) -> list[Callable[..., Any]]:
-    """Raises ConfigError. A file that several specs name is run once."""
+    """Loads the functions. A file that several specs name is run once. Raises ConfigError if one cannot be loaded."""
     modules: dict[Path, ModuleType] = {}
     return [BUILTIN[spec]() if spec in BUILTIN else _from_file(spec, modules) for spec in specs]
 

@@ -24,14 +24,14 @@ from headrace.scoring.job import Job, Loaded, Values, fail_all, too_late
 from headrace.scoring.workers.frames import Call, Ready, pack, read_answer, receive
 
 LOAD_SECONDS = 120.0
-"""How long importing the user's file may take."""
+"""Seconds that importing the user's file may take."""
 
 GRACE = 1.0
 """Seconds beyond the timeout before a process whose loop an async function blocks is killed."""
 
 
 def check_functions(specs: Sequence[str]) -> tuple[Loaded, ...]:
-    """Loads the functions once in a process of their own. Raises ConfigError for what cannot be loaded."""
+    """Loads the functions once in a separate process. Raises ConfigError if one cannot be loaded."""
     named = ", ".join(specs)
     try:
         code, out, err = _checked(specs)
@@ -49,7 +49,7 @@ def check_functions(specs: Sequence[str]) -> tuple[Loaded, ...]:
 
 
 def _checked(specs: Sequence[str]) -> tuple[int, bytes, bytes]:
-    """Its exit code, and what it wrote."""
+    """Returns the exit code, standard output and standard error of the process."""
     command, pipe = _command(["--check", *specs]), subprocess.PIPE
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=_environment()) as process:
         try:
@@ -60,13 +60,13 @@ def _checked(specs: Sequence[str]) -> tuple[int, bytes, bytes]:
 
 
 def _command(arguments: Sequence[str]) -> list[str]:
-    # -P: a file random.py in the working directory must not replace Python's; reward files find their neighbours anyway
+    # -P: a file random.py in the working directory must not replace Python's; reward files still find files beside them
     return [sys.executable, "-P", "-m", "headrace.scoring.workers.worker", *arguments]
 
 
 def _environment(file: Path | None = None) -> dict[str, str]:
-    """`file`: where it writes its stacks when it is asked for them."""
-    # A worker is one of several: one core each, and no spinning beside the engine, unless the user says otherwise.
+    """`file`: the file into which the worker writes its stacks when it is asked for them."""
+    # Several workers run beside the engine: each takes one core and does not spin, unless the user sets these variables.
     environment = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", **os.environ}
     package = str(Path(__file__).resolve().parents[3])
     if package not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):  # run from a checkout
@@ -81,15 +81,15 @@ def ending(code: int | None) -> str:
 
 
 _numbers = itertools.count(1)
-"""Of the workers of this process, for their names."""
+"""Numbers for the names of this process's workers."""
 
 
 class ProcessLost(Exception):
-    """The worker is gone; says how."""
+    """Raised when a worker has ended; the message says how."""
 
 
 class WorkerProcess:
-    """One worker and the calls it has not answered yet."""
+    """One worker process, and the calls that it has not answered yet."""
 
     def __init__(self, specs: Sequence[str], log: Path | None) -> None:
         self._specs, self._log = specs, log
@@ -148,9 +148,9 @@ class WorkerProcess:
             )
 
     async def ask(self, function: int, job: Job, seconds: float) -> Values:
-        """Waits as long as it takes; the worker cancels an async function after `seconds`.
+        """Returns the worker's answer, without a deadline of its own; the worker cancels an async function after `seconds`.
 
-        Raises ProcessLost when the process ends before it answers.
+        Raises ProcessLost if the process ends before it answers.
         """
         assert self._process is not None and self._process.stdin is not None
         if not self.alive:
@@ -159,7 +159,7 @@ class WorkerProcess:
         answer: asyncio.Future[Values] = asyncio.get_running_loop().create_future()
         self._waiting[id] = answer
         try:
-            with contextlib.suppress(ConnectionError):  # then `_receive` finds out how the process ended
+            with contextlib.suppress(ConnectionError):  # `_receive` finds out how the process ended
                 self._process.stdin.write(pack(Call(id, function, job, seconds)))
                 await self._process.stdin.drain()
             return await answer
@@ -177,10 +177,12 @@ class WorkerProcess:
                     waiting.set_result(reply.values)
         except (EOFError, ConnectionError):
             pass
-        except Exception as error:  # nobody awaits this task, and whoever asked would blame the function for being late
+        except (
+            Exception
+        ) as error:  # nothing awaits this task: without this, the caller would report a timeout of the function
             self._why = f"was killed, because its answer made no sense: {error!r}"
         self.alive = False
-        self.kill()  # a worker that closed its pipe is of no use, and may have left children
+        self.kill()  # a worker that closed its pipe cannot be used, and may have left children
         code = await self._process.wait()
         self._is_gone()
         self._why = self._why or ending(code)
@@ -214,13 +216,13 @@ class WorkerProcess:
 
 
 def _opened(log: Path | None) -> Any:
-    """Standard error of workers: a file when the terminal belongs to the live view."""
+    """Opens the file for the workers' standard error, or inherits ours if there is none."""
     return log.open("ab") if log is not None else contextlib.nullcontext()
 
 
 class PrivatePool:
-    """Functions that are not async: one call a process at a time, `width` processes. A call that is too late costs its own
-    process its life, and the next call starts another."""
+    """`width` processes for functions that are not async, with one call at a time in each. A call that exceeds its timeout has its
+    process killed, and the next call starts another one."""
 
     def __init__(self, specs: Sequence[str], width: int, timeout: float, log: Path | None) -> None:
         self._specs, self._timeout, self._log = specs, timeout, log
@@ -274,7 +276,7 @@ class PrivatePool:
 
 
 class SharedProcess:
-    """Async functions: any number of calls at once in one process, which cancels those that are too late."""
+    """One process for async functions, with any number of calls at once. It cancels calls that exceed their timeout."""
 
     def __init__(self, specs: Sequence[str], timeout: float, log: Path | None) -> None:
         self._specs, self._timeout, self._log = specs, timeout, log

@@ -1,4 +1,4 @@
-"""Reward functions handed in from Python: they share the controller's process, so they can be abandoned but not killed."""
+"""Reward functions that are passed from Python: they run in the controller's process, so that they can be abandoned but not killed."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 class ThreadPool:
-    """Daemon threads, which never hold up the end of the program. A call that is too late keeps its thread for ever."""
+    """Daemon threads, which never delay the end of the program. A call that exceeds its timeout keeps its thread until it returns."""
 
     def __init__(self, width: int, timeout: float) -> None:
         self._slots, self._timeout = asyncio.Semaphore(width), timeout
         self.abandoned: Counter[str] = Counter()
-        """Threads that were too late, by the name of their function."""
+        """The number of abandoned threads, by the name of their function."""
 
     async def call(self, function: Callable[..., Any], job: Job) -> Values:
         async with self._slots:

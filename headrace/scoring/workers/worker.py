@@ -1,7 +1,7 @@
 """A process that runs reward functions: `python -m headrace.scoring.workers.worker [--check] FUNCTION...`, driven by `processes.py`.
 
-Frames come in on what was standard input and leave on what was standard output. Before the user's code runs, both are
-moved away: what it prints goes to standard error, and it can read nothing.
+Frames arrive on the original standard input and leave on the original standard output. Both are moved to other descriptors before the
+user's code runs: what it prints goes to standard error, and its standard input is empty.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Functions = list[Callable[..., Any]]
 
 
 def main(arguments: list[str]) -> None:
-    # Not SIGKILL: what the user's function started ends with this process, once it goes on and reads that nobody is there.
+    # Not SIGKILL: this process continues, reads the end of its input, and then kills what the user's function has started.
     signal_me_when_orphaned(signal.SIGCONT)
     answer_signals()
     calls, answers = _take_pipes()
@@ -60,21 +60,21 @@ def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
 
 
 def _read(calls: BinaryIO, inbox: queue.SimpleQueue[Call]) -> None:
-    """In a thread of its own, so that the process ends with its parent whatever the user's function is doing. Whatever ends
-    this thread ends the process: one that hears nothing would wait for ever."""
+    """Reads calls in a separate thread, so that the process ends with its parent whatever the user's function is doing. The process ends
+    whenever this thread does: without it, it would wait for calls for ever."""
     try:
         while (received := read_call(calls)) is not None:
             inbox.put(received)
     except Exception:
         traceback.print_exc()
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        if os.getpgrp() == os.getpid():  # started as the head of its own group, with whatever the function started
+        if os.getpgrp() == os.getpid():  # the leader of a process group, which holds all that the function started
             os.killpg(0, signal.SIGKILL)
     os._exit(0)
 
 
 def _serve(inbox: queue.SimpleQueue[Call], answers: BinaryIO, functions: Functions) -> None:
-    """Plain functions one after the other here, in the main thread; async ones side by side in a loop beside it."""
+    """Runs plain functions one after the other in the main thread, and async ones concurrently in a loop of another thread."""
     loop = asyncio.new_event_loop()
     if any(map(is_async, functions)):
         threading.Thread(target=loop.run_forever, daemon=True).start()

@@ -1,7 +1,7 @@
-"""How log-probs are had from a model: packed trees and a chunked head where these are exact, Hugging Face's own ways otherwise.
+"""Log-probs from a model: by packed trees and a chunked head where these are exact, by Hugging Face's own forward otherwise.
 
-Which way is not read off a list of model names but tried: the fast way must reproduce the model's own hidden states and
-logits on a few tokens, or a slower one is taken.
+The way is not read from a list of model names but tried: the fast way must reproduce the model's own hidden states and logits on
+a few tokens, or a slower one is taken.
 """
 
 from __future__ import annotations
@@ -15,71 +15,78 @@ from torch import Tensor
 
 from headrace.packing import ROOT, Kept, Pack, Segment
 from headrace.trainer.forward.head import Head, Scale, dense_logprobs, token_logprobs
+from headrace.trainer.forward.root import within
 from headrace.trainer.forward.tree_attention import NAME, Tree, register, tree_of
 
 TOLERANCE = 1e-3
-"""Largest difference from the model's own numbers, relative to their root mean square. Rounding gives 1e-6, a wrong mask 1."""
+"""Largest difference from the model's own numbers, relative to their root mean square. Rounding causes 1e-6, a wrong mask 1."""
 
 LARGE_LOGIT = 100.0
 """Far above the caps that models set (30 to 50)."""
 
 
 class Scores(NamedTuple):
-    """Of the M loss tokens of a pack; all float32."""
+    """The scores of a pack's M loss tokens, in float32."""
 
     logprob: Tensor
-    """[M] with gradient, of the distribution that was sampled from: temperature and sampling mask applied."""
+    """[M] with gradient: log-probs under the distribution that was sampled from, with temperature and sampling mask."""
     entropy: Tensor
-    """[M] in nats, of the whole vocabulary; without gradient"""
+    """[M] entropy over the whole vocabulary in nats, without gradient."""
     top: Tensor | None = None
-    """[M, k] with gradient: log-probs of `Pack.top_ids`, of the whole vocabulary."""
+    """[M, k] with gradient: log-probs of `Pack.top_ids` over the whole vocabulary."""
     outside: int = 0
-    """Loss tokens that lie outside their sampling mask; their log-prob is that of the whole vocabulary."""
+    """Number of loss tokens outside their sampling mask; their log-prob is over the whole vocabulary."""
 
 
 @dataclass(frozen=True)
 class Forward:
-    """The way that was chosen for a model."""
+    """A model, and the way that was chosen for it."""
 
     model: Any
     packed: bool
-    """Whole trees at once; otherwise row after row through the model's own attention."""
+    """Whether whole trees are forwarded at once; otherwise row after row through the model's own attention."""
     chunked_head: bool
-    """Logits are made in chunks; otherwise by the model itself, [T, V] for one row at a time."""
+    """Whether logits are made in chunks; otherwise by the model itself, [T, V] for one row at a time."""
 
     @property
     def path(self) -> str:
-        """For people."""
+        """The way in words."""
         return f"{'packed trees' if self.packed else 'row by row'}, {'chunked' if self.chunked_head else 'own'} head"
 
     def logprobs(self, pack: Pack, temperature: float, dtype: torch.dtype) -> Scores:
-        """Of the pack's targets."""
+        """The log-probs of the pack's targets."""
         if not self.chunked_head:
             return self._own_logprobs(pack, temperature)
+        return within(self.model, lambda: self._chunked_logprobs(pack, temperature, dtype))
+
+    def _chunked_logprobs(self, pack: Pack, temperature: float, dtype: torch.dtype) -> Scores:
         if self.packed:
-            hidden = packed_hidden(self.model, pack.tokens, pack.positions, tree_of(pack.segments, pack.tokens.device))
+            tree = tree_of(pack.segments, pack.tokens.device)
+            hidden = _packed_hidden(self.model, pack.tokens, pack.positions, tree)
         else:
-            hidden = torch.cat([own_hidden(self.model, pack.tokens[s.start : s.end]) for s in pack.segments])
+            hidden = torch.cat([_own_hidden(self.model, pack.tokens[s.start : s.end]) for s in pack.segments])
         head = self.model.get_output_embeddings()
-        bias, softcap = getattr(head, "bias", None), softcap_of(self.model)
-        asked = _asked(pack, pack.predictor)
-        return _scores(
-            pack,
-            token_logprobs(
+        softcap = softcap_of(self.model)
+        predictor, target, kept = _asked(pack, pack.predictor)
+
+        def of_head() -> Head:
+            return token_logprobs(
                 hidden,
                 head.weight,
-                bias,
-                *asked[:2],
+                getattr(head, "bias", None),
+                predictor,
+                target,
                 temperature=temperature,
                 dtype=dtype,
-                kept=asked[2],
+                kept=kept,
                 softcap=softcap,
                 packed=getattr(head, "packed", None),
-            ),
-        )
+            )
+
+        return _scores(pack, within(head, of_head))
 
     def _own_logprobs(self, pack: Pack, temperature: float) -> Scores:
-        """Every row is one segment, and loss tokens lie in the order of their rows."""
+        """Forwards row after row: every row is one segment, and loss tokens have the order of their rows."""
         scores = []
         start = 0
         for segment in pack.segments:
@@ -94,7 +101,7 @@ class Forward:
 
 
 def _asked(pack: Pack, predictor: Tensor) -> tuple[Tensor, Tensor, Kept | None]:
-    """Predictors, targets and kept ids: of the loss tokens, then of the teacher's top tokens, which no mask concerns."""
+    """Predictors, targets and kept ids of the loss tokens, then of the teacher's top tokens, to which no mask applies."""
     if pack.top_ids is None:
         return predictor, pack.target, pack.kept
     more = predictor.repeat_interleave(pack.top_ids.shape[1])
@@ -109,7 +116,7 @@ def _scores(pack: Pack, head: Head) -> Scores:
 
 
 def _loss_tokens(pack: Pack, start: int, end: int) -> Pack:
-    """With the columns that a head reads cut to some of the loss tokens."""
+    """The pack with the columns that a head reads cut to the loss tokens start:end."""
     kept = None if pack.kept is None else pack.kept.rows(start, end)
     top = None if pack.top_ids is None else pack.top_ids[start:end]
     return replace(pack, predictor=pack.predictor[start:end], target=pack.target[start:end], kept=kept, top_ids=top)
@@ -126,23 +133,38 @@ def _joined(scores: Sequence[Scores]) -> Scores:
 
 
 def softcap_of(model: Any) -> float:
-    """cap · tanh(logits / cap) is what the model makes of its logits; 0 where it leaves them as they are."""
+    """The cap of a model that replaces its logits by cap · tanh(logits / cap); 0 for one that does not."""
     return getattr(model.config.get_text_config(), "final_logit_softcapping", None) or 0.0
 
 
 def packed_hidden(model: Any, tokens: Tensor, positions: Tensor, tree: Tree) -> Tensor:
-    """[N, H] of a pack."""
-    output = model.base_model(input_ids=tokens[None], position_ids=positions[None], use_cache=False, tree=tree)
-    return output.last_hidden_state[0]
+    """[N, H] hidden states of a pack."""
+    return within(model, lambda: _packed_hidden(model, tokens, positions, tree))
 
 
 def own_hidden(model: Any, tokens: Tensor) -> Tensor:
-    """[T, H] of one sequence."""
-    return model.base_model(input_ids=tokens[None], use_cache=False).last_hidden_state[0]
+    """[T, H] hidden states of one sequence."""
+    return within(model, lambda: _own_hidden(model, tokens))
+
+
+def _packed_hidden(model: Any, tokens: Tensor, positions: Tensor, tree: Tree) -> Tensor:
+    output = _inner(model)(input_ids=tokens[None], position_ids=positions[None], use_cache=False, tree=tree)
+    return output.last_hidden_state[0]
+
+
+def _own_hidden(model: Any, tokens: Tensor) -> Tensor:
+    return _inner(model)(input_ids=tokens[None], use_cache=False).last_hidden_state[0]
+
+
+def _inner(model: Any) -> Any:
+    """The model without its head, to be called within the root's call only."""
+    if model.base_model is model:
+        raise AttributeError(f"{type(model).__name__} has no inner model")
+    return model.base_model
 
 
 def own_logits(model: Any, tokens: Tensor) -> Tensor:
-    """[T, V] of one sequence."""
+    """[T, V] logits of one sequence."""
     return model(input_ids=tokens[None], use_cache=False).logits[0]
 
 
@@ -151,9 +173,9 @@ def own_logits(model: Any, tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def choose_forward(model: Any) -> Forward:
-    """The fastest way that gives the model's own numbers. Leaves the model's attention set accordingly.
+    """Returns the fastest way that gives the model's own numbers, and sets the model's attention accordingly.
 
-    The model is in float32, evaluation mode. Costs a few forward passes of a dozen tokens.
+    The model must be in float32 and evaluation mode. Costs a few forward passes of a dozen tokens.
     """
     shared, one, two, other = _probe(model)
     expected = [own_logits(model, tokens) for tokens in (torch.cat([shared, one]), torch.cat([shared, two]), other)]
@@ -174,9 +196,9 @@ def _probe(model: Any) -> list[Tensor]:
 
 
 def _head_agrees(model: Any, tokens: Tensor, expected: Tensor) -> bool:
-    """Whether logits are nothing but a matrix (and a bias) times the hidden states, capped as the config says.
+    """Whether logits are just a matrix (and a bias) times the hidden states, capped as the config says.
 
-    Tried with hidden states as they are, and with larger ones: small logits would not show a cap.
+    This is tried with the hidden states and with larger ones, because small logits would not show a cap.
     """
     larger = float(LARGE_LOGIT / expected.abs().max())
     try:
@@ -186,10 +208,19 @@ def _head_agrees(model: Any, tokens: Tensor, expected: Tensor) -> bool:
             expected_large = own_logits(model, tokens)
         finally:
             hook.remove()
-        hidden = own_hidden(model, tokens)
+
+        def products() -> tuple[Tensor, Tensor]:
+            hidden, bias = _own_hidden(model, tokens), getattr(head, "bias", None)
+
+            def of_head() -> list[Tensor]:
+                return [torch.nn.functional.linear(states, head.weight, bias) for states in (hidden, hidden * larger)]
+
+            one, other = within(head, of_head)
+            return one, other
+
         return all(
-            _close(_capped(torch.nn.functional.linear(states, head.weight, getattr(head, "bias", None)), model), logits)
-            for states, logits in ((hidden, expected), (hidden * larger, expected_large))
+            _close(_capped(product, model), logits)
+            for product, logits in zip(within(model, products), (expected, expected_large), strict=True)
         )
     except (AttributeError, TypeError, RuntimeError):
         return False
@@ -221,11 +252,11 @@ def _packs(model: Any, shared: Tensor, one: Tensor, two: Tensor, other: Tensor) 
         RuntimeError,
     ):  # whatever it was, the model cannot go this way
         return False
-    return _close(hidden, expected) and _windows_are_told(model, tree)
+    return _close(hidden, expected) and _windows_are_passed(model, tree)
 
 
-def _windows_are_told(model: Any, tree: Tree) -> bool:
-    """Whether the attention function is told of every window. A window longer than the probe shows in no number."""
+def _windows_are_passed(model: Any, tree: Tree) -> bool:
+    """Whether the attention function is passed every window. A window longer than the probe changes none of its numbers."""
     config = model.config.get_text_config()
     layers = getattr(config, "layer_types", None)
     if layers is None:

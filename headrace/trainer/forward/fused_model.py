@@ -27,8 +27,9 @@ from headrace.trainer.forward.tree_attention import Tree, tree_of
 from headrace.trainer.kernels import binding
 from headrace.trainer.kernels.build import built
 
-TOLERANCE = 1e-4
-"""Largest difference of hidden states and gradients from the model's own, relative to their norm. Rounding gives 1e-6."""
+TOLERANCE, GRADIENT_TOLERANCE = 1e-4, 1e-3
+"""Largest differences of hidden states and of gradients from the model's own, relative to their norm. Rounding gives 1e-5 and, with
+sums that begin with a large residual stream (SmolLM2), 1.3e-4."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,8 @@ def _probe(model: Any) -> tuple[Tensor, Tensor, Tree]:
 
 
 def _agree(actual: list[Tensor], expected: list[Tensor]) -> bool:
-    return all((a - e).norm() <= TOLERANCE * e.norm() for a, e in zip(actual, expected, strict=True))
+    limits = [TOLERANCE, *[GRADIENT_TOLERANCE] * (len(expected) - 1)]
+    return all((a - e).norm() <= limit * e.norm() for a, e, limit in zip(actual, expected, limits, strict=True))
 
 
 # -- products ---------------------------------------------------------------------------------------------------------------

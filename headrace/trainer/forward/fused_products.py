@@ -95,6 +95,13 @@ class _Room(threading.local):
 _room = _Room()
 
 
+def packed_in_room(weight: Tensor) -> Tensor:
+    """float32, for y = x Wᵀ. Good until the next product of this thread."""
+    (room,) = _room([_packed_size(weight)])
+    _pack(weight, room, None)
+    return room
+
+
 def _operands(
     packed: Sequence[PackedWeight], weights: Sequence[Tensor], dtype: torch.dtype, backward: bool
 ) -> list[tuple[Tensor | None, Tensor | None]]:
@@ -254,7 +261,7 @@ def reserve(model: Any, tokens: int, dtype: torch.dtype) -> None:
     del rooms  # freed, and kept for what comes next
     for parameter in trained:
         parameter.data = parameter.data.clone()
-    if hasattr(head, "packed"):
+    if hasattr(head, "packed") and dtype == torch.bfloat16:
         head.packed.packed(head.weight, backward=False)
     for module in layers:
         if dtype == torch.bfloat16:

@@ -9,7 +9,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from headrace.native.memory import address
-from headrace.trainer.forward.fused_products import Layer, PackedWeight, kernels, linears_backward, served_bias
+from headrace.trainer.forward.fused_products import (
+    Layer,
+    PackedWeight,
+    kernels,
+    linears_backward,
+    packed_in_room,
+    served_bias,
+)
 from headrace.trainer.kernels import binding
 
 
@@ -62,13 +69,13 @@ class Asked(NamedTuple):
 def log_probabilities(
     hidden: Tensor, packed: PackedWeight, weight: Tensor, temperature: float, asked: Asked
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """hidden [U, H] bfloat16 and head [V, H] -> the log-probs asked for [P], the log-sum-exp of each row's logits over the
+    """hidden [U, H] bfloat16 or float32 and head [V, H] -> the log-probs asked for [P], the log-sum-exp of each row's logits over the
     temperature [U], and the entropy [U] in nats; float32. Logits are float32 and lie in cache."""
     offsets, ids = asked
     found = torch.empty(len(ids))
     logsumexp, entropy = torch.empty(2, len(hidden)).unbind()
-    across, _ = packed.packed(weight, backward=False)
+    across = packed.packed(weight, backward=False)[0] if hidden.dtype == torch.bfloat16 else packed_in_room(weight)
     into = map(address, (offsets, ids, found, logsumexp, entropy))
     given = (address(across), len(weight), 1 / temperature, *into)
-    kernels().headrace_log_probabilities(address(hidden), *hidden.shape, *given)
+    kernels().headrace_log_probabilities(hidden.dtype == torch.float32, address(hidden), *hidden.shape, *given)
     return found, logsumexp, entropy

@@ -62,6 +62,7 @@ def token_logprobs(
     bias: Tensor | None,
     predictor: Tensor,
     target: Tensor,
+    *,
     temperature: float,
     dtype: torch.dtype,
     kept: Kept | None = None,
@@ -79,8 +80,7 @@ def token_logprobs(
         bias = weight.new_zeros(0)
     place, ids = (which, target) if kept is None else _pairs(which, target, kept)
     scale = Scale(temperature, softcap)
-    packed = None if softcap or dtype != torch.bfloat16 else packed
-    how = _How(scale, dtype, packed)
+    how = _How(scale, dtype, None if softcap else packed)
     values, entropy = _LogProbs.apply(hidden.index_select(0, places), weight, bias, place, ids, how)
     return _compose(values, entropy, which=which, target=target, kept=kept)
 

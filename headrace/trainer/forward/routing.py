@@ -1,12 +1,12 @@
 """Recorded experts forced in the trainer's forward pass of a mixture-of-experts model (rollout routing replay, arXiv 2510.11370).
 
-Sampler and trainer round differently, and where two experts are nearly tied they choose different ones: then one is trained
-on a function that never sampled. Replayed, every position goes to the experts that the sampler's pass chose. How much each
-counts still comes from the live router, softmax over all experts, so that the router keeps its gradient:
+Sampler and trainer round differently, and where two experts are nearly tied they may choose different ones; the trainer would then train
+a function that did not sample. Under replay, every position goes to the experts that the sampler chose. Their weights still come
+from the live router, softmax over all experts, so that the router keeps its gradient:
 
     p = softmax(router(x)) [E]      w = p[recorded] [k], divided by its sum where the family does that
 
-It is done by hooks on the router modules of one model instance, while a context is open. Nothing is replaced.
+Hooks on the router modules of one model instance do this while a context is open. Nothing is replaced.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from headrace.packing import Pack, pack_sequence
 from headrace.trainer.forward.forward import Forward
 
 TOLERANCE = 1e-4
-"""Of the probe, in nats or relative to the weights: rounding gives 1e-6, a wrong formula 0.1."""
+"""Largest difference in the probe, in nats or relative to the weights. Rounding causes 1e-6, a wrong formula 0.1."""
 
 _ADAPTED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)")
-"""What peft puts into the name of a module that it wraps or copies."""
+"""The part that peft adds to the name of a module that it wraps or copies."""
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """What a pack asked for: positions × layers with experts."""
+    """Counts of a pack's routes, one for each position and layer with experts."""
 
     routed: int
     missing: int
-    """Not recorded, so that the live router chose."""
+    """Routes that were not recorded, so that the live router chose."""
 
 
 @dataclass
 class _Router:
-    """Of one layer: all modules that may play its part (peft keeps an original beside a trained copy)."""
+    """The router of one layer: all modules that may be called for it (peft keeps an original beside a trained copy)."""
 
     modules: list[torch.nn.Module]
     normalised: bool = False
@@ -51,14 +51,14 @@ class _Router:
 
 
 class RoutingReplay:
-    """`with replay(pack): forward and backward`. Raises ConfigError when the model's routers are not understood.
+    """Used as `with replay(pack): forward and backward`. Raises ConfigError if the model's routers are not supported.
 
-    Whole passes over the pack run inside, as one call or row after row in the order of its tokens, as many as wanted. Backward
-    belongs inside when layers are checkpointed: `enable_checkpointing(model, replay.checkpoint_contexts)`.
+    Any number of whole passes over the pack may run inside, each as one call or row after row in the order of its tokens. The
+    backward pass must be inside if layers are checkpointed: `enable_checkpointing(model, replay.checkpoint_contexts)`.
     """
 
     def __init__(self, forward: Forward, dtype: torch.dtype) -> None:
-        """`forward` as it will be used, computing in `dtype`; its model in evaluation mode, before it is checkpointed.
+        """`forward` is used as it will be later, computing in `dtype`; its model is in evaluation mode and not yet checkpointed.
 
         Costs three forward passes of a dozen tokens.
         """
@@ -66,9 +66,9 @@ class RoutingReplay:
         self._routers = _routers_of(forward.model)
         self._routes: Tensor | None = None
         self._place = 0
-        """Of the next token whose routes are due."""
+        """The next token of the pack whose routes are due."""
         self._now: Tensor | None = None
-        """[T, layers, k] of the call that runs (or is computed again)."""
+        """[T, layers, k] routes of the running call, or of the one that is recomputed."""
         self._again = False
         if not self._routers:
             raise self._unsupported("it has no top-k routers")
@@ -76,12 +76,12 @@ class RoutingReplay:
 
     @property
     def layers(self) -> int:
-        """With experts."""
+        """The number of layers with experts."""
         return len(self._routers)
 
     @contextmanager
     def __call__(self, pack: Pack) -> Iterator[Replayed]:
-        """Raises ValueError when routes were recorded from another model."""
+        """Forces the pack's routes. Raises ValueError if they were recorded from another model."""
         total = len(pack.tokens) * self.layers
         if pack.routing is None:
             yield Replayed(total, total)
@@ -102,7 +102,7 @@ class RoutingReplay:
             assert not passed or (seen and left == 0), "the forward pass did not ask the routers for every token"
 
     def checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """`context_fn` of torch's checkpoint: a layer that is computed again sees the routes it saw."""
+        """Returns `context_fn` of torch's checkpoint: a recomputed layer gets the routes that it got before."""
         seen: list[Tensor | None] = []
         return self._remember(seen), self._recall(seen)
 
@@ -148,7 +148,7 @@ class RoutingReplay:
 
     @torch.no_grad()
     def _probe(self) -> None:
-        """Forcing the live choice must give the model's own numbers, and what the hooks return must be what is used."""
+        """Checks that forcing the live choice gives the model's own numbers, and that the experts use what the hooks return."""
         embedding = self._forward.model.get_input_embeddings().weight
         tokens = (torch.arange(1, 14) * 7919 % embedding.shape[0]).tolist()
         pack = pack_sequence(tokens).to(embedding.device)
@@ -200,7 +200,7 @@ class RoutingReplay:
 
 @contextmanager
 def no_replay(pack: Pack) -> Iterator[Replayed]:
-    """Where routes are not kept."""
+    """Stands for `RoutingReplay` in runs that record no routes."""
     yield Replayed(0, 0)
 
 
@@ -211,7 +211,7 @@ def _weights(logits: Tensor, experts: Tensor, normalised: bool) -> Tensor:
 
 
 def _routers_of(model: torch.nn.Module) -> list[_Router]:
-    """One for each layer with experts, in order. transformers gives their modules `top_k` and `num_experts`."""
+    """Returns one router for each layer with experts, in order. transformers gives router modules `top_k` and `num_experts`."""
     by_name: dict[str, _Router] = {}
     for name, module in model.named_modules():
         facts = vars(module)

@@ -30,11 +30,11 @@ CAUSAL_BLOCK = 256
 """Without a mask, L queries cost about L·(L / 2 + CAUSAL_BLOCK) pairs where that is less than all L²."""
 
 FLOAT32_UP_TO = 256
-"""Keys of a call up to which CPU attention is done in float32: there the bf16 kernel takes up to three times as long."""
+"""CPU attention with up to this many keys is computed in float32: the bf16 kernel would take up to three times as long."""
 
 
 MASK_ELEMENTS = 1 << 22
-"""Of one mask: calls with more queries and keys are made in parts, each with the keys that its queries can see."""
+"""Largest number of elements of one mask. Larger calls are split by queries, each part with the keys that its queries can see."""
 
 
 class UnsupportedModel(ValueError):
@@ -42,32 +42,32 @@ class UnsupportedModel(ValueError):
 
 
 class Part(NamedTuple):
-    """Some queries of a block, and a stretch of its keys that holds all which these see."""
+    """Some queries of a block, and a range of its keys that includes all that these queries see."""
 
     queries: slice
     keys: slice
     mask: Tensor | None
-    """[queries, keys], to be added to the scores: 0 or -inf. None where plain causal attention says the same."""
+    """[queries, keys], added to the scores: 0 or -inf. None where plain causal attention is equivalent."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Block:
     """One attention call: a segment with its ancestors, or a whole subtree with them."""
 
     queries: int
-    """Number of the piece of the pack that asks."""
+    """Index of the piece of the pack that holds the queries."""
     keys: tuple[int, ...]
-    """Numbers of the pieces that it may see, the root first and its own last."""
+    """Indices of the pieces that they may see, the root first and their own last."""
     seen: Tensor
     """[3, keys] int64, the queries last: place in the pack; where the subtree ends to whose root segment the key belongs;
     position in the sequence. Segments lie in preorder, so a query at place p sees exactly the keys with place <= p < end."""
     query_count: int
     alone: bool
-    """A root segment: plain causal attention."""
+    """Whether it is a root segment, for which plain causal attention is enough."""
     _parts: dict[tuple[int, torch.dtype], list[Part]] = field(default_factory=dict)
 
     def parts(self, window: int | None, dtype: torch.dtype) -> list[Part]:
-        """What the call is made of. Every layer asks, and autograd keeps what it gets: it is made once."""
+        """The parts of the call, cached: every layer needs them, and autograd keeps them alive anyway."""
         asked = window or 0, dtype
         if asked not in self._parts:
             self._parts[asked] = self._make_parts(*asked)
@@ -97,13 +97,13 @@ class Block:
 
 @dataclass
 class Tree:
-    """Who sees whom in a pack."""
+    """Which tokens of a pack attend to which."""
 
     segments: tuple[Segment, ...]
     pieces: list[int]
-    """Lengths: the pack is cut into these, once, which costs less in the backward pass than slicing it for every call."""
+    """Lengths of the pieces. The pack is split into them once, which costs less in the backward pass than a slice for every call."""
     blocks: list[Block]
-    """One for each piece, in order."""
+    """The calls, one for each piece, in order."""
     windows: list[int | None] = field(default_factory=list)
     """The sliding window that each attention call asked for, in order."""
     _varlen: Varlen | None = None
@@ -114,7 +114,7 @@ class Tree:
 
 
 def tree_of(segments: Sequence[Segment], device: torch.device, call_price: int = CALL_PRICE) -> Tree:
-    """The attention calls for the segments of a pack, which lie in preorder. The dearer a call, the fewer of them."""
+    """The attention calls for the segments of a pack, which are in preorder. A higher `call_price` means fewer calls."""
     above = [0] * len(segments)  # tokens of all ancestors
     for i, segment in enumerate(segments):
         if segment.parent != ROOT:
@@ -135,7 +135,9 @@ def tree_of(segments: Sequence[Segment], device: torch.device, call_price: int =
             seen = torch.cat([*(columns[:, span] for span in spans), seen], 1)
         keys = (*(piece_of[j] for j in chain), piece)
         alone = segment.parent == ROOT and own.stop == segment.end
-        tree.blocks.append(Block(piece, keys, seen.to(device), own.stop - own.start, alone))
+        tree.blocks.append(
+            Block(queries=piece, keys=keys, seen=seen.to(device), query_count=own.stop - own.start, alone=alone)
+        )
         tree.pieces.append(own.stop - own.start)
         i = ends[i] if whole[i] else i + 1
     return tree
@@ -151,7 +153,7 @@ def _columns(segments: Sequence[Segment], above: Sequence[int], ends: Sequence[i
 
 
 def _ancestors(segments: Sequence[Segment], i: int) -> list[int]:
-    """The root first."""
+    """The ancestors of segment i, the root first."""
     chain = []
     while (i := segments[i].parent) != ROOT:
         chain.append(i)
@@ -159,7 +161,7 @@ def _ancestors(segments: Sequence[Segment], i: int) -> list[int]:
 
 
 def _subtree_ends(segments: Sequence[Segment]) -> list[int]:
-    """For each segment, the number behind its last descendant."""
+    """For each segment, one more than the index of its last descendant."""
     ends = list(range(1, len(segments) + 1))
     for i in reversed(range(len(segments))):
         if (parent := segments[i].parent) != ROOT:
@@ -170,9 +172,9 @@ def _subtree_ends(segments: Sequence[Segment]) -> list[int]:
 def _whole_is_cheaper(
     segments: Sequence[Segment], above: Sequence[int], ends: Sequence[int], call_price: int
 ) -> list[bool]:
-    """For each segment, whether one masked call for its subtree costs less than the best way to cut that up."""
+    """For each segment, whether one masked call for its subtree costs less than the cheapest way to split it."""
     whole = [False] * len(segments)
-    below = [0] * len(segments)  # the best price of all that descends from a segment
+    below = [0] * len(segments)  # the lowest price of all descendants of a segment
     for i in reversed(range(len(segments))):
         segment = segments[i]
         size = segments[ends[i] - 1].end - segment.start
@@ -185,7 +187,7 @@ def _whole_is_cheaper(
 
 
 def _own_price(length: int, above: int) -> int:
-    """Without ancestors no mask is needed, and of long segments the kernel skips what nobody sees."""
+    """The price of a segment's own call. Without ancestors it needs no mask, and the kernel skips the unseen half of a long segment."""
     skipped = 0 if above else max(length * (length // 2 - CAUSAL_BLOCK), 0)
     return _price(length, above + length) - skipped
 
@@ -200,6 +202,7 @@ def tree_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
+    *,
     scaling: float | None = None,
     sliding_window: int | None = None,
     tree: Tree | None = None,
@@ -207,7 +210,7 @@ def tree_attention(
 ) -> tuple[Tensor, None]:
     """query [1, H, N, D], key and value [1, H_kv, N, D] -> ([1, N, H, D], None). Dropout is ignored: RL has none."""
     if tree is None or attention_mask is not None or query.shape[0] != 1:
-        raise UnsupportedModel("the model does not hand the tree to its attention")
+        raise UnsupportedModel("the model does not pass the tree to its attention")
     foreign = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
     if foreign:
         raise UnsupportedModel(f"the model's attention uses {', '.join(foreign)}")
@@ -229,7 +232,7 @@ def tree_attention(
     return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
 
 
-def _attend(block: Block, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None) -> Tensor:
+def _attend(block: Block, q: Tensor, *, k: Tensor, v: Tensor, scaling: float | None, window: int | None) -> Tensor:
     small = q.device.type == "cpu" and k.shape[2] <= FLOAT32_UP_TO
     # under autocast, rotary embeddings leave q and k in float32 and v in bf16
     dtype = torch.float32 if small else v.dtype
@@ -253,7 +256,7 @@ def _attend(block: Block, q: Tensor, k: Tensor, v: Tensor, scaling: float | None
 
 
 def _cut(x: Tensor, place: slice) -> Tensor:
-    """The backward pass of a slice costs a copy, also where it is the whole."""
+    """Slices x, unless the slice is all of x: its backward pass would still cost a copy."""
     return x if place.stop - place.start == x.shape[2] else x[:, :, place]
 
 
@@ -262,7 +265,7 @@ def _join(pieces: Sequence[Tensor]) -> Tensor:
 
 
 def register() -> None:
-    """Make `set_attn_implementation(NAME)` known to transformers."""
+    """Makes `set_attn_implementation(NAME)` known to transformers."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, tree_attention)

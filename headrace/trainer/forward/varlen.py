@@ -1,9 +1,9 @@
 """A pack's attention as one call of a varlen kernel: for CUDA, where many small calls and large masks are slow.
 
-Every segment is a sequence of its own whose keys are those of its ancestors, then its own. Kernels that align the causal
-triangle at the lower right (FlashAttention's, which torch offers as `torch.nn.attention.varlen`) then need no mask: key i of
-a segment stands at position i, so windows come out right, too. What ancestors have is copied for each descendant, which
-costs little beside the product.
+Every segment is a sequence of its own: its keys are those of its ancestors, followed by its own. Kernels that align the causal triangle
+at the lower right (FlashAttention's, which torch offers as `torch.nn.attention.varlen`) then need no mask. Key i of a
+segment has position i, so windows are right too. Keys and values of ancestors are copied for each descendant, which costs little beside
+the product.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from headrace.packing import ROOT, Segment
 
 Kernel = Callable[[Tensor, Tensor, Tensor, "Varlen", float | None, int], Tensor]
-"""(query [Q, H, D], key and value [K, H_kv, D], layout, scale, keys that a query sees or 0 for all before it) -> [Q, H, D]"""
+"""(query [Q, H, D], key and value [K, H_kv, D], layout, scale, window) -> [Q, H, D]; the window is the number of keys that a query
+sees, 0 for all before it."""
 
 
 @dataclass
@@ -37,7 +38,7 @@ class Varlen:
     longest_key: int
 
     def attend(
-        self, kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
+        self, kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, window: int | None
     ) -> Tensor:
         """[1, H, N, D], twice [1, H_kv, N, D] -> [1, N, H, D]"""
         # under autocast, rotary embeddings leave q and k in float32 and v in half precision
@@ -70,7 +71,7 @@ def varlen_of(segments: Sequence[Segment], device: torch.device) -> Varlen:
 
 @cache
 def varlen_kernel(device: torch.device, dtype: torch.dtype, width: int) -> Kernel | None:
-    """torch's own, where it has one for this device and heads of this width, and gives the numbers that it should."""
+    """Returns torch's kernel if there is one for this device and head width, and if its numbers are right; else None."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
     try:
@@ -133,7 +134,7 @@ def _with_gradients(function: Callable[..., Tensor], given: Sequence[Tensor], sl
 
 
 def _segment_by_segment(
-    segments: Sequence[Segment], chains: Sequence[Sequence[int]], q: Tensor, k: Tensor, v: Tensor, reach: int
+    segments: Sequence[Segment], chains: Sequence[Sequence[int]], *, q: Tensor, k: Tensor, v: Tensor, reach: int
 ) -> Tensor:
     outputs = []
     for segment, chain in zip(segments, chains, strict=True):

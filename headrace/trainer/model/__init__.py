@@ -1,3 +1,5 @@
-"""What is trained. Read `causal_lm.py` (a model loaded and written back), `adapters.py` (LoRA within it), `quantise.py` (a frozen
-base of few bits), `low_memory.py` (bfloat16 weights, optimizer state in the host's memory).
+"""The model that is trained.
+
+Read `causal_lm.py` (loaded and written back), `adapters.py` (LoRA within it), `quantise.py` (a frozen base of few bits), `low_memory.py`
+(the optimizer; bfloat16 weights, optimizer state in the host's memory), `frozen.py` (a copy that is not trained).
 """

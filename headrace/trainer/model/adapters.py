@@ -1,13 +1,13 @@
-"""LoRA in the trainer: peft's adapters inside a frozen model, of which one is active at a time.
+"""LoRA in the trainer: peft's adapters inside a frozen model. One adapter is active at a time.
 
-The frozen matrices lie in the dtype of the computation (half the memory under bfloat16, and autocast has nothing to lower
-again at every use), or in 8 or 4 bits (`quantise.py`); embeddings, norms and experts that are adapted stay float32, and so do the adapters.
+The frozen matrices have the dtype of the computation (half the memory under bfloat16, and nothing for autocast to lower at every
+use), or 8 or 4 bits (`quantise.py`). Embeddings, norms, adapted experts and the adapters themselves stay float32.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +22,32 @@ from headrace.settings.extras import install
 from headrace.trainer.model.quantise import quantise
 
 ADAPTER_MODEL = "adapter_model.safetensors"
-"""As peft calls them."""
+"""The file's name in peft."""
 
 
 class Adapters:
-    """What is added to a model in place: whoever holds the model forwards through the active adapter."""
+    """The adapters of a model, added in place: every forward pass of the model goes through the active one."""
 
-    def __init__(self, model: Any, configs: Mapping[str, LoraConfig], dtype: torch.dtype, source: Path) -> None:
-        """`dtype`: of the computation. `source`: where the base model lies, for those who load the adapter.
+    def __init__(
+        self,
+        model: Any,
+        configs: Mapping[str, LoraConfig],
+        dtype: torch.dtype,
+        source: Path,
+        whole: Callable[[Tensor], Tensor] = Tensor.detach,
+    ) -> None:
+        """`dtype` is that of the computation; `source` the directory of the base model, which is written into the adapter's config;
+        `whole` gives all of a base weight (`Placement.whole`). The adapters themselves are small: every rank holds them whole.
 
         Raises ConfigError for targets that the model does not have, and ranks above its dimensions.
         """
+        self._whole = whole
         peft = _peft()
         modules, stacks = adaptable(model), expert_parameters(model)
         for config in configs.values():
             check(type(model).__name__, modules, stacks, config)
-        self.base_mark = _fingerprint(model.named_parameters())
-        """Of the base model as it was read: the same in whatever dtype it is computed with."""
+        self.base_mark = self._fingerprint(model.named_parameters())
+        """Fingerprint of the base model as it was read: it does not depend on the dtype of the computation."""
         kinds = {config.quantise for config in configs.values()}
         assert len(kinds) == 1, "one base for all adapters"
         self._quantised = quantise(model, kind, dtype) if (kind := kinds.pop()) else {}
@@ -59,63 +68,74 @@ class Adapters:
                     self._peft.add_adapter(self._inner[name], settings)
             settings.base_model_name_or_path = str(source)
         self._layers = _layers(model, self._base)
-        self._frozen_mark = _fingerprint(self._base.items())
+        self._frozen_mark = self._fingerprint(self._base.items())
         self.activate(next(iter(configs)))
 
     def activate(self, name: str) -> None:
-        """Forward passes go through this adapter, and only its parameters want gradients."""
+        """Switches forward passes to this adapter. Only its parameters require gradients then."""
         if name != self._active:
             self._peft.base_model.set_adapter(self._inner[name])
             self._active = name
 
     def parameters(self, name: str) -> dict[str, torch.nn.Parameter]:
-        """What is trained, in canonical order, by the names that peft saves. Activates the adapter."""
+        """The trained parameters in canonical order, by the names under which peft saves them. Activates the adapter."""
         self.activate(name)
         infix = f".{self._inner[name]}"
         return {key.replace(infix, ""): p for key, p in self._peft.named_parameters() if p.requires_grad}
 
     def state(self, name: str) -> dict[str, Tensor]:
-        """What peft saves of an adapter: the same memory, float32."""
+        """The tensors that peft saves of an adapter, in float32. They share the parameters' memory."""
         saved = _peft().get_peft_model_state_dict(
             self._peft, adapter_name=self._inner[name], save_embedding_layers=False
         )
         return {key: tensor.detach() for key, tensor in saved.items()}
 
     def base(self) -> Iterator[tuple[str, Tensor]]:
-        """The frozen weights by the model's own names, as they are computed with."""
+        """Yields the frozen weights by the model's own names, with the values used in the computation."""
         for name, parameter in self._base.items():
             packed = self._quantised.get(name)
-            yield name, packed.full() if packed else parameter.detach()
+            yield name, packed.full() if packed else self._whole(parameter)
 
     @torch.no_grad()
     def merged(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """The model with the adapter in its weights, added in float32."""
+        """Yields the model's weights with the adapter merged into them, added in float32."""
         for key, weight in self.base():
             layers = self._layers.get(key)
             yield key, weight if layers is None else _add(weight, layers, self._inner[name])
 
     def check_base(self) -> None:
-        """Raises IdentityError when the frozen weights are not those of the start: an adapter belongs to its base."""
-        if (found := _fingerprint(self._base.items())) != self._frozen_mark:
+        """Raises IdentityError if the frozen weights have changed since the start: an adapter belongs to its base."""
+        if (found := self._fingerprint(self._base.items())) != self._frozen_mark:
             raise IdentityError(
                 f"the frozen base weights changed while adapters were trained: their fingerprint was {self._frozen_mark} and is "
-                f"{found}. Nothing that was trained since can be trusted; resume from an earlier checkpoint, and please "
-                "report it"
+                f"now {found}. Nothing trained since then can be trusted; resume from an earlier checkpoint, and please "
+                "report this"
             )
 
     def export(self, name: str, directory: Path) -> None:
-        """What `peft.PeftModel.from_pretrained(model, directory)` loads, in float32."""
+        """Writes a directory that `peft.PeftModel.from_pretrained(model, directory)` loads, in float32."""
         directory.mkdir(parents=True, exist_ok=True)
         tensors = {key: tensor.cpu().contiguous() for key, tensor in self.state(name).items()}
         save_file(tensors, directory / ADAPTER_MODEL, metadata={"format": "pt"})
         self.save_config(name, directory)
 
     def save_config(self, name: str, directory: Path) -> None:
-        """`adapter_config.json`, which peft reads beside the tensors."""
+        """Writes `adapter_config.json`, which peft reads beside the tensors."""
         settings = self._peft.peft_config[self._inner[name]]
-        before, settings.inference_mode = settings.inference_mode, True  # as peft does: who loads it, serves it
+        before, settings.inference_mode = (
+            settings.inference_mode,
+            True,
+        )  # as peft does: an adapter is loaded to be served
         settings.save_pretrained(directory)
         settings.inference_mode = before
+
+    def _fingerprint(self, parameters: Iterable[tuple[str, Tensor]]) -> str:
+        """xxh3-128 over names and bytes: about 10 GB a second."""
+        mark = xxhash.xxh3_128()
+        for name, parameter in parameters:
+            mark.update(name.encode())
+            mark.update(self._whole(parameter).contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
+        return mark.hexdigest()
 
 
 # --- making them -------------------------------------------------------------------------------------------------------
@@ -132,7 +152,7 @@ def _peft() -> Any:
 
 
 def _settings(modules: Mapping[str, Any], stacks: Sequence[str], config: LoraConfig) -> Any:
-    # Not peft's own "all-linear": of models with experts it adapts the router too.
+    # Not peft's own "all-linear": in models with experts it adapts the router too.
     targets = _ends(modules) if config.targets == "all-linear" else list(config.targets)
     return _peft().LoraConfig(
         task_type="CAUSAL_LM",
@@ -149,10 +169,11 @@ def _settings(modules: Mapping[str, Any], stacks: Sequence[str], config: LoraCon
 
 
 def _freeze(model: Any, dtype: torch.dtype, stacks: Sequence[str]) -> None:
-    """`stacks`: experts that are not adapted. To one that is, peft adds a product that bfloat16 would round away."""
+    """Freezes all weights in place. `stacks`: the experts that are not adapted, which are lowered; adapted ones stay float32, because peft
+    adds a product to them that bfloat16 would round away."""
     head = model.get_output_embeddings()
     linears = (name for name, one in model.named_modules() if isinstance(one, torch.nn.Linear) and one is not head)
-    # transformers' grouped products of experts know no autocast
+    # autocast does not reach transformers' grouped products of experts
     low_stacks = stacks if model.config._experts_implementation == "eager" else []
     ends = (*(f"{name}.weight" for name in linears), *low_stacks)
     for name, parameter in model.named_parameters():
@@ -161,23 +182,14 @@ def _freeze(model: Any, dtype: torch.dtype, stacks: Sequence[str]) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def _fingerprint(parameters: Iterable[tuple[str, Tensor]]) -> str:
-    """xxh3-128 over names and bytes: about 10 GB a second."""
-    whole = xxhash.xxh3_128()
-    for name, parameter in parameters:
-        whole.update(name.encode())
-        whole.update(parameter.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
-    return whole.hexdigest()
-
-
 # --- what can be adapted -----------------------------------------------------------------------------------------------
 
 STACKED = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
-"""In models with experts, peft takes these for names of the experts' matrices, wherever they stand."""
+"""In models with experts, peft takes any module of these names for the experts' matrices."""
 
 
 def adaptable(model: Any) -> dict[str, Any]:
-    """Linear layers but the output head, by name."""
+    """Returns all linear layers except the output head, by name."""
     head, foreign = model.get_output_embeddings(), STACKED if expert_parameters(model) else set()
     return {
         name: module
@@ -187,15 +199,15 @@ def adaptable(model: Any) -> dict[str, Any]:
 
 
 def expert_parameters(model: Any) -> list[str]:
-    """Ends of the names of stacked experts [E, out, in]: `mlp.experts.down_proj`."""
+    """Returns the ends of the names of stacked experts [E, out, in], such as `mlp.experts.down_proj`."""
     stacks = (name for name, p in model.named_parameters() if p.ndim == 3 and ".experts." in name)
     return sorted({".".join(name.split(".")[-3:]) for name in stacks})
 
 
 def check(model: str, modules: Mapping[str, Any], stacks: Sequence[str], config: LoraConfig) -> None:
-    """Raises ConfigError for what a model cannot do, which is called `model`."""
+    """Raises ConfigError for settings that the model cannot serve. `model` is its name in messages."""
     if config.experts and not stacks:
-        raise ConfigError(f"lora.experts = true, but {model} has no stacked experts to be adapted; set it to false")
+        raise ConfigError(f"lora.experts = true, but {model} has no stacked experts to adapt; set it to false")
     if not modules and not config.experts:
         raise ConfigError(f"{model} has no linear layers that LoRA could adapt; set lora.rank = 0 to train all weights")
     chosen = _chosen(model, modules, stacks, config)
@@ -203,8 +215,8 @@ def check(model: str, modules: Mapping[str, Any], stacks: Sequence[str], config:
         rank = config.rank_pattern.get(_key(config.rank_pattern, name), config.rank)
         if rank > (most := min(module.in_features, module.out_features)):
             raise ConfigError(
-                f"lora.rank = {rank} is above the {most} dimensions of {name}; lower it, or give the module a rank of its "
-                "own in lora.rank_pattern"
+                f"lora.rank = {rank} is above the {most} dimensions of {name}; lower it, or give the module its own "
+                "rank in lora.rank_pattern"
             )
     for setting in ("rank_pattern", "alpha_pattern"):
         for key in getattr(config, setting):
@@ -213,7 +225,7 @@ def check(model: str, modules: Mapping[str, Any], stacks: Sequence[str], config:
             if any(_key([key], name) == key for name in [*modules, *stacks]):
                 raise ConfigError(
                     f"lora.{setting} names {key}, which is not adapted; add it to lora.targets (experts: lora.experts = true), or "
-                    f"remove it from lora.{setting} (of several adapters: give it to those that have the module)"
+                    f"remove it from lora.{setting} (with several adapters, set it only for those that have the module)"
                 )
             raise ConfigError(f"lora.{setting} names {key}, which {_nothing(model, modules, key)}")
 
@@ -242,7 +254,7 @@ def _ends(modules: Iterable[str]) -> list[str]:
 
 
 def _key(patterns: Iterable[str], name: str) -> str:
-    """The pattern that peft takes for a module, or the name itself where there is none."""
+    """The pattern that peft applies to a module, or the name itself if there is none."""
     from peft.utils.other import get_pattern_key
 
     return get_pattern_key(list(patterns), name)
@@ -252,7 +264,7 @@ def _key(patterns: Iterable[str], name: str) -> str:
 
 
 def _layers(model: Any, base: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Name of a base parameter -> peft's layer around it."""
+    """Returns peft's layers by the name of the base parameter that each wraps."""
     from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 
     names = {id(parameter): name for name, parameter in base.items()}
@@ -268,7 +280,9 @@ def _add(weight: Tensor, layer: Any, name: str) -> Tensor:
     if name not in layer.lora_A:
         return weight
     whole = weight.float() + layer.get_delta_weight(name).float()
-    if layer.use_dora[name]:  # equation 5 of the paper: the length of every row of W + BA is a parameter of its own
+    if layer.use_dora[
+        name
+    ]:  # DoRA (arXiv 2402.09353), equation 5: the length of every row of W + BA is a parameter of its own
         magnitude = layer.lora_magnitude_vector[name].weight.float()
         whole *= (magnitude / whole.norm(dim=1))[:, None]
     return whole

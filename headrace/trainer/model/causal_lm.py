@@ -1,10 +1,11 @@
-"""Any Hugging Face causal LM: loaded whole or not at all, and written back so that `transformers` loads it."""
+"""A Hugging Face causal LM: loaded completely or not at all, and written back so that `transformers` loads it."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,22 +17,27 @@ _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", "
 
 
 def resolve_device(device: str) -> torch.device:
-    """`auto` is cuda if there is one."""
+    """Returns the device; `auto` is cuda if there is a GPU."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("train.device = cuda, but torch sees no CUDA device; set it to auto or cpu")
     return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 where there are kernels for it; elsewhere it would be emulated, slower than float32."""
+    """Returns the dtype; `auto` is bfloat16 where the hardware has it. Elsewhere it would be emulated, slower than float32."""
     if dtype != "auto":
         return getattr(torch, dtype)
     native = torch.cuda.is_bf16_supported() if device.type == "cuda" else torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.bfloat16 if native else torch.float32
 
 
+def computed_in(dtype: torch.dtype, device: torch.device) -> AbstractContextManager[Any]:
+    """Returns an autocast context, which does nothing in float32. Open one for each microbatch (`placement/port.py` says why)."""
+    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+
+
 def load_model(directory: Path, device: torch.device) -> Any:
-    """float32 masters in evaluation mode, without dropout. Raises ConfigError if anything is missing or does not fit."""
+    """Returns the model in float32, in evaluation mode, without dropout. Raises ConfigError if a weight is missing or does not fit."""
     from transformers import AutoModelForCausalLM
 
     if not (directory / "config.json").is_file():
@@ -40,9 +46,9 @@ def load_model(directory: Path, device: torch.device) -> Any:
         model, info = AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, local_files_only=True, output_loading_info=True
         )
-    except Exception as error:  # a damaged file, a foreign architecture, ...: each library has exceptions of its own
+    except Exception as error:  # a damaged file, a foreign architecture, ...: every library raises its own kind
         raise ConfigError(f"cannot load a causal language model from {directory}: {error}") from error
-    # transformers would go on with random numbers in their place
+    # transformers would continue with random numbers in their place
     wrong = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
     if wrong:
         raise ConfigError(
@@ -54,13 +60,13 @@ def load_model(directory: Path, device: torch.device) -> Any:
 
 
 NOISE = ("dropout", "layerdrop", "jitter_noise")
-"""How names end of numbers that make a module random in training mode."""
+"""Endings of the names of attributes that make a module random in training mode."""
 KEPT = ("router_jitter_noise",)
-"""PhiMoE's is part of its routing in evaluation too."""
+"""Kept: PhiMoE uses it in its routing in evaluation mode too."""
 
 
 def _switch_noise_off(model: torch.nn.Module) -> None:
-    """The ratio to the sampler's log-probs means nothing under dropout, and checkpointing needs training mode."""
+    """Sets dropout to 0: the ratio to the sampler's log-probs means nothing under it, and checkpointing needs training mode."""
     module: Any
     for module in model.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
@@ -71,21 +77,35 @@ def _switch_noise_off(model: torch.nn.Module) -> None:
 
 
 def enable_checkpointing(model: Any, contexts: Callable[[], Any] | None = None) -> None:
-    """`contexts`: `context_fn` of torch.utils.checkpoint, around a layer's forward pass and around its repetition."""
+    """Recomputes activations in the backward pass. `contexts`: `context_fn` of torch.utils.checkpoint, which returns a context for a
+    layer's forward pass and one for its recomputation."""
     if not model.supports_gradient_checkpointing:
         kind = type(model).__name__
         raise ConfigError(f"{kind} cannot be checkpointed; set train.gradient_checkpointing = false")
-    # transformers 5.23 gave it a new name and warns of the old one
+    # transformers 5.23 renamed it, and warns when the old name is used
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable({"use_reentrant": False, **({"context_fn": contexts} if contexts else {})})
     model.train()  # transformers checkpoints in training mode only
 
 
-def export_model(model: Any, source: Path, directory: Path, dtype: Literal["bfloat16", "float32"] = "bfloat16") -> None:
-    """A directory that `transformers` loads: weights in `dtype`, config, and all that lies beside the weights in `source`."""
-    directory.mkdir(parents=True, exist_ok=True)
+def export_model(
+    model: Any,
+    source: Path,
+    directory: Path,
+    *,
+    dtype: Literal["bfloat16", "float32"],
+    whole: Callable[[torch.Tensor], torch.Tensor],
+    leads: bool = True,
+) -> None:
+    """Writes a directory that `transformers` loads: weights in `dtype`, config, and all that lies beside the weights in `source`.
+
+    `whole`: `Placement.whole`, called for every tensor on every rank; only the rank that leads writes.
+    """
     saved = model.state_dict()
-    lowered = {_place(tensor): _to(tensor, getattr(torch, dtype)) for tensor in saved.values()}
+    lowered = {_place(tensor): _to(whole(tensor), getattr(torch, dtype)) for tensor in saved.values()}
+    if not leads:
+        return
+    directory.mkdir(parents=True, exist_ok=True)
     # tied parameters stay one tensor, which `save_pretrained` writes once
     model.save_pretrained(directory, state_dict={name: lowered[_place(tensor)] for name, tensor in saved.items()})
     config = json.loads((directory / "config.json").read_text())

@@ -1,6 +1,6 @@
-"""What makes a model that is trained whole fit: weights in bfloat16, and optimizer state in the memory of the host.
+"""Less memory for a model of which all weights are trained: weights in bfloat16, and optimizer state in the host's memory.
 
-Bytes a parameter, on the device (+ on the host); gradients included:
+Bytes per parameter, gradients included:
 
     weights     offload_optimizer   device          host
     float32     no                  4 + 4 + 8
@@ -8,13 +8,13 @@ Bytes a parameter, on the device (+ on the host); gradients included:
     bfloat16    no                  2 + 2 + 8                   rounded stochastically
     bfloat16    yes                 2 + 2           4 + 8       float32 masters on the host: nothing is lost
 
-Own code rather than torchao's (0.18): its optimizers compile their step at the first call (16 s on CPU), keep the moments of a
-bfloat16 weight in bfloat16, and its offloading works with CUDA only, so that no test could compare it with anything.
+This replaces torchao's optimizers (0.18), which compile their step at the first call (16 s on CPU) and keep the moments of a bfloat16
+weight in bfloat16; their offloading works with CUDA only, so no test on a CPU could check it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,14 +22,15 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from headrace.errors import ConfigError
+from headrace.trainer.config import TrainConfig
 
 
 @torch.no_grad()
 def lower_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """In place, to bfloat16: matrices of linear layers, stacked experts, embeddings. All else is small and stays float32.
+    """Lowers matrices of linear layers, stacked experts and embeddings to bfloat16, in place. The rest is small and stays float32.
 
-    Embeddings still give float32, so that what follows is summed as under autocast from float32 weights. Raises ConfigError
-    when `dtype`, that of the computation, is another.
+    Embeddings still return float32, so that later sums are those of autocast from float32 weights. Raises ConfigError if `dtype`,
+    that of the computation, is not bfloat16.
     """
     if dtype != torch.bfloat16:
         raise ConfigError(
@@ -48,12 +49,29 @@ def lower_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.bfloat16()
 
 
+def make_optimizer(parameters: Iterable[tuple[str, torch.nn.Parameter]], config: TrainConfig) -> torch.optim.Optimizer:
+    """Returns AdamW over the parameters that require a gradient. Norms and biases do not decay.
+
+    torch's fused kernel is used wherever it can be: on a CPU, 135 M parameters take 66 ms instead of 356 ms in its loop.
+    """
+    trained = [parameter for _, parameter in parameters if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    lr, betas = config.learning_rate, (config.beta1, config.beta2)
+    if config.offload_optimizer or any(p.dtype != torch.float32 for p in trained):
+        return MixedAdamW(groups, lr, betas, config.offload_optimizer)
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
+
+
 class MixedAdamW(torch.optim.Optimizer):
     """AdamW in float32 over parameters of any dtype, on the device or on the host, by torch's fused kernel.
 
-    The moments are float32. With `offload` so are masters of the weights, and the update is computed where they lie, on the
-    host: a gradient goes there (while the one before it is used), the new weight comes back. Without, a weight in bfloat16 is
-    raised, updated, and rounded back stochastically.
+    The moments are float32. With `offload`, the host also holds float32 masters of the weights and computes the update: a gradient is
+    copied there (while the previous one is used), and the new weight is copied back. Without it, a weight in bfloat16 is raised to
+    float32, updated, and rounded back stochastically.
     """
 
     def __init__(
@@ -63,7 +81,7 @@ class MixedAdamW(torch.optim.Optimizer):
             [dict(group) for group in groups], {"lr": lr, "betas": betas, "eps": 1e-8, "weight_decay": 0.0}
         )
         self.masters: dict[Tensor, Tensor] = {}
-        """Of offloaded weights. They are what is trained: the weights on the device are their image."""
+        """The masters of offloaded weights. These are trained; the weights on the device are copies in their own dtype."""
         if offload:
             self.masters = {p: _on_host(p.detach()) for group in self.param_groups for p in group["params"]}
 
@@ -74,7 +92,7 @@ class MixedAdamW(torch.optim.Optimizer):
             self._update(parameter, gradient, group)
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """torch's own would round the moments to the dtype of their parameter."""
+        """Replaces torch's method, which would round the moments to the dtype of their parameter."""
         self.state.clear()
         parameters = [p for group in self.param_groups for p in group["params"]]
         for number, found in state_dict["state"].items():
@@ -84,7 +102,7 @@ class MixedAdamW(torch.optim.Optimizer):
             }
 
     def show_masters(self) -> None:
-        """Sets the weights on the device to the image of their masters."""
+        """Copies the masters to the weights on the device."""
         with torch.no_grad():
             for parameter, master in self.masters.items():
                 parameter.copy_(master)
@@ -93,7 +111,7 @@ class MixedAdamW(torch.optim.Optimizer):
         return self.masters[parameter].device if self.masters else parameter.device
 
     def _gradients(self, parameters: Sequence[Tensor]) -> Iterator[Tensor]:
-        """float32, where the update is computed; the next one already on its way."""
+        """Yields float32 gradients where the update is computed; the next one is copied meanwhile."""
         sent = map(self._send, parameters)
         ahead = next(sent, None)
         while ahead is not None:
@@ -145,10 +163,10 @@ class MixedAdamW(torch.optim.Optimizer):
 
 
 def round_stochastically(values: Tensor) -> Tensor:
-    """float32 -> bfloat16: up or down, so that the expected value is `values` (arXiv 2010.06192).
+    """Rounds float32 to bfloat16, up or down so that the expected value is `values` (arXiv 2010.06192).
 
-    Rounded to the nearest, an update below half the spacing of bfloat16 numbers (1/256 of the weight) would be lost for good.
-    Draws from torch's generator of the device; values are finite.
+    Rounding to the nearest would lose every update below half the spacing of bfloat16 numbers (1/256 of the weight). Draws from torch's
+    generator of the device; values must be finite.
     """
     noise = torch.randint(0, 1 << 16, values.shape, dtype=torch.int32, device=values.device)
     # bfloat16 is the upper half of float32: a carry out of the lower half happens as often as that half is large
@@ -156,6 +174,6 @@ def round_stochastically(values: Tensor) -> Tensor:
 
 
 def _on_host(tensor: Tensor, wait: bool = True) -> Tensor:
-    """A float32 copy, in memory that a device copies from and to by itself."""
+    """Returns a float32 copy in pinned memory, which a device can copy asynchronously."""
     copied = torch.empty(tensor.shape, dtype=torch.float32, pin_memory=tensor.is_cuda)
     return copied.copy_(tensor, non_blocking=not wait)

@@ -1,10 +1,10 @@
 """A frozen base in 8 or 4 bits (QLoRA: Dettmers et al., arXiv:2305.14314), in blocks that share a scale.
 
-Weights only: a layer's matrix is made full again where it is used, in the forward and once more in the backward pass, and is
-never kept. What it is made into is the model that is trained; the engine is given the same.
+Only weights are quantised: a layer's matrix is expanded where it is used, once in the forward and once in the backward pass, and the
+result is never kept. The expanded matrices are the model that adapters are trained on, and that the engine is given.
 
-Own code rather than bitsandbytes (0.50): on CPU its NF4 mixes up the scales of rows that are no multiple of a block, and it
-compiles its kernels anew for every shape.
+This replaces bitsandbytes (0.50): on a CPU its NF4 mixes up the scales of rows whose length is no multiple of a block, and it compiles its
+kernels again for every shape.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 Kind = Literal["int8", "nf4"]
 
 BLOCK = 64
-"""Weights that share a float32 scale, the largest of them: 0.06 bytes a weight more."""
+"""Number of weights that share a float32 scale, the largest magnitude among them: 0.06 bytes per weight."""
 
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -31,10 +31,10 @@ LEVELS = {"nf4": torch.tensor(NF4), "int8": torch.arange(-127, 128) / 127}
 
 
 class QuantisedLinear(torch.nn.Linear):
-    """Its `weight` is packed bytes; `full` is what they stand for."""
+    """A linear layer whose `weight` is packed bytes; `full` expands them."""
 
     def __init__(self, linear: torch.nn.Linear, kind: Kind, dtype: torch.dtype) -> None:
-        """`dtype`: of the computation."""
+        """`dtype`: the dtype of the computation."""
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
         self._dtype = dtype
         packed, scale = pack(linear.weight.detach(), kind)
@@ -53,7 +53,7 @@ class QuantisedLinear(torch.nn.Linear):
 
 
 def pack(weight: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
-    """(bytes, scales [blocks, 1] float32): the nearest level of every weight; of nf4 two to a byte, the first in its high half."""
+    """Returns (bytes, scales [blocks, 1] float32): the nearest level of every weight; nf4 has two per byte, the first in the high half."""
     levels = LEVELS[kind].to(weight.device)
     padded = torch.nn.functional.pad(weight.float().flatten(), (0, -weight.numel() % BLOCK))
     blocks = padded.view(-1, BLOCK)
@@ -66,7 +66,7 @@ def pack(weight: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
 
 
 def table_of(kind: Kind) -> Tensor:
-    """[256, weights in a byte]: what a byte stands for, but for the scale."""
+    """[256, weights per byte]: the values of a byte before they are scaled."""
     levels = LEVELS[kind]
     if kind == "nf4":
         return torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)
@@ -74,7 +74,7 @@ def table_of(kind: Kind) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """x -> x Wᵀ, of which only the packed W is kept for the backward pass."""
+    """x -> x Wᵀ. Only the packed W is kept for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: QuantisedLinear) -> Tensor:
@@ -88,7 +88,7 @@ class _Product(torch.autograd.Function):
 
 
 def quantise(model: Any, kind: Kind, dtype: torch.dtype) -> dict[str, QuantisedLinear]:
-    """Every linear layer but the output head, in place. Returns them by the names of their weights."""
+    """Replaces every linear layer except the output head, in place. Returns the new layers by the names of their weights."""
     head = model.get_output_embeddings()
     quantised: dict[str, QuantisedLinear] = {}
     linears = [(name, one) for name, one in model.named_modules() if type(one) is torch.nn.Linear and one is not head]

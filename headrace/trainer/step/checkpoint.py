@@ -1,12 +1,13 @@
 """The trainer's part of a checkpoint, bit for bit: three files, no pickles.
 
-    model.safetensors       (of an adapter `adapter_model.safetensors`, beside peft's `adapter_config.json`)
-                            what is trained under its own name, tied ones once, and buffers that are part of the model:
-                            float32, masters of offloaded weights too, or bfloat16 where nothing more exact is kept
+    model.safetensors       trained parameters by name, tied ones once, and buffers that are part of the model; float32 (the masters,
+                            where weights are offloaded), or bfloat16 where nothing more exact is kept. For an adapter it is
+                            `adapter_model.safetensors`, beside peft's `adapter_config.json`
     optimizer.safetensors   exp_avg/<name>, exp_avg_sq/<name>, step/<name>, rng/cpu, rng/cuda:<i>
-    trainer.json            format, version, seed; of an adapter, the fingerprint of the base it belongs to
+    trainer.json            format, version, seed; for an adapter, the fingerprint of the base it belongs to
 
-The learning rate is a function of the version, so a schedule has no state of its own.
+The learning rate is a function of the version, so a schedule has no state of its own. Every tensor is written whole, however it is
+placed: what one mesh saved, another restores. The random state is that of the rank that leads.
 """
 
 from __future__ import annotations
@@ -25,46 +26,59 @@ from torch import Tensor
 from headrace.durable.files import sync_to_disk
 from headrace.errors import CheckpointError
 from headrace.trainer.model.low_memory import MixedAdamW
+from headrace.trainer.placement.port import Placement
 
 FORMAT = 1
 MODEL, OPTIMIZER, TRAINER = "model.safetensors", "optimizer.safetensors", "trainer.json"
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What a checkpoint holds of a model: live tensors, which are read when it is saved and written when it is restored."""
+class Contents:
+    """What a checkpoint holds of a model: live tensors, which are read when it is saved and written to when it is restored."""
 
     file: str
     weights: Mapping[str, Tensor]
     parameters: Mapping[str, torch.nn.Parameter]
-    """Those that are trained, by the names that their optimizer state goes by."""
+    """The trained parameters, by the names under which their optimizer state is saved."""
     base: str = ""
     """Fingerprint of the frozen weights beside them."""
 
 
-def save(directory: Path, kept: Kept, optimizer: torch.optim.Optimizer, version: int, seed: int) -> None:
+def save(
+    directory: Path,
+    contents: Contents,
+    optimizer: torch.optim.Optimizer,
+    *,
+    placement: Placement,
+    version: int,
+    seed: int,
+) -> None:
     """Writes and flushes the three files; the caller renames the directory. Raises OSError (disk full, say)."""
+    weights = {name: placement.whole(tensor) for name, tensor in _trained(contents, optimizer).items()}
+    moments = {name: placement.whole(tensor) for name, tensor in _moments(contents, optimizer).items()}
+    if not placement.leads:
+        return
     directory.mkdir(parents=True, exist_ok=True)
-    _write(directory / kept.file, _trained(kept, optimizer))
-    _write(directory / OPTIMIZER, {**_moments(kept, optimizer), **_rng()})
-    text = json.dumps({"format": FORMAT, "version": version, "seed": seed, "base": kept.base})
+    _write(directory / contents.file, weights)
+    _write(directory / OPTIMIZER, {**moments, **_rng()})
+    text = json.dumps({"format": FORMAT, "version": version, "seed": seed, "base": contents.base})
     (directory / TRAINER).write_text(text)
-    for name in (kept.file, OPTIMIZER, TRAINER):
+    for name in (contents.file, OPTIMIZER, TRAINER):
         sync_to_disk(directory / name)
 
 
-def restore(directory: Path, kept: Kept, optimizer: torch.optim.Optimizer) -> int:
-    """Puts everything back and returns the version. Raises CheckpointError before anything is changed."""
+def restore(directory: Path, contents: Contents, optimizer: torch.optim.Optimizer, placement: Placement) -> int:
+    """Restores everything and returns the version. Raises CheckpointError before anything is changed."""
     version, base = _read_facts(directory)
-    if base != kept.base:
+    if base != contents.base:
         problem = "it holds an adapter of other base weights" if base else "it holds all weights of a model, no adapter"
-        raise _foreign(directory, problem if kept.base else "it holds an adapter, not all weights of a model")
-    weights, rest = _read(directory / kept.file), _read(directory / OPTIMIZER)
-    _check(directory / kept.file, weights, _trained(kept, optimizer))
-    state = _optimizer_state(directory, rest, kept, optimizer)
+        raise _foreign(directory, problem if contents.base else "it holds an adapter, not all weights of a model")
+    weights, rest = _read(directory / contents.file), _read(directory / OPTIMIZER)
+    _check(directory / contents.file, weights, _trained(contents, optimizer))
+    state = _optimizer_state(directory, rest, contents, optimizer=optimizer, placement=placement)
     with torch.no_grad():
-        for name, tensor in _trained(kept, optimizer).items():
-            tensor.copy_(weights[name])
+        for name, tensor in _trained(contents, optimizer).items():
+            tensor.copy_(placement.part(weights[name], like=tensor))
     if isinstance(optimizer, MixedAdamW):
         optimizer.show_masters()
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
@@ -72,34 +86,39 @@ def restore(directory: Path, kept: Kept, optimizer: torch.optim.Optimizer) -> in
     return version
 
 
-def whole(model: Any) -> Kept:
+def all_weights(model: Any) -> Contents:
     """Parameters in canonical order, tied ones once, then the buffers that `state_dict` would save."""
     parameters, saved = dict(model.named_parameters()), model.state_dict()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
-    return Kept(MODEL, {name: p.detach() for name, p in parameters.items()} | buffers, parameters)
+    return Contents(MODEL, {name: p.detach() for name, p in parameters.items()} | buffers, parameters)
 
 
-def _trained(kept: Kept, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """With the masters of offloaded weights in their place."""
+def _trained(contents: Contents, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The weights, with masters in the place of those that are offloaded."""
     masters = optimizer.masters if isinstance(optimizer, MixedAdamW) else {}
-    by_memory = {p.data_ptr(): masters[p] for p in kept.parameters.values() if p in masters}
-    return {name: by_memory.get(tensor.data_ptr(), tensor) for name, tensor in kept.weights.items()}
+    by_memory = {p.data_ptr(): masters[p] for p in contents.parameters.values() if p in masters}
+    return {name: by_memory.get(tensor.data_ptr(), tensor) for name, tensor in contents.weights.items()}
 
 
-def _moments(kept: Kept, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """AdamW's state by parameter name. A parameter that never had a gradient has none."""
+def _moments(contents: Contents, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """AdamW's state by parameter name. A parameter that never had a gradient has no state."""
     return {
         f"{key}/{name}": tensor
-        for name, parameter in kept.parameters.items()
+        for name, parameter in contents.parameters.items()
         for key, tensor in optimizer.state.get(parameter, {}).items()
     }
 
 
 def _optimizer_state(
-    directory: Path, rest: Mapping[str, Tensor], kept: Kept, optimizer: torch.optim.Optimizer
+    directory: Path,
+    rest: Mapping[str, Tensor],
+    contents: Contents,
+    *,
+    optimizer: torch.optim.Optimizer,
+    placement: Placement,
 ) -> dict[int, dict[str, Tensor]]:
-    """In torch's form: by the parameter's number in the groups."""
-    names = {parameter: name for name, parameter in kept.parameters.items()}
+    """The state in torch's form: by the parameter's number in the groups."""
+    names = {parameter: name for name, parameter in contents.parameters.items()}
     ordered = [(names[p], p) for group in optimizer.param_groups for p in group["params"]]
     known = {f"{key}/{name}" for name, _ in ordered for key in ("exp_avg", "exp_avg_sq", "step")}
     state: dict[int, dict[str, Tensor]] = {}
@@ -108,8 +127,9 @@ def _optimizer_state(
         shapes = [found[key].shape for key in ("exp_avg", "exp_avg_sq") if key in found]
         if found and (len(found) != 3 or shapes != [parameter.shape] * 2):
             raise _foreign(directory, f"the optimizer state of {name} does not fit")
-        if found:
-            state[number] = found
+        if found:  # `step` is a scalar, and lies on every rank
+            moments = {key: placement.part(t, like=parameter) for key, t in found.items() if key != "step"}
+            state[number] = {**moments, "step": found["step"]}
     strangers = [name for name in rest if name not in known and not name.startswith("rng/")]
     if strangers:
         raise _foreign(directory, f"{OPTIMIZER} holds {strangers[0]}, which the model does not have")
@@ -129,8 +149,8 @@ def _check(file: Path, found: Mapping[str, Tensor], expected: Mapping[str, Tenso
         if found[name].dtype != tensor.dtype:
             written = str(found[name].dtype).removeprefix("torch.")
             raise CheckpointError(
-                f"checkpoint {file.parent.name} holds {name} in {written}, which train.weights or train.offload_optimizer have "
-                "made another; resume with those it was written with"
+                f"checkpoint {file.parent.name} holds {name} in {written}, and train.weights or train.offload_optimizer ask "
+                "for another dtype; resume with the settings it was written with"
             )
 
 
@@ -168,7 +188,7 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 
 def _read_facts(directory: Path) -> tuple[int, str]:
-    """Version, and fingerprint of the base."""
+    """Returns the version, and the fingerprint of the base."""
     path = directory / TRAINER
     try:
         facts = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""What one set of trained parameters has of its own: all weights of the model, or one adapter among several."""
+"""A set of parameters that is trained as one, with its optimizer, loss and version: all weights of the model, or one adapter of several."""
 
 from __future__ import annotations
 
@@ -13,31 +13,33 @@ from headrace.algo.loss.objective import Objective, Selection, objective_of, sel
 from headrace.errors import ConfigError
 from headrace.models.lora import LoraConfig
 from headrace.trainer.config import TrainConfig
-from headrace.trainer.step.optimizer import apply, learning_rate, make_optimizer
+from headrace.trainer.placement.port import Placement
+from headrace.trainer.step.optimizer import apply, learning_rate
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """With what one set of parameters is trained."""
+    """The settings that one set of parameters is trained with."""
 
     train: TrainConfig
     algo: AlgoConfig
     lora: LoraConfig = LoraConfig()
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Learner:
     """Raises ConfigError when the settings cannot work."""
 
     config: TrainConfig
     algo: AlgoConfig
     parameters: Mapping[str, torch.nn.Parameter]
-    """Those that are trained, by name, in canonical order."""
+    """The trained parameters by name, in canonical order."""
+    placement: Placement
     version: int = 0
     optimizer: torch.optim.Optimizer = field(init=False)
     objective: Objective = field(init=False)
     selection: Selection | None = field(init=False)
-    """Looks at the whole step before its gradient is taken."""
+    """Chooses among the tokens of the whole step before its gradient is taken; None where all of them are used."""
 
     def __post_init__(self) -> None:
         if self.algo.recipe.aggregation == "token_sum" and not self.algo.length_constant:
@@ -45,7 +47,7 @@ class Learner:
                 f"algo.name = {self.algo.name} divides by the longest completion there can be: set algo.length_constant, "
                 "usually to rollout.max_tokens"
             )
-        self.optimizer = make_optimizer(self.parameters.items(), self.config)
+        self.optimizer = self.placement.optimizer(self.parameters.items(), self.config)
         self.objective, self.selection = objective_of(self.algo), selection_of(self.algo)
 
     @property
@@ -53,18 +55,28 @@ class Learner:
         return AGGREGATIONS[self.algo.recipe.aggregation]
 
     def lr(self, steps: int = 0) -> float:
-        """Of the next step of a run of so many; 0: of `train.steps`."""
+        """The learning rate of the next step, in a run of `steps` (0: of `train.steps`)."""
         return learning_rate(self.version, self.config, steps)
 
-    def update(self, loss: float, unless_zero: bool = False, steps: int = 0) -> float:
-        """Updates parameters and version unless loss or gradient is not finite. Returns the gradient's norm before clipping.
+    def forget(self) -> None:
+        """The gradients so far."""
+        self.optimizer.zero_grad(set_to_none=True)
 
-        `steps`: as for `lr`. `unless_zero`: a gradient of zero updates nothing either (momentum and decay alone would).
+    def update(self, loss: float, unless_zero: bool = False, steps: int = 0) -> float:
+        """Updates parameters and version unless loss or gradient is not finite. Returns the norm of the gradient before clipping.
+
+        `unless_zero`: a gradient of zero updates nothing either (momentum and decay alone would move the weights).
         """
         if not torch.isfinite(torch.tensor(loss)):
-            self.optimizer.zero_grad(set_to_none=True)
+            self.forget()
             return float("nan")
-        norm = apply(self.optimizer, self.lr(steps), self.config.max_grad_norm, unless_zero)
+        norm = apply(
+            self.optimizer,
+            self.placement,
+            lr=self.lr(steps),
+            max_norm=self.config.max_grad_norm,
+            unless_zero=unless_zero,
+        )
         if norm < float("inf") and not (unless_zero and norm == 0):
             self.version += 1
         return norm

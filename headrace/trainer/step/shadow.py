@@ -1,7 +1,7 @@
-"""The student's own older weights, as a teacher: a snapshot of some steps ago, or a moving average.
+"""The student's own older weights as a teacher: a snapshot from some steps ago, or a moving average.
 
-Self-distillation needs no second model on disk: the trainer keeps the shadow beside its weights, and publishes it to an engine
-of its own through a sender of its own. The average is that of Polyak and Juditsky (1992) with exponential weights, as mean
+Self-distillation needs no second model on disk: the trainer keeps the shadow beside its weights, and publishes it through a second sender
+to a second engine. The average is that of Polyak and Juditsky (1992) with exponential weights, as mean
 teachers have it (Tarvainen and Valpola, arXiv:1703.01780).
 """
 
@@ -26,15 +26,16 @@ Parameters = Iterable[tuple[str, Tensor]]
 Kind = Literal["snapshot", "average"]
 
 FILE = "shadow.safetensors"
-"""In a checkpoint: the shadow under the parameters' names; kind and version in its metadata."""
+"""The shadow's file in a checkpoint: tensors by the parameters' names; kind and version are in its metadata."""
 
 
 class Shadow:
-    """`version`: the optimizer step whose weights it is, or whose weights were the last to enter the average."""
+    """Older weights of the student. `version` is the optimizer step of the snapshot, or of the last weights in the average."""
 
     def __init__(
         self,
         kind: Kind,
+        *,
         every: int,
         decay: float,
         dtype: torch.dtype,
@@ -42,18 +43,18 @@ class Shadow:
         version: int,
         parameters: Parameters,
     ) -> None:
-        """Begins as the student is now. A snapshot is kept in `dtype`, in which it is served, an average in float32."""
+        """Starts as a copy of `parameters`. A snapshot is kept in `dtype`, in which it is served, an average in float32."""
         self.kind, self._every, self._decay, self._sender = kind, every, decay, sender
         self._dtype = dtype if kind == "snapshot" else torch.float32
         self.version = version
         self._tensors = self._copied(parameters)
         self._sent = -1
-        """The version that was published last."""
+        """The version published last; -1 before the first."""
         self._publishes = 0
 
     @torch.no_grad()
     def follow(self, version: int, parameters: Parameters) -> None:
-        """After the optimizer step that made `version`."""
+        """Updates the shadow after the optimizer step that made `version`."""
         if self.kind == "average":
             for name, parameter in parameters:
                 self._tensors[name].lerp_(parameter.float(), 1 - self._decay)
@@ -64,7 +65,7 @@ class Shadow:
             self.version = version
 
     def publish(self) -> WeightUpdate | None:
-        """None where there is nothing new: at first what there is, then every `every` steps."""
+        """Publishes the shadow at the first call and then every `every` steps. Returns None if there is nothing new."""
         due = self._sent < 0 or (self.version != self._sent and self.version % self._every == 0)
         if not due:
             return None
@@ -84,9 +85,9 @@ class Shadow:
             raise OSError(f"could not write {FILE}: {error}") from error
 
     def restore(self, directory: Path) -> None:
-        """Bit for bit. A checkpoint of a run that had no such teacher changes nothing: the shadow begins at its weights.
+        """Restores the shadow bit for bit. A checkpoint without one changes nothing: the shadow starts from its weights.
 
-        Raises CheckpointError when the file is of another kind or another model.
+        Raises CheckpointError if the file holds another kind of shadow, or another model's.
         """
         path = directory / FILE
         if not path.exists():

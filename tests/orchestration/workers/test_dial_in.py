@@ -98,8 +98,8 @@ def test_strangers_are_turned_away_and_counted_and_hear_nothing(name: str) -> No
         (Hello(__version__, TOKEN + "r", "engine"), "token", "its token is not the controller's"),
         (Hello(__version__, "", "engine"), "token", "its token is not the controller's"),
         (Hello("0.0.9", TOKEN, "engine"), "version", "it is headrace 0.0.9, and the controller is"),
-        (Hello(__version__, TOKEN, "trainer"), "seat", "no trainer is wanted now"),
-        (Hello(__version__, TOKEN, "engine", "another seat"), "seat", "no engine is wanted now"),
+        (Hello(__version__, TOKEN, "trainer"), "seat", "the controller waits for no trainer now"),
+        (Hello(__version__, TOKEN, "engine", "another seat"), "seat", "the controller waits for no engine now"),
     ],
 )
 def test_a_worker_of_ours_hears_why_it_is_turned_away(hello: Hello, reason: str, sentence: str) -> None:
@@ -125,7 +125,7 @@ def test_a_seat_is_taken_once_and_strangers_do_not_keep_the_right_one_out() -> N
         arrival = listener.expect("engine", "seat")
         end = await asyncio.to_thread(dial, listener.address, "engine", TOKEN, "seat")
         await arrival
-        with pytest.raises(ConfigError, match="turned this engine away: no engine is wanted now"):
+        with pytest.raises(ConfigError, match="refused this engine: the controller waits for no engine now"):
             await asyncio.to_thread(dial, listener.address, "engine", TOKEN, "seat")
         end._sock.close()
         for _, writer in silent:
@@ -190,7 +190,7 @@ def test_a_peer_that_says_nothing_is_lost() -> None:
     async def use(listener: Listener) -> None:
         channel, lost = await channel_to(listener, mute, 0.5)
         await channel.call("start", None, type(None))
-        assert (await lost).startswith("it said nothing for 0.")
+        assert (await lost).startswith("it was silent for 0.")
         with pytest.raises(WorkerDied, match="closed its connection"):
             channel.push("add", None)
 
@@ -205,11 +205,11 @@ def test_a_worker_whose_controller_says_nothing_leaves() -> None:
 
 
 def test_a_frame_that_nobody_would_read_is_neither_sent_nor_awaited() -> None:
-    with pytest.raises(HeadraceError, match="none has more than"):
+    with pytest.raises(HeadraceError, match="the limit is"):
         length_of(struct.pack("<I", MAX_FRAME + 1))
     numbers = iter(range(10))
     too_long = msgspec.Raw(memoryview(bytearray(MAX_FRAME)))
-    with pytest.raises(ValueError, match="none has more than .* lower staleness.groups_per_step"):
+    with pytest.raises(ValueError, match="the limit is .* lower staleness.groups_per_step"):
         numbered(Frame(1, "step", too_long), numbers)
     assert next(numbers) == 0, "no message is missing because of it"
 

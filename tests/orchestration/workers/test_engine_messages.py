@@ -12,6 +12,8 @@ import pytest
 
 from headrace.errors import WorkerDied
 from headrace.observe.facts import WorkerLost
+from headrace.observe.health.waits import Waits
+from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.clients.process_engine import ProcessEngine
 from headrace.orchestration.workers.fake import FakeProcess, FakeWorker, InstantNetwork
 from headrace.orchestration.workers.local import LocalLauncher
@@ -106,9 +108,11 @@ def over(
     broken: Exception | None = None,
 ) -> None:
     async def go() -> None:
-        facts = Facts()
+        facts, clock = Facts(), asyncio.get_running_loop().time
         launcher = Scripted(scripts, broken)
-        engine = ProcessEngine(launcher, Job("engine", "engine"), 2, facts, lambda: 0.0)
+        engine = ProcessEngine(
+            launcher, Job("engine", "engine"), 2, Telemetry(facts.record, clock, Waits(facts.record, clock, 1e6, 2e6))
+        )
         try:
             await engine.launch()
             await engine.open(EngineStart("", {}, {}))
@@ -158,7 +162,7 @@ def test_what_is_missing_is_named_and_made_good_from_the_prefix() -> None:
         assert answer.tokens == (5, 6, 7), "neither lost nor twice"
         assert went_on[0].prefix == (5,)
         (lost,) = facts.lost
-        assert lost.how == "was ended: message 3 of the engine is lost: number 4 (output) came in its place"
+        assert lost.how == "was ended: message 3 of the engine is lost: number 4 (output) was received instead"
 
     over(first, second, use=use)
 

@@ -18,6 +18,8 @@ import torch
 
 from headrace.engine.fake import FakeEngine
 from headrace.engine.native.runners.weights import parameters_from_dir
+from headrace.observe.health.waits import Waits
+from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.clients.process_engine import ProcessEngine
 from headrace.orchestration.workers.local import LocalLauncher, LocalWorker
 from headrace.orchestration.workers.messages import EngineStart
@@ -57,7 +59,9 @@ async def opened(model_dir: Path, launcher: Launcher, **config: Any) -> AsyncIte
         return sender.send(version, ((name, tensor * (1 + 0.1 * version)) for name, tensor in parameters.items()))
 
     settings = {"dtype": "float32", "device": "cpu", "kv_gib": 0.01, "context_length": 128, "max_running": 4, **config}
-    engine = ProcessEngine(launcher, Job("engine", "engine", (), transport.inherited), 2, Silent(), lambda: 0.0)
+    record, clock = Silent().record, asyncio.get_running_loop().time
+    telemetry = Telemetry(record, clock, Waits(record, clock, 1e6, 2e6))
+    engine = ProcessEngine(launcher, Job("engine", "engine", (), transport.inherited), 2, telemetry)
     try:
         await engine.launch()
         await engine.open(EngineStart(str(model_dir), settings, manifests, transport))

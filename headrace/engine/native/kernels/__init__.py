@@ -3,5 +3,6 @@
 `src/` is compiled once for the machine it runs on (`build.py`) and needs nothing but a C++ compiler; without one the engine
 runs the same models in PyTorch (`decoder.py`). `binding.py` mirrors its structs, `runner.py` is the `Runner`.
 
-Read `binding.py`, `packing.py` (weights as the kernels want them), `runner.py`, `build.py`.
+Read `binding.py`, `packing.py` (weights as the kernels want them), `runner.py`, `stream.py` (hidden states, to compare with a
+trainer's), `build.py`.
 """

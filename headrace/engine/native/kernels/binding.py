@@ -58,6 +58,7 @@ class Pass(Structure):
         ("logits", c_void_p),
         ("routing", c_void_p),
         ("broken", c_void_p),
+        ("stream", c_void_p),
     ]
 
 

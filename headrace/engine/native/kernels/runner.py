@@ -28,6 +28,7 @@ from headrace.engine.native.runners.families import (
 )
 from headrace.engine.native.runners.families import serves as is_family
 from headrace.engine.native.runners.skeleton import Skeleton
+from headrace.native.arithmetic import arithmetic
 from headrace.native.memory import address, zeros
 from headrace.weights import AdapterSpec
 
@@ -83,9 +84,13 @@ class KernelRunner:
         mixtures = sum(layer.experts for layer in spec.layers)
         self.experts = (mixtures, spec.routing.chosen) if spec.routing else (0, 0)
         self.path = f"kernels {spec.family}"
+        self._library: Any = library or binding.library(dtype=DTYPES[dtype])
+        assert self._library is not None
+        self.arithmetic = ""
+        if not spec.routing and not max_adapters:
+            self.arithmetic = arithmetic(spec.family, DTYPES[dtype], self._library.headrace_tier().decode())
         self.dtype = dtype
         self.block_nbytes = len(spec.layers) * self._block_elements * dtype.itemsize
-        self._library: Any = library or binding.library(dtype=DTYPES[dtype])
         self._tables = _rotary(model, context_length)
         self._live: Packed | None = None
         self._adapters: list[PackedAdapter | None] = [None] * max_adapters
@@ -181,8 +186,10 @@ class KernelRunner:
 
     # -- the pass -----------------------------------------------------------------------------------------------------------
 
-    def forward(self, batch: ForwardInput) -> ForwardOutput:
-        """The logits are good until the next pass: their memory is used again."""
+    def forward(self, batch: ForwardInput, stream: torch.Tensor | None = None) -> ForwardOutput:
+        """The logits are good until the next pass: their memory is used again.
+
+        `stream` [layers + 1, N, hidden] float32 is filled with the residual stream: embeddings, then the result of each layer."""
         assert self._live is not None, "forward before the first weights"
         wide = [_as(array, np.int64) for array in (batch.tokens, batch.rows)]
         narrow = [_as(array, np.int32) for array in (batch.starts, batch.context, batch.tables, batch.adapters)]
@@ -204,6 +211,7 @@ class KernelRunner:
             logits=self._room(len(batch.rows)),
             routing=address(routing),
             broken=address(self._broken),
+            stream=address(stream),
         )
         self._library.headrace_forward(self._decoder, ctypes.byref(what))
         if routing is not None and self.spec.routing and self.spec.routing.experts <= 256:

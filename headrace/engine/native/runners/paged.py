@@ -15,6 +15,7 @@ from headrace.engine.native.runners.padding import EXACT_ROWS, cut, fill_up, joi
 class PagedRunner(ABC):
     """Half of a `Runner`; the other half is `_forward` and the weights."""
 
+    arithmetic = ""
     experts: tuple[int, int] = (0, 0)
 
     def __init__(self, geometry: Geometry, dtype: torch.dtype, device: torch.device, exact: bool) -> None:

@@ -1,4 +1,4 @@
-"""Where the ticks of an axis stand and what is written at them: round, whole where the quantity is, and never two alike."""
+"""The ticks of an axis and their labels: round numbers, integers for counts, and no two labels alike."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterable, Sequence
 
 ROUND = (1, 2, 2.5, 5, 10)
 CLOCK = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400)
-"""Seconds between the ticks of a clock. The page's script has the same ones."""
+"""Seconds between the ticks of a clock. The page's script uses the same."""
 MOST_DECIMALS = 6
-"""Of a label; smaller steps are written with an exponent."""
+"""Decimals of a label at most; smaller steps are written with an exponent."""
 
 
 def ticks(low: float, high: float, count: int = 5, *, whole: bool = False) -> list[float]:
-    """About `count` round values inside [low, high]. `whole`: integers only, of a quantity that has no halves."""
+    """Returns about `count` round values inside [low, high]. `whole`: integers only, for counts."""
     raw = (high - low) / max(1, count)
     if raw <= 0 or not math.isfinite(raw):
         return [low]
@@ -26,7 +26,7 @@ def ticks(low: float, high: float, count: int = 5, *, whole: bool = False) -> li
 
 
 def clock_ticks(low: float, high: float, count: int = 8) -> list[float]:
-    """Seconds inside [low, high], at round minutes and hours."""
+    """Returns seconds inside [low, high], at round minutes and hours."""
     return _multiples(low, high, next((step for step in CLOCK if (high - low) / step <= count), 7 * CLOCK[-1]))
 
 
@@ -36,7 +36,7 @@ def _multiples(low: float, high: float, step: float) -> list[float]:
 
 
 def labels(values: Sequence[float], *, percent: bool = False) -> list[str]:
-    """The values in as few digits as show each exactly: no two are alike."""
+    """Formats the values with the fewest digits that show each exactly, so that no two are alike."""
     shown = [100 * value for value in values] if percent else list(values)
     step = min((b - a for a, b in itertools.pairwise(shown)), default=abs(shown[0]) if shown else 0.0) or 1.0
     forms = [f",.{digits}f" for digits in range(MOST_DECIMALS + 1)] + [f".{digits}e" for digits in range(17)]
@@ -57,7 +57,8 @@ def extent(
     within: tuple[float, float] = (-math.inf, math.inf),
     pad: float = 0.06,
 ) -> tuple[float, float]:
-    """The range to draw finite values in, never empty. `within`: what the quantity can be; the range does not leave it."""
+    """Returns the range of an axis for the finite values, never empty. `within`: the possible values, beyond which the range does not
+    extend."""
     finite = [value for value in values if math.isfinite(value)]
     if zero:
         finite.append(0.0)

@@ -1,7 +1,7 @@
-"""A small chart: axes, lines, bands, bars, dots. Colours come from the page's style sheet, so both themes share it.
+"""A small chart: axes, lines, bands, bars, dots. Colours come from the page's style sheet, which has a light and a dark theme.
 
-Only what is drawn is SVG, and it is stretched to the width that there is. Text is HTML beside and above it, placed in per cent, so
-that it keeps its size on a phone.
+Only the drawing is SVG, stretched to the available width. Text is HTML beside and above it, positioned in per cent, so that it keeps
+its size on a phone.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from html import escape
 from headrace.observe.report.draw.axes import labels, ticks
 
 WIDTH, HEIGHT = 1000, 200
-"""Of the coordinate system; the page says how large it becomes."""
+"""Size of the coordinate system; the page decides how large it is shown."""
 APART = 14.0
-"""Per cent of the width from one word to the next one, at least: words that stood closer would overlap."""
+"""Least distance of two words in per cent of the width; closer ones would overlap."""
 NARROW = 30
 """Digits that fit beside each other beneath a chart on a phone of 360 pixels."""
 
@@ -23,7 +23,7 @@ Point = tuple[float, float]
 
 
 class Chart:
-    """Collects SVG. Data coordinates in, markup out; non-finite points are left out."""
+    """Collects SVG. Takes data coordinates and returns markup; non-finite points are left out."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Chart:
         return HEIGHT - (inside - self._y0) / (self._y1 - self._y0) * HEIGHT
 
     def line(self, points: Sequence[Point], name: str) -> Chart:
-        """A path in the colour of the class `name`; a gap where a value is not finite."""
+        """Draws a path in the colour of the class `name`, with a gap where a value is not finite."""
         path, pen = [], "M"
         for x, y in points:
             if math.isfinite(y):
@@ -70,7 +70,8 @@ class Chart:
         return self
 
     def dots(self, points: Sequence[Point], name: str, errors: Sequence[float] = ()) -> Chart:
-        """A dot is a stroke without length: unlike a circle it stays round where the drawing is stretched."""
+        """Draws dots, with error bars if given. A dot is a stroke without length: unlike a circle it stays round when the drawing is
+        stretched."""
         for (x, y), error in zip(points, errors or [math.nan] * len(points), strict=True):
             if not math.isfinite(y):
                 continue
@@ -91,13 +92,13 @@ class Chart:
         return self
 
     def rule(self, y: float) -> Chart:
-        """A dashed horizontal line."""
+        """Draws a dashed horizontal line."""
         at = self.y(y)
         self._parts.append(f'<path class="rule" d="M0 {at:.1f}H{WIDTH}"/>')
         return self
 
     def mark(self, x: float, text: str) -> Chart:
-        """A dashed vertical line with a word, where there is room for one."""
+        """Draws a dashed vertical line, with a word if there is room."""
         self._parts.append(f'<path class="rule" d="M{self.x(x):.1f} 0V{HEIGHT}"/>')
         at = _share(self.x(x), WIDTH)
         if all(abs(at - other) >= APART for other, _ in self._words):
@@ -105,7 +106,7 @@ class Chart:
         return self
 
     def hover(self, x0: float, x1: float, tip: str) -> Chart:
-        """An invisible column that shows `tip` (lines separated by newlines)."""
+        """Adds an invisible column that shows `tip` (lines separated by newlines)."""
         left, right = self.x(x0), self.x(x1)
         self._parts.append(
             f'<rect class="hover" x="{left:.2f}" y="0" width="{max(1.0, right - left):.2f}" height="{HEIGHT}"'
@@ -114,7 +115,7 @@ class Chart:
         return self
 
     def html(self, title: str) -> str:
-        """The drawing with the text around it."""
+        """Returns the drawing with the text around it."""
         ys, xs = ticks(self._y0, self._y1), ticks(self._x0, self._x1, 7, whole=self._whole)
         left, below = labels(ys, percent=self._percent), labels(xs)
         grid = "".join(f'<path class="grid" d="M0 {self.y(y):.1f}H{WIDTH}"/>' for y in ys)
@@ -131,7 +132,7 @@ class Chart:
         )
 
     def _below(self, values: Sequence[float], texts: Sequence[str]) -> list[str]:
-        """Where a phone has no room for all, it leaves out every second one; of the two halves the rounder one stays."""
+        """Places the labels of the x axis. If a phone has no room for all, it leaves out every second one and keeps the rounder half."""
         step = values[1] - values[0] if len(values) > 1 else 1.0
         many = len(texts) * (max(map(len, texts), default=0) + 2) > NARROW
         return [
@@ -150,13 +151,13 @@ def _at(side: str, at: float, whole: float, text: str, name: str = "") -> str:
 
 
 def _room(left: Sequence[str], below: Sequence[str]) -> str:
-    """As much beside the drawing as the longest label needs, in widths of a digit; half a label behind the last tick."""
+    """Returns the margins in digit widths: as wide as the longest label on the left, half a label after the last tick on the right."""
     longest = max((len(text) + text.count("%") for text in left), default=1)
     return f"--left:{longest + 1}ch;--right:{max(map(len, below), default=1) / 2:g}ch"
 
 
 def figure(title: str, drawing: str, legend: Sequence[tuple[str, str]] = (), note: str = "", wide: bool = False) -> str:
-    """A chart with its title, a legend of (class, name), and a note beneath."""
+    """Returns a chart with its title, a legend of (class, name), and a note beneath."""
     keys = "".join(f'<span class="key"><i class="{name}"></i>{escape(text)}</span>' for name, text in legend)
     below = f'<p class="note">{escape(note)}</p>' if note else ""
     return (

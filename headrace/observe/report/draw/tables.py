@@ -1,4 +1,4 @@
-"""One way to write a table."""
+"""Tables that also fit on a phone."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from html import escape
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], name: str = "") -> str:
-    """Cells are HTML already; columns whose heading starts with # are numbers.
+    """Returns a table. Cells are HTML; columns whose heading starts with # are numbers.
 
-    A phone shows a row as a block: texts in lines of their own, then the numbers with the name of their column.
+    A phone shows each row as a block: texts on separate lines, then the numbers with the names of their columns.
     """
     classes = ["num" if one.startswith("#") else "" for one in head]
     names = [escape(one.lstrip("#")) for one in head]

@@ -157,33 +157,6 @@ struct Attention {
         return sum(total);
     }
 
-    void forward(T* out) const {
-        static_assert(!HALVES, "in bf16 the forward pass is the engine's");
-        T *keys = arena(layout.blocks * t.kv_heads * one, 0), *values = arena(layout.blocks * t.kv_heads * one, 1);
-        pack(k, keys, nullptr);
-        pack(v, nullptr, values);
-        std::vector<Rows> all;
-        for (auto& tree : layout.trees) all.insert(all.end(), tree.begin(), tree.end());
-        team::each((int)all.size() * t.kv_heads, [&](int item) {
-            const Rows& rows = all[item / t.kv_heads];
-            int h = item % t.kv_heads;
-            std::vector<Span> spans;
-            size_t ld = (size_t)layout.spans(rows, spans) * SIDE, head = (size_t)h * layout.blocks * one;
-            T* mine = team::room<T>(SIDE * wide, 0);
-            float *s = team::room<float>(SIDE * ld, 2), by[SIDE] = {};
-            alignas(64) float c[AREA];
-            collect(q, rows, h, mine);
-            against(mine, keys + head, spans, s, ld);
-            for (int r = 0; r < rows.count; r++) by[r] = 1.f / exponentials(s + r * ld, spans, layout.position(rows, r));
-            for (int p = 0; p < panels; p++) {
-                along(s, ld, values + head, spans, p, c);
-                for (int r = 0; r < rows.count; r++)
-                    for (int i = 0; i < SIDE; i += 16) store(c + r * SIDE + i, load(c + r * SIDE + i) * by[r]);
-                scatter(c, rows, h, p, out);
-            }
-        });
-    }
-
     // How many threads may share one tree and head: as many as it takes for enough work to share out, whatever the threads.
     int chunks() const { return std::max(1, 16 / (int)(layout.trees.size() * t.kv_heads)); }
 

@@ -30,17 +30,19 @@ static void linear_gated(const bf16* x, int rows, int k, const Weight<bf16>& gat
 
 // Attention forward. A segment has blocks of its own from the one on that its first token lies in: what its ancestors have there
 // is copied, as the engine copies a block where a sequence forks.
+template <class T>
 struct Served {
+    static constexpr int PAIR = sizeof(float) / sizeof(T);
     const Trees& t;
-    const float *q, *k;  // [tokens, heads, dim] and [tokens, kv_heads, dim], of numbers that bf16 has
-    const bf16* v;       // [tokens, kv_heads, dim]
+    const float *q, *k;  // [tokens, heads, dim] and [tokens, kv_heads, dim], of numbers that T has
+    const T* v;          // [tokens, kv_heads, dim]
     const int group = t.heads / t.kv_heads, dim = up(t.dim) * SIDE;
     const size_t one = (size_t)2 * dim * SIDE;  // elements of a block of one head: keys, then values
     std::vector<int> base = std::vector<int>(t.segments);  // position of a segment's first token
     std::vector<std::vector<int>> table = std::vector<std::vector<int>>(t.segments);  // block of every 32 positions
     int blocks = 0;
 
-    void attend(bf16* out) {
+    void attend(T* out) {
         for (int s = 0; s < t.segments; s++) {
             const int above = t.parent[s];
             base[s] = above < 0 ? 0 : base[above] + t.length[above];
@@ -48,8 +50,8 @@ struct Served {
             while ((int)table[s].size() < up(base[s] + t.length[s])) table[s].push_back(blocks++);
         }
         static thread_local Arena room;
-        room.grow(blocks * one * t.kv_heads * sizeof(bf16));
-        bf16* cache = (bf16*)room.data;
+        room.grow(blocks * one * t.kv_heads * sizeof(T));
+        T* cache = (T*)room.data;
         team::each(t.segments * t.kv_heads, [&](int item) { remember(item / t.kv_heads, item % t.kv_heads, cache); });
         std::vector<Rows> items;  // `most` tokens of a segment
         const int most = std::max(1, ROWS / group);
@@ -62,47 +64,47 @@ struct Served {
     }
 
    private:
-    bf16* block(bf16* cache, int number, int head) const { return cache + ((size_t)number * t.kv_heads + head) * one; }
+    T* block(T* cache, int number, int head) const { return cache + ((size_t)number * t.kv_heads + head) * one; }
 
-    void remember(int s, int head, bf16* cache) const {
+    void remember(int s, int head, T* cache) const {
         const int from = base[s] / SIDE;
-        for (int b = from; b < (int)table[s].size(); b++) std::memset(block(cache, table[s][b], head), 0, one * sizeof(bf16));
+        for (int b = from; b < (int)table[s].size(); b++) std::memset(block(cache, table[s][b], head), 0, one * sizeof(T));
         for (int owner = s; owner >= 0 && base[owner] + t.length[owner] > from * SIDE; owner = t.parent[owner])
             for (int i = std::max(0, from * SIDE - base[owner]); i < t.length[owner]; i++) {
                 const int position = base[owner] + i, slot = position % SIDE;
                 const size_t at = ((size_t)(t.start[owner] + i) * t.kv_heads + head) * t.dim;
-                bf16 *to = block(cache, table[s][position / SIDE], head), *value = to + dim * SIDE + slot / 2 * dim * 2 + slot % 2;
+                T *to = block(cache, table[s][position / SIDE], head), *value = to + dim * SIDE + slot / PAIR * dim * PAIR + slot % PAIR;
                 for (int c = 0; c < t.dim; c++) {
-                    to[(c / 2) * 2 * SIDE + slot * 2 + c % 2] = narrow1(k[at + c]);
-                    value[c * 2] = v[at + c];
+                    write1(to + (c / PAIR * SIDE + slot) * PAIR + c % PAIR, k[at + c]);
+                    value[c * PAIR] = v[at + c];
                 }
             }
     }
 
     // Tokens of a segment and up to sixteen of the heads that share their keys, from `first` on.
-    void attend_some(const Rows& rows, int head, int first, bf16* cache, bf16* out) const {
-        Queries<bf16> a;
+    void attend_some(const Rows& rows, int head, int first, T* cache, T* out) const {
+        Queries<T> a;
         const int s = rows.segment, heads = std::min(ROWS, group - first);
         a.dim = dim, a.rows = rows.count * heads;
-        a.q = team::room<bf16>(ROWS * dim, 0), a.out = team::room<float>(ROWS * dim, 1);
-        std::memset(a.q, 0, ROWS * dim * sizeof(bf16));
+        a.q = team::room<T>(ROWS * dim, 0), a.out = team::room<float>(ROWS * dim, 1);
+        std::memset(a.q, 0, ROWS * dim * sizeof(T));
         a.begin();
         for (int r = 0; r < a.rows; r++) {
-            for (int c = 0; c < t.dim; c++) a.q[r * dim + c] = narrow1(q[place(rows, head, first, heads, r) + c]);
+            for (int c = 0; c < t.dim; c++) write1(a.q + r * dim + c, q[place(rows, head, first, heads, r) + c]);
             a.to[r] = base[s] + rows.first + r / heads + 1;
             a.from[r] = t.window ? std::max(0, a.to[r] - t.window) : 0;
         }
         for (int b = a.from[0] / SIDE; b < up(a.to[a.rows - 1]); b++) {
-            bf16* keys = block(cache, table[s][b], head);
+            T* keys = block(cache, table[s][b], head);
             look(a, keys, keys + dim * SIDE, b * SIDE, t.scale * 1.44269504f);
         }
         for (int r = 0; r < a.rows; r++) {
-            bf16* to = out + place(rows, head, first, heads, r);
+            T* to = out + place(rows, head, first, heads, r);
             for (int c = 0; c < t.dim; c += 16) {
                 f16x mixed = load(a.out + r * dim + c) * (1.f / a.total[r]);
-                if (c + 16 <= t.dim) narrow(to + c, mixed);
+                if (c + 16 <= t.dim) write(to + c, mixed);
                 else
-                    for (int i = 0; c + i < t.dim; i++) to[c + i] = narrow1(mixed[i]);
+                    for (int i = 0; c + i < t.dim; i++) write1(to + c + i, mixed[i]);
             }
         }
     }
@@ -113,7 +115,8 @@ struct Served {
 
 // From hidden states [rows, k] and a head [vocabulary, k]: log-probs of the ids [offsets[r], offsets[r + 1]) of each row, the
 // log-sum-exp of its logits over the temperature, and the entropy.
-static void log_probabilities(const bf16* hidden, int rows, int k, const bf16* packed, int vocabulary, float inverse_temperature,
+template <class T>
+static void log_probabilities(const T* hidden, int rows, int k, const T* packed, int vocabulary, float inverse_temperature,
                               const int64_t* offsets, const int64_t* ids, float* found, float* logsumexp, float* entropy) {
     constexpr int AT_ONCE = 2;  // blocks of rows: the weights are read again for the next, and logits are large
     const size_t width = (size_t)up(vocabulary) * SIDE;
@@ -123,8 +126,8 @@ static void log_probabilities(const bf16* hidden, int rows, int k, const bf16* p
     float* logits = (float*)room.data;
     for (int begin = 0; begin < rows; begin += AT_ONCE * SIDE) {
         const int count = std::min(AT_ONCE * SIDE, rows - begin);
-        product<bf16>(
-            up(count), up(vocabulary), pieces_of<bf16>({up(k)}),
+        product<T>(
+            up(count), up(vocabulary), pieces_of<T>({up(k)}),
             [&](const Piece& piece, int b, size_t& ld) { return whole(hidden + (size_t)begin * k, count, k, b * SIDE, piece, ld); },
             [&](const Piece& piece, int panel) { return packed + ((size_t)panel * up(k) + piece.first) * AREA; }, from_nothing,
             [&](const float* c, int b, int panel) { put(c, nullptr, logits + b * SIDE * width + panel * SIDE, width, SIDE, SIDE); });

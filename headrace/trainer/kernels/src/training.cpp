@@ -60,9 +60,11 @@ void headrace_linear_weight_gradient(int wide, const void* x, int rows, int k, c
 void headrace_linear_gated(const bf16* x, int rows, int k, const void* gate, const void* up, bf16* y, int gelu) {
     linear_gated(x, rows, k, *(const Weight<bf16>*)gate, *(const Weight<bf16>*)up, y, gelu);
 }
-void headrace_log_probabilities(const bf16* hidden, int rows, int k, const bf16* packed, int vocabulary, float inverse_temperature,
+void headrace_log_probabilities(int wide, const void* hidden, int rows, int k, const void* packed, int vocabulary, float inverse_temperature,
                                 const int64_t* offsets, const int64_t* ids, float* found, float* logsumexp, float* entropy) {
-    log_probabilities(hidden, rows, k, packed, vocabulary, inverse_temperature, offsets, ids, found, logsumexp, entropy);
+#define DO(T) log_probabilities((const T*)hidden, rows, k, (const T*)packed, vocabulary, inverse_temperature, offsets, ids, found, logsumexp, entropy)
+    EITHER(DO);
+#undef DO
 }
 
 #define NORMS(DO)                          \
@@ -104,8 +106,8 @@ void headrace_rotary_backward(int wide, const void* x, const float* dy, void* dx
 }
 
 void headrace_attention(int wide, const Trees* trees, const float* q, const float* k, const void* v, void* out) {
-    if (wide) Attention<float>{*trees, q, k, (const float*)v}.forward((float*)out);
-    else Served{*trees, q, k, (const bf16*)v}.attend((bf16*)out);
+    if (wide) Served<float>{*trees, q, k, (const float*)v}.attend((float*)out);
+    else Served<bf16>{*trees, q, k, (const bf16*)v}.attend((bf16*)out);
 }
 void headrace_attention_backward(int wide, const Trees* trees, const float* q, const float* k, const void* v, const void* d_out, float* dq,
                                  float* dk, void* dv) {

@@ -17,7 +17,11 @@ struct Decoder : Mixture {
         arrange(p);
         plan.phases.clear();
         embed(p);
-        for (int i = 0; i < m.layers; i++) layer(p, i, m.layer[i]);
+        note(p, 0);
+        for (int i = 0; i < m.layers; i++) {
+            layer(p, i, m.layer[i]);
+            note(p, i + 1);
+        }
         head(p);
         team.run(plan.phases.data(), (int)plan.phases.size());
     }
@@ -27,6 +31,14 @@ struct Decoder : Mixture {
             const stored* from = m.embed + p.tokens[row] * m.hidden;
             p.broken[row] = -1;
             for (int c = 0; c < up(m.hidden) * SIDE; c++) *x.at(row, c) = c < m.hidden ? read1(from + c) * m.embed_scale : 0;
+        });
+    }
+
+    void note(const Pass& p, int index) {
+        if (!p.stream) return;
+        plan.each(p.tokens_count, [=, &p](int row) {
+            float* to = p.stream + ((size_t)index * p.tokens_count + row) * m.hidden;
+            for (int c = 0; c < m.hidden; c++) to[c] = *x.at(row, c);
         });
     }
 

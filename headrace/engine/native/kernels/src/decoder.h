@@ -54,4 +54,5 @@ struct Pass {
     float* logits;            // [R up to 32, vocabulary up to 32]
     uint16_t* routing;        // [N, mixtures, chosen] out, or null
     int32_t* broken;          // [N] out: first layer after which a hidden state was not finite, -1 if none
+    float* stream;            // [layers + 1, N, hidden] out: the residual stream before the first layer and behind each; or null
 };

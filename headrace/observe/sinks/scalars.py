@@ -1,17 +1,10 @@
-"""Scalars for TensorBoard and trackio: the same names in both, one value per optimizer step. Nothing leaves the machine."""
+"""The numbers that dashboards show: the same names in all of them, and one value per optimizer step."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import math
-import os
-import time
-from pathlib import Path
-from typing import Any
 
-from headrace.errors import ConfigError
-from headrace.observe.facts import Evaluated, IdentityChecked, RunStarted, WeightsLive
+from headrace.observe.facts import Evaluated, IdentityChecked, WeightsLive
 from headrace.observe.numbers.engine_use import EngineUse
 from headrace.observe.numbers.shares import Tally
 from headrace.observe.numbers.state import RunState
@@ -19,7 +12,7 @@ from headrace.observe.records import MetricsFact, StepRow
 
 
 def scalars(fact: MetricsFact, state: RunState) -> tuple[int, dict[str, float]]:
-    """The step that a fact belongs to, and its finite numbers; empty for facts without any."""
+    """Returns the step that a fact belongs to, and its finite numbers; none for facts without numbers."""
     match fact:
         case StepRow():
             step, values = fact.report.version, _step_scalars(fact, state.engine) | _share_scalars(state.shares.recent)
@@ -70,7 +63,7 @@ def _step_scalars(row: StepRow, engine: EngineUse) -> dict[str, float]:
 
 
 def _share_scalars(recent: Tally) -> dict[str, float]:
-    """Of the last groups."""
+    """Returns shares over the last groups."""
     found = {
         "share/truncated": recent.truncated_share,
         "share/no_contrast": recent.no_contrast_share,
@@ -86,69 +79,3 @@ def _uncommon(row: StepRow) -> dict[str, int]:
         "lag/mixed_tokens": row.mixed_tokens,
         "lag/old_cache_tokens": row.old_cache_tokens,
     }
-
-
-class TensorBoardSink:
-    """Uses TensorBoard's own writer, which needs neither torch nor TensorFlow."""
-
-    def __init__(self, directory: Path, resume_at_step: int | None = None) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-        self._writer = EventFileWriter(str(directory))
-        if resume_at_step is not None:  # TensorBoard then forgets what the killed run wrote from this step on
-            start = SessionLog(status=SessionLog.START)
-            self._writer.add_event(Event(wall_time=time.time(), step=resume_at_step + 1, session_log=start))
-
-    def record(self, fact: MetricsFact, state: RunState) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        step, values = scalars(fact, state)
-        if values:
-            made = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
-            self._writer.add_event(Event(wall_time=time.time(), step=step, summary=made))
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class TrackioSink:
-    """Into trackio's local database; look at it with `trackio show --project headrace`."""
-
-    def __init__(self, project: str = "headrace") -> None:
-        for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
-            if os.environ.get(name):
-                raise ConfigError(f"observe.trackio writes to this machine only, but {name} is set: unset it")
-        self._project = project
-        self._run: Any = None
-
-    def record(self, fact: MetricsFact, state: RunState) -> None:
-        if isinstance(fact, RunStarted) and self._run is None:
-            self._run = self._open(fact)
-        step, values = scalars(fact, state)
-        if values and self._run is not None:
-            self._run.log(values, step=step)
-
-    def _open(self, fact: RunStarted) -> Any:
-        import trackio
-
-        settings = {"headline": fact.headline, "seed": fact.seed, "max_lag": fact.max_lag, "steps": fact.steps}
-        with contextlib.redirect_stdout(io.StringIO()):  # its greeting would tear the live view
-            return trackio.init(
-                project=self._project,
-                name=fact.name,
-                config=settings,
-                resume="allow" if fact.resumed_at else "never",
-                embed=False,
-                auto_log_gpu=False,
-                auto_log_cpu=False,
-            )
-
-    def close(self) -> None:
-        if self._run is not None:
-            import trackio
-
-            with contextlib.redirect_stdout(io.StringIO()):
-                trackio.finish()
-            self._run = None

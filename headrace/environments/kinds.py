@@ -1,0 +1,19 @@
+"""The kinds of environments, a line each: the values of `environment.kind`, and the value behind each."""
+
+from __future__ import annotations
+
+import importlib
+
+from headrace.protocols import EnvironmentKind
+
+ENVIRONMENTS = {
+    "single_turn": "headrace.environments.single_turn:SINGLE_TURN",
+}
+"""Places of `protocols.EnvironmentKind` values, by name: only a run that uses one imports its module, with the packages
+that it needs."""
+
+
+def environment_kind(name: str) -> EnvironmentKind:
+    module, _, value = ENVIRONMENTS[name].partition(":")
+    found: EnvironmentKind = getattr(importlib.import_module(module), value)
+    return found

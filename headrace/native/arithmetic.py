@@ -1,0 +1,26 @@
+"""Names for forward passes: where two have the same name, equal weights give equal log-probs, to the last bit."""
+
+from __future__ import annotations
+
+PROVEN = ("llama", "mistral", "qwen2", "qwen3")
+"""`model_type`s of which `tests/trainer/test_equal_logprobs.py` compares engine and trainer."""
+TIERS = {"bfloat16": ("AMX", "AVX512-BF16"), "float32": ("AMX", "AVX512-BF16", "AVX-512", "AVX2")}
+"""By the dtype of the computation: the kinds of processor on which both round at the same places. On others the engine keeps in
+float32 what it multiplies by weights in bfloat16; float32 on others was not tried."""
+
+
+def arithmetic(family: str, dtype: str, tier: str) -> str:
+    """The name of what the C++ kernels compute for a dense model; empty where engine and trainer are not known to agree.
+
+    `tier`: the kind of processor that the kernels were compiled for.
+    """
+    return f"{family} {dtype} {tier}" if family in PROVEN and tier in TIERS.get(dtype, ()) else ""
+
+
+def why_unproven(family: str, dtype: str, tier: str) -> str:
+    """Why `arithmetic` knows no name."""
+    if family not in PROVEN:
+        return f"the model is of the family {family}, and equal log-probs are proven for {', '.join(PROVEN)}"
+    if dtype not in TIERS:
+        return f"it computes in {dtype}, and equal log-probs are proven for {', '.join(TIERS)}"
+    return f"this processor has {tier}, and equal log-probs in {dtype} are proven for {' and '.join(TIERS[dtype])}"

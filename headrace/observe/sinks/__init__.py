@@ -1,0 +1,5 @@
+"""Sinks that a setting switches on, a file each, named like the setting: `observe.tensorboard` is `tensorboard.py`. Each has a function
+`open_sink`, which `observe/build.py` calls.
+
+Read `scalars.py` (the numbers and their names), `tensorboard.py`, `trackio.py`.
+"""

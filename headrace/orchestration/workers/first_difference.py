@@ -1,0 +1,51 @@
+"""Where the engine's and the trainer's forward passes part: both go over one sequence, and are compared layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from headrace.engine.native.kernels import stream as engine
+from headrace.errors import IdentityError
+from headrace.orchestration.workers.messages import TrainerStart
+from headrace.protocols import TrainerCore
+from headrace.trainer.step import rescore as trainer
+from headrace.trainer.step.bitwise import UnequalLogprobs
+
+
+def explained(error: IdentityError, core: TrainerCore, start: TrainerStart) -> IdentityError:
+    """With the layer in which the forward passes part, if it is about log-probs that differ."""
+    if not isinstance(error, UnequalLogprobs):
+        return error
+    try:
+        where = first_difference(core, Path(start.model_dir), start.serving_dtype, error.tokens)
+    except Exception as failure:  # the run stops anyway; why it does must not be lost
+        where = f"In which layer they part could not be found out ({type(failure).__name__}: {failure})"
+    return IdentityError(f"{error}. {where}.")
+
+
+def first_difference(core: TrainerCore, model_dir: Path, dtype: str, tokens: Sequence[int]) -> str:
+    """A sentence that names the first layer whose result differs, for the trainer's weights as they are. `dtype`: that is served.
+
+    The engine's side is computed anew in this process, without its cache, batch and memory: where nothing differs, it is one of these.
+    """
+    context = tokens[:-1]
+    theirs, token, logprob = engine.residual_stream(model_dir, core.parameters(), getattr(torch, dtype), context)
+    ours = trainer.residual_stream(core, context)
+    for index, (one, other) in enumerate(zip(theirs, ours, strict=True)):
+        if not torch.equal(one, other):
+            where = f"layer {index - 1}" if index else "the embedding"
+            return f"Over this sequence the two forward passes part in {where}: {_size(one, other)}"
+    if core.score([*context, token])[-1] != logprob:
+        return "Over this sequence all layers give the same bits: the two forward passes part in the final norm or the head"
+    return (
+        "Over this sequence both forward passes give the same bits in every layer when the engine's is computed again: what differed is in "
+        "the process that served it (its cache, its batch, its memory)"
+    )
+
+
+def _size(one: torch.Tensor, other: torch.Tensor) -> str:
+    gap = (one - other).abs()
+    return f"{int((gap != 0).sum())} of {gap.numel()} numbers differ, by {float(gap.max()):.3g} at most"

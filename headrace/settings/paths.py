@@ -1,0 +1,69 @@
+"""Relative paths in settings become absolute when they are read, so that a run does not depend on the working directory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from headrace.settings.toml import Tree
+
+
+def resolve_paths(tree: Tree, base: Path) -> Tree:
+    """Makes the relative paths in a tree of settings absolute, relative to `base`. Values of a wrong type are left
+    alone."""
+    model, task, reward, algo = (tree.get(section) for section in ("model", "task", "reward", "algo"))
+    changed: Tree = {}
+    if isinstance(model, dict) and isinstance(model.get("path"), str):
+        changed["model"] = {**model, "path": _model_path(model["path"], base)}
+    if isinstance(task, dict):
+        paths = {k: _absolute(task[k], base) for k in ("path", "held_out_path") if _names_file(task.get(k))}
+        changed["task"] = {**task, **paths}
+    if isinstance(reward, dict):
+        changed["reward"] = _reward_paths(reward, base)
+    if isinstance(engine := tree.get("engine"), dict):
+        named = {k: _absolute(engine[k], base) for k in ("token_file", "shared_dir") if _names_file(engine.get(k))}
+        changed["engine"] = {**engine, **named}
+    if isinstance(teachers := tree.get("teachers"), list):
+        changed["teachers"] = [_teacher_paths(one, base) for one in teachers]
+    if isinstance(algo, dict):
+        functions = {k: algo[k] for k in ("advantage", "loss") if isinstance(algo.get(k), str)}
+        changed["algo"] = {**algo, **{k: _function_path(function, base) for k, function in functions.items()}}
+    if isinstance(adapters := tree.get("adapters"), list):
+        changed["adapters"] = [resolve_paths(one, base) if isinstance(one, dict) else one for one in adapters]
+    return {**tree, **changed}
+
+
+def _reward_paths(reward: Tree, base: Path) -> Tree:
+    """Resolves `function = "file.py:name"`, alone or in a list of tables."""
+    resolved = dict(reward)
+    if isinstance(reward.get("function"), str):
+        resolved["function"] = _function_path(reward["function"], base)
+    if isinstance(reward.get("functions"), list):
+        resolved["functions"] = [_reward_paths(f, base) if isinstance(f, dict) else f for f in reward["functions"]]
+    return resolved
+
+
+def _teacher_paths(teacher: Any, base: Path) -> Any:
+    if isinstance(teacher, dict) and _names_file(teacher.get("path")):
+        return {**teacher, "path": _model_path(teacher["path"], base)}
+    return teacher
+
+
+def _function_path(function: str, base: Path) -> str:
+    path, colon, name = function.rpartition(":")
+    return f"{_absolute(path, base)}:{name}" if colon and path.endswith(".py") else function
+
+
+def _model_path(path: str, base: Path) -> str:
+    """Resolves a model's path. A known name or a hub id stays as it is, unless `base` has a directory of that name."""
+    looks_local = path.startswith((".", "/", "~")) or (base / path).is_dir()
+    return _absolute(path, base) if looks_local else path
+
+
+def _names_file(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _absolute(path: str, base: Path) -> str:
+    return os.path.normpath(base / Path(path).expanduser())

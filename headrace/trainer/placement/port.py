@@ -1,0 +1,105 @@
+"""The port between the trainer and where its weights lie.
+
+Whatever needs a collective, or all of a tensor that may lie in parts on several ranks, goes through it: so one more way to spread a model
+is one more value of this protocol, and no branch anywhere else. On one device every method is a plain torch call (`single.py`).
+
+    load      load, frozen                      the model, and the copy of it that a KL term compares with
+    split     plan, accumulate                  the microbatches of this rank, and the gradients of the whole step
+    sum       sum, largest, join                numbers, and columns of tokens, of all ranks
+    norm      norm, clip                        of the whole gradient
+    gather    whole, part                       for checkpoints, exports and the weight sender; and back
+    optimizer                                   its state lies where the parameters lie, is saved by `whole`, restored by `part`
+
+All but `leads`, `plain` and `part` are collective: every rank calls them, in one order, with the same parameters. Gradients are sums over
+ranks, never means (C9). The forward pass runs within the call of the root module (`forward/root.py`), and the head's matrix is read within
+the call of the head, so that hooks which gather parameters have fired.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from headrace.algo.loss.aggregate import AggregationFunction
+from headrace.packing import Pack, StepPlan
+from headrace.trainer.config import TrainConfig
+from headrace.types import Row
+
+Microbatch = Callable[[int], AbstractContextManager[Tensor]]
+"""The loss of the microbatch of this number, a scalar with gradient. Its backward pass belongs inside the context."""
+
+Precision = Callable[[], AbstractContextManager[Any]]
+"""A fresh autocast context (`causal_lm.computed_in`)."""
+
+
+class Placement(Protocol):
+    @property
+    def leads(self) -> bool:
+        """Whether this process writes files and publishes. One of all ranks does."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether parameters are ordinary tensors that hold all of their values at any time, so that C++ kernels may read them."""
+
+    def load(self, directory: Path, device: torch.device) -> Any:
+        """The model in float32, as `causal_lm.load_model`. Raises ConfigError for a model that cannot be placed this way."""
+
+    def frozen(self, model: Any, dtype: torch.dtype) -> Any:
+        """A copy of the model as it is now that is never trained and gives the same numbers under autocast to `dtype`."""
+
+    def optimizer(
+        self, parameters: Iterable[tuple[str, torch.nn.Parameter]], config: TrainConfig
+    ) -> torch.optim.Optimizer: ...
+
+    def plan(
+        self,
+        rows: Sequence[Row],
+        aggregation: AggregationFunction,
+        *,
+        constant: int,
+        budget: int,
+        step: int,
+        share: bool,
+    ) -> StepPlan:
+        """The microbatches of this rank (arguments as of `pack_rows`). All ranks have the same number of them."""
+
+    def accumulate(
+        self,
+        packs: Sequence[Pack],
+        microbatch: Microbatch,
+        *,
+        parameters: Sequence[torch.nn.Parameter],
+        precision: Precision,
+    ) -> None:
+        """Adds the gradients of all microbatches of all ranks in `parameters[...].grad`.
+
+        It is the placement that loops, because a pipeline has an order of its own. Each microbatch runs, forward and backward, in an
+        autocast context of its own: a context that spans several keeps lowered copies of weights, and where parameters are gathered
+        anew for every pass these are stale (FSDP2 of torch 2.13, three microbatches: gradients wrong by up to 53 %).
+        """
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Elementwise over the ranks' microbatches; float64 on the CPU."""
+
+    def largest(self, values: Tensor) -> Tensor:
+        """As `sum`, the maximum."""
+
+    def join(self, columns: Tensor) -> tuple[Tensor, slice]:
+        """[c, M of this rank] -> ([c, M of the step], which of them are this rank's)."""
+
+    def norm(self, parameters: Sequence[torch.nn.Parameter]) -> Tensor:
+        """The 2-norm of the whole gradient, a plain scalar that is the same on all ranks."""
+
+    def clip(self, parameters: Sequence[torch.nn.Parameter], norm: Tensor, most: float) -> None:
+        """Scales gradients of the given norm down to `most`."""
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """All values of a parameter, of its moments, or of a buffer, without gradient; the tensor itself where it lies here whole."""
+
+    def part(self, whole: Tensor, like: Tensor) -> Tensor:
+        """The inverse of `whole`: what of it lies here, where `like` is the parameter or buffer that it belongs to."""

@@ -1,0 +1,84 @@
+"""One device that holds everything: each method is the plain torch call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.algo.loss.aggregate import AggregationFunction
+from headrace.packing import Pack, StepPlan, pack_rows
+from headrace.trainer.config import TrainConfig
+from headrace.trainer.model.causal_lm import load_model
+from headrace.trainer.model.frozen import frozen
+from headrace.trainer.model.low_memory import make_optimizer
+from headrace.trainer.placement.port import Microbatch, Precision
+from headrace.types import Row
+
+
+@dataclass(frozen=True)
+class Single:
+    """Protocol `Placement`."""
+
+    leads: bool = True
+    plain: bool = True
+
+    def load(self, directory: Path, device: torch.device) -> Any:
+        return load_model(directory, device)
+
+    def frozen(self, model: Any, dtype: torch.dtype) -> Any:
+        return frozen(model, dtype)
+
+    def optimizer(
+        self, parameters: Iterable[tuple[str, torch.nn.Parameter]], config: TrainConfig
+    ) -> torch.optim.Optimizer:
+        return make_optimizer(parameters, config)
+
+    def plan(
+        self,
+        rows: Sequence[Row],
+        aggregation: AggregationFunction,
+        *,
+        constant: int,
+        budget: int,
+        step: int,
+        share: bool,
+    ) -> StepPlan:
+        return pack_rows(rows, aggregation, constant=constant, budget=budget, step=step, share=share)
+
+    def accumulate(
+        self,
+        packs: Sequence[Pack],
+        microbatch: Microbatch,
+        *,
+        parameters: Sequence[torch.nn.Parameter],
+        precision: Precision,
+    ) -> None:
+        for number in range(len(packs)):
+            with precision(), microbatch(number) as loss:
+                loss.backward()
+
+    def sum(self, values: Tensor) -> Tensor:
+        return values
+
+    def largest(self, values: Tensor) -> Tensor:
+        return values
+
+    def join(self, columns: Tensor) -> tuple[Tensor, slice]:
+        return columns, slice(None)
+
+    def norm(self, parameters: Sequence[torch.nn.Parameter]) -> Tensor:
+        return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=True)
+
+    def clip(self, parameters: Sequence[torch.nn.Parameter], norm: Tensor, most: float) -> None:
+        torch.nn.utils.clip_grads_with_norm_(parameters, most, norm, foreach=True)
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    def part(self, whole: Tensor, like: Tensor) -> Tensor:
+        return whole

@@ -1,0 +1,74 @@
+"""`train.parity = "bitwise"`: what the trainer's own weights sampled must have the very log-probs that the trainer computes.
+
+Compared are the loss tokens that were sampled at the weights to be trained, over cache entries of these weights alone. One that
+differs in a bit means that engine and trainer do not compute one policy, and its batch is not trained.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headrace.errors import IdentityError
+from headrace.native.arithmetic import PROVEN, arithmetic, why_unproven
+from headrace.packing import ROOT, Pack
+from headrace.trainer.forward.forward import Forward
+from headrace.trainer.kernels import binding
+
+KINDS = {"norms", "activations", "products", "attention", "layers"}
+"""What the kernels must have replaced in a model: all that it is made of."""
+
+
+class UnequalLogprobs(IdentityError):
+    """Raised before anything is trained. Finding out where the forward passes part takes the engine's, so others do it."""
+
+    def __init__(self, message: str, tokens: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.tokens = tokens
+        """The sequence up to and with the first token whose log-probs differ."""
+
+
+def shared_arithmetic(forward: Forward, fused: tuple[str, ...], dtype: torch.dtype, adapters: bool) -> tuple[str, str]:
+    """(the name of the trainer's forward pass in the words of `native/arithmetic.py`; empty, and why, where it has none).
+
+    `fused`: what `fuse` replaced. `adapters`: whether LoRA wraps the layers.
+    """
+    family, precision = forward.model.config.model_type, str(dtype).removeprefix("torch.")
+    if family not in PROVEN:
+        return "", why_unproven(family, precision, "")
+    if adapters:
+        return "", "it trains adapters, of which equal log-probs are not proven"
+    if not fused:
+        return "", "it does not run through the C++ kernels"
+    if missing := KINDS - set(fused):
+        return "", f"the C++ kernels do not serve this model's {', '.join(sorted(missing))}"
+    tier = binding.tier() or "none"
+    name = arithmetic(family, precision, tier)
+    return name, "" if name else why_unproven(family, precision, tier)
+
+
+def compare(pack: Pack, logprob: Tensor, step: int) -> int:
+    """`logprob` [M]: the trainer's. Returns how many tokens were compared. Raises UnequalLogprobs."""
+    due = (pack.lag == 0) & pack.unmixed
+    wrong = (due & (logprob.detach() != pack.sampled)).nonzero()[:, 0]
+    if not len(wrong):
+        return int(due.sum())
+    first = int(wrong[0])
+    place, token = int(pack.predictor[first]), int(pack.target[first])
+    raise UnequalLogprobs(
+        f'step {step} was not trained: with train.parity = "bitwise" the trainer must compute the sampler\'s log-probs of what its '
+        f"own weights sampled, bit for bit, and {len(wrong)} of {int(due.sum())} tokens of a microbatch differ. The first is token "
+        f"{token}, at place {int(pack.positions[place]) + 1} of its sequence: {float(pack.sampled[first]):.9g} in the engine, "
+        f"{float(logprob[first]):.9g} in the trainer",
+        (*path_to(pack, place), token),
+    )
+
+
+def path_to(pack: Pack, place: int) -> tuple[int, ...]:
+    """The tokens of the sequence that ends at this place of a pack."""
+    segment = next(s for s in pack.segments if s.start <= place < s.end)
+    tokens = pack.tokens[segment.start : place + 1].tolist()
+    while segment.parent != ROOT:
+        segment = pack.segments[segment.parent]
+        tokens = pack.tokens[segment.start : segment.end].tolist() + tokens
+    return tuple(tokens)
