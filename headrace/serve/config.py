@@ -24,7 +24,7 @@ class Limits:
     """Of one request (`n` times its prompts)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ServeConfig:
     model: str
     """A directory, a known name, or a hub id."""

@@ -139,8 +139,8 @@ COMMANDS = [
     Bad("inspect a config", ("inspect", "mine.toml"), ("mine.toml is a config",)),
     Bad("diff nothing", ("diff", "absent", "other"), ("there is no run absent",)),
     Bad("export nothing", ("export", "absent", "--to", "x"), ("there is no run absent",)),
-    Bad("plan without a size", ("plan", "mine.toml", "--hardware", "h100"), ("say it with --model",)),
-    Bad("plan for a chip unheard of", ("plan", "mine.toml", "--hardware", "tpu", "--model", "7b"), ("there are h100",)),
+    Bad("plan without a size", ("plan", "mine.toml", "--hardware", "h100"), ("name it with --model",)),
+    Bad("plan for a chip unheard of", ("plan", "mine.toml", "--hardware", "tpu", "--model", "7b"), ("choose one of h100",)),
     Bad("plan on too few", ("plan", "mine.toml", "--hardware", "h100", "--model", "7b", "--gpus", "1"), ("at least 3 GPUs",)),
     Bad("a dtype for nothing", ("doctor", "--dtype", "float32"), ("name the model",)),
 ]  # fmt: skip

@@ -54,12 +54,12 @@ def test_what_is_a_loopback() -> None:
 def test_an_address_that_others_reach_needs_a_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for host in ("0.0.0.0", "::", "192.168.1.7", "gpu-box"):
         with pytest.raises(ConfigError, match="--token-file"):
-            ServeConfig("tiny", host=host)
-        assert ServeConfig("tiny", host=host, token=TOKEN).token == TOKEN
+            ServeConfig(model="tiny", host=host)
+        assert ServeConfig(model="tiny", host=host, token=TOKEN).token == TOKEN
     assert main(["serve", str(tmp_path), "--host", "0.0.0.0"]) == 2
     assert "--token-file" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="at least 16"):
-        ServeConfig("tiny", token="short")
+        ServeConfig(model="tiny", token="short")
 
 
 def test_a_token_comes_from_a_file_that_nobody_else_reads(tmp_path: Path) -> None:
