@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from headrace.engine.remote.connection import Connection
@@ -27,7 +27,7 @@ class ServerState:
     stats: EngineStats
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """Neighbouring tokens that the same weights sampled."""
 
@@ -40,7 +40,7 @@ class Run:
     mixed: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Heard:
     """One event of a stream."""
 
@@ -52,7 +52,6 @@ class Heard:
     end: Finished | None = None
     cut_off: bool = False
     """The server ended it before its end, and nobody here had asked for that."""
-    more: dict[str, Any] = field(default_factory=dict)
 
 
 class Dialect(Protocol):
