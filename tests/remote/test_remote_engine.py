@@ -61,7 +61,9 @@ class Machine:
     async def start(self) -> None:
         """A process that has its own weights as version 0 and knows of no others."""
         self.engine = FakeEngine(seconds_per_token=self.speed, length=lambda rng: LENGTH)
-        self.serving = Serving(self.engine, ChatEncoder(self.model), "tiny", self.limits, "float32")
+        self.serving = Serving(
+            engine=self.engine, encoder=ChatEncoder(self.model), name="tiny", limits=self.limits, dtype="float32"
+        )
         own = WeightUpdate(version=0, kind="full", fingerprint="fake-0", nbytes=0, seconds=0.0)
         await self.serving.load(own)
         self._server = contextlib.AsyncExitStack()
