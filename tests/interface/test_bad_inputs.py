@@ -125,7 +125,7 @@ COMMANDS = [
     Bad("no text", ("train", "a.toml"), ("is not valid TOML", "save it as UTF-8"), {"a.toml": b"\xff\xfe\x00"}),
     Bad("nothing in it", ("train", "a.toml"), ("model is missing: add a [model] table", "task is missing"), {"a.toml": ""}),
     Bad("resume a config", ("train", "--resume", "mine.toml"), ("mine.toml is a config, but the directory of a run",)),
-    Bad("resume a config's run", ("train", "--resume", "mine.toml"), ("runs/mine, say",), {"runs/mine/note": ""}),
+    Bad("resume a config's run", ("train", "--resume", "mine.toml"), ("such as runs/mine",), {"runs/mine/note": ""}),
     Bad("resume a file", ("train", "--resume", "rows.jsonl"), ("rows.jsonl is a file, but a run is a directory",)),
     Bad("resume nothing", ("train", "--resume", "absent"), ("there is no run absent",)),
     Bad("resume nearly its name", ("train", "--resume", "frist"), ("did you mean runs/first?",), {"runs/first/note": ""}),

@@ -11,7 +11,8 @@ from served import faked
 from headrace.cli import main
 from headrace.errors import ConfigError
 from headrace.serve.app import ROUTES
-from headrace.serve.config import ServeConfig, is_loopback, read_token
+from headrace.serve.config import ServeConfig, is_loopback
+from headrace.settings.secrets import read_token
 
 TOKEN = "0123456789abcdef0123"
 
@@ -64,17 +65,17 @@ def test_an_address_that_others_reach_needs_a_token(tmp_path: Path, capsys: pyte
 def test_a_token_comes_from_a_file_that_nobody_else_reads(tmp_path: Path) -> None:
     path = tmp_path / "token"
     with pytest.raises(ConfigError, match="cannot be read"):
-        read_token(path)
+        read_token(path, "--token-file")
     path.write_text(f"{TOKEN}\n")
     path.chmod(0o644)
     with pytest.raises(ConfigError, match="chmod 600"):
-        read_token(path)
+        read_token(path, "--token-file")
     path.chmod(0o600)
-    assert read_token(path) == TOKEN
+    assert read_token(path, "--token-file") == TOKEN
     for wrong in ("", "two words", "tökën-tökën-tökën"):
         path.write_text(wrong)
         with pytest.raises(ConfigError, match="one token"):
-            read_token(path)
+            read_token(path, "--token-file")
 
 
 @pytest.mark.parametrize(

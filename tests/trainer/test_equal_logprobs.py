@@ -81,7 +81,7 @@ def sampled_from(
     engine = NativeEngine(directory, EngineConfig(dtype=name_of(dtype), device="cpu", path="kernels", **settings))
     update = WeightUpdate(version=0, kind="full", fingerprint="", nbytes=0, seconds=0.0)
     engine.swap(engine.prepare(update, {key: p.detach().to(dtype) for key, p in model.named_parameters()}))
-    transcripts = {request.id: Transcript(request) for request in requests}
+    transcripts = {request.id: Transcript(request=request) for request in requests}
     rows = []
     for request in requests:
         engine.add(request)
