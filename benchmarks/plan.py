@@ -42,11 +42,11 @@ def real(config: Path, sets: list[str], lag: int) -> Measured:
 def simulated(config: RunConfig, rates: Rates) -> Prediction:
     assert rates.completions and rates.prompts
     scenario = Scenario(
-        rates,
-        rates.completions,
-        config.staleness,
-        config.rollout,
-        config.algo,
+        rates=rates,
+        completions=rates.completions,
+        staleness=config.staleness,
+        rollout=config.rollout,
+        algo=config.algo,
         steps=config.train.steps,
         prompts=rates.prompts,
         workers=config.reward.workers,

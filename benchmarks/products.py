@@ -1,11 +1,12 @@
-"""What are our products worth beside torch's, on each kind of processor that this one can stand for?
+"""How fast are our products compared with torch's, on each kind of processor that this one can emulate?
 
     python benchmarks/products.py [--rounds 5] [--tiers native,skylake-avx512,haswell] [--rows 1,4,16,64,256] [--shapes 576x1536]
 
-One thread, in CPU time, so that a busy host matters little; rounds are interleaved, and each figure is the median of its rounds.
-Torch runs in a process of its own for each tier, in which oneDNN and ATen are limited to the same instructions. (MKL, which takes
-torch's float32 products, chooses by itself: on AMD's processors it does not use AVX-512.) Ours is the product of the engine's
-kernels: bfloat16 weights widened to float32 where no instruction multiplies by them, and float32 weights.
+One thread, measured in CPU time, so that a busy host matters little; rounds are interleaved, and each figure is the
+median of its rounds. Torch runs in a process of its own for each tier, in which oneDNN and ATen are limited to the same
+instructions. (MKL, which computes torch's float32 products, chooses by itself: on AMD's processors it does not use
+AVX-512.) Our product is that of the engine's kernels: bfloat16 weights, widened to float32 if no instruction multiplies
+them, and float32 weights.
 """
 
 from __future__ import annotations

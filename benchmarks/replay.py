@@ -1,14 +1,17 @@
-"""How far are the trainer's log-probs from the sampler's at equal weights, with and without replaying what was sampled?
+"""How far are the trainer's log-probs from the sampler's at equal weights, with and without replaying masks and
+routing?
 
     python benchmarks/replay.py [--model smollm2-135m-instruct] [--tokens 96] [--threads 2]
 
-Two tables. The first cuts the vocabulary while sampling: what was kept renormalises the trainer's log-probs, or not. The second
-upcycles the model to a mixture of experts (4 experts of which 2 are chosen, the router random), so that rounding sends some positions to
-other experts in the trainer than in the engine: recorded experts are forced, or not. Each expert is the dense one with noise, 5 % and
-30 % of its weights' deviation: what another choice costs depends on how much experts differ. Engine and trainer compute
-in bfloat16, the trainer from float32 masters under autocast; with --dtype float32 both in float32.
+There are two tables. For the first, sampling cuts the vocabulary, and the trainer's log-probs are renormalised over the
+recorded mask, or not. For the second, the model is upcycled to a mixture of experts (4 experts of which 2 are chosen,
+the router random), so that rounding routes some positions to other experts in the trainer than in the engine: recorded
+experts are forced, or not. Each expert is the dense one with noise of 5 % and of 30 % of its weights' deviation,
+because the cost of another choice depends on how much experts differ. Engine and trainer compute in bfloat16, the
+trainer from float32 masters under autocast; with --dtype float32 both compute in float32.
 
-|difference| is of log-probs in nats; the mismatch KL is the mean of exp(d) - d - 1, d = trainer - sampler, over tokens that the sampler drew.
+|difference| is of log-probs in nats; the mismatch KL is the mean of exp(d) - d - 1, d = trainer - sampler, over sampled
+tokens.
 """
 
 from __future__ import annotations
@@ -87,7 +90,7 @@ def sample(
         _, prompt = encoder.encode_messages([{"role": "user", "content": question}])
         drawn = Sampling(max_tokens=tokens, seed=number, **sampling)
         request = Request(str(number), prompt, drawn, return_mask=bool(sampling), return_routing=routing)
-        transcripts[request.id] = Transcript(request)
+        transcripts[request.id] = Transcript(request=request)
         engine.add(request)
     while engine.has_work():
         output = engine.step()

@@ -1,18 +1,21 @@
-"""Who is trained? What pacing and discarding do to throughput, to lag, and to the choice of prompts.
+"""Which prompts are trained? The effect of pacing and discarding on throughput, on lag, and on the choice of prompts.
 
     python benchmarks/staleness.py [--seeds 0 1 2] [--steps 60] [--real 14] [--json FILE]
 
-**Simulated.** The real pipeline, buffer and staleness code in virtual time (`headrace.simulate`): a 7B model on eight H100s, half of them to
-generate and half to train, 32 prompts x 8 rollouts a step, log-normal completions with a heavy tail that are long where the prompt
-is hard. The simulation knows how long every completion would have become and how often every prompt is solved, also of those
-that were never finished: what was drawn is compared with what was trained on prompts whose tickets all ended.
+**Simulated.** The real pipeline, buffer and staleness code runs in virtual time (`headrace.simulate`): a 7B model on
+eight H100s, half of them to generate and half to train, 32 prompts x 8 rollouts per step, log-normal completions with a
+heavy tail, longer for harder prompts. The simulation knows the final length of every completion and the solve rate of
+every prompt, even of those that were never finished: the groups drawn are compared with those trained, on prompts whose
+tickets all ended.
 
-**Real** (--real STEPS): the demo's model and task, with completions of up to 160 tokens, the task's verifier as reward (and a little
-noise, so that every group has contrast), a learning rate next to nothing, and the same policies. Generation is the bottleneck, as it is
-with large models: the engine's plain PyTorch path on one core, 48 sequences at once. The same ticket asks the same
-prompt in every run: for groups that one policy ended early, what another one sampled stands in.
+**Real** (--real STEPS): the demo's model and task, with completions of up to 160 tokens, the task's verifier as reward
+(and a little noise, so that every group has contrast), a learning rate close to zero, and the same policies. Generation
+is the bottleneck, as it is with large models: the engine's plain PyTorch path on one core, 48 sequences at once. The
+same ticket has the same prompt in every run: for groups that one policy ended early, the completions of another one are
+used.
 
-Compared are, of the groups with contrast, means over groups: a group is one observation. Shares of tokens are of all that were sampled.
+Means are over groups with contrast, each group being one observation. Shares of tokens are of all tokens that were
+sampled.
 """
 
 from __future__ import annotations
@@ -139,10 +142,10 @@ def scenario_of(given: argparse.Namespace, policy: Json, seed: int) -> Any:
 
     chip, shape = hardware.gpu("h100"), hardware.shape("7b")
     return Scenario(
-        hardware.rates(chip, shape, 1, 4, 256, "7b"),
-        Distribution("lognormal", mean=2000, sigma=1.0, correlation=0.6),
-        StalenessConfig(groups_per_step=given.groups, **policy),
-        RolloutConfig(group_size=8, max_tokens=16384, patience=10**9),
+        rates=hardware.rates(chip, shape, replica=1, trainer=4, max_running=256, name="7b"),
+        completions=Distribution("lognormal", mean=2000, sigma=1.0, correlation=0.6),
+        staleness=StalenessConfig(groups_per_step=given.groups, **policy),
+        rollout=RolloutConfig(group_size=8, max_tokens=16384, patience=10**9),
         steps=given.steps,
         replicas=4,
         prompts=fixed(300),
@@ -160,7 +163,7 @@ def asked(scenario: Any, tickets: int) -> list[Prompted]:
 
     task = SimulatedTask(scenario.prompts, scenario.seed)
     length = Lengths(scenario.completions, scenario.rollout.max_tokens)
-    scorer = SimulatedScorer(scenario.latency, 1, scenario.seed, solved=scenario.solved)
+    scorer = SimulatedScorer(latency=scenario.latency, workers=1, seed=scenario.seed, solved=scenario.solved)
     found = []
     for ticket in range(tickets):
         prompt, size = task.draw(), scenario.rollout.group_size

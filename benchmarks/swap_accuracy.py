@@ -2,15 +2,16 @@
 
     python benchmarks/swap_accuracy.py [--model smollm2-135m-instruct] [--rates 1e-6 1e-5 1e-4] [--swaps 1 2 4 8]
 
-The real trainer makes a chain of versions (demo task, one AdamW step each, advantages of random sign). They are served twice: in
-float32, and rounded to bfloat16 as they are published. Where steps are much smaller than the spacing of bfloat16 numbers, what
-arrives of a step is mostly which weights happen to cross a rounding boundary, and of weights that were quantised many lie on one.
+The real trainer makes a chain of versions (demo task, one AdamW step each, advantages of random sign). They are served
+twice: in float32, and rounded to bfloat16 as they are published. If steps are much smaller than the spacing of bfloat16
+numbers, rounding mostly decides which weights change at all, and many quantised weights lie on a rounding boundary.
 
-Version 0 samples completions of 128 tokens. The same tokens are then forwarded as a run would that swaps n times at equal distances,
-always to the next version, once with the cache as the earlier versions left it and once with the cache computed anew under the
-version that is live. Both times every token's log-prob is of the version that is live when it is sampled: their difference is what
-keeping costs. The forward pass is in float32, so that nothing but the cache differs. For comparison: how far the same swaps move the
-log-probs themselves, and how far serving in bfloat16 does.
+Version 0 samples completions of 128 tokens. The same tokens are then forwarded as in a run that swaps n times at equal
+distances, always to the next version, once with the cache as the earlier versions left it and once with the cache
+recomputed under the live version. Both times every token's log-prob is that of the version that is live when it is
+sampled: their difference is the cost of keeping the cache. The forward pass is in float32, so that nothing but the
+cache differs. For comparison, the script also reports how far the same swaps change the log-probs themselves, and how
+far serving in bfloat16 does.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ class Model:
         self._width, self._sequences, self._dtype = -(-length // BLOCK), sequences, dtype
         self.published = torch.bfloat16
         read = skeleton.read(model_dir, dtype, torch.device("cpu"))
-        self._runner = FusedRunner(read, length, dtype, torch.device("cpu"), False, 0)
+        self._runner = FusedRunner(read, length, dtype=dtype, device=torch.device("cpu"), exact=False, max_adapters=0)
         self._runner.allocate(self._width * sequences)
 
     def use(self, version: Path) -> None:
@@ -126,7 +127,9 @@ class Model:
         cache, pieces = self._cache(rows), prompts
         for position in range(tokens):
             seed = np.arange(rows).astype(np.uint64)
-            settings = Settings(ones, zeros, ones, np.zeros(rows), seed, zeros + position)
+            settings = Settings(
+                temperature=ones, top_k=zeros, top_p=ones, min_p=np.zeros(rows), seed=seed, counter=zeros + position
+            )
             drawn.append(sample(cache.forward(pieces, every=False), settings))
             pieces = list(drawn[-1].tokens[:, None])
         return np.stack([one.tokens for one in drawn], 1), np.stack([one.logprobs for one in drawn], 1)

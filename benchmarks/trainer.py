@@ -1,17 +1,18 @@
-"""How fast is one optimizer step, beside TRL's `GRPOTrainer` on the very same rollouts?
+"""How fast is one optimizer step, compared with TRL's `GRPOTrainer` on the same rollouts?
 
     make bench-trl-setup            once
     make bench-trainer ARGS="--scale 4x4"      or      python benchmarks/trainer.py [--scale 16x16] [--only headrace,trl]
 
-P prompts of 180 to 220 tokens × G completions of log-normal length, 50 to 400 tokens, sampled once by SmolLM2-135M-Instruct itself
-with their log-probs. Every contender is a process of its own, one after the other on the same cores: it loads the model, warms up
-on a part, and is timed over whole optimizer steps: forward, backward, clipping, AdamW. A trained token is one in the loss. Memory is
-the largest resident size of the process during the step.
+P prompts of 180 to 220 tokens × G completions of log-normal length, 50 to 400 tokens, sampled once by
+SmolLM2-135M-Instruct itself with their log-probs. Every contender is a process of its own, one after the other on the
+same cores: it loads the model, warms up on a part, and is timed over whole optimizer steps: forward, backward,
+clipping, AdamW. A trained token is one in the loss. Memory is the largest resident size of the process during the step.
 
-Before that, on a small batch in float32, the gradients of both sides are compared: the same loss (PPO clip, mean over the step's
-tokens) on the same rows must give the same gradient, or the comparison means nothing. After it, headrace's memory by length.
+Before that, the gradients of both sides are compared on a small batch in float32: the same loss (PPO clip, mean over
+the step's tokens) on the same rows must give the same gradient, or the comparison means nothing. After it, headrace's
+memory is measured by length.
 
-What was measured lies in a JSON file and is not measured again unless --again is given: an interrupted run goes on.
+Results are kept in a JSON file and not measured again unless --again is given: an interrupted run continues.
 """
 
 from __future__ import annotations

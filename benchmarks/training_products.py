@@ -1,11 +1,13 @@
-"""How fast are the trainer's products beside MKL's and oneDNN's, on every kind of processor that this one can stand for?
+"""How fast are the trainer's products compared with MKL's and oneDNN's, on every kind of processor that this one can
+emulate?
 
     python benchmarks/training_products.py [--tiers native AVX2] [--rows 256 1024] [--rounds 7]
 
-y = x Wᵀ and both of its gradients, for the layers of SmolLM2-135M and one of a model of 0.5 billion parameters, in float32 and bfloat16,
-on one thread. Figures are GFLOP a second of CPU time, the fastest of several interleaved rounds. A tier is a process of its own in which
-kernels are compiled for a set of instructions and torch's libraries are limited to the same. `packed` is the kernels' product with its
-weight packed first, as float32 has it at every use; the others find it packed, as oneDNN's own does.
+y = x Wᵀ and both of its gradients, for the layers of SmolLM2-135M and one of a model of 0.5 billion parameters, in
+float32 and bfloat16, on one thread. Figures are GFLOP per second of CPU time, the fastest of several interleaved
+rounds. A tier is a process of its own in which kernels are compiled for a set of instructions and torch's libraries are
+limited to the same. `packed` includes packing the weight first, as float32 does at every use; in the others the weight
+is packed already, as in oneDNN's own measurement.
 """
 
 from __future__ import annotations

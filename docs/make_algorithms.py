@@ -54,7 +54,7 @@ def _special(recipe: Recipe) -> str:
         said.append(f"old = {recipe.old}")
     if one.mode != "none":
         said.append(f"{one.level} {one.mode} [{one.low:g}, {one.high:g}]")
-    said += [f"{name} {value:g}" for name in ("veto", "kpop", "opsm") if (value := getattr(one, name))]
+    said += [f"{rule.name} {rule.threshold:g}" for rule in one.rules]
     match recipe.select.kind:
         case "m2po":
             said.append(f"selection m2po, tau {recipe.select.tau:g}")

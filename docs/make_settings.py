@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from headrace.algo.config import AlgoConfig
+from headrace.algo.recipe_parts import CorrectionConfig
 from headrace.algo.recipes import LOSSES
+from headrace.algo.rules.table import RULES
 from headrace.config import RunConfig
 
 TARGET = Path(__file__).with_name("settings.md")
@@ -49,7 +51,7 @@ def sections(
     kind: type, path: str = "", title: str = "The run, above all tables", about: str = ""
 ) -> Iterator[Section]:
     """Yields the sections of a settings dataclass: its own settings, then those of its tables and of its lists of tables."""
-    hints, told = typing.get_type_hints(kind), docstrings(kind) | (constants() if kind is AlgoConfig else {})
+    hints, told = typing.get_type_hints(kind), docstrings(kind) | computed(kind)
     own, tables, lists = [], [], []
     for name, field in kind.__pydantic_fields__.items():  # type: ignore[attr-defined]
         here, hint = f"{path}{name}", hints[name]
@@ -74,6 +76,13 @@ def docstrings(kind: type) -> dict[str, str]:
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
             found[field.target.id] = inspect.cleandoc(str(ast.literal_eval(below.value)))
     return found
+
+
+def computed(kind: type) -> dict[str, str]:
+    """Returns the purposes of settings that are made from the tables of losses and rules."""
+    if kind is CorrectionConfig:
+        return {name: (inspect.getdoc(rule) or "").split("\n\n")[0] for name, rule in RULES.items()}
+    return constants() if kind is AlgoConfig else {}
 
 
 def constants() -> dict[str, str]:

@@ -18,7 +18,7 @@ from pydantic.dataclasses import dataclass
 
 from headrace.algo.config import AlgoConfig
 from headrace.algo.earlier import as_it_was
-from headrace.engine.config import EngineConfig
+from headrace.engine.config import EngineConfig, engine_problems
 from headrace.environments.config import EnvironmentConfig, turn_problems
 from headrace.errors import ConfigError
 from headrace.models.lora import AdapterConfig, LoraConfig, lora_problems
@@ -136,6 +136,7 @@ def check(config: RunConfig) -> list[str]:
         *_sampling_problems(config),
         *_length_problems(config),
         *_core_problems(config),
+        *engine_problems(config.engine),
         *_teacher_problems(config),
         *partial_problems(config.partial, bool(config.lora.served_name), several=False),
         *parity_problems(config.train, config.engine, config.rollout, bool(config.lora.rank)),
@@ -262,7 +263,7 @@ def _teacher_problems(config: RunConfig) -> Iterator[str]:
 
 def teacher_engine(config: RunConfig, teacher: TeacherConfig) -> EngineConfig:
     """Returns the run's engine settings with the teacher's own on top. Raises ConfigError naming the teacher."""
-    base = {**dataclasses.asdict(config.engine), "path": "auto", "max_adapters": 0, "routing": False}
+    base = {**dataclasses.asdict(config.engine.for_worker), "path": "auto", "max_adapters": 0, "routing": False}
     try:
         return build(EngineConfig, merge(base, teacher.engine))
     except ConfigError as error:

@@ -150,6 +150,13 @@ class EngineStats(Struct, frozen=True):
         return self.cached_tokens / self.asked_tokens if self.asked_tokens else 0.0
 
 
+TOTALS = (
+    "sampled_tokens", "prompt_tokens", "steps", "busy_seconds", "asked_tokens", "cached_tokens", "recomputed_tokens", "swaps",
+    "preemptions",
+)  # fmt: skip
+"""Statistics that count from the start of a process."""
+
+
 class LoadReport(Struct, frozen=True):
     """How a `WeightUpdate` went live.
 

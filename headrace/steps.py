@@ -77,7 +77,7 @@ class StepOutput(Struct, frozen=True):
     """Whether an update was being streamed in: some parameters are newer than `version` (see `VersionSpan.mixed`)."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Transcript:
     """A request and all that has been reported about it so far: what another engine needs to continue it.
 

@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
+
+gc.disable()  # until all tests are collected: see `pytest_collection_finish`
+
+IN_MEMORY = Path("/dev/shm")
+"""Tests write small files and flush each to the disk, as a run does: on a busy disk a flush takes 20 ms, here none."""
+
+if IN_MEMORY.is_dir() and shutil.disk_usage(IN_MEMORY).free > 4e9:  # a container may have 64 MB there
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(IN_MEMORY))
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay: nobody needs to look for garbage among them. As in a worker (`orchestration/workers/worker.py`)."""
+    gc.freeze()
+    gc.enable()
+
 
 CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz +-=?.,:\n"
 SPECIAL = ["<unk>", "<s>", "<end>", "<user>", "<assistant>", "<system>"]

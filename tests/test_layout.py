@@ -61,7 +61,8 @@ FLOORS = {
 # The rooms of a folder, from the lowest up: each imports only from those before it. A folder's own files have no order of their
 # own, but a folder has no circle among its rooms and files.
 ROOMS = {
-    "algo": ("policy", "advantage", "loss"),
+    "algo": ("policy", "rules", "advantage", "loss"),
+    "engine": ("native", "remote"),
     "engine.native": ("cache", "sampling", "schedule", "runners", "kernels"),
     "observe": ("numbers", "diagnosis", "health", "screen", "report", "sinks"),
     "orchestration": ("store", "loops", "workers", "clients", "runs"),
@@ -276,6 +277,67 @@ def long_calls(package: Path) -> Iterator[str]:
                     yield f"{path.relative_to(package)}:{node.lineno} passes {len(node.args)} values by position to {called}"
 
 
+def long_definitions(package: Path) -> Iterator[str]:
+    """Dataclasses and functions that can be given more than five values by position."""
+    for path in modules(package).values():
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.ClassDef) and _is_dataclass(node) and _positional_fields(node) > MAX_BY_POSITION:
+                yield f"{path.relative_to(package)} {node.name}"
+            if isinstance(node, ast.ClassDef) and not _is_autograd(node):
+                yield from (f"{path.relative_to(package)} {node.name}.{one.name}" for one in _long_functions(node))
+        yield from (f"{path.relative_to(package)} {one.name}" for one in _long_functions(parsed(path)))
+
+
+def _decorator(node: ast.ClassDef) -> ast.expr | None:
+    """`dataclass`, by whatever name it was imported."""
+    return next((one for one in node.decorator_list if _last_word(one) in ("dataclass", "plain")), None)
+
+
+def _is_dataclass(node: ast.ClassDef) -> bool:
+    return _decorator(node) is not None
+
+
+def _is_autograd(node: ast.ClassDef) -> bool:
+    """torch calls `forward` of these by position."""
+    return any(_last_word(base) == "Function" for base in node.bases)
+
+
+def _last_word(node: ast.expr) -> str:
+    return ast.unparse(node.func if isinstance(node, ast.Call) else node).rpartition(".")[2]
+
+
+def _keyword(node: ast.expr | None, name: str) -> bool | None:
+    """The literal value of a call's keyword; None where it is not given."""
+    given = node.keywords if isinstance(node, ast.Call) else []
+    return next((ast.literal_eval(one.value) for one in given if one.arg == name), None)
+
+
+def _positional_fields(node: ast.ClassDef) -> int:
+    named, count = _keyword(_decorator(node), "kw_only") or False, 0
+    for field in node.body:
+        if isinstance(field, ast.AnnAssign) and "ClassVar" not in (kind := ast.unparse(field.annotation)):
+            if kind.endswith("KW_ONLY"):
+                named = True
+                continue
+            own = _keyword(field.value, "kw_only")
+            count += not (named if own is None else own) and _keyword(field.value, "init") is not False
+    return count
+
+
+def _long_functions(scope: ast.Module | ast.ClassDef) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Those defined in it, also inside its functions, but not in other classes."""
+    todo: list[ast.AST] = list(scope.body)
+    while todo:
+        node = todo.pop(0)
+        if isinstance(node, ast.ClassDef):
+            continue
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            names = [one.arg for one in (*node.args.posonlyargs, *node.args.args)]
+            if len(names) - (names[:1] in (["self"], ["cls"], ["ctx"])) > MAX_BY_POSITION:
+                yield node
+        todo += ast.iter_child_nodes(node)
+
+
 # --- the code keeps to them --------------------------------------------------------------------------------------------
 
 
@@ -289,6 +351,10 @@ def test_rooms_of_a_folder_have_an_order():
 
 def test_more_than_five_values_have_names():
     assert list(long_calls(PACKAGE)) == []
+
+
+def test_definitions_with_more_than_five_values_take_keywords():
+    assert list(long_definitions(PACKAGE)) == []
 
 
 def test_no_folder_is_crowded():
@@ -454,4 +520,26 @@ def test_call_checker_counts_what_is_passed_by_position(tmp_path):
     assert list(long_calls(package)) == [
         "six.py:1 passes 6 values by position to f",
         "starred.py:1 passes 6 values by position to x.f",
+    ]
+
+
+def test_definition_checker_counts_what_may_be_passed_by_position(tmp_path):
+    six = "".join(f"    {name}: int = 0\n" for name in "abcdef")
+    package = plant(
+        tmp_path,
+        classes=f"@dataclass\nclass Six:\n{six}@dataclass(frozen=True)\nclass Frozen:\n{six}"
+        f"@dataclass(kw_only=True)\nclass Named:\n{six}@dataclass\nclass Half:\n    _: KW_ONLY\n{six}class Plain:\n{six}"
+        f"@dataclass\nclass Five:\n    count: ClassVar[int] = 0\n    own: int = field(init=False)\n{six.replace('    f: int = 0', '')}"
+        f"@dataclass(kw_only=True)\nclass Mixed:\n{six.replace('= 0', '= field(kw_only=False)')}",
+        functions="def f(a, b, c, d, e, f): ...\nasync def g(a, b, c, d, e, f=1): ...\ndef h(a, b, c, d, *, e, f): ...\n"
+        "class C:\n    def six(self, a, b, c, d, e, f): ...\n    def five(self, a, b, c, d, e): ...\n"
+        "class Op(torch.autograd.Function):\n    def forward(ctx, a, b, c, d, e, f): ...\n",
+    )
+    assert list(long_definitions(package)) == [
+        "classes.py Six",
+        "classes.py Frozen",
+        "classes.py Mixed",
+        "functions.py C.six",
+        "functions.py f",
+        "functions.py g",
     ]

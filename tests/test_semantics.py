@@ -192,7 +192,7 @@ def test_c6_a_wait_is_reported_at_its_first_deadline_and_stops_the_run_at_its_se
 
 @pytest.mark.parametrize("seconds", [0.35, 1.0, 2.2])
 def test_c7_a_run_that_was_killed_trains_every_prompt_once(tmp_path: Path, seconds: float):
-    first = FakeWorld(tmp_path, steps=6, checkpoint_every=2, engine=FakeEngine(0.1))
+    first = FakeWorld(tmp_path, steps=6, checkpoint_every=2, engine=FakeEngine(seconds_per_token=0.1))
 
     async def killed() -> None:
         running = asyncio.ensure_future(first.run())
@@ -201,7 +201,7 @@ def test_c7_a_run_that_was_killed_trains_every_prompt_once(tmp_path: Path, secon
         await asyncio.wait([running])
 
     virtual_time.run(killed())
-    second = FakeWorld(tmp_path, steps=6, checkpoint_every=2, engine=FakeEngine(0.1))
+    second = FakeWorld(tmp_path, steps=6, checkpoint_every=2, engine=FakeEngine(seconds_per_token=0.1))
     virtual_time.run(second.run(resume=True))
     trained = [one.prompt.id for step in read_steps(tmp_path) for one in step.groups]
     assert trained == [f"train/{number}" for number in range(18)], "6 steps of 3 prompts, each once and in order"

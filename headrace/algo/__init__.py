@@ -3,6 +3,7 @@
 recipes.py         the table of algorithms
 config.py          the settings that replace a recipe's values, with those of its parts in recipe_parts.py
 policy/            the policy losses, each a value
+rules/             the rules by which a correction takes tokens out, each a value
 advantages.py      one number per rollout from the rewards of its group
 advantage/         from rewards to training rows
 loss/              the loss that the trainer computes on every microbatch

@@ -18,7 +18,7 @@ def trusts_a_region(algo: AlgoConfig) -> bool:
     user's own loss is assumed to."""
     recipe, correction = algo.recipe, algo.recipe.correction
     bounds = recipe.loss.holds and recipe.old != "trainer"  # where every ratio is 1
-    corrects = correction.mode != "none" or any((correction.veto, correction.kpop, correction.opsm))
+    corrects = correction.mode != "none" or bool(correction.rules)
     return bounds or corrects or recipe.select.kind == "m2po"
 
 

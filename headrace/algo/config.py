@@ -26,6 +26,7 @@ from headrace.algo.recipe_parts import (
     SelectConfig,
 )
 from headrace.algo.recipes import LOSSES, RECIPES, Recipe
+from headrace.algo.rules.table import RULES
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -97,6 +98,7 @@ class AlgoConfig:
         row = RECIPES[self.name]
         given = {name: getattr(self, name) for name in ("advantage", "aggregation", "old")}
         nested = {name: _with(getattr(row, name), getattr(self, name)) for name in _NESTED}
+        nested["correction"] = _corrected(row.correction, self.correction)
         if nested["kl"].place == "reward" and self.kl.estimator is None:
             nested["kl"] = replace(nested["kl"], estimator="k1")
         replaced = {name: value for name, value in given.items() if value is not None}
@@ -147,7 +149,7 @@ class AlgoConfig:
         return replace(self, length_constant=max_tokens) if wanted else self
 
 
-_NESTED = ("correction", "lag", "select", "kl", "distill")
+_NESTED = ("lag", "select", "kl", "distill")
 _OF_A_LOSS = {loss.selection: loss.name for loss in LOSSES.values() if loss.selection}
 """Selection -> the loss that it belongs to."""
 _CONSTANTS = tuple(dict.fromkeys(name for loss in LOSSES.values() for name in loss.reads()))
@@ -169,6 +171,14 @@ def _known(setting: str, name: str, known: tuple[str, ...], other: str = "") -> 
 
 def _with(part: P, settings: Any) -> P:
     return replace(part, **_given(settings))
+
+
+def _corrected(part: Correction, settings: CorrectionConfig) -> Correction:
+    """The recipe's correction with the values and thresholds given here; a threshold of 0 removes its rule."""
+    given, thresholds = _given(settings), {rule.name: rule.threshold for rule in part.rules}
+    thresholds |= {name: given.pop(name) for name in RULES if name in given}
+    rules = tuple(rule(thresholds[name]) for name, rule in RULES.items() if thresholds.get(name))
+    return replace(part, **given, rules=rules)
 
 
 def _given(settings: Any) -> dict[str, Any]:
@@ -210,7 +220,7 @@ def _lengths(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
     if config.denominator == "kept" and not _rejects(recipe):
         yield (
             f"algo.denominator = kept has no meaning with algo.name = {config.name}, in which no rule takes anything out; remove it, or set "
-            "algo.correction.mode = mask, veto, kpop or opsm, algo.lag.kind = trim, or algo.select"
+            f"algo.correction.mode = {_either(['mask', *RULES])}, algo.lag.kind = trim, or algo.select"
         )
     if config.length_constant and recipe.aggregation != "token_sum":
         yield f"algo.length_constant has no meaning with algo.aggregation = {recipe.aggregation}; use token_sum, or remove it"
@@ -219,7 +229,7 @@ def _lengths(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
 def _rejects(recipe: Recipe) -> bool:
     chosen = recipe.lag.kind == "trim" or recipe.select.kind in ("m2po", "clip_cov") or recipe.loss.rejects
     one = recipe.correction
-    return chosen or one.mode == "mask" or any((one.veto, one.kpop, one.opsm))
+    return chosen or one.mode == "mask" or bool(one.rules)
 
 
 def _corrections(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
@@ -308,6 +318,10 @@ def _divergences(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
         )
     if recipe.advantage == "zero" and distill.kind == "none":
         yield "algo.advantage = zero without algo.distill would teach nothing; set algo.distill.kind, or another advantage"
+
+
+def _either(names: list[str]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}"
 
 
 def _have(names: list[str]) -> str:

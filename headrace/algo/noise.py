@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from headrace.algo.config import AlgoConfig
 from headrace.algo.recipes import Recipe
+from headrace.algo.rules.table import RULES
 from headrace.reports import Noise, TrainReport
 
 COSTLY = 0.02
@@ -68,8 +69,9 @@ def bounds_of(recipe: Recipe) -> Iterator[Bound]:
     if correction.mode == "mask" and correction.level != "sequence":
         inside = (_log(correction.low), math.log(correction.high))
         yield Bound(_names(recipe, "mask"), *inside, one_sided=False, of_sequence=correction.level == "geometric")
-    if correction.opsm:
-        yield Bound(_names(recipe, "opsm"), -correction.opsm, math.inf, one_sided=True, of_sequence=True)
+    for rule in correction.rules:
+        if bounds := rule.log_bounds():
+            yield Bound(_names(recipe, rule.name), *bounds, one_sided=True, of_sequence=rule.of_sequence)
 
 
 def _log(ratio: float) -> float:
@@ -101,7 +103,7 @@ class NoiseWatch:
         if fresh is None or report.noise is None:
             return []
         self._tokens += fresh.tokens
-        stopped = {rule: fresh.masked.get(rule, 0.0) for rule in ("mask", "veto", "kpop", "opsm")}
+        stopped = {rule: fresh.masked.get(rule, 0.0) for rule in ("mask", *RULES)}
         stopped["clip"] = fresh.clipped if self._recipe.loss.cuts else 0.0
         for rule, share in stopped.items():
             self._stopped[rule] = self._stopped.get(rule, 0.0) + share * fresh.tokens
@@ -113,7 +115,8 @@ class NoiseWatch:
         return [self._sentence(rule, report.noise) for rule in new]
 
     def _sentence(self, rule: str, noise: Noise) -> str:
-        whole = rule == "opsm" or (rule == "clip" and self._recipe.loss.of_sequence)
+        whole = rule == "clip" and self._recipe.loss.of_sequence
+        whole = whole or (rule in RULES and RULES[rule].of_sequence)
         whole = whole or (rule == "mask" and self._recipe.correction.level == "geometric")
         spread = noise.sequence_rms if whole else noise.token_rms
         return (
@@ -131,7 +134,7 @@ def _names(recipe: Recipe, rule: str = "clip") -> str:
         case "mask":
             given = {"algo.correction.low": correction.low, "algo.correction.high": correction.high}
         case _:
-            given = {f"algo.correction.{rule}": getattr(correction, rule)}
+            given = {f"algo.correction.{rule}": one.threshold for one in correction.rules if one.name == rule}
     return " and ".join(f"{name} = {value:g}" for name, value in given.items())
 
 

@@ -9,6 +9,9 @@ from typing import Literal
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from headrace.algo.rules.rule import Rule
+from headrace.algo.rules.table import with_thresholds
+
 Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_sum"]
 Denominator = Literal["all", "kept"]
 Old = Literal["sampler", "trainer", "loglinear"]
@@ -27,12 +30,12 @@ class Correction:
     level: Level = "token"
     low: float = 0.0
     high: float = 2.0
-    veto: float = 0.0
-    kpop: float = 0.0
-    opsm: float = 0.0
+    rules: tuple[Rule, ...] = ()
+    """In the order of `rules.table.RULES`."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
+@with_thresholds
 class CorrectionConfig:
     """Weights on the policy loss that correct for the gap between sampler and trainer."""
 
@@ -44,13 +47,6 @@ class CorrectionConfig:
     """The smallest weight; 0 is no lower bound."""
     high: float | None = Field(default=None, gt=0)
     """The largest weight."""
-    veto: float | None = Field(default=None, ge=0, lt=1)
-    """Takes out sequences in which a token's ratio is below this (1e-4 is usual); 0 is off."""
-    kpop: float | None = Field(default=None, ge=0)
-    """Takes out tokens for which the larger of the two binary divergences is above this; 0 is off."""
-    opsm: float | None = Field(default=None, ge=0)
-    """Takes out tokens of negative advantage in sequences whose mean of sampler's - trainer's log-prob is above this; 0
-    is off."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,10 @@ from headrace.algo.policy.region import DPPOKL, DPPOTV, IPO, DPPOTVQuadratic
 from headrace.algo.policy.smooth import SAPO, Kimi, KLCov
 from headrace.algo.policy.weighted import CISPO, TOPR, CrossEntropy, Importance, Reinforce, TOPRToken
 from headrace.algo.recipe_parts import KL, Aggregation, Correction, Distill, LagWeight, Old, Select
+from headrace.algo.rules.kpop import KPop
+from headrace.algo.rules.opsm import OPSM
+from headrace.algo.rules.table import RULES
+from headrace.algo.rules.veto import Veto
 
 
 @dataclass(frozen=True)
@@ -37,8 +41,8 @@ class Recipe:
     """arXiv numbers, or author and year."""
 
 
-RULES = ("mask", "veto", "kpop", "opsm", "lag", "m2po", "clip_cov", "mine")
-"""The rules that may take out a token's policy loss; `mine` stands for a user's own loss."""
+REASONS = ("mask", *RULES, "lag", "m2po", "clip_cov", "mine")
+"""The reasons that may take out a token's policy loss; `mine` stands for a user's own loss."""
 
 # The default clip is around the *sampler's* log-probs, so that its ratio holds staleness and engine/trainer mismatch
 # together: a second importance weight would count them twice. Recipes with a correction anchor at the trainer's.
@@ -151,21 +155,21 @@ RECIPES: dict[str, Recipe] = {
         PPOClip(),
         "token_mean",
         old="trainer",
-        correction=Correction(mode="mask", level="geometric", low=0.95, high=1.05, veto=1e-4),
+        correction=Correction(mode="mask", level="geometric", low=0.95, high=1.05, rules=(Veto(1e-4),)),
         papers=("Liu et al. 2025",),
     ),
     "kpop": Recipe(
         "group_norm",
         PPOClip(),
         "token_mean",
-        correction=Correction(kpop=2.0),
+        correction=Correction(rules=(KPop(2.0),)),
         about="drops tokens whose binary KL is above the bound",
     ),
     "opsm": Recipe(
         "group_norm",
         PPOClip(),
         "token_mean",
-        correction=Correction(opsm=0.05),
+        correction=Correction(rules=(OPSM(0.05),)),
         about="drops tokens of negative advantage in sequences that have drifted by more than the bound",
         papers=("2512.02556",),
     ),

@@ -215,7 +215,7 @@ def _rows(engine: EngineCore, asked: _Asked, options: dict[str, Any], routed: bo
 
 
 def _sampled(engine: EngineCore, requests: Sequence[Request]) -> dict[str, Completion]:
-    transcripts = {request.id: Transcript(request) for request in requests}
+    transcripts = {request.id: Transcript(request=request) for request in requests}
     completions = {}
     for request in requests:
         engine.add(request)

@@ -29,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def serve(arguments: argparse.Namespace) -> int:
     """Serves until it is asked to end (SIGINT, SIGTERM). Raises ConfigError."""
     from headrace.engine.config import EngineConfig
-    from headrace.serve.config import ServeConfig, read_token
+    from headrace.serve.config import ServeConfig
+    from headrace.settings.secrets import read_token
     from headrace.settings.toml import build, merge, parse_sets
 
     if missing := [module for module in NEEDED if importlib.util.find_spec(module) is None]:
@@ -46,7 +47,7 @@ def serve(arguments: argparse.Namespace) -> int:
         model=arguments.model,
         host=arguments.host,
         port=arguments.port,
-        token=read_token(arguments.token_file) if arguments.token_file else "",
+        token=read_token(arguments.token_file, "--token-file") if arguments.token_file else "",
         name=arguments.name,
         engine=engine,
     )

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
+from collections.abc import Iterator
+from dataclasses import fields
 from typing import Literal
 
 from pydantic import ConfigDict, Field, field_validator
 from pydantic.dataclasses import dataclass
 
-from headrace.engine.kinds import ENGINES
+from headrace.engine.kinds import ENGINES, SERVERS
+from headrace.settings.extras import install
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class EngineConfig:
     kind: str = "native"
-    """The engine that serves the policy. native: headrace's own, in a process on this machine."""
+    """The engine that serves the policy. native: headrace's own, in a process on this machine; headrace: the same engine behind
+    HTTP (`headrace serve`)."""
+    urls: tuple[str, ...] = ()
+    """Address of the server, such as ["http://127.0.0.1:8000"], for kinds that are one."""
+    token_file: str = ""
+    """File that holds the server's token."""
+    patience: float = Field(default=60.0, gt=0)
+    """Seconds that a server may be away before the run stops. Requests go on from their prefixes when it is back."""
+    shared_dir: str = ""
+    """Directory that the trainer and the server both see, through which weights travel. Empty: one below the run's own."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda if there is a GPU, else cpu."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
@@ -55,11 +69,49 @@ class EngineConfig:
     @field_validator("kind")
     @classmethod
     def _is_there(cls, kind: str) -> str:
-        if kind not in ENGINES:
-            raise ValueError(f'engine.kind = "{kind}" is not one of the engines there are: {", ".join(ENGINES)}')
+        if kind not in (*ENGINES, *SERVERS):
+            there = ", ".join([*ENGINES, *SERVERS])
+            raise ValueError(f'engine.kind = "{kind}" is not one of the engines there are: {there}')
         return kind
 
     @property
     def serving_dtype(self) -> str:
         """Name of the torch dtype that weights are published in. `auto` where nothing was measured is bfloat16."""
         return "bfloat16" if self.dtype == "auto" else self.dtype
+
+    @property
+    def is_server(self) -> bool:
+        return self.kind in SERVERS
+
+    @property
+    def for_worker(self) -> EngineConfig:
+        """Settings of an engine in a process of this machine, for a teacher or a reference beside a policy that a server serves."""
+        if not self.is_server:
+            return self
+        kept = {name: getattr(self, name) for name in ("dtype", "context_length", "max_deaths", "exact")}
+        return EngineConfig(**kept)
+
+
+_OF_SERVERS = ("urls", "token_file", "patience", "shared_dir")
+_OF_BOTH = ("kind", "dtype", "context_length", "max_deaths", "exact")
+
+
+def engine_problems(config: EngineConfig) -> Iterator[str]:
+    """Settings that say nothing to an engine of this kind, and what a server lacks."""
+    usual = EngineConfig()
+    changed = [field.name for field in fields(config) if getattr(config, field.name) != getattr(usual, field.name)]
+    if not config.is_server:
+        for name in changed:
+            if name in _OF_SERVERS:
+                yield f'engine.{name} is about servers, and engine.kind = "{config.kind}" is none; set engine.kind = "headrace", or remove it'
+        return
+    for name in changed:
+        if name not in (*_OF_SERVERS, *_OF_BOTH):
+            yield f"engine.{name} is the server's business: give it to the command that starts it (headrace serve --set engine.{name}=...)"
+    if len(config.urls) != 1:
+        yield f'engine.kind = "{config.kind}" needs the address of one server, and engine.urls names {len(config.urls)}: engine.urls = ["http://127.0.0.1:8000"]'
+    for url in config.urls:
+        if not re.fullmatch(r"https?://[^/\s?#@]+/?", url):
+            yield f'engine.urls: "{url}" is no address of a server; write it as http://HOST:PORT'
+    if importlib.util.find_spec("aiohttp") is None:
+        yield f'engine.kind = "{config.kind}" needs aiohttp, which is not installed: {install("remote")}'

@@ -11,7 +11,7 @@ import math
 import random
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import msgspec
 
@@ -47,6 +47,7 @@ class FakeEngine:
     seconds_per_token: float = 0.01
     load_seconds: float = 0.0
     length: Callable[[random.Random], int] = lambda rng: rng.randint(1, 8)
+    _: KW_ONLY
     failure_rate: float = 0.0
     """Share of requests that end with `stop = "error"`."""
     outage_rate: float = 0.0
@@ -78,7 +79,7 @@ class FakeEngine:
         assert self.version >= 0, "generate before the first load"
         self._refuse(request)
         self.requests.append(request)
-        pending = self._pending[request.id] = _Pending(request)
+        pending = self._pending[request.id] = _Pending(request=request)
         try:
             end = await self._serve(pending)
         except _Interrupted:

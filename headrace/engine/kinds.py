@@ -16,6 +16,10 @@ ENGINES = {
 that serves it imports it."""
 
 
+SERVERS = ("headrace",)
+"""Engines behind HTTP: values of `engine.kind` that need `engine.urls`. Their dialects are in `remote/`."""
+
+
 def core_class(kind: str) -> Callable[[Path, Any], EngineCore]:
     module, _, name = ENGINES[kind].partition(":")
     found: Callable[[Path, Any], EngineCore] = getattr(importlib.import_module(module), name)

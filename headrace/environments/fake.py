@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from headrace.protocols import Agent, EnvironmentKind, Limits, Resumes
@@ -20,12 +20,12 @@ def echo(done: Completion, seed: int) -> Sequence[int]:
     return 98, len(done.tokens), *done.tokens[-1:]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ScriptedTurns:
     """Protocol `Environment`: asks for `turns` turns, with the tokens of `reply` between two of them."""
 
-    prompt: Prompt
-    seed: int
+    prompt: Prompt = field(kw_only=False)
+    seed: int = field(kw_only=False)
     turns: int = 2
     reply: Reply = echo
     seconds: float = 0.0

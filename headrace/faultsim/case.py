@@ -31,10 +31,10 @@ class Case(Struct, frozen=True):
     evaluate_every: int = 0
     stored: int = 0
     skips: bool = False
-    """Some steps have a gradient that is not finite."""
+    """Whether some steps have a gradient that is not finite."""
     faults: tuple[Fault, ...] = ()
     stragglers: int = 0
-    """Rewards of every so many-th prompt come so late that all other groups could pass its group. 0: of none."""
+    """The rewards of every `stragglers`-th prompt come so late that all other groups could overtake its group. 0 for none."""
     turns: int = 1
     """Turns of every rollout; more than one are those of the scripted environment (`environments/fake.py`)."""
 
@@ -51,7 +51,7 @@ class Case(Struct, frozen=True):
 
     @property
     def loses_nothing(self) -> bool:
-        """Whether which prompts are trained depends on nothing but their rewards."""
+        """Whether the trained prompts depend on nothing but their rewards."""
         return self.overdue == "wait" and self.mode != "cancel_group" and not self.skips
 
     @property

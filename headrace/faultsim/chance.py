@@ -1,7 +1,7 @@
-"""The seeded schedule of one life of a simulated run, and worker processes that live by it.
+"""The seeded schedule of one life of a simulated run, and worker processes that follow it.
 
-The processes are shipped fakes (`orchestration/workers/fake.py`) whose messages are late, come twice and get lost, and who stand
-still, or die in the middle of their work.
+The processes are shipped fakes (`orchestration/workers/fake.py`) whose messages are late, repeated or lost, and that hang or die in the
+middle of their work.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from headrace.orchestration.workers.wire import Frame, pack
 
 
 class Chance:
-    """How long everything takes, and what goes wrong on the way. Protocol `Post`."""
+    """The durations of everything, and the faults on the way. Protocol `Post`."""
 
     def __init__(self, seed: str, faults: tuple[Fault, ...], patience: float) -> None:
-        """`patience`: seconds that nobody waits for."""
+        """`patience`: seconds after which a wait stops the run."""
         self.random, self._patience = random.Random(seed), patience
         self._faults = {(one.kind, one.at): one for one in faults}
         self.befell: list[Fault] = []
         self.scale = self.random.choice([0.0, 0.01, 0.01, 0.3])
-        """Seconds of a message."""
+        """Seconds that a message takes."""
         self.slow = 1.0
         self._messages = 0
 
@@ -34,18 +34,18 @@ class Chance:
         return fault
 
     def seconds(self, scale: float) -> float:
-        """Often the same, sometimes none, sometimes long."""
+        """Draws a duration: often `scale`, sometimes zero, sometimes long."""
         draw = self.random.random()
         return scale * (1.0 if draw < 0.5 else 0.0 if draw < 0.6 else self.random.expovariate(1.0))
 
     def stall(self, who: str, turn: int) -> float:
-        """Seconds that a worker stands still before its `turn`."""
+        """Returns the seconds for which a worker hangs before its `turn`."""
         if self.due(f"{who}_hangs", turn):
             return 1e9
         return 0.3 * self._patience if self.due(f"{who}_slow", turn) else 0.0
 
     def copies(self) -> int:
-        """How often the next message arrives."""
+        """Returns how often the next message arrives."""
         number, self._messages = self._messages, self._messages + 1
         if self.due("lose", number):
             return 0
@@ -53,7 +53,7 @@ class Chance:
 
 
 class Process(FakeProcess):
-    """A worker process that has faults."""
+    """A worker process with faults."""
 
     who = ""
 
@@ -62,7 +62,7 @@ class Process(FakeProcess):
         self.chance = chance
 
     async def step_into(self, turn: int) -> None:
-        """Before each turn of the worker: where its faults are."""
+        """Applies the faults before a turn of the worker."""
         if stall := self.chance.stall(self.who, turn):
             await asyncio.sleep(stall)
         if fault := self.chance.due(f"{self.who}_dies", turn):

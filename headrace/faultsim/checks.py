@@ -1,7 +1,7 @@
-"""The contracts C1 to C8, checked at every fact of a simulated run, at every record of its journal, and at its end.
+"""Checks the contracts C1 to C8 at every fact of a simulated run, at every record of its journal, and at its end.
 
-`RunHistory` outlives the kills: it knows what was sampled, told, trained and served in all lives of a run. `Referee` is the observer
-of one life: it looks at every fact before it is written. What they compare with is in `oracles.py`.
+`RunHistory` survives the kills: it knows what was sampled, reported, trained and served in all lives of a run. `Referee` is the observer
+of one life: it checks every fact before it is written. Their reference values are in `oracles.py`.
 """
 
 from __future__ import annotations
@@ -50,44 +50,43 @@ class RunHistory:
     """What happened in all lives of a run."""
 
     def __init__(self, group_size: int, remembers: bool = True, turns: int = 1) -> None:
-        """`remembers`: whether this one is there in all lives of the run, and not in one of them. `turns`: of every rollout."""
+        """`remembers`: whether this object exists in all lives of the run, rather than in one of them. `turns`: turns of every rollout."""
         self._group_size, self._turns = group_size, turns
         self.truth = Truth(remembers=remembers)
         self.trained: dict[int, tuple[tuple[int, str], ...]] = {}
-        """By step: tickets and prompts."""
+        """By step: the trained tickets and prompts."""
         self.killed = self.facts = 0
         self.stopped: list[str] = []
         self.befell: list[Fault] = []
         self.reached: Counter[str] = Counter()
-        """By request: tokens that the controller was told."""
+        """By request: the number of tokens that the controller has received."""
         self.admitted: dict[int, int] = {}
         """By ticket: the version that was live when it was drawn."""
         self.journal: WatchedJournal | None = None
-        """Of the latest life."""
+        """The journal of the latest life."""
         self.passes_lost = False
-        """Whether a disk was full or without power: what was told then is sampled again."""
+        """Whether a disk was full or lost power: tokens received then are sampled again."""
         self.lost_power = False
-        """Since the journal was opened last."""
+        """Whether power was lost since the journal was opened last."""
         self.changes = False
-        """Whether the settings of training were changed, and no run has begun with them yet."""
+        """Whether training settings were changed, and no life has begun with them yet."""
         self.rotten = False
-        """Whether a record of the journal is not as it was written, and no run has begun without it yet."""
+        """Whether a record of the journal was damaged, and no life has begun without it yet."""
         self.damaged = False
         """Whether that happened just before this life."""
         self._spoiled: set[tuple[str, int]] = set()
-        """Checkpoints that are not as they were written: their names, and when they were sealed."""
+        """Damaged checkpoints: their names, and when they were sealed."""
         self.weights = ""
-        """Of the trainer, at the end."""
+        """The trainer's weights at the end."""
 
     # -- while it runs --------------------------------------------------------------------------------------------------
 
-    def told(self, output: bytes) -> None:
-        """What is in the passes by now."""
-        told = _output.decode(output)
-        self.reached.update(told.request_ids)
+    def received(self, output: bytes) -> None:
+        """Counts the tokens of an engine output."""
+        self.reached.update(_output.decode(output).request_ids)
 
     def meanwhile(self, directory: Path, faults: Sequence[Fault]) -> None:
-        """What happens to a run of which nothing runs."""
+        """Applies the faults that happen between two lives."""
         self.damaged = False
         sealed = Checkpoints(directory / "checkpoints", 2).all()
         good = [path for path in sealed if not self.is_spoiled(path)]
@@ -106,30 +105,32 @@ class RunHistory:
         return _sealed(checkpoint) in self._spoiled
 
     def opens(self, storage: Storage, counts: Counts) -> None:
-        """C7: a kill costs no record of the journal, and no step that was told of."""
+        """Checks C7: a kill costs no record of the journal, and no step that was reported."""
         saved, before = storage.saved, self.journal
         if saved is None or before is None or not self.truth.remembers:
             return
         found, written = counts.end, before.counts.end
-        if saved.rewinds or self.changes or self.rotten:  # by this process, or by one that was killed then
+        if (
+            saved.rewinds or self.changes or self.rotten
+        ):  # set aside by this process, or by one that was killed while doing so
             written = min(written, saved.state.journal if saved.state else 0)
             self._forget(saved.saved_step)
         least = min(written, before.flushed) if self.lost_power else written
         assert least <= found <= written, f"C7: {written} records were written, {least} are safe, and {found} are there"
         for step, taken in self.trained.items():
             tickets = tuple(ticket for ticket, _ in taken)
-            assert counts.steps.get(step) == tickets, f"C7: step {step} was told of, and is not in the journal"
+            assert counts.steps.get(step) == tickets, f"C7: step {step} was reported, and is not in the journal"
         self.admitted = {ticket: version for ticket, version in self.admitted.items() if ticket in counts.drawn}
         self.lost_power = False
 
     def _forget(self, step: int) -> None:
-        """What came after this step was set aside."""
+        """Forgets everything after this step, which was set aside."""
         self.trained = {known: taken for known, taken in self.trained.items() if known < step}
         self.truth.served = {version: one for version, one in self.truth.served.items() if version <= step}
         self.reached.clear()
 
     def resumes(self, storage: Storage, buffer: Buffer, interrupts: Interrupts, plan: LoopPlan) -> None:
-        """C7: nothing that had reached the controller is sampled again."""
+        """Checks C7: no token that had reached the controller is sampled again."""
         self.changes = self.rotten = False
         if storage.saved is None or not self.truth.remembers:
             return
@@ -188,7 +189,7 @@ class RunHistory:
         assert told == list(range(steps)) or self.passes_lost, f"C7: the metrics tell of steps {told}"
 
     def trained_all(self, seed: int, count: int) -> None:
-        """C7: the prompts of a run in which nothing goes wrong: the first ones that have something to teach."""
+        """Checks C7: the trained prompts are those of a run without faults, the first ones that have contrast."""
         expected: set[str] = set()
         ticket = 0
         while len(expected) < count:
@@ -204,7 +205,7 @@ def _sealed(checkpoint: Path) -> tuple[str, int]:
 
 
 def trained_in(directory: Path) -> dict[int, tuple[tuple[int, str], ...]]:
-    """As the journal tells it. By step: tickets and prompts."""
+    """Returns the trained tickets and prompts by step, according to the journal."""
     steps = read_steps(directory)
     return {one.step: tuple((group.ticket, group.prompt.id) for group in one.groups) for one in steps}
 
@@ -215,20 +216,20 @@ class Referee:
     def __init__(self, case: Case, storage: Storage, buffer: WatchedBuffer, history: RunHistory, disk: Disk) -> None:
         self._case, self._storage, self._buffer, self._history, self._disk = case, storage, buffer, history, disk
         self._reached: Counter[str] = Counter()
-        """What the engine had told when the journal was flushed last."""
+        """Tokens received when the journal was flushed last."""
         self._live, self._delivered = -1, -1
-        """The version that is live; the same, if it went live after the start of this life."""
+        """The live version; and the version that went live last after the start of this life."""
         self._step = 0
         self._interrupts: Interrupts | None = None
-        """Once the run goes on."""
+        """Set once the run is resumed."""
         self.journal: WatchedJournal
         self._admission: Admission
         self.saved_step: Callable[[], int]
-        """Of the checkpoint that the run counts on."""
+        """The step of the checkpoint that the run relies on."""
         self._chance: Chance
 
     def begins(self, chance: Chance) -> None:
-        """When the files are open."""
+        """Starts checking, once the files are open."""
         disk, history, buffer, self._chance = self._disk, self._history, self._buffer, chance
         counts = Counts(records_in(Path(disk.root)))
         history.opens(self._storage, counts)
@@ -268,7 +269,7 @@ class Referee:
     # -- tickets ----------------------------------------------------------------------------------------------------------
 
     def _drawn(self, fact: TicketDrawn) -> None:
-        assert fact.ticket in self.journal.counts.drawn, f"C7: ticket {fact.ticket} is told of, and not in the journal"
+        assert fact.ticket in self.journal.counts.drawn, f"C7: ticket {fact.ticket} is reported, and not in the journal"
         self._history.admitted[fact.ticket] = self._live
         self._admission.drawn(fact.ticket, self._step, self._live)
 
@@ -286,7 +287,7 @@ class Referee:
     def _ended(self, fact: GroupEnded) -> None:
         counts, case, ticket = self.journal.counts, self._case, fact.ticket
         written = counts.ready if fact.outcome == "ready" else counts.ended
-        assert ticket in written, f"C7: ticket {ticket} is told of as {fact.outcome}, and not in the journal"
+        assert ticket in written, f"C7: ticket {ticket} is reported as {fact.outcome}, and not in the journal"
         self._admission.ended(fact)
         if fact.reason not in ("overdue", "interrupted", SKIPPED):
             expected = fate_of(case.seed, ticket, case.group_size, case.turns)
@@ -304,7 +305,7 @@ class Referee:
 
     def _trained(self, fact: StepTrained) -> None:
         step, tickets = fact.report.step, tuple(group.ticket for group in fact.groups)
-        assert self.journal.counts.steps.get(step) == tickets, f"C7: step {step} is told of, and not in the journal"
+        assert self.journal.counts.steps.get(step) == tickets, f"C7: step {step} is reported, and not in the journal"
         lags = [step - version for group in fact.groups for row in group.rows for version in _aged(row)]
         assert lags and min(lags) >= 0 and max(lags) <= self._case.max_lag, f"C1: lags {sorted(set(lags))}"
         for group in fact.groups:
@@ -314,8 +315,8 @@ class Referee:
         self._history.step(fact)
 
     def _admitted(self, group: Group, step: int) -> None:
-        """The proof in `rollouts/staleness.py` speaks of the version that was live when a group was admitted."""
-        admitted = self._history.admitted.get(group.ticket)  # None: killed before it was told
+        """Checks the version that was live when a group was admitted, on which the proof in `rollouts/staleness.py` rests."""
+        admitted = self._history.admitted.get(group.ticket)  # None: killed before it was reported
         if admitted is None:
             return
         first = min(version for row in group.rows for version in row.versions)
@@ -335,7 +336,8 @@ class Referee:
         self._nothing_is_missed()
 
     def _nothing_is_missed(self) -> None:
-        """C7: a checkpoint at this instant would have every token that was told. Swaps are when many requests end at once."""
+        """Checks C7: a checkpoint at this instant would have every token that was received. It is called at swaps, when many requests end
+        at once."""
         if self._interrupts is not None:
             kept = self._interrupts.so_far()
             self._has_all(kept, self._buffer.in_flight, self._history.reached, "a checkpoint would have")
@@ -343,16 +345,16 @@ class Referee:
     # -- checkpoints ----------------------------------------------------------------------------------------------------------
 
     def _books(self) -> None:
-        """C2, as a reader of the facts can tell it."""
+        """Checks that the facts give the same counts as the controller (C2)."""
         counted, told = self._buffer.accounting(), self._storage.recorder.state.tickets.accounting()
         assert counted == told, f"C2: the controller counts {counted}, its facts {told}"
 
     def _flush(self) -> None:
-        """What a checkpoint holds is taken at this instant."""
+        """Notes the tokens received when the journal is flushed, which is the instant that a checkpoint captures."""
         self._reached = self._history.reached.copy()
 
     def _checkpoint(self, fact: CheckpointSaved) -> None:
-        """C7: weights, tickets, journal and tokens of one instant."""
+        """Checks C7: a checkpoint has weights, tickets, journal and tokens of one instant."""
         assert fact.step != self._storage.saved_step, f"C7: the checkpoint of step {fact.step} is written anew"
         path = Path(fact.path)
         self._passes_of()
@@ -375,7 +377,7 @@ class Referee:
             assert have >= known, f"C7: {name} had {known} tokens, and {what} {have}"
 
     def _passes_of(self) -> None:
-        """C7: a checkpoint is of use with the passes behind it, older ones too."""
+        """Checks C7: every checkpoint, older ones included, has the file of the passes after it, without which it cannot be used."""
         root, history = Path(self._disk.root), self._history
         good = [path for path in self._storage.checkpoints.all() if not history.is_spoiled(path)]
         missing = [path.name for path in good if not (root / "passes" / f"{path.name}.bin").exists()]

@@ -1,6 +1,6 @@
-"""A simulated engine process, and the memory it shares with the trainer's: forward passes over all that runs, messages between.
+"""A simulated engine process: forward passes over all running requests, and messages in between. It shares a memory with the trainer's.
 
-What is sampled depends on the weights, the request's seed and the place, as in an exact engine. `Truth` remembers all of it.
+The sampled tokens depend on the weights, the request's seed and the place, as in an exact engine. `Truth` remembers all of them.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from headrace.weights import WeightUpdate
 MAX_RUNNING = 12
 
 MAX_TOKENS = 6
-"""Of a completion."""
+"""Tokens of a completion at most."""
 
 
 def digest(*parts: object) -> int:
-    """64 bits."""
+    """Returns a hash of 64 bits."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest())
 
 
 def opinion(weights: str, count: int) -> tuple[float, ...]:
-    """Log-probs of a probe: engine and trainer agree where their weights do."""
+    """Returns the log-probs of a probe. Engine and trainer agree if their weights do."""
     return tuple(-1.0 - digest(weights, place) % 1000 / 100 for place in range(count))
 
 
 def fate(seed: int, max_tokens: int) -> tuple[int, bool]:
-    """How long a completion becomes, and whether it fails then."""
+    """Returns the length of a completion, and whether it fails at its end."""
     rng = random.Random(seed)
     return min(max(1, int(rng.paretovariate(0.7))), max_tokens), rng.random() < 0.05
 
 
 @dataclass
 class Truth:
-    """What engines sampled and served in all lives of a run, whoever knows of it."""
+    """Everything that engines sampled and served in all lives of a run, whether or not the controller received it."""
 
     tokens: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
-    """By request: each token with its version. What is sampled again takes the place of what was."""
+    """By request: each token with its version. A token that is sampled again replaces the earlier one."""
     served: dict[int, str] = field(default_factory=dict)
     """By version: fingerprint of the weights."""
     remembers: bool = True
-    """Whether it is there in all lives."""
+    """Whether this object exists in all lives."""
     keys: dict[int, dict[str, RolloutKey]] = field(default_factory=dict)
     """By ticket: the keys of its requests."""
 
@@ -74,7 +74,7 @@ class Truth:
 
 @dataclass
 class _Row:
-    """A request that runs."""
+    """A running request."""
 
     request: Request
     wanted: int
@@ -196,8 +196,8 @@ class SimulatedEngineProcess(Process):
                 continue
             del self._waiting[name]
             if request.prompt_logprobs:
-                told = opinion(self._weights, len(request.prompt) - 1)
-                scores.append(PromptScores(name, self._version, told, mixed=self._mixed))
+                scored = opinion(self._weights, len(request.prompt) - 1)
+                scores.append(PromptScores(name, self._version, scored, mixed=self._mixed))
                 ended.append(Finished(name, "length"))
                 continue
             wanted, fails = fate(request.sampling.seed, request.sampling.max_tokens)

@@ -1,5 +1,5 @@
-"""Faults of a simulated run, and a disk that has them: killed between any two of its operations, in the middle of a write, full,
-without power, with a byte that is another one than was written."""
+"""The faults of a simulated run, and a disk that has them: it is killed between any two operations or in the middle of a write, is full,
+loses power, or changes a byte that was written."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Kind = Literal[
 
 
 class Fault(Struct, frozen=True):
-    """Something goes wrong in the `life`-th process of a run."""
+    """One fault in the `life`-th process of a run."""
 
     kind: Kind
     life: int
@@ -41,7 +41,7 @@ class Fault(Struct, frozen=True):
 
 
 def some_faults(rng: random.Random, size: int) -> tuple[Fault, ...]:
-    """`size`: about how many operations of the disk a run has."""
+    """Draws faults. `size`: approximate number of disk operations of a run."""
     lives, found = rng.choice([0, 1, 1, 2, 3, 5]), []
     for life in range(lives):
         found.append(Fault("kill" if rng.random() < 0.6 else "power", life, _early(rng, size), rng.random()))
@@ -68,21 +68,21 @@ def some_faults(rng: random.Random, size: int) -> tuple[Fault, ...]:
 
 
 def _early(rng: random.Random, size: int) -> int:
-    """Half of them anywhere, half of them soon."""
+    """Draws a position: half of them anywhere, half of them early."""
     return int(rng.randrange(size) * (1.0 if rng.random() < 0.5 else rng.random() ** 3))
 
 
 class Killed(SystemExit):
-    """kill -9 of the controller: asyncio lets it through, nobody catches it."""
+    """kill -9 of the controller: asyncio passes it on, and no code catches it."""
 
 
 class Disk:
-    """What one process does to the files under `root`, one operation after the other.
+    """The operations of one process on the files under `root`, one after the other.
 
-    A kill changes nothing on the disk but what is written behind it: whoever tries all operations has tried all kills."""
+    A kill changes nothing on the disk except that later writes are missing, so trying all operations tries all kills."""
 
     def __init__(self, root: Path, faults: Sequence[Fault] = (), kill: Callable[[], None] | None = None) -> None:
-        """`kill`: what to do at the fault of this name; raise `Killed` if not given."""
+        """`kill`: called at the fault of this name; by default it raises `Killed`."""
         self.root, self.operations = str(root), 0
         self.dead = self.was_full = False
         self._kill_at = min(
@@ -90,7 +90,7 @@ class Disk:
             default=(-1, 0.0, "kill"),
         )
         self._flushed: dict[int, int] = {}
-        """Bytes of a file, by its number, that a loss of power leaves. What an earlier process wrote is on the disk by now."""
+        """By inode: bytes that a loss of power leaves. What an earlier process wrote has reached the disk by now."""
         self.lost_power = False
         self._full = [(one.at, one.at + 1 + int(one.share * 6)) for one in faults if one.kind == "full"]
         self._unsaved = {one.at for one in faults if one.kind == "unsaved"}
@@ -98,7 +98,7 @@ class Disk:
         self._kill = kill or self._die
 
     def operation(self, data: Any = b"", write: Callable[[Any], Any] | None = None) -> None:
-        """Something is about to be done; `data` would be written by `write`. Raises what happens instead."""
+        """Precedes every operation, in which `write` would write `data`. Raises the fault that happens instead, if any."""
         if self.dead:
             raise Killed
         number, self.operations = self.operations, self.operations + 1
@@ -113,7 +113,7 @@ class Disk:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def checkpoint(self) -> None:
-        """One is about to be begun."""
+        """Precedes the start of every checkpoint."""
         number, self._checkpoints = self._checkpoints, self._checkpoints + 1
         if number in self._unsaved:
             self.was_full = True
@@ -130,8 +130,7 @@ class Disk:
                 yield path, path.stat()
 
     def lose(self) -> None:
-        """Where the power was lost: of what was written and not flushed all, nothing or a part, of each file another. Nothing is
-        mounted."""
+        """Removes unflushed data if the power was lost: of each file all, nothing or a part. Called when nothing is mounted."""
         for path, known in self._files() if self.lost_power else ():
             rng = random.Random(f"{self._kill_at[1]}/{path.name}")
             flushed = min(self._flushed.get(known.st_ino, 0), known.st_size)
@@ -145,13 +144,13 @@ class Disk:
             self._flushed[known.st_ino] = known.st_size
 
     def owns(self, path: Any) -> bool:
-        """A name alone is one inside a directory that is removed."""
+        """Returns whether the path is on this disk. A relative name is one inside a directory that is being removed."""
         name = os.fsdecode(path) if isinstance(path, str | bytes | os.PathLike) else ""
         return name.startswith(self.root) or not name.startswith("/")
 
     @contextlib.contextmanager
     def mounted(self) -> Iterator[Path]:
-        """Its root, as a path that appends through it."""
+        """Yields the root as a path whose files append through this disk."""
         global _mounted
         _listen()
         before, _mounted = _mounted, self
@@ -168,7 +167,7 @@ _listening = False
 
 
 def _listen() -> None:
-    """Python tells its audit hooks of every file that is opened, renamed or removed, before it is; a hook cannot be removed."""
+    """Installs the audit hook once. Python calls it before every file is opened, renamed or removed; a hook cannot be removed."""
     global _listening
     if not _listening:
         _listening = True
@@ -197,7 +196,7 @@ def _writes(mode: Any, flags: Any) -> bool:
 
 
 class _Root(type(Path())):  # type: ignore[misc]
-    """A path whose files append through the disk that is mounted."""
+    """A path whose files append through the mounted disk."""
 
     def open(self, mode: str = "r", buffering: int = -1, *args: Any, **kwargs: Any) -> Any:
         if not _mounted or not (mode == "ab" or (mode == "wb" and buffering == 0)):
@@ -207,7 +206,7 @@ class _Root(type(Path())):  # type: ignore[misc]
 
 
 class _Appending(io.RawIOBase):
-    """The raw file that an `AppendFile`, or what replaces a file, writes to."""
+    """The raw file that `AppendFile` and `replace_file` write to."""
 
     def __init__(self, file: Any, disk: Disk) -> None:
         self._file, self._disk = file, disk
@@ -235,13 +234,13 @@ class _Appending(io.RawIOBase):
 
 
 def rot(directory: Path, share: float) -> None:
-    """One byte of a checkpoint becomes another one, while nothing runs."""
+    """Changes one byte of a checkpoint, while nothing runs."""
     files = sorted(path for path in directory.iterdir() if path.name != "files.json")
     _spoil(file := files[int(share * len(files))], file.stat().st_size // 2)
 
 
 def rot_journal(path: Path, share: float, first: int) -> bool:
-    """The same of the journal, behind its first lines. Whether there are any."""
+    """Changes one byte of the journal after its first lines. Returns whether there is such a line."""
     lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
     if len(lines) <= first:
         return False
@@ -252,8 +251,8 @@ def rot_journal(path: Path, share: float, first: int) -> bool:
 
 
 def _spoil(path: Path, at: int) -> None:
-    """A digit becomes the next digit, which only a checksum can tell; any other byte its neighbour. Twice at one place is no repair:
-    a run may rot between two lives that both end before they begin."""
+    """Changes a digit to the next digit, which only a checksum can detect, and any other byte to its neighbour. Doing so twice at one
+    place is no repair: a run may rot between two lives that both end before they begin."""
     data = bytearray(path.read_bytes())
     digit = data[at] - ord("0")
     data[at] = ord("0") + (digit + 1) % 10 if 0 <= digit <= 9 else (data[at] + 1) % 256

@@ -1,8 +1,8 @@
-"""`python -m headrace.faultsim.fuzz`: schedules of fresh seeds for as long as you like, and what they found, shrunk.
+"""`python -m headrace.faultsim.fuzz`: runs schedules of fresh seeds for as long as you like, and shrinks what fails.
 
 --minutes 60            fresh seeds, one process
 --first 0 --count 500   these seeds
---case '{"seed": ...}'  one case again, as it was printed
+--case '{"seed": ...}'  one case again, in the form in which it was printed
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ TRIES = 300
 
 
 class FailingCase(Struct, frozen=True):
+    """A case that breaks a contract."""
+
     case: Case
     problem: str
 
@@ -33,7 +35,7 @@ class FailingCase(Struct, frozen=True):
 
 
 def problem_of(case: Case) -> str:
-    """Empty where every contract held."""
+    """Runs a case and returns the problem; empty if every contract held."""
     try:
         trial(case)
     except Exception as error:
@@ -42,7 +44,7 @@ def problem_of(case: Case) -> str:
 
 
 def shrunk(case: Case, problem: str, tries: int = TRIES) -> FailingCase:
-    """A simpler case with a problem of the same kind: fewer faults, steps, groups; plainer settings; earlier faults."""
+    """Returns a simpler case with a problem of the same kind: fewer faults, steps, groups; simpler settings; earlier faults."""
     found, kind = FailingCase(case, problem), _kind(problem)
     while tries > 0:
         for simpler in _simpler(found.case):
@@ -59,7 +61,7 @@ def shrunk(case: Case, problem: str, tries: int = TRIES) -> FailingCase:
 
 
 def _kind(problem: str) -> str:
-    """The class, and the contract."""
+    """Returns the class of the error and the contract."""
     return ":".join(problem.split(":")[:2])[:60] if problem.startswith("AssertionError: C") else problem.split(":")[0]
 
 
@@ -87,7 +89,7 @@ def _with(value: Any, **changes: Any) -> Any:
 
 
 def fuzz(first: int, count: float, seconds: float) -> list[FailingCase]:
-    """Prints what it finds at once."""
+    """Runs schedules and prints each failing one at once."""
     began, seed, findings = time.monotonic(), first, []
     while seed - first < count and time.monotonic() - began < seconds:
         case = _with(case_of(seed), turns=2 if seed % 4 == 3 else 1)

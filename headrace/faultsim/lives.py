@@ -1,8 +1,8 @@
 """Deterministic simulation testing: a whole run with all its lives, faults included, from one seed, in milliseconds.
 
 Pipeline, buffer, staleness, interrupts, recovery, journal, passes, checkpoints, facts and the clients of the worker processes
-are those of a run. Worker processes, sockets, clock and disk are simulated (`chance.py`, `faults.py`). A run that is
-killed goes on from what lies on its disk, until it has finished; `checks.py` watches every fact of it.
+are those of a run. Worker processes, sockets, clock and disk are simulated (`chance.py`, `faults.py`). A killed run is resumed from its
+disk until it has finished; `checks.py` checks every fact of it.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ from headrace.simulate.virtual_time import VirtualTimeLoop
 from headrace.weight_sync.shared_memory import SharedMemory
 
 PATIENCE = 600.0
-"""Virtual seconds until a wait stops the run. Without a fault nothing takes that long."""
+"""Virtual seconds after which a wait stops the run. Without a fault no wait takes that long."""
 
 ENDLESS = 40_000
-"""Turns of the loop in one life. Without a mistake a life takes a tenth of that at most."""
+"""Turns of the loop in one life at most. Without a bug a life takes a tenth of that."""
 
 
 THINKS = 0.2
@@ -156,7 +156,7 @@ class Life:
         self._telemetry = Telemetry(self._referee.record, self._clock, waits)
 
     def _behind(self) -> tuple[Path | None, SavedRun]:
-        """What the lives before this one left, and what became of it since."""
+        """Returns what the lives before this one left on the disk."""
         history, checkpoints = self._history, self._checkpoints
         checkpoint, complaints = checkpoints.newest_good()
         newest = checkpoints.all()[-1:]
@@ -249,12 +249,12 @@ class Life:
             max_skipped_steps=1000,
             checkpoint_every=self._case.checkpoint_every,
             evaluate_every=self._case.evaluate_every,
-            watch=WatchConfig(failed_pause=1.0, outages=1000),  # what fails here was made to fail
+            watch=WatchConfig(failed_pause=1.0, outages=1000),  # failures here are intended
         )
 
     def _told(self, output: bytes) -> None:
         if not self._disk.dead:
-            self._history.told(output)
+            self._history.received(output)
 
     def _started(self, step: int) -> RunStarted:
         case, buffer = self._case, self._buffer
@@ -304,7 +304,7 @@ def _fast_directory() -> str | None:
 
 
 def _live(case: Case, number: int, history: RunHistory, name: str) -> bool:
-    """Whether the run is finished."""
+    """Runs one life. Returns whether the run is finished."""
     faults = [one for one in case.faults if one.life == number]
     history.meanwhile(Path(name), faults)
     disk = Disk(Path(name), faults)
@@ -339,7 +339,7 @@ class _Loop(VirtualTimeLoop):
         self._disk, self._turns = disk, 0
 
     def _run_once(self) -> None:
-        if self._disk.dead:  # a task group would still tidy up
+        if self._disk.dead:  # otherwise a task group would still clean up
             raise Killed
         self._turns += 1
         assert self._turns < ENDLESS, "C6: the loop turns and turns, and nothing comes of it"
@@ -347,7 +347,7 @@ class _Loop(VirtualTimeLoop):
 
 
 def until_done(main: Coroutine[Any, Any, None], disk: Disk) -> None:
-    """As `virtual_time.run`, but a kill leaves everything as it is: nothing is cancelled, nothing is closed in order."""
+    """Runs like `virtual_time.run`, but a kill leaves everything as it is: nothing is cancelled or closed."""
     loop = _Loop(disk)
     lost: list[dict[str, Any]] = []
     loop.set_exception_handler(lambda _, context: lost.append(context))
@@ -362,7 +362,7 @@ def until_done(main: Coroutine[Any, Any, None], disk: Disk) -> None:
 def _forget(loop: VirtualTimeLoop) -> None:
     for task in asyncio.all_tasks(loop):
         task._log_destroy_pending = False  # type: ignore[attr-defined]
-        for _ in range(3):  # one that waits in its clean-up does not end at once
+        for _ in range(3):  # a task that awaits in its clean-up does not end at the first close
             with suppress(BaseException):
                 task.get_coro().close()
     loop.close()

@@ -1,7 +1,7 @@
-"""What must be so, computed from seeds, facts and records alone: of the code that is checked nothing takes part.
+"""Reference values, computed from seeds, facts and records alone, without the code that is checked.
 
-`Counts`: C2 as the journal has it. `Admission`: who may be drawn and taken, and when (C1). `fate_of`: what becomes of a group.
-`one_age`: which versions a group may have, by `partial.mode`.
+`Counts`: the counts of C2 according to the journal. `Admission`: which tickets may be drawn and taken, and when (C1). `fate_of`: the
+outcome of a group. `one_age`: the versions that a group may have, by `partial.mode`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from headrace.rollouts.staleness import StalenessConfig
 from headrace.types import Episode, Group, Row, VersionSpan
 
 MIN_ROLLOUTS = 2
-"""That a group needs to be compared with itself."""
+"""Fewest scored rollouts of a group that can have contrast."""
 
 
 class _Line(msgspec.Struct):
@@ -46,19 +46,19 @@ _line = msgspec.json.Decoder(_Line, strict=False)
 
 
 def records_in(directory: Path) -> list[tuple[int, AnyRecord]]:
-    """All whole lines of the journal, with their numbers, whatever their checksums."""
+    """Returns the records of all complete lines of the journal with their numbers, whatever their checksums."""
     path = directory / JOURNAL
     lines = map(_line.decode, path.read_bytes().split(b"\n")[:-1] if path.is_file() else [])
     return [(line.n, line.record) for line in lines]
 
 
 class Counts:
-    """What a journal says: of every ticket, and in sum."""
+    """The state of every ticket according to a journal, and the sums."""
 
     def __init__(self, records: Iterable[tuple[int, AnyRecord]] = ()) -> None:
         self.drawn: set[int] = set()
         self.ready: dict[int, None] = {}
-        """In order, those that have ended since too."""
+        """Ready tickets in order, including those that have ended since."""
         self.ended: set[int] = set()
         self.steps: dict[int, tuple[int, ...]] = {}
         self.live: set[int] = set()
@@ -71,7 +71,7 @@ class Counts:
             self.fold(number, record)
 
     def until(self, position: int) -> Counts:
-        """What the records before this number say."""
+        """Returns the counts of the records before this number."""
         return Counts((number, record) for number, record in self.records if number < position)
 
     @property
@@ -110,19 +110,19 @@ class Counts:
         return [ticket for ticket in self.ready if ticket not in self.ended]
 
     def agree(self, counted: Accounting, when: str) -> None:
-        """C2, C7: nothing is counted that is not in the journal, and all that is."""
+        """Checks C2 and C7: exactly the contents of the journal are counted."""
         mine = len(self.drawn), self._trained, self._dropped, self._failed, self._failures
         theirs = counted.drawn, counted.trained, counted.dropped, counted.failed, counted.rollout_failures
         assert mine == theirs, f"C7: {when} the journal counts {mine}, the controller {theirs}"
 
 
 class WatchedJournal:
-    """A journal whose every record is looked at before it is written: all before it is counted, and nothing else is."""
+    """A journal that checks before every record that exactly the records before it are counted."""
 
     def __init__(self, journal: Journal, buffer: Buffer, counts: Counts, dead: Callable[[], bool]) -> None:
         self._journal, self._buffer, self.counts, self._dead = journal, buffer, counts, dead
         self.flushed = journal.position
-        """Records that a loss of power leaves."""
+        """Records that survive a loss of power."""
         self.on_ready: Callable[[Group], None] = lambda group: None
         self.on_flush: Callable[[], None] = lambda: None
 
@@ -148,7 +148,7 @@ class WatchedJournal:
 
 
 class WatchedBuffer(Buffer):
-    """A buffer that says whom the trainer takes, and when."""
+    """A buffer that reports which tickets the trainer takes, and when."""
 
     on_take: Callable[[int], None] = staticmethod(lambda ticket: None)
 
@@ -161,19 +161,19 @@ class WatchedBuffer(Buffer):
 
 
 class Admission:
-    """C1: tickets that are out, the window, the order, from the facts of one life."""
+    """Checks C1 from the facts of one life: tickets in use, the window, the order."""
 
     def __init__(self, config: StalenessConfig, counts: Counts) -> None:
         self._config = config
         self._flying = dict.fromkeys(counts.flying)
         self._ready = dict.fromkeys(counts.waiting)
         self._restored = frozenset(self._ready)
-        """The order in which these were finished is not kept."""
+        """Tickets that were ready at the start; the order in which they were finished is not recorded."""
         self._not_live: dict[int, int] = {}
-        """The version that a ticket's group made."""
+        """By ticket: the version that its group trained, as long as that is not live."""
         self._next = len(counts.drawn)
         self.here: set[int] = set()
-        """Drawn in this life."""
+        """Tickets that were drawn in this life."""
 
     def drawn(self, ticket: int, step: int, live: int) -> None:
         config = self._config
@@ -221,7 +221,7 @@ class Admission:
 
 
 def fate_of(seed: int, ticket: int, size: int, turns: int) -> tuple[str, dict[str, int]]:
-    """What becomes of a group that nobody ends: its outcome, and the rollouts of it that fail, by reason."""
+    """Returns the outcome of a group that is not cancelled, and its failed rollouts by reason."""
 
     def fails(place: int, turn: int) -> bool:
         parts = (place, turn) if turn else (place,)
@@ -236,8 +236,8 @@ def fate_of(seed: int, ticket: int, size: int, turns: int) -> tuple[str, dict[st
 
 
 def one_age(group: Group, mode: str, delivered: int, here: bool, quiet: bool) -> None:
-    """What `partial.mode` promises of a group that becomes ready. `delivered`: the version that went live last in this life, and
-    not at its start; `here`: whether it began in this life; `quiet`: whether nothing went wrong in it."""
+    """Checks the versions of a group that becomes ready, as `partial.mode` promises them. `delivered`: the version that went live last in
+    this life, not counting its start; `here`: whether the group began in this life; `quiet`: whether this life had no fault."""
     completions = [turn.completion for one in group.scored for turn in one.episode.turns]
     versions = [completion.versions() for completion in completions]
     said = f"{mode}: ticket {group.ticket} has tokens of versions {versions}"
@@ -294,5 +294,5 @@ def check_row(row: Row, episode: Episode) -> None:
 
 
 def oldest(tokens: Mapping[str, list[tuple[int, int]]], names: Iterable[str]) -> int | None:
-    """Version of the oldest token that an engine sampled for these requests."""
+    """Returns the version of the oldest token that an engine sampled for these requests."""
     return min((version for name in names for _, version in tokens.get(name, ())), default=None)

@@ -1,4 +1,4 @@
-"""Rewards that depend on the prompt and the rollout's place alone; some fail, some groups have no contrast, some take long."""
+"""Rewards that depend only on the prompt and the rollout's place. Some fail, some groups have no contrast, some take long."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from headrace.rollouts.rollout import seed_of
 from headrace.types import Episode, Failure, Prompt, Scored
 
 LATE = 40.0
-"""Seconds in which many other groups are sampled and scored."""
+"""Seconds: long enough for many other groups to be sampled and scored."""
 
 
 class SeededScorer:
     """Protocol `Scorer`."""
 
     def __init__(self, seed: int, chance: Chance, stragglers: int = 0) -> None:
-        """`stragglers`: every so many-th prompt takes `LATE` seconds. 0: none."""
+        """`stragglers`: every `stragglers`-th prompt takes `LATE` seconds. 0 for none."""
         self._seed, self._chance, self._stragglers = seed, chance, stragglers
         self._scale = chance.random.choice([0.0, 0.1, 2.0])
         self._calls = 0

@@ -1,5 +1,5 @@
-"""A simulated trainer process. Its weights are a checksum over all that it ever trained, in order: where the weights of two runs
-are the same, so are all their batches, token by token, log-prob by log-prob, version by version."""
+"""A simulated trainer process. Its weights are a checksum over everything it has trained, in order: if the weights of two runs are the
+same, so are all their batches, token by token, log-prob by log-prob, version by version."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from headrace.weights import WeightUpdate
 WEIGHTS = "weights.txt"
 
 SKIPPED = "nonfinite_gradient"
-"""Why some steps are."""
+"""The reason of skipped steps."""
 
 
 class SimulatedTrainerProcess(Process):
@@ -36,7 +36,7 @@ class SimulatedTrainerProcess(Process):
         self._seconds = chance.random.choice([0.1, 1.0, 5.0])
 
     async def serve(self) -> None:
-        """One call after the other, whoever still waits for the answer."""
+        """Serves one call after the other, even if the caller no longer waits."""
         while True:
             frame = await self.receive()
             await self.step_into(self._turns())
@@ -84,7 +84,7 @@ class SimulatedTrainerProcess(Process):
     async def _step(self, batch: Batch) -> TrainReport:
         await asyncio.sleep(self.chance.seconds(self._seconds))
         assert batch.step == self._version, f"step {batch.step} is asked of weights of version {self._version}"
-        learned = msgspec.structs.replace(batch, skippable=True)  # how it is asked is no part of what it is
+        learned = msgspec.structs.replace(batch, skippable=True)  # the flag is not part of the batch's content
         weights = xxhash.xxh3_64_hexdigest(self._weights.encode() + msgspec.msgpack.encode(learned))
         if self._skips and int(weights, 16) % 5 == 0:
             return TrainReport(batch.step, self._version, skipped=SKIPPED)

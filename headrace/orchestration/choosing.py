@@ -47,8 +47,8 @@ def settle(config: RunConfig, model_dir: Path, machine: Machine, parameters: int
     if config.train.parity == "bitwise":
         config = _one_arithmetic(config)
     on_cpu = {
-        part: machine.device(f"{part}.device", own.device) == "cpu"
-        for part, own in (("engine", config.engine), ("train", config.train))
+        "engine": not config.engine.is_server and machine.device("engine.device", config.engine.device) == "cpu",
+        "train": machine.device("train.device", config.train.device) == "cpu",
     }
     asked = [own for part, own in (("engine", config.engine), ("train", config.train)) if on_cpu[part]]
     if not config.train.minutes and not any("auto" in (own.dtype, own.path) for own in asked):
@@ -190,6 +190,8 @@ def allowance_of(config: RunConfig) -> Allowance | None:
 def speeds_of(settled: Settled, share: Share, checkpoint: int) -> Speeds | None:
     """The speeds for planning; None if a part was not measured."""
     config, figures = settled.config, settled.figures
+    if config.engine.is_server:
+        return None
     rates = {}
     for part, own in (("engine", config.engine), ("trainer", config.train)):
         start = f"{part} {own.dtype} " + ("" if own.path == "auto" else own.path)

@@ -13,14 +13,14 @@ from typing import Any
 from headrace.config import RunConfig, adapter_runs
 from headrace.observe.facts import WeightsLive
 from headrace.observe.telemetry import Telemetry
-from headrace.orchestration.clients.process_engine import ProcessEngine
 from headrace.orchestration.clients.process_trainer import ProcessTrainer
 from headrace.orchestration.loops.turns import Turns
 from headrace.orchestration.needs import check_needs, check_parity
+from headrace.orchestration.starting import start_engine, transport_of
 from headrace.orchestration.teaching import Shadowing, Teaching, shadow_of
 from headrace.orchestration.workers.build import open_launcher, open_transport
-from headrace.orchestration.workers.messages import AdapterStart, EngineStart, TrainerReady, TrainerStart
-from headrace.protocols import Engine, Job, Launcher, Trainer, Transport
+from headrace.orchestration.workers.messages import AdapterStart, TrainerReady, TrainerStart
+from headrace.protocols import Engine, Launcher, Trainer, Transport
 
 
 @dataclass(kw_only=True)
@@ -79,24 +79,24 @@ async def open_pools(
     """Starts both processes and waits until both are ready. `restore`: checkpoints by adapter; full weights have the empty name."""
     waits = telemetry.waits
     async with AsyncExitStack() as undo:
-        transports = [open_transport()]
+        transports = [transport_of(config, logs)]
         undo.callback(transports[0].close)
         if any(teacher.student for teacher in config.teachers):
             transports.append(open_transport())
             undo.callback(transports[1].close)
         launcher = open_launcher(logs)
-        job = Job("engine", "engine", config.engine.cores, transports[0].inherited)
-        engine = ProcessEngine(launcher, job, config.engine.max_deaths, telemetry)
+        starting = start_engine(
+            config, model_dir=model_dir, launcher=launcher, transport=transports[0], telemetry=telemetry
+        )
+        engine = starting.engine
         undo.push_async_callback(engine.close)
-        await engine.launch()
+        await starting.launch()  # a server that does not come has a deadline, and a sentence, of its own
         trainer = ProcessTrainer(launcher, trainer_start(config, model_dir, restore, *transports), config.train.cores)
         undo.push_async_callback(trainer.close)
         async with waits.named("start", "the trainer to load the model"):
             ready: TrainerReady = await trainer.open()
         async with waits.named("start", "the engine to make room for it"):
-            adapters = sum(map(bool, trained_in(config)))
-            settings = _engine_settings(config, adapters)
-            await engine.open(EngineStart(str(model_dir), settings, ready.manifests, transports[0]))
+            await starting.finish(ready.manifests, sum(map(bool, trained_in(config))))
         check_needs(engine.capabilities, config)
         check_parity(engine.capabilities, ready.arithmetic, config)
         undo.pop_all()
@@ -146,10 +146,3 @@ def algo_settings(config: RunConfig) -> dict[str, Any]:
 
 def _assignment(config: RunConfig) -> AdapterStart:
     return AdapterStart(dataclasses.asdict(config.train), algo_settings(config), dataclasses.asdict(config.lora))
-
-
-def _engine_settings(config: RunConfig, adapters: int) -> dict[str, Any]:
-    """Switches on what the run needs. The engine refuses at its start what it cannot do."""
-    routing = config.engine.routing or config.rollout.keep_routing
-    room = max(config.engine.max_adapters, adapters)
-    return dataclasses.asdict(dataclasses.replace(config.engine, routing=routing, max_adapters=room))

@@ -327,7 +327,7 @@ async def _reference(config: RunConfig, engines: TeacherEngines, student: Studen
         return None
     if student.serves_base:
         return student.engine
-    engine = dataclasses.replace(config.engine, max_adapters=0, routing=False)
+    engine = dataclasses.replace(config.engine.for_worker, max_adapters=0, routing=False)
     return await engines.open("reference", student.model_dir, engine)
 
 

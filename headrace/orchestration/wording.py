@@ -21,14 +21,26 @@ def placement(config: RunConfig, path: str) -> dict[str, str]:
     """Where each part of the run runs, in words."""
     return {
         "controller": "this process",
-        "engine": f"own process, {_place(config.engine.device, config.engine.cores, config.engine.threads)}, {config.engine.serving_dtype}, {path}",
+        "engine": _engine(config, path),
         "trainer": f"own process, {_place(config.train.device, config.train.cores, config.train.threads)}, {config.train.dtype if config.train.dtype != 'auto' else 'bfloat16 where the hardware has it'}",
-        "weights": "shared memory: base once, then adapters"
-        if config.lora.served_name
-        else "shared memory, two packed buffers",
+        "weights": _weights(config),
         "scorer": f"{config.reward.workers} workers",
         **{f"teacher {one.name}": f"own process, {one.asked}, by {one.mode}" for one in config.teachers},
     }
+
+
+def _engine(config: RunConfig, path: str) -> str:
+    engine = config.engine
+    if engine.is_server:
+        return f"{engine.kind} server {engine.urls[0]}, {engine.serving_dtype}, {path}"
+    return f"own process, {_place(engine.device, engine.cores, engine.threads)}, {engine.serving_dtype}, {path}"
+
+
+def _weights(config: RunConfig) -> str:
+    way = "files" if config.engine.is_server else "shared memory"
+    if config.lora.served_name:
+        return f"{way}: base once, then adapters"
+    return f"{way}, two versions" if config.engine.is_server else f"{way}, two packed buffers"
 
 
 def machine_change(before: RunStarted, now: RunStarted) -> str:

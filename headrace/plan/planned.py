@@ -1,4 +1,4 @@
-"""A scenario as a world: the real pipeline over simulated engines, a simulated trainer, and prompts and rewards by distribution."""
+"""The world of a scenario: the real pipeline with simulated engines, a simulated trainer, and prompts and rewards by distribution."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from headrace.simulate.surroundings import CompletionLengths, SimulatedScorer, S
 from headrace.simulate.world import World
 
 NEVER = 1e12
-"""Seconds. A plan may be slow; what would stop a run for waiting too long is not what it asks about."""
+"""Seconds. A plan may be slow, so waits have no deadline."""
 
 
 @dataclass(kw_only=True)
 class PlannedWorld(World):
     pool: Replicas
-    """All engines, also where there is one."""
+    """All engines, even if there is only one."""
 
 
 def planned_world(scenario: Scenario, observer: Observer) -> PlannedWorld:

@@ -70,7 +70,7 @@ def _correction(recipe: Recipe) -> str:
     weights = (
         [] if one.mode == "none" else [f"{one.mode} {one.level} weights to [{_plain(one.low)}, {_plain(one.high)}]"]
     )
-    others = [f"{name} = {_plain(value)}" for name in ("veto", "kpop", "opsm") if (value := getattr(one, name))]
+    others = [f"{rule.name} = {_plain(rule.threshold)}" for rule in one.rules]
     return ", ".join([*weights, *others]) or "none"
 
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-import os
-import stat
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from headrace.engine.config import EngineConfig
 from headrace.errors import ConfigError
@@ -27,7 +24,7 @@ class Limits:
     """Of one request (`n` times its prompts)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ServeConfig:
     model: str
     """A directory, a known name, or a hub id."""
@@ -66,19 +63,3 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host.lower() == "localhost"
-
-
-def read_token(path: Path) -> str:
-    """Raises ConfigError for a file that cannot be read, is empty, or that others may read."""
-    try:
-        token = path.read_text(encoding="utf-8").strip()
-        mode = stat.S_IMODE(path.stat().st_mode)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--token-file {path} cannot be read: {error}") from None
-    if os.name == "posix" and mode & 0o077:
-        raise ConfigError(f"--token-file {path} may be read by others (mode {mode:o}); chmod 600 {path}")
-    if not token or not token.isascii() or any(one.isspace() for one in token):
-        raise ConfigError(
-            f"--token-file {path} must hold one token: a line of ASCII without spaces (openssl rand -hex 32)"
-        )
-    return token

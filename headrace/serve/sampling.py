@@ -66,10 +66,10 @@ def stops(body: Drawing) -> tuple[str, ...]:
     return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
 
 
-def _room(serving: Serving, prompt: Sequence[int]) -> int:
-    """Tokens that fit behind a prompt. Raises Refused where none does."""
+def _room(serving: Serving, prompt: Sequence[int], least: int = 1) -> int:
+    """Tokens that fit behind a prompt. Raises Refused for fewer than `least`."""
     room = serving.engine.capabilities.context_length - len(prompt)
-    if room < 1:
+    if room < least:
         raise Refused(
             400,
             f"the prompt has {len(prompt)} tokens, and prompt and completion together may have "
@@ -81,7 +81,7 @@ def _room(serving: Serving, prompt: Sequence[int]) -> int:
 
 def _fits(serving: Serving, prompt: Sequence[int], most: int) -> int:
     """Raises Refused where so many tokens do not fit behind the prompt."""
-    if most > (room := _room(serving, prompt)):
+    if most > (room := _room(serving, prompt, least=min(most, 1))):
         raise Refused(
             400,
             f"a prompt of {len(prompt)} tokens leaves room for {room}, and max_tokens = {most}; lower it",
@@ -95,8 +95,11 @@ def of_generate(serving: Serving, body: Generate, name: str) -> list[Request]:
     refuse_unserved(drawing)
     if not body.token_ids:
         raise Refused(400, "token_ids is empty; begin with a start token at least")
-    room = _room(serving, body.token_ids)
-    most = min(16, room) if drawing.max_tokens is None else _fits(serving, body.token_ids, drawing.max_tokens)
+    most = (
+        min(16, _room(serving, body.token_ids))
+        if drawing.max_tokens is None
+        else _fits(serving, body.token_ids, drawing.max_tokens)
+    )
     scores = drawing.prompt_logprobs is not None
     if scores and drawing.logprobs and drawing.prompt_logprobs and drawing.logprobs != drawing.prompt_logprobs:
         raise Refused(

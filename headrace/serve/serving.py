@@ -48,7 +48,7 @@ class Loaded:
     report: LoadReport
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Counters:
     completions: int = 0
     prompt_tokens: int = 0
@@ -62,7 +62,7 @@ class Stream(Transcript):
     """A completion under way, and how to follow it."""
 
     def __init__(self, request: Request) -> None:
-        super().__init__(request)
+        super().__init__(request=request)
         self.changed = asyncio.Event()
         self.task: asyncio.Task[Completion] | None = None
 
@@ -77,7 +77,7 @@ class Stream(Transcript):
         return len(self.tokens) > seen
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Serving:
     engine: ServedEngine
     encoder: ChatEncoder

@@ -120,7 +120,13 @@ async def opened(config: ServeConfig, directory: Path, logs: Path) -> AsyncItera
     try:
         await engine.launch()
         await engine.open(EngineStart(str(directory), dataclasses.asdict(config.engine), {}))
-        serving = Serving(engine, encoder, config.served_name, config.limits, config.engine.serving_dtype)
+        serving = Serving(
+            engine=engine,
+            encoder=encoder,
+            name=config.served_name,
+            limits=config.limits,
+            dtype=config.engine.serving_dtype,
+        )
         await serving.load(offer(directory))
         yield serving
     except WorkerDied as error:

@@ -21,6 +21,9 @@ def resolve_paths(tree: Tree, base: Path) -> Tree:
         changed["task"] = {**task, **paths}
     if isinstance(reward, dict):
         changed["reward"] = _reward_paths(reward, base)
+    if isinstance(engine := tree.get("engine"), dict):
+        named = {k: _absolute(engine[k], base) for k in ("token_file", "shared_dir") if _names_file(engine.get(k))}
+        changed["engine"] = {**engine, **named}
     if isinstance(teachers := tree.get("teachers"), list):
         changed["teachers"] = [_teacher_paths(one, base) for one in teachers]
     if isinstance(algo, dict):

@@ -1,8 +1,8 @@
-"""Weights from directories: the model's own, which never change, and what is named while the engine serves.
+"""Weights from directories: the model's own, which never change, and directories that are named while an engine serves.
 
-Engines without a trainer read here: those of teachers and references, and a server's. Both ends in one file, as with every
-transport: the controller marks the files at the start of the run (`offer`, `offer_adapter`), and an engine that reads them, the
-first one or one that replaces a dead one hours later, refuses files that are others by then.
+Engines without a trainer read their weights here: those of teachers and references, and of a server. The file has both ends, as every
+transport: the controller takes a mark of the files when the run starts (`offer`, `offer_adapter`), and every engine that reads them, even
+one that replaces a dead engine hours later, refuses files that have changed since.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _files(directory: Path) -> list[Path]:
 
 
 class DirectoryReceiver:
-    """The engine's end. `read` gives the parameters of a model's directory, in the serving dtype."""
+    """The engine's end. `read` returns the parameters of a model's directory in the serving dtype."""
 
     def __init__(self, model_dir: Path, read: Callable[[Path], Mapping[str, torch.Tensor]], dtype: torch.dtype) -> None:
         self._model_dir, self._read, self._dtype = model_dir, read, dtype

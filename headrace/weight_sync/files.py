@@ -30,7 +30,7 @@ from headrace.weights import AdapterSpec, Manifest, WeightUpdate
 if TYPE_CHECKING:
     import torch
 
-    from headrace.weight_sync.packed import Packed
+    from headrace.weight_sync.packed import PackedBuffer
 
 KEPT = 2
 """Versions of each model or adapter that stay on the disk."""
@@ -78,7 +78,7 @@ class FilesSender:
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
         self._directory, self._manifests = directory, manifests
-        self._packed: dict[str, tuple[Packed, memoryview]] = {}
+        self._packed: dict[str, tuple[PackedBuffer, memoryview]] = {}
         self._written: dict[str, list[Path]] = {}
 
     def send(
@@ -103,12 +103,12 @@ class FilesSender:
         self._prune(name, target)
         return msgspec.structs.replace(update, seconds=time.perf_counter() - started)
 
-    def _memory(self, name: str) -> tuple[Packed, memoryview]:
-        from headrace.weight_sync.packed import Packed
+    def _memory(self, name: str) -> tuple[PackedBuffer, memoryview]:
+        from headrace.weight_sync.packed import PackedBuffer
 
         if name not in self._packed:
             buffer = memoryview(bytearray(self._manifests[name].nbytes))
-            self._packed[name] = Packed(self._manifests[name], buffer), buffer
+            self._packed[name] = PackedBuffer(self._manifests[name], buffer), buffer
         return self._packed[name]
 
     def _write(self, target: Path, record: Record, buffer: memoryview) -> None:
@@ -138,7 +138,7 @@ class FilesReceiver:
 
     def receive(self, update: WeightUpdate) -> Mapping[str, torch.Tensor]:
         """Raises IdentityError if the files are gone, torn, or not those of the update."""
-        from headrace.weight_sync.packed import Packed
+        from headrace.weight_sync.packed import PackedBuffer
 
         path = Path(str(update.where["path"]))
         try:
@@ -153,7 +153,7 @@ class FilesReceiver:
                 f"version {update.version} cannot be read from {path}: {error}. Trainer and engine must see the same directory, "
                 f"and only the {KEPT} newest versions are kept"
             ) from error
-        return Packed(record.manifest, buffer).verified(update)
+        return PackedBuffer(record.manifest, buffer).verified(update)
 
 
 def tensors_file(update: WeightUpdate) -> str:

@@ -28,7 +28,7 @@ def lay_out(parameters: Iterable[tuple[str, torch.Tensor]], serving_dtype: torch
     return Manifest(tuple(specs), -(-end // page) * page)
 
 
-class Packed:
+class PackedBuffer:
     """A packed buffer in memory that the transport owns, with its parameters as tensors that share this memory."""
 
     def __init__(self, manifest: Manifest, buffer: memoryview) -> None:
@@ -78,5 +78,5 @@ def manifest_for(manifests: Mapping[str, Manifest], update: WeightUpdate) -> Man
     """Returns the layout of an update's tensors. Raises `IdentityError` for an adapter that the engine does not know."""
     name = update.adapter.name if update.adapter else ""
     if name not in manifests:
-        raise IdentityError(f"the engine was started without the adapter {name} and has no memory for it")
+        raise IdentityError(f"the engine was started with no adapter {name} and has no memory for it")
     return manifests[name]

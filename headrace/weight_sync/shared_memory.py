@@ -27,7 +27,7 @@ from headrace.weights import AdapterSpec, Manifest, WeightUpdate
 if TYPE_CHECKING:
     import torch
 
-    from headrace.weight_sync.packed import Packed
+    from headrace.weight_sync.packed import PackedBuffer
 
 Manifests = Mapping[str, Manifest]
 """The layouts of all that is published: an adapter's by its name, the model's by the empty name."""
@@ -68,7 +68,7 @@ class SharedMemorySender:
     """The trainer's end."""
 
     def __init__(self, fd: int, manifests: Manifests, once: Collection[str]) -> None:
-        from headrace.weight_sync.packed import Packed
+        from headrace.weight_sync.packed import PackedBuffer
 
         self._starts: dict[str, list[int]] = {}
         """First byte of each slot, by name."""
@@ -80,7 +80,7 @@ class SharedMemorySender:
         os.ftruncate(fd, end)
         memory = memoryview(mmap.mmap(fd, end))
         self._slots = {
-            name: [Packed(manifests[name], memory[start : start + manifests[name].nbytes]) for start in starts]
+            name: [PackedBuffer(manifests[name], memory[start : start + manifests[name].nbytes]) for start in starts]
             for name, starts in self._starts.items()
         }
         self._nbytes = {name: manifest.payload for name, manifest in manifests.items()}
@@ -112,17 +112,17 @@ class SharedMemoryReceiver:
     def __init__(self, fd: int, manifests: Manifests) -> None:
         self._fd, self._manifests = fd, manifests
         self._memory = memoryview(b"")
-        self._slots: dict[tuple[str, int], Packed] = {}
+        self._slots: dict[tuple[str, int], PackedBuffer] = {}
         """Mapped slots by name and first byte."""
 
     def receive(self, update: WeightUpdate) -> Mapping[str, torch.Tensor]:
         """Returns views of the update after comparing fingerprints. Raises `IdentityError` if the bytes are not those published."""
-        from headrace.weight_sync.packed import Packed, manifest_for
+        from headrace.weight_sync.packed import PackedBuffer, manifest_for
 
         manifest, start = manifest_for(self._manifests, update), int(update.where["offset"])
         key = (update.adapter.name if update.adapter else "", start)
         if key not in self._slots:
-            self._slots[key] = Packed(manifest, self._mapped(start, start + manifest.nbytes, update))
+            self._slots[key] = PackedBuffer(manifest, self._mapped(start, start + manifest.nbytes, update))
         return self._slots[key].verified(update)
 
     def _mapped(self, start: int, end: int, update: WeightUpdate) -> memoryview:

@@ -18,6 +18,9 @@ from headrace.algo.policy.clipped import PPOClip
 from headrace.algo.policy.user import UserLoss
 from headrace.algo.recipe_parts import KL, Correction
 from headrace.algo.recipes import LOSSES, RECIPES, Recipe
+from headrace.algo.rules.kpop import KPop
+from headrace.algo.rules.opsm import OPSM
+from headrace.algo.rules.veto import Veto
 from headrace.config import load_config
 
 MINIMAL = {
@@ -71,9 +74,9 @@ def test_constants_are_those_of_the_papers():
         "tis": Correction(mode="truncate", level="token", low=0.0, high=2.0),
         "icepop": Correction(mode="mask", level="token", low=0.5, high=5.0),
         "mis": Correction(mode="mask", level="sequence", low=0.5, high=2.0),
-        "mis_geometric": Correction(mode="mask", level="geometric", low=0.95, high=1.05, veto=1e-4),
-        "kpop": Correction(kpop=2.0),
-        "opsm": Correction(opsm=0.05),
+        "mis_geometric": Correction(mode="mask", level="geometric", low=0.95, high=1.05, rules=(Veto(1e-4),)),
+        "kpop": Correction(rules=(KPop(2.0),)),
+        "opsm": Correction(rules=(OPSM(0.05),)),
     }
     assert {name for name, recipe in of.items() if recipe.old == "trainer"} == {"tis", "icepop", "mis", "mis_geometric"}
     assert {name for name, recipe in of.items() if recipe.old == "loglinear"} == {"decoupled_ppo"}

@@ -11,6 +11,8 @@ from headrace.algo.policy.clipped import GSPO, GSPOToken, PPOClip
 from headrace.algo.policy.region import IPO, DPPOTVQuadratic
 from headrace.algo.recipe_parts import Correction
 from headrace.algo.recipes import RECIPES, Recipe
+from headrace.algo.rules.opsm import OPSM
+from headrace.algo.rules.veto import Veto
 from headrace.config import dump_config, load_config, read_config
 
 MINIMAL = {
@@ -22,9 +24,9 @@ THEN = {
     "gspo": Recipe("group_norm", GSPO(clip_low=3e-4, clip_high=4e-4), "seq_mean_token_mean"),
     "gspo_token": Recipe("group_norm", GSPOToken(clip_low=3e-4, clip_high=4e-4), "seq_mean_token_mean"),
     "mis_geometric": replace(
-        RECIPES["tis"], correction=Correction(mode="mask", level="geometric", low=0.99, high=1.001, veto=1e-4)
+        RECIPES["tis"], correction=Correction(mode="mask", level="geometric", low=0.99, high=1.001, rules=(Veto(1e-4),))
     ),
-    "opsm": Recipe("group_norm", PPOClip(), "token_mean", correction=Correction(opsm=1e-4)),
+    "opsm": Recipe("group_norm", PPOClip(), "token_mean", correction=Correction(rules=(OPSM(1e-4),))),
     "dppo_kl": Recipe("centred", DPPOTVQuadratic(), "token_mean"),
     "ipo": Recipe("centred", IPO(delta=0.1, penalty=1e-3), "token_mean"),
     "grpo": RECIPES["grpo"],
@@ -57,7 +59,7 @@ def test_what_was_given_then_stays(tmp_path):
     recipe = read_config(path).algo.recipe
     assert recipe.loss == GSPO(clip_low=3e-4, clip_high=0.01)
     path = as_written_then(tmp_path, "algo.correction.opsm=0.3", name="opsm")
-    assert read_config(path).algo.recipe.correction.opsm == 0.3
+    assert read_config(path).algo.recipe.correction.rules == (OPSM(0.3),)
 
 
 def test_a_run_with_the_divergence_in_its_reward_can_still_be_read(tmp_path):

@@ -68,7 +68,10 @@ def wanted(model: Any, tokens: list[int]) -> torch.Tensor:
 
 
 def driver(name: str, slots: int = 3, dtype: torch.dtype = torch.float32, exact: bool = False) -> RunnerDriver:
-    return RunnerDriver(FusedRunner(skeleton(name, dtype), 128, dtype, CPU, exact, slots), parameters(name, dtype))
+    return RunnerDriver(
+        FusedRunner(skeleton(name, dtype), 128, dtype=dtype, device=CPU, exact=exact, max_adapters=slots),
+        parameters(name, dtype),
+    )
 
 
 def put(to: RunnerDriver, slot: int, tensors: Tensors, **spec: Any) -> None:
@@ -269,8 +272,8 @@ def test_experts_of_another_size_are_refused():
 
 def test_the_hugging_face_path_refuses_adapters_at_start():
     with pytest.raises(ConfigError, match="engine.max_adapters = 2.*known family"):
-        HuggingFaceRunner(skeleton("gpt2"), 64, torch.float32, CPU, False, 2)
-    runner = HuggingFaceRunner(skeleton("gpt2"), 64, torch.float32, CPU, False, 0)
+        HuggingFaceRunner(skeleton("gpt2"), 64, dtype=torch.float32, device=CPU, exact=False, max_adapters=2)
+    runner = HuggingFaceRunner(skeleton("gpt2"), 64, dtype=torch.float32, device=CPU, exact=False, max_adapters=0)
     with pytest.raises(ValueError, match="hugging face gpt2 serves no adapters"):
         runner.prepare_adapter(AdapterSpec("a", 4, 4.0), {})
 

@@ -21,7 +21,7 @@ def forwarded(driver: CoreDriver, since: int = 0) -> int:
 
 def completion(driver: CoreDriver, wanted: Request) -> Completion:
     """What a client makes of what the engine tells."""
-    transcript = Transcript(wanted)
+    transcript = Transcript(request=wanted)
     driver.add(wanted)
     while True:
         output = driver.step()
@@ -416,7 +416,7 @@ def test_scoring_goes_under_one_version_and_beside_generation():
     x = [logits_of(prompt(60)[:i], 1).astype(np.float64) for i in range(1, 60)]
     wanted = [row[token] - np.log(np.exp(row).sum()) for row, token in zip(x, prompt(60)[1:], strict=True)]
     assert scores.version == 1 and np.abs(np.array(scores.logprobs) - wanted).max() < 1e-5
-    transcript = Transcript(driver.requests["s"], scores=scores)
+    transcript = Transcript(request=driver.requests["s"], scores=scores)
     answer = transcript.completion(Finished("s", "length"))
     assert answer.spans[0].version == 1 and answer.versions() == [] and answer.prompt_logprobs == scores.logprobs
     driver.run()

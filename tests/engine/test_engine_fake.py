@@ -113,7 +113,7 @@ def test_an_abort_ends_all_who_are_here_and_nobody_else(held: str) -> None:
 def test_listeners_hear_every_pass_before_it_shows() -> None:
     async def go() -> None:
         engine = await opened(length=lambda rng: 4)
-        transcripts = {"r": Transcript(request("r", tokens=50))}
+        transcripts = {"r": Transcript(request=request("r", tokens=50))}
         ends: list[str] = []
 
         def listen(told: bytes) -> None:

@@ -108,7 +108,7 @@ class Interruptions:
         self.aborted = 0
 
     def add(self, request: Request) -> None:
-        self.whole[request.id] = Transcript(request)
+        self.whole[request.id] = Transcript(request=request)
         self.engine.add(request)
 
     def step(self) -> None:
@@ -163,7 +163,7 @@ def alone(engine: NativeEngine, requests: list[Request]) -> Mapping[str, Transcr
     """One after the other, never interrupted."""
     told = {}
     for request in requests:
-        transcript = told[request.id] = Transcript(request)
+        transcript = told[request.id] = Transcript(request=request)
         engine.add(request)
         while engine.has_work():
             write_down(engine.step(), {request.id: transcript}.get)

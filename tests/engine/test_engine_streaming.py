@@ -87,7 +87,7 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
 
 
 def run(engine: NativeEngine, *requests: Request) -> dict[str, Transcript]:
-    told = {one.id: Transcript(one) for one in requests}
+    told = {one.id: Transcript(request=one) for one in requests}
     for one in requests:
         engine.add(one)
     while engine.has_work():
@@ -260,7 +260,7 @@ def test_half_an_update_is_taken_back(process: Process) -> None:
 
 def test_the_fake_streams_alike() -> None:
     async def go() -> tuple[Completion, LoadReport]:
-        engine = FakeEngine(0.1, load_seconds=1.0, length=lambda rng: 40)
+        engine = FakeEngine(seconds_per_token=0.1, load_seconds=1.0, length=lambda rng: 40)
         await engine.load(WeightUpdate(version=0, kind="full", fingerprint="fake-0", nbytes=0, seconds=0.0), parts=4)
         generating = asyncio.ensure_future(engine.generate(Request("r", (1,), Sampling(max_tokens=100))))
         await asyncio.sleep(1.02)

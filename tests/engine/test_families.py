@@ -28,7 +28,9 @@ TOLERANCE = 1e-4
 
 
 def driver(name: str, dtype: torch.dtype = torch.float32, exact: bool = False, blocks: int = 64) -> RunnerDriver:
-    return RunnerDriver(FusedRunner(skeleton(name, dtype), 256, dtype, CPU, exact), parameters(name, dtype), blocks)
+    return RunnerDriver(
+        FusedRunner(skeleton(name, dtype), 256, dtype=dtype, device=CPU, exact=exact), parameters(name, dtype), blocks
+    )
 
 
 @torch.no_grad()
@@ -188,7 +190,7 @@ def test_the_bytes_of_a_block_are_those_it_takes():
         cache = PagedCache(geometry, dtype, CPU)
         cache.allocate(6)
         assert 7 * geometry.block_nbytes(dtype) == cache._data.nbytes, "six and the scratch block"
-        assert FusedRunner(skeleton(name), 64, dtype, CPU).block_nbytes == geometry.block_nbytes(dtype)
+        assert FusedRunner(skeleton(name), 64, dtype=dtype, device=CPU).block_nbytes == geometry.block_nbytes(dtype)
 
 
 # --- what is not finite ------------------------------------------------------------------------------------------------
@@ -205,7 +207,9 @@ def poisoned(name: str, parameter: str, row: int | None = None) -> dict[str, tor
 def test_a_sequence_of_nan_poisons_nobody_else_nor_the_next_user_of_its_blocks(name, exact):
     """Its blocks include block 0, which pads everybody's table."""
     tensors = poisoned(name, "model.embed_tokens.weight", row=7)
-    ours = RunnerDriver(FusedRunner(skeleton(name), 256, torch.float32, CPU, exact), tensors, blocks=5)
+    ours = RunnerDriver(
+        FusedRunner(skeleton(name), 256, dtype=torch.float32, device=CPU, exact=exact), tensors, blocks=5
+    )
     ours.free = [1, 2, 3, 4, 0]
     healthy, model = [[8 if token == 7 else token for token in text] for text in prompts(20, 50)], reference(name)
     sick = ours.sequence([5, 7, 9])
@@ -224,7 +228,9 @@ def test_a_sequence_of_nan_poisons_nobody_else_nor_the_next_user_of_its_blocks(n
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])
 def test_blame_names_the_first_layer_that_is_not_finite(name):
     def found(tensors):
-        ours = RunnerDriver(FusedRunner(skeleton(name), 64, torch.float32, CPU, False, 1), tensors)
+        ours = RunnerDriver(
+            FusedRunner(skeleton(name), 64, dtype=torch.float32, device=CPU, exact=False, max_adapters=1), tensors
+        )
         batch = ours.batch([(ours.sequence([5, 7, 9]), 3), (ours.sequence([8, 4]), 2)])
         return ours.runner.blame(batch).tolist()
 
@@ -329,7 +335,7 @@ def test_a_kernel_that_reads_pages_is_told_what_it_must_know(name):
 
 
 def with_graphs(name: str, blocks: int = 64) -> RunnerDriver:
-    runner = FusedRunner(skeleton(name), 256, torch.float32, CPU)
+    runner = FusedRunner(skeleton(name), 256, dtype=torch.float32, device=CPU)
     runner.decode_with_graphs(capture=False)
     return RunnerDriver(runner, parameters(name), blocks)
 
@@ -397,7 +403,7 @@ def test_graphs_take_what_decodes_without_extras():
 
 
 def test_mixtures_are_not_captured_where_experts_are_multiplied_one_by_one():
-    runner = FusedRunner(skeleton("mixtral"), 256, torch.float32, CPU)
+    runner = FusedRunner(skeleton("mixtral"), 256, dtype=torch.float32, device=CPU)
     runner.decode_with_graphs(capture=False)
     text = prompts(6)[0]
     assert (

@@ -75,7 +75,9 @@ def driver(
     name: str, adapters: int = 0, instructions: str = "native", blocks: int = 64, dtype: torch.dtype = BF16
 ) -> RunnerDriver:
     library = binding.library(instructions, str(dtype).removeprefix("torch."))
-    runner = KernelRunner(read(saved(name), dtype, CPU), 256, dtype, CPU, max_adapters=adapters, library=library)
+    runner = KernelRunner(
+        read(saved(name), dtype, CPU), 256, dtype=dtype, device=CPU, max_adapters=adapters, library=library
+    )
     return RunnerDriver(runner, {key: weight.to(dtype) for key, weight in parameters(name).items()}, blocks)
 
 
@@ -265,7 +267,14 @@ def test_draws_are_those_of_the_sampler_and_greedy_ones_the_largest():
     forward = ours.step([(ours.sequence(prompts(60)[0]), 60)], rows=range(60))
     temperature = np.where(np.arange(60) % 3 == 0, 0.0, 0.8)
     zero, seed = np.zeros(60), np.arange(60, dtype=np.uint64)
-    settings = Settings(temperature, zero.astype(np.int64), zero + 1, zero, seed, zero.astype(np.int64))
+    settings = Settings(
+        temperature=temperature,
+        top_k=zero.astype(np.int64),
+        top_p=zero + 1,
+        min_p=zero,
+        seed=seed,
+        counter=zero.astype(np.int64),
+    )
     drawn = sample(forward.logits, settings)
     tokens, logprobs = forward.draw(temperature, uniforms(settings.seed, settings.counter), None)
     assert tokens.tolist() == drawn.tokens.tolist()
@@ -278,7 +287,14 @@ def test_what_a_row_gets_does_not_depend_on_what_its_neighbours_ask_for():
     ours = driver("qwen2")
     forward = ours.step([(ours.sequence(prompts(40)[0]), 40)], rows=range(40))
     zero, rows = np.zeros(40), np.arange(40)
-    settings = Settings(zero + 1, zero.astype(np.int64), zero + 1, zero, rows.astype(np.uint64), zero.astype(np.int64))
+    settings = Settings(
+        temperature=zero + 1,
+        top_k=zero.astype(np.int64),
+        top_p=zero + 1,
+        min_p=zero,
+        seed=rows.astype(np.uint64),
+        counter=zero.astype(np.int64),
+    )
     nobody = draw(forward, settings, None, rows < 0, rows * 0)
     some = draw(forward, settings, rows, rows % 3 == 0, np.where(rows % 5 == 0, 4, 0))
     asked = (rows % 3 == 0) | (rows % 5 == 0)
@@ -288,7 +304,14 @@ def test_what_a_row_gets_does_not_depend_on_what_its_neighbours_ask_for():
     best = np.sort(truth, -1)[:, ::-1][:, :4]
     np.testing.assert_allclose(some.top_logprobs[rows % 5 == 0], best[rows % 5 == 0], atol=1e-5)
     assert (some.top_ids[~asked] == -1).all() and some.mask.offsets.tolist() == [0] * 41
-    cut = Settings(zero + 1, np.where(rows % 4 == 1, 3, 0), zero + 1, zero, settings.seed, settings.counter)
+    cut = Settings(
+        temperature=zero + 1,
+        top_k=np.where(rows % 4 == 1, 3, 0),
+        top_p=zero + 1,
+        min_p=zero,
+        seed=settings.seed,
+        counter=settings.counter,
+    )
     masked = draw(forward, cut, None, rows >= 0, rows * 0)
     assert np.diff(masked.mask.offsets).tolist() == [3 if row % 4 == 1 else 0 for row in rows]
     for row in rows[1::4]:
@@ -316,7 +339,7 @@ def test_what_is_not_finite_is_traced_to_its_layer_and_spoils_nobody_else():
     name, texts = "llama3-rope", prompts(40, 35)
     weights = parameters(name)
     expected = driver(name).logprobs(texts[1])
-    ours = RunnerDriver(KernelRunner(read(saved(name), BF16, CPU), 256, BF16, CPU), weights)
+    ours = RunnerDriver(KernelRunner(read(saved(name), BF16, CPU), 256, dtype=BF16, device=CPU), weights)
     bad, good = ours.sequence(texts[0]), ours.sequence(texts[1])
     batch = ours.batch([(bad, 40), (good, 35)], rows=range(75))
     poisoned = dict(weights)

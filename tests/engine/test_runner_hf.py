@@ -15,7 +15,9 @@ BOTH = [*OTHERS, "llama3-rope", "qwen2-sliding", "gemma3_text", "mixtral"]
 
 
 def driver(name: str, dtype: torch.dtype = torch.float32, exact: bool = False) -> RunnerDriver:
-    return RunnerDriver(HuggingFaceRunner(skeleton(name, dtype), 256, dtype, CPU, exact), parameters(name, dtype))
+    return RunnerDriver(
+        HuggingFaceRunner(skeleton(name, dtype), 256, dtype=dtype, device=CPU, exact=exact), parameters(name, dtype)
+    )
 
 
 @torch.no_grad()
@@ -69,7 +71,7 @@ def test_blame_names_the_first_layer_that_is_not_finite(name):
     def found(parameter: str, row: int) -> list[int]:
         tensors = {key: tensor.clone() for key, tensor in parameters(name).items()}
         tensors[parameter][row] = torch.nan
-        ours = RunnerDriver(HuggingFaceRunner(skeleton(name), 64, torch.float32, CPU), tensors)
+        ours = RunnerDriver(HuggingFaceRunner(skeleton(name), 64, dtype=torch.float32, device=CPU), tensors)
         batch = ours.batch([(ours.sequence([5, 7, 9]), 3), (ours.sequence([8, 4]), 2)])
         return ours.runner.blame(batch).tolist()
 
@@ -80,5 +82,5 @@ def test_blame_names_the_first_layer_that_is_not_finite(name):
 
 def test_mixtures_cannot_be_exact_here_and_say_what_can():
     with pytest.raises(ConfigError, match="engine.exact = true.*through the fused path"):
-        HuggingFaceRunner(skeleton("mixtral"), 64, torch.float32, CPU, exact=True)
-    assert HuggingFaceRunner(skeleton("mixtral"), 64, torch.float32, CPU).experts == (0, 0)
+        HuggingFaceRunner(skeleton("mixtral"), 64, dtype=torch.float32, device=CPU, exact=True)
+    assert HuggingFaceRunner(skeleton("mixtral"), 64, dtype=torch.float32, device=CPU).experts == (0, 0)

@@ -18,12 +18,12 @@ def same(rows: int, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, coun
         return np.broadcast_to(np.asarray(value, dtype), rows).copy()
 
     return Settings(
-        column(temperature, np.float64),
-        column(top_k, np.int64),
-        column(top_p, np.float64),
-        column(min_p, np.float64),
-        column(seed, np.uint64),
-        column(counter, np.int64),
+        temperature=column(temperature, np.float64),
+        top_k=column(top_k, np.int64),
+        top_p=column(top_p, np.float64),
+        min_p=column(min_p, np.float64),
+        seed=column(seed, np.uint64),
+        counter=column(counter, np.int64),
     )
 
 
@@ -200,7 +200,7 @@ def mixed(rows: int) -> Settings:
 
 def part(whole: Settings, rows: np.ndarray) -> Settings:
     return Settings(
-        *(getattr(whole, name)[rows] for name in ("temperature", "top_k", "top_p", "min_p", "seed", "counter"))
+        **{name: getattr(whole, name)[rows] for name in ("temperature", "top_k", "top_p", "min_p", "seed", "counter")}
     )
 
 

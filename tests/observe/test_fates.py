@@ -234,10 +234,10 @@ class Watcher:
 def simulated(**staleness: Any) -> RunState:
     """Prompts that are hard have long completions, and the trainer is fast: the long ones are overdue when they are done."""
     scenario = Scenario(
-        Rates(EngineRates(((1.0, 0.01), (64.0, 0.02))), TrainerRates(0.0, 0.2)),
-        Distribution("lognormal", mean=40, sigma=1.2, correlation=0.7),
-        StalenessConfig(groups_per_step=4, **staleness),
-        RolloutConfig(group_size=4, max_tokens=400),
+        rates=Rates(EngineRates(((1.0, 0.01), (64.0, 0.02))), TrainerRates(0.0, 0.2)),
+        completions=Distribution("lognormal", mean=40, sigma=1.2, correlation=0.7),
+        staleness=StalenessConfig(groups_per_step=4, **staleness),
+        rollout=RolloutConfig(group_size=4, max_tokens=400),
         steps=40,
         solved=0.5,
         grain=4,

@@ -50,7 +50,10 @@ class Spending:
         self.tickets += 1
         one = Scored(Episode((Turn((1,), Completion((1,), (0.0,), (), "stop")),)), 1.0, {})
         rolled = Rolled(
-            self.tickets, Prompt(f"p{self.tickets}", "", (1,)), (one,) * (self.group_size - failed), (failure,) * failed
+            ticket=self.tickets,
+            prompt=Prompt(f"p{self.tickets}", "", (1,)),
+            scored=(one,) * (self.group_size - failed),
+            failures=(failure,) * failed,
         )
         outcome = "dropped" if reason else "ready" if rolled.scored else "failed"
         self.budgets.spend(rolled, rolled.ended(0.0, outcome, reason or ("" if rolled.scored else failure.reason)))  # type: ignore[arg-type]

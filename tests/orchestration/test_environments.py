@@ -278,7 +278,9 @@ def test_two_turns_are_one_row_in_training_journal_and_packing(tmp_path: Path) -
 
 def test_a_killed_run_goes_on_in_the_turn_that_it_was_in(tmp_path: Path) -> None:
     def world() -> FakeWorld:
-        return FakeWorld(tmp_path, steps=20, engine=FakeEngine(0.3), environment=scripted(2, seconds=0.4))
+        return FakeWorld(
+            tmp_path, steps=20, engine=FakeEngine(seconds_per_token=0.3), environment=scripted(2, seconds=0.4)
+        )
 
     first = world()
     virtual_time.run(first.run(interrupt_after=8.0))
@@ -305,7 +307,7 @@ def test_where_the_environment_goes_another_way_its_old_turns_are_lost_and_count
 ) -> None:
     def world(life: int) -> FakeWorld:
         kind = scripted(2, seconds=0.4, reply=lambda done, seed: (90 + life,), resumes=resumes)
-        return FakeWorld(tmp_path, steps=20, engine=FakeEngine(0.3), environment=kind)
+        return FakeWorld(tmp_path, steps=20, engine=FakeEngine(seconds_per_token=0.3), environment=kind)
 
     first = world(1)
     virtual_time.run(first.run(interrupt_after=8.0))

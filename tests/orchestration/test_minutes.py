@@ -110,7 +110,7 @@ def test_a_run_with_time_to_spare_does_more_and_one_without_ends_early(tmp_path)
     fast = Timed(
         tmp_path / "a",
         steps=5,
-        trainer=FakeTrainer(0.1),
+        trainer=FakeTrainer(seconds_per_step=0.1),
         allowance=Allowance(end=360, steps=5, most=30, evaluation=1.0, save=0.0, step=10.0),
     )
     virtual_time.run(fast.timed(1.0))
@@ -119,7 +119,7 @@ def test_a_run_with_time_to_spare_does_more_and_one_without_ends_early(tmp_path)
     slow = Timed(
         tmp_path / "b",
         steps=30,
-        trainer=FakeTrainer(20.0),
+        trainer=FakeTrainer(seconds_per_step=20.0),
         allowance=Allowance(end=200, steps=30, most=30, evaluation=1.0, save=0.0, step=5.0),
     )
     assert virtual_time.run(slow.timed(10.0)) <= 200
@@ -136,7 +136,7 @@ def test_waiting_for_groups_that_never_come_ends_in_time(tmp_path):
             return await super().generate(request)
 
     one = Allowance(end=200, steps=100, most=100, evaluation=5.0, save=0.0, step=1.0)
-    world = Timed(tmp_path / "a", steps=100, engine=Fading(), trainer=FakeTrainer(2.0), allowance=one)
+    world = Timed(tmp_path / "a", steps=100, engine=Fading(), trainer=FakeTrainer(seconds_per_step=2.0), allowance=one)
     assert virtual_time.run(world.timed(5.0)) <= 200
     assert world.kept[-1][0] == world.pipeline.step and world.checkpoints.all()
 
@@ -251,7 +251,7 @@ def test_a_step_that_is_done_again_has_the_number_of_steps_that_it_had(tmp_path)
     world = Timed(
         tmp_path,
         steps=5,
-        trainer=FakeTrainer(0.1),
+        trainer=FakeTrainer(seconds_per_step=0.1),
         allowance=Allowance(end=360, steps=5, most=30, evaluation=1.0, save=0.0, step=10.0),
     )
     virtual_time.run(world.timed(1.0))

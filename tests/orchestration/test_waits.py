@@ -448,7 +448,7 @@ STALLS: dict[tuple[str, str], Scenario] = {
     ("rollouts", "the engine"): of_pipeline(),
     ("rollouts", "the scorer"): of_pipeline(),
     ("rollouts", "the swap in the engine, which interrupted them"): of_pipeline(
-        partial=PartialConfig(mode="abort_resume"), engine=FakeEngine(0.5, 2.0)
+        partial=PartialConfig(mode="abort_resume"), engine=FakeEngine(seconds_per_token=0.5, load_seconds=2.0)
     ),
     ("trainer", "* scored groups"): of_pipeline(),
     ("trainer", "the swap in the engine (of *)"): of_pipeline(engine=FakeEngine(load_seconds=5.0)),

@@ -224,17 +224,17 @@ def test_what_the_judge_ended_is_replaced_by_the_next():
 def test_what_was_taken_for_a_step_that_never_comes_is_ready_again():
     async def go() -> Buffer:
         buffer = a_buffer()
-        start(buffer, 3)
-        finish(buffer, 0, 1)
+        start(buffer, 4)
+        finish(buffer, 0, 3, 1)
         taking = asyncio.ensure_future(buffer.take(3, any_age))
         await asyncio.sleep(1)
-        assert buffer.accounting().in_pipeline == 3
+        assert [one.ticket for one in buffer.finished] == [3], "0 and 1 are taken, and 3 waits for 2"
         buffer.close()
         assert await taking is None
         return buffer
 
     buffer = story(go())
-    assert [one.ticket for one in buffer.finished] == [0, 1] and buffer.accounting().balance() == 0
+    assert [one.ticket for one in buffer.finished] == [0, 1, 3] and buffer.accounting().balance() == 0
 
 
 # --- counters ----------------------------------------------------------------------------------------------------------------
@@ -289,16 +289,21 @@ def test_what_a_checkpoint_holds_is_what_a_resumed_buffer_has():
     """Groups in the step under way are among the finished ones, before the others: they are taken first again."""
     first = a_buffer()
     start(first, 4)
-    finish(first, 1, 0)
+    first.put(group(1, row([5]), failures=(FAILED,)))
+    finish(first, 0)
     first.take_again([0])
     first.end(2, "failed", "engine_error")
     state = first.state()
     assert state.next_ticket == 4 and [one.ticket for one in state.ready] == [0, 1] and list(state.in_flight) == [3]
-    assert state.accounting == Accounting(drawn=4, failed={"engine_error": 1}, in_checkpoint=3)
+    assert state.accounting == Accounting(
+        drawn=4, failed={"engine_error": 1}, in_checkpoint=3, rollout_failures={"reward_raised": 1}
+    )
     second = a_buffer()
     second.restore(state)
     assert second.state() == state
-    assert second.accounting() == Accounting(drawn=4, failed={"engine_error": 1}, in_pipeline=3)
+    assert second.accounting() == Accounting(
+        drawn=4, failed={"engine_error": 1}, in_pipeline=3, rollout_failures={"reward_raised": 1}
+    )
     assert second.ready == (0, 1) and second.in_flight == {3: prompt(3)} and second.outstanding == 3
     with pytest.raises(AssertionError, match="before the first draw"):
         second.restore(state)

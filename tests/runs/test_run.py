@@ -182,8 +182,8 @@ def test_a_killed_trainer_stops_the_run_and_resume_finishes_it(config: Config) -
 def test_an_engine_that_hangs_stops_the_run_with_a_sentence(config: Config) -> None:
     directory = Path(config["out"]) / "tiny"
     config["train"]["steps"] = 5000
-    # Longer than the slowest honest wait, which is that for the trainer's imports: so long does it take here and now.
-    stop_after = max(10, round(4 * seconds_to_import("headrace.trainer.step.trainer")))
+    # Longer than the slowest honest wait, which is that for the imports of a worker: so long does it take here and now.
+    stop_after = max(10, round(2.5 * seconds_to_import("headrace.engine.native.core")))
     config["watch"] = {"warn_after": stop_after / 2, "stop_after": float(stop_after)}
     hang = when_step(directory, 3, lambda: os.kill(workers_of(os.getpid())["engine"], signal.SIGSTOP))
     with pytest.raises(StalledError, match=r"has waited \d+ s for .*engine"):

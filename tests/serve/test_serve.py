@@ -182,9 +182,11 @@ def test_what_cannot_be_is_refused_with_a_sentence(tiny_tokenizer: Path) -> None
         status, answer = await client.post(GENERATE, data="{}", headers={"Content-Type": "text/plain"})
         assert status == 415
         assert (await client.get(GENERATE))[0] == 405
+        full = {"token_ids": [1] * 64, "sampling_params": {"max_tokens": 0, "prompt_logprobs": 0}}
+        assert (await client.post(GENERATE, full))[0] == 200, "a prompt that fills the context can be scored"
         streamed = await client.post(GENERATE, {"token_ids": [1] * 99, "stream": True})
         assert streamed[0] == 400, "a refusal of a stream has its own status too"
-        assert serving.counters.completions == 0
+        assert serving.counters.completions == 1
 
     run(tiny_tokenizer, case, FakeEngine(context_length=64))
 

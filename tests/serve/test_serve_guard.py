@@ -11,7 +11,8 @@ from served import faked
 from headrace.cli import main
 from headrace.errors import ConfigError
 from headrace.serve.app import ROUTES
-from headrace.serve.config import ServeConfig, is_loopback, read_token
+from headrace.serve.config import ServeConfig, is_loopback
+from headrace.settings.secrets import read_token
 
 TOKEN = "0123456789abcdef0123"
 
@@ -53,28 +54,28 @@ def test_what_is_a_loopback() -> None:
 def test_an_address_that_others_reach_needs_a_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for host in ("0.0.0.0", "::", "192.168.1.7", "gpu-box"):
         with pytest.raises(ConfigError, match="--token-file"):
-            ServeConfig("tiny", host=host)
-        assert ServeConfig("tiny", host=host, token=TOKEN).token == TOKEN
+            ServeConfig(model="tiny", host=host)
+        assert ServeConfig(model="tiny", host=host, token=TOKEN).token == TOKEN
     assert main(["serve", str(tmp_path), "--host", "0.0.0.0"]) == 2
     assert "--token-file" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="at least 16"):
-        ServeConfig("tiny", token="short")
+        ServeConfig(model="tiny", token="short")
 
 
 def test_a_token_comes_from_a_file_that_nobody_else_reads(tmp_path: Path) -> None:
     path = tmp_path / "token"
     with pytest.raises(ConfigError, match="cannot be read"):
-        read_token(path)
+        read_token(path, "--token-file")
     path.write_text(f"{TOKEN}\n")
     path.chmod(0o644)
     with pytest.raises(ConfigError, match="chmod 600"):
-        read_token(path)
+        read_token(path, "--token-file")
     path.chmod(0o600)
-    assert read_token(path) == TOKEN
+    assert read_token(path, "--token-file") == TOKEN
     for wrong in ("", "two words", "tökën-tökën-tökën"):
         path.write_text(wrong)
         with pytest.raises(ConfigError, match="one token"):
-            read_token(path)
+            read_token(path, "--token-file")
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def greedy(tokens: int, **more: Any) -> dict[str, Any]:
 
 @asynccontextmanager
 async def serving_tiny(model: Path, logs: Path) -> AsyncIterator[tuple[Client, Serving]]:
-    config = ServeConfig(str(model), engine=ENGINE, name="tiny")
+    config = ServeConfig(model=str(model), engine=ENGINE, name="tiny")
     async with (
         asyncio.timeout(500),
         opened(config, model, logs) as serving,

@@ -162,7 +162,7 @@ def test_a_run_that_is_too_short_is_refused(tmp_path: Path):
 def question(tmp_path: Path, **more: Any) -> PlanRequest:
     file = tmp_path / "rates.json"
     save_rates(more.pop("measured", RATES), file)
-    return PlanRequest(more.pop("config", None) or config_of(), rates=file, **more)
+    return PlanRequest(config=more.pop("config", None) or config_of(), rates=file, **more)
 
 
 def test_a_plan_from_measured_rates(tmp_path: Path):
@@ -192,7 +192,9 @@ def test_pools_are_split_where_neither_waits(tmp_path: Path):
         engine={"max_running": 256, "context_length": 4000},
         staleness={"groups_per_step": 8, "max_lag": 2},
     )
-    asked = PlanRequest(given, hardware="h100", model="7b", gpus=10, steps=4, lengths="1000", prompts="100", sweep=True)
+    asked = PlanRequest(
+        config=given, hardware="h100", model="7b", gpus=10, steps=4, lengths="1000", prompts="100", sweep=True
+    )
     found = answer(asked, silent)
     assert found.recommended is not None
     pools = {(one.scenario.replicas, one.scenario.rates.trainer.gpus) for one in found.choices}
@@ -204,7 +206,7 @@ def test_pools_are_split_where_neither_waits(tmp_path: Path):
 
 def test_one_gpu_holds_both_pools_of_a_small_model_and_is_counted_once():
     asked = PlanRequest(
-        config_of(), hardware="h100", model="1.5b", gpus=1, steps=4, lengths="200", prompts="100", sweep=True
+        config=config_of(), hardware="h100", model="1.5b", gpus=1, steps=4, lengths="200", prompts="100", sweep=True
     )
     found = answer(asked, silent)
     apart = answer(dataclasses.replace(asked, gpus=2, sweep=False), silent).asked
@@ -214,22 +216,22 @@ def test_one_gpu_holds_both_pools_of_a_small_model_and_is_counted_once():
     assert shared.prediction.tokens_per_second < apart.prediction.tokens_per_second
     assert shared.prediction.cost(2.0, 1) == pytest.approx(shared.prediction.seconds_per_step / 3600 * 2.0)
     with pytest.raises(ConfigError, match="at least 3 GPUs of h100"):
-        answer(PlanRequest(config_of(), hardware="h100", model="7b", gpus=1), silent)
+        answer(PlanRequest(config=config_of(), hardware="h100", model="7b", gpus=1), silent)
 
 
 def test_a_pool_too_small_for_the_model_is_refused():
     with pytest.raises(ConfigError, match="at least 18 GPUs of h100"):
-        answer(PlanRequest(config_of(), hardware="h100", model="32b", gpus=8), silent)
+        answer(PlanRequest(config=config_of(), hardware="h100", model="32b", gpus=8), silent)
     with pytest.raises(ConfigError, match="--model"):
-        answer(PlanRequest(config_of(), hardware="h100", gpus=8), silent)
+        answer(PlanRequest(config=config_of(), hardware="h100", gpus=8), silent)
     with pytest.raises(ConfigError, match="not known"):
-        answer(PlanRequest(config_of(), hardware="tpu", model="7b", gpus=8), silent)
+        answer(PlanRequest(config=config_of(), hardware="tpu", model="7b", gpus=8), silent)
     with pytest.raises(ConfigError, match="leaves one of the pools too small"):
-        answer(PlanRequest(config_of(), hardware="h100", model="7b", gpus=8, trainer_gpus=8), silent)
+        answer(PlanRequest(config=config_of(), hardware="h100", model="7b", gpus=8, trainer_gpus=8), silent)
 
 
 def test_what_was_assumed_is_said():
-    found = answer(PlanRequest(config_of(), hardware="h100", model="7b", gpus=4, steps=4), silent)
+    found = answer(PlanRequest(config=config_of(), hardware="h100", model="7b", gpus=4, steps=4), silent)
     assert any("--lengths" in note for note in found.notes) and any("--prompts" in note for note in found.notes)
 
 
@@ -321,5 +323,5 @@ def test_calibration_measures_a_tiny_model(tiny_llama: Path, tmp_path: Path):
     assert rates.engine_slowed >= 1 and rates.trainer_slowed >= 1
     assert rates.completions is not None and 1 <= rates.completions.values[0] <= rates.completions.values[-1] <= 8
     save_rates(rates, tmp_path / "rates.json")
-    found = answer(PlanRequest(config, rates=tmp_path / "rates.json", steps=4), silent)
+    found = answer(PlanRequest(config=config, rates=tmp_path / "rates.json", steps=4), silent)
     assert found.asked.prediction.tokens_per_second > 0 and recommended([found.asked]) is found.asked

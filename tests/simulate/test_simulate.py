@@ -50,7 +50,12 @@ def sized(name: str, length: int, prompt: int = 1, **more: Any) -> Request:
 
 def engine(rates: EngineRates = FLAT, grain: int = 1, shared: Shared | None = None, **more: Any) -> SimulatedEngine:
     return SimulatedEngine(
-        rates, lambda one: (one.sampling.seed, False), shared or Shared(), grain, more.pop("expected", 10.0), **more
+        rates=rates,
+        length=lambda one: (one.sampling.seed, False),
+        shared=shared or Shared(),
+        grain=grain,
+        expected=more.pop("expected", 10.0),
+        **more,
     )
 
 
@@ -364,7 +369,7 @@ def test_empirical_draws_are_those_measured():
 def test_prompts_that_are_harder_are_solved_less_often_and_the_mean_is_as_asked():
     async def rewards() -> list[float]:
         task = SimulatedTask(fixed(10), 0)
-        scorer = SimulatedScorer(fixed(0), 1, 0, solved=0.3)
+        scorer = SimulatedScorer(latency=fixed(0), workers=1, seed=0, solved=0.3)
         found = []
         for _ in range(3000):
             scored = await scorer.score(task.draw(), [None] * 4)  # type: ignore[list-item]
@@ -378,7 +383,7 @@ def test_prompts_that_are_harder_are_solved_less_often_and_the_mean_is_as_asked(
 
 def test_scorers_make_rollouts_wait_for_a_worker():
     async def seconds(workers: int) -> float:
-        scorer = SimulatedScorer(fixed(2), workers, 0)
+        scorer = SimulatedScorer(latency=fixed(2), workers=workers, seed=0)
         await scorer.score(SimulatedTask(fixed(10), 0).draw(), [None] * 6)  # type: ignore[list-item]
         return asyncio.get_running_loop().time()
 
@@ -400,7 +405,7 @@ def test_rates_are_read_back(tmp_path: Path):
     with pytest.raises(ConfigError, match="--calibrate"):
         load_rates(tmp_path / "none.json")
     (tmp_path / "bad.json").write_text("{}")
-    with pytest.raises(ConfigError, match="holds no rates"):
+    with pytest.raises(ConfigError, match="cannot be read as rates"):
         load_rates(tmp_path / "bad.json")
 
 
@@ -536,8 +541,8 @@ def test_contracts_hold_in_random_scenarios(
         TrainerRates(trainer, 0.01, 0.02), 1.3, 1.2,
     )  # fmt: skip
     one = Scenario(
-        rates, parse(lengths), staleness, RolloutConfig(group_size=3, max_tokens=80), AlgoConfig(name="dr_grpo"),
-        PartialConfig(mode=mode), steps=7, replicas=replicas, prompts=fixed(9), solved=0.5, seed=seed, grain=grain,
+        rates=rates, completions=parse(lengths), staleness=staleness, rollout=RolloutConfig(group_size=3, max_tokens=80), algo=AlgoConfig(name="dr_grpo"),
+        partial=PartialConfig(mode=mode), steps=7, replicas=replicas, prompts=fixed(9), solved=0.5, seed=seed, grain=grain,
     )  # fmt: skip
     world = planned_world(one, FactList())
     virtual_time.run(world.run())
@@ -562,9 +567,9 @@ def test_a_thousand_gpus_go_through_the_same_pipeline():
         TrainerRates(1e-6, 1.0, 1.0, gpus=512),
     )
     one = Scenario(
-        rates, parse("lognormal:mean=4000,sigma=0.7"),
-        StalenessConfig(groups_per_step=256, max_lag=1, window=64), RolloutConfig(group_size=16, max_tokens=16384),
-        AlgoConfig(name="dr_grpo"), steps=3, replicas=256, prompts=fixed(500),
+        rates=rates, completions=parse("lognormal:mean=4000,sigma=0.7"),
+        staleness=StalenessConfig(groups_per_step=256, max_lag=1, window=64), rollout=RolloutConfig(group_size=16, max_tokens=16384),
+        algo=AlgoConfig(name="dr_grpo"), steps=3, replicas=256, prompts=fixed(500),
     )  # fmt: skip
     found = predict(one, skip=1, tail=0)
     assert found.gpus == 1024 and found.rollouts >= 3 * 4096

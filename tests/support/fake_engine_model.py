@@ -158,14 +158,14 @@ class CoreDriver:
     def __init__(self, blocks: int = 64, context_length: int = 128, ends: Iterable[int] = (), **config: Any) -> None:
         self.runner = FakeRunner()
         model = Model(
-            self.runner,
-            context_length,
-            VOCABULARY,
-            frozenset(ends),
-            None,
-            {"version": (), "poisoned": (), "part": ()},
-            torch.float32,
-            torch.device("cpu"),
+            runner=self.runner,
+            context_length=context_length,
+            vocabulary=VOCABULARY,
+            ends=frozenset(ends),
+            decode=None,
+            shapes={"version": (), "poisoned": (), "part": ()},
+            dtype=torch.float32,
+            device=torch.device("cpu"),
         )
         defaults = {"max_running": 4, "prefill_chunk": 16, "check": True, "kv_gib": (blocks + 0.5) * 1024 / GIB}
         self.engine = Core(model, EngineConfig(**{**defaults, **config}))
@@ -248,9 +248,14 @@ class CoreDriver:
 
 def draw(logits: np.ndarray, sampling: Sampling, counter: int) -> tuple[int, float]:
     """By the sampler, alone in its batch."""
-    columns = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.seed, counter)
-    types = (np.float64, np.int64, np.float64, np.float64, np.uint64, np.int64)
-    settings = Settings(*(np.array([value], dtype=kind) for value, kind in zip(columns, types, strict=True)))
+    settings = Settings(
+        temperature=np.array([sampling.temperature], np.float64),
+        top_k=np.array([sampling.top_k], np.int64),
+        top_p=np.array([sampling.top_p], np.float64),
+        min_p=np.array([sampling.min_p], np.float64),
+        seed=np.array([sampling.seed], np.uint64),
+        counter=np.array([counter], np.int64),
+    )
     drawn = sample(torch.from_numpy(logits[None]), settings)
     return int(drawn.tokens[0]), float(drawn.logprobs[0])
 

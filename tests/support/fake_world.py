@@ -78,7 +78,9 @@ def scheduled_world(directory: Path, schedule: dict[str, Any]) -> FakeWorld:
     return FakeWorld(
         directory,
         StalenessConfig(groups_per_step=s["groups"], max_lag=s["max_lag"], window=window),
-        engine=FakeEngine(s["token"], s["load"], heavy_tail, s["failures"] / 2, s["outages"], seed=s["seed"]),
+        engine=FakeEngine(
+            s["token"], s["load"], heavy_tail, failure_rate=s["failures"] / 2, outage_rate=s["outages"], seed=s["seed"]
+        ),
         trainer=FakeTrainer(s["step"], publish_seconds=s["load"] / 3),
         scorer=FakeScorer(seconds=s["score"], failure_rate=s["failures"] / 2, seed=s["seed"]),
         watch=PATIENT,

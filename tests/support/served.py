@@ -40,7 +40,11 @@ async def faked(
 ) -> AsyncIterator[tuple[Client, Serving]]:
     """The real server over an engine without a model, which serves version 0."""
     serving = Serving(
-        engine or FakeEngine(seconds_per_token=0.001), ChatEncoder(model), "tiny", limits or Limits(), "float32"
+        engine=engine or FakeEngine(seconds_per_token=0.001),
+        encoder=ChatEncoder(model),
+        name="tiny",
+        limits=limits or Limits(),
+        dtype="float32",
     )
     await serving.load(WeightUpdate(version=0, kind="full", fingerprint="fake-0", nbytes=0, seconds=0.0))
     async with answering(serving, token) as url, aiohttp.ClientSession(base_url=url) as session:

@@ -76,7 +76,7 @@ def sampled(trainer: TorchTrainer, name: str, version: int = 0) -> list[Row]:
     for i in range(4):
         sampling = Sampling(max_tokens=20, seed=i, ignore_eos=True)
         request = Request(f"r{i}", tuple(range(3, 10 + 8 * (i % 2))), sampling)
-        transcripts[request.id] = Transcript(request)
+        transcripts[request.id] = Transcript(request=request)
         engine.add(request)
     rows = []
     while engine.has_work():

@@ -81,7 +81,7 @@ def sampled_from(
     engine = NativeEngine(directory, EngineConfig(dtype=name_of(dtype), device="cpu", path="kernels", **settings))
     update = WeightUpdate(version=0, kind="full", fingerprint="", nbytes=0, seconds=0.0)
     engine.swap(engine.prepare(update, {key: p.detach().to(dtype) for key, p in model.named_parameters()}))
-    transcripts = {request.id: Transcript(request) for request in requests}
+    transcripts = {request.id: Transcript(request=request) for request in requests}
     rows = []
     for request in requests:
         engine.add(request)
@@ -167,7 +167,7 @@ def test_the_number_of_threads_and_checkpointing_change_nothing(dtype):
 def test_one_weight_that_differs_shows(place, dtype):
     forward = trainer_of("llama3-rope")
     (pack,) = pack_rows(
-        sampled("llama3-rope", forward.model, requests_of(3, 1.0), dtype), token_mean, 0, 10_000, 0
+        sampled("llama3-rope", forward.model, requests_of(3, 1.0), dtype), token_mean, constant=0, budget=10_000, step=0
     ).packs
     with torch.no_grad():
         forward.model.get_parameter(place).flatten()[3] += 0.1
@@ -179,7 +179,7 @@ def test_the_head_is_packed_once_for_each_of_its_values(dtype):
     forward = trainer_of("llama3-rope")
     head = forward.model.get_output_embeddings()
     (pack,) = pack_rows(
-        sampled("llama3-rope", forward.model, requests_of(3, 1.0), dtype), token_mean, 0, 10_000, 0
+        sampled("llama3-rope", forward.model, requests_of(3, 1.0), dtype), token_mean, constant=0, budget=10_000, step=0
     ).packs
     found = []
     for _ in range(3):

@@ -266,7 +266,12 @@ def check_attention(segments, heads, kv_heads, dim, window, dtype):
 
     q, k, v = (torch.randn(count, h, dim).to(dtype) for h in (heads, kv_heads, kv_heads))
     inputs = [q.float(), k.float(), v]
-    check(lambda q, k, v: fused_ops.attention(q, k, v, Segments.of(segments), scale, window), plain, inputs, dtype)
+    check(
+        lambda q, k, v: fused_ops.attention(q, k, v, Segments.of(segments), scale=scale, window=window),
+        plain,
+        inputs,
+        dtype,
+    )
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
@@ -291,7 +296,7 @@ def test_attention_over_any_forest(segments, window):
 def test_large_scores_do_not_overflow():
     segments = Segments.of(segments_of([40], [-1]))
     q, k, v = (100 * torch.ones(40, 1, 32), 100 * torch.ones(40, 1, 32), torch.randn(40, 1, 32))
-    out = fused_ops.attention(q, k, v, segments, 1.0)
+    out = fused_ops.attention(q, k, v, segments, scale=1.0)
     expected = v.double().cumsum(0) / torch.arange(1, 41)[:, None, None]
     assert distance(out, expected) < 1e-6
 

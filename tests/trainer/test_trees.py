@@ -269,7 +269,7 @@ class Padded:
     def __init__(self, lower_right: bool = True) -> None:
         self.lower_right = lower_right
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layout: Varlen, scale: float | None, reach: int) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layout: Varlen, *, scale: float | None, reach: int) -> Tensor:
         outputs = []
         for i in range(len(layout.query_starts) - 1):
             queries, keys = (slice(*starts[i : i + 2].tolist()) for starts in (layout.query_starts, layout.key_starts))
@@ -317,7 +317,7 @@ def gradients(out: Tensor, slope: Tensor, inputs: list[Tensor]) -> tuple[Tensor,
 def test_a_varlen_kernel_is_tried_before_it_is_trusted():
     assert is_right(Padded(), CPU, torch.float32) and is_right(Padded(), CPU, torch.bfloat16, 128)
     assert not is_right(Padded(lower_right=False), CPU, torch.float32)
-    assert not is_right(lambda q, k, v, layout, scale, reach: Padded()(q, k, v, layout, scale, 0), CPU, torch.float32)
+    assert not is_right(lambda *given, scale, reach: Padded()(*given, scale=scale, reach=0), CPU, torch.float32)
     assert varlen_kernel(CPU, torch.bfloat16, 64) is None
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headrace.algo.policy.tokens import Tokens, binary_kl, ratio_of, sequence_mean, sequence_sum
+from headrace.algo.policy.tokens import Tokens, ratio_of, sequence_mean, sequence_sum
 from headrace.algo.recipe_parts import Correction, LagWeight, Level
 
 
@@ -44,38 +44,7 @@ def corrected(x: Tensor, tokens: Tokens, correction: Correction) -> tuple[Tensor
         if correction.mode == "mask":
             taken["mask"] = (weight < correction.low) | (weight > correction.high)
         weight = torch.clamp(weight, correction.low, correction.high)
-    if correction.veto:
-        taken["veto"] = vetoed(x, tokens, correction.veto)
-    if correction.kpop:
-        taken["kpop"] = larger_binary_kl(x, tokens.sampled) > correction.kpop
-    if correction.opsm:
-        taken["opsm"] = off_policy_sequences(x, tokens, correction.opsm)
-    return weight, taken
-
-
-def vetoed(x: Tensor, tokens: Tokens, threshold: float) -> Tensor:
-    """[M] bool: tokens of a sequence in which any token's ratio is below the threshold (1e-4): another policy would
-    have sampled it."""
-    unlikely = ratio_of(x, tokens.sampled) < threshold
-    return sequence_sum(unlikely.to(x.dtype), tokens.sequence) > 0
-
-
-def larger_binary_kl(x: Tensor, sampled: Tensor) -> Tensor:
-    """[M] KPop: the larger of both divergences between "this token" and "any other" under either policy.
-
-    AReaL takes tokens above 2 out, prime-rl above 0.1. Choice: 2.
-    """
-    return torch.maximum(binary_kl(x, sampled), binary_kl(sampled, x))
-
-
-def off_policy_sequences(x: Tensor, tokens: Tokens, delta: float) -> Tensor:
-    """[M] bool: tokens of negative advantage in a sequence with mean_t(sampled - x) > δ.
-
-    Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556): a mistake that the policy would hardly make any more
-    need not be unlearned.
-    """
-    drift = sequence_mean(tokens.sampled - x, tokens.sequence)
-    return (tokens.advantage < 0) & (drift > delta)
+    return weight, taken | {rule.name: rule(x, tokens) for rule in correction.rules}
 
 
 def lag_weight(lag: Tensor, rule: LagWeight) -> tuple[Tensor, dict[str, Tensor]]:

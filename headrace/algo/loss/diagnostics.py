@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headrace.algo.policy.tokens import TokenLoss, Tokens, k3, ratio_of, sequence_mean, sequence_sum
-from headrace.algo.recipes import RULES
+from headrace.algo.recipes import REASONS
 from headrace.reports import LagStats, Noise
 
 LAGS = (1.0, 2.0, 3.0)
@@ -21,7 +21,7 @@ LAGS = (1.0, 2.0, 3.0)
 NAMES = ("0", "1", "2", "3+", "swapped")
 BINS, LEAST, MOST = 512, 1e-6, 40.0
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
-_SUMS = ("tokens", "ratio", "squared", "kl", "clipped", *RULES)
+_SUMS = ("tokens", "ratio", "squared", "kl", "clipped", *REASONS)
 
 
 Reduction = Callable[[Tensor], Tensor]
@@ -47,7 +47,7 @@ class Diagnostics:
         bucket[swapped.cpu()] = len(NAMES) - 1
         ratio = ratio_of(logprob, sampled)
         nothing = torch.zeros_like(ratio)
-        rules = [result.masked[rule].cpu().double() if rule in result.masked else nothing for rule in RULES]
+        rules = [result.masked[rule].cpu().double() if rule in result.masked else nothing for rule in REASONS]
         clipped = result.clipped.cpu().double()
         columns = [torch.ones_like(ratio), ratio, ratio**2, k3(logprob, sampled), clipped, *rules]
         self.sums.index_add_(0, bucket, torch.stack(columns, dim=1))
@@ -86,7 +86,7 @@ class Diagnostics:
             ess=total["ratio"] ** 2 / (count * total["squared"]),
             chi2=total["squared"] / count - 1,
             clipped=total["clipped"] / count,
-            masked={rule: total[rule] / count for rule in RULES if total[rule]},
+            masked={rule: total[rule] / count for rule in REASONS if total[rule]},
             gaps={**gaps, "max": peak},
         )
 

@@ -33,7 +33,7 @@ def settings_of(losses: Iterable[type[Loss]], before: str) -> Callable[[C], C]:
         made: dict[str, Any] = {}
         for name, hint in cls.__annotations__.items():
             if name == before:
-                made |= {constant: _optional(bounded) for constant, bounded in constants.items()}
+                made |= {constant: optional(bounded) for constant, bounded in constants.items()}
             made[name] = hint
         cls.__annotations__ = made
         for constant in constants:
@@ -43,6 +43,7 @@ def settings_of(losses: Iterable[type[Loss]], before: str) -> Callable[[C], C]:
     return add
 
 
-def _optional(hint: Any) -> Any:
+def optional(hint: Any) -> Any:
+    """The type of a setting that may be missing, with the bounds of `hint`."""
     kind, *bounds = get_args(hint) if get_origin(hint) is Annotated else (hint,)
     return Annotated[(kind | None, *bounds)]

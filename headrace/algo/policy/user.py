@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 RULE = "mine"
-"""The name under which a user's own masks are counted (`recipes.RULES`)."""
+"""The name under which a user's own masks are counted (`recipes.REASONS`)."""
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -103,11 +103,11 @@ class Core:
         self._limits.check(request, len(request.prompt))
         self._served.require(request.adapter)
         return Sequence(
-            request,
-            request.prompt + request.prefix,
-            len(request.prompt),
-            self._arrivals,
-            request.adapter,
+            request=request,
+            tokens=request.prompt + request.prefix,
+            prompt=len(request.prompt),
+            arrival=self._arrivals,
+            adapter=request.adapter,
             scored=request.prompt_logprobs,
             begun=bool(request.prefix),
         )
@@ -119,7 +119,14 @@ class Core:
         self._limits.check(request, len(tokens))
         self._served.require(past.adapter)
         pinned = self._forks.pin(request.fork, past)
-        return Sequence(request, tokens, len(tokens), self._arrivals, past.adapter, pinned=pinned)
+        return Sequence(
+            request=request,
+            tokens=tokens,
+            prompt=len(tokens),
+            arrival=self._arrivals,
+            adapter=past.adapter,
+            pinned=pinned,
+        )
 
     def cancel(self, request_id: str) -> None:
         self._ended = [finished for finished in self._ended if finished.request_id != request_id]

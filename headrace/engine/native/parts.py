@@ -19,7 +19,7 @@ from headrace.errors import ConfigError
 GIB = 2**30
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Model:
     """A model that can be served, without its weights."""
 
@@ -73,13 +73,15 @@ def _runner(
     from headrace.engine.native.runners.decoder import FusedRunner
     from headrace.engine.native.runners.hugging_face import HuggingFaceRunner
 
-    settings = (model, context, dtype, device, config.exact, config.max_adapters)
+    settings: dict[str, Any] = {
+        "dtype": dtype, "device": device, "exact": config.exact, "max_adapters": config.max_adapters,
+    }  # fmt: skip
     if config.path in ("auto", "kernels") and kernels.serves(model, dtype, device, config.max_adapters):
-        return kernels.KernelRunner(*settings)
+        return kernels.KernelRunner(model, context, **settings)
     if config.path in ("auto", "fused") and families.serves(model):
-        return FusedRunner(*settings)
+        return FusedRunner(model, context, **settings)
     if config.path in ("auto", "hf"):
-        return HuggingFaceRunner(*settings)
+        return HuggingFaceRunner(model, context, **settings)
     raise ConfigError(f'engine.path = "{config.path}" does not serve {model.model_type} here; use "auto"')
 
 

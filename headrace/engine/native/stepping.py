@@ -23,7 +23,7 @@ from headrace.steps import Finished, PromptScores, StepOutput, TokenDetails
 from headrace.types import RoutingTrace, Stop
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Counters:
     """Totals since the start."""
 
@@ -46,6 +46,7 @@ class Stepper:
         self,
         runner: Runner,
         schedule: Scheduler,
+        *,
         planner: Planner,
         served: Served,
         forks: Forks,
@@ -114,7 +115,7 @@ class Stepper:
         running, rows = self._running, plan.rows
         if not len(rows):
             nothing = np.zeros(0)
-            return Drawn(nothing.astype(np.int64), nothing, nothing.astype(bool))
+            return Drawn(tokens=nothing.astype(np.int64), logprobs=nothing, finite=nothing.astype(bool))
         settings = running.settings(rows if plan.chunks else None)
         return draw(forward, settings, plan.drawn, running.columns["mask"][rows], running.columns["top"][rows])
 

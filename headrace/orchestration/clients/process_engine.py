@@ -9,25 +9,19 @@ from typing import Literal
 
 import msgspec
 
+from headrace.engine.request_book import RequestBook
 from headrace.engine.streaming import check_parts
 from headrace.errors import HeadraceError
 from headrace.observe.facts import EngineSample, WorkerLost
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.clients.keeper import Keeper
-from headrace.orchestration.clients.request_book import RequestBook
 from headrace.orchestration.workers.messages import EngineStart
 from headrace.orchestration.workers.wire import unpack
 from headrace.protocols import Job, Launcher, Worker
-from headrace.reports import Capabilities, EngineStats, LoadReport
+from headrace.reports import TOTALS, Capabilities, EngineStats, LoadReport
 from headrace.steps import StepOutput, Transcript
 from headrace.types import Completion, Request, scoring
 from headrace.weights import WeightUpdate
-
-TOTALS = (
-    "sampled_tokens", "prompt_tokens", "steps", "busy_seconds", "asked_tokens", "cached_tokens", "recomputed_tokens", "swaps",
-    "preemptions",
-)  # fmt: skip
-"""The statistics that are totals since the process started."""
 
 
 class ProcessEngine:

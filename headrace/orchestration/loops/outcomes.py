@@ -14,7 +14,7 @@ from headrace.types import Episode, Failure, Group, Prompt, Scored
 Outcome = Literal["ready", "dropped", "failed"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rolled:
     """The result of a ticket: its scored rollouts and its failures."""
 
@@ -93,7 +93,7 @@ class FirstTexts:
 
 def rolled_of(group: Group) -> Rolled:
     """The result of a group that was ready before."""
-    return Rolled(group.ticket, group.prompt, group.scored, group.failures)
+    return Rolled(ticket=group.ticket, prompt=group.prompt, scored=group.scored, failures=group.failures)
 
 
 def step_fact(t: float, report: TrainReport, groups: tuple[Group, ...], drawn: float, waited: float) -> StepTrained:

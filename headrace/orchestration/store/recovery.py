@@ -265,7 +265,7 @@ def _begun(saved: SavedRun, asked: Asked, adapter: str) -> dict[str, Completion]
         if name in since or name in others:
             return since.get(name)
         if request := asked(name):
-            return since.setdefault(name, Transcript(request))
+            return since.setdefault(name, Transcript(request=request))
         others.add(name)
         return None
 

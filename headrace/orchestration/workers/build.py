@@ -14,6 +14,7 @@ from headrace.orchestration.workers.local import LocalLauncher
 from headrace.orchestration.workers.messages import EngineStart, TrainerStart
 from headrace.protocols import EngineCore, Launcher, TrainerCore, Transport, WeightReceiver, WeightSender
 from headrace.trainer.config import TrainConfig
+from headrace.weight_sync.files import Files
 from headrace.weight_sync.transport import TRANSPORTS
 from headrace.weights import Manifest
 
@@ -24,6 +25,11 @@ if TYPE_CHECKING:
 def open_transport() -> Transport:
     """The transport from the trainer to an engine on the same machine."""
     return TRANSPORTS["shared_memory"].open()
+
+
+def open_files(directory: Path) -> Transport:
+    """The way to a server. The directory is made anew, and goes in the end."""
+    return Files(str(directory))
 
 
 def open_launcher(logs: Path) -> Launcher:

@@ -6,6 +6,7 @@ controller leaves no orphan, not even a stopped one (`orphans.py`).
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
 import signal
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
+    gc.disable()  # until `_begun`
     if PARENT in os.environ:  # unset in a worker that was started by hand
         signal_me_when_orphaned(signal.SIGKILL)
     kind, how, where = sys.argv[1:4]
@@ -71,6 +73,13 @@ def _read(end: WorkerEnd, inbox: queue.Queue[Frame]) -> None:
     os._exit(0)
 
 
+def _begun() -> None:
+    """Garbage is collected from here on, and not among what is there already. Importing torch and transformers makes a million
+    objects that stay: looking through them again and again took a fifth of a worker's start (5.3 s of CPU time, now 4.1)."""
+    gc.freeze()
+    gc.enable()
+
+
 # -- the trainer ------------------------------------------------------------------------------------------------------------
 
 
@@ -91,6 +100,7 @@ def serve_trainer(end: WorkerEnd, inbox: queue.Queue[Frame]) -> None:
         return TrainerReady(manifests, core.version, core.dtype, layout, core.arithmetic)
 
     answer(end, start, begin)
+    _begun()
     while parts:
         frame = inbox.get()
         answer(end, frame, lambda frame=frame: _trainer_call(frame=frame, **parts))  # type: ignore[misc]
@@ -167,6 +177,7 @@ def serve_engine(end: WorkerEnd, inbox: queue.Queue[Frame]) -> None:
     answer(end, start, begin)
     if not parts:
         return
+    _begun()
     loop = EngineLoop(end, inbox, parts["core"], parts["receiver"])
     while True:
         loop.turn()

@@ -52,7 +52,11 @@ async def completions(request: HttpRequest) -> Response:
     name = body.request_id or f"cmpl-{uuid.uuid4().hex}"
     requests = of_completions(serving, body, name)
     top = body.logprobs is not None
-    return await _answer(request, body, Answering(serving, requests, name, chat=False, logprobs=top, stops=stops(body)))
+    return await _answer(
+        request,
+        body,
+        Answering(serving=serving, requests=requests, name=name, chat=False, logprobs=top, stops=stops(body)),
+    )
 
 
 async def chat(request: HttpRequest) -> Response:
@@ -61,7 +65,11 @@ async def chat(request: HttpRequest) -> Response:
     name = body.request_id or f"chatcmpl-{uuid.uuid4().hex}"
     requests = of_chat(serving, body, name)
     top = bool(body.logprobs)
-    return await _answer(request, body, Answering(serving, requests, name, chat=True, logprobs=top, stops=stops(body)))
+    return await _answer(
+        request,
+        body,
+        Answering(serving=serving, requests=requests, name=name, chat=True, logprobs=top, stops=stops(body)),
+    )
 
 
 async def _answer(request: HttpRequest, body: Completions | Chat, answering: Answering) -> Response:
@@ -71,7 +79,7 @@ async def _answer(request: HttpRequest, body: Completions | Chat, answering: Ans
     return await while_there(request, answering.whole()) or GONE
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Answering:
     """One request for text: what its completions become."""
 

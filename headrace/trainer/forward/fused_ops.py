@@ -114,7 +114,7 @@ class _Gated(torch.autograd.Function):
 
 
 def rotary(
-    x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float, unit: float, dtype: torch.dtype
+    x: Tensor, cos: Tensor, sin: Tensor, *, weight: Tensor | None, eps: float, unit: float, dtype: torch.dtype
 ) -> Tensor:
     """Rotary embedding (arXiv:2104.09864) of x [N, heads, D] by cos and sin [N, D] float32, halves as in `rotate_half`; after
     an RMSNorm of each head where there is a weight [D]. The result is float32, of numbers that `dtype` has."""
@@ -185,7 +185,7 @@ class Segments:
         )
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int = 0) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, *, scale: float, window: int = 0) -> Tensor:
     """q [N, heads, D] and k [N, kv_heads, D] float32, v [N, kv_heads, D] -> [N, heads, D] in the dtype of v. A token sees itself, what comes before it in its segment, and
     all ancestors of that, as far back as `window` tokens (0: all). Nothing of the size of the scores is kept. In bfloat16 q and k
     are rounded, and the forward pass is the engine's, block by block."""

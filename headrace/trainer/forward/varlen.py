@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,9 +20,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from headrace.packing import ROOT, Segment
 
-Kernel = Callable[[Tensor, Tensor, Tensor, "Varlen", float | None, int], Tensor]
-"""(query [Q, H, D], key and value [K, H_kv, D], layout, scale, window) -> [Q, H, D]; the window is the number of keys that a query
-sees, 0 for all before it."""
+
+class Kernel(Protocol):
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, layout: Varlen, /, *, scale: float | None, reach: int
+    ) -> Tensor:
+        """query [Q, H, D], key and value [K, H_kv, D] -> [Q, H, D]. `reach`: keys that a query sees; 0: all before it."""
+        ...
 
 
 @dataclass
@@ -49,8 +54,8 @@ class Varlen:
                 k.index_select(0, self.source),
                 v.index_select(0, self.source),
                 self,
-                scaling,
-                window or 0,
+                scale=scaling,
+                reach=window or 0,
             )
         return out[None]
 
@@ -81,7 +86,7 @@ def varlen_kernel(device: torch.device, dtype: torch.dtype, width: int) -> Kerne
 
 
 def _flash(
-    query: Tensor, key: Tensor, value: Tensor, layout: Varlen, scale: float | None, reach: int
+    query: Tensor, key: Tensor, value: Tensor, layout: Varlen, *, scale: float | None, reach: int
 ) -> Tensor:  # pragma: no cover - needs CUDA
     from torch.nn.attention.varlen import varlen_attn
 

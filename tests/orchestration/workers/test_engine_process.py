@@ -143,7 +143,7 @@ async def controlled(engine: Engine) -> None:
 
 def test_the_fake_is_controlled_alike() -> None:
     async def go() -> None:
-        engine = FakeEngine(0.001, length=lambda rng: LONG)
+        engine = FakeEngine(seconds_per_token=0.001, length=lambda rng: LONG)
         await engine.load(WeightUpdate(version=0, kind="full", fingerprint="fake-0", nbytes=0, seconds=0.0))
         await controlled(engine)
         with pytest.raises(ValueError, match="nobody is not known"):

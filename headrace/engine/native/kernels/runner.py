@@ -72,6 +72,7 @@ class KernelRunner:
         self,
         model: Skeleton,
         context_length: int,
+        *,
         dtype: torch.dtype,
         device: torch.device,
         exact: bool = False,
@@ -167,7 +168,7 @@ class KernelRunner:
 
     @torch.no_grad()
     def prepare_adapter(self, spec: AdapterSpec, tensors: Tensors) -> PackedAdapter:
-        adapter = read_adapter(self.spec, spec, tensors, self.dtype, torch.device("cpu"))
+        adapter = read_adapter(self.spec, spec, tensors=tensors, dtype=self.dtype, device=torch.device("cpu"))
         packer = Packer(self._library, self.dtype)
         low_rank = (binding.LowRank * (len(adapter.layers) * len(PARTS)))()
         for index, (layer, shape) in enumerate(zip(adapter.layers, self.spec.layers, strict=True)):

@@ -23,7 +23,7 @@ def residual_stream(
     """
     count, device = len(tokens), torch.device("cpu")
     model = skeleton.read(model_dir, dtype, device)
-    runner = KernelRunner(model, count, dtype, device)
+    runner = KernelRunner(model, count, dtype=dtype, device=device)
     blocks = -(-count // BLOCK)
     runner.allocate(blocks)
     served = {name: parameter.detach().to(dtype) for name, parameter in parameters}

@@ -133,6 +133,7 @@ class _Matrices:
 def read_adapter(
     base: Spec,
     spec: AdapterSpec,
+    *,
     tensors: Mapping[str, torch.Tensor],
     dtype: torch.dtype,
     device: torch.device,

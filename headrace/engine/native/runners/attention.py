@@ -94,7 +94,7 @@ class Chunk:
     table: torch.Tensor
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Pass:
     """What attention must know of one forward pass. Masks are made once and serve every layer."""
 
@@ -116,7 +116,7 @@ class Pass:
     _masks: dict[tuple[int, int | None], torch.Tensor | None] = field(default_factory=dict)
 
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, window: int | None = None
     ) -> torch.Tensor:
         """q [N, Hq, D], k and v [N, Hkv, D] -> [N, Hq, D] in q's dtype. Writes k and v into the cache first.
 
@@ -237,7 +237,14 @@ def plan_pass(batch: ForwardInput, cache: PagedCache, exact: bool = False) -> Pa
     batch = replace(batch, tables=batch.tables[:, : positions.max() // BLOCK + 1])  # a caller's tables may be wider
     where = batch.tables[segments, positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK
     if exact:
-        return Pass(cache, move(positions), move(where), None, move(batch.tables[segments]), exact=True)
+        return Pass(
+            cache=cache,
+            positions=move(positions),
+            where=move(where),
+            single=None,
+            tables=move(batch.tables[segments]),
+            exact=True,
+        )
     alone = np.flatnonzero(sizes == 1)
     ends = batch.context + sizes
     chunks = [
@@ -293,7 +300,7 @@ def _visible(keys: torch.Tensor, queries: torch.Tensor, window: int | None) -> t
 
 
 def _step_by_step(
-    cache: PagedCache, layer: int, q: torch.Tensor, blocks: torch.Tensor, mask: torch.Tensor, scale: float
+    cache: PagedCache, layer: int, *, q: torch.Tensor, blocks: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """q [n, Hkv, g, D] -> [n, Hkv, g, D] float32, with a running softmax (Milakov and Gimelshein, arXiv:1805.02867) over
     steps of a few blocks in order. Every product has the same shape whatever the context, and what is masked changes no

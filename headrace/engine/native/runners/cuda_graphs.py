@@ -34,7 +34,7 @@ def width_bucket(width: int) -> int:
     return max(4, 1 << (width - 1).bit_length())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Buffers:
     """The inputs of one size, at addresses that stay."""
 
@@ -63,7 +63,9 @@ class Buffers:
     def attention(self, cache: PagedCache) -> Pass:
         longest = self.tables.shape[1] * BLOCK
         paged = (self.starts, self.lengths, self.narrow, 1, longest) if cache.kernel is not None else None
-        return Pass(cache, self.positions, self.where, None, self.tables, paged=paged)
+        return Pass(
+            cache=cache, positions=self.positions, where=self.where, single=None, tables=self.tables, paged=paged
+        )
 
 
 def _buffers(rows: int, width: int, device: torch.device) -> Buffers:

@@ -38,7 +38,7 @@ from headrace.engine.native.runners.skeleton import Skeleton
 from headrace.weights import AdapterSpec
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Layer:
     spec: LayerSpec
     attention_norm: torch.Tensor
@@ -80,6 +80,7 @@ class FusedRunner(PagedRunner):
         self,
         model: Skeleton,
         context_length: int,
+        *,
         dtype: torch.dtype,
         device: torch.device,
         exact: bool = False,

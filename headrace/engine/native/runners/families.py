@@ -50,7 +50,7 @@ class LayerSpec:
     experts: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Spec:
     family: str
     layers: tuple[LayerSpec, ...]
@@ -93,7 +93,7 @@ class Experts:
     """[E, H, inner]"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerWeights:
     """Weights of norms are float32 with the offset added; the others are views into the update where that is possible."""
 

@@ -44,7 +44,7 @@ def attention(attend: Attend) -> Iterator[None]:
         _current.reset(token)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Skeleton:
     model: Any
     """A transformers model in eval mode."""
@@ -108,7 +108,7 @@ def _read_config(model_dir: Path) -> Any:
         ) from None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Note:
     """What one call of attention asked for."""
 

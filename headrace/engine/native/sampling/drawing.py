@@ -27,7 +27,7 @@ def draw(
     u = uniforms(settings.seed[plain], settings.counter[plain])
     tokens, logprobs = forward.draw(settings.temperature[plain], u, at[plain])
     if not len(rest):
-        return Drawn(tokens, logprobs, np.isfinite(logprobs))
+        return Drawn(tokens=tokens, logprobs=logprobs, finite=np.isfinite(logprobs))
     part = _sample(forward, _only(settings, rest), at[rest], masks[rest], tops[rest])
     told = Drawn(
         tokens=_spread(part.tokens, rest, len(special), 0),
@@ -51,7 +51,7 @@ def _sample(
 
 
 def _only(settings: Settings, rows: np.ndarray) -> Settings:
-    return Settings(*(getattr(settings, field.name)[rows] for field in fields(settings)))
+    return Settings(**{field.name: getattr(settings, field.name)[rows] for field in fields(settings)})
 
 
 def _spread(values: np.ndarray, rows: np.ndarray, count: int, nothing: float) -> np.ndarray:

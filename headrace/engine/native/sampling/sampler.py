@@ -32,7 +32,7 @@ _BELOW_ONE = 1.0 - 2.0**-52
 _MULTIPLE = max(BLOCK, GROUP)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """One value per row: float64 but for `top_k` (int64, 0 = off), `seed` (uint64) and `counter` (int64).
 
@@ -71,7 +71,7 @@ class Mask(NamedTuple):
     """[R + 1] int64: row r holds token_ids[offsets[r]:offsets[r + 1]]"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Drawn:
     """`finite` is False for rows whose logits held NaN or infinity; their token and log-probs mean nothing."""
 
@@ -120,8 +120,8 @@ def sample(logits: torch.Tensor, settings: Settings, want_mask: np.ndarray | Non
         base = peak + filters.temperature * np.log(norm)
         logprobs = (chosen - base) / filters.temperature
     mask = None if want_mask is None else _mask(kept, on & want_mask, logits.shape[1])
-    best = _top(kept, base, filters.temperature, top)
-    return Drawn(tokens, logprobs, np.isfinite(peak), mask, *best)
+    ids, best = _top(kept, base, filters.temperature, top)
+    return Drawn(tokens=tokens, logprobs=logprobs, finite=np.isfinite(peak), mask=mask, top_ids=ids, top_logprobs=best)
 
 
 def token_logprobs(logits: torch.Tensor, tokens: np.ndarray, top: int = 0) -> Scores:

@@ -19,7 +19,7 @@ REMEMBERED = 1024
 """Finished sequences."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Past:
     """What there is to go on from."""
 

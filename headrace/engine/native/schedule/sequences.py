@@ -39,7 +39,7 @@ ROW = np.dtype(
 _SETTINGS = ("temperature", "top_k", "top_p", "min_p", "seed", "counter")
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Sequence:
     """One accepted request."""
 
@@ -172,4 +172,4 @@ class Running:
     def settings(self, rows: np.ndarray | None) -> Settings:
         """Of some rows, or of all."""
         chosen = self.columns[: len(self)] if rows is None else self.columns[rows]
-        return Settings(*(chosen[name].copy() for name in _SETTINGS))
+        return Settings(**{name: chosen[name].copy() for name in _SETTINGS})

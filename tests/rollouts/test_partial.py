@@ -40,9 +40,17 @@ def _groups(world: FakeWorld) -> list[list[Completion]]:
 def _busy(tmp: Path, mode: Any, **other: Any) -> FakeWorld:
     """Long completions, frequent swaps: nearly every swap finds rollouts under way."""
     staleness = StalenessConfig(groups_per_step=2, max_lag=2)
-    engine = FakeEngine(0.1, other.pop("load_seconds", 0.0), lambda rng: rng.choice([2, 8]))
+    engine = FakeEngine(
+        seconds_per_token=0.1, load_seconds=other.pop("load_seconds", 0.0), length=lambda rng: rng.choice([2, 8])
+    )
     return FakeWorld(
-        tmp, staleness, steps=12, engine=engine, trainer=FakeTrainer(0.3), partial=PartialConfig(mode=mode), **other
+        tmp,
+        staleness,
+        steps=12,
+        engine=engine,
+        trainer=FakeTrainer(seconds_per_step=0.3),
+        partial=PartialConfig(mode=mode),
+        **other,
     )
 
 
@@ -131,7 +139,7 @@ def test_an_evaluation_goes_on_over_an_abort(tmp_path: Path) -> None:
     """Interrupted completions of held-out prompts would count as short answers."""
 
     async def go() -> Completion:
-        engine = FakeEngine(0.1, 0.05, lambda rng: 8)
+        engine = FakeEngine(seconds_per_token=0.1, load_seconds=0.05, length=lambda rng: 8)
         await engine.load(await FakeTrainer().publish())
         clock = asyncio.get_running_loop().time
         waits = Waits(lambda fact: None, clock, 100, 200)

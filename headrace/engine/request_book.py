@@ -54,7 +54,7 @@ class RequestBook:
     def enter(self, request: Request) -> Pending:
         if request.id in self._pending:
             raise ValueError(f"the engine has a request {request.id} already; give every request an id of its own")
-        pending = self._pending[request.id] = Pending(request)
+        pending = self._pending[request.id] = Pending(request=request)
         return pending
 
     def leave(self, request_id: str) -> None:

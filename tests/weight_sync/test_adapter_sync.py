@@ -157,5 +157,5 @@ def test_an_adapter_that_was_not_announced_is_refused(make):
     foreign = WeightUpdate(
         version=1, kind="adapter", fingerprint="f00", nbytes=0, seconds=0.0, adapter=LORAS["south"].spec("south")
     )
-    with pytest.raises(IdentityError, match="told of no adapter south"):
+    with pytest.raises(IdentityError, match="started with no adapter south"):
         one.receiver.receive(foreign)

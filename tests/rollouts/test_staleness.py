@@ -62,7 +62,13 @@ def _heavy(tmp: Path, **staleness: Any) -> FakeWorld:
     """One rollout in ten is eight times as long, and the trainer is fast: the long ones are overdue when they are done."""
     config = StalenessConfig(groups_per_step=2, max_lag=1, **staleness)
     heavy = lambda rng: 8 if rng.random() < 0.1 else 1  # noqa: E731
-    return FakeWorld(tmp, config, steps=40, engine=FakeEngine(0.1, 0.0, heavy), trainer=FakeTrainer(0.05))
+    return FakeWorld(
+        tmp,
+        config,
+        steps=40,
+        engine=FakeEngine(seconds_per_token=0.1, load_seconds=0.0, length=heavy),
+        trainer=FakeTrainer(seconds_per_step=0.05),
+    )
 
 
 def _mean_length(world: FakeWorld) -> float:
@@ -111,7 +117,10 @@ def test_the_stalest_group_goes_first_or_the_one_that_was_finished_first(tmp_pat
     for order in ("stalest", "finished"):
         config = StalenessConfig(groups_per_step=2, max_lag=6, overdue="trim", order=order, in_flight=16)
         world = FakeWorld(
-            tmp_path / order, config, steps=40, engine=FakeEngine(0.1, length=lambda rng: rng.choice([1, 8]))
+            tmp_path / order,
+            config,
+            steps=40,
+            engine=FakeEngine(seconds_per_token=0.1, length=lambda rng: rng.choice([1, 8])),
         )
         virtual_time.run(world.run())
         ended = world.facts.of(GroupEnded)

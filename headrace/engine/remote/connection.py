@@ -1,0 +1,116 @@
+"""One server: its pool of connections, its token, deadlines, answers and streams. It knows no route."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from headrace.engine.remote.errors import Busy, Unreachable
+from headrace.errors import ConfigError, IdentityError
+
+if TYPE_CHECKING:
+    import aiohttp
+
+CONNECT = 10.0
+"""Seconds in which a connection must be made."""
+
+LONGEST_LINE = 1 << 26
+"""Bytes of one event: a completion's routing comes in one."""
+
+
+class Connection:
+    def __init__(self, url: str, token: str = "") -> None:
+        self.url = url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._session: aiohttp.ClientSession | None = None
+
+    def _open(self) -> aiohttp.ClientSession:
+        import aiohttp
+
+        if self._session is None:
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT)
+            # Every request under way has a connection of its own: a limit would make some wait behind others without a word.
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
+            self._session = aiohttp.ClientSession(
+                headers=self._headers, connector=connector, timeout=timeout, read_bufsize=LONGEST_LINE, trust_env=False
+            )
+        return self._session
+
+    async def get(self, path: str, seconds: float) -> Any:
+        return _decoded(await self._ask("GET", path, None, seconds))
+
+    async def post(self, path: str, body: Any, seconds: float) -> Any:
+        return _decoded(await self._ask("POST", path, body, seconds))
+
+    async def tell(self, path: str, body: Any, seconds: float) -> None:
+        """As `post`, where the answer says no more than that it was done."""
+        await self._ask("POST", path, body, seconds)
+
+    async def _ask(self, method: str, path: str, body: Any, seconds: float) -> str:
+        """Raises Unreachable without an answer within `seconds`, and what `_refusal` has for one that is no answer."""
+        import aiohttp
+
+        try:
+            async with asyncio.timeout(seconds), self._open().request(method, self.url + path, json=body) as answer:
+                text = await answer.text()
+        except TimeoutError:
+            raise Unreachable(f"{self.url}{path} did not answer within {seconds:g} s") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise Unreachable(f"{self.url}{path}: {error or repr(error)}") from None
+        if answer.status != 200:
+            raise _refusal(self.url + path, answer.status, text, answer.headers)
+        return text
+
+    async def stream(self, path: str, body: Any) -> AsyncGenerator[Any, None]:
+        """Server-sent events until `[DONE]`. To leave it closes the connection, by which the server knows. Raises Unreachable for
+        a stream that ends before."""
+        import aiohttp
+
+        try:
+            async with self._open().post(self.url + path, json=body) as answer:
+                if answer.status != 200:
+                    raise _refusal(self.url + path, answer.status, await answer.text(), answer.headers)
+                async for line in answer.content:
+                    data = line.strip().removeprefix(b"data:").strip()
+                    if data == b"[DONE]":
+                        return
+                    if data:
+                        yield _decoded(data)
+        except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: a line that is too long
+            if isinstance(error, ValueError) and not isinstance(error, aiohttp.ClientError):
+                raise
+            raise Unreachable(f"{self.url}{path}: {error or repr(error)}") from None
+        raise Unreachable(f"{self.url}{path}: the stream ended before its end")
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+
+def _decoded(text: str | bytes) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        raise Unreachable(f"an answer that is no JSON: {text[:100]!r}") from None
+
+
+def _refusal(where: str, status: int, text: str, headers: Mapping[str, str]) -> Exception:
+    """400 is ours to mend; 409 are weights that are others; 404 and 5xx may pass."""
+    try:
+        said = msgspec.json.decode(text)["error"]
+        message, code = str(said["message"]), str(said.get("code"))
+    except (msgspec.DecodeError, TypeError, KeyError):
+        message, code = text.strip()[:200] or f"status {status}", ""
+    if status == 503 and code == "busy":
+        return Busy(message, float(headers.get("Retry-After", "1")))
+    if status in (401, 403):
+        return ConfigError(f"{where} refuses us ({status}): {message}; name its token in engine.token_file")
+    if status == 409:
+        return IdentityError(message)
+    if status in (400, 413, 415, 422):
+        return ValueError(message)
+    return Unreachable(f"{where} answered {status}: {message}")

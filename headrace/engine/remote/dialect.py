@@ -1,0 +1,70 @@
+"""What differs from one kind of server to the next: routes and bodies, nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from headrace.engine.remote.connection import Connection
+from headrace.reports import Capabilities, EngineStats, LoadReport
+from headrace.steps import Finished, PromptScores, TokenDetails
+from headrace.types import Request
+from headrace.weights import WeightUpdate
+
+
+@dataclass(frozen=True)
+class ServerState:
+    """What a server is and has, at one moment."""
+
+    boot: str
+    """Another one for every process."""
+    dtype: str
+    """That it serves in."""
+    capabilities: Capabilities
+    fingerprints: dict[str, str]
+    """Of the weights that are live, by adapter; the base's by the empty name."""
+    stats: EngineStats
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Neighbouring tokens that the same weights sampled."""
+
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    version: int
+    kv_version: int
+    fingerprint: str
+    """Empty where the server does not tell it."""
+    mixed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heard:
+    """One event of a stream."""
+
+    runs: Sequence[Run] = ()
+    details: Sequence[TokenDetails] = ()
+    scores: PromptScores | None = None
+    scored_by: str = ""
+    """Fingerprint of the weights that scored the prompt."""
+    end: Finished | None = None
+    cut_off: bool = False
+    """The server ended it before its end, and nobody here had asked for that."""
+
+
+class Dialect(Protocol):
+    async def look(self, connection: Connection, seconds: float) -> ServerState:
+        """Raises Unreachable without an answer, ConfigError for a server of another kind."""
+
+    def ask(self, request: Request, wire_id: str) -> tuple[str, dict[str, Any]]:
+        """Route and body of a stream."""
+
+    def hear(self, event: Any, request: Request) -> Heard:
+        """Raises Unreachable for what makes no sense."""
+
+    async def load(self, connection: Connection, update: WeightUpdate, seconds: float) -> LoadReport:
+        """Returns when it is live. What is live already is not loaded again. Raises IdentityError, ValueError, Unreachable."""
+
+    async def unload(self, connection: Connection, adapter: str, seconds: float) -> None: ...

@@ -1,0 +1,18 @@
+"""What can happen to a request on its way."""
+
+from __future__ import annotations
+
+from headrace.errors import HeadraceError
+
+
+class Unreachable(HeadraceError):
+    """No answer, or half of one: the server may be gone. Asking again later may help."""
+
+
+class Busy(HeadraceError):
+    """The server has no room now."""
+
+    def __init__(self, message: str, seconds: float) -> None:
+        super().__init__(message)
+        self.seconds = seconds
+        """After which to ask again."""

@@ -1,0 +1,174 @@
+"""The dialect of `headrace serve`: the server tells everything, fingerprints of every token's weights included."""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from headrace.engine.remote.connection import Connection
+from headrace.engine.remote.dialect import Heard, Run, ServerState
+from headrace.engine.remote.errors import Unreachable
+from headrace.errors import ConfigError
+from headrace.reports import Capabilities, EngineStats, LoadReport
+from headrace.steps import Finished, PromptScores, TokenDetails
+from headrace.types import Request, RoutingTrace, Stop, TopLogprobs
+from headrace.weights import WeightUpdate
+
+_ENDS: dict[str, Stop] = {"stop": "stop", "length": "length", "error": "error"}
+_CANNOT = ("forks", "streamed")
+"""Fields of `Capabilities`: what the engine can do and its server is not asked for."""
+
+
+class HeadraceDialect:
+    """Protocol `Dialect`."""
+
+    async def look(self, connection: Connection, seconds: float) -> ServerState:
+        told = await connection.get("/headrace/state", seconds)
+        try:
+            labels = {"": told["weights"], **told["adapters"]}
+            can = msgspec.convert(told["capabilities"], Capabilities)
+            return ServerState(
+                boot=told["boot"],
+                dtype=told["dtype"],
+                capabilities=msgspec.structs.replace(can, **dict.fromkeys(_CANNOT, False)),
+                fingerprints={name: label["fingerprint"] for name, label in labels.items() if label},
+                stats=msgspec.convert(told["stats"], EngineStats),
+            )
+        except (KeyError, TypeError, AttributeError, msgspec.ValidationError) as error:
+            raise ConfigError(
+                f"{connection.url} is no `headrace serve` of this version ({error!r}); set engine.kind to what it is, or start it anew"
+            ) from None
+
+    def ask(self, request: Request, wire_id: str) -> tuple[str, dict[str, Any]]:
+        sampling = request.sampling
+        drawn: dict[str, Any] = {
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "stop": list(sampling.stop),
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "ignore_eos": sampling.ignore_eos,
+            "seed": sampling.seed,
+            "logprobs": request.top_logprobs,
+        }
+        if request.prompt_logprobs:
+            drawn["prompt_logprobs"] = request.top_logprobs
+        body: dict[str, Any] = {
+            "request_id": wire_id,
+            "token_ids": list(request.prompt),
+            "prefix_token_ids": list(request.prefix),
+            "sampling_params": drawn,
+            "priority": request.priority,
+            "return_sampling_mask": request.return_mask,
+            "return_routed_experts": request.return_routing,
+            "stream": True,
+        }
+        return "/inference/v1/generate", body | ({"model": request.adapter} if request.adapter else {})
+
+    def hear(self, event: Any, request: Request) -> Heard:
+        try:
+            return _heard(event, request)
+        except (KeyError, TypeError, IndexError, AttributeError) as error:
+            raise Unreachable(f"the server told what makes no sense: {error!r}") from None
+
+    async def load(self, connection: Connection, update: WeightUpdate, seconds: float) -> LoadReport:
+        told = await connection.post("/headrace/weights", msgspec.to_builtins(update), seconds)
+        return msgspec.convert(told, LoadReport)
+
+    async def unload(self, connection: Connection, adapter: str, seconds: float) -> None:
+        await connection.tell("/v1/unload_lora_adapter", {"lora_name": adapter}, seconds)
+
+
+def _heard(event: Any, request: Request) -> Heard:
+    if "error" in event:
+        raise Unreachable(str(event["error"]["message"]))
+    if not event["choices"]:
+        return Heard()
+    (choice,) = event["choices"]
+    content = choice["logprobs"]["content"]
+    tokens, reason = choice["token_ids"], choice["finish_reason"]
+    if len(content) != len(tokens):
+        raise Unreachable(f"the server told {len(tokens)} tokens and {len(content)} log-probs")
+    scores, scored_by = _scores(event, request)
+    return Heard(
+        runs=_runs(choice["spans"], tokens, [_number(one["logprob"]) for one in content]),
+        details=_details(choice, content, request),
+        scores=scores,
+        scored_by=scored_by,
+        end=_end(choice, request) if reason in _ENDS else None,
+        cut_off=reason is not None and reason not in _ENDS,
+    )
+
+
+def _runs(spans: Sequence[Any], tokens: Sequence[int], logprobs: Sequence[float]) -> list[Run]:
+    ends = [*(span["start"] for span in spans[1:]), len(tokens)]
+    if tokens and (not spans or spans[0]["start"] != 0):
+        raise Unreachable("the server told tokens without their versions")
+    return [
+        Run(
+            tokens=tokens[span["start"] : end],
+            logprobs=logprobs[span["start"] : end],
+            version=span["version"],
+            kv_version=span["kv_version"],
+            fingerprint=span["fingerprint"],
+            mixed=span["mixed"],
+        )
+        for span, end in zip(spans, ends, strict=False)
+    ]
+
+
+def _details(choice: Any, content: Sequence[Any], request: Request) -> list[TokenDetails]:
+    if not request.top_logprobs and not request.return_mask:
+        return []
+    masks = choice["sampling_mask"] if request.return_mask else [()] * len(content)
+    if len(masks) != len(content):
+        raise Unreachable(f"the server told {len(content)} tokens and {len(masks)} sampling masks")
+    return [
+        TokenDetails(
+            request.id,
+            array("i", [top["token_id"] for top in one["top_logprobs"]]).tobytes(),
+            array("f", [top["logprob"] for top in one["top_logprobs"]]).tobytes(),
+            array("i", mask).tobytes(),
+        )
+        for one, mask in zip(content, masks, strict=True)
+    ]
+
+
+def _scores(event: Any, request: Request) -> tuple[PromptScores | None, str]:
+    if "prompt_logprobs" not in event:
+        return None, ""
+    rows, by, k = event["prompt_logprobs"][1:], event["prompt_version"], request.top_logprobs
+    if len(rows) != len(request.prompt) - 1:
+        raise Unreachable(f"the server scored {len(rows)} tokens of a prompt of {len(request.prompt)}")
+    logprobs = tuple(row[str(token)]["logprob"] for row, token in zip(rows, request.prompt[1:], strict=True))
+    tops = [
+        sorted((one["rank"], int(token), one["logprob"]) for token, one in row.items() if "rank" in one) for row in rows
+    ]
+    ids = array("i", [token for row in tops for _, token, _ in row[:k]])
+    values = array("f", [value for row in tops for _, _, value in row[:k]])
+    top = TopLogprobs(k, ids.tobytes(), values.tobytes()) if k else None
+    return PromptScores(request.id, by["version"], logprobs, top, by["mixed"]), by["fingerprint"]
+
+
+def _end(choice: Any, request: Request) -> Finished:
+    trace = None
+    if request.return_routing and "routed_experts" in choice:
+        import numpy as np
+
+        experts = np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])), allow_pickle=False)
+        _, layers, k = experts.shape
+        trace = RoutingTrace(layers=layers, k=k, width=experts.dtype.itemsize, experts=experts.tobytes())
+    return Finished(request.id, _ENDS[choice["finish_reason"]], choice.get("error", ""), trace)
+
+
+def _number(value: float | None) -> float:
+    """JSON has no NaN: null stands for it."""
+    return math.nan if value is None else value

@@ -1,0 +1,184 @@
+"""A server's presence: looked at every second, missed at once, waited for a while, and made what it was when it is back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol, TypeVar
+
+from headrace.engine.remote.connection import Connection
+from headrace.engine.remote.dialect import Dialect, ServerState
+from headrace.engine.remote.errors import Busy, Unreachable
+from headrace.errors import HeadraceError, WorkerDied
+
+T = TypeVar("T")
+
+EVERY = 1.0
+"""Seconds between two looks at a server."""
+SILENT = 5.0
+"""Seconds without an answer after which it counts as gone: a process that is stopped closes no connection."""
+AGAIN = 0.2
+"""Seconds between two attempts to reach one that is gone."""
+
+
+class Dependent(Protocol):
+    """Who depends on the server."""
+
+    async def restore(self, state: ServerState) -> None:
+        """Makes it what it was: its weights, its adapters. Raises Unreachable where it is gone again."""
+
+    def seen(self, state: ServerState) -> None: ...
+
+    def lost(self, how: str, deaths: int) -> None: ...
+
+    def given_up(self, error: Exception) -> None: ...
+
+
+class Presence:
+    def __init__(
+        self, connection: Connection, dialect: Dialect, dependent: Dependent, patience: float, max_deaths: int
+    ) -> None:
+        """`patience`: seconds that it may be away. `max_deaths`: processes of it that may end."""
+        self._connection, self._dialect, self._dependent = connection, dialect, dependent
+        self._patience, self._max_deaths = patience, max_deaths
+        self._deaths, self._boot = 0, ""
+        self._up, self._missed = asyncio.Event(), asyncio.Event()
+        self._why = ""
+        self._outage: asyncio.Future[None] | None = None
+        self._given_up: asyncio.Future[None] | None = None
+        self._keeping: asyncio.Task[None] | None = None
+
+    async def open(self) -> ServerState:
+        """Waits for it to be there, and goes on to watch it. Raises WorkerDied where it does not come."""
+        self._given_up = asyncio.get_running_loop().create_future()
+        state = await self._found()
+        self._boot = state.boot
+        self._begin()
+        self._keeping = asyncio.get_running_loop().create_task(self._keep())
+        return state
+
+    @property
+    def outage(self) -> asyncio.Future[None]:
+        """Done as soon as the server is missed the next time."""
+        assert self._outage is not None
+        return self._outage
+
+    def miss(self, why: str) -> None:
+        """Somebody got no answer."""
+        if self._up.is_set():
+            self._why = why
+            self._up.clear()
+            self._missed.set()
+            if not self.outage.done():
+                self.outage.set_result(None)
+
+    async def doubt(self, why: str) -> None:
+        """One answer was lost: it is missed unless it answers now, and is the process that it was."""
+        try:
+            state = await self._dialect.look(self._connection, SILENT)
+        except (Unreachable, Busy) as error:
+            self.miss(str(error))
+        else:
+            if state.boot != self._boot:
+                self.miss(why)
+
+    async def until_up(self) -> None:
+        """Raises what ended it for good."""
+        assert self._given_up is not None
+        while not (self._up.is_set() or self._given_up.done()):
+            up: asyncio.Future[Any] = asyncio.ensure_future(self._up.wait())
+            await asyncio.wait([self._given_up, up], return_when=asyncio.FIRST_COMPLETED)
+            up.cancel()
+        if self._given_up.done():
+            self._given_up.result()
+
+    async def retrying(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """Asks again when the server is back."""
+        while True:
+            await self.until_up()
+            try:
+                return await ask()
+            except Unreachable as error:
+                await self.doubt(str(error))
+                await asyncio.sleep(AGAIN)
+
+    def give_up(self, error: Exception) -> None:
+        assert self._given_up is not None
+        if not self._given_up.done():
+            self._up.clear()
+            self._given_up.set_exception(error)
+            self._given_up.exception()  # whoever watches raises it; nobody watching is no error
+            self._dependent.given_up(error)
+
+    async def watch(self) -> None:
+        assert self._given_up is not None
+        await asyncio.shield(self._given_up)
+
+    async def close(self) -> None:
+        if self._keeping:
+            self._keeping.cancel()
+            await asyncio.gather(self._keeping, return_exceptions=True)
+
+    # -- inside ---------------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        self._outage = asyncio.get_running_loop().create_future()
+        self._missed.clear()
+        self._up.set()
+
+    async def _keep(self) -> None:
+        try:
+            while True:
+                await self._while_there()
+                await self._back()
+        except Exception as error:  # nobody else hears of what ends this task
+            self.give_up(error if isinstance(error, HeadraceError) else WorkerDied("engine", f"was lost: {error!r}"))
+
+    async def _while_there(self) -> None:
+        while not self._missed.is_set():
+            try:
+                state = await self._dialect.look(self._connection, SILENT)
+            except (Unreachable, Busy) as error:
+                self.miss(str(error))
+                return
+            if state.boot != self._boot:
+                self.miss("it was started anew")
+                return
+            self._dependent.seen(state)
+            try:
+                async with asyncio.timeout(EVERY):
+                    await self._missed.wait()
+            except TimeoutError:
+                continue
+
+    async def _back(self) -> None:
+        """Returns when it is there again, with the weights that it had."""
+        while True:
+            state = await self._found()
+            if state.boot != self._boot:
+                self._boot, self._deaths = state.boot, self._deaths + 1
+                self._dependent.lost(self._why, self._deaths)
+                if self._deaths > self._max_deaths:
+                    said = f"at {self._connection.url} ended; it was its death no. {self._deaths} (engine.max_deaths allows {self._max_deaths})"
+                    raise WorkerDied("engine", said)
+            try:
+                await self._dependent.restore(state)
+            except (Unreachable, Busy) as error:
+                self._why = str(error)
+                continue
+            self._begin()
+            return
+
+    async def _found(self) -> ServerState:
+        """Raises WorkerDied where it does not come back in time."""
+        try:
+            async with asyncio.timeout(self._patience):
+                while True:
+                    try:
+                        return await self._dialect.look(self._connection, SILENT)
+                    except (Unreachable, Busy) as error:
+                        self._why = str(error)
+                        await asyncio.sleep(AGAIN)
+        except TimeoutError:
+            said = f"at {self._connection.url} was away for {self._patience:g} s (engine.patience): {self._why}"
+            raise WorkerDied("engine", said) from None

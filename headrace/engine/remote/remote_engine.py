@@ -1,0 +1,293 @@
+"""Protocol `Engine`, over a server.
+
+What a server has sampled is known here token by token, as it streams: so a connection that breaks, a server that is stopped and one
+that is killed cost no token. Every request goes on from its prefix, as with an engine in a process of ours.
+
+**C3 over the wire.** The server computes the fingerprint of what it loads, and says with every token which weights sampled it. Each
+is compared with what was published under that number here: where somebody else has loaded others meanwhile, the run ends instead
+of training on their tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import msgspec
+
+from headrace.engine.remote.connection import Connection
+from headrace.engine.remote.dialect import Dialect, Heard, ServerState
+from headrace.engine.remote.errors import Busy, Unreachable
+from headrace.engine.remote.outages import Presence
+from headrace.engine.request_book import Pending, RequestBook
+from headrace.engine.streaming import check_parts
+from headrace.errors import ConfigError, HeadraceError, IdentityError
+from headrace.observe.facts import EngineSample, WorkerLost
+from headrace.observe.telemetry import Telemetry
+from headrace.reports import TOTALS, Capabilities, EngineStats, LoadReport
+from headrace.steps import Finished, StepOutput, Transcript
+from headrace.types import Completion, Request, scoring
+from headrace.weights import WeightUpdate
+
+ATTEMPTS = 5
+"""Streams of one request that may break without a token; then it has failed."""
+
+LOADING = 600.0
+"""Seconds that an update may take."""
+
+
+class RemoteEngine:
+    def __init__(
+        self,
+        connection: Connection,
+        dialect: Dialect,
+        *,
+        patience: float,
+        max_deaths: int,
+        telemetry: Telemetry,
+    ) -> None:
+        self._connection, self._dialect = connection, dialect
+        self._telemetry = telemetry
+        self._presence = Presence(connection, dialect, self, patience, max_deaths)
+        self._book = RequestBook()
+        self._wanted: dict[str, WeightUpdate] = {}
+        """The newest weights by adapter; the base model's go by the empty name."""
+        self._published: dict[tuple[str, int], str] = {}
+        """Fingerprint by adapter and version."""
+        self._admits, self._running = True, 0
+        self._changed = asyncio.Event()
+        self._names, self._nonce = itertools.count(), secrets.token_hex(4)
+        self._before, self._base, self._latest = EngineStats(), EngineStats(), EngineStats()
+        """Statistics of processes of the server that ended; what the present one had done before this run; what it has now."""
+        self.capabilities = Capabilities(context_length=0)
+
+    async def open(self) -> ServerState:
+        """Waits for the server. Raises WorkerDied where it does not come, ConfigError where it is another one."""
+        state = await self._presence.open()
+        self.capabilities = msgspec.structs.replace(
+            state.capabilities, path=f"{state.capabilities.path} at {self._connection.url}"
+        )
+        self._base = self._latest = state.stats
+        for name in filter(None, state.fingerprints):  # of a run before this one, made for other base weights
+            await self._dialect.unload(self._connection, name, LOADING)
+        return state
+
+    # -- requests -----------------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: Request) -> Completion:
+        if request.fork:
+            raise ValueError(
+                "a server goes on from no cache entries by name; give the tokens as the prompt of a new request"
+            )
+        if request.adapter and request.adapter not in self._wanted:
+            raise ValueError(f"no adapter {request.adapter} is loaded; load it before naming it in a request")
+        await self._presence.until_up()
+        pending = self._book.enter(request)
+        try:
+            await self._admitted(pending)
+            self._running += 1
+            try:
+                await self._until_done(pending)
+            finally:
+                self._running -= 1
+                self._notify()
+            return await pending.done
+        finally:
+            self._book.leave(request.id)
+
+    async def _admitted(self, pending: Pending) -> None:
+        while not (self._admits or pending.request.prefix or pending.done.done()):
+            await self._changed.wait()
+
+    async def _until_done(self, pending: Pending) -> None:
+        failures, had = 0, 0
+        while not pending.done.done():
+            await self._presence.until_up()
+            try:
+                await self._follow(pending)
+            except Busy as busy:
+                await asyncio.wait([pending.done], timeout=busy.seconds)
+            except ValueError as error:
+                pending.fail(error)
+            except Unreachable as error:
+                failures = 1 if len(pending.tokens) > had else failures + 1
+                had = len(pending.tokens)
+                await self._presence.doubt(str(error))
+                if failures >= ATTEMPTS:
+                    self._tell(StepOutput(0, finished=(Finished(pending.request.id, "error", str(error)),)))
+            except HeadraceError as error:
+                self._presence.give_up(error)
+
+    async def _follow(self, pending: Pending) -> None:
+        """One stream, to its end or to where it breaks. It is left as soon as the request is to end, or the server is missed."""
+        reading = asyncio.ensure_future(self._read(pending))
+        try:
+            ends: list[asyncio.Future[object]] = [reading, pending.done, self._presence.outage]  # type: ignore[list-item]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if reading.done():
+                reading.result()
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+    async def _read(self, pending: Pending) -> None:
+        rest = pending.rest()
+        path, body = self._dialect.ask(rest, f"{self._nonce}.{rest.id}.{next(self._names)}")
+        stream = self._connection.stream(path, body)
+        try:
+            async for event in stream:
+                heard = self._dialect.hear(event, rest)
+                for output in self._outputs(rest, heard):
+                    self._tell(output)
+                if heard.cut_off:
+                    raise Unreachable("the server ended the request before its end")
+                if pending.done.done():
+                    return
+        finally:
+            await stream.aclose()
+        raise Unreachable("the stream ended without an end of the request")
+
+    def _outputs(self, request: Request, heard: Heard) -> Iterable[StepOutput]:
+        """Raises IdentityError where a token is of other weights than were published under its version."""
+        if heard.scores:
+            self._check(request.adapter, heard.scores.version, heard.scored_by)
+            yield StepOutput(heard.scores.version, scores=(heard.scores,))
+        details = list(heard.details)
+        for run in heard.runs:
+            self._check(request.adapter, run.version, run.fingerprint)
+            count = len(run.tokens)
+            yield StepOutput(
+                version=run.version,
+                request_ids=(request.id,) * count,
+                tokens=tuple(run.tokens),
+                logprobs=tuple(run.logprobs),
+                kv_versions=(run.kv_version,) * count,
+                details=tuple(details[:count]),
+                mixed=run.mixed,
+            )
+            del details[:count]
+        if heard.end:
+            yield StepOutput(self._version(), finished=(heard.end,))
+
+    def _check(self, adapter: str, version: int, fingerprint: str) -> None:
+        expected = self._published.get((adapter, version))
+        if fingerprint and fingerprint != expected:
+            raise IdentityError(
+                f"the server at {self._connection.url} sampled with weights {fingerprint} as version {version}, and this run published "
+                f"{expected or 'none'} under that number: somebody else loads weights into it. Give each run a server of its own"
+            )
+
+    def _tell(self, output: StepOutput) -> None:
+        try:
+            self._book.publish(msgspec.msgpack.encode(output))
+        except Exception as error:  # a journal that cannot be written, say: what comes next would not be in it
+            self._presence.give_up(error)
+            return
+        self._book.enter_output(output)
+
+    async def score(self, tokens: Sequence[int], adapter: str = "") -> Completion:
+        return await self.generate(scoring(f"score/{next(self._names)}", tokens, priority=-1, adapter=adapter))
+
+    # -- weights ------------------------------------------------------------------------------------------------------------
+
+    async def load(self, update: WeightUpdate, parts: int = 1) -> LoadReport:
+        check_parts(update, parts)
+        if parts > 1:
+            raise ValueError("a server takes no update in parts; load it with parts = 1")
+        name = update.adapter.name if update.adapter else ""
+        before = self._wanted.get(name)
+        self._published[name, update.version] = update.fingerprint
+        self._wanted[name] = update
+        try:
+            return await self._presence.retrying(lambda: self._dialect.load(self._connection, update, LOADING))
+        except (HeadraceError, ValueError):
+            if before is None:  # refused: a server that comes back has no use for it
+                del self._wanted[name]
+            else:
+                self._wanted[name] = before
+            raise
+
+    def _version(self) -> int:
+        return self._wanted[""].version if "" in self._wanted else 0
+
+    # -- control ------------------------------------------------------------------------------------------------------------
+
+    async def drain(self) -> None:
+        self._admits = False
+        while self._running and not self._admits:
+            await self._changed.wait()
+
+    async def resume(self) -> None:
+        self._admits = True
+        self._notify()
+
+    async def abort(self) -> None:
+        """The streams are left, and with them their requests end at the server."""
+        for name in self._book.unfinished(None):
+            self._tell(StepOutput(self._version(), finished=(Finished(name, "interrupted"),)))
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed.clear()
+
+    def unfinished(self, among: Iterable[str] | None = None) -> Mapping[str, Transcript]:
+        return self._book.unfinished(among)
+
+    def listen(self, listener: Callable[[bytes], None]) -> None:
+        self._book.listen(listener)
+
+    async def stats(self) -> EngineStats:
+        self._latest = (await self._presence.retrying(lambda: self._dialect.look(self._connection, LOADING))).stats
+        return self._totals()
+
+    async def watch(self) -> None:
+        await self._presence.watch()
+
+    def kill(self) -> None:
+        """Nothing of ours runs there: the connections are left in `close`."""
+
+    async def close(self) -> None:
+        await self._presence.close()
+        await self._connection.close()
+
+    # -- for its presence (protocol `Dependent`) ----------------------------------------------------------------------------
+
+    async def restore(self, state: ServerState) -> None:
+        for name, update in self._wanted.items():  # the base model's came first
+            if state.fingerprints.get(name) != update.fingerprint:
+                await self._dialect.load(self._connection, update, LOADING)
+
+    def seen(self, state: ServerState) -> None:
+        self._latest = state.stats
+        self._telemetry.record(EngineSample(self._telemetry.clock(), self._totals()))
+
+    def lost(self, how: str, deaths: int) -> None:
+        self._before, self._base, self._latest = self._totals(), EngineStats(), EngineStats()
+        self._telemetry.record(WorkerLost(self._telemetry.clock(), "engine", how, deaths, len(self._book)))
+
+    def given_up(self, error: Exception) -> None:
+        self._book.give_up(error)
+
+    def _totals(self) -> EngineStats:
+        """Of this run: the server may have done other things before it."""
+        counts = {
+            name: getattr(self._before, name) + getattr(self._latest, name) - getattr(self._base, name)
+            for name in TOTALS
+        }
+        return msgspec.structs.replace(self._latest, version=self._version(), **counts)
+
+
+def check_state(state: ServerState, dtype: str, context_length: int, url: str) -> None:
+    """Raises ConfigError for a server that does not go with the run's settings."""
+    if state.dtype != dtype:
+        raise ConfigError(
+            f'the server at {url} computes in {state.dtype}, and weights would be published in {dtype}; set engine.dtype = "{state.dtype}"'
+        )
+    if state.capabilities.context_length < context_length:
+        raise ConfigError(
+            f"the server at {url} holds {state.capabilities.context_length} tokens, and engine.context_length = {context_length}; lower that, "
+            f"or start the server with --set engine.context_length={context_length}"
+        )

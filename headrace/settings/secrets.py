@@ -1,0 +1,25 @@
+"""Tokens from files: arguments and settings are seen by others, and stand in a run's directory."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from headrace.errors import ConfigError
+
+
+def read_token(path: Path, setting: str) -> str:
+    """Raises ConfigError for a file that cannot be read, is empty, or that others may read. `setting`: where it was named."""
+    try:
+        token = path.read_text(encoding="utf-8").strip()
+        mode = stat.S_IMODE(path.stat().st_mode)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{setting} {path} cannot be read: {error}") from None
+    if os.name == "posix" and mode & 0o077:
+        raise ConfigError(f"{setting} {path} may be read by others (mode {mode:o}); chmod 600 {path}")
+    if not token or not token.isascii() or any(one.isspace() for one in token):
+        raise ConfigError(
+            f"{setting} {path} must hold one token: a line of ASCII without spaces (openssl rand -hex 32)"
+        )
+    return token

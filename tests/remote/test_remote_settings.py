@@ -1,0 +1,57 @@
+"""Settings of engines behind HTTP: what one needs, and what is none of theirs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from headrace.config import load_config, teacher_engine
+from headrace.engine.config import EngineConfig, engine_problems
+from headrace.errors import ConfigError
+from headrace.scoring.teacher.config import TeacherConfig
+
+URL = "http://127.0.0.1:8000"
+SERVER = EngineConfig(kind="headrace", urls=(URL,))
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (EngineConfig(urls=(URL,)), "engine.urls is about servers"),
+        (EngineConfig(patience=5.0), "engine.patience is about servers"),
+        (EngineConfig(kind="headrace"), "engine.urls names 0"),
+        (replace(SERVER, urls=(URL, URL)), "engine.urls names 2"),
+        (replace(SERVER, urls=("127.0.0.1:8000",)), "is no address of a server"),
+        (replace(SERVER, urls=("http://127.0.0.1:8000/v1",)), "is no address of a server"),
+        (replace(SERVER, urls=("http://me:secret@host:1",)), "is no address of a server"),
+        (replace(SERVER, kv_gib=4.0), "headrace serve --set engine.kv_gib=..."),
+        (replace(SERVER, path="hf"), "engine.path is the server's business"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_a_remedy(config: EngineConfig, words: str) -> None:
+    (problem,) = engine_problems(config)
+    assert words in problem
+
+
+def test_what_fits_is_taken_and_kinds_that_are_not_there_are_not() -> None:
+    assert not [*engine_problems(EngineConfig()), *engine_problems(SERVER)]
+    assert not [*engine_problems(replace(SERVER, dtype="float32", exact=True, context_length=99))]
+    for kind in ("vllm", "sglang", "nobody"):
+        with pytest.raises(ValueError, match="not one of the engines there are: native, headrace"):
+            EngineConfig(kind=kind)
+
+
+def test_teachers_beside_a_server_run_here(tmp_path) -> None:
+    tree = {
+        "model": {"path": str(tmp_path)},
+        "task": {"kind": "jsonl", "path": "rows.jsonl"},
+        "reward": {"function": "reward.py:f"},
+        "engine": {"kind": "headrace", "urls": [URL], "context_length": 77, "token_file": "token"},
+    }
+    config = load_config(tree)
+    assert config.engine.token_file.startswith("/") and config.engine.token_file.endswith("/token")
+    own = teacher_engine(config, TeacherConfig(name="t", path="x"))
+    assert (own.kind, own.urls, own.context_length) == ("native", (), 77)
+    with pytest.raises(ConfigError, match="engine.urls names 0"):
+        load_config(tree, ["engine.urls=[]"])
