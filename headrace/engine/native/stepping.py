@@ -226,7 +226,8 @@ class Stepper:
         return self._routing.trace(self._running.table(sequence.row), computed)
 
     def _blame(self, plan: Plan, poisoned: list[Sequence]) -> list[str]:
-        """Returns a sentence for each poisoned sequence, with its version and the layer where its numbers ceased to be finite."""
+        """Returns a sentence for each poisoned sequence: its version, and the first layer with non-finite numbers, if computing the
+        pass again shows one."""
         layers = self._runner.blame(plan.batch)
         rows = [*plan.decoding.tolist(), *(chunk.row for chunk in plan.chunks)]
         sentences = []

@@ -65,8 +65,8 @@ class Connection:
         return text
 
     async def stream(self, path: str, body: Any) -> AsyncGenerator[Any, None]:
-        """Server-sent events until `[DONE]`. To leave it closes the connection, by which the server knows. Raises Unreachable for
-        a stream that ends before."""
+        """Yields server-sent events until `[DONE]`. A caller who leaves early closes the connection, which the server notices.
+        Raises Unreachable if the stream ends earlier."""
         import aiohttp
 
         try:
