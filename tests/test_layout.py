@@ -113,9 +113,9 @@ NAMELESS = {
 """Functions that take any number of values of one kind, or that have no names to call their parameters by."""
 
 
-DANGLING = frozenset(
-    ("After", "As", "At", "Before", "By", "For", "From", "In", "Of", "On", "Per", "Since", "To", "Under")
-    + ("What", "When", "Where", "While", "Who", "Whose", "Why", "With", "Without")
+DANGLING = (
+    *("After", "As", "At", "Before", "By", "For", "From", "In", "Of", "On", "Per", "Since", "To", "Under"),
+    *("What", "When", "Where", "While", "Who", "Whose", "Why", "With", "Without"),
 )
 """No docstring begins with one of these: such a sentence has no subject."""
 
