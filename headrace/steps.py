@@ -1,4 +1,4 @@
-"""What an engine reports after every forward pass, and how a completion is put together from these reports."""
+"""The reports of an engine after every forward pass, and the transcript of a completion that is made from them."""
 
 from __future__ import annotations
 

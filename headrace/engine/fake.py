@@ -70,7 +70,7 @@ class FakeEngine:
         self._admits, self._paused = True, False
         self._mixed = False
         self.stopped = False
-        """As a process is by SIGSTOP: nobody gets an answer any more."""
+        """Set for an engine that behaves like a process after SIGSTOP: no request is answered."""
         self._died: asyncio.Future[None] | None = None
         self._changed, self._idle = asyncio.Event(), asyncio.Event()
         self._idle.set()
@@ -274,7 +274,7 @@ class FakeEngine:
         await self._died
 
     def die(self) -> None:
-        """As if the process had been killed and was given up."""
+        """Fails as an engine whose process was killed and is not restarted."""
         assert self._died is not None
         self._died.set_exception(WorkerDied("engine", "was killed (fake)"))
 

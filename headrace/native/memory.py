@@ -21,8 +21,8 @@ def zeros(count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def keep_freed_memory() -> None:
-    """From now on, what this process frees it keeps for what it allocates next, instead of returning it to the system and
-    asking again. Without effect where the C library is not glibc."""
+    """Makes this process keep freed memory for later allocations, instead of returning it to the system. Has no effect unless the
+    C library is glibc."""
     trim_threshold, mmap_threshold, arenas = -1, -3, -8  # malloc.h
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:

@@ -139,7 +139,7 @@ def _without_samples(telemetry: Telemetry) -> Telemetry:
 
 @dataclass(frozen=True)
 class Shadowing:
-    """How the weights of the student's older self reach the engine that serves it."""
+    """The publishing of the student's older self to the engine that serves it."""
 
     manifest: Manifest
     transport: Transport

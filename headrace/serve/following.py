@@ -14,7 +14,7 @@ from headrace.types import Request
 @dataclass(frozen=True)
 class Piece:
     index: int
-    """Which completion of the request."""
+    """Index of the completion within the request."""
     stream: Stream
     start: int
     """Tokens [start, stop) of it are new."""

@@ -19,7 +19,7 @@ from headrace.serve.errors import Refused, error_body, refusal_of
 T = TypeVar("T")
 
 GONE = Response(status_code=499)
-"""For nobody: the client has left."""
+"""Never received: the client has disconnected."""
 
 
 async def read_body(request: HttpRequest, kind: type[T], limits: Limits) -> T:

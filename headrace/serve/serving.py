@@ -36,7 +36,7 @@ class ServedEngine(Engine, Protocol):
 
 
 class Label(Struct, frozen=True):
-    """What its owner calls some weights."""
+    """The owner's version and fingerprint of some weights."""
 
     version: int
     fingerprint: str
@@ -89,9 +89,9 @@ class Serving:
 
     def __post_init__(self) -> None:
         self.labels: dict[int, Label] = {}
-        """By the engine's number."""
+        """Labels by the engine's version."""
         self.loaded: dict[str, Loaded] = {}
-        """By adapter; the base by the empty name."""
+        """Loaded weights by adapter; the base has the empty name."""
         self.counters, self.paused = Counters(), ""
         self._streams: dict[str, Stream] = {}
         self._loading, self._loads = asyncio.Lock(), 0
@@ -104,7 +104,7 @@ class Serving:
         return len(self._streams)
 
     def adapter_of(self, model: str | None) -> str:
-        """Which adapter a request's `model` names; empty for the base. Raises Refused."""
+        """Returns the adapter that a request's `model` names; empty for the base. Raises Refused."""
         if model in (None, "", self.name):
             return ""
         if model in self.loaded:
@@ -197,7 +197,7 @@ class Serving:
             del self.loaded[name]
 
     def spans(self, transcript: Transcript, start: int, stop: int) -> list[dict[str, object]]:
-        """Of its tokens [start, stop), in the numbers of those who loaded them. Places are counted from `start`."""
+        """Returns the spans of tokens [start, stop), with the versions of the weights' owner. Positions are counted from `start`."""
         part = slice(start, stop)
         spans = spans_of(transcript.versions[part], transcript.kv_versions[part], transcript.mixed[part])
         return [self._span(span) for span in spans]
@@ -238,5 +238,5 @@ class Serving:
 
 
 def client_id(request_id: str) -> str:
-    """What the client called it: completions of one request are told apart by what stands behind the `#`."""
+    """The client's id of a request. Our ids append `#` and a suffix that distinguishes the completions of one request."""
     return request_id.rpartition("#")[0] or request_id

@@ -8,7 +8,7 @@ _LOOK_BACK = 6
 """Tokens before the new ones that are decoded with them, as a tokenizer may write a token otherwise behind others."""
 
 UNFINISHED = "\ufffd"
-"""What decoders write for bytes that are no character yet."""
+"""The character that decoders write for bytes that are no character yet."""
 
 
 class Text:
@@ -30,7 +30,7 @@ class Text:
         return self._written
 
     def push(self, tokens: Sequence[int], last: bool) -> str:
-        """What can be said for sure now. `last`: no more tokens come."""
+        """Adds tokens and returns the new text that later tokens cannot change. `last`: no more tokens follow."""
         if self._ended:
             return ""
         self._tokens.extend(tokens)

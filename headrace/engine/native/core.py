@@ -250,7 +250,7 @@ class Core:
 
 
 class NativeEngine(Core):
-    """Of the model in a directory, whose config and tokenizer are read; its weights are not."""
+    """The engine of the model in a directory. It reads the config and the tokenizer, but no weights: those are loaded by updates."""
 
     def __init__(self, model_dir: Path, config: EngineConfig) -> None:
         """Raises ConfigError for a model that cannot be served as configured."""

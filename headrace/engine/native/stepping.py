@@ -34,7 +34,7 @@ class Counters:
 
 @dataclass
 class Ends:
-    """Who ends with this step, found out before any row is taken out (which moves others)."""
+    """The sequences that end with this step, collected before any row is removed, because removing one moves others."""
 
     stops: dict[Sequence, Stop] = field(default_factory=dict)
     poisoned: list[Sequence] = field(default_factory=list)
@@ -120,7 +120,7 @@ class Stepper:
         return draw(forward, settings, plan.drawn, running.columns["mask"][rows], running.columns["top"][rows])
 
     def _advance(self, plan: Plan) -> None:
-        """What the pass put into the cache."""
+        """Records the tokens that the pass has put into the cache."""
         columns = self._running.columns
         self.counters.prompt += int(np.count_nonzero(columns["fresh"][plan.decoding]))
         columns["computed"][plan.decoding] += 1
@@ -226,7 +226,8 @@ class Stepper:
         return self._routing.trace(self._running.table(sequence.row), computed)
 
     def _blame(self, plan: Plan, poisoned: list[Sequence]) -> list[str]:
-        """Which version and which layer."""
+        """Returns a sentence for each poisoned sequence: its version, and the first layer with non-finite numbers, if computing the
+        pass again shows one."""
         layers = self._runner.blame(plan.batch)
         rows = [*plan.decoding.tolist(), *(chunk.row for chunk in plan.chunks)]
         sentences = []

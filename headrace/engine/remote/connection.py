@@ -46,11 +46,11 @@ class Connection:
         return _decoded(await self._ask("POST", path, body, seconds))
 
     async def tell(self, path: str, body: Any, seconds: float) -> None:
-        """As `post`, where the answer says no more than that it was done."""
+        """Posts a body. The answer has no content."""
         await self._ask("POST", path, body, seconds)
 
     async def _ask(self, method: str, path: str, body: Any, seconds: float) -> str:
-        """Raises Unreachable without an answer within `seconds`, and what `_refusal` has for one that is no answer."""
+        """Raises Unreachable if there is no answer within `seconds`, and the error of `_refusal` if the status is not a success."""
         import aiohttp
 
         try:
@@ -65,8 +65,8 @@ class Connection:
         return text
 
     async def stream(self, path: str, body: Any) -> AsyncGenerator[Any, None]:
-        """Server-sent events until `[DONE]`. To leave it closes the connection, by which the server knows. Raises Unreachable for
-        a stream that ends before."""
+        """Yields server-sent events until `[DONE]`. A caller who leaves early closes the connection, which the server notices.
+        Raises Unreachable if the stream ends earlier."""
         import aiohttp
 
         try:

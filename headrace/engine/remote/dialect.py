@@ -1,4 +1,4 @@
-"""What differs from one kind of server to the next: routes and bodies, nothing else."""
+"""The differences between kinds of servers: routes and bodies, nothing else."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from headrace.weights import WeightUpdate
 
 @dataclass(frozen=True)
 class ServerState:
-    """What a server is and has, at one moment."""
+    """The state of a server at one moment."""
 
     boot: str
-    """Another one for every process."""
+    """Different for every process of the server."""
     dtype: str
-    """That it serves in."""
+    """The dtype that it computes in."""
     capabilities: Capabilities
     fingerprints: dict[str, str]
-    """Of the weights that are live, by adapter; the base's by the empty name."""
+    """Fingerprints of the live weights by adapter; the base has the empty name."""
     stats: EngineStats
 
 

@@ -1,4 +1,4 @@
-"""What can happen to a request on its way."""
+"""Failures of a request to a server."""
 
 from __future__ import annotations
 
@@ -15,4 +15,4 @@ class Busy(HeadraceError):
     def __init__(self, message: str, seconds: float) -> None:
         super().__init__(message)
         self.seconds = seconds
-        """After which to ask again."""
+        """The time to wait before asking again."""

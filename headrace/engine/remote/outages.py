@@ -22,10 +22,10 @@ AGAIN = 0.2
 
 
 class Dependent(Protocol):
-    """Who depends on the server."""
+    """An object whose state lies on the server."""
 
     async def restore(self, state: ServerState) -> None:
-        """Makes it what it was: its weights, its adapters. Raises Unreachable where it is gone again."""
+        """Restores the server's weights and adapters. Raises Unreachable if it is gone again."""
 
     def seen(self, state: ServerState) -> None: ...
 

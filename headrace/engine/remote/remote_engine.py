@@ -272,7 +272,7 @@ class RemoteEngine:
         self._book.give_up(error)
 
     def _totals(self) -> EngineStats:
-        """Of this run: the server may have done other things before it."""
+        """Returns this run's counts: the server may have counted other work before it."""
         counts = {
             name: getattr(self._before, name) + getattr(self._latest, name) - getattr(self._base, name)
             for name in TOTALS

@@ -1,4 +1,4 @@
-"""From what was measured to a few numbers: least squares without negative ones, and how alike the rollouts of a prompt are."""
+"""Fits of measurements: least squares without negative coefficients, and how alike the rollouts of a prompt are."""
 
 from __future__ import annotations
 

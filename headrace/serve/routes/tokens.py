@@ -123,7 +123,8 @@ def finite(value: float) -> float:
 
 
 def prompt_logprobs(serving: Serving, prompt: Sequence[int], scores: PromptScores) -> dict[str, Any]:
-    """As vLLM has them: for each token but the first a mapping from token to log-prob, the prompt's own token first."""
+    """The prompt's log-probs in vLLM's format: for each token but the first, a mapping from token to log-prob, the prompt's own
+    token first."""
     rows: list[dict[str, Any] | None] = [None]
     k = scores.top.k if scores.top else 0
     ids = np.frombuffer(scores.top.tokens, np.int32).reshape(-1, k) if scores.top else None

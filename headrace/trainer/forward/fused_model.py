@@ -65,7 +65,7 @@ def fuse(forward: Forward) -> tuple[str, ...]:
 
 
 def why_none(device: torch.device) -> str:
-    """For a model that uses no kernels."""
+    """Returns the reason why a model uses no kernels."""
     if device.type != "cpu":
         return "they are for the CPU"
     if binding.library() is None:
@@ -211,7 +211,7 @@ def _norm(module: Any, x: Tensor) -> Tensor:
 
 
 def _dtype(x: Tensor) -> torch.dtype:
-    """Of what goes into products."""
+    """The dtype of the inputs of products."""
     return torch.bfloat16 if _low() else x.dtype
 
 
@@ -242,7 +242,7 @@ def _gated(module: Any, x: Tensor) -> Tensor:
 
 
 def _inner(module: Any, x: Tensor) -> Tensor:
-    """What the last product is made of."""
+    """The input of the feed-forward part's last product."""
     if _low() and _plain(module.gate_proj, module.up_proj):
         return fused_served.gated_linear(x, _parts(module.gate_proj), _parts(module.up_proj), module.gelu)
     gate, up = _together(x, module.gate_proj, module.up_proj)
@@ -250,7 +250,7 @@ def _inner(module: Any, x: Tensor) -> Tensor:
 
 
 def _embedding(module: Any, tokens: Tensor) -> Tensor:
-    """As it is served."""
+    """Returns the embeddings of tokens, rounded as in the engine."""
     found = type(module).forward(module, tokens)
     return fused_ops.rounded(found.float()) if _low() else found
 
@@ -263,7 +263,7 @@ class AttentionSpec:
     dim: int
     scale: float
     window: int | None
-    """As the module tells its attention function."""
+    """The sliding window that the module passes to its attention function."""
 
 
 def _fuse_attention(model: Any, forward: Forward) -> list[Any]:
@@ -307,7 +307,7 @@ def _attention(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) ->
 
 
 def _mixed(module: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor | None:
-    """What the last product is made of; None where the module's own forward is asked for."""
+    """The input of the attention's last product; None if the module's own forward has to run."""
     tree, places = kwargs.get("tree"), kwargs.get("position_embeddings")
     if tree is None or places is None or kwargs.get("past_key_values") is not None:
         return None

@@ -185,7 +185,7 @@ def _freeze(model: Any, dtype: torch.dtype, stacks: Sequence[str]) -> None:
 # --- what can be adapted -----------------------------------------------------------------------------------------------
 
 STACKED = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
-"""In models with experts, peft takes any module of these names for the experts' matrices."""
+"""Names that peft takes for the experts' matrices in models with experts."""
 
 
 def adaptable(model: Any) -> dict[str, Any]:

@@ -87,7 +87,7 @@ class Placement(Protocol):
         """Elementwise over the ranks' microbatches; float64 on the CPU."""
 
     def largest(self, values: Tensor) -> Tensor:
-        """As `sum`, the maximum."""
+        """The elementwise maximum, otherwise as `sum`."""
 
     def join(self, columns: Tensor) -> tuple[Tensor, slice]:
         """[c, M of this rank] -> ([c, M of the step], which of them are this rank's)."""

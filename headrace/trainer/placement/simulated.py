@@ -34,7 +34,7 @@ _LOADING = threading.Lock()
 
 
 class Ring:
-    """What the ranks exchange values through."""
+    """The object through which ranks exchange values."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks

@@ -16,11 +16,11 @@ from headrace.trainer.forward.forward import Forward
 from headrace.trainer.kernels import binding
 
 KINDS = {"norms", "activations", "products", "attention", "layers"}
-"""What the kernels must have replaced in a model: all that it is made of."""
+"""The kinds of modules that the kernels must have replaced in a model: all of them."""
 
 
 class UnequalLogprobs(IdentityError):
-    """Raised before anything is trained. Finding out where the forward passes part takes the engine's, so others do it."""
+    """Raised before anything is trained. It does not say where the forward passes differ: that needs the engine's pass too."""
 
     def __init__(self, message: str, tokens: tuple[int, ...]) -> None:
         super().__init__(message)

@@ -34,7 +34,7 @@ MODEL, OPTIMIZER, TRAINER = "model.safetensors", "optimizer.safetensors", "train
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint holds of a model: live tensors, which are read when it is saved and written to when it is restored."""
+    """The tensors that a checkpoint saves of a model. They are the live ones: read by a save and overwritten by a restore."""
 
     file: str
     weights: Mapping[str, Tensor]

@@ -31,7 +31,7 @@ Replay = Callable[[Pack], AbstractContextManager[Replayed]]
 
 @dataclass(kw_only=True)
 class Gradient:
-    """What the microbatches of a step share."""
+    """The state that the microbatches of a step share."""
 
     forward: Forward
     learner: Learner

@@ -168,7 +168,7 @@ class TorchTrainer:
         return [one.lora.spec(name) for name, one in self._assignments.items() if name]
 
     def parameters(self, adapter: str = "") -> Iterable[tuple[str, Tensor]]:
-        """What is published, each tensor whole: all weights (with the adapter merged into them), the frozen base, or an adapter."""
+        """Returns the tensors to publish, each whole: all weights (with the adapter merged in), the frozen base, or an adapter."""
         if self._adapters is None:
             return ((name, self._placement.whole(parameter)) for name, parameter in self._model.named_parameters())
         if adapter:

@@ -17,7 +17,7 @@ import numpy as np
 
 
 class Cached(Protocol):
-    """What a block may be cached for: a node of the prefix cache."""
+    """A node of the prefix cache, for which a block is kept."""
 
     block: int
 
@@ -28,7 +28,7 @@ class Blocks:
     def __init__(self, count: int) -> None:
         self.count = count
         self.serials = [0] * count
-        """How often each block was taken or cleared: tells a block that is remembered from one that was given to somebody else."""
+        """The number of times that each block was taken or cleared: shows whether a remembered block has been given away since."""
         self.nodes: list[Cached | None] = [None] * count
         """The prefix that a block is cached for."""
         self._holders = array("i", bytes(4 * count))

@@ -87,7 +87,7 @@ def _common(one: Tokens, other: Tokens) -> int:
 
 @dataclass(frozen=True)
 class Match:
-    """What the cache holds of a sequence's tokens, the last one aside (its logits are needed, so it is always forwarded)."""
+    """The cached prefix of a sequence. It never includes the last token, whose logits are needed and which is always forwarded."""
 
     node: Node
     """The deepest full block that matches, or the root."""
@@ -97,7 +97,7 @@ class Match:
     """A block whose first `shared` tokens are those that follow: to be copied."""
     shared: int = 0
     awaits: Any = None
-    """Who is computing what comes next."""
+    """The sequence that is computing the next block; None if none is."""
 
     @property
     def tokens(self) -> int:
@@ -110,7 +110,7 @@ class Prefixes:
         self._roots: dict[Root, Node] = {}
 
     def nothing(self, key: Root) -> Match:
-        """As if nothing was cached."""
+        """Returns an empty match."""
         if key not in self._roots:
             self._roots[key] = Node((), 0, None)
         return Match(self._roots[key], [])

@@ -42,7 +42,7 @@ class Packer:
         return tensor
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """On large pages: rows of an embedding are looked up at random."""
+        """Copies a tensor to large pages, because rows of an embedding are read in random order."""
         return self._room(tensor.numel()).view(tensor.shape).copy_(tensor)
 
     def linear(
@@ -66,7 +66,7 @@ class Packer:
         return binding.Linear(address(packed), None, outputs, inputs)
 
     def _room(self, count: int) -> torch.Tensor:
-        """From a large piece: matrices that follow one another lie behind one another."""
+        """Allocates `count` elements from a large arena, so that consecutive matrices are adjacent in memory."""
         if count > len(self._arena):
             self._arena = self.keep(zeros(max(count, ARENA), self._arena.dtype))
         room, self._arena = self._arena[:count], self._arena[count:]

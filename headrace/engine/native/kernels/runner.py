@@ -103,7 +103,7 @@ class KernelRunner:
 
     @property
     def _block_elements(self) -> int:
-        """Of one layer."""
+        """Elements of one block in one layer, keys and values."""
         return self.spec.kv_heads * 2 * -(-self.spec.head_dim // 32) * 32 * BLOCK
 
     # -- the cache ----------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from headrace.weights import AdapterSpec
 Number = TypeVar("Number", int, float)
 
 PREFIX = "base_model.model."
-"""What peft puts before the name of a module."""
+"""The prefix that peft adds to the name of a module."""
 
 PARTS = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -32,7 +32,7 @@ PARTS = {
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
-"""Which modules lie in one product of the fused decoder."""
+"""The modules that each product of the fused decoder contains."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Pair:
 @dataclass(frozen=True)
 class AdapterLayer:
     linears: dict[str, Pair]
-    """By product; those without an adapter are not here."""
+    """The adapter's matrices by product. Products without an adapter are left out."""
     experts: dict[str, ExpertPair]
     """`gate_up`, `down`"""
 
@@ -72,7 +72,7 @@ class Groups:
     exact: bool
 
     def add(self, layer: int, name: str, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """To `out`, the product `name` of x, what the adapters add to it."""
+        """Adds the adapters' contribution to `out`, which holds the product `name` of x; returns `out`."""
         for adapter, start, stop in self.parts:
             if pair := adapter.layers[layer].linears.get(name):
                 pair.add(x[start:stop], out[start:stop], self.exact)
@@ -233,7 +233,7 @@ def _checked(spec: AdapterSpec, name: str, shape: tuple[int, int, int], a: torch
 
 
 def _of_pattern(pattern: Mapping[str, Number], name: str, default: Number) -> Number:
-    """As peft matches: a regular expression for the end of the name."""
+    """Returns the value of the first key that matches, as peft does: a key is a regular expression for the end of the name."""
     keys = (key for key in pattern if re.match(rf"(.*\.)?({key})$", name))
     return next((pattern[key] for key in keys), default)
 

@@ -28,7 +28,7 @@ PagedKernel = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Geometry:
-    """What attention needs to know of a model."""
+    """The shape of a model's attention."""
 
     layers: int
     kv_heads: int
@@ -96,7 +96,7 @@ class Chunk:
 
 @dataclass(kw_only=True)
 class Pass:
-    """What attention must know of one forward pass. Masks are made once and serve every layer."""
+    """The inputs of attention in one forward pass. Masks are made once, for all layers."""
 
     cache: PagedCache
     positions: torch.Tensor
@@ -109,9 +109,9 @@ class Pass:
     """[n, W] int64: the blocks of those."""
     chunks: list[Chunk] = field(default_factory=list)
     exact: bool = False
-    """Every token alone, a few blocks at a time: the order of sums depends on nothing but the token's own context."""
+    """Computes every token alone, a few blocks at a time, so that the order of sums depends only on the token's own context."""
     paged: tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int] | None = None
-    """For the kernel that reads pages: segment starts, lengths and tables [S, W] int32, longest segment and sequence."""
+    """Inputs of the paged kernel: segment starts, lengths and tables [S, W] int32, longest segment and sequence."""
     _plans: dict[int | None, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     _masks: dict[tuple[int, int | None], torch.Tensor | None] = field(default_factory=dict)
 

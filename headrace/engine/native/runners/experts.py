@@ -18,7 +18,7 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Choice:
-    """What the router said, and the N * K assignments of tokens to experts."""
+    """The router's choice, and the N * K assignments of tokens to experts."""
 
     experts: torch.Tensor
     """[N, K] int64, best first."""

@@ -42,9 +42,9 @@ class LayerSpec:
     window: int | None
     """A token sees itself and the window - 1 tokens before it."""
     scale: float
-    """Of the attention scores."""
+    """The factor of the attention scores."""
     rotary: str
-    """Which of the rotary tables it uses."""
+    """The key of the rotary table that the layer uses."""
     inner: int
     """Width of the feed-forward part, of one expert's in a mixture."""
     experts: bool
@@ -191,7 +191,7 @@ def _rope_parameters(config: Any) -> list[dict[str, Any]]:
 def rotary_tables(
     skeleton: Skeleton, length: int, device: torch.device
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """For every kind of layer: cos and sin [length, D] float32, by the model's own module."""
+    """Returns cos and sin [length, D] float32 for every kind of layer, computed by the model's own module."""
     rotary, config = skeleton.model.model.rotary_emb, skeleton.config
     kinds = sorted(set(config.layer_types)) if config.model_type == "gemma3_text" else [""]
     positions, like = torch.arange(length, device=device)[None], torch.empty(0, device=device)

@@ -40,8 +40,8 @@ def cut(batch: ForwardInput, size: int) -> Iterator[ForwardInput]:
 
 
 def fill_up(batch: ForwardInput, tokens: int, width: int, scratch: int) -> ForwardInput:
-    """At least `tokens` tokens and tables at least `width` wide: what is missing are sequences of one token, all written to
-    the block `scratch`, which nobody else reads. The rows stay as they are."""
+    """Pads a batch to at least `tokens` tokens and `width` columns in its tables. Each added token is a sequence of its own,
+    written to the block `scratch`, which no other sequence reads. The rows do not change."""
     missing = max(tokens - len(batch.tokens), 0)
     columns = max(width - batch.tables.shape[1], 0)
     tables = np.pad(batch.tables, ((0, missing), (0, columns)))

@@ -49,14 +49,14 @@ class Skeleton:
     model: Any
     """A transformers model in eval mode."""
     config: Any
-    """Of its text part."""
+    """The config of the model's text part."""
     shapes: dict[str, tuple[int, ...]]
     """Every parameter in canonical order, tied ones once."""
     geometry: Geometry
     windows: tuple[int | None, ...]
     """Sliding window of each layer."""
     scales: tuple[float, ...]
-    """What each layer multiplies its attention scores with."""
+    """The factor of each layer's attention scores."""
     vocabulary: int
     context_length: int | None
     """Positions the model was made for."""
@@ -110,7 +110,7 @@ def _read_config(model_dir: Path) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class _Note:
-    """What one call of attention asked for."""
+    """The arguments of one call of attention."""
 
     layer: Any
     q: torch.Size

@@ -30,7 +30,7 @@ def check(expected: Shapes, tensors: Mapping[str, torch.Tensor], dtype: torch.dt
 
 
 def on_device(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """On a CPU the views themselves; elsewhere copies, made in the thread that prepares while generation goes on."""
+    """Returns the views themselves on a CPU, and copies elsewhere, made in the preparing thread while generation continues."""
     moved = {name: tensor.to(device) for name, tensor in tensors.items()}
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""What requests may want to know beside their tokens: top log-probs, sampling masks, log-probs of the prompt. As bytes."""
+"""Details that requests can ask for: top log-probs, sampling masks, log-probs of the prompt. They are returned as bytes."""
 
 from __future__ import annotations
 

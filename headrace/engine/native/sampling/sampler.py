@@ -92,7 +92,7 @@ class Scores(NamedTuple):
     logprobs: np.ndarray
     """[R] float64; not a number where the logits hold NaN or infinity."""
     top_ids: np.ndarray | None
-    """As in `Drawn`."""
+    """The same as in `Drawn`."""
     top_logprobs: np.ndarray | None
 
 

@@ -1,4 +1,4 @@
-"""When a completion ends by what it says: token ids, and strings found while detokenising step by step."""
+"""Ends of completions by their content: token ids, and strings found while detokenising step by step."""
 
 from __future__ import annotations
 

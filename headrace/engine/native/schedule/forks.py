@@ -21,7 +21,7 @@ REMEMBERED = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Past:
-    """What there is to go on from."""
+    """The sequence state from which a fork continues."""
 
     tokens: tuple[int, ...]
     prompt: int

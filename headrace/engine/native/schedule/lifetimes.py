@@ -1,4 +1,4 @@
-"""How long completions turn out to be, and so how many blocks those that run will need.
+"""Estimates the lengths of completions, and from them the number of blocks that the running sequences will need.
 
 Admitting by what is free now would let in sequences that soon push each other out again (each time for the price of
 computing everything anew); admitting by max_tokens leaves most of the cache empty where completions are much shorter. So the

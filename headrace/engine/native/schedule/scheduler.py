@@ -1,4 +1,4 @@
-"""Who waits, who has a row, which blocks are whose, and what the next forward pass does.
+"""The scheduler assigns rows and blocks to sequences, and decides the content of the next forward pass.
 
     waiting ──admit: a row and blocks are free──▶ prefill in chunks ──▶ decode, one token a pass ──▶ end
        ▲  ╲ follows: somebody computes this prompt already ╱               │

@@ -1,4 +1,4 @@
-"""What the prefix cache is told of the running sequences, and what it gives to those that come."""
+"""Enters the blocks of running sequences into the prefix cache, and finds cached blocks for new sequences."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Sharing:
         self._prefixes = Prefixes(blocks)
 
     def find(self, sequence: Sequence) -> Match:
-        """What is cached of a sequence that waits. Nothing is taken for a prompt whose logits are wanted, nor for a fork,
+        """Returns the cached prefix of a waiting sequence. It is empty for a prompt whose logits are wanted, and for a fork,
         which has its entries already."""
         root = self._served.root(sequence.adapter)
         if sequence.pinned is not None or sequence.scored:
