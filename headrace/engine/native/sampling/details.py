@@ -41,8 +41,8 @@ def _row_of_mask(drawn: Drawn, place: int) -> bytes:
 
 
 def score(logits: torch.Tensor, running: Running, chunk: Chunk) -> bool:
-    """Log-probs of the tokens behind a chunk's positions, put beside those that its sequence has. `logits` [scores, V].
-    False when one of them is not finite."""
+    """Appends the log-probs of the tokens after a chunk's positions to those of its sequence. `logits` [scores, V]. False if
+    one of them is not finite."""
     sequence = running.sequences[chunk.row]
     following = running.history[chunk.row, chunk.start + 1 : chunk.start + 1 + chunk.scores]
     scores = token_logprobs(logits, following.astype(np.int64), sequence.request.top_logprobs)

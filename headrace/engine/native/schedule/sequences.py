@@ -1,4 +1,4 @@
-"""The sequences in the engine: columns of numbers for what happens at every token, objects for what happens once."""
+"""The sequences in the engine: columns of numbers for events at every token, objects for events that happen once."""
 
 from __future__ import annotations
 
