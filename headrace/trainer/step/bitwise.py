@@ -59,7 +59,7 @@ def compare(pack: Pack, logprob: Tensor, step: int) -> int:
         f'step {step} was not trained: with train.parity = "bitwise" the trainer must compute the sampler\'s log-probs of what its '
         f"own weights sampled, bit for bit, and {len(wrong)} of {int(due.sum())} tokens of a microbatch differ. The first is token "
         f"{token}, at place {int(pack.positions[place]) + 1} of its sequence: {float(pack.sampled[first]):.9g} in the engine, "
-        f"{float(logprob[first]):.9g} in the trainer",
+        f"{float(logprob[first].detach()):.9g} in the trainer",
         (*path_to(pack, place), token),
     )
 
