@@ -1,5 +1,5 @@
-"""Memory that C++ walks over, and memory that a process keeps. Fresh pages are dear: in a virtual machine a gigabyte of them
-takes half a second to be handed out, which is as long as many a training step."""
+"""Memory for C++ code, and the reuse of freed memory. Fresh pages are expensive: in a virtual machine the allocation of a
+gigabyte takes half a second, as long as many a training step."""
 
 from __future__ import annotations
 

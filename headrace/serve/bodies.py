@@ -50,7 +50,7 @@ class Drawing(Body, kw_only=True):
 class SamplingParams(Drawing, kw_only=True):
     max_tokens: Count | None = None
     logprobs: Count | None = None
-    """Most probable tokens of each position, beside the one that was sampled."""
+    """Number of most probable tokens returned for each position, in addition to the sampled one."""
     prompt_logprobs: Count | None = None
     detokenize: bool | None = None
     output_kind: Any = None

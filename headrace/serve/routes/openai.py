@@ -81,7 +81,7 @@ async def _answer(request: HttpRequest, body: Completions | Chat, answering: Ans
 
 @dataclass(kw_only=True)
 class Answering:
-    """One request for text: what its completions become."""
+    """One request for text, and the response made from its completions."""
 
     serving: Serving
     requests: Sequence[Request]
