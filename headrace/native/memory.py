@@ -32,7 +32,7 @@ def keep_freed_memory() -> None:
 
 
 def touch(tensor: torch.Tensor) -> torch.Tensor:
-    """Its pages, from the system now rather than when they are first written to. The tensor holds zeros."""
+    """Makes the system allocate a tensor's pages now rather than at the first write. The tensor holds zeros."""
     ctypes.memset(tensor.data_ptr(), 0, tensor.nbytes)  # one thread: several only wait for each other in the kernel
     return tensor
 

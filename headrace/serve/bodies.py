@@ -71,7 +71,7 @@ class Generate(Body, kw_only=True):
     stream: bool = False
     stream_options: StreamOptions | None = None
     cache_salt: str | None = None
-    """Nothing to do: no KV of older weights is ever reused here, whatever the salt."""
+    """Accepted and ignored: KV of older weights is never reused, with or without a salt."""
     priority: Priority = 0
     # -----------------------------------------------------------------------------------------------------------------------
     prefix_token_ids: list[Token] = []

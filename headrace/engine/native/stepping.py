@@ -38,7 +38,7 @@ class Ends:
 
     stops: dict[Sequence, Stop] = field(default_factory=dict)
     poisoned: list[Sequence] = field(default_factory=list)
-    """Their logits are not finite."""
+    """Sequences whose logits are not finite."""
 
 
 class Stepper:

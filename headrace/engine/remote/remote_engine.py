@@ -247,7 +247,7 @@ class RemoteEngine:
         await self._presence.watch()
 
     def kill(self) -> None:
-        """Nothing of ours runs there: the connections are left in `close`."""
+        """Does nothing: the server is not ours to kill, and `close` closes the connections."""
 
     async def close(self) -> None:
         await self._presence.close()

@@ -42,7 +42,7 @@ async def health(request: HttpRequest) -> Response:
 
 
 async def state(request: HttpRequest) -> Response:
-    """All that a client has to know before it trusts a server, and after it was away."""
+    """The state that a client checks before it uses a server, and after an outage."""
     serving = of(request)
     labels = {name: loaded.label for name, loaded in serving.loaded.items()}
     return json_response(

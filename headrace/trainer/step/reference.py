@@ -75,7 +75,7 @@ def adapter_layers(model: torch.nn.Module) -> list[Any]:
     try:
         from peft.tuners.tuners_utils import BaseTunerLayer
         from peft.utils.other import AuxiliaryTrainingWrapper
-    except ImportError:  # then it cannot hold any
+    except ImportError:  # without peft the model has none
         return []
     return [module for module in model.modules() if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)]
 

@@ -79,7 +79,7 @@ class Groups:
         return out
 
     def of_experts(self, layer: int) -> list[Adapted]:
-        """Those that adapt the experts of a layer."""
+        """Returns the adapters of a layer's experts."""
         parts = [(adapter.layers[layer].experts, start, stop) for adapter, start, stop in self.parts]
         return [Adapted(pairs.get("gate_up"), pairs.get("down"), start, stop) for pairs, start, stop in parts if pairs]
 

@@ -228,7 +228,7 @@ class Pass:
 
 
 def plan_pass(batch: ForwardInput, cache: PagedCache, exact: bool = False) -> Pass:
-    """Everything that attention must know of a batch, moved to the cache's device."""
+    """Returns the inputs of attention for a batch, on the cache's device."""
 
     def move(array: np.ndarray, dtype: type = np.int64) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype=dtype)).to(cache.device, non_blocking=True)

@@ -51,7 +51,7 @@ def score(logits: torch.Tensor, running: Running, chunk: Chunk) -> bool:
 
 
 def of_prompt(sequence: Sequence, version: int, mixed: bool) -> PromptScores:
-    """All that was scored, once it is complete."""
+    """Returns the scores of the whole prompt, once they are complete."""
     parts: list[Scores] = sequence.scores
     k = sequence.request.top_logprobs
     logprobs = tuple(float(value) for part in parts for value in part.logprobs)

@@ -47,7 +47,7 @@ class Settings:
     counter: np.ndarray
 
     def filters(self) -> Filters:
-        """Those in force: none on greedy rows, which report the plain distribution."""
+        """The filters in force: none on greedy rows, which report the plain distribution."""
         greedy = self.temperature == 0
         return Filters(
             np.where(greedy, 1.0, self.temperature),

@@ -44,7 +44,7 @@ class Sharing:
         sequence.promised = []
 
     def full(self, rows: np.ndarray) -> None:
-        """Those whose last block has just been filled (and found finite) are found."""
+        """Caches the last blocks of these rows if they have just been filled. Their logits were finite."""
         computed = self._running.columns["computed"][rows]
         for row in rows[computed % BLOCK == 0].tolist():
             self._cache_block(self._running.sequences[row])
