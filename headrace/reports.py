@@ -167,8 +167,8 @@ class LoadReport(Struct, frozen=True):
     verify_seconds: float
     """Time for fingerprinting and unpacking, while generation continues."""
     swap_seconds: float
-    """The gap between two forward passes (the sum of the gaps, for a streamed update): the only time in which generation
-    stood still."""
+    """The gap between two forward passes (the sum of the gaps, for a streamed update): the only time in which generation was
+    stopped."""
     mixed_tokens: int = 0
     """Tokens sampled between the first and the last part of a streamed update."""
 

@@ -79,7 +79,7 @@ def _fingerprint(command: list[str], folder: Path) -> str:
 
 
 def _processor() -> str:
-    """Its instruction sets, where the system tells them."""
+    """The processor's instruction sets, if the system reports them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,5 +1,5 @@
-"""Memory that C++ walks over, and memory that a process keeps. Fresh pages are dear: in a virtual machine a gigabyte of them
-takes half a second to be handed out, which is as long as many a training step."""
+"""Memory for C++ code, and the reuse of freed memory. Fresh pages are expensive: in a virtual machine the allocation of a
+gigabyte takes half a second, as long as many a training step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def keep_freed_memory() -> None:
 
 
 def touch(tensor: torch.Tensor) -> torch.Tensor:
-    """Its pages, from the system now rather than when they are first written to. The tensor holds zeros."""
+    """Makes the system allocate a tensor's pages now rather than at the first write. The tensor holds zeros."""
     ctypes.memset(tensor.data_ptr(), 0, tensor.nbytes)  # one thread: several only wait for each other in the kernel
     return tensor
 

@@ -1,4 +1,4 @@
-"""The run's engine, whatever it is: how weights reach it, and how it is brought up beside the trainer."""
+"""The start of the run's engine, of any kind, in parallel with the trainer's, and its transport of weights."""
 
 from __future__ import annotations
 
@@ -88,6 +88,6 @@ def _server(config: RunConfig, telemetry: Telemetry) -> Starting:
         check_state(await engine.open(), settings.serving_dtype, settings.context_length, url)
 
     async def finish(manifests: Mapping[str, Manifest], adapters: int) -> None:
-        """The layout comes with the files, and what the server can do is its own business."""
+        """Does nothing: the layout is in the files, and the server has its own settings."""
 
     return Starting(engine, launch, finish)

@@ -253,7 +253,7 @@ class Teaching:
         return PublishingTrainer(trainer, self.self_teaching) if self.self_teaching else trainer
 
     async def watch(self) -> None:
-        """Raises what ends a teacher. Returns at once if there is none."""
+        """Raises the error that ends a teacher. Returns at once if there is none."""
         async with asyncio.TaskGroup() as watched:
             for engine in self.engines.engines:
                 watched.create_task(engine.watch())

@@ -50,7 +50,7 @@ class Drawing(Body, kw_only=True):
 class SamplingParams(Drawing, kw_only=True):
     max_tokens: Count | None = None
     logprobs: Count | None = None
-    """Most probable tokens of each position, beside the one that was sampled."""
+    """Number of most probable tokens returned for each position, in addition to the sampled one."""
     prompt_logprobs: Count | None = None
     detokenize: bool | None = None
     output_kind: Any = None
@@ -71,7 +71,7 @@ class Generate(Body, kw_only=True):
     stream: bool = False
     stream_options: StreamOptions | None = None
     cache_salt: str | None = None
-    """Nothing to do: no KV of older weights is ever reused here, whatever the salt."""
+    """Accepted and ignored: KV of older weights is never reused, with or without a salt."""
     priority: Priority = 0
     # -----------------------------------------------------------------------------------------------------------------------
     prefix_token_ids: list[Token] = []

@@ -42,7 +42,7 @@ def refusal_of(error: Exception) -> Refused:
         return Refused(error.status_code, str(error.detail), headers=dict(error.headers or {}))
     if isinstance(error, WorkerDied):
         return Refused(503, f"{error}", "engine_lost")
-    if isinstance(error, ValueError):  # what the engine refuses, with the remedy in the sentence
+    if isinstance(error, ValueError):  # a refusal of the engine, with the remedy in the sentence
         return Refused(400, str(error))
     if isinstance(error, HeadraceError):
         return Refused(409, str(error))

@@ -28,11 +28,11 @@ from headrace.serve.serving import Serving
 from headrace.weight_sync.directory import offer
 
 GRACE = 5
-"""Seconds that answers under way get when the server is to end."""
+"""Seconds that answers in progress get when the server is asked to end."""
 
 
 BACKLOG = 2048
-"""Connections that nobody has taken yet."""
+"""Connections that may wait to be accepted."""
 
 
 def _unrecorded() -> Telemetry:

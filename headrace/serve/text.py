@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 _LOOK_BACK = 6
-"""Tokens before the new ones that are decoded with them, as a tokenizer may write a token otherwise behind others."""
+"""The number of earlier tokens that are decoded with the new ones, because the text of a token can depend on those before it."""
 
 UNFINISHED = "\ufffd"
 """The character that decoders write for bytes that are no character yet."""
 
 
 class Text:
-    """The text of one completion, handed out in pieces that together are what all tokens decode to, up to a stop string."""
+    """The text of one completion in pieces. Together they are the decoded text of all tokens, up to a stop string."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str]) -> None:
         self._decode, self._stops = decode, tuple(stops)

@@ -21,7 +21,7 @@ class Limits:
     routing: bool
 
     def check(self, request: Request, context: int) -> None:
-        """Raises ValueError when the request can never run. `context`: tokens of its prompt, or of what it forks."""
+        """Raises ValueError if the request can never run. `context`: tokens of its prompt, or of the sequence that it forks."""
         _check_tokens(request.prompt, self.vocabulary)
         _check_tokens(request.prefix, self.vocabulary)
         if not context:

@@ -1,5 +1,5 @@
-"""One step: a forward pass under one version of the weights (C4), a token drawn for every row that is up to date, and the
-books brought up to what happened."""
+"""One step: a forward pass under one version of the weights (C4), a token drawn for every row that is up to date, and caches
+and counters updated."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Ends:
 
     stops: dict[Sequence, Stop] = field(default_factory=dict)
     poisoned: list[Sequence] = field(default_factory=list)
-    """Their logits are not finite."""
+    """Sequences whose logits are not finite."""
 
 
 class Stepper:
@@ -71,7 +71,7 @@ class Stepper:
         return self._collect(plan, forward, lost)
 
     def _prepare(self) -> Plan | None:
-        """Rows and blocks for who is next, copied and cleared as need be."""
+        """Gives rows and blocks to the next sequences, and copies and clears blocks as needed."""
         self._clear()
         if copies := self._schedule.admit():
             source, target = np.array(copies, dtype=np.int64).T.copy()
@@ -86,7 +86,7 @@ class Stepper:
         if dirty := self._schedule.blocks.dirty():
             self._runner.clear_blocks(np.array(dirty, dtype=np.int64))
 
-    # -- what came of it ----------------------------------------------------------------------------------------------------
+    # -- results of the pass ----------------------------------------------------------------------------------------------------
 
     def _collect(self, plan: Plan, forward: ForwardOutput, lost: tuple[Finished, ...]) -> StepOutput:
         running, ends = self._running, Ends()
@@ -147,7 +147,7 @@ class Stepper:
         self._schedule.sharing.full(kept)
 
     def _score(self, plan: Plan, logits: torch.Tensor, ends: Ends) -> tuple[PromptScores, ...]:
-        """Log-probs of prompts, told when a prompt is through."""
+        """Reports the log-probs of a prompt when all of it has been computed."""
         told, place = [], len(plan.decoding)
         for chunk in plan.chunks:
             sequence = self._running.sequences[chunk.row]

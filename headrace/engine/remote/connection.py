@@ -18,7 +18,7 @@ CONNECT = 10.0
 """Seconds in which a connection must be made."""
 
 LONGEST_LINE = 1 << 26
-"""Bytes of one event: a completion's routing comes in one."""
+"""Largest size of one event in bytes: a completion's routing is sent in one."""
 
 
 class Connection:
@@ -32,7 +32,7 @@ class Connection:
 
         if self._session is None:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT)
-            # Every request under way has a connection of its own: a limit would make some wait behind others without a word.
+            # Every request in progress has a connection of its own: a limit would silently make some wait for others.
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
             self._session = aiohttp.ClientSession(
                 headers=self._headers, connector=connector, timeout=timeout, read_bufsize=LONGEST_LINE, trust_env=False

@@ -36,7 +36,7 @@ class Run:
     version: int
     kv_version: int
     fingerprint: str
-    """Empty where the server does not tell it."""
+    """Empty if the server does not report it."""
     mixed: bool = False
 
 
@@ -51,7 +51,7 @@ class Heard:
     """Fingerprint of the weights that scored the prompt."""
     end: Finished | None = None
     cut_off: bool = False
-    """The server ended it before its end, and nobody here had asked for that."""
+    """Whether the server ended the request early without our asking."""
 
 
 class Dialect(Protocol):
@@ -62,7 +62,7 @@ class Dialect(Protocol):
         """Route and body of a stream."""
 
     def hear(self, event: Any, request: Request) -> Heard:
-        """Raises Unreachable for what makes no sense."""
+        """Raises Unreachable for an answer that cannot be read."""
 
     async def load(self, connection: Connection, update: WeightUpdate, seconds: float) -> LoadReport:
         """Returns when it is live. What is live already is not loaded again. Raises IdentityError, ValueError, Unreachable."""

@@ -6,7 +6,7 @@ from headrace.errors import HeadraceError
 
 
 class Unreachable(HeadraceError):
-    """No answer, or half of one: the server may be gone. Asking again later may help."""
+    """No answer, or an incomplete one: the server may be gone. A later attempt may succeed."""
 
 
 class Busy(HeadraceError):

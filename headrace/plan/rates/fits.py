@@ -30,7 +30,7 @@ def nonnegative(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def alike(groups: Sequence[Sequence[float]]) -> float:
-    """Intraclass correlation of one-way groups (ICC(1), Shrout and Fleiss, 1979), from 0 to 1; 0 where it cannot be told."""
+    """Intraclass correlation of one-way groups (ICC(1), Shrout and Fleiss, 1979), from 0 to 1; 0 if it cannot be computed."""
     full = [np.asarray(group, float) for group in groups if len(group) > 1]
     if len(full) < 2:
         return 0.0

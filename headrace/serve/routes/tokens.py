@@ -1,8 +1,8 @@
 """`/inference/v1/generate`: tokens in, tokens out, as vLLM 0.32 speaks it (vllm/entrypoints/scale_out/token_in_token_out).
 
 headrace adds to a choice: `spans` (per token: version, version of the oldest KV, whether an update was being streamed in, the
-fingerprint of the weights) and, with `prompt_logprobs`, `prompt_version`. Where vLLM tells `weight_versions` only in the last
-chunk of a stream, every chunk has those of its own tokens here.
+fingerprint of the weights) and, with `prompt_logprobs`, `prompt_version`. vLLM sends `weight_versions` only in the last chunk
+of a stream; here every chunk has those of its own tokens.
 """
 
 from __future__ import annotations

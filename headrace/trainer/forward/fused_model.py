@@ -1,7 +1,7 @@
 """Puts the kernels into a Hugging Face model: modules of known shape are given another `forward`, everything else stays.
 
-A module is not known by its family's name but by its parts, and believed only after trial: norms and activations must
-reproduce their own numbers, and the whole model its own hidden states and gradients, or what was put in is taken out again.
+A module is recognised by its parts, not by its family's name, and accepted only after a trial: norms and activations must
+reproduce their own numbers, and the whole model its own hidden states and gradients; otherwise the kernels are removed again.
 
 Parameters, names and hooks are untouched, so adapters wrap the same layers, checkpointing wraps the same blocks, and a
 checkpoint has the same keys.
@@ -40,7 +40,7 @@ class NormSpec:
 
 
 def fuse(forward: Forward) -> tuple[str, ...]:
-    """Replace what can be replaced in the model, which is in float32. Returns the kinds of modules that now use kernels; none
+    """Replace the supported modules of the model, which is in float32. Returns the kinds of modules that now use kernels; none
     on other devices than the CPU, or without a compiler."""
     model = forward.model
     if model.device.type != "cpu" or binding.library() is None:
@@ -371,5 +371,5 @@ def _layer(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any
 
 
 def _is_fused(module: Any) -> bool:
-    """Whether a `forward` of ours was put in, and nobody wrapped the module since."""
+    """Whether the module has a `forward` of ours and was not wrapped since."""
     return "forward" in vars(module)

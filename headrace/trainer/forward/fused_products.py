@@ -21,11 +21,11 @@ SIDE = 32
 ROOM = 64 << 20
 """Bytes that are touched at once."""
 MOST_TOKENS = 2048
-"""A budget may be far above what a batch fills."""
+"""The most tokens that memory is reserved for: a budget may be far above the size of a batch."""
 
 
 def kernels() -> Any:
-    """The functions, told how many threads torch uses now."""
+    """The kernels, set to torch's present number of threads."""
     functions = binding.library()
     assert functions is not None
     functions.headrace_threads(torch.get_num_threads())
@@ -123,9 +123,8 @@ def linears(
     x: Tensor, layers: Sequence[Layer], dtype: torch.dtype, wide: Sequence[bool] | None = None
 ) -> tuple[Tensor, ...]:
     """x [..., k] times the transpose of each weight, plus its bias: [..., n] each, from one reading of x. `dtype`, bfloat16 or
-    float32, is that of the factors and of the results; those that `wide` marks are float32 in any case, as sums are.
-
-    A weight's gradient is not handed to autograd but added to its `.grad` where the product is made.
+    float32, is that of the factors and of the results; results that `wide` marks are always float32, as sums are. A weight's
+    gradient is not passed to autograd: the product adds it to `.grad`.
     """
     return _apply_linears(x, None, layers, dtype, wide or [False] * len(layers))
 
@@ -258,7 +257,7 @@ def reserve(model: Any, tokens: int, dtype: torch.dtype) -> None:
     state = sum(parameter.nbytes + 8 * parameter.numel() for parameter in trained)
     kept = dtype.itemsize * sum(sum(module.weight.shape) for module in layers) * min(tokens, MOST_TOKENS)
     rooms = [touch(torch.empty(ROOM, dtype=torch.uint8)) for _ in range((state + kept) // ROOM)]
-    del rooms  # freed, and kept for what comes next
+    del rooms  # freed, and kept for later allocations
     for parameter in trained:
         parameter.data = parameter.data.clone()
     if hasattr(head, "packed") and dtype == torch.bfloat16:

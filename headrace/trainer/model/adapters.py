@@ -120,7 +120,7 @@ class Adapters:
         self.save_config(name, directory)
 
     def save_config(self, name: str, directory: Path) -> None:
-        """Writes `adapter_config.json`, which peft reads beside the tensors."""
+        """Writes `adapter_config.json`, which peft reads with the tensors."""
         settings = self._peft.peft_config[self._inner[name]]
         before, settings.inference_mode = (
             settings.inference_mode,

@@ -1,7 +1,8 @@
-"""`train.parity = "bitwise"`: what the trainer's own weights sampled must have the very log-probs that the trainer computes.
+"""`train.parity = "bitwise"`: tokens sampled with the trainer's current weights must have exactly the log-probs that the
+trainer computes.
 
-Compared are the loss tokens that were sampled at the weights to be trained, over cache entries of these weights alone. One that
-differs in a bit means that engine and trainer do not compute one policy, and its batch is not trained.
+It compares the loss tokens that were sampled with the weights to be trained, using only cache entries of these weights. A
+token whose log-prob differs in one bit shows that engine and trainer do not compute the same policy; its batch is not trained.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Contents:
     parameters: Mapping[str, torch.nn.Parameter]
     """The trained parameters, by the names under which their optimizer state is saved."""
     base: str = ""
-    """Fingerprint of the frozen weights beside them."""
+    """Fingerprint of the frozen weights that they were trained with."""
 
 
 def save(
@@ -127,7 +127,7 @@ def _optimizer_state(
         shapes = [found[key].shape for key in ("exp_avg", "exp_avg_sq") if key in found]
         if found and (len(found) != 3 or shapes != [parameter.shape] * 2):
             raise _foreign(directory, f"the optimizer state of {name} does not fit")
-        if found:  # `step` is a scalar, and lies on every rank
+        if found:  # `step` is a scalar, and every rank has it
             moments = {key: placement.part(t, like=parameter) for key, t in found.items() if key != "step"}
             state[number] = {**moments, "step": found["step"]}
     strangers = [name for name in rest if name not in known and not name.startswith("rng/")]

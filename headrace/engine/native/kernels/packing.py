@@ -32,7 +32,7 @@ class Packer:
     """Packs matrices and keeps alive all that the C++ side is pointed to."""
 
     def __init__(self, library: Any, dtype: torch.dtype = torch.bfloat16) -> None:
-        """`dtype`: what the library stores weights in."""
+        """`dtype`: the dtype in which the library stores weights."""
         self._library = library
         self._kept: list[Any] = []
         self._arena = torch.zeros(0, dtype=dtype)
@@ -57,7 +57,7 @@ class Packer:
         return packed
 
     def experts(self, stack: torch.Tensor, order: np.ndarray | None = None) -> binding.Linear:
-        """Matrices [E, out, in] behind one another."""
+        """Packs matrices [E, out, in] consecutively."""
         stack, (count, outputs, inputs) = stack.contiguous(), stack.shape
         rows = np.arange(outputs, dtype=np.int32) if order is None else order
         packed = self._room(count * padded(outputs) * padded(inputs)).view(count, -1)

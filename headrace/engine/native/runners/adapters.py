@@ -1,7 +1,7 @@
 """LoRA adapters (Hu et al., arXiv:2106.09685) beside the base weights: several at once, never merged.
 
 A pass whose segments are sorted by adapter multiplies by the base weights once for all tokens; then each adapter adds its
-low-rank product to its own rows. Tensors come by the names and in the shapes that peft saves.
+low-rank product to its own rows. Tensors have the names and shapes that peft saves.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Groups:
         return out
 
     def of_experts(self, layer: int) -> list[Adapted]:
-        """Those that adapt the experts of a layer."""
+        """Returns the adapters of a layer's experts."""
         parts = [(adapter.layers[layer].experts, start, stop) for adapter, start, stop in self.parts]
         return [Adapted(pairs.get("gate_up"), pairs.get("down"), start, stop) for pairs, start, stop in parts if pairs]
 
@@ -109,7 +109,7 @@ def by_adapter(batch: ForwardInput) -> tuple[ForwardInput, np.ndarray | None]:
 
 
 def groups(batch: ForwardInput, slots: Sequence[Adapter | None], exact: bool) -> Groups | None:
-    """`batch`: sorted by adapter. None when nobody uses one."""
+    """`batch`: sorted by adapter. Returns None if no row uses one."""
     parts = []
     for slot in np.unique(batch.adapters[batch.adapters >= 0]):
         first, last = np.searchsorted(batch.adapters, [slot, slot + 1])
@@ -201,8 +201,8 @@ def _pairs(spec: AdapterSpec, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
 def _module(
     spec: AdapterSpec, module: str, shapes: Mapping[str, tuple[int, int, int]], a: torch.Tensor, b: torch.Tensor
 ) -> str:
-    """The adapted module's canonical name. Of experts peft does not tell which of their two parameters is meant (the one it
-    wrapped first is called `base_layer`), but their sizes do."""
+    """The adapted module's canonical name. For experts, peft's names do not show which of the two parameters is meant (the one
+    it wrapped first is called `base_layer`), but their sizes do."""
     plain = module.replace(".base_layer", "")
     if plain.endswith(".experts"):
         for name in (f"{plain}.gate_up_proj", f"{plain}.down_proj"):

@@ -291,7 +291,7 @@ def _rebuilt(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def _tensors(weights: Decoder) -> list[torch.Tensor]:
-    """All of them, always in the same order."""
+    """Returns all tensors, always in the same order."""
     found: list[torch.Tensor] = []
 
     def collect(tensor: torch.Tensor) -> torch.Tensor:

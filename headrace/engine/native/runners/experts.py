@@ -1,4 +1,4 @@
-"""Mixtures of experts: who is chosen, and the products of each expert with the rows that chose it."""
+"""Mixtures of experts: the choice of experts, and the products of each expert with the rows that chose it."""
 
 from __future__ import annotations
 

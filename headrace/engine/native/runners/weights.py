@@ -50,9 +50,8 @@ def fuse(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def parameters_from_dir(model_dir: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The parameters of a saved model in canonical order, as a trainer would publish them. For models that nobody trains.
-
-    Raises ValueError when the files lack some, in whose place transformers would go on with random numbers.
+    """The parameters of a saved model in canonical order, as a trainer would publish them. For models that are not trained.
+    Raises ValueError if the files lack some, for which transformers would use random numbers.
     """
     from transformers import AutoModelForCausalLM
 

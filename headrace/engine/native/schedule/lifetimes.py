@@ -27,7 +27,7 @@ class Lifetimes:
             self._share += (tokens / limit - self._share) / MEMORY
 
     def _to_come(self, limit: np.ndarray, counter: np.ndarray) -> np.ndarray:
-        """Tokens. Whoever has passed the mean is expected to need another block."""
+        """The expected number of further tokens. A sequence longer than the mean is expected to need another block."""
         return np.minimum(np.maximum(self._share * limit - counter, BLOCK), limit - counter)
 
     def peak(self, running: Running, own: np.ndarray, candidate: Sequence, new: int) -> float:

@@ -47,7 +47,7 @@ class Planner:
         self._starts = np.arange(slots + 1, dtype=np.int32)
 
     def plan(self, running: Running) -> Plan | None:
-        """None when there is nothing to compute."""
+        """Returns the next pass, or None if there is nothing to compute."""
         columns = running.columns[: len(running)]
         decodes = (columns["known"] - columns["computed"] == 1) & ~columns["scored"]
         count = np.count_nonzero(decodes)

@@ -1,4 +1,4 @@
-"""The sequences in the engine: columns of numbers for what happens at every token, objects for what happens once."""
+"""The sequences in the engine: columns of numbers for events at every token, objects for events that happen once."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ class Sequence:
     scored: bool = False
     """Log-probs of its prompt are still owed."""
     scores: list[Any] = field(default_factory=list)
-    """Those there are of them, chunk by chunk."""
+    """The scores of the prompt so far, chunk by chunk."""
     begun: bool = False
     """Had a row before, here or in an engine that died: one that drains still finishes it."""
     row: int = -1
-    """Its place among the running ones, -1 without."""
+    """Its index among the running sequences; -1 if it does not run."""
     gone: bool = False
     leader: Sequence | None = None
     """The sequence that computes the prompt this one waits for."""

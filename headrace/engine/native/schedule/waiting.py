@@ -31,7 +31,7 @@ class Queue:
         heapq.heappop(self._heap)
 
     def drain(self) -> None:
-        """Nobody who has not begun is let in any more."""
+        """Holds back all sequences that have not begun."""
         self.draining = True
         heap, self._heap = self._heap, []
         for _, sequence in heap:
@@ -45,7 +45,7 @@ class Queue:
             self.push(sequence)
 
     def leave(self, sequence: Sequence) -> None:
-        """Called when it is gone."""
+        """Called when a waiting sequence was removed."""
         if sequence in self.held_back:
             self.held_back.remove(sequence)
 
