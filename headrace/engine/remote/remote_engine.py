@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 
 import msgspec
 
@@ -58,6 +59,10 @@ class RemoteEngine:
         """Fingerprint by adapter and version."""
         self._admits, self._running = True, 0
         self._changed = asyncio.Event()
+        self._streams: dict[str, tuple[str, asyncio.Future[None]]] = {}
+        """Request -> its adapter, and what its stream is left by."""
+        self._updating: set[str] = set()
+        """Adapters whose requests wait for an update; all wait for the base model's, which goes by the empty name."""
         self._names, self._nonce = itertools.count(), secrets.token_hex(4)
         self._before, self._base, self._latest = EngineStats(), EngineStats(), EngineStats()
         """Statistics of processes of the server that ended; what the present one had done before this run; what it has now."""
@@ -105,6 +110,8 @@ class RemoteEngine:
         failures, had = 0, 0
         while not pending.done.done():
             await self._presence.until_up()
+            while self._waits(pending.request.adapter) and not pending.done.done():
+                await self._changed.wait()
             try:
                 await self._follow(pending)
             except Busy as busy:
@@ -121,16 +128,21 @@ class RemoteEngine:
                 self._presence.give_up(error)
 
     async def _follow(self, pending: Pending) -> None:
-        """One stream, to its end or to where it breaks. It is left as soon as the request is to end, or the server is missed."""
+        """One stream, to its end or to where it breaks. It is left as soon as the request is to end, the server is missed, or an update
+        needs it to be."""
+        request, left = pending.request, asyncio.get_running_loop().create_future()
+        self._streams[request.id] = request.adapter, left
         reading = asyncio.ensure_future(self._read(pending))
         try:
-            ends: list[asyncio.Future[object]] = [reading, pending.done, self._presence.outage]  # type: ignore[list-item]
+            ends: list[asyncio.Future[object]] = [reading, pending.done, self._presence.outage, left]  # type: ignore[list-item]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if reading.done():
                 reading.result()
         finally:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
+            del self._streams[request.id]
+            self._notify()
 
     async def _read(self, pending: Pending) -> None:
         rest = pending.rest()
@@ -201,13 +213,36 @@ class RemoteEngine:
         self._published[name, update.version] = update.fingerprint
         self._wanted[name] = update
         try:
-            return await self._presence.retrying(lambda: self._dialect.load(self._connection, update, LOADING))
+            async with self._streams_left(name):
+                return await self._presence.retrying(lambda: self._dialect.load(self._connection, update, LOADING))
         except (HeadraceError, ValueError):
             if before is None:  # refused: a server that comes back has no use for it
                 del self._wanted[name]
             else:
                 self._wanted[name] = before
             raise
+
+    @asynccontextmanager
+    async def _streams_left(self, name: str) -> AsyncIterator[None]:
+        """Every token that was heard is of the weights before, and every one that will be is of those after: a server that does not tell
+        the version with each token is asked for none between."""
+        if self._dialect.keeps_requests:
+            yield
+            return
+        self._updating.add(name)
+        try:
+            while streams := [left for adapter, left in self._streams.values() if self._waits(adapter)]:
+                for left in streams:
+                    if not left.done():
+                        left.set_result(None)
+                await self._changed.wait()
+            yield
+        finally:
+            self._updating.discard(name)
+            self._notify()
+
+    def _waits(self, adapter: str) -> bool:
+        return "" in self._updating or adapter in self._updating
 
     def _version(self) -> int:
         return self._wanted[""].version if "" in self._wanted else 0
@@ -289,5 +324,6 @@ def check_state(state: ServerState, dtype: str, context_length: int, url: str) -
     if state.capabilities.context_length < context_length:
         raise ConfigError(
             f"the server at {url} holds {state.capabilities.context_length} tokens, and engine.context_length = {context_length}; lower that, "
-            f"or start the server with --set engine.context_length={context_length}"
+            f"or start the server with room for as many (headrace serve --set engine.context_length={context_length}, vllm serve "
+            f"--max-model-len {context_length})"
         )
