@@ -11,10 +11,10 @@ of training on their tokens.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -22,6 +22,7 @@ from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialect import Dialect, Heard, ServerState
 from headrace.engine.remote.errors import Busy, Unreachable
 from headrace.engine.remote.outages import Presence
+from headrace.engine.remote.standstill import Standstill
 from headrace.engine.request_book import Pending, RequestBook
 from headrace.engine.streaming import check_parts
 from headrace.errors import ConfigError, HeadraceError, IdentityError
@@ -59,10 +60,7 @@ class RemoteEngine:
         """Fingerprint by adapter and version."""
         self._admits, self._running = True, 0
         self._changed = asyncio.Event()
-        self._streams: dict[str, tuple[str, asyncio.Future[None]]] = {}
-        """Request -> its adapter, and what its stream is left by."""
-        self._updating: set[str] = set()
-        """Adapters whose requests wait for an update; all wait for the base model's, which goes by the empty name."""
+        self._standstill = Standstill()
         self._names, self._nonce = itertools.count(), secrets.token_hex(4)
         self._before, self._base, self._latest = EngineStats(), EngineStats(), EngineStats()
         """Statistics of processes of the server that ended; what the present one had done before this run; what it has now."""
@@ -110,8 +108,7 @@ class RemoteEngine:
         failures, had = 0, 0
         while not pending.done.done():
             await self._presence.until_up()
-            while self._waits(pending.request.adapter) and not pending.done.done():
-                await self._changed.wait()
+            await self._standstill.until_over(pending.request.adapter, pending.done)
             try:
                 await self._follow(pending)
             except Busy as busy:
@@ -130,8 +127,7 @@ class RemoteEngine:
     async def _follow(self, pending: Pending) -> None:
         """One stream, to its end or to where it breaks. It is left as soon as the request is to end, the server is missed, or an update
         needs it to be."""
-        request, left = pending.request, asyncio.get_running_loop().create_future()
-        self._streams[request.id] = request.adapter, left
+        left = self._standstill.enter(pending.request)
         reading = asyncio.ensure_future(self._read(pending))
         try:
             ends: list[asyncio.Future[object]] = [reading, pending.done, self._presence.outage, left]  # type: ignore[list-item]
@@ -141,8 +137,7 @@ class RemoteEngine:
         finally:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
-            del self._streams[request.id]
-            self._notify()
+            self._standstill.leave(pending.request)
 
     async def _read(self, pending: Pending) -> None:
         rest = pending.rest()
@@ -213,7 +208,7 @@ class RemoteEngine:
         self._published[name, update.version] = update.fingerprint
         self._wanted[name] = update
         try:
-            async with self._streams_left(name):
+            async with contextlib.nullcontext() if self._dialect.keeps_requests else self._standstill.of(name):
                 return await self._presence.retrying(lambda: self._dialect.load(self._connection, update, LOADING))
         except (HeadraceError, ValueError):
             if before is None:  # refused: a server that comes back has no use for it
@@ -221,28 +216,6 @@ class RemoteEngine:
             else:
                 self._wanted[name] = before
             raise
-
-    @asynccontextmanager
-    async def _streams_left(self, name: str) -> AsyncIterator[None]:
-        """Every token that was heard is of the weights before, and every one that will be is of those after: a server that does not tell
-        the version with each token is asked for none between."""
-        if self._dialect.keeps_requests:
-            yield
-            return
-        self._updating.add(name)
-        try:
-            while streams := [left for adapter, left in self._streams.values() if self._waits(adapter)]:
-                for left in streams:
-                    if not left.done():
-                        left.set_result(None)
-                await self._changed.wait()
-            yield
-        finally:
-            self._updating.discard(name)
-            self._notify()
-
-    def _waits(self, adapter: str) -> bool:
-        return "" in self._updating or adapter in self._updating
 
     def _version(self) -> int:
         return self._wanted[""].version if "" in self._wanted else 0
