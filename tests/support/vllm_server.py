@@ -16,7 +16,7 @@ LORAS = 2
 
 async def main(model: str, port: str, logs: str, *faults: str) -> None:
     sock = bind("127.0.0.1", int(port))
-    engine = EngineConfig(kv_gib=0.01, context_length=64, max_running=16, dtype="float32", max_adapters=LORAS)
+    engine = EngineConfig(kv_gib=0.01, context_length=65, max_running=16, dtype="float32", max_adapters=LORAS)
     async with opened(ServeConfig(model=model, engine=engine), Path(model), Path(logs)) as serving:
         await make_server(FakeVllm(serving, max_loras=LORAS, faults=faults).app()).serve(sockets=[sock])
 

@@ -298,5 +298,5 @@ def check_state(state: ServerState, dtype: str, context_length: int, url: str) -
         raise ConfigError(
             f"the server at {url} holds {state.capabilities.context_length} tokens, and engine.context_length = {context_length}; lower that, "
             f"or start the server with room for as many (headrace serve --set engine.context_length={context_length}, vllm serve "
-            f"--max-model-len {context_length})"
+            f"--max-model-len {context_length + 1})"
         )

@@ -38,7 +38,7 @@ async def meet(connection: Connection, seconds: float) -> Facts:
         facts = Facts(
             dtype=str(model["dtype"]).removeprefix("torch."),
             capabilities=Capabilities(
-                context_length=length,
+                context_length=length - 1,  # behind a prompt that it scores, too, it samples one token
                 path=f"vllm {version}",
                 adapters=lora["max_loras"] if lora and loads else 0,
                 spans=True,
