@@ -167,7 +167,9 @@ class FakeVllm:
             told = zip(body.token_ids[1:], scores.logprobs, strict=True)
             rows = [None, *({str(token): {"logprob": p, "rank": 1, "decoded_token": None}} for token, p in told)]
         choice = self._choice(ended[0], body, label)
-        return json_response({"request_id": body.request_id, "model": body.model, "choices": [choice], "prompt_logprobs": rows})
+        return json_response(
+            {"request_id": body.request_id, "model": body.model, "choices": [choice], "prompt_logprobs": rows}
+        )
 
     def _choice(self, piece: Piece, body: Generate, label: str) -> dict[str, Any]:
         stream, part = piece.stream, slice(piece.start, piece.stop)
@@ -325,8 +327,8 @@ class _Key:
         self._app, self._expected = app, f"Bearer {key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith(GUARDED):
-            if dict(scope["headers"]).get(b"authorization") != self._expected:
-                await response_of(Refused(401, "Unauthorized"))(scope, receive, send)
-                return
+        guarded = scope["type"] == "http" and scope["path"].startswith(GUARDED)
+        if guarded and dict(scope["headers"]).get(b"authorization") != self._expected:
+            await response_of(Refused(401, "Unauthorized"))(scope, receive, send)
+            return
         await self._app(scope, receive, send)

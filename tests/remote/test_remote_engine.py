@@ -68,7 +68,9 @@ class Machine:
         own = WeightUpdate(version=0, kind="full", fingerprint="fake-0", nbytes=0, seconds=0.0)
         await self.serving.load(own)
         self._server = contextlib.AsyncExitStack()
-        self._behind = (await self._server.enter_async_context(answering(make_app(self.serving, "")))).rpartition(":")[2]
+        self._behind = (await self._server.enter_async_context(answering(make_app(self.serving, "")))).rpartition(":")[
+            2
+        ]
         self.connected = True
 
     async def die(self) -> None:

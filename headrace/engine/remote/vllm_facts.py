@@ -63,10 +63,10 @@ async def _check_generation(connection: Connection, seconds: float) -> None:
     """A request without tokens is refused in one way by a server that generates, and in another by one that does not."""
     try:
         await connection.tell("/inference/v1/generate", {}, seconds)
-    except ValueError:
-        return
     except ConfigError as error:
         raise ConfigError(f"{error}. vLLM generates from tokens if it is started with --enable-scale-out") from None
+    except ValueError:
+        return
 
 
 _SAMPLE = re.compile(r"^vllm:(\w+?)(?:_total)?(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
@@ -77,7 +77,10 @@ def statistics(text: str) -> EngineStats:
     sums: dict[str, float] = {}
     for name, value in _SAMPLE.findall(text):
         sums[name] = sums.get(name, 0.0) + float(value)
-    count = lambda name: int(sums.get(name, 0))
+
+    def count(name: str) -> int:
+        return int(sums.get(name, 0))
+
     return EngineStats(
         running=count("num_requests_running"),
         waiting=count("num_requests_waiting"),
