@@ -8,7 +8,7 @@ is strict about the order of an update, too: weights are read while the server i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Annotated, Any
@@ -150,10 +150,12 @@ class FakeVllm:
 
     async def _events(self, body: Generate) -> AsyncIterator[dict[str, Any]]:
         async with aclosing(follow(self.serving, [self._request(body, "0")])) as pieces:
-            label = self.label
+            labels: list[tuple[str, int]] = []
             async for piece in pieces:
+                if piece.stop > piece.start and (not labels or labels[-1][0] != self.label):
+                    labels.append((self.label, piece.start))
                 if piece.ended or piece.stop > piece.start:
-                    choice = self._choice(piece, body, label)
+                    choice = self._choice(piece, body, labels)
                     yield {"request_id": body.request_id, "usage": None, "output_mode": "tokens", "choices": [choice]}
 
     async def _whole(self, body: Generate) -> Response:
@@ -166,12 +168,13 @@ class FakeVllm:
         if scores:
             told = zip(body.token_ids[1:], scores.logprobs, strict=True)
             rows = [None, *({str(token): {"logprob": p, "rank": 1, "decoded_token": None}} for token, p in told)]
-        choice = self._choice(ended[0], body, label)
+        choice = self._choice(ended[0], body, [(label, 0)])
         return json_response(
             {"request_id": body.request_id, "model": body.model, "choices": [choice], "prompt_logprobs": rows}
         )
 
-    def _choice(self, piece: Piece, body: Generate, label: str) -> dict[str, Any]:
+    def _choice(self, piece: Piece, body: Generate, labels: Sequence[tuple[str, int]]) -> dict[str, Any]:
+        """`labels`: those that the tokens were sampled under, with the first token of each."""
         stream, part = piece.stream, slice(piece.start, piece.stop)
         tokens, end = stream.tokens[part], stream.end
         content = [
@@ -179,7 +182,10 @@ class FakeVllm:
             for token, logprob in zip(tokens, stream.logprobs[part], strict=True)
         ]
         reasons = {"stop": "stop", "length": "length", "interrupted": "abort", "error": "error"}
-        spans = [{"version": label, "start": 0, "end": len(stream.tokens)}] if stream.tokens else []
+        ends = [*(start for _, start in labels[1:]), len(stream.tokens)]
+        spans = [
+            {"version": label, "start": start, "end": stop} for (label, start), stop in zip(labels, ends, strict=False)
+        ]
         return {
             "index": 0,
             "finish_reason": (reasons[end.stop] if end else "abort") if piece.ended else None,

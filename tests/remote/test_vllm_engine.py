@@ -138,8 +138,9 @@ def test_a_label_that_somebody_else_sets_ends_the_run(tiny_tokenizer: Path, tmp_
         asking = asyncio.ensure_future(engine.generate(request("a")))
         await until(lambda: so_far(engine, "a") > 3)
         server.label = "of another run"
-        with pytest.raises(IdentityError, match="labelled of another run"):
-            await asking
+        for one in (asking, engine.watch()):
+            with pytest.raises(IdentityError, match="labelled of another run"):
+                await one
 
     run(tiny_tokenizer, tmp_path, case, speed=0.01)
 
