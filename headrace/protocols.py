@@ -221,7 +221,7 @@ class Limits:
 
 
 Resumes = Literal["replayed", "restarted"]
-"""How a rollout is resumed that was under way when the run was killed. In both cases its environment is made again, and a turn with
+"""The ways to resume a rollout that was in progress when the run was killed. In both its environment is made again, and a turn with
 the same context as the recorded one is not sampled again.
 
 replayed: given the same turns, the environment asks for the same ones, and the episode continues where it was.

@@ -56,7 +56,7 @@ class TrainReport(Struct, frozen=True):
     version: int
     """The version of the weights after the step: step + 1, or step if the update was skipped."""
     skipped: str = ""
-    """Why the weights did not change: `nonfinite_gradient`, `no_tokens`, or `all_rejected` (the algorithm's rules and bounds
+    """The reason why the weights did not change: `nonfinite_gradient`, `no_tokens`, or `all_rejected` (the algorithm's rules and bounds
     left nothing of the policy loss). Empty if they did."""
     loss: float = 0.0
     grad_norm: float = 0.0
@@ -137,7 +137,7 @@ class EngineStats(Struct, frozen=True):
     """Tokens forwarded a second time: after a preemption, or after a swap with `engine.swap = "recompute"`."""
     swaps: int = 0
     preemptions: int = 0
-    """How often a request had to make room for others and was continued later."""
+    """The number of times that a request had to make room for others and was continued later."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -158,7 +158,7 @@ TOTALS = (
 
 
 class LoadReport(Struct, frozen=True):
-    """How a `WeightUpdate` went live.
+    """The report of a `WeightUpdate` that went live.
 
     >>> live = LoadReport(version=6, verify_seconds=0.08, swap_seconds=0.003)
     """
@@ -167,14 +167,14 @@ class LoadReport(Struct, frozen=True):
     verify_seconds: float
     """Time for fingerprinting and unpacking, while generation continues."""
     swap_seconds: float
-    """The gap between two forward passes (the sum of the gaps, for a streamed update): the only time in which generation
-    stood still."""
+    """The gap between two forward passes (the sum of the gaps, for a streamed update): the only time in which generation was
+    stopped."""
     mixed_tokens: int = 0
     """Tokens sampled between the first and the last part of a streamed update."""
 
 
 class Capabilities(Struct, frozen=True):
-    """What an engine can do. A run that needs more is refused at its start with a sentence (`orchestration/needs.py`).
+    """The abilities of an engine. A run that needs more is refused at its start with a sentence (`orchestration/needs.py`).
 
     An engine can do nothing that it does not declare here.
 

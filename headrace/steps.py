@@ -1,4 +1,4 @@
-"""What an engine reports after every forward pass, and how a completion is put together from these reports."""
+"""The reports of an engine after every forward pass, and the transcript of a completion that is made from them."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class StepOutput(Struct, frozen=True):
 class Transcript:
     """A request and all that has been reported about it so far: what another engine needs to continue it.
 
-    >>> transcript = Transcript(request)
+    >>> transcript = Transcript(request=request)
     >>> write_down(first, {"t12/0": transcript}.get)
     >>> transcript.so_far().tokens, transcript.so_far().stop
     ((20,), 'interrupted')

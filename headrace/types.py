@@ -46,7 +46,7 @@ class Prompt(Struct, frozen=True):
 
 
 class Sampling(Struct, frozen=True):
-    """How tokens are drawn. The log-probs returned are always those of the distribution that these settings make.
+    """Sampling settings. The log-probs returned are always those of the distribution that these settings make.
 
     >>> sampling = Sampling(max_tokens=4, temperature=0.8, seed=7)
     """
@@ -196,7 +196,7 @@ class Completion(Struct, frozen=True):
     logprobs: tuple[float, ...]
     """[T] log-probs of the distribution that the tokens were sampled from."""
     spans: tuple[VersionSpan, ...]
-    """When the request only scored its prompt, one span without tokens, with the version that scored it."""
+    """The versions of the tokens. A request that only scored its prompt has one span without tokens, with the version that scored it."""
     stop: Stop
     text: str = ""
     """Decoded for rewards and reports; training never reads it (C5)."""
@@ -290,7 +290,7 @@ class Scored(Struct, frozen=True):
     teachers: tuple[TeacherTrace, ...] = ()
     """One per turn, if a teacher scored the episode."""
     references: tuple[tuple[float, ...], ...] = ()
-    """Per turn, the [T] log-probs of the reference model, if the KL to it is part of the reward."""
+    """The [T] log-probs of the reference model per turn, if the KL to it is part of the reward."""
     extracted: dict[str, str] = {}
     """The part of the completion that each reward function was given, by its name, if not the whole text
     (`reward.extract`)."""

@@ -44,7 +44,7 @@ class WeightUpdate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Fals
     seconds: float
     """Time that the trainer took to publish."""
     where: dict[str, Any] = {}
-    """Where the bytes are, as numbers and texts that only the transport that wrote them reads."""
+    """The place of the bytes, as numbers and texts that only the transport that wrote them reads."""
     adapter: AdapterSpec | None = None
     """Set if `kind` is `adapter`."""
 

@@ -113,6 +113,13 @@ NAMELESS = {
 """Functions that take any number of values of one kind, or that have no names to call their parameters by."""
 
 
+DANGLING = (
+    *("After", "As", "At", "Before", "By", "For", "From", "In", "Of", "On", "Per", "Since", "To", "Under"),
+    *("What", "When", "Where", "While", "Who", "Whose", "Why", "With", "Without"),
+)
+"""No docstring begins with one of these: such a sentence has no subject."""
+
+
 # --- the checkers: each yields one sentence per violation --------------------------------------------------------------
 
 
@@ -338,6 +345,20 @@ def _long_functions(scope: ast.Module | ast.ClassDef) -> Iterator[ast.FunctionDe
         todo += ast.iter_child_nodes(node)
 
 
+def dangling_docstrings(package: Path) -> Iterator[str]:
+    """Docstrings, those of fields and constants included, that begin with one of the DANGLING words."""
+    for path in modules(package).values():
+        for node in ast.walk(parsed(path)):
+            if (
+                isinstance(node, ast.Expr)
+                and isinstance(node.value, ast.Constant)
+                and isinstance(node.value.value, str)
+            ):
+                first = node.value.value.split(maxsplit=1)[0].rstrip(",:")
+                if first in DANGLING:
+                    yield f"{path.relative_to(package)}:{node.lineno} begins with {first}"
+
+
 # --- the code keeps to them --------------------------------------------------------------------------------------------
 
 
@@ -355,6 +376,10 @@ def test_more_than_five_values_have_names():
 
 def test_definitions_with_more_than_five_values_take_keywords():
     assert list(long_definitions(PACKAGE)) == []
+
+
+def test_docstrings_begin_with_their_subject_or_verb():
+    assert list(dangling_docstrings(PACKAGE)) == []
 
 
 def test_no_folder_is_crowded():
@@ -542,4 +567,19 @@ def test_definition_checker_counts_what_may_be_passed_by_position(tmp_path):
         "functions.py C.six",
         "functions.py f",
         "functions.py g",
+    ]
+
+
+def test_docstring_checker_reads_modules_classes_functions_and_fields(tmp_path):
+    package = plant(
+        tmp_path,
+        dangling='"""What it holds."""\nclass C:\n    """Of a run."""\n    x: int\n    """By ticket: its rows."""\n'
+        '    def f(self):\n        """In place, scales it."""\n',
+        plain='"""The rows."""\ndef f():\n    """Information about it."""\n    return "For you."\n',
+    )
+    assert sorted(dangling_docstrings(package)) == [
+        "dangling.py:1 begins with What",
+        "dangling.py:3 begins with Of",
+        "dangling.py:5 begins with By",
+        "dangling.py:7 begins with In",
     ]

@@ -31,7 +31,7 @@ class Correction:
     low: float = 0.0
     high: float = 2.0
     rules: tuple[Rule, ...] = ()
-    """In the order of `rules.table.RULES`."""
+    """The rules, in the order of `rules.table.RULES`."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)

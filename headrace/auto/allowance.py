@@ -30,7 +30,7 @@ class Allowance:
     run's clock."""
 
     end: float
-    """When the run has to be over."""
+    """The time at which the run must have ended."""
     steps: int
     """Steps that are planned."""
     most: int
@@ -45,7 +45,7 @@ class Allowance:
     """Whether the number of steps has been fitted to measured steps."""
     _began: float | None = None
     _ends: list[float] = field(default_factory=list)
-    """When each step of this process ended."""
+    """The times at which the steps of this process ended."""
 
     def begin(self, now: float) -> None:
         """Marks the start of training."""

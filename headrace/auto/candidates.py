@@ -65,7 +65,7 @@ class Figures(Struct, frozen=True):
     seconds: float = 0.0
     """Seconds that the measurement took."""
     problem: str = ""
-    """Why nothing could be measured; empty if all went well."""
+    """The reason why nothing could be measured; empty if all went well."""
 
 
 class PartChoice(Struct, frozen=True):

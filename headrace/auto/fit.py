@@ -18,11 +18,11 @@ class Wish(Struct, frozen=True, kw_only=True):
 
     steps: int
     groups: int
-    """Per step."""
+    """Groups per step."""
     rollouts: int
-    """Per group."""
+    """Rollouts per group."""
     prompts: int
-    """Per evaluation."""
+    """Prompts per evaluation."""
     samples: int
     """Completions per prompt of an evaluation."""
     max_tokens: int
@@ -42,15 +42,15 @@ class Speeds(Struct, frozen=True):
     """Seconds on this machine, with the cores that other processes leave free."""
 
     sampled: float
-    """Per sampled token."""
+    """Seconds per sampled token."""
     trained: float
-    """Per token that the trainer forwards, with its backward pass."""
+    """Seconds per token that the trainer forwards, with its backward pass."""
     update: float
-    """Per optimizer step, for the update and the publish."""
+    """Seconds per optimizer step, for the update and the publish."""
     start: float
-    """From the command until the first token is sampled."""
+    """Seconds from the command until the first token is sampled."""
     save: float
-    """Per checkpoint."""
+    """Seconds per checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ EVALUATING = 0.2
 """Share of the time that all evaluations together may take."""
 LEAST_PROMPTS, LEAST_GROUPS, LEAST_STEPS = 16, 2, 8
 MANY = 40
-"""Below this number of steps, groups per step are reduced in favour of more steps."""
+"""The number of steps below which groups per step are reduced in favour of more steps."""
 
 
 def step_seconds(wish: Wish, speeds: Speeds, groups: int) -> float:

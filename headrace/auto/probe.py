@@ -42,7 +42,7 @@ HOPELESS = 1.5
 
 
 class ProbeRequest(Struct, frozen=True):
-    """What is to be measured."""
+    """The measurements that a probe has to make."""
 
     config: dict[str, Any]
     """The model's `config.json`."""

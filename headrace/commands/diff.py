@@ -45,7 +45,7 @@ KINDS = {
     "outcome": "groups not trained",
     "report": "reports of the trainer",
 }
-"""In causal order: a difference of one kind can cause those of later kinds."""
+"""The kinds of differences in causal order: a difference of one kind can cause those of later kinds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class RunComparison:
     first: dict[str, RunDifference] = field(default_factory=dict)
     """The first difference of each kind."""
     counts: Counter[str] = field(default_factory=Counter)
-    """For each kind, the number of steps, groups or rollouts that differ."""
+    """The number of steps, groups or rollouts that differ, by kind."""
     steps: int = 0
     """Number of steps that both runs have."""
     damage: dict[Path, Damage] = field(default_factory=dict)

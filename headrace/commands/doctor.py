@@ -19,7 +19,7 @@ State = Literal["ok", "note", "bad"]
 
 GIB = 1024**3
 NEEDED_MEMORY = 6 * GIB
-"""For the demo's 135 M parameters: fp32 weights, gradients, two AdamW moments, two published copies and the KV budget."""
+"""Memory of the demo's 135 M parameters: fp32 weights, gradients, two AdamW moments, two published copies and the KV budget."""
 NEEDED_DISK = 4 * GIB
 
 
@@ -223,7 +223,7 @@ def _placement(torch: dict[str, Any] | str) -> Iterator[DoctorFinding]:
 
 
 def _chosen() -> dict[str, str]:
-    """For engine and trainer: what a run of the demo's model would choose by measurement if its settings leave it open."""
+    """Returns the choices that a run of the demo's model would make by measurement, for engine and trainer."""
     from headrace.auto.candidates import candidates, choose, choose_threads
     from headrace.auto.measurer import ProbeMeasurer, thread_counts
     from headrace.engine.config import EngineConfig

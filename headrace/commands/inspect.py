@@ -21,7 +21,7 @@ from headrace.reports import TrainReport
 from headrace.types import Struct
 
 SHOWN = 3
-"""How many rollouts are shown token by token by default."""
+"""The number of rollouts that are shown token by token by default."""
 
 
 class Inspected(Struct, frozen=True):

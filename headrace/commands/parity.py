@@ -63,7 +63,7 @@ class ParityRow:
     """The path of the engine."""
     sampling: str
     replayed: str
-    """Which of the sampler's choices the trainer replayed; empty if there were none."""
+    """The sampler's choices that the trainer replayed; empty if there were none."""
     judged: bool
     """False if a difference is expected, and the row is only shown for comparison."""
     tokens: int = 0
@@ -71,7 +71,7 @@ class ParityRow:
     p99: float = 0.0
     largest: float = 0.0
     absent: str = ""
-    """Why the row has no numbers; empty if it has."""
+    """The reason why the row has no numbers; empty if it has."""
 
     @property
     def ok(self) -> bool:

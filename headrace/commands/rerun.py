@@ -33,7 +33,7 @@ from headrace.types import Batch
 
 @dataclass(frozen=True)
 class RerunPlan:
-    """Which steps are repeated, and from where."""
+    """The steps to repeat, and the state to begin from."""
 
     run_dir: Path
     checkpoint: Path | None

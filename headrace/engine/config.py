@@ -25,7 +25,7 @@ class EngineConfig:
     token_file: str = ""
     """File that holds the server's token."""
     patience: float = Field(default=60.0, gt=0)
-    """Seconds that a server may be away before the run stops. Requests go on from their prefixes when it is back."""
+    """Seconds that a server may be unreachable before the run stops. When it is back, requests continue from their prefixes."""
     shared_dir: str = ""
     """Directory that the trainer and the server both see, through which weights travel. Empty: one below the run's own."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -97,7 +97,7 @@ _OF_BOTH = ("kind", "dtype", "context_length", "max_deaths", "exact")
 
 
 def engine_problems(config: EngineConfig) -> Iterator[str]:
-    """Settings that say nothing to an engine of this kind, and what a server lacks."""
+    """Settings that have no meaning for an engine of this kind, and those that a server lacks."""
     usual = EngineConfig()
     changed = [field.name for field in fields(config) if getattr(config, field.name) != getattr(usual, field.name)]
     if not config.is_server:

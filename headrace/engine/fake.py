@@ -1,7 +1,7 @@
 """An engine without a model, for tests and simulations: settable speed, lengths and failures; the real version semantics.
 
-What a request samples depends on (seed, its id) alone, and its token t on t beside: so a request that is issued again with
-what it had sampled as its `prefix` goes on with the tokens it would have had.
+Token t of a request depends only on (seed, request id, t). So a request that is issued again with its earlier tokens as
+`prefix` continues with the tokens that it would have had.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WORD = (1 << 64) - 1
 
 @dataclass
 class _Pending(Transcript):
-    """A request under way."""
+    """A request in progress."""
 
     nap: asyncio.Future[None] | None = None
     aborted: bool = False
@@ -51,7 +51,7 @@ class FakeEngine:
     failure_rate: float = 0.0
     """Share of requests that end with `stop = "error"`."""
     outage_rate: float = 0.0
-    """Chance per token that the process dies and is replaced: the request waits, then goes on from its prefix, whose KV the
+    """Chance per token that the process dies and is replaced: the request waits, then continues from its prefix, whose KV the
     live weights compute again."""
     outage_seconds: float = 1.0
     seed: int = 0
@@ -70,7 +70,7 @@ class FakeEngine:
         self._admits, self._paused = True, False
         self._mixed = False
         self.stopped = False
-        """As a process is by SIGSTOP: nobody gets an answer any more."""
+        """Set for an engine that behaves like a process after SIGSTOP: no request is answered."""
         self._died: asyncio.Future[None] | None = None
         self._changed, self._idle = asyncio.Event(), asyncio.Event()
         self._idle.set()
@@ -188,7 +188,7 @@ class FakeEngine:
             await asyncio.get_running_loop().create_future()
 
     def _notify(self) -> None:
-        """Whoever waits looks again."""
+        """Wakes all waiters, which check their conditions again."""
         self._changed.set()
         self._changed.clear()
 
@@ -274,7 +274,7 @@ class FakeEngine:
         await self._died
 
     def die(self) -> None:
-        """As if the process had been killed and was given up."""
+        """Fails as an engine whose process was killed and is not restarted."""
         assert self._died is not None
         self._died.set_exception(WorkerDied("engine", "was killed (fake)"))
 

@@ -1,4 +1,4 @@
-"""The engines there are, a line each: what `engine.kind` may be, and the class behind it."""
+"""The kinds of engines, a line each: a value of `engine.kind` and its class."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The requests of an engine. What the book knows of a request is enough for another process to continue it."""
+"""The requests of an engine. The book knows enough of a request for another process to continue it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An update that goes live in parts: what serves between the weights before and those that are to come."""
+"""An update that goes live in parts: the weights that serve between the old ones and the new."""
 
 from __future__ import annotations
 

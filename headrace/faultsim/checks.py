@@ -47,21 +47,21 @@ _output = msgspec.msgpack.Decoder(StepOutput)
 
 
 class RunHistory:
-    """What happened in all lives of a run."""
+    """The events of all lives of a run."""
 
     def __init__(self, group_size: int, remembers: bool = True, turns: int = 1) -> None:
         """`remembers`: whether this object exists in all lives of the run, rather than in one of them. `turns`: turns of every rollout."""
         self._group_size, self._turns = group_size, turns
         self.truth = Truth(remembers=remembers)
         self.trained: dict[int, tuple[tuple[int, str], ...]] = {}
-        """By step: the trained tickets and prompts."""
+        """The trained tickets and prompts, by step."""
         self.killed = self.facts = 0
         self.stopped: list[str] = []
         self.befell: list[Fault] = []
         self.reached: Counter[str] = Counter()
-        """By request: the number of tokens that the controller has received."""
+        """The number of tokens that the controller has received, by request."""
         self.admitted: dict[int, int] = {}
-        """By ticket: the version that was live when it was drawn."""
+        """The version that was live when a ticket was drawn, by ticket."""
         self.journal: WatchedJournal | None = None
         """The journal of the latest life."""
         self.passes_lost = False

@@ -47,13 +47,13 @@ class Truth:
     """Everything that engines sampled and served in all lives of a run, whether or not the controller received it."""
 
     tokens: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
-    """By request: each token with its version. A token that is sampled again replaces the earlier one."""
+    """Each token with its version, by request. A token that is sampled again replaces the earlier one."""
     served: dict[int, str] = field(default_factory=dict)
-    """By version: fingerprint of the weights."""
+    """Fingerprints of the weights by version."""
     remembers: bool = True
     """Whether this object exists in all lives."""
     keys: dict[int, dict[str, RolloutKey]] = field(default_factory=dict)
-    """By ticket: the keys of its requests."""
+    """The keys of a ticket's requests, by ticket."""
 
     def sampled(self, request: str, place: int, token: int, version: int) -> None:
         if not self.remembers:

@@ -36,8 +36,8 @@ class Fault(Struct, frozen=True):
     calls. interrupt, jump, engine_lost (for good): hundredths of a second. unsaved: checkpoints. rot, change: none, they come
     before the life."""
     share: float = 0.0
-    """In [0, 1): of a write that is torn; what of each file is lost with the power; how long a disk is full; which message;
-    where in its work a worker dies; which file rots."""
+    """A number in [0, 1) that sets the details of the fault: the part of a torn write that is written; the part of each file that
+    a loss of power takes; how long a disk is full; which message; where in its work a worker dies; which file rots."""
 
 
 def some_faults(rng: random.Random, size: int) -> tuple[Fault, ...]:
@@ -90,7 +90,7 @@ class Disk:
             default=(-1, 0.0, "kill"),
         )
         self._flushed: dict[int, int] = {}
-        """By inode: bytes that a loss of power leaves. What an earlier process wrote has reached the disk by now."""
+        """Bytes that survive a loss of power, by inode. All that an earlier process wrote has reached the disk by now."""
         self.lost_power = False
         self._full = [(one.at, one.at + 1 + int(one.share * 6)) for one in faults if one.kind == "full"]
         self._unsaved = {one.at for one in faults if one.kind == "unsaved"}

@@ -170,7 +170,7 @@ class Admission:
         self._restored = frozenset(self._ready)
         """Tickets that were ready at the start; the order in which they were finished is not recorded."""
         self._not_live: dict[int, int] = {}
-        """By ticket: the version that its group trained, as long as that is not live."""
+        """The version that a ticket's group trained, as long as it is not live, by ticket."""
         self._next = len(counts.drawn)
         self.here: set[int] = set()
         """Tickets that were drawn in this life."""
@@ -265,7 +265,7 @@ def _over_older(span: VersionSpan) -> bool:
 
 
 def context_mark(prompt: Sequence[int], before: Sequence[int]) -> str:
-    """How the key of a turn says which tokens are `before` it: 64 bits of them, as 8-byte integers; nothing of the prompt alone."""
+    """Returns the mark of the tokens `before` a turn in its key: a 64-bit hash of them as 8-byte integers; empty for the prompt alone."""
     return "" if tuple(prompt) == tuple(before) else xxh3_64_hexdigest(np.asarray(before, "<i8").tobytes())
 
 

@@ -127,7 +127,7 @@ LONGEST_HEADER = 100_000_000
 
 class Stored(NamedTuple):
     dtype: str
-    """In the format's spelling: BF16, F32."""
+    """The dtype in the format's spelling: BF16, F32."""
     shape: tuple[int, ...]
 
     @property

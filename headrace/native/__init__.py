@@ -1,4 +1,4 @@
-"""What the C++ code of engine and trainer has in common.
+"""The C++ code that engine and trainer share.
 
 `build.py` calls the compiler, `memory.py` allocates memory on large pages, `cores.py` counts the cores available to threads, and
 `arithmetic.py` names the forward passes that both compute alike. `src/` holds the shared headers: vector types (`vec.h`), products

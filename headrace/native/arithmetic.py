@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 PROVEN = ("llama", "mistral", "qwen2", "qwen3")
-"""`model_type`s of which `tests/trainer/test_equal_logprobs.py` compares engine and trainer."""
+"""The `model_type`s for which `tests/trainer/test_equal_logprobs.py` compares engine and trainer."""
 TIERS = {"bfloat16": ("AMX", "AVX512-BF16"), "float32": ("AMX", "AVX512-BF16", "AVX-512", "AVX2")}
-"""By the dtype of the computation: the kinds of processor on which both round at the same places. On others the engine keeps in
-float32 what it multiplies by weights in bfloat16; float32 on others was not tried."""
+"""The kinds of processor on which engine and trainer round at the same places, by the dtype of the computation. On other kinds the
+engine multiplies weights in bfloat16 by activations in float32; float32 was not tried on them."""
 
 
 def arithmetic(family: str, dtype: str, tier: str) -> str:
-    """The name of what the C++ kernels compute for a dense model; empty where engine and trainer are not known to agree.
+    """The name of the arithmetic of the C++ kernels for a dense model; empty if engine and trainer are not known to agree.
 
     `tier`: the kind of processor that the kernels were compiled for.
     """
@@ -18,7 +18,7 @@ def arithmetic(family: str, dtype: str, tier: str) -> str:
 
 
 def why_unproven(family: str, dtype: str, tier: str) -> str:
-    """Why `arithmetic` knows no name."""
+    """The reason why `arithmetic` returns no name."""
     if family not in PROVEN:
         return f"the model is of the family {family}, and equal log-probs are proven for {', '.join(PROVEN)}"
     if dtype not in TIERS:

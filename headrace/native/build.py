@@ -23,14 +23,14 @@ SECONDS = 1800
 class Built:
     library: Path | None
     reason: str
-    """Why there is none; how it was had where there is one."""
+    """If there is no library, the reason; otherwise how it was obtained."""
 
 
 def compiled(source: Path, cache: Path, instructions: str = "native", flags: tuple[str, ...] = ()) -> Built:
     """The library of `source`, which includes headers of its own folder and of SHARED. Never raises.
 
-    `instructions`: as the compiler calls a set of them; `native` is this machine's, or what $HEADRACE_INSTRUCTIONS names. `cache`:
-    the folder in which libraries are kept. `flags`: more of them for the compiler.
+    `instructions`: the compiler's name of an instruction set; `native` is this machine's, or the one that $HEADRACE_INSTRUCTIONS
+    names. `cache`: the folder in which libraries are kept. `flags`: further flags for the compiler.
     """
     compiler = _compiler()
     if compiler is None:
@@ -69,7 +69,7 @@ def _flags(instructions: str) -> list[str]:
 
 
 def _fingerprint(command: list[str], folder: Path) -> str:
-    """Of the source, the compiler, the flags, and the processor that `native` stands for."""
+    """A hash of the source, the compiler, the flags, and the processor that `native` stands for."""
     version = subprocess.run([command[0], "--version"], capture_output=True, text=True, timeout=60).stdout
     flags = [part for part in command[1:-1] if not part.startswith("-I")]
     parts = [version, *flags, platform.machine(), _processor()]
@@ -79,7 +79,7 @@ def _fingerprint(command: list[str], folder: Path) -> str:
 
 
 def _processor() -> str:
-    """Its instruction sets, where the system tells them."""
+    """The processor's instruction sets, if the system reports them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""How many cores there are for this process: threads beyond them only wait for each other."""
+"""The number of cores that this process may use. Further threads would only wait for each other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def usable_cores() -> int:
-    """That this process may use, counting a container's limit."""
+    """The number of cores that this process may use, within a container's limit."""
     present = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota, _, period = _read("/sys/fs/cgroup/cpu.max").partition(" ")
     if quota.isdigit() and period.isdigit():

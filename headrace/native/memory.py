@@ -1,5 +1,5 @@
-"""Memory that C++ walks over, and memory that a process keeps. Fresh pages are dear: in a virtual machine a gigabyte of them
-takes half a second to be handed out, which is as long as many a training step."""
+"""Memory for C++ code, and the reuse of freed memory. Fresh pages are expensive: in a virtual machine the allocation of a
+gigabyte takes half a second, as long as many a training step."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def zeros(count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def keep_freed_memory() -> None:
-    """From now on, what this process frees it keeps for what it allocates next, instead of returning it to the system and
-    asking again. Without effect where the C library is not glibc."""
+    """Makes this process keep freed memory for later allocations, instead of returning it to the system. Has no effect unless the
+    C library is glibc."""
     trim_threshold, mmap_threshold, arenas = -1, -3, -8  # malloc.h
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
@@ -32,7 +32,7 @@ def keep_freed_memory() -> None:
 
 
 def touch(tensor: torch.Tensor) -> torch.Tensor:
-    """Its pages, from the system now rather than when they are first written to. The tensor holds zeros."""
+    """Makes the system allocate a tensor's pages now rather than at the first write. The tensor holds zeros."""
     ctypes.memset(tensor.data_ptr(), 0, tensor.nbytes)  # one thread: several only wait for each other in the kernel
     return tensor
 

@@ -70,7 +70,7 @@ class GroupEnded(Fact, frozen=True):
     failures: dict[str, int] = {}
     """Rollouts that failed, by reason."""
     seconds: float = 0.0
-    """From drawing the ticket to the outcome."""
+    """Seconds from drawing the ticket to the outcome."""
     lost_tokens: int = 0
     """Tokens of rollouts that were cancelled before they were finished."""
     kinds: dict[str, int] = {}

@@ -79,7 +79,7 @@ class Sample(Struct, frozen=True):
     answer: str = ""
     """The right answer, if the row has one."""
     extracted: dict[str, str] = {}
-    """By reward function: the part of the text that it was given, unless that is all of it."""
+    """The part of the text that each reward function was given, unless that is the whole text."""
 
 
 MetricsFact = (

@@ -34,7 +34,7 @@ class Pools:
     trainer_dtype: str
     """The dtype that the trainer computes in."""
     shadow: Shadowing | None
-    """How the student's older self is published; None if it is no teacher."""
+    """The publishing of the student's older self; None if it is no teacher."""
     teaching: Teaching | None = None
     lent: bool = False
     """Whether the processes are shared by several pipelines. `close` then leaves them running; their owner closes them."""

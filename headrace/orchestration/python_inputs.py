@@ -32,7 +32,7 @@ class PythonInputs:
     """Reward functions and rows that were passed from Python."""
 
     rewards: tuple[RewardFunction, ...] = ()
-    """In the order of `reward.functions`."""
+    """Reward functions in the order of `reward.functions`."""
     rows: Sequence[Row] | None = None
 
 

@@ -1,4 +1,4 @@
-"""The run's engine, whatever it is: how weights reach it, and how it is brought up beside the trainer."""
+"""The start of the run's engine, of any kind, in parallel with the trainer's, and its transport of weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from headrace.settings.secrets import read_token
 from headrace.weights import Manifest
 
 DIALECTS: dict[str, Callable[[], Dialect]] = {"headrace": HeadraceDialect, "vllm": VllmDialect}
-"""By `engine.kind`."""
+"""The dialect of each `engine.kind`."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class Starting:
 
     engine: Engine
     launch: Callable[[], Awaitable[None]]
-    """What can be done beside the trainer's start. Raises ConfigError for a server that does not go with the run."""
+    """The part of the start that can run beside the trainer's. Raises ConfigError for a server that does not fit the run."""
     finish: Callable[[Mapping[str, Manifest], int], Awaitable[None]]
-    """With the layout of all that will be published, and the number of adapters."""
+    """The rest of the start. Its arguments are the layouts of all weights that will be published, and the number of adapters."""
 
 
 def transport_of(config: RunConfig, logs: Path) -> Transport:
-    """How weights reach the run's own engine. `logs`: the run's directory for them, beside which files may travel."""
+    """Returns the transport of weights to the run's own engine. `logs`: the run's log directory, beside which files may lie."""
     if not config.engine.is_server:
         return open_transport()
     shared = config.engine.shared_dir
@@ -69,7 +69,7 @@ def start_engine(
 
 
 def _engine_settings(config: RunConfig, adapters: int) -> dict[str, Any]:
-    """What the run needs is switched on in the engine, which refuses at its start what it cannot do."""
+    """Returns the engine's settings with all that the run needs switched on. The engine refuses at its start what it cannot do."""
     routing = config.engine.routing or config.rollout.keep_routing
     room = max(config.engine.max_adapters, adapters)
     return dataclasses.asdict(dataclasses.replace(config.engine, routing=routing, max_adapters=room))
@@ -92,6 +92,6 @@ def _server(config: RunConfig, telemetry: Telemetry) -> Starting:
         check_state(await engine.open(), settings.serving_dtype, settings.context_length, url)
 
     async def finish(manifests: Mapping[str, Manifest], adapters: int) -> None:
-        """The layout comes with the files, and what the server can do is its own business."""
+        """Does nothing: the layout is in the files, and the server has its own settings."""
 
     return Starting(engine, launch, finish)

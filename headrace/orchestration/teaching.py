@@ -139,7 +139,7 @@ def _without_samples(telemetry: Telemetry) -> Telemetry:
 
 @dataclass(frozen=True)
 class Shadowing:
-    """How the weights of the student's older self reach the engine that serves it."""
+    """The publishing of the student's older self to the engine that serves it."""
 
     manifest: Manifest
     transport: Transport
@@ -253,7 +253,7 @@ class Teaching:
         return PublishingTrainer(trainer, self.self_teaching) if self.self_teaching else trainer
 
     async def watch(self) -> None:
-        """Raises what ends a teacher. Returns at once if there is none."""
+        """Raises the error that ends a teacher. Returns at once if there is none."""
         async with asyncio.TaskGroup() as watched:
             for engine in self.engines.engines:
                 watched.create_task(engine.watch())

@@ -18,7 +18,7 @@ def headline(config: RunConfig) -> str:
 
 
 def placement(config: RunConfig, path: str) -> dict[str, str]:
-    """Where each part of the run runs, in words."""
+    """Returns the process and device of each part of the run, in words."""
     return {
         "controller": "this process",
         "engine": _engine(config, path),

@@ -16,7 +16,8 @@ LAGS = (0, 1, 2, 4)
 SPLITS = 7
 """Splits of the pools that are tried, evenly spaced; then the neighbours of the best one."""
 GOOD_ENOUGH = 0.98
-"""Among settings that reach this share of the best throughput, the one with the least lag and then the strictest order is preferred."""
+"""The share of the best throughput that suffices. Of the settings that reach it, the one with the least lag and then the strictest
+order is preferred."""
 STEPS = 12
 """Steps that are counted of every setting tried."""
 

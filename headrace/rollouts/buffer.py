@@ -17,7 +17,7 @@ from headrace.types import Group, Prompt, Struct
 
 
 class BufferState(Struct, frozen=True):
-    """What a checkpoint holds of the buffer: finished groups, what was in flight, and the accounting."""
+    """The state of the buffer in a checkpoint: finished groups, prompts in flight, and the accounting."""
 
     next_ticket: int
     ready: tuple[Group, ...]
@@ -40,7 +40,7 @@ class Buffer:
         """Groups by ticket, in the order in which they finished."""
         self._taken: dict[int, Group] = {}
         self._trained_not_live: dict[int, int] = {}
-        """By ticket, the version that training the group made."""
+        """The version that training a ticket's group made, by ticket."""
         self._drawn = self._trained = 0
         self._dropped: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()

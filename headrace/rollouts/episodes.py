@@ -95,7 +95,7 @@ class _Session:
         self._asking = False
         self._failure: Failure | None = None
         self._broken: BaseException | None = None
-        """What ended the engine. It ends the run, whatever the environment made of it."""
+        """The error that ended the engine. It ends the run, even if the environment catches it."""
 
     async def play(self, make: Callable[[Prompt, int], Environment], prompt: Prompt, seed: int) -> Played | Failure:
         """The one place where a failed rollout becomes data. What is not the rollout's own fault propagates."""

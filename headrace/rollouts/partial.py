@@ -69,7 +69,7 @@ def partial_problems(config: PartialConfig, adapter: bool, several: bool) -> lis
 
 @plain(frozen=True)
 class Delivery:
-    """How an update went live."""
+    """The report of an update that went live."""
 
     load: LoadReport
     interrupted: int = 0
@@ -84,7 +84,7 @@ class Interrupts:
     def __init__(self, engine: Engine, config: PartialConfig, waits: Waits, clock: Callable[[], float]) -> None:
         self._engine, self._config, self._waits, self._clock = engine, config, waits, clock
         self._kept: dict[str, Completion] = {}
-        """By request, until `forget`: tokens sampled before an interruption or in an earlier process, and finished completions."""
+        """Tokens sampled before an interruption or in an earlier process, and finished completions, by request, until `forget`."""
         self._asked: dict[str, asyncio.Future[Completion]] = {}
         """The requests that the engine is working on."""
         self._names: dict[int, dict[str, bool]] = {}
@@ -143,7 +143,7 @@ class Interrupts:
         return list(self._names.get(ticket, ()))
 
     def unused(self, ticket: int) -> dict[str, Completion]:
-        """What was recorded of a group before the run was killed, and its rollouts did not ask for again."""
+        """Returns the completions of a group that were recorded before the run was killed and not requested again since."""
         asked = self._names.get(ticket, {})
         return {name: self._kept[name] for name, used in asked.items() if not used and name in self._kept}
 

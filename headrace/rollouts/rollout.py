@@ -28,7 +28,7 @@ class RolloutConfig:
     stop: tuple[str, ...] = ()
     """Strings that end a completion."""
     keep_mask: bool = True
-    """With top_p, top_k or min_p: record the tokens that they kept, and train the distribution that was sampled from.
+    """Record the tokens that top_p, top_k and min_p kept, and train the distribution that was sampled from.
     If false, the trainer uses the whole vocabulary, which is wrong; it is offered for comparison."""
     keep_routing: bool = False
     """Record which experts every token was routed to, and route it to the same ones in the trainer. For
@@ -44,7 +44,7 @@ class RolloutConfig:
 
     @property
     def caveats(self) -> list[str]:
-        """What a run should be told at its start."""
+        """Warnings for the start of a run."""
         if self.keep_mask or not self.truncates:
             return []
         return [

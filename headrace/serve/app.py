@@ -1,4 +1,4 @@
-"""The routes, behind the guard."""
+"""The application: all routes, protected by the guard."""
 
 from __future__ import annotations
 

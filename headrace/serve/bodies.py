@@ -1,7 +1,7 @@
-"""What may be asked, as msgspec structs: an unknown field, a wrong type and a value out of range are refused with their names.
+"""Bodies of requests as msgspec structs. An unknown field, a wrong type and a value out of range are refused by name.
 
-Fields that change nothing of what is sampled (`user`, `detokenize`, ...) are taken and passed over; a field that would change it
-and is not served is refused unless it has the value that changes nothing (`sampling.py`).
+Fields without influence on the sampled tokens (`user`, `detokenize`, ...) are accepted and ignored. An unsupported field that would
+influence them is refused unless it has its neutral value (`sampling.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Drawing(Body, kw_only=True):
-    """How tokens are drawn: fields that all three routes share."""
+    """The sampling fields, which all three routes share."""
 
     n: Few = 1
     temperature: float | None = None
@@ -50,7 +50,7 @@ class Drawing(Body, kw_only=True):
 class SamplingParams(Drawing, kw_only=True):
     max_tokens: Count | None = None
     logprobs: Count | None = None
-    """Most probable tokens of each position, beside the one that was sampled."""
+    """Number of most probable tokens returned for each position, in addition to the sampled one."""
     prompt_logprobs: Count | None = None
     detokenize: bool | None = None
     output_kind: Any = None
@@ -71,7 +71,7 @@ class Generate(Body, kw_only=True):
     stream: bool = False
     stream_options: StreamOptions | None = None
     cache_salt: str | None = None
-    """Nothing to do: no KV of older weights is ever reused here, whatever the salt."""
+    """Accepted and ignored: KV of older weights is never reused, with or without a salt."""
     priority: Priority = 0
     # -----------------------------------------------------------------------------------------------------------------------
     prefix_token_ids: list[Token] = []

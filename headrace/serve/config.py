@@ -9,19 +9,19 @@ from headrace.engine.config import EngineConfig
 from headrace.errors import ConfigError
 
 SHORTEST_TOKEN = 16
-"""Characters."""
+"""Smallest number of characters of a token."""
 
 
 @dataclass(frozen=True)
 class Limits:
     body_bytes: int = 16 << 20
-    """Of one request; more is answered with 413."""
+    """Largest body of one request; a larger one is answered with 413."""
     body_seconds: float = 30.0
-    """In which a request's body has to arrive; else 408."""
+    """Seconds within which a request's body has to arrive; a slower one is answered with 408."""
     requests: int = 1024
-    """Completions under way at once; more are answered with 503."""
+    """Completions that may be in progress at once; further requests are answered with 503."""
     completions: int = 128
-    """Of one request (`n` times its prompts)."""
+    """Largest number of completions of one request (`n` times its prompts)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,16 +30,16 @@ class ServeConfig:
     """A directory, a known name, or a hub id."""
     host: str = "127.0.0.1"
     port: int = 8000
-    """0: any that is free."""
+    """0: any free port."""
     token: str = ""
-    """Guards every route, where it is set."""
+    """If set, every route requires it."""
     name: str = ""
-    """By which requests name the model; empty: as `model` is given."""
+    """The name of the model in requests; empty: `model` as it is given."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     limits: Limits = Limits()
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for an address that others reach, without a token."""
+        """Raises ConfigError for an address that other machines can reach, if there is no token."""
         if not 0 <= self.port < 1 << 16:
             raise ConfigError(f"--port {self.port} is none; choose 1 to 65535, or 0 for any that is free")
         if not self.token and not is_loopback(self.host):
@@ -58,7 +58,7 @@ class ServeConfig:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches it. A name other than localhost may lead anywhere."""
+    """Whether only this machine can reach `host`. A name other than localhost may resolve to any address."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""What is refused, with its status and a body as OpenAI's API has it, which clients know how to read."""
+"""Refusals: their status, and a body in the format of OpenAI's API, which clients can read."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def error_body(status: int, message: str, code: str = "") -> bytes:
 
 
 def refusal_of(error: Exception) -> Refused:
-    """What a client is answered. What is our own fault says no more than its name: the log has the rest."""
+    """The refusal that a client receives. For an error of the server it holds only the error's name; the log has the rest."""
     if isinstance(error, Refused):
         return error
     if isinstance(error, HTTPException):
         return Refused(error.status_code, str(error.detail), headers=dict(error.headers or {}))
     if isinstance(error, WorkerDied):
         return Refused(503, f"{error}", "engine_lost")
-    if isinstance(error, ValueError):  # what the engine refuses, with the remedy in the sentence
+    if isinstance(error, ValueError):  # a refusal of the engine, with the remedy in the sentence
         return Refused(400, str(error))
     if isinstance(error, HeadraceError):
         return Refused(409, str(error))

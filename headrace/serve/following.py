@@ -14,7 +14,7 @@ from headrace.types import Request
 @dataclass(frozen=True)
 class Piece:
     index: int
-    """Which completion of the request."""
+    """Index of the completion within the request."""
     stream: Stream
     start: int
     """Tokens [start, stop) of it are new."""
@@ -23,8 +23,8 @@ class Piece:
 
 
 async def follow(serving: Serving, requests: Sequence[Request], whole: bool = False) -> AsyncGenerator[Piece, None]:
-    """Pieces of all of them as they come, and the end of each; with `whole` the ends alone. All are released when this is left,
-    in whatever way. Raises what the engine refuses, and what ends it."""
+    """Yields the pieces of all completions as they arrive, and the end of each; with `whole`, only the ends. All completions
+    are released on exit, normal or not. Raises the engine's refusals and failures."""
     streams: list[Stream] = []
     pieces: asyncio.Queue[Piece | Exception] = asyncio.Queue()
     followers: list[asyncio.Task[None]] = []

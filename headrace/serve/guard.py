@@ -1,9 +1,9 @@
-"""Who may ask. It stands before all routes, those that do not exist and /health included.
+"""Checks whether a client may send requests, before every route, including /health and routes that do not exist.
 
-With a token, a request needs it. Without one only this machine reaches the server, and still a page in a browser of this machine
-might send requests to it: so the name by which it was called must be a loopback's (a page cannot choose the `Host` header, and a
-name of its own that leads here, "DNS rebinding", is none), and bodies must be declared as JSON (`sending.read_body`), which a page
-of another origin may not do without being allowed to.
+If the server has a token, a request needs it. Without one, only this machine can reach the server, but a page in a browser on this
+machine could still send requests. Therefore the `Host` header must be a loopback name: a page cannot choose this header, and a
+domain that resolves to this machine ("DNS rebinding") is no loopback name. And bodies must be declared as JSON
+(`sending.read_body`), which a page of another origin may not do without permission.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A body becomes requests of the engine. What would change what is sampled and is not served is refused here, by its name."""
+"""Makes the engine's requests from a body. Unsupported fields that would influence sampling are refused here by name."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def stops(body: Drawing) -> tuple[str, ...]:
 
 
 def _room(serving: Serving, prompt: Sequence[int], least: int = 1) -> int:
-    """Tokens that fit behind a prompt. Raises Refused for fewer than `least`."""
+    """The number of tokens that fit after a prompt. Raises Refused for fewer than `least`."""
     room = serving.engine.capabilities.context_length - len(prompt)
     if room < least:
         raise Refused(
@@ -80,7 +80,7 @@ def _room(serving: Serving, prompt: Sequence[int], least: int = 1) -> int:
 
 
 def _fits(serving: Serving, prompt: Sequence[int], most: int) -> int:
-    """Raises Refused where so many tokens do not fit behind the prompt."""
+    """Raises Refused if that many tokens do not fit after the prompt."""
     if most > (room := _room(serving, prompt, least=min(most, 1))):
         raise Refused(
             400,

@@ -19,7 +19,7 @@ from headrace.serve.errors import Refused, error_body, refusal_of
 T = TypeVar("T")
 
 GONE = Response(status_code=499)
-"""For nobody: the client has left."""
+"""Never received: the client has disconnected."""
 
 
 async def read_body(request: HttpRequest, kind: type[T], limits: Limits) -> T:
@@ -79,7 +79,7 @@ def json_response(body: Any, status: int = 200) -> Response:
 class Events(Response):
     """Server-sent events: a line `data: JSON` for each thing that `events` yields, then `data: [DONE]`.
 
-    What goes wrong before the first is an answer with its own status; what goes wrong later is an event with an `error`."""
+    An error before the first event is an answer with its own status; a later one is an event with an `error`."""
 
     media_type = "text/event-stream"
 

@@ -1,8 +1,8 @@
-"""The engine as the routes see it: requests under way, weights with what they are called, and what is counted.
+"""The engine as the routes see it: requests in progress, weights with their labels, and counters.
 
-**Versions.** The engine numbers what it loads 0, 1, 2, ... and never goes back. Whoever trains has numbers of his own, which
-begin anew with every run: a `Label` joins the two, and the fingerprint of the weights goes out with every span. So a client sees
-at each token whose weights sampled it, even where somebody else has loaded others meanwhile.
+**Versions.** The engine numbers the weights that it loads 0, 1, 2, ... and never goes back. A trainer has its own numbers,
+which begin again with every run. A `Label` connects the two, and every span carries the fingerprint of its weights. So a
+client sees which weights sampled each token, even if another client has loaded others meanwhile.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from headrace.weights import WeightUpdate
 
 
 class ServedEngine(Engine, Protocol):
-    """An engine that can do what only servers are asked for."""
+    """An engine with the methods that only servers need."""
 
     async def pause(self) -> None: ...
 
@@ -36,7 +36,7 @@ class ServedEngine(Engine, Protocol):
 
 
 class Label(Struct, frozen=True):
-    """What its owner calls some weights."""
+    """The owner's version and fingerprint of some weights."""
 
     version: int
     fingerprint: str
@@ -59,7 +59,7 @@ class Counters:
 
 
 class Stream(Transcript):
-    """A completion under way, and how to follow it."""
+    """A completion in progress, which can be followed."""
 
     def __init__(self, request: Request) -> None:
         super().__init__(request=request)
@@ -67,7 +67,8 @@ class Stream(Transcript):
         self.task: asyncio.Task[Completion] | None = None
 
     async def more(self, seen: int) -> bool:
-        """Returns when there are more tokens than `seen` (True), or no more will come. Raises what ended it."""
+        """Waits until there are more tokens than `seen` (True) or the completion has ended (False). Raises the error that
+        ended it."""
         assert self.task is not None
         while len(self.tokens) <= seen and not self.task.done():
             self.changed.clear()
@@ -89,9 +90,9 @@ class Serving:
 
     def __post_init__(self) -> None:
         self.labels: dict[int, Label] = {}
-        """By the engine's number."""
+        """Labels by the engine's version."""
         self.loaded: dict[str, Loaded] = {}
-        """By adapter; the base by the empty name."""
+        """Loaded weights by adapter; the base has the empty name."""
         self.counters, self.paused = Counters(), ""
         self._streams: dict[str, Stream] = {}
         self._loading, self._loads = asyncio.Lock(), 0
@@ -104,7 +105,7 @@ class Serving:
         return len(self._streams)
 
     def adapter_of(self, model: str | None) -> str:
-        """Which adapter a request's `model` names; empty for the base. Raises Refused."""
+        """Returns the adapter that a request's `model` names; empty for the base. Raises Refused."""
         if model in (None, "", self.name):
             return ""
         if model in self.loaded:
@@ -123,7 +124,7 @@ class Serving:
             raise busy(f"{self.under_way} completions are under way, and {self.limits.requests} may be; try again")
 
     def submit(self, request: Request) -> Stream:
-        """Begins it. Whoever asked must `release` it."""
+        """Begins a completion. The caller must `release` it."""
         self.room_for(1)
         if request.id in self._streams:
             raise Refused(400, f"a request {request.id} is under way already; give every request an id of its own")
@@ -144,7 +145,8 @@ class Serving:
         await asyncio.gather(stream.task, return_exceptions=True)
 
     def abort(self, ids: list[str] | None) -> list[str]:
-        """Ends them with what there is. Returns those that were under way. `ids`: by the names that clients gave them."""
+        """Ends completions with their present tokens. Returns those that were in progress. `ids`: the names that clients gave
+        them."""
         named = [stream for name, stream in self._streams.items() if ids is None or client_id(name) in ids]
         for stream in named:
             assert stream.task is not None
@@ -197,7 +199,7 @@ class Serving:
             del self.loaded[name]
 
     def spans(self, transcript: Transcript, start: int, stop: int) -> list[dict[str, object]]:
-        """Of its tokens [start, stop), in the numbers of those who loaded them. Places are counted from `start`."""
+        """Returns the spans of tokens [start, stop), with the versions of the weights' owner. Positions are counted from `start`."""
         part = slice(start, stop)
         spans = spans_of(transcript.versions[part], transcript.kv_versions[part], transcript.mixed[part])
         return [self._span(span) for span in spans]
@@ -218,8 +220,8 @@ class Serving:
     # -- control ------------------------------------------------------------------------------------------------------------
 
     async def pause(self, mode: str) -> None:
-        """`keep`: requests stand still and go on later. `abort`: those that are here end now. `wait`: those that have begun go on
-        to their ends first. Requests that come meanwhile wait in all three."""
+        """Pauses the engine. `keep`: requests are paused and continue later. `abort`: present requests end now. `wait`:
+        requests that have begun are completed first. In all three modes, new requests wait."""
         self.paused = mode
         if mode == "wait":
             await self.engine.drain()
@@ -238,5 +240,5 @@ class Serving:
 
 
 def client_id(request_id: str) -> str:
-    """What the client called it: completions of one request are told apart by what stands behind the `#`."""
+    """The client's id of a request. Our ids append `#` and a suffix that distinguishes the completions of one request."""
     return request_id.rpartition("#")[0] or request_id

@@ -1,4 +1,4 @@
-"""From the command to a server that answers, and to its end."""
+"""The start, the run and the end of a server."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from headrace.serve.serving import Serving
 from headrace.weight_sync.directory import offer
 
 GRACE = 5
-"""Seconds that answers under way get when the server is to end."""
+"""Seconds that answers in progress get when the server is asked to end."""
 
 
 BACKLOG = 2048
-"""Connections that nobody has taken yet."""
+"""Connections that may wait to be accepted."""
 
 
 def _unrecorded() -> Telemetry:
@@ -43,7 +43,7 @@ def _unrecorded() -> Telemetry:
 
 
 def serve(config: ServeConfig, say: Callable[[str], None]) -> int:
-    """Until it is told to leave (SIGINT, SIGTERM). Raises ConfigError, and WorkerDied where the engine is lost for good."""
+    """Runs the server until SIGINT or SIGTERM. Raises ConfigError, and WorkerDied if the engine is lost for good."""
     sock = bind(config.host, config.port)
     try:
         asyncio.run(_serve(config, sock, say))
@@ -53,7 +53,7 @@ def serve(config: ServeConfig, say: Callable[[str], None]) -> int:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Before anything else is done: a port that is taken is said at once, and whoever connects meanwhile waits."""
+    """Binds the port before anything else is done: a port that is taken is reported at once, and early clients wait."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 _LOOK_BACK = 6
-"""Tokens before the new ones that are decoded with them, as a tokenizer may write a token otherwise behind others."""
+"""The number of earlier tokens that are decoded with the new ones, because the text of a token can depend on those before it."""
 
 UNFINISHED = "\ufffd"
-"""What decoders write for bytes that are no character yet."""
+"""The character that decoders write for bytes that are no character yet."""
 
 
 class Text:
-    """The text of one completion, handed out in pieces that together are what all tokens decode to, up to a stop string."""
+    """The text of one completion in pieces. Together they are the decoded text of all tokens, up to a stop string."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str]) -> None:
         self._decode, self._stops = decode, tuple(stops)
@@ -30,7 +30,7 @@ class Text:
         return self._written
 
     def push(self, tokens: Sequence[int], last: bool) -> str:
-        """What can be said for sure now. `last`: no more tokens come."""
+        """Adds tokens and returns the new text that later tokens cannot change. `last`: no more tokens follow."""
         if self._ended:
             return ""
         self._tokens.extend(tokens)

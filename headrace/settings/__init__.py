@@ -1,4 +1,4 @@
-"""How settings are read; `config.py` lists them.
+"""Reading of settings; `config.py` lists them.
 
 Read `toml.py` (text to dataclasses and back, with a sentence for each mistake), `other_names.py` (the names that other libraries give
 to a setting), `paths.py` (relative paths), `process_config.py` (checkpoints, evaluation, deadlines), `user_code.py` (functions named in a config), `extras.py`

@@ -15,7 +15,7 @@ class Meaning(NamedTuple):
     ours: str
     """Our setting, or several; empty if there is none."""
     note: str = ""
-    """How it differs."""
+    """The difference between the two settings."""
 
 
 _ONE_UPDATE = "every batch gets exactly one update"

@@ -78,7 +78,7 @@ class SimulatedScorer:
         self._latency, self._seed, self._contrast, self._solved = latency, seed, contrast, solved
         self._overhead = overhead
         self._free = [0.0] * workers
-        """When each worker will be free."""
+        """The time at which each worker will be free."""
 
     async def score(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[Scored | Failure]:
         now = asyncio.get_running_loop().time()

@@ -60,7 +60,7 @@ class World:
     """One process of a run. A second world over the same directory, built with `resume`, is the process that resumes it."""
 
     directory: Path | None = field(kw_only=False)
-    """Where journal, passes and checkpoints go; None keeps none, which is much faster."""
+    """The directory of journal, passes and checkpoints; None writes none, which is much faster."""
     staleness: StalenessConfig = field(default=StalenessConfig(groups_per_step=3, max_lag=1), kw_only=False)
     engine: Engine
     trainer: Trainer
@@ -83,7 +83,7 @@ class World:
     mark: str = ""
     """Names the settings that make rows (`course.scoring_mark`)."""
     earlier: EarlierMetrics = EarlierMetrics()
-    """What the metrics hold of the worlds before this one."""
+    """The metrics of the worlds before this one."""
     noise: NoiseWatch = field(default_factory=NoiseWatch)
     sentinels: Sequence[Callable[[], Awaitable[None]]] = ()
 
@@ -145,7 +145,7 @@ class World:
         await go_live(self.parts)
 
     async def run(self, resume: bool = False, interrupt_after: float | None = None) -> None:
-        """From the first publish to the last step. `interrupt_after`: seconds until the run is asked to stop."""
+        """Runs from the first publish to the last step. `interrupt_after`: seconds until the run is asked to stop."""
         pipeline = self.build(resume)
         if self._saved:
             pipeline.discard(self._saved.outdated(self.mark))

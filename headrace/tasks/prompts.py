@@ -1,4 +1,4 @@
-"""From a question to a `Prompt`: messages, the chat template (applied here and nowhere else), columns for rewards."""
+"""Makes a `Prompt` from a question: messages, the chat template (applied here and nowhere else), columns for rewards."""
 
 from __future__ import annotations
 

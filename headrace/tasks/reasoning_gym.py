@@ -28,7 +28,7 @@ BLOCK = 1000
 possible; and problem i of seed s is often problem 0 of seed s + i, so that each block has its own seed, far from the others."""
 
 PATIENCE = 1000
-"""After so many known problems in a row, a family is assumed to have no others."""
+"""The number of known problems in a row after which a family is assumed to have no others."""
 
 
 class ReasoningGymTask:

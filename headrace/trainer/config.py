@@ -20,7 +20,7 @@ class TrainConfig:
     learning_rate: float = Field(default=1e-6, gt=0)
     """The peak learning rate. For RL on all weights: 1e-6 for billions of parameters, up to 1e-5 for 100 million."""
     schedule: Literal["constant", "cosine"] = "constant"
-    """After the warm-up: constant, or falling to zero along a cosine until `steps`."""
+    """The learning rate after the warm-up: constant, or falling to zero along a cosine until `steps`."""
     warmup_steps: int = Field(default=0, ge=0)
     """Number of steps in which the learning rate rises linearly."""
     weight_decay: float = Field(default=0.0, ge=0)
@@ -43,9 +43,9 @@ class TrainConfig:
     """kernels: headrace's C++ kernels, on a CPU; torch: PyTorch; auto: kernels if they support the model, unless
     PyTorch was measured to be faster."""
     parity: Literal["off", "bitwise"] = "off"
-    """bitwise: tokens that the trainer's own weights sampled must have the log-probs that the trainer computes, to the
-    last bit. If one differs, its batch is not trained and the run stops, naming the first layer that differs. Refused
-    where equality is not proven."""
+    """bitwise: a token that was sampled with the trainer's current weights must have exactly the log-prob that the trainer
+    computes. If one differs, its batch is not trained and the run stops, naming the first layer that differs. Refused
+    if equality is not proven for the model and the processor. off: no such check."""
     weights: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the trained weights and of their gradients. bfloat16: rounded stochastically after every update; 12
     bytes per parameter, with the optimizer's state, instead of 16. For models that do not fit otherwise. The
@@ -75,7 +75,8 @@ class TrainConfig:
 
 
 def parity_problems(train: TrainConfig, engine: Any, rollout: Any, adapters: bool) -> Iterator[str]:
-    """What train.parity = "bitwise" excludes, as far as settings say it. The rest is found when trainer and engine have loaded the model.
+    """Yields the settings that train.parity = "bitwise" excludes. The other conditions are checked when trainer and engine have loaded
+    the model.
 
     `engine` and `rollout`: their settings. `adapters`: whether any are trained.
     """

@@ -1,4 +1,4 @@
-"""Where two runs part, from their journals alone."""
+"""The first differences between two runs, found from their journals alone."""
 
 from __future__ import annotations
 

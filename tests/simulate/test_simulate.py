@@ -250,7 +250,7 @@ def test_listeners_and_unfinished_say_the_same_as_the_completion():
     assert so_far.tokens == list(completion.tokens[:5]) and so_far.versions == completion.versions()[:5] == [0] * 4 + [
         1
     ]
-    transcript = type(so_far)(sized("a", 40))
+    transcript = type(so_far)(request=sized("a", 40))
     for output in told:
         write_down(output, {"a": transcript}.get)
     assert tuple(transcript.tokens) == completion.tokens and transcript.versions == completion.versions()

@@ -154,7 +154,7 @@ def test_the_embedding_the_head_and_the_engines_process_are_told_apart() -> None
     rounded_once_more(trainer._model.model.norm)
     with pytest.raises(UnequalLogprobs) as caught:
         trainer.step(batch(0, rows))
-    assert "part in the final norm or the head" in str(explained(caught.value, trainer, start_of("llama3-rope")))
+    assert "differ in the final norm or the head" in str(explained(caught.value, trainer, start_of("llama3-rope")))
     other = trainer_of("llama3-rope")
     wrong = replace(rows[0], logprobs=(-1.0,) * 20)
     with pytest.raises(UnequalLogprobs) as caught:

@@ -48,7 +48,7 @@ def gae(
 def turn_advantages(
     rewards: Sequence[Sequence[float]], kind: Literal["leave_one_out", "z_score"] = "leave_one_out"
 ) -> list[list[float]]:
-    """Per rollout, per turn: each turn compared with the turns of the same index in the group's other rollouts.
+    """Returns advantages per rollout and turn: each turn is compared with the turns of the same index in the other rollouts.
 
     Rollouts may have different numbers of turns; a turn that no other rollout reached gets zero.
     """

@@ -1,4 +1,4 @@
-"""From a scored group to training rows, and from groups to a batch. Runs in the controller, without torch."""
+"""Makes training rows from a scored group, and a batch from groups. Runs in the controller, without torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From per-token losses to one number: the weight of each loss token, fixed before the first microbatch runs.
+"""Aggregation of per-token losses to one number: the weight of each loss token, fixed before the first microbatch runs.
 
 C9: the denominator is that of the whole optimizer step. With these weights the losses of microbatches simply add up, so
 no split of the step can change its gradient. (A mean of the means of microbatches depends on the split: TRL #7206.)

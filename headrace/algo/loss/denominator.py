@@ -21,7 +21,7 @@ COUNTS = ("tokens", "kept_tokens", "rows", "kept_rows")
 
 @dataclass
 class KeptCounts:
-    """How much of a step is kept, summed over its microbatches (and ranks)."""
+    """The kept part of a step, summed over its microbatches (and ranks)."""
 
     aggregation: Aggregation
     tokens: int = 0

@@ -89,7 +89,7 @@ class GSPO(Clipped):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class GSPOToken(Clipped):
-    """As `gspo` in value; every token's gradient flows through its own log-prob (GSPO, arXiv 2507.18071, eq. 13)."""
+    """Has the value of `gspo`, but every token's gradient flows through its own log-prob (GSPO, arXiv 2507.18071, eq. 13)."""
 
     name: ClassVar[str] = "gspo_token"
     of_sequence: ClassVar[bool] = True

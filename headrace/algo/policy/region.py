@@ -37,7 +37,7 @@ class DPPOTV(Region):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DPPOKL(Region):
-    """As `dppo_tv`, but a token is masked if the binary KL(old ‖ current) is above δ and its probability moved in the
+    """Like `dppo_tv`, but a token is masked if the binary KL(old ‖ current) is above δ and its probability moved in the
     direction in which its advantage pushes (DPPO-Binary-KL, arXiv 2602.04879; verl's loss of this name)."""
 
     name: ClassVar[str] = "dppo_kl"
@@ -71,7 +71,7 @@ class DPPOTVQuadratic(Region):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class IPO(Region):
-    """As `dppo_tv_quadratic`, but a token is masked if its probability moved by more than δ in *either* direction
+    """Like `dppo_tv_quadratic`, but a token is masked if its probability moved by more than δ in *either* direction
     (prime-rl).
 
     Choice: δ = 0.3 and no penalty, as in prime-rl today; its first values were 0.1 and 1e-3. Its cap of 1e4 on r is

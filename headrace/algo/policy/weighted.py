@@ -81,7 +81,7 @@ class TOPR(Loss):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class TOPRToken(Loss):
-    """As `topr`, with the ratio of each token (ROLL)."""
+    """Like `topr`, with the ratio of each token (ROLL)."""
 
     name: ClassVar[str] = "topr_token"
 

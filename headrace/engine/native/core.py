@@ -70,7 +70,7 @@ class Core:
             ends=ends,
         )
         self._ended: list[Finished] = []
-        """Ends that the next step tells."""
+        """Ends that the next step reports."""
         self._paused = False
         self._arrivals = self._steps = self._swaps = 0
         self._busy = 0.0
@@ -144,7 +144,7 @@ class Core:
         self._paused = True
 
     def drain(self) -> None:
-        """Nobody new is admitted until `resume`; those that have begun go on to their ends."""
+        """Admits no new request until `resume`; those that have begun run to their ends."""
         self._paused = False
         self._schedule.queue.drain()
 
@@ -154,11 +154,11 @@ class Core:
 
     @property
     def drained(self) -> bool:
-        """Nothing is left to do for those that have begun, or nobody drains any more."""
+        """Whether all requests that have begun are done, or draining was ended."""
         return not self._schedule.queue.draining or not (self._schedule.has_work() or self._ended)
 
     def abort(self) -> None:
-        """Everything that is here ends now, as interrupted; the next step tells."""
+        """Ends all requests now, as interrupted; the next step reports them."""
         for sequence in list(self._schedule):
             self._ended.append(self._step.finished(sequence, "interrupted"))
             self._schedule.end(sequence)
@@ -180,7 +180,7 @@ class Core:
         return Prepared(update, self._model.prepare(tensors), mixed)
 
     def swap(self, prepared: Prepared) -> None:
-        """Raises ValueError when what was loaded meanwhile does not go with it."""
+        """Raises ValueError if it does not fit weights that were loaded meanwhile."""
         update, spec = prepared.update, prepared.update.adapter
         if spec is None:
             self._served.check_base(update)
@@ -188,7 +188,7 @@ class Core:
             self._forks.forget(None)
             if prepared.mixed:
                 self._served.mixed = True
-                self._schedule.swapped(None, recompute=False)  # what is shared is cut off: mixed entries are for nobody
+                self._schedule.swapped(None, recompute=False)  # cuts off shared entries: mixed ones are never reused
                 return
             self._served.set_base(update)
         else:
@@ -250,7 +250,7 @@ class Core:
 
 
 class NativeEngine(Core):
-    """Of the model in a directory, whose config and tokenizer are read; its weights are not."""
+    """The engine of the model in a directory. It reads the config and the tokenizer, but no weights: those are loaded by updates."""
 
     def __init__(self, model_dir: Path, config: EngineConfig) -> None:
         """Raises ConfigError for a model that cannot be served as configured."""

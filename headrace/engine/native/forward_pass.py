@@ -4,7 +4,7 @@
 
 Each segment is a stretch of one sequence over that sequence's blocks of KV cache. Decoding and prefill are the same: n tokens
 at positions [context, context + n) attend, causally, to the context in the cache and to themselves. The input is plain
-numpy: runners move to their device what they need.
+numpy: runners move the arrays that they need to their device.
 
 Legend: N tokens of the pass, S segments, R rows whose logits are needed, W width of the block tables.
 """
@@ -95,7 +95,7 @@ class Runner(Protocol):
         """Zeroes blocks of a sequence that may have left NaN in them, so that no later sequence reads it."""
 
     def prepare(self, tensors: Any) -> Any:
-        """Makes new weights ready to serve, and returns what `use` takes. Runs in a side thread, beside `forward`."""
+        """Prepares new weights and returns the argument of `use`. Runs in a side thread, concurrently with `forward`."""
 
     def use(self, weights: Any) -> None:
         """Puts prepared weights into service, between two passes. Changes pointers, never copies."""

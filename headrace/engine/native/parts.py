@@ -1,4 +1,4 @@
-"""What an engine is made of, found from a model's directory: the forward pass, the tokenizer, the end-of-sequence tokens."""
+"""The parts of an engine, made from a model's directory: the forward pass, the tokenizer, the end-of-sequence tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Model:
     decode: Decode | None
     """Tokens to text; None without a tokenizer."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Of every parameter."""
+    """The shape of every parameter, by name."""
     dtype: torch.dtype
     device: torch.device
 

@@ -1,4 +1,4 @@
-"""What an engine accepts, and why not. Every refusal names its remedy."""
+"""Checks of requests. Every refusal gives its reason and names its remedy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COLDEST = 1e-5
 
 @dataclass(frozen=True)
 class Limits:
-    """What requests are held against."""
+    """The limits that requests are checked against."""
 
     context_length: int
     vocabulary: int
@@ -21,7 +21,7 @@ class Limits:
     routing: bool
 
     def check(self, request: Request, context: int) -> None:
-        """Raises ValueError when the request can never run. `context`: tokens of its prompt, or of what it forks."""
+        """Raises ValueError if the request can never run. `context`: tokens of its prompt, or of the sequence that it forks."""
         _check_tokens(request.prompt, self.vocabulary)
         _check_tokens(request.prefix, self.vocabulary)
         if not context:

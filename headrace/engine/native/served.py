@@ -1,4 +1,4 @@
-"""Which weights are live: the base model's, and those of LoRA adapters by name."""
+"""The live weights: the base model's, and those of LoRA adapters by name."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Served:
         """Version of the base weights; -1 before there are any."""
         self.fingerprint = ""
         self.mixed = False
-        """While an update is streamed in: some parameters are newer than `base`."""
+        """Whether some parameters are newer than `base`, because an update is being streamed in."""
         self.adapters: dict[str, Loaded] = {}
         self._versions = np.full(max_adapters + 1, -1, dtype=np.int64)
-        """By slot; the last one is the base model's."""
+        """The version in each adapter slot; the last entry is the base model's."""
 
     def version(self, adapter: str) -> int:
         return self.adapters[adapter].version if adapter else self.base
@@ -39,11 +39,11 @@ class Served:
         return self.base, adapter, self.version(adapter) if adapter else 0
 
     def versions(self, slots: np.ndarray) -> np.ndarray:
-        """Of rows, by their adapters' slots."""
+        """Returns the versions of rows, given the slots of their adapters."""
         return self._versions[slots]
 
     def require(self, adapter: str) -> None:
-        """Raises ValueError where there is no such adapter."""
+        """Raises ValueError if there is no such adapter."""
         if adapter and adapter not in self.adapters:
             there = ", ".join(sorted(self.adapters)) or "none"
             raise ValueError(

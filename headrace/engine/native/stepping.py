@@ -1,5 +1,5 @@
-"""One step: a forward pass under one version of the weights (C4), a token drawn for every row that is up to date, and the
-books brought up to what happened."""
+"""One step: a forward pass under one version of the weights (C4), a token drawn for every row that is up to date, and caches
+and counters updated."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Counters:
 
 @dataclass
 class Ends:
-    """Who ends with this step, found out before any row is taken out (which moves others)."""
+    """The sequences that end with this step, collected before any row is removed, because removing one moves others."""
 
     stops: dict[Sequence, Stop] = field(default_factory=dict)
     poisoned: list[Sequence] = field(default_factory=list)
-    """Their logits are not finite."""
+    """Sequences whose logits are not finite."""
 
 
 class Stepper:
@@ -71,7 +71,7 @@ class Stepper:
         return self._collect(plan, forward, lost)
 
     def _prepare(self) -> Plan | None:
-        """Rows and blocks for who is next, copied and cleared as need be."""
+        """Gives rows and blocks to the next sequences, and copies and clears blocks as needed."""
         self._clear()
         if copies := self._schedule.admit():
             source, target = np.array(copies, dtype=np.int64).T.copy()
@@ -86,7 +86,7 @@ class Stepper:
         if dirty := self._schedule.blocks.dirty():
             self._runner.clear_blocks(np.array(dirty, dtype=np.int64))
 
-    # -- what came of it ----------------------------------------------------------------------------------------------------
+    # -- results of the pass ----------------------------------------------------------------------------------------------------
 
     def _collect(self, plan: Plan, forward: ForwardOutput, lost: tuple[Finished, ...]) -> StepOutput:
         running, ends = self._running, Ends()
@@ -120,7 +120,7 @@ class Stepper:
         return draw(forward, settings, plan.drawn, running.columns["mask"][rows], running.columns["top"][rows])
 
     def _advance(self, plan: Plan) -> None:
-        """What the pass put into the cache."""
+        """Records the tokens that the pass has put into the cache."""
         columns = self._running.columns
         self.counters.prompt += int(np.count_nonzero(columns["fresh"][plan.decoding]))
         columns["computed"][plan.decoding] += 1
@@ -147,7 +147,7 @@ class Stepper:
         self._schedule.sharing.full(kept)
 
     def _score(self, plan: Plan, logits: torch.Tensor, ends: Ends) -> tuple[PromptScores, ...]:
-        """Log-probs of prompts, told when a prompt is through."""
+        """Reports the log-probs of a prompt when all of it has been computed."""
         told, place = [], len(plan.decoding)
         for chunk in plan.chunks:
             sequence = self._running.sequences[chunk.row]
@@ -226,7 +226,8 @@ class Stepper:
         return self._routing.trace(self._running.table(sequence.row), computed)
 
     def _blame(self, plan: Plan, poisoned: list[Sequence]) -> list[str]:
-        """Which version and which layer."""
+        """Returns a sentence for each poisoned sequence: its version, and the first layer with non-finite numbers, if computing the
+        pass again shows one."""
         layers = self._runner.blame(plan.batch)
         rows = [*plan.decoding.tolist(), *(chunk.row for chunk in plan.chunks)]
         sentences = []

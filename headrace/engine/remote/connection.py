@@ -18,7 +18,7 @@ CONNECT = 10.0
 """Seconds in which a connection must be made."""
 
 LONGEST_LINE = 1 << 26
-"""Bytes of one event: a completion's routing comes in one."""
+"""Largest size of one event in bytes: a completion's routing is sent in one."""
 
 
 class Connection:
@@ -32,7 +32,7 @@ class Connection:
 
         if self._session is None:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT)
-            # Every request under way has a connection of its own: a limit would make some wait behind others without a word.
+            # Every request in progress has a connection of its own: a limit would silently make some wait for others.
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
             self._session = aiohttp.ClientSession(
                 headers=self._headers, connector=connector, timeout=timeout, read_bufsize=LONGEST_LINE, trust_env=False
@@ -49,11 +49,11 @@ class Connection:
         return _decoded(await self._ask("POST", path, body, seconds))
 
     async def tell(self, path: str, body: Any, seconds: float) -> None:
-        """As `post`, where the answer says no more than that it was done."""
+        """Posts a body. The answer has no content."""
         await self._ask("POST", path, body, seconds)
 
     async def _ask(self, method: str, path: str, body: Any, seconds: float) -> str:
-        """Raises Unreachable without an answer within `seconds`, and what `_refusal` has for one that is no answer."""
+        """Raises Unreachable if there is no answer within `seconds`, and the error of `_refusal` if the status is not a success."""
         import aiohttp
 
         try:
@@ -68,8 +68,8 @@ class Connection:
         return text
 
     async def stream(self, path: str, body: Any) -> AsyncGenerator[Any, None]:
-        """Server-sent events until `[DONE]`. To leave it closes the connection, by which the server knows. Raises Unreachable for
-        a stream that ends before."""
+        """Yields server-sent events until `[DONE]`. A caller who leaves early closes the connection, which the server notices.
+        Raises Unreachable if the stream ends earlier."""
         import aiohttp
 
         try:

@@ -1,4 +1,4 @@
-"""What differs from one kind of server to the next: routes and bodies, nothing else."""
+"""The differences between kinds of servers: routes and bodies, nothing else."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from headrace.weights import WeightUpdate
 
 @dataclass(frozen=True)
 class ServerState:
-    """What a server is and has, at one moment."""
+    """The state of a server at one moment."""
 
     boot: str
-    """Another one for every process."""
+    """Different for every process of the server."""
     dtype: str
-    """That it serves in."""
+    """The dtype that it computes in."""
     capabilities: Capabilities
     fingerprints: dict[str, str]
-    """Of the weights that are live, by adapter; the base's by the empty name."""
+    """Fingerprints of the live weights by adapter; the base has the empty name."""
     stats: EngineStats
 
 
@@ -36,7 +36,7 @@ class Run:
     version: int
     kv_version: int
     fingerprint: str
-    """Empty where the server does not tell it."""
+    """Empty if the server does not report it."""
     mixed: bool = False
 
 
@@ -51,7 +51,7 @@ class Heard:
     """Fingerprint of the weights that scored the prompt."""
     end: Finished | None = None
     cut_off: bool = False
-    """The server ended it before its end, and nobody here had asked for that."""
+    """Whether the server ended the request early without our asking."""
 
 
 class Dialect(Protocol):
@@ -66,7 +66,7 @@ class Dialect(Protocol):
         """Route and body of a stream."""
 
     def hear(self, event: Any, request: Request) -> Heard:
-        """Raises Unreachable for what makes no sense."""
+        """Raises Unreachable for an answer that cannot be read."""
 
     async def load(self, connection: Connection, update: WeightUpdate, seconds: float) -> LoadReport:
         """Returns when it is live. What is live already is not loaded again. Raises IdentityError, ValueError, Unreachable."""

@@ -1,4 +1,4 @@
-"""What can happen to a request on its way."""
+"""Failures of a request to a server."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from headrace.errors import HeadraceError
 
 
 class Unreachable(HeadraceError):
-    """No answer, or half of one: the server may be gone. Asking again later may help."""
+    """No answer, or an incomplete one: the server may be gone. A later attempt may succeed."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
@@ -20,4 +20,4 @@ class Busy(HeadraceError):
     def __init__(self, message: str, seconds: float) -> None:
         super().__init__(message)
         self.seconds = seconds
-        """After which to ask again."""
+        """The time to wait before asking again."""

@@ -1,4 +1,4 @@
-"""The dialect of `headrace serve`: the server tells everything, fingerprints of every token's weights included."""
+"""The dialect of `headrace serve`: the server reports everything, including the fingerprint of every token's weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from headrace.weights import WeightUpdate
 
 _ENDS: dict[str, Stop] = {"stop": "stop", "length": "length", "error": "error"}
 _CANNOT = ("forks", "streamed")
-"""Fields of `Capabilities`: what the engine can do and its server is not asked for."""
+"""Fields of `Capabilities` for features that the engine has and that are not requested from its server."""
 
 
 class HeadraceDialect:

@@ -1,4 +1,5 @@
-"""A server's presence: looked at every second, missed at once, waited for a while, and made what it was when it is back."""
+"""Outages of a server: it is checked every second, its absence is noticed at once and waited out for a while, and its state is
+restored when it is back."""
 
 from __future__ import annotations
 
@@ -14,18 +15,18 @@ from headrace.errors import HeadraceError, WorkerDied
 T = TypeVar("T")
 
 EVERY = 1.0
-"""Seconds between two looks at a server."""
+"""Seconds between two checks of a server."""
 SILENT = 5.0
 """Seconds without an answer after which it counts as gone: a process that is stopped closes no connection."""
 AGAIN = 0.2
-"""Seconds between two attempts to reach one that is gone."""
+"""Seconds between two attempts to reach a server that is gone."""
 
 
 class Dependent(Protocol):
-    """Who depends on the server."""
+    """An object whose state lies on the server."""
 
     async def restore(self, state: ServerState) -> None:
-        """Makes it what it was: its weights, its adapters. Raises Unreachable where it is gone again."""
+        """Restores the server's weights and adapters. Raises Unreachable if it is gone again."""
 
     def seen(self, state: ServerState) -> None: ...
 
@@ -49,7 +50,7 @@ class Presence:
         self._keeping: asyncio.Task[None] | None = None
 
     async def open(self) -> ServerState:
-        """Waits for it to be there, and goes on to watch it. Raises WorkerDied where it does not come."""
+        """Waits until the server answers, and then watches it. Raises WorkerDied if it never answers."""
         self._given_up = asyncio.get_running_loop().create_future()
         state = await self._found()
         self._boot = state.boot
@@ -64,7 +65,7 @@ class Presence:
         return self._outage
 
     def miss(self, why: str) -> None:
-        """Somebody got no answer."""
+        """Notes that a request got no answer."""
         if self._up.is_set():
             self._why = why
             self._up.clear()
@@ -83,7 +84,7 @@ class Presence:
                 self.miss(why)
 
     async def until_up(self) -> None:
-        """Raises what ended it for good."""
+        """Waits until the server is up. Raises the error that ended the watch for good."""
         assert self._given_up is not None
         while not (self._up.is_set() or self._given_up.done()):
             up: asyncio.Future[Any] = asyncio.ensure_future(self._up.wait())
@@ -107,7 +108,7 @@ class Presence:
         if not self._given_up.done():
             self._up.clear()
             self._given_up.set_exception(error)
-            self._given_up.exception()  # whoever watches raises it; nobody watching is no error
+            self._given_up.exception()  # the watcher raises it; without one it is no error
             self._dependent.given_up(error)
 
     async def watch(self) -> None:
@@ -131,7 +132,7 @@ class Presence:
             while True:
                 await self._while_there()
                 await self._back()
-        except Exception as error:  # nobody else hears of what ends this task
+        except Exception as error:  # no other task learns of the error that ends this one
             self.give_up(error if isinstance(error, HeadraceError) else WorkerDied("engine", f"was lost: {error!r}"))
 
     async def _while_there(self) -> None:

@@ -1,11 +1,11 @@
 """Protocol `Engine`, over a server.
 
-What a server has sampled is known here token by token, as it streams: so a connection that breaks, a server that is stopped and one
-that is killed cost no token. Every request goes on from its prefix, as with an engine in a process of ours.
+A server streams every token as it is sampled. So a broken connection and a stopped or killed server cost no token: every
+request continues from its prefix, as with an engine in our own process.
 
-**C3 over the wire.** The server computes the fingerprint of what it loads, and says with every token which weights sampled it. Each
-is compared with what was published under that number here: where somebody else has loaded others meanwhile, the run ends instead
-of training on their tokens.
+**C3 over the wire.** The server computes the fingerprint of the weights that it loads, and reports with every token which
+weights sampled it. Each is compared with the fingerprint that was published under that version: where somebody else has loaded
+others meanwhile, the run ends instead of training on their tokens.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class RemoteEngine:
     def _tell(self, output: StepOutput) -> None:
         try:
             self._book.publish(msgspec.msgpack.encode(output))
-        except Exception as error:  # a journal that cannot be written, say: what comes next would not be in it
+        except Exception as error:  # for example, the journal cannot be written: later tokens would not be in it
             self._presence.give_up(error)
             return
         self._book.enter_output(output)
@@ -255,7 +255,7 @@ class RemoteEngine:
         await self._presence.watch()
 
     def kill(self) -> None:
-        """Nothing of ours runs there: the connections are left in `close`."""
+        """Does nothing: the server is not ours to kill, and `close` closes the connections."""
 
     async def close(self) -> None:
         await self._presence.close()
@@ -280,7 +280,7 @@ class RemoteEngine:
         self._book.give_up(error)
 
     def _totals(self) -> EngineStats:
-        """Of this run: the server may have done other things before it."""
+        """Returns this run's counts: the server may have counted other work before it."""
         counts = {
             name: getattr(self._before, name) + getattr(self._latest, name) - getattr(self._base, name)
             for name in TOTALS

@@ -1,4 +1,4 @@
-// A number that threads sleep on until it changes. Whoever changes it rings afterwards.
+// A number that threads sleep on until it changes. A thread that changes it rings afterwards.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -15,13 +15,13 @@ class Bell {
    public:
     std::atomic<uint32_t> number{0};
 
-    // Returns when the number is not `seen`, or for no reason.
+    // Returns when the number is not `seen`, or spuriously.
     void sleep_while(uint32_t seen) {
-        asleep++;  // then the number is looked at once more: whoever changes it after that look sees a sleeper
+        asleep++;  // then the number is read once more: a thread that changes it after that sees a sleeper
         wait(seen);
         asleep--;
     }
-    // Wakes `most` threads at least, where so many sleep.
+    // Wakes at least `most` threads, or all if fewer sleep.
     void ring(int most) {
         if (asleep > 0) wake(most);
     }
@@ -42,7 +42,7 @@ class Bell {
         changed.wait(hold, [&] { return number != seen; });
     }
     void wake(int) {
-        { std::lock_guard<std::mutex> hold(lock); }  // a sleeper has not looked at the number yet, or hears this
+        { std::lock_guard<std::mutex> hold(lock); }  // a sleeper has not read the number yet, or receives this
         changed.notify_all();
     }
 #endif

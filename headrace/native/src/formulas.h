@@ -1,12 +1,12 @@
-// Formulas that the engine and the trainer share. Each rounds at the same places wherever it is inlined: where the compiler
-// could choose which of two products it fuses into the sum, the choice is written down.
+// Formulas that the engine and the trainer share. Each rounds at the same places wherever it is inlined: if the compiler
+// could choose which of two products it fuses into the sum, the code makes the choice.
 #pragma once
 #include "vec.h"
 
 // 1 / rms of n numbers, from the sum of their squares in sixteen parts (RMSNorm, arXiv:1910.07467).
 static inline float inverse_rms(f16x squares, int n, float eps) { return 1.f / std::sqrt(sum(squares) / n + eps); }
 
-// The two halves of a head, turned by an angle (rotary embedding, arXiv:2104.09864): a cos - b sin, b cos + a sin.
+// The two halves of a head, rotated by an angle (rotary embedding, arXiv:2104.09864): a cos - b sin, b cos + a sin.
 struct Turned {
     float first, second;
 };
@@ -25,7 +25,7 @@ static inline f16x activated(f16x g, bool gelu) { return g * sigmoid(within_sigm
 
 // Softmax over a vocabulary: the sum of exp((logit - peak) / temperature). `scale`: log2(e) / temperature. Logits are readable up
 // to the next multiple of 16. sums [vocabulary / SEARCH + 1]: the sum up to the end of each stretch. `also` is
-// given sixteen terms at a time, and how far their logits lie below the peak.
+// called with sixteen terms at a time and the distances of their logits below the peak.
 constexpr int SEARCH = 256;
 template <class F>
 static inline double mass_of(const float* logits, int vocabulary, float peak, float scale, double* sums, const F& also) {

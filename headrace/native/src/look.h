@@ -4,9 +4,9 @@
 // [pairs of tokens][dim][2], in float32 as [dim][32 tokens] and [32 tokens][dim], so that both products read it as `product.h` reads
 // weights. The head's size is rounded up to 32, with zeros.
 //
-// One block after the other, with a running maximum (online softmax: Milakov & Gimelshein, arXiv:1805.02867). A row's result
-// depends on its own blocks alone and on their order, so it is the same alone, in a batch, in prefill and in decoding, and
-// whether blocks that several sequences share are read once for all of them or once for each.
+// Blocks are processed in order, with a running maximum (online softmax: Milakov & Gimelshein, arXiv:1805.02867). A row's result
+// depends on its own blocks alone and on their order, so it is the same alone, in a batch, in prefill and in decoding, no
+// matter whether blocks that several sequences share are read once for all of them or once for each.
 #pragma once
 #include "product.h"
 
@@ -26,7 +26,7 @@ struct alignas(64) Queries {
         std::memset(out, 0, sizeof(float) * ROWS * dim);
     }
 
-    // Goes on alone with some rows of `all`.
+    // Continues with some rows of `all` alone.
     void split(const Queries& all, int first, int count) {
         rows = count;
         for (int r = 0; r < count; r++) {
@@ -37,7 +37,8 @@ struct alignas(64) Queries {
     }
 };
 
-// All rows look at one block of keys and values in W (bf16 or float32), whose first token is at position `first`. `scale`: of the scores, times log2(e).
+// All rows attend to one block of keys and values in W (bf16 or float32), whose first token is at position `first`. `scale`: the
+// factor of the scores, times log2(e).
 template <class X, class W>
 static inline void look(Queries<X>& a, const W* keys, const W* values, int first, float scale) {
     constexpr int PAIR = sizeof(float) / sizeof(W);

@@ -1,13 +1,13 @@
-// Products with float32 sums, by blocks of 32 by 32: what the engine and the trainer are made of, whatever the processor.
+// Products with float32 sums, in blocks of 32 by 32, for the engine and the trainer, on every kind of processor.
 //
 // The first operand is rows, as they lie in memory or in blocks of [32 rows][32 columns]. The second is packed once in panels of
 // 32 outputs; a panel is a list of steps of 32 inputs. In bf16 a step is two tiles (16 outputs each) of [16 pairs of
 // inputs][16 outputs][2]: AMX multiplies by tiles, AVX512-BF16 by pairs, and a pair is two vectors of float32 after a shift and
 // a mask. In float32 a step is [32 inputs][32 outputs].
 //
-// Each sum runs over the inputs in one order whatever the number of rows: a row's result does not depend on its batch.
+// Each sum runs over the inputs in the same order for any number of rows: a row's result does not depend on its batch.
 //
-// `tier_*.h` hold what is particular to a processor, one file for each: the best that the compiler's target allows is taken.
+// `tier_*.h` hold the code for one kind of processor each; the best that the compiler's target allows is used.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -34,8 +34,9 @@ struct Panel {
 
 // Each tier defines TIER, its name, and
 //     multiply<ADD>(Inputs<X> x, Panel<W> w, int steps, float* c, size_t ld, int rows)
-// for X and W of bf16 or float32: c [rows, 32], rows `ld` floats apart, is x [rows, steps * 32] times a panel, added to what c
-// holds where ADD. At most 32 rows; x and c must have room for 16, or for 32 where there are more: AMX computes them all.
+// for X and W of bf16 or float32: c [rows, 32], rows `ld` floats apart, is x [rows, steps * 32] times a panel, added to the
+// content of c if ADD. At most 32 rows; x and c must have room for 16 rows, or for 32 if there are more than 16: AMX computes
+// them all.
 #if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__AVX512F__) && defined(__linux__)
 #include "tier_amx.h"
 #elif defined(__AVX512BF16__) && defined(__AVX512F__)
@@ -50,7 +51,7 @@ struct Panel {
 #include "tier_portable.h"
 #endif
 
-// Whether this processor has what the tier was compiled for.
+// Whether this processor has the instructions that the tier was compiled for.
 static inline bool executable() {
 #if defined(__x86_64__)
     __builtin_cpu_init();

@@ -1,4 +1,4 @@
-// What a thread needs before it computes: made when it joins, destroyed when it leaves.
+// The state that a thread needs to compute: made when it joins, destroyed when it leaves.
 #pragma once
 #include "product.h"
 

@@ -1,9 +1,9 @@
-// Threads that work off a list of phases together. A phase ends when all of its items are done, whoever did them.
+// Threads that process a list of phases together. A phase ends when all of its items are done, by any thread.
 //
 // There is no barrier: a phase waits for items, never for threads. A thread takes some items of the phase that is open, and the
 // one that finishes the last of them opens the next phase. So a thread that the system keeps from running delays the others by
-// the few items it holds at most and joins whatever phase is open when it runs again; one that holds nothing is not missed.
-// Results do not depend on who does what, as long as no item depends on who does the others.
+// the few items it holds at most and joins whatever phase is open when it runs again; one that holds none delays nobody.
+// Results do not depend on which thread does what, as long as no item depends on the thread of another.
 //
 // A thread that finds nothing to take spins briefly and then sleeps. Its core becomes idle, and the system moves a thread there
 // that waits for another core: often the one with the missing items. A thread that yields in a loop keeps the core for itself.
@@ -29,7 +29,7 @@ struct Phase {
     std::function<void(int, int)> work;  // on items [first, last)
 };
 
-// Phases in their order, written down before the first of them begins.
+// Phases in their order, all listed before the first begins.
 struct Plan {
     std::vector<Phase> phases;
 
@@ -57,7 +57,7 @@ class Team {
         for (auto& worker : workers) worker.join();
     }
 
-    // The calling thread works too, and does everything where no other gets to run. One call at a time.
+    // The calling thread works too, and does everything if no other thread gets to run. One call at a time.
     void run(const Phase* plan, int count) {
         std::optional<Ready> ready;
         phases = plan, first = number_of(open) + 1, end = first + count;
@@ -69,7 +69,7 @@ class Team {
     const int size;
 
    private:
-    struct alignas(64) Place {  // where a thread took the items that it holds
+    struct alignas(64) Place {  // the core on which a thread took the items that it holds
         std::atomic<uint32_t> phase{0};
         std::atomic<int> core{-1};
     };
@@ -83,7 +83,7 @@ class Team {
     static uint32_t number_of(uint64_t state) { return state >> 32; }
     static uint64_t all_done(uint32_t number) { return (uint64_t)number << 32; }
 
-    // Takes some of the open phase's items and does them. False where there are none to take.
+    // Takes some of the open phase's items and does them. False if there are none to take.
     bool take(int me, std::optional<Ready>& ready) {
         uint64_t state = open.load(std::memory_order_acquire);
         uint32_t left, some;
@@ -92,7 +92,7 @@ class Team {
             if (!left) return false;
             some = std::max(1u, left / (size * PARTS));
         } while (!open.compare_exchange_weak(state, state - some, std::memory_order_acq_rel, std::memory_order_acquire));
-        // From here on the phase cannot end before these items are done: what it refers to is there.
+        // From here on the phase cannot end before these items are done, so all that it refers to exists.
         if (!ready) ready.emplace();
         const uint32_t number = number_of(state);
         const Phase& phase = phases[number - first];
@@ -105,7 +105,7 @@ class Team {
         return true;
     }
 
-    // Phase `number` is done. A phase of a single item is done here and now: nobody else could help.
+    // Phase `number` is done. A phase of a single item is done here: no other thread could help.
     void open_next(uint32_t number, int me, std::optional<Ready>& ready) {
         while (++number != end) {
             const Phase& phase = phases[number - first];
@@ -117,7 +117,7 @@ class Team {
             if (n <= 1) continue;
             unfinished.store(n, std::memory_order_relaxed);
             open.store(all_done(number) | (uint32_t)n, std::memory_order_release);
-            bell.number++;  // not `number`: this thread may be late, and others may have rung for phases behind it
+            bell.number++;  // not `number`: this thread may be late, and others may have rung for later phases
             return bell.ring(n - 1);
         }
         open.store(all_done(number), std::memory_order_release);
@@ -125,9 +125,9 @@ class Team {
         if (me) bell.ring(size);  // the caller of `run` may be asleep
     }
 
-    // Until another phase is open, or for a while.
+    // Waits until another phase is open, or for a while.
     void rest(int me, std::optional<Ready>& ready) {
-        const uint32_t heard = bell.number;  // first: whoever opens a phase after the look at `open` rings after this
+        const uint32_t heard = bell.number;  // first: a thread that opens a phase after `open` was read rings after this
         const uint64_t state = open.load(std::memory_order_acquire);
         if ((uint32_t)state || (!me && state == all_done(end))) return;
         if (worth_spinning(me, number_of(state)) && spin(state)) return;
@@ -144,7 +144,7 @@ class Team {
         return false;
     }
 
-    // Not where a thread took the missing items on this very core: it cannot do them before this one leaves.
+    // False if a thread took the missing items on this very core: it cannot do them before this one leaves.
     bool worth_spinning(int me, uint32_t number) const {
         const int here = core();
         for (int i = 0; here >= 0 && i < size; i++)
@@ -173,10 +173,10 @@ class Team {
 
     std::unique_ptr<Place[]> places;
     std::vector<std::thread> workers;
-    const Phase* phases = nullptr;  // of the run that is under way
-    uint32_t first = 0, end = 0;    // the numbers of its first phase, and behind its last
+    const Phase* phases = nullptr;  // of the run in progress
+    uint32_t first = 0, end = 0;    // the number of its first phase, and one more than that of its last
     std::atomic<bool> leaving{false};
-    alignas(64) std::atomic<uint64_t> open{0};  // the number of a phase, and of its items that nobody has taken
+    alignas(64) std::atomic<uint64_t> open{0};  // the number of a phase, and of its items that no thread has taken
     Bell bell;                                  // rings when another phase is open, and at the end
     alignas(64) std::atomic<int> unfinished{0};
 };

@@ -10,7 +10,7 @@
 // Tile loads are opaque to some compilers: what was written before them must really be in memory.
 #define VISIBLE() asm volatile("" ::: "memory")
 
-// Linux must be asked once a process before tiles may be used (ARCH_REQ_XCOMP_PERM, XTILEDATA).
+// A process must ask Linux once before it may use tiles (ARCH_REQ_XCOMP_PERM, XTILEDATA).
 static inline bool tiles_allowed() { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
 
 // All tiles are 16 rows of 64 bytes.
@@ -24,7 +24,7 @@ static inline void tiles_begin() {
 }
 static inline void tiles_end() { _tile_release(); }
 
-// Rows that are not there are computed too, sixteen at a time, and never read: it costs less than to ask.
+// Missing rows are computed too, sixteen at a time, and never read: that costs less than a test.
 template <bool ADD>
 static inline void multiply(Inputs<bf16> x, Panel<bf16> w, int steps, float* c, size_t ld, int rows) {
     const bool half = rows <= 16;

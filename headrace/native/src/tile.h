@@ -1,8 +1,8 @@
 // Products in vector registers: R rows by ACROSS vectors of outputs are summed at a time.
 //
-// A tier includes this after saying what its registers hold: `fvec`, a vector of float32, ACROSS, and TALL (the most rows), so that sums,
-// weights and one input fit into them, and that enough sums are in flight to hide the latency of a multiply-add. Where a product
-// of bf16 has instructions of its own (PAIRS), the tier adds an overload of `add_step`.
+// A tier includes this after saying what its registers hold: `fvec`, a vector of float32, ACROSS, and TALL (the most rows), so
+// that sums, weights and one input fit into them, and that enough sums are in flight to hide the latency of a multiply-add. If
+// the processor has instructions for products of bf16 (PAIRS), the tier adds an overload of `add_step`.
 #pragma once
 
 constexpr int LANES = sizeof(fvec) / sizeof(float), DEEP = 4, AHEAD = 8192;
@@ -17,7 +17,7 @@ struct Sums {
     fvec at[R][ACROSS];
 };
 
-// What comes AHEAD in the panel, or behind it, is on its way while this is multiplied: the processor's own prefetching ends at
+// Prefetches the data AHEAD in the panel, or after it, during the multiplications: the processor's own prefetching ends at
 // pages, and one step's multiplications fill the window in which it could run ahead by itself.
 template <class W>
 INLINED void await_weights(const W* w, size_t beside) {
@@ -36,7 +36,7 @@ INLINED void add_step(Sums<R>& sums, const float* x, size_t row, const float* w,
     }
 }
 // The even input of each pair is added before the odd one: the order is that of float32 weights. Pairs are read again for the odd
-// ones, because registers to keep them in are missing where there are 16.
+// ones, because 16 registers are too few to keep them.
 template <int R>
 INLINED void add_step(Sums<R>& sums, const float* x, size_t row, const bf16* w, size_t next, size_t beside) {
     for (int i = 0; i < SIDE; i += 2, w += next) {
@@ -85,8 +85,8 @@ static inline void by_tiles(Inputs<X> x, Panel<W> w, int steps, float* c, size_t
     }
 }
 
-// Rows of bf16 are widened first where no instruction multiplies by them, as many steps at a time as leave the first-level cache
-// room for the rest.
+// Rows of bf16 are widened first if no instruction multiplies them, as many steps at a time as leave room in the first-level cache
+// for the rest.
 template <bool ADD, class X, class W>
 static inline void multiply(Inputs<X> x, Panel<W> w, int steps, float* c, size_t ld, int rows) {
     if constexpr (std::is_same<X, float>::value || (PAIRS && std::is_same<W, bf16>::value)) return by_tiles(x, w, steps, c, ld, rows, ADD);

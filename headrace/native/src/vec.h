@@ -18,8 +18,8 @@ typedef int32_t i16x __attribute__((vector_size(64), aligned(4)));
 typedef uint32_t u16x __attribute__((vector_size(64), aligned(4)));
 typedef uint16_t h16x __attribute__((vector_size(32), aligned(2)));
 
-// Memory on large pages where the system has them. A pass walks over far more than the translation caches reach, and in a
-// virtual machine a miss there costs several times a miss of the data (measured: 1.8 us against 0.36 for a random read).
+// Memory on large pages if the system has them. A pass reads far more memory than the translation caches cover, and in a
+// virtual machine a miss in them costs several times a miss of the data (measured: 1.8 us against 0.36 for a random read).
 struct Arena {
     static constexpr size_t PAGE = 2 << 20;
     char* data = nullptr;
@@ -28,7 +28,7 @@ struct Arena {
     Arena(const Arena&) = delete;
     ~Arena() { std::free(data); }
 
-    // At least `wanted` bytes of zeros; what was there is lost where it must grow.
+    // At least `wanted` bytes of zeros; the old content is lost if it must grow.
     void grow(size_t wanted) {
         if (wanted <= size) return;
         std::free(data);
@@ -42,7 +42,7 @@ struct Arena {
     }
 };
 
-// Lines of memory that will be read soon, on their way to the second-level cache.
+// Prefetches lines of memory that will be read soon into the second-level cache.
 static inline void fetch(const void* from, size_t bytes) {
     for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)from + i, 0, 1);
 }
@@ -74,7 +74,7 @@ static inline bf16 narrow1(float x) {
     return x != x ? (bits >> 16) | 0x40 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
 }
 
-// Either, as float32.
+// bf16 or float32, as float32.
 static inline f16x read(const float* p) { return load(p); }
 static inline f16x read(const bf16* p) { return widen(p); }
 static inline void write(float* p, f16x v) { store(p, v); }
@@ -106,8 +106,8 @@ static inline float largest(f16x v) {
     return s[0];
 }
 
-// While one lives, numbers too small for float32's exponent are zeros in this thread. exp of what is masked gives thousands of
-// them, and the processor takes 150 cycles for each: attention over half-filled blocks was ten times slower.
+// While one exists, denormal float32 numbers are zeros in this thread. exp of masked scores gives thousands of them,
+// and the processor takes 150 cycles for each: attention over half-filled blocks was ten times slower.
 struct NoDenormals {
 #if defined(__x86_64__)
     const unsigned before = _mm_getcsr();

@@ -51,7 +51,7 @@ class Patience:
 
 
 class Starvation:
-    """How long processes are ready and have no core."""
+    """Measures how long processes are ready and have no core."""
 
     def __init__(self, waited: Waited = waited_for_a_core) -> None:
         self._waited = waited

@@ -48,7 +48,7 @@ class Account:
 
     @property
     def brief(self) -> str:
-        """Where its main thread is, or why that is not known, in a few words."""
+        """The place of its main thread, or the reason why it is not known, in a few words."""
         who = f"{self.child.who}, pid {self.child.pid}"
         if not self.stacks:
             return f"{who}: {self.state}"

@@ -40,7 +40,7 @@ class LiveStatus(Struct, frozen=True, kw_only=True):
     workers: dict[str, int] = {}
     """Process ids by name."""
     verdict: str = ""
-    """Why the watchdog ended the process; empty otherwise."""
+    """The reason why the watchdog ended the process; empty if it did not."""
     picture: str = ""
     """Path of the last file with the stacks of all processes."""
 

@@ -1,4 +1,4 @@
-"""How busy the engine pool was, computed from samples (about one per second)."""
+"""Use of the engine pool, computed from samples (about one per second)."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ DISCARDED = ("overdue", "interrupted")
 
 
 class Histogram:
-    """How often each value was seen."""
+    """Counts how often each value was seen."""
 
     def __init__(self) -> None:
         self.counts: Counter[float] = Counter()

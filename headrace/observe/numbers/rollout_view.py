@@ -29,7 +29,7 @@ class RolloutView(Struct, frozen=True, kw_only=True):
     prompt: str
     reward: float
     rewards: dict[str, float]
-    """By the name of the reward function."""
+    """Rewards by the name of the reward function."""
     stop: str
     turns: int
     spans: tuple[VersionSpan, ...]
@@ -47,13 +47,13 @@ class RolloutView(Struct, frozen=True, kw_only=True):
     advantages: tuple[float, ...]
     """Empty if the rollout was not trained."""
     left_out: tuple[str, ...]
-    """By token: why it is not in the loss; an empty string if it is."""
+    """The reason why each token is not in the loss; an empty string if it is."""
     trainer: tuple[float, ...] = ()
     """Log-probs of the trainer before the step, if they were computed."""
     answer: str = ""
     """The right answer, if the row has one."""
     extracted: dict[str, str] = {}
-    """By reward function: the part of the text that it was given, unless that is all of it."""
+    """The part of the text that each reward function was given, unless that is the whole text."""
 
     @property
     def advantage(self) -> float:

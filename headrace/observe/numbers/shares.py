@@ -116,7 +116,7 @@ class Shares:
     def __init__(self) -> None:
         self.total = Tally()
         self.recent = Recent(WINDOW, 4 * PROMPTS)
-        """For views: over only 8 groups the shares would fluctuate too much."""
+        """A longer window for views: over only 8 groups the shares would fluctuate too much."""
         self.failing = Recent()
         """The window by which a run is warned and paused."""
         self._ready: dict[int, GroupEnded] = {}

@@ -74,7 +74,7 @@ class Bin:
     ended: Ended = field(default_factory=Ended)
     """Groups that ended since the step before the first one of these."""
     began: tuple[float, ...] = ()
-    """For each row, when the step before ended or training resumed, in the seconds of `row.t`."""
+    """The time at which each row began: the end of the step before, or the resumption of training, in the seconds of `row.t`."""
 
     @property
     def x(self) -> float:

@@ -1,4 +1,4 @@
-"""How the views use the width and height of a terminal: nothing is cut off except the middle of a long text."""
+"""Layout of the views in the width and height of a terminal: nothing is cut off except the middle of a long text."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def _spent(table: Table, state: RunState) -> None:
     gap = measures.mean_swap(state)
     if gap is not None:
         publish = sum(swap.update.seconds for swap in state.swaps) / len(state.swaps)
-        mean = f"{len(state.swaps)} swaps   generation stood still {short_time(gap)} for each; publish {short_time(publish)}"
+        mean = f"{len(state.swaps)} swaps   generation was stopped {short_time(gap)} for each; publish {short_time(publish)}"
         _more(table, "Weight sync", mean)
         if words := _interruptions(state):
             _more(table, "", words)

@@ -1,4 +1,4 @@
-"""From the user's call to the result of a run.
+"""Runs, from the user's call to the result.
 
 Read `run.py` (one run), `lane.py` (its directory, storage and session), `session.py` (until the last step or a signal), `several.py`
 (several adapters at once) and `result.py`. Then read `rehearse.py` (checks before anything costs time), `one_shot.py` (evaluation and

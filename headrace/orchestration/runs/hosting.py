@@ -4,7 +4,7 @@ called from                                  the loop runs in            SIGINT 
 -----------                                  ----------------            ------------------
 the command line, a script                   the calling thread          the loop
 a notebook, or any coroutine (its thread     a thread of its own         the calling thread, if it is the main one;
-has a loop already, which stands still)                                  it wakes the loop
+has a loop already, which is blocked)                                    it wakes the loop
 with callbacks, which the caller runs        the same                    the same
 """
 

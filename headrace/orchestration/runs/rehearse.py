@@ -60,7 +60,7 @@ class Rehearsal:
     prompt_tokens: int = 0
     """Length of a usual prompt."""
     unmeasured: str = ""
-    """Why nothing could be measured; empty if it was."""
+    """The reason why nothing could be measured; empty if it was."""
 
     def page(self) -> str:
         """The result as text, 80 columns wide."""

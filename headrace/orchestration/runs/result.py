@@ -53,7 +53,7 @@ class RunResult:
 
     @property
     def samples(self) -> dict[str, list[Any]]:
-        """For some steps spread over the run: the best and the worst rollout of one group, as in the report."""
+        """The best and the worst rollout of one group, for some steps spread over the run, as in the report."""
         looks = sampled(self._first_directory)
         return {
             "step": [one.step for one in looks],

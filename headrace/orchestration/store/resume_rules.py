@@ -1,4 +1,4 @@
-"""Which settings a resumed run may change, and which of its saved results are still valid then."""
+"""The settings that a resumed run may change, and the saved results that remain valid then."""
 
 from __future__ import annotations
 

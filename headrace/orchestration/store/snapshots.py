@@ -31,7 +31,7 @@ class ControllerState(Struct, frozen=True):
     task: dict[str, Any]
     buffer: BufferState
     begun: dict[str, Completion]
-    """For each request of a group in flight, the part that is sampled, with versions, log-probs, masks and routes."""
+    """The sampled part of each request of a group in flight, with versions, log-probs, masks and routes."""
     journal: int
     """Number of records in the journal at that moment."""
     passes: int = 0

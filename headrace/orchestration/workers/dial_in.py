@@ -61,7 +61,7 @@ class Hello(Struct, frozen=True, tag="headrace"):
     token: str
     kind: Literal["engine", "trainer"]
     seat: str = ""
-    """Which worker it is. Empty for one that was started by hand: it takes any worker's place that is free."""
+    """The place of the worker. Empty for one that was started by hand: it takes any free place."""
 
 
 class Welcome(Struct, frozen=True):

@@ -29,7 +29,7 @@ class Network(Protocol):
         """The duration of the next event, whose average is `scale` seconds."""
 
     def copies(self) -> int:
-        """How often the next message arrives: 0 if it is lost, 2 if it is repeated."""
+        """The number of times that the next message arrives: 0 if it is lost, 2 if it is repeated."""
 
 
 class InstantNetwork:

@@ -28,7 +28,7 @@ class TrainerStart(Struct, frozen=True, kw_only=True):
     keep_routing: bool
     """Whether the trainer forces the experts that the sampler chose."""
     transport: AnyTransport
-    """How weights leave."""
+    """The transport that publishes weights."""
     restore: dict[str, str] = {}
     """Checkpoint directories to continue from, by adapter. An adapter without one starts from the model's own weights."""
     shadow: ShadowStart | None = None
@@ -68,4 +68,4 @@ class EngineStart(Struct, frozen=True):
     manifests: dict[str, Manifest]
     """The layouts that the trainer reported in `TrainerReady`."""
     transport: AnyTransport | None = None
-    """How weights arrive. None: the weights are those in `model_dir`, which never change."""
+    """The transport that delivers weights. None: the weights are those in `model_dir`, which never change."""

@@ -37,7 +37,7 @@ BEAT = "beat"
 """The method of an empty push that shows that its sender is alive."""
 
 BEATS = 5
-"""How many beats may be missing in a row."""
+"""The number of consecutive beats that may be missing."""
 
 WHILE_STARTING = 12
 """The factor on `BEATS` until the first call is answered: a process that imports and loads holds Python's lock for seconds."""

@@ -129,7 +129,7 @@ class SimulatedEngine:
         self._touch()
 
     async def _verify(self, seconds: float) -> None:
-        """Verifies an update beside generation; each may slow the other down."""
+        """Verifies an update during generation; each may slow the other down."""
         slows = self._rates.verify_slows
         self._pace(slows)
         self._shared.engine_works(True)

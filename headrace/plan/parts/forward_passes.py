@@ -25,7 +25,7 @@ class Passes:
         self.cached = 0.0
         """Tokens in the caches of the running sequences."""
         self.slowed = 1.0
-        """Factor of other work beside generation (verification of new weights)."""
+        """Factor for other work during generation (verification of new weights)."""
         self.busy = self.sampled = 0.0
         self._at = 0.0
         self._paces: dict[int, float] = {}

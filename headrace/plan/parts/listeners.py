@@ -61,7 +61,7 @@ class Prompts:
 
     def __init__(self) -> None:
         self._used: dict[tuple[int, ...], tuple[int, int]] = {}
-        """By prompt: the version under which it was computed last, and the number of requests that use it."""
+        """The version under which each prompt was computed last, and the number of requests that use it."""
 
     def enter(self, prompt: tuple[int, ...], version: int) -> bool:
         """Counts one more request with this prompt and returns whether the prompt has to be computed."""

@@ -19,7 +19,7 @@ class Replicas:
         self._engines = list(engines)
         self.capabilities = engines[0].capabilities
         self._homes: dict[tuple[int, ...], tuple[SimulatedEngine, int]] = {}
-        """By prompt: the replica of its requests, and their number."""
+        """The replica and the number of each prompt's requests."""
 
     @property
     def version(self) -> int:

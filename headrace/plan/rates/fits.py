@@ -1,4 +1,4 @@
-"""From what was measured to a few numbers: least squares without negative ones, and how alike the rollouts of a prompt are."""
+"""Fits of measurements: least squares without negative coefficients, and how alike the rollouts of a prompt are."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def nonnegative(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def alike(groups: Sequence[Sequence[float]]) -> float:
-    """Intraclass correlation of one-way groups (ICC(1), Shrout and Fleiss, 1979), from 0 to 1; 0 where it cannot be told."""
+    """Intraclass correlation of one-way groups (ICC(1), Shrout and Fleiss, 1979), from 0 to 1; 0 if it cannot be computed."""
     full = [np.asarray(group, float) for group in groups if len(group) > 1]
     if len(full) < 2:
         return 0.0

@@ -1,6 +1,5 @@
-"""Rates from the metrics of a run: what its engine and trainer took, as far as it tells.
-
-They are rates of parts that worked at the same time, as they did in that run: nothing more is added for slowing each other down.
+"""Rates from the metrics of a run: the times of its engine and trainer, as far as the metrics show them. The parts worked at
+the same time in that run, so nothing is added for their slowing each other down.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ F = TypeVar("F")
 
 
 def rates_of_run(run_dir: Path, config: RunConfig) -> tuple[Rates, float]:
-    """And the share of its groups that had contrast. Raises ConfigError when the run was too short to tell."""
+    """Returns the run's rates, and the share of its groups that had contrast. Raises ConfigError if the run was too short."""
     facts = read_metrics(run_dir)
     steps, groups = _of(facts, StepRow), _of(facts, GroupEnded)
     samples, live = _of(facts, EngineSample), _of(facts, WeightsLive)
@@ -36,7 +35,7 @@ def rates_of_run(run_dir: Path, config: RunConfig) -> tuple[Rates, float]:
             "on, or plan from its config.toml with --calibrate"
         )
     lengths = [group.lengths for group in groups if group.lengths]
-    # What is forwarded beside the completions: less than the prompt, where rollouts begin alike.
+    # Tokens forwarded in addition to the completions: less than the prompt if rollouts begin alike.
     prompt = statistics.mean(
         max(1.0, (step.report.forward_tokens - sum(step.lengths)) / len(step.tickets)) for step in steps
     )

@@ -28,7 +28,7 @@ class EngineRates(Struct, frozen=True):
     verify: float = 0.0
     """Seconds from a published update to the swap in an otherwise idle engine: transfer, fingerprint, packing."""
     verify_slows: float = 1.0
-    """Factor by which verification takes longer beside generation, and a pass beside verification."""
+    """Factor by which verification slows down during generation, and a pass during verification."""
     swap: float = 0.0
     """Seconds for which the swap stops generation."""
     gpus: int = 1

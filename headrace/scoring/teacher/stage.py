@@ -100,7 +100,7 @@ async def score_episode(engine: Engine, prompt: Prompt, episode: Episode, top: i
 class _Path(NamedTuple):
     tokens: tuple[int, ...]
     starts: dict[int, int]
-    """By turn, the place in `tokens` where its completion begins."""
+    """The index in `tokens` at which each turn's completion begins, by turn."""
 
 
 def _paths(prompt: Prompt, episode: Episode) -> Iterator[_Path]:

@@ -1,1 +1,1 @@
-"""What is answered. Read `tokens.py` (tokens in, tokens out), `openai.py` (text), `control.py` (weights, pauses, health)."""
+"""The routes. Read `tokens.py` (tokens in, tokens out), `openai.py` (text), `control.py` (weights, pauses, health)."""

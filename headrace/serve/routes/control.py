@@ -1,7 +1,7 @@
-"""Weights, adapters, pauses, and how the server is: what a trainer or an operator asks for.
+"""Routes for a trainer or an operator: weights, adapters, pauses, and the server's health.
 
-`/pause`, `/resume`, `/is_paused`, `/v1/load_lora_adapter`, `/v1/unload_lora_adapter` and `/inference/v1/abort_requests` are as vLLM
-has them. `/headrace/weights` takes a `WeightUpdate` (weights.py) whose `where` names files, and answers when it is live.
+`/pause`, `/resume`, `/is_paused`, `/v1/load_lora_adapter`, `/v1/unload_lora_adapter` and `/inference/v1/abort_requests` have
+vLLM's format. `/headrace/weights` takes a `WeightUpdate` (weights.py) whose `where` names files, and answers when it is live.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def of(request: HttpRequest) -> Serving:
 
 
 async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
-    """Half an update is none: whoever asked may leave, and it goes on."""
+    """Completes an update even if the client disconnects, so that none is ever half applied."""
     return await asyncio.shield(asyncio.ensure_future(work))
 
 
@@ -42,7 +42,7 @@ async def health(request: HttpRequest) -> Response:
 
 
 async def state(request: HttpRequest) -> Response:
-    """All that a client has to know before it trusts a server, and after it was away."""
+    """The state that a client checks before it uses a server, and after an outage."""
     serving = of(request)
     labels = {name: loaded.label for name, loaded in serving.loaded.items()}
     return json_response(

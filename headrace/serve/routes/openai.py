@@ -81,7 +81,7 @@ async def _answer(request: HttpRequest, body: Completions | Chat, answering: Ans
 
 @dataclass(kw_only=True)
 class Answering:
-    """One request for text: what its completions become."""
+    """One request for text, and the response made from its completions."""
 
     serving: Serving
     requests: Sequence[Request]
@@ -129,7 +129,7 @@ class Answering:
         return usage_of(sum(map(len, prompts)), sum(piece.stop for piece in ended))
 
     def _choice(self, piece: Piece, offset: int) -> dict[str, Any]:
-        """All but the text. `offset`: characters of the completion before this piece."""
+        """A choice without its text. `offset`: characters of the completion before this piece."""
         told = choice(self.serving, piece)
         own: dict[str, Any] = {name: told[name] for name in ("index", "token_ids", "weight_versions")}
         own["finish_reason"] = _reason(piece) if piece.ended else None

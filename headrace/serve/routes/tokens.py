@@ -1,8 +1,8 @@
 """`/inference/v1/generate`: tokens in, tokens out, as vLLM 0.32 speaks it (vllm/entrypoints/scale_out/token_in_token_out).
 
 headrace adds to a choice: `spans` (per token: version, version of the oldest KV, whether an update was being streamed in, the
-fingerprint of the weights) and, with `prompt_logprobs`, `prompt_version`. Where vLLM tells `weight_versions` only in the last
-chunk of a stream, every chunk has those of its own tokens here.
+fingerprint of the weights) and, with `prompt_logprobs`, `prompt_version`. vLLM sends `weight_versions` only in the last chunk
+of a stream; here every chunk has those of its own tokens.
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ def finite(value: float) -> float:
 
 
 def prompt_logprobs(serving: Serving, prompt: Sequence[int], scores: PromptScores) -> dict[str, Any]:
-    """As vLLM has them: for each token but the first a mapping from token to log-prob, the prompt's own token first."""
+    """The prompt's log-probs in vLLM's format: for each token but the first, a mapping from token to log-prob, the prompt's own
+    token first."""
     rows: list[dict[str, Any] | None] = [None]
     k = scores.top.k if scores.top else 0
     ids = np.frombuffer(scores.top.tokens, np.int32).reshape(-1, k) if scores.top else None

@@ -1,7 +1,7 @@
 """Puts the kernels into a Hugging Face model: modules of known shape are given another `forward`, everything else stays.
 
-A module is not known by its family's name but by its parts, and believed only after trial: norms and activations must
-reproduce their own numbers, and the whole model its own hidden states and gradients, or what was put in is taken out again.
+A module is recognised by its parts, not by its family's name, and accepted only after a trial: norms and activations must
+reproduce their own numbers, and the whole model its own hidden states and gradients; otherwise the kernels are removed again.
 
 Parameters, names and hooks are untouched, so adapters wrap the same layers, checkpointing wraps the same blocks, and a
 checkpoint has the same keys.
@@ -40,7 +40,7 @@ class NormSpec:
 
 
 def fuse(forward: Forward) -> tuple[str, ...]:
-    """Replace what can be replaced in the model, which is in float32. Returns the kinds of modules that now use kernels; none
+    """Replace the supported modules of the model, which is in float32. Returns the kinds of modules that now use kernels; none
     on other devices than the CPU, or without a compiler."""
     model = forward.model
     if model.device.type != "cpu" or binding.library() is None:
@@ -65,7 +65,7 @@ def fuse(forward: Forward) -> tuple[str, ...]:
 
 
 def why_none(device: torch.device) -> str:
-    """For a model that uses no kernels."""
+    """Returns the reason why a model uses no kernels."""
     if device.type != "cpu":
         return "they are for the CPU"
     if binding.library() is None:
@@ -211,7 +211,7 @@ def _norm(module: Any, x: Tensor) -> Tensor:
 
 
 def _dtype(x: Tensor) -> torch.dtype:
-    """Of what goes into products."""
+    """The dtype of the inputs of products."""
     return torch.bfloat16 if _low() else x.dtype
 
 
@@ -242,7 +242,7 @@ def _gated(module: Any, x: Tensor) -> Tensor:
 
 
 def _inner(module: Any, x: Tensor) -> Tensor:
-    """What the last product is made of."""
+    """The input of the feed-forward part's last product."""
     if _low() and _plain(module.gate_proj, module.up_proj):
         return fused_served.gated_linear(x, _parts(module.gate_proj), _parts(module.up_proj), module.gelu)
     gate, up = _together(x, module.gate_proj, module.up_proj)
@@ -250,7 +250,7 @@ def _inner(module: Any, x: Tensor) -> Tensor:
 
 
 def _embedding(module: Any, tokens: Tensor) -> Tensor:
-    """As it is served."""
+    """Returns the embeddings of tokens, rounded as in the engine."""
     found = type(module).forward(module, tokens)
     return fused_ops.rounded(found.float()) if _low() else found
 
@@ -263,7 +263,7 @@ class AttentionSpec:
     dim: int
     scale: float
     window: int | None
-    """As the module tells its attention function."""
+    """The sliding window that the module passes to its attention function."""
 
 
 def _fuse_attention(model: Any, forward: Forward) -> list[Any]:
@@ -307,7 +307,7 @@ def _attention(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) ->
 
 
 def _mixed(module: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor | None:
-    """What the last product is made of; None where the module's own forward is asked for."""
+    """The input of the attention's last product; None if the module's own forward has to run."""
     tree, places = kwargs.get("tree"), kwargs.get("position_embeddings")
     if tree is None or places is None or kwargs.get("past_key_values") is not None:
         return None
@@ -371,5 +371,5 @@ def _layer(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any
 
 
 def _is_fused(module: Any) -> bool:
-    """Whether a `forward` of ours was put in, and nobody wrapped the module since."""
+    """Whether the module has a `forward` of ours and was not wrapped since."""
     return "forward" in vars(module)

@@ -1,7 +1,7 @@
 """Autograd functions over the kernels: each is one pass over memory forward and one backward.
 
-Contiguous CPU tensors in float32 or bfloat16; sums inside are always float32, and run in one order whatever the number of
-threads. They compose with checkpointing: what the backward pass needs is saved the ordinary way.
+Contiguous CPU tensors in float32 or bfloat16; sums inside are always float32, and their order does not depend on the number of
+threads. They work with checkpointing: the inputs of the backward pass are saved in the ordinary way.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def rotary(
     x: Tensor, cos: Tensor, sin: Tensor, *, weight: Tensor | None, eps: float, unit: float, dtype: torch.dtype
 ) -> Tensor:
     """Rotary embedding (arXiv:2104.09864) of x [N, heads, D] by cos and sin [N, D] float32, halves as in `rotate_half`; after
-    an RMSNorm of each head where there is a weight [D]. The result is float32, of numbers that `dtype` has."""
+    an RMSNorm of each head if there is a weight [D]. The result is float32, rounded to `dtype`."""
     return _Rotary.apply(x, cos, sin, None if weight is None else _served(weight, dtype), eps, unit, dtype)
 
 
@@ -186,9 +186,10 @@ class Segments:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, *, scale: float, window: int = 0) -> Tensor:
-    """q [N, heads, D] and k [N, kv_heads, D] float32, v [N, kv_heads, D] -> [N, heads, D] in the dtype of v. A token sees itself, what comes before it in its segment, and
-    all ancestors of that, as far back as `window` tokens (0: all). Nothing of the size of the scores is kept. In bfloat16 q and k
-    are rounded, and the forward pass is the engine's, block by block."""
+    """q [N, heads, D] and k [N, kv_heads, D] float32, v [N, kv_heads, D] -> [N, heads, D] in the dtype of v. A token attends
+    to itself, to the earlier tokens of its segment, and to all ancestors of the segment, as far back as `window` tokens (0:
+    all). No tensor of the size of the scores is kept. In bfloat16 q and k are rounded, and the forward pass is the engine's,
+    block by block."""
     return _Attention.apply(q, k, v, segments, scale, window)
 
 

@@ -17,15 +17,15 @@ from headrace.native.memory import address, keep_freed_memory, touch, zeros
 from headrace.trainer.kernels import binding
 
 SIDE = 32
-"""Of the blocks that products are made of."""
+"""The side of the blocks that products are computed in."""
 ROOM = 64 << 20
 """Bytes that are touched at once."""
 MOST_TOKENS = 2048
-"""A budget may be far above what a batch fills."""
+"""The most tokens that memory is reserved for: a budget may be far above the size of a batch."""
 
 
 def kernels() -> Any:
-    """The functions, told how many threads torch uses now."""
+    """The kernels, set to torch's present number of threads."""
     functions = binding.library()
     assert functions is not None
     functions.headrace_threads(torch.get_num_threads())
@@ -82,7 +82,7 @@ def _pack(weight: Tensor, across: Tensor | None, down: Tensor | None) -> None:
 
 
 class _Room(threading.local):
-    """Where float32 weights are packed: one room for all layers, for the largest of them."""
+    """The buffer in which float32 weights are packed: one for all layers, as large as the largest needs."""
 
     held: Tensor | None = None
 
@@ -105,7 +105,7 @@ def packed_in_room(weight: Tensor) -> Tensor:
 def _operands(
     packed: Sequence[PackedWeight], weights: Sequence[Tensor], dtype: torch.dtype, backward: bool
 ) -> list[tuple[Tensor | None, Tensor | None]]:
-    """Of each weight what `binding.Weight` calls across and down, of which a direction reads one."""
+    """Returns for each weight the two packings that `binding.Weight` calls across and down. Each direction reads one of them."""
     if dtype == torch.bfloat16:
         return [one.packed(weight) for one, weight in zip(packed, weights, strict=True)]
     rooms = _room([_packed_size(weight) for weight in weights])
@@ -123,9 +123,8 @@ def linears(
     x: Tensor, layers: Sequence[Layer], dtype: torch.dtype, wide: Sequence[bool] | None = None
 ) -> tuple[Tensor, ...]:
     """x [..., k] times the transpose of each weight, plus its bias: [..., n] each, from one reading of x. `dtype`, bfloat16 or
-    float32, is that of the factors and of the results; those that `wide` marks are float32 in any case, as sums are.
-
-    A weight's gradient is not handed to autograd but added to its `.grad` where the product is made.
+    float32, is that of the factors and of the results; results that `wide` marks are always float32, as sums are. A weight's
+    gradient is not passed to autograd: the product adds it to `.grad`.
     """
     return _apply_linears(x, None, layers, dtype, wide or [False] * len(layers))
 
@@ -143,7 +142,7 @@ def _apply_linears(
 
 
 def served_bias(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """As it is served: float32, of numbers that `dtype` has."""
+    """Returns the bias as the engine uses it: rounded to `dtype`, stored in float32."""
     return None if bias is None else bias.detach().to(dtype).float()
 
 
@@ -248,9 +247,9 @@ def _give(weight: Tensor, gradient: Tensor) -> None:
 
 
 def reserve(model: Any, tokens: int, dtype: torch.dtype) -> None:
-    """What the first steps would wait for: packs the weights for bfloat16, and has the system hand out the memory of the weights that
-    will change (until then it may be the file's), of their gradients, of the optimizer's state, and of what is kept of `tokens`
-    tokens (at most MOST_TOKENS) in `dtype` for the backward pass."""
+    """Does in advance what would delay the first steps. Packs the weights for bfloat16, and makes the system allocate the memory of the
+    weights that will change (until then they may be mapped from the file), of their gradients, of the optimizer's state, and of the
+    activations of `tokens` tokens (at most MOST_TOKENS) in `dtype` that are kept for the backward pass."""
     keep_freed_memory()
     head = model.get_output_embeddings()
     layers = [module for module in model.modules() if hasattr(module, "packed") and module is not head]
@@ -258,7 +257,7 @@ def reserve(model: Any, tokens: int, dtype: torch.dtype) -> None:
     state = sum(parameter.nbytes + 8 * parameter.numel() for parameter in trained)
     kept = dtype.itemsize * sum(sum(module.weight.shape) for module in layers) * min(tokens, MOST_TOKENS)
     rooms = [touch(torch.empty(ROOM, dtype=torch.uint8)) for _ in range((state + kept) // ROOM)]
-    del rooms  # freed, and kept for what comes next
+    del rooms  # freed, and kept for later allocations
     for parameter in trained:
         parameter.data = parameter.data.clone()
     if hasattr(head, "packed") and dtype == torch.bfloat16:

@@ -58,7 +58,7 @@ class _GatedLinear(torch.autograd.Function):
 
 
 class Asked(NamedTuple):
-    """Which log-probs of each row are wanted: ids[offsets[u]:offsets[u + 1]] of row u."""
+    """The log-probs that are wanted of each row: ids[offsets[u]:offsets[u + 1]] of row u."""
 
     offsets: Tensor
     """[U + 1] int64"""

@@ -37,14 +37,14 @@ class Head(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """From the product of hidden states and matrix to what softmax is taken of."""
+    """The scaling of the product of hidden states and head, before softmax."""
 
     temperature: float = 1.0
     softcap: float = 0.0
     """cap · tanh(logit / cap) (Gemma 2, arXiv 2408.00118), before the temperature; 0 is none."""
 
     def of(self, logits: Tensor) -> Tensor:
-        """In place."""
+        """Scales logits in place and returns them."""
         if self.softcap:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
         return logits if self.temperature == 1 else logits.div_(self.temperature)
@@ -190,7 +190,7 @@ class _LogProbs(torch.autograd.Function):
 
 
 def _by_kernels(hidden: Tensor, weight: Tensor, pairs: _Pairs, how: _How) -> tuple[Tensor, Tensor, Tensor]:
-    """As `_by_blocks` without a bias, with logits in float32."""
+    """Computes the same as `_by_blocks`, without a bias and with logits in float32."""
     assert how.packed is not None
     place, ids = pairs
     order = place.argsort(stable=True)

@@ -1,8 +1,9 @@
 """Runs a computation within the call of the module whose weights it reads.
 
-Hugging Face's own forward makes all logits [T, V], so ours calls the inner model and reads the head's matrix itself. What spreads weights over
-ranks gathers them by hooks on a module's call, the root's first (torch's FSDP2 refuses an inner module that is called before its root).
-So our computation runs in place of the root's `forward`, and its last part in place of the head's: hooks on both see an ordinary call.
+Hugging Face's own forward makes all logits [T, V], so ours calls the inner model and reads the head's matrix itself. A library
+that shards weights over ranks gathers them by hooks on a module's call, the root's first (torch's FSDP2 refuses an inner
+module that is called before its root). So our computation runs in place of the root's `forward`, and its last part in place of
+the head's: hooks on both see an ordinary call.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Replayed:
 
 @dataclass
 class _Router:
-    """The router of one layer: all modules that may be called for it (peft keeps an original beside a trained copy)."""
+    """The router of one layer: all modules that may be called for it (peft keeps an original and a trained copy)."""
 
     modules: list[torch.nn.Module]
     normalised: bool = False
@@ -148,7 +148,8 @@ class RoutingReplay:
 
     @torch.no_grad()
     def _probe(self) -> None:
-        """Checks that forcing the live choice gives the model's own numbers, and that the experts use what the hooks return."""
+        """Checks that forcing the live choice gives the model's own numbers, and that the experts use the values that the
+        hooks return."""
         embedding = self._forward.model.get_input_embeddings().weight
         tokens = (torch.arange(1, 14) * 7919 % embedding.shape[0]).tolist()
         pack = pack_sequence(tokens).to(embedding.device)

@@ -27,7 +27,7 @@ NAME = "headrace_tree"
 ROW_PRICE, CALL_PRICE = 25, 6_000
 
 CAUSAL_BLOCK = 256
-"""Without a mask, L queries cost about L·(L / 2 + CAUSAL_BLOCK) pairs where that is less than all L²."""
+"""Block size of unmasked causal attention: L queries cost about L·(L / 2 + CAUSAL_BLOCK) pairs if that is less than all L²."""
 
 FLOAT32_UP_TO = 256
 """CPU attention with up to this many keys is computed in float32: the bf16 kernel would take up to three times as long."""
@@ -97,7 +97,7 @@ class Block:
 
 @dataclass
 class Tree:
-    """Which tokens of a pack attend to which."""
+    """The attention pattern of a pack: which tokens attend to which."""
 
     segments: tuple[Segment, ...]
     pieces: list[int]
@@ -161,7 +161,7 @@ def _ancestors(segments: Sequence[Segment], i: int) -> list[int]:
 
 
 def _subtree_ends(segments: Sequence[Segment]) -> list[int]:
-    """For each segment, one more than the index of its last descendant."""
+    """Returns for each segment one more than the index of its last descendant."""
     ends = list(range(1, len(segments) + 1))
     for i in reversed(range(len(segments))):
         if (parent := segments[i].parent) != ROOT:
@@ -172,7 +172,7 @@ def _subtree_ends(segments: Sequence[Segment]) -> list[int]:
 def _whole_is_cheaper(
     segments: Sequence[Segment], above: Sequence[int], ends: Sequence[int], call_price: int
 ) -> list[bool]:
-    """For each segment, whether one masked call for its subtree costs less than the cheapest way to split it."""
+    """Returns for each segment whether one masked call for its subtree costs less than the cheapest way to split it."""
     whole = [False] * len(segments)
     below = [0] * len(segments)  # the lowest price of all descendants of a segment
     for i in reversed(range(len(segments))):

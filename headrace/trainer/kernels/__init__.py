@@ -1,5 +1,5 @@
-"""What a training pass on a CPU is made of, in C++: products over packed weights, norms, gated activations, rotary embeddings,
-attention over packed trees, each with its gradient.
+"""The operations of a training pass on a CPU, in C++: products over packed weights, norms, gated activations, rotary
+embeddings, attention over packed trees, each with its gradient.
 
 `src/` is compiled once for the machine it runs on (`build.py`) and needs nothing but a C++ compiler. `binding.py` loads it,
 `forward/fused_ops.py` makes autograd functions of it, `forward/fused_model.py` puts these into a Hugging Face model.

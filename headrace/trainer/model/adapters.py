@@ -120,7 +120,7 @@ class Adapters:
         self.save_config(name, directory)
 
     def save_config(self, name: str, directory: Path) -> None:
-        """Writes `adapter_config.json`, which peft reads beside the tensors."""
+        """Writes `adapter_config.json`, which peft reads with the tensors."""
         settings = self._peft.peft_config[self._inner[name]]
         before, settings.inference_mode = (
             settings.inference_mode,
@@ -185,7 +185,7 @@ def _freeze(model: Any, dtype: torch.dtype, stacks: Sequence[str]) -> None:
 # --- what can be adapted -----------------------------------------------------------------------------------------------
 
 STACKED = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
-"""In models with experts, peft takes any module of these names for the experts' matrices."""
+"""Names that peft takes for the experts' matrices in models with experts."""
 
 
 def adaptable(model: Any) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def export_model(
     whole: Callable[[torch.Tensor], torch.Tensor],
     leads: bool = True,
 ) -> None:
-    """Writes a directory that `transformers` loads: weights in `dtype`, config, and all that lies beside the weights in `source`.
+    """Writes a directory that `transformers` loads: weights in `dtype`, config, and all other files of `source`.
 
     `whole`: `Placement.whole`, called for every tensor on every rank; only the rank that leads writes.
     """

@@ -23,9 +23,7 @@ def frozen(model: Any, dtype: torch.dtype) -> Any:
         value = parameter.detach().to(dtype if low else parameter.dtype, copy=True)
         memo[id(parameter)] = torch.nn.Parameter(value, requires_grad=False)
     copied = copy.deepcopy(model, memo).eval()
-    if (
-        raised and dtype != embedding.weight.dtype
-    ):  # autocast leaves embeddings alone: what follows is summed in float32
+    if raised and dtype != embedding.weight.dtype:  # autocast does not lower embeddings: later sums are in float32
         original = embedding.weight.dtype
         copied.get_input_embeddings().register_forward_hook(lambda module, args, output: output.to(original))
     return copied

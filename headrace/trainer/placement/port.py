@@ -1,7 +1,8 @@
-"""The port between the trainer and where its weights lie.
+"""The port between the trainer and the placement of its weights.
 
-Whatever needs a collective, or all of a tensor that may lie in parts on several ranks, goes through it: so one more way to spread a model
-is one more value of this protocol, and no branch anywhere else. On one device every method is a plain torch call (`single.py`).
+Every operation that needs a collective, or the whole of a tensor that may be split over ranks, goes through it: so a new way
+to distribute a model is a new implementation of this protocol, without a branch anywhere else. On one device every method is a
+plain torch call (`single.py`).
 
     load      load, frozen                      the model, and the copy of it that a KL term compares with
     split     plan, accumulate                  the microbatches of this rank, and the gradients of the whole step
@@ -87,7 +88,7 @@ class Placement(Protocol):
         """Elementwise over the ranks' microbatches; float64 on the CPU."""
 
     def largest(self, values: Tensor) -> Tensor:
-        """As `sum`, the maximum."""
+        """The elementwise maximum, otherwise as `sum`."""
 
     def join(self, columns: Tensor) -> tuple[Tensor, slice]:
         """[c, M of this rank] -> ([c, M of the step], which of them are this rank's)."""
@@ -99,7 +100,8 @@ class Placement(Protocol):
         """Scales gradients of the given norm down to `most`."""
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """All values of a parameter, of its moments, or of a buffer, without gradient; the tensor itself where it lies here whole."""
+        """All values of a parameter, of its moments, or of a buffer, without gradient; the tensor itself if this rank holds
+        all of it."""
 
     def part(self, whole: Tensor, like: Tensor) -> Tensor:
-        """The inverse of `whole`: what of it lies here, where `like` is the parameter or buffer that it belongs to."""
+        """The inverse of `whole`: this rank's part of a tensor. `like`: the parameter or buffer that it belongs to."""

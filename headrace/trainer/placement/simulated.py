@@ -34,7 +34,7 @@ _LOADING = threading.Lock()
 
 
 class Ring:
-    """What the ranks exchange values through."""
+    """The object through which ranks exchange values."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
@@ -179,7 +179,7 @@ class Simulated:
         return self._ring.exchange(self._rank, call, value)
 
     def _rows(self, tensor: Tensor) -> slice:
-        """The rows of a tensor [n, ...] that this rank holds: nearly as many on each, or none where there are too few."""
+        """The rows of a tensor [n, ...] that this rank holds: nearly as many on each, or none if there are too few."""
         count, ranks = len(tensor), self._ring.ranks
         return slice(count * self._rank // ranks, count * (self._rank + 1) // ranks)
 
@@ -193,7 +193,7 @@ class Simulated:
             parameter.data.copy_(self.whole(parameter))
 
     def _scatter(self) -> None:
-        """Every rank has gathered, and may forget what it does not hold."""
+        """Waits until every rank has gathered. Then a rank may forget the parts that it does not hold."""
         self._exchange("scatter", None)
         for parameter in self._held:
             parameter.data.copy_(self._own(parameter.data))

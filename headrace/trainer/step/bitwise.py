@@ -1,7 +1,8 @@
-"""`train.parity = "bitwise"`: what the trainer's own weights sampled must have the very log-probs that the trainer computes.
+"""`train.parity = "bitwise"`: tokens sampled with the trainer's current weights must have exactly the log-probs that the
+trainer computes.
 
-Compared are the loss tokens that were sampled at the weights to be trained, over cache entries of these weights alone. One that
-differs in a bit means that engine and trainer do not compute one policy, and its batch is not trained.
+It compares the loss tokens that were sampled with the weights to be trained, using only cache entries of these weights. A
+token whose log-prob differs in one bit shows that engine and trainer do not compute the same policy; its batch is not trained.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from headrace.trainer.forward.forward import Forward
 from headrace.trainer.kernels import binding
 
 KINDS = {"norms", "activations", "products", "attention", "layers"}
-"""What the kernels must have replaced in a model: all that it is made of."""
+"""The kinds of modules that the kernels must have replaced in a model: all of them."""
 
 
 class UnequalLogprobs(IdentityError):
-    """Raised before anything is trained. Finding out where the forward passes part takes the engine's, so others do it."""
+    """Raised before anything is trained. It does not say where the forward passes differ: that needs the engine's pass too."""
 
     def __init__(self, message: str, tokens: tuple[int, ...]) -> None:
         super().__init__(message)
@@ -59,7 +60,7 @@ def compare(pack: Pack, logprob: Tensor, step: int) -> int:
         f'step {step} was not trained: with train.parity = "bitwise" the trainer must compute the sampler\'s log-probs of what its '
         f"own weights sampled, bit for bit, and {len(wrong)} of {int(due.sum())} tokens of a microbatch differ. The first is token "
         f"{token}, at place {int(pack.positions[place]) + 1} of its sequence: {float(pack.sampled[first]):.9g} in the engine, "
-        f"{float(logprob[first]):.9g} in the trainer",
+        f"{float(logprob[first].detach()):.9g} in the trainer",
         (*path_to(pack, place), token),
     )
 

@@ -34,14 +34,14 @@ MODEL, OPTIMIZER, TRAINER = "model.safetensors", "optimizer.safetensors", "train
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint holds of a model: live tensors, which are read when it is saved and written to when it is restored."""
+    """The tensors that a checkpoint saves of a model. They are the live ones: read by a save and overwritten by a restore."""
 
     file: str
     weights: Mapping[str, Tensor]
     parameters: Mapping[str, torch.nn.Parameter]
     """The trained parameters, by the names under which their optimizer state is saved."""
     base: str = ""
-    """Fingerprint of the frozen weights beside them."""
+    """Fingerprint of the frozen weights that they were trained with."""
 
 
 def save(
@@ -127,7 +127,7 @@ def _optimizer_state(
         shapes = [found[key].shape for key in ("exp_avg", "exp_avg_sq") if key in found]
         if found and (len(found) != 3 or shapes != [parameter.shape] * 2):
             raise _foreign(directory, f"the optimizer state of {name} does not fit")
-        if found:  # `step` is a scalar, and lies on every rank
+        if found:  # `step` is a scalar, and every rank has it
             moments = {key: placement.part(t, like=parameter) for key, t in found.items() if key != "step"}
             state[number] = {**moments, "step": found["step"]}
     strangers = [name for name in rest if name not in known and not name.startswith("rng/")]

@@ -31,7 +31,7 @@ Replay = Callable[[Pack], AbstractContextManager[Replayed]]
 
 @dataclass(kw_only=True)
 class Gradient:
-    """What the microbatches of a step share."""
+    """The state that the microbatches of a step share."""
 
     forward: Forward
     learner: Learner
@@ -72,7 +72,7 @@ class Gradient:
         return computed_in(self.dtype, self.device)
 
     def _make_up_for(self, factor: float) -> None:
-        """Multiplies gradient and loss by what the denominator turned out to be, which no microbatch knew."""
+        """Applies the final denominator to gradient and loss, which was not known during the microbatches."""
         for parameter in self.learner.parameters.values():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)

@@ -1,4 +1,4 @@
-"""The reference model of the KL term: what the weights were before the run, or what they are without their adapters.
+"""The reference model of the KL term: the weights before the run, or the present ones without their adapters.
 
 Full training keeps a frozen copy. Its matrices have the dtype of the computation, to which autocast would lower them anyway:
 2 bytes a parameter under bfloat16, and log-probs that equal the policy's bit for bit until a weight moves. Under LoRA the reference
@@ -75,7 +75,7 @@ def adapter_layers(model: torch.nn.Module) -> list[Any]:
     try:
         from peft.tuners.tuners_utils import BaseTunerLayer
         from peft.utils.other import AuxiliaryTrainingWrapper
-    except ImportError:  # then nobody can have put any there
+    except ImportError:  # without peft the model has none
         return []
     return [module for module in model.modules() if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)]
 

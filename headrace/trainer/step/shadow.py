@@ -1,8 +1,8 @@
 """The student's own older weights as a teacher: a snapshot from some steps ago, or a moving average.
 
 Self-distillation needs no second model on disk: the trainer keeps the shadow beside its weights, and publishes it through a second sender
-to a second engine. The average is that of Polyak and Juditsky (1992) with exponential weights, as mean
-teachers have it (Tarvainen and Valpola, arXiv:1703.01780).
+to a second engine. The average is that of Polyak and Juditsky (1992) with exponential weights, as in mean teachers (Tarvainen
+and Valpola, arXiv:1703.01780).
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ class TorchTrainer:
         return fused
 
     def _shared_arithmetic(self, adapters: bool) -> str:
-        """Raises ConfigError where the engine's log-probs are asked for and nobody knows that these are the same."""
+        """Raises ConfigError if `train.parity` asks for the engine's log-probs and equality is not proven."""
         name, unproven = shared_arithmetic(self._forward, self._fused, self._dtype, adapters)
         if self._config.parity == "bitwise" and unproven:
             raise ConfigError(
@@ -164,11 +164,11 @@ class TorchTrainer:
         return self._learners[adapter]
 
     def adapters(self) -> list[AdapterSpec]:
-        """The adapters that are published beside the base."""
+        """The adapters that are published in addition to the base."""
         return [one.lora.spec(name) for name, one in self._assignments.items() if name]
 
     def parameters(self, adapter: str = "") -> Iterable[tuple[str, Tensor]]:
-        """What is published, each tensor whole: all weights (with the adapter merged into them), the frozen base, or an adapter."""
+        """Returns the tensors to publish, each whole: all weights (with the adapter merged in), the frozen base, or an adapter."""
         if self._adapters is None:
             return ((name, self._placement.whole(parameter)) for name, parameter in self._model.named_parameters())
         if adapter:
@@ -188,7 +188,7 @@ class TorchTrainer:
             return self._forward.logprobs(there, temperature, self._dtype).logprob.tolist()
 
     def save(self, directory: Path, adapter: str = "") -> None:
-        """Raises IdentityError when frozen weights are not what they were."""
+        """Raises IdentityError if frozen weights have changed."""
         learner = self._learners[adapter]
         if self._adapters:
             self._adapters.check_base()

@@ -1,4 +1,4 @@
-"""The pool of KV blocks: who holds which, and which of the unused ones is given away next. No tensor is touched here.
+"""The pool of KV blocks: their holders, and the order in which unused ones are given away. No tensor is touched here.
 
     idle (longest unused first) ──take──▶ held by 1, 2, ... sequences ──release──▶ idle
 
@@ -17,7 +17,7 @@ import numpy as np
 
 
 class Cached(Protocol):
-    """What a block may be cached for: a node of the prefix cache."""
+    """A node of the prefix cache, for which a block is kept."""
 
     block: int
 
@@ -28,7 +28,7 @@ class Blocks:
     def __init__(self, count: int) -> None:
         self.count = count
         self.serials = [0] * count
-        """How often each block was taken or cleared: tells a block that is remembered from one that was given to somebody else."""
+        """The number of times that each block was taken or cleared: shows whether a remembered block has been given away since."""
         self.nodes: list[Cached | None] = [None] * count
         """The prefix that a block is cached for."""
         self._holders = array("i", bytes(4 * count))
@@ -39,7 +39,7 @@ class Blocks:
 
     @property
     def free(self) -> int:
-        """Blocks that nobody holds."""
+        """The number of blocks without a holder."""
         return len(self._idle)
 
     @property
@@ -47,12 +47,12 @@ class Blocks:
         return self.count - len(self._idle)
 
     def own(self, tables: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """[S] how many blocks of each table [S, W], of which `lengths` are in use, nobody else holds."""
+        """Returns [S]: how many blocks of each table [S, W], of which `lengths` are in use, have no other holder."""
         used = np.arange(tables.shape[1]) < lengths[:, None]
         return ((self._view[tables] == 1) & used).sum(-1)
 
     def take(self) -> int:
-        """The block that was unused for longest. What it was cached for is forgotten."""
+        """Takes the block that was unused for longest, and removes its prefix from the cache."""
         assert self._idle, "whoever takes looks at `free` first"
         block, _ = self._idle.popitem(last=False)
         if (node := self.nodes[block]) is not None:
@@ -81,19 +81,20 @@ class Blocks:
                     self._idle.move_to_end(block, last=False)
 
     def taint(self, blocks: Iterable[int]) -> None:
-        """May hold NaN: cached for nobody (with all that follows it), and to be cleared when its last holder lets go."""
+        """Marks a block that may hold NaN: it leaves the cache, with all that follows it, and is cleared when its last holder
+        releases it."""
         for block in blocks:
             self._tainted.add(block)
             if (node := self.nodes[block]) is not None:
                 node.remove(self)
 
     def dirty(self) -> list[int]:
-        """Blocks to be cleared before the next pass; each is told once."""
+        """Returns the blocks to clear before the next pass, each once."""
         dirty, self._dirty = self._dirty, []
         return dirty
 
     def integrity(self, holders: Iterable[int]) -> None:
-        """Asserts exact accounting, given every block that somebody holds (as often as it is held)."""
+        """Asserts exact accounting, given every held block (as often as it is held)."""
         counted = Counter(holders)
         assert counted == {block: n for block, n in enumerate(self._holders) if n}, "held as often as it is referred to"
         assert not self._idle.keys() & counted.keys(), "no block is idle and held"

@@ -1,8 +1,8 @@
-"""The prefix cache: which tokens, under which weights, have their keys and values in which block.
+"""The prefix cache: the blocks that hold the keys and values of given tokens under given weights.
 
-A tree of blocks. A node stands for the (up to BLOCK) tokens behind those of its parent; its key and value entries are
-right only behind that parent. Roots are keyed by the weights, base and adapter, that computed everything below them: so a
-new request never meets entries of older weights, and after a swap the old roots are cut off as a whole.
+A tree of blocks. A node stands for the (up to BLOCK) tokens that follow those of its parent; its key and value entries are
+valid only after that parent. Roots are keyed by the weights, base and adapter, that computed everything below them: so a new
+request never meets entries of older weights, and after a swap the old roots are cut off as a whole.
 
 A sequence *promises* the blocks of its prompt when it is admitted and *fulfils* them when logits have shown that the
 entries are finite. Who comes meanwhile with the same tokens waits for them: a group's prompt is computed once.
@@ -33,7 +33,7 @@ class Node:
         """Blocks from the beginning, this one included."""
         self.children: dict[Tokens, Node] = {}
         self._sorted: list[Tokens] = []
-        """Keys of `children` in order: who has the longest beginning in common is a neighbour."""
+        """Keys of `children` in order: the key with the longest common beginning is a neighbour."""
 
     @property
     def alive(self) -> bool:
@@ -67,7 +67,7 @@ class Node:
         return (self.children[key], shared) if shared else (None, 0)
 
     def remove(self, blocks: Blocks) -> None:
-        """Takes itself and everything behind it out of the cache."""
+        """Removes the node and all its descendants from the cache."""
         if self.block < 0:
             return
         self._unlist()
@@ -87,7 +87,7 @@ def _common(one: Tokens, other: Tokens) -> int:
 
 @dataclass(frozen=True)
 class Match:
-    """What the cache holds of a sequence's tokens, the last one aside (its logits are needed, so it is always forwarded)."""
+    """The cached prefix of a sequence. It never includes the last token, whose logits are needed and which is always forwarded."""
 
     node: Node
     """The deepest full block that matches, or the root."""
@@ -97,7 +97,7 @@ class Match:
     """A block whose first `shared` tokens are those that follow: to be copied."""
     shared: int = 0
     awaits: Any = None
-    """Who is computing what comes next."""
+    """The sequence that is computing the next block; None if none is."""
 
     @property
     def tokens(self) -> int:
@@ -110,7 +110,7 @@ class Prefixes:
         self._roots: dict[Root, Node] = {}
 
     def nothing(self, key: Root) -> Match:
-        """As if nothing was cached."""
+        """Returns an empty match."""
         if key not in self._roots:
             self._roots[key] = Node((), 0, None)
         return Match(self._roots[key], [])
@@ -134,7 +134,7 @@ class Prefixes:
         return Match(node, blocks, awaits=tail.owner if covers else None)
 
     def promise(self, owner: Any, match: Match, tokens: Tokens, table: list[int]) -> list[Node]:
-        """Nodes behind the match for the blocks that `owner` is about to fill, as far as nobody else has them."""
+        """Adds nodes after the match for the blocks that `owner` is about to fill, unless they exist already."""
         node, promised = match.node, []
         for place in range(len(match.blocks), len(table)):
             part = tokens[place * BLOCK : (place + 1) * BLOCK]
@@ -163,7 +163,7 @@ class Prefixes:
         return node
 
     def cut(self, adapter: str | None = None) -> None:
-        """Forgets everything (the base weights were swapped), or what one adapter's weights computed."""
+        """Forgets all entries (the base weights were swapped), or those that one adapter's weights computed."""
         for key in [key for key in self._roots if adapter is None or key[1] == adapter]:
             root = self._roots.pop(key)
             root.block = -1

@@ -1,4 +1,4 @@
-"""Which experts every position in the KV cache went to, beside the cache and in its blocks."""
+"""The experts that each position in the KV cache was routed to, stored in blocks like those of the cache."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Routing:
             self._experts[target] = self._experts[source]
 
     def trace(self, table: list[int], tokens: int) -> RoutingTrace:
-        """Of the first `tokens` positions behind a block table."""
+        """Returns the experts of the first `tokens` positions of a block table."""
         _, _, layers, k = self._shape
         if self._experts is None or not table:
             return RoutingTrace(layers, k, 1, b"")

@@ -78,8 +78,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 @cache
 def library(instructions: str = "native", dtype: str = "bfloat16") -> Any | None:
-    """The functions over weights and cache of `dtype`, or None where there are no kernels (`build.built().reason` says why).
-    ctypes lets go of the GIL in a call, so messages are read and weights prepared while a pass is under way."""
+    """The functions over weights and cache of `dtype`, or None if there are no kernels (`build.built().reason` says why).
+    ctypes releases the GIL in a call, so messages are read and weights prepared during a pass."""
     path = built(instructions, dtype).library
     if path is None:
         return None

@@ -32,7 +32,7 @@ class Packer:
     """Packs matrices and keeps alive all that the C++ side is pointed to."""
 
     def __init__(self, library: Any, dtype: torch.dtype = torch.bfloat16) -> None:
-        """`dtype`: what the library stores weights in."""
+        """`dtype`: the dtype in which the library stores weights."""
         self._library = library
         self._kept: list[Any] = []
         self._arena = torch.zeros(0, dtype=dtype)
@@ -42,7 +42,7 @@ class Packer:
         return tensor
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """On large pages: rows of an embedding are looked up at random."""
+        """Copies a tensor to large pages, because rows of an embedding are read in random order."""
         return self._room(tensor.numel()).view(tensor.shape).copy_(tensor)
 
     def linear(
@@ -57,7 +57,7 @@ class Packer:
         return packed
 
     def experts(self, stack: torch.Tensor, order: np.ndarray | None = None) -> binding.Linear:
-        """Matrices [E, out, in] behind one another."""
+        """Packs matrices [E, out, in] consecutively."""
         stack, (count, outputs, inputs) = stack.contiguous(), stack.shape
         rows = np.arange(outputs, dtype=np.int32) if order is None else order
         packed = self._room(count * padded(outputs) * padded(inputs)).view(count, -1)
@@ -66,7 +66,7 @@ class Packer:
         return binding.Linear(address(packed), None, outputs, inputs)
 
     def _room(self, count: int) -> torch.Tensor:
-        """From a large piece: matrices that follow one another lie behind one another."""
+        """Allocates `count` elements from a large arena, so that consecutive matrices are adjacent in memory."""
         if count > len(self._arena):
             self._arena = self.keep(zeros(max(count, ARENA), self._arena.dtype))
         room, self._arena = self._arena[:count], self._arena[count:]

@@ -1,6 +1,6 @@
 """The `Runner` over the C++ decoder: the known families on a CPU, in bfloat16 or float32.
 
-What it computes for a token depends on the token's own sequence alone: every sum has a fixed order, prefill and decoding are
+The result for a token depends on the token's own sequence alone: every sum has a fixed order, prefill and decoding are
 one path, and blocks that sequences share are only read together. So `exact` costs nothing here.
 """
 
@@ -103,7 +103,7 @@ class KernelRunner:
 
     @property
     def _block_elements(self) -> int:
-        """Of one layer."""
+        """Elements of one block in one layer, keys and values."""
         return self.spec.kv_heads * 2 * -(-self.spec.head_dim // 32) * 32 * BLOCK
 
     # -- the cache ----------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """LoRA adapters (Hu et al., arXiv:2106.09685) beside the base weights: several at once, never merged.
 
 A pass whose segments are sorted by adapter multiplies by the base weights once for all tokens; then each adapter adds its
-low-rank product to its own rows. Tensors come by the names and in the shapes that peft saves.
+low-rank product to its own rows. Tensors have the names and shapes that peft saves.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from headrace.weights import AdapterSpec
 Number = TypeVar("Number", int, float)
 
 PREFIX = "base_model.model."
-"""What peft puts before the name of a module."""
+"""The prefix that peft adds to the name of a module."""
 
 PARTS = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -32,7 +32,7 @@ PARTS = {
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
-"""Which modules lie in one product of the fused decoder."""
+"""The modules that each product of the fused decoder contains."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Pair:
 @dataclass(frozen=True)
 class AdapterLayer:
     linears: dict[str, Pair]
-    """By product; those without an adapter are not here."""
+    """The adapter's matrices by product. Products without an adapter are left out."""
     experts: dict[str, ExpertPair]
     """`gate_up`, `down`"""
 
@@ -72,14 +72,14 @@ class Groups:
     exact: bool
 
     def add(self, layer: int, name: str, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """To `out`, the product `name` of x, what the adapters add to it."""
+        """Adds the adapters' contribution to `out`, which holds the product `name` of x; returns `out`."""
         for adapter, start, stop in self.parts:
             if pair := adapter.layers[layer].linears.get(name):
                 pair.add(x[start:stop], out[start:stop], self.exact)
         return out
 
     def of_experts(self, layer: int) -> list[Adapted]:
-        """Those that adapt the experts of a layer."""
+        """Returns the adapters of a layer's experts."""
         parts = [(adapter.layers[layer].experts, start, stop) for adapter, start, stop in self.parts]
         return [Adapted(pairs.get("gate_up"), pairs.get("down"), start, stop) for pairs, start, stop in parts if pairs]
 
@@ -109,7 +109,7 @@ def by_adapter(batch: ForwardInput) -> tuple[ForwardInput, np.ndarray | None]:
 
 
 def groups(batch: ForwardInput, slots: Sequence[Adapter | None], exact: bool) -> Groups | None:
-    """`batch`: sorted by adapter. None when nobody uses one."""
+    """`batch`: sorted by adapter. Returns None if no row uses one."""
     parts = []
     for slot in np.unique(batch.adapters[batch.adapters >= 0]):
         first, last = np.searchsorted(batch.adapters, [slot, slot + 1])
@@ -201,8 +201,8 @@ def _pairs(spec: AdapterSpec, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
 def _module(
     spec: AdapterSpec, module: str, shapes: Mapping[str, tuple[int, int, int]], a: torch.Tensor, b: torch.Tensor
 ) -> str:
-    """The adapted module's canonical name. Of experts peft does not tell which of their two parameters is meant (the one it
-    wrapped first is called `base_layer`), but their sizes do."""
+    """The adapted module's canonical name. For experts, peft's names do not show which of the two parameters is meant (the one
+    it wrapped first is called `base_layer`), but their sizes do."""
     plain = module.replace(".base_layer", "")
     if plain.endswith(".experts"):
         for name in (f"{plain}.gate_up_proj", f"{plain}.down_proj"):
@@ -233,7 +233,7 @@ def _checked(spec: AdapterSpec, name: str, shape: tuple[int, int, int], a: torch
 
 
 def _of_pattern(pattern: Mapping[str, Number], name: str, default: Number) -> Number:
-    """As peft matches: a regular expression for the end of the name."""
+    """Returns the value of the first key that matches, as peft does: a key is a regular expression for the end of the name."""
     keys = (key for key in pattern if re.match(rf"(.*\.)?({key})$", name))
     return next((pattern[key] for key in keys), default)
 

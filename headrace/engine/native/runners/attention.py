@@ -1,8 +1,8 @@
-"""Attention over a paged KV cache, in plain PyTorch: for every runner that has no kernels of its own.
+"""Attention over a paged KV cache in plain PyTorch, for every runner without kernels of its own.
 
-Segments of one token (decoding) go through one call for all: their blocks are gathered by the block table, what lies
-behind a sequence's end is masked. Longer segments (chunks of prompts) are one causal call each. On CUDA with
-FlashAttention 3, one kernel reads the pages where they lie.
+Segments of one token (decoding) go through one call for all: their blocks are gathered by the block table, and positions after
+a sequence's end are masked. Longer segments (chunks of prompts) are one causal call each. On CUDA with FlashAttention 3, one
+kernel reads the pages in place.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ EXACT_BLOCKS = 4
 """Blocks that attention takes at a time in exact mode."""
 
 PagedKernel = Callable[..., Any]
-"""`torch.nn.attention.varlen.varlen_attn`, or what takes the same arguments."""
+"""`torch.nn.attention.varlen.varlen_attn`, or a function with the same arguments."""
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """What attention needs to know of a model."""
+    """The shape of a model's attention."""
 
     layers: int
     kv_heads: int
@@ -39,7 +39,7 @@ class Geometry:
 
 
 class PagedCache:
-    """[L, 2, blocks + 1, BLOCK, Hkv, D]: keys and values. The last block is scratch: what padding writes to."""
+    """[L, 2, blocks + 1, BLOCK, Hkv, D]: keys and values. The last block is scratch, which padding writes to."""
 
     def __init__(self, geometry: Geometry, dtype: torch.dtype, device: torch.device) -> None:
         self.geometry, self.dtype, self.device = geometry, dtype, device
@@ -86,7 +86,7 @@ class PagedCache:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens [start, stop) of the pass, which stand behind `context` tokens in the blocks of `table`."""
+    """Tokens [start, stop) of the pass, which follow `context` tokens in the blocks of `table`."""
 
     start: int
     stop: int
@@ -96,7 +96,7 @@ class Chunk:
 
 @dataclass(kw_only=True)
 class Pass:
-    """What attention must know of one forward pass. Masks are made once and serve every layer."""
+    """The inputs of attention in one forward pass. Masks are made once, for all layers."""
 
     cache: PagedCache
     positions: torch.Tensor
@@ -109,9 +109,9 @@ class Pass:
     """[n, W] int64: the blocks of those."""
     chunks: list[Chunk] = field(default_factory=list)
     exact: bool = False
-    """Every token alone, a few blocks at a time: the order of sums depends on nothing but the token's own context."""
+    """Computes every token alone, a few blocks at a time, so that the order of sums depends only on the token's own context."""
     paged: tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int] | None = None
-    """For the kernel that reads pages: segment starts, lengths and tables [S, W] int32, longest segment and sequence."""
+    """Inputs of the paged kernel: segment starts, lengths and tables [S, W] int32, longest segment and sequence."""
     _plans: dict[int | None, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     _masks: dict[tuple[int, int | None], torch.Tensor | None] = field(default_factory=dict)
 
@@ -164,7 +164,7 @@ class Pass:
             if self.exact:
                 width = -(-width // EXACT_BLOCKS) * EXACT_BLOCKS
             columns = first[:, None] + torch.arange(width, device=last.device)
-            # Behind the end stands the sequence's own last block again: of others' not even NaN may come in.
+            # The sequence's own last block is repeated after its end: not even NaN of another sequence may enter.
             blocks = self.tables.gather(1, columns.minimum(last[:, None] // BLOCK))
             keys = (columns[..., None] * BLOCK + torch.arange(BLOCK, device=last.device)).flatten(1)
             self._plans[window] = blocks, self._mask(_visible(keys, last[:, None], window))
@@ -228,7 +228,7 @@ class Pass:
 
 
 def plan_pass(batch: ForwardInput, cache: PagedCache, exact: bool = False) -> Pass:
-    """Everything that attention must know of a batch, moved to the cache's device."""
+    """Returns the inputs of attention for a batch, on the cache's device."""
 
     def move(array: np.ndarray, dtype: type = np.int64) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype=dtype)).to(cache.device, non_blocking=True)
@@ -274,7 +274,7 @@ def plan_pass(batch: ForwardInput, cache: PagedCache, exact: bool = False) -> Pa
 
 
 def paged_kernel(dtype: torch.dtype, device: torch.device) -> PagedKernel | None:
-    """FlashAttention 3 behind torch's own interface, where it is installed (`flash_attn_interface`) and the GPU is a Hopper:
+    """FlashAttention 3 behind torch's own interface, if it is installed (`flash_attn_interface`) and the GPU is a Hopper:
     FlashAttention 2, which torch ships, reads no pages. No machine of ours has had it: the arguments are tested against a
     plain computation, the kernel itself never ran."""
     if (

@@ -1,7 +1,7 @@
 """Decoding passes as CUDA graphs: captured once for each size, then replayed without Python and without launches.
 
-A batch in which every segment is one token is filled up to the next size (`padding.fill_up`: what is missing writes to a
-block that nobody reads), copied into buffers that never move, and replayed. Everything but the capture itself runs on a CPU,
+A batch in which every segment is one token is filled up to the next size (`padding.fill_up`: added tokens write to a block
+that no sequence reads), copied into buffers that never move, and replayed. Everything but the capture itself runs on a CPU,
 too, and is tested there; the capture has not yet run on a GPU.
 """
 

@@ -109,7 +109,7 @@ class FusedRunner(PagedRunner):
         return Decoder(weights.embed, layers, weights.norm, self._matrix((weights.head, None)))
 
     def use(self, weights: Decoder) -> None:
-        """With CUDA graphs, which remember addresses, the weights are copied over the old ones; else re-pointed."""
+        """Makes `weights` live. If CUDA graphs have captured the old addresses, the values are copied there."""
         if self._graphs is None or not _static(weights):
             self._decoder, self._graphs = weights, None
         elif self._decoder is None:
@@ -118,7 +118,7 @@ class FusedRunner(PagedRunner):
             torch._foreach_copy_(_tensors(self._decoder), _tensors(weights))
 
     def decode_with_graphs(self, capture: bool) -> None:
-        """Before the first weights. `capture` off does everything but capture and replay."""
+        """Decodes with CUDA graphs. Called before the first weights. Without `capture`, graphs are neither captured nor replayed."""
         self._graphs = DecodeGraphs(self._decode, self._cache, capture)
 
     @torch.no_grad()
@@ -291,7 +291,7 @@ def _rebuilt(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def _tensors(weights: Decoder) -> list[torch.Tensor]:
-    """All of them, always in the same order."""
+    """Returns all tensors, always in the same order."""
     found: list[torch.Tensor] = []
 
     def collect(tensor: torch.Tensor) -> torch.Tensor:

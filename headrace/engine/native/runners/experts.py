@@ -1,4 +1,4 @@
-"""Mixtures of experts: who is chosen, and the products of each expert with the rows that chose it."""
+"""Mixtures of experts: the choice of experts, and the products of each expert with the rows that chose it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Choice:
-    """What the router said, and the N * K assignments of tokens to experts."""
+    """The router's choice, and the N * K assignments of tokens to experts."""
 
     experts: torch.Tensor
     """[N, K] int64, best first."""

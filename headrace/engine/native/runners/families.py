@@ -1,8 +1,8 @@
-"""The model families whose forward pass we write ourselves: what a model is made of, and where its weights are.
+"""The model families whose forward pass we write ourselves: the parts of a model, and the places of its weights.
 
 A `Spec` says everything that a forward pass must know, `read_weights` gives it named tensors: the same for every runner.
-What can be seen is not read off flags: biases, norms and experts are where the model has parameters for them, windows
-and scales are those that its attention asked for in the dry run.
+Flags are not trusted: biases, norms and experts exist if the model has parameters for them, and windows and scales are those
+that its attention used in the dry run.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class LayerSpec:
     window: int | None
     """A token sees itself and the window - 1 tokens before it."""
     scale: float
-    """Of the attention scores."""
+    """The factor of the attention scores."""
     rotary: str
-    """Which of the rotary tables it uses."""
+    """The key of the rotary table that the layer uses."""
     inner: int
     """Width of the feed-forward part, of one expert's in a mixture."""
     experts: bool
@@ -69,7 +69,7 @@ class Spec:
     qk_norm: Literal["", "head", "projection"]
     """RMSNorm of queries and keys: none, over each head, over all heads at once (OLMoE)."""
     sandwich: bool
-    """Attention and feed-forward part are normalised behind, too, before they are added (Gemma)."""
+    """Whether the outputs of attention and feed-forward part are also normalised before they are added (Gemma)."""
     norm_offset: float
     """Added to the weights of norms (Gemma: 1)."""
     embed_scale: float
@@ -121,7 +121,7 @@ class Weights:
 
 
 def serves(skeleton: Skeleton) -> bool:
-    """Whether the model is what a `Spec` can say, to the last parameter. What is not goes through Hugging Face's forward."""
+    """Whether a `Spec` can describe the model to the last parameter. Other models use Hugging Face's forward."""
     config = skeleton.config
     if config.model_type not in FAMILIES or _activation(config) not in _ACTIVATIONS:
         return False
@@ -191,7 +191,7 @@ def _rope_parameters(config: Any) -> list[dict[str, Any]]:
 def rotary_tables(
     skeleton: Skeleton, length: int, device: torch.device
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """For every kind of layer: cos and sin [length, D] float32, by the model's own module."""
+    """Returns cos and sin [length, D] float32 for every kind of layer, computed by the model's own module."""
     rotary, config = skeleton.model.model.rotary_emb, skeleton.config
     kinds = sorted(set(config.layer_types)) if config.model_type == "gemma3_text" else [""]
     positions, like = torch.arange(length, device=device)[None], torch.empty(0, device=device)
@@ -300,7 +300,9 @@ def _layer_weights(spec: Spec, layer: LayerSpec, tensors: _Layer) -> LayerWeight
 
     behind_attention, behind_mlp = None, None
     before_mlp = norm("post_attention_layernorm")
-    if spec.sandwich:  # Gemma's `post_attention_layernorm` is what its name says; the others' stands before the MLP
+    if (
+        spec.sandwich
+    ):  # Gemma's `post_attention_layernorm` is after attention, as its name says; the others' is before the MLP
         behind_attention, behind_mlp = before_mlp, norm("post_feedforward_layernorm")
         before_mlp = norm("pre_feedforward_layernorm")
     return LayerWeights(

@@ -23,7 +23,7 @@ from headrace.weights import AdapterSpec
 
 
 class HuggingFaceRunner(PagedRunner):
-    """Raises ConfigError for what it cannot do: adapters, and exactness of mixtures of experts."""
+    """Raises ConfigError for adapters, and for exactness of mixtures of experts, which it does not support."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ def _places(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, str]]:
 
 
 def _decoder_layers(model: torch.nn.Module, layers: int) -> list[torch.nn.Module]:
-    """The model's decoder layers in order: the first list of modules that is as long as there are layers. Empty where there
-    is none such: `blame` then knows no layer."""
+    """The model's decoder layers in order: the first list of modules that is as long as there are layers. Empty if there is
+    none: `blame` then names no layer."""
     lists = (module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
     return list(next((found for found in lists if len(found) == layers), []))

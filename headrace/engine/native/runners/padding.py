@@ -1,4 +1,4 @@
-"""Batches of a fixed size: cut into pieces of so many tokens, and filled up with tokens that nobody reads.
+"""Batches of a fixed size: cut into pieces of that many tokens, and padded with tokens that no sequence reads.
 
 Two need this: exactness (a matrix product that always has the same shape always adds in the same order) and CUDA graphs
 (which replay the shapes they were captured with).
@@ -20,7 +20,7 @@ EXACT_ROWS = 32
 
 
 def cut(batch: ForwardInput, size: int) -> Iterator[ForwardInput]:
-    """Pieces of `size` tokens, the last one shorter. Run in this order they do what the whole does: a later token of a
+    """Pieces of `size` tokens, the last one shorter. Run in this order they give the result of the whole batch: a later token of a
     sequence finds the earlier ones in the cache."""
     for start in range(0, len(batch.tokens), size):
         stop = min(start + size, len(batch.tokens))
@@ -40,8 +40,8 @@ def cut(batch: ForwardInput, size: int) -> Iterator[ForwardInput]:
 
 
 def fill_up(batch: ForwardInput, tokens: int, width: int, scratch: int) -> ForwardInput:
-    """At least `tokens` tokens and tables at least `width` wide: what is missing are sequences of one token, all written to
-    the block `scratch`, which nobody else reads. The rows stay as they are."""
+    """Pads a batch to at least `tokens` tokens and `width` columns in its tables. Each added token is a sequence of its own,
+    written to the block `scratch`, which no other sequence reads. The rows do not change."""
     missing = max(tokens - len(batch.tokens), 0)
     columns = max(width - batch.tables.shape[1], 0)
     tables = np.pad(batch.tables, ((0, missing), (0, columns)))

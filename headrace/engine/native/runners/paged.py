@@ -1,4 +1,4 @@
-"""What the PyTorch runners share: the cache of blocks, and exactness by cutting every pass into pieces of one size."""
+"""The code that the PyTorch runners share: the cache of blocks, and exactness by cutting every pass into pieces of one size."""
 
 from __future__ import annotations
 

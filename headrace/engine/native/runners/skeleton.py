@@ -1,7 +1,7 @@
-"""A model without its weights: parameters on the meta device, buffers real. And what attention it does, found by a dry run.
+"""A model without its weights: parameters on the meta device, buffers real. Its attention is found by a dry run.
 
-The dry run is one forward pass on the meta device with an attention function that only takes notes. It says which shapes
-the cache needs, and whether the model can be served here at all, by what it does and not by what its config says.
+The dry run is one forward pass on the meta device with an attention function that only takes notes. It shows which shapes the
+cache needs, and whether the model can be served at all, by its actual calls and not by its config.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from headrace.engine.native.runners.attention import Geometry
 from headrace.errors import ConfigError
 
 ATTENTION = "headrace"
-"""Its name is in no mask table of transformers, so models hand it no mask: who sees whom is ours to decide."""
+"""Its name is in no mask table of transformers, so models pass it no mask: our runner decides which tokens attend to which."""
 
 Attend = Callable[..., torch.Tensor]
 _current: ContextVar[Attend] = ContextVar("attention of the forward pass under way")
@@ -49,14 +49,14 @@ class Skeleton:
     model: Any
     """A transformers model in eval mode."""
     config: Any
-    """Of its text part."""
+    """The config of the model's text part."""
     shapes: dict[str, tuple[int, ...]]
     """Every parameter in canonical order, tied ones once."""
     geometry: Geometry
     windows: tuple[int | None, ...]
     """Sliding window of each layer."""
     scales: tuple[float, ...]
-    """What each layer multiplies its attention scores with."""
+    """The factor of each layer's attention scores."""
     vocabulary: int
     context_length: int | None
     """Positions the model was made for."""
@@ -110,7 +110,7 @@ def _read_config(model_dir: Path) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class _Note:
-    """What one call of attention asked for."""
+    """The arguments of one call of attention."""
 
     layer: Any
     q: torch.Size
@@ -141,7 +141,9 @@ def _dry_run(model: Any, what: str) -> tuple[list[_Note], int]:
     experts = model.get_experts_implementation() if model._can_set_experts_implementation() else None
     try:
         if experts is not None:
-            model.set_experts_implementation("batched_mm")  # the others look at values, of which there are none here
+            model.set_experts_implementation(
+                "batched_mm"
+            )  # the others read values, which do not exist on the meta device
         with attention(attend), torch.no_grad():
             logits = model(input_ids=tokens, position_ids=tokens, use_cache=False, logits_to_keep=tokens[0, :1]).logits
     except Exception as error:

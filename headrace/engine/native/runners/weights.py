@@ -30,7 +30,7 @@ def check(expected: Shapes, tensors: Mapping[str, torch.Tensor], dtype: torch.dt
 
 
 def on_device(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """On a CPU the views themselves; elsewhere copies, made in the thread that prepares while generation goes on."""
+    """Returns the views themselves on a CPU, and copies elsewhere, made in the preparing thread while generation continues."""
     moved = {name: tensor.to(device) for name, tensor in tensors.items()}
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -50,9 +50,8 @@ def fuse(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def parameters_from_dir(model_dir: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The parameters of a saved model in canonical order, as a trainer would publish them. For models that nobody trains.
-
-    Raises ValueError when the files lack some, in whose place transformers would go on with random numbers.
+    """The parameters of a saved model in canonical order, as a trainer would publish them. For models that are not trained.
+    Raises ValueError if the files lack some, for which transformers would use random numbers.
     """
     from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""From logits to tokens, and when a completion ends.
+"""Sampling of tokens from logits, and the conditions that end a completion.
 
 Read `sampler.py`, `filters.py`, `drawing.py`, `details.py`, `stopping.py`.
 """

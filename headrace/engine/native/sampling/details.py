@@ -1,4 +1,4 @@
-"""What requests may want to know beside their tokens: top log-probs, sampling masks, log-probs of the prompt. As bytes."""
+"""Details that requests can ask for: top log-probs, sampling masks, log-probs of the prompt. They are returned as bytes."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def _row_of_mask(drawn: Drawn, place: int) -> bytes:
 
 
 def score(logits: torch.Tensor, running: Running, chunk: Chunk) -> bool:
-    """Log-probs of the tokens behind a chunk's positions, put beside those that its sequence has. `logits` [scores, V].
-    False when one of them is not finite."""
+    """Appends the log-probs of the tokens after a chunk's positions to those of its sequence. `logits` [scores, V]. False if
+    one of them is not finite."""
     sequence = running.sequences[chunk.row]
     following = running.history[chunk.row, chunk.start + 1 : chunk.start + 1 + chunk.scores]
     scores = token_logprobs(logits, following.astype(np.int64), sequence.request.top_logprobs)
@@ -51,7 +51,7 @@ def score(logits: torch.Tensor, running: Running, chunk: Chunk) -> bool:
 
 
 def of_prompt(sequence: Sequence, version: int, mixed: bool) -> PromptScores:
-    """All that was scored, once it is complete."""
+    """Returns the scores of the whole prompt, once they are complete."""
     parts: list[Scores] = sequence.scores
     k = sequence.request.top_logprobs
     logprobs = tuple(float(value) for part in parts for value in part.logprobs)

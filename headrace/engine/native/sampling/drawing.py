@@ -1,6 +1,7 @@
-"""Who draws a row's token: the runner where it can and nothing but a token is wanted, the sampler else.
+"""Draws tokens: by the runner if it can and only the token is wanted, by the sampler otherwise.
 
-Decided row by row, because the two add up in another order: what a request gets must not depend on what its neighbours ask for.
+The choice is made for each row, because the two add up in different orders, and the tokens of a request must not depend on
+the settings of other requests.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which tokens top-k, top-p and min-p keep: exactly, and without sorting the vocabulary.
+"""Computes exactly which tokens top-k, top-p and min-p keep, without sorting the vocabulary.
 
     logits [R, V] ──▶ maxima of groups of tokens ──▶ cut: surely not above the last token kept ──▶ candidates ──▶ threshold
                       one pass, sorted: few             a bound from the maxima                     few, sorted, in float64
@@ -159,7 +159,7 @@ def _reach(maxima: torch.Tensor, total: torch.Tensor, filters: Filters, rows: np
 
 
 def keep(near: Ragged, peak: np.ndarray, total: np.ndarray, filters: Filters) -> Ragged:
-    """What top-k, then top-p of what is left, then min-p of what is left keep. Ties with the last token kept are kept.
+    """Applies top-k, then top-p and then min-p to the tokens that are left. Ties with the last kept token are kept.
 
     near: what is `above` the `cuts` of these rows; peak [R] their maxima and total [R] as there, float64.
     """

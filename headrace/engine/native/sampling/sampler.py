@@ -1,7 +1,7 @@
-"""Draws tokens, and tells what they were drawn from.
+"""Draws tokens, and reports the distribution that they were drawn from.
 
-Logits [R, V] of rows with different settings go through one path, a few rows at a time (what is in the processor's cache is
-read for nothing, and no second copy of the logits is made):
+Logits [R, V] of rows with different settings go through one path, a few rows at a time (so that they stay in the processor's
+cache, and no second copy of the logits is made):
 
     weights = exp((x - max) / temperature) ──▶ rows without filters: sums of blocks ──▶ a block, then a token in it
                                            └─▶ rows with filters: the tokens kept (filters.py) ──▶ a token among them
@@ -47,7 +47,7 @@ class Settings:
     counter: np.ndarray
 
     def filters(self) -> Filters:
-        """Those in force: none on greedy rows, which report the plain distribution."""
+        """The filters in force: none on greedy rows, which report the plain distribution."""
         greedy = self.temperature == 0
         return Filters(
             np.where(greedy, 1.0, self.temperature),
@@ -85,22 +85,22 @@ class Drawn:
     top_ids: np.ndarray | None = None
     """[R, top] int32, most probable first; -1 where the distribution has fewer tokens."""
     top_logprobs: np.ndarray | None = None
-    """[R, top] float64; -inf where there is no token."""
+    """[R, top] float64; -inf if there is no token."""
 
 
 class Scores(NamedTuple):
     logprobs: np.ndarray
     """[R] float64; not a number where the logits hold NaN or infinity."""
     top_ids: np.ndarray | None
-    """As in `Drawn`."""
+    """The same as in `Drawn`."""
     top_logprobs: np.ndarray | None
 
 
 def sample(logits: torch.Tensor, settings: Settings, want_mask: np.ndarray | None = None, top: int = 0) -> Drawn:
     """One token per row of `logits` [R, V].
 
-    `want_mask` [R] bool: rows whose kept vocabulary is to be told. `top`: how many of the most probable tokens to tell, under the
-    distribution sampled from (that of temperature 1 for greedy rows).
+    `want_mask` [R] bool: rows whose kept vocabulary is returned. `top`: the number of most probable tokens to return, under
+    the distribution sampled from (that of temperature 1 for greedy rows).
     """
     filters = settings.filters()
     on = filters.on()
@@ -201,7 +201,7 @@ def _chunk_rows(logits: torch.Tensor, width: int) -> int:
 
 
 def _chunks(logits: torch.Tensor, width: int) -> Iterator[tuple[slice, torch.Tensor]]:
-    """(rows, their logits [r, width] in float32 with -inf behind the vocabulary): views where they are so already."""
+    """(rows, their logits [r, width] in float32 with -inf after the vocabulary): views if they have this form already."""
     rows, vocabulary = logits.shape
     size = _chunk_rows(logits, width)
     ready = logits.dtype == torch.float32 and width == vocabulary and logits.is_contiguous()
@@ -280,7 +280,7 @@ def _draw_kept(
     return (sums <= (np.minimum(u, _BELOW_ONE) * total)[:, None]).sum(-1), total
 
 
-# -- what else is told ------------------------------------------------------------------------------------------------------
+# -- details on request ------------------------------------------------------------------------------------------------------
 
 
 def _mask(kept: Ragged, rows: np.ndarray, vocabulary: int) -> Mask:

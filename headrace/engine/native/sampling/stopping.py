@@ -1,4 +1,4 @@
-"""When a completion ends by what it says: token ids, and strings found while detokenising step by step."""
+"""Ends of completions by their content: token ids, and strings found while detokenising step by step."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Stopper:
         self._reach = max((len(string) for string in self._strings), default=1) - 1
         self._text = Text(decode) if decode and self._strings else None
         self._tail = ""
-        """The end of the settled text: what a stop string could begin in."""
+        """The end of the settled text, in which a stop string could begin."""
 
     def push(self, token: int) -> bool:
         """True when the completion ends with this token."""

@@ -1,7 +1,7 @@
-"""Going on from an earlier token of another sequence, over the cache entries that it left.
+"""Forks: sequences that continue from an earlier token of another sequence, using the cache entries that it left.
 
-Nothing is kept alive for forks that may come: a finished sequence is remembered with the serial numbers of its blocks, and
-whoever forks it finds out whether they are still what they were.
+No block is held for possible forks: a finished sequence is remembered with the serial numbers of its blocks, and a fork checks
+that these have not changed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ REMEMBERED = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Past:
-    """What there is to go on from."""
+    """The sequence state from which a fork continues."""
 
     tokens: tuple[int, ...]
     prompt: int
@@ -45,8 +45,8 @@ class Forks:
             self._past.popitem(last=False)
 
     def forget(self, adapter: str | None) -> None:
-        """Those with this adapter (it is unloaded), or with any (the base weights under them were swapped): its version does
-        not tell any more what computed their entries."""
+        """Forgets the sequences with this adapter (it is unloaded), or with any (the base weights were swapped): the adapter's
+        version no longer identifies the weights that computed their entries."""
         for name in [name for name, past in self._past.items() if past.adapter and adapter in (None, past.adapter)]:
             del self._past[name]
 
@@ -64,7 +64,7 @@ class Forks:
         )
 
     def source(self, fork: Fork) -> Past:
-        """Raises ValueError where there is nothing to go on from."""
+        """Raises ValueError if there is no sequence to continue from."""
         sequence = self._schedule.get(fork.of)
         if sequence is not None and sequence.row < 0:
             raise ValueError(f"request {fork.of} has no KV cache now: it waits for room; fork it once it runs")
@@ -81,7 +81,7 @@ class Forks:
         return past
 
     def pin(self, fork: Fork, past: Past) -> Pinned:
-        """Holds the blocks that the fork goes on from. Raises ValueError when they live no more, or not yet."""
+        """Holds the blocks that the fork continues from. Raises ValueError if they no longer exist, or not yet."""
         needed = past.prompt + fork.at_token - 1  # the last token is forwarded again, for its logits
         blocks = past.blocks[: -(-needed // BLOCK)]
         if needed > past.computed:

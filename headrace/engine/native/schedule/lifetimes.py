@@ -1,4 +1,4 @@
-"""How long completions turn out to be, and so how many blocks those that run will need.
+"""Estimates the lengths of completions, and from them the number of blocks that the running sequences will need.
 
 Admitting by what is free now would let in sequences that soon push each other out again (each time for the price of
 computing everything anew); admitting by max_tokens leaves most of the cache empty where completions are much shorter. So the
@@ -27,7 +27,7 @@ class Lifetimes:
             self._share += (tokens / limit - self._share) / MEMORY
 
     def _to_come(self, limit: np.ndarray, counter: np.ndarray) -> np.ndarray:
-        """Tokens. Whoever has passed the mean is expected to need another block."""
+        """The expected number of further tokens. A sequence longer than the mean is expected to need another block."""
         return np.minimum(np.maximum(self._share * limit - counter, BLOCK), limit - counter)
 
     def peak(self, running: Running, own: np.ndarray, candidate: Sequence, new: int) -> float:

@@ -1,4 +1,4 @@
-"""What the next forward pass holds: one token of every decoding row, and chunks of prompts beside them."""
+"""The content of the next forward pass: one token of every decoding row, and chunks of prompts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Chunk:
     start: int
     stop: int
     scores: int
-    """From `start` on, positions whose logits score the token behind them."""
+    """The number of positions, from `start` on, whose logits score the next token."""
     samples: bool
     """Whether its last logits are drawn from."""
 
@@ -35,7 +35,7 @@ class Plan:
     rows: np.ndarray
     """Rows that get a token, in the order of their logits."""
     drawn: np.ndarray | None
-    """Where these are among the logits; None when there are no others."""
+    """The indices of these rows among the logits; None if there are no other logits."""
 
 
 class Planner:
@@ -47,7 +47,7 @@ class Planner:
         self._starts = np.arange(slots + 1, dtype=np.int32)
 
     def plan(self, running: Running) -> Plan | None:
-        """None when there is nothing to compute."""
+        """Returns the next pass, or None if there is nothing to compute."""
         columns = running.columns[: len(running)]
         decodes = (columns["known"] - columns["computed"] == 1) & ~columns["scored"]
         count = np.count_nonzero(decodes)

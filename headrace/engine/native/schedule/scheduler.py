@@ -1,11 +1,11 @@
-"""Who waits, who has a row, which blocks are whose, and what the next forward pass does.
+"""The scheduler assigns rows and blocks to sequences, and decides the content of the next forward pass.
 
     waiting ──admit: a row and blocks are free──▶ prefill in chunks ──▶ decode, one token a pass ──▶ end
-       ▲  ╲ follows: somebody computes this prompt already ╱               │
+       ▲  ╲ follows: another sequence computes this prompt ╱               │
        └──────────── preempt: no block is left; tokens are kept ◀──────────┘
 
-Order is priority, then arrival. Whoever is preempted goes back into the queue where it stood, and computes again what the
-prefix cache has lost by then.
+Order is priority, then arrival. A preempted sequence returns to its place in the queue, and computes again the entries that
+the prefix cache has lost by then.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ class Scheduler:
             self.cached += computed
 
     def _make_room(self, head: Sequence) -> None:
-        """Nothing runs, and still the first in the queue does not fit: what it needs is held by forks that wait behind it, or
-        is the block that it would copy from. Alone, without either, it fits."""
+        """Called if nothing runs and the first in the queue still does not fit: forks that wait after it hold the blocks, or
+        the block that it would copy from does. Without these it fits."""
         if not self._drop_pins(but=head) and not self._drop_pins(but=None):
             self.sharing.cut()
 
@@ -173,7 +173,7 @@ class Scheduler:
         self.queue.push(sequence)
 
     def verify(self, sequence: Sequence) -> None:
-        """Logits behind all its tokens were finite: what it promised is there, and others may have it."""
+        """The logits after all its tokens were finite: the blocks that it promised are filled, and others may use them."""
         self.running.columns["fresh"][sequence.row] = False
         self.sharing.fulfil(sequence)
         sequence.verified = self.running.tables.shape[1]
@@ -193,7 +193,7 @@ class Scheduler:
         self.end(sequence)
 
     def end(self, sequence: Sequence, poisoned: bool = False) -> None:
-        """Takes it out, wherever it is. `poisoned`: what it computed may hold NaN."""
+        """Removes a sequence, running or waiting. `poisoned`: its entries may hold NaN."""
         del self._all[sequence.id]
         sequence.gone = True
         if poisoned:
@@ -217,16 +217,16 @@ class Scheduler:
     # -- swaps --------------------------------------------------------------------------------------------------------------
 
     def swapped(self, adapter: str | None, recompute: bool) -> None:
-        """The base weights (None) or an adapter's are others from now on. Cached prefixes of before are for nobody."""
+        """The base weights (None) or an adapter's were replaced. Earlier cached prefixes are not used any more."""
         self.sharing.cut(adapter)
         for sequence in list(self._all.values()):
-            if sequence.leader is not None:  # what it waits for would be of the weights before
+            if sequence.leader is not None:  # the prefix that it waits for would be of the earlier weights
                 sequence.leader.followers.remove(sequence)
                 sequence.leader = None
                 self.queue.push(sequence)
             if adapter is not None and sequence.adapter != adapter:
                 continue
-            # A version of an adapter does not tell which base weights computed the rest: never keep that. And log-probs of a
+            # An adapter's version does not identify the base weights under it: never keep such entries. And log-probs of a
             # prompt are all of one version.
             if recompute or (adapter is None and sequence.adapter) or sequence.scored:
                 if sequence.row >= 0:

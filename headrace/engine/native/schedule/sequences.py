@@ -1,4 +1,4 @@
-"""The sequences in the engine: columns of numbers for what happens at every token, objects for what happens once."""
+"""The sequences in the engine: columns of numbers for events at every token, objects for events that happen once."""
 
 from __future__ import annotations
 
@@ -45,30 +45,31 @@ class Sequence:
 
     request: Request
     tokens: tuple[int, ...]
-    """What must be in the cache before sampling goes on. While it has a row, the row's history has what was added."""
+    """The tokens that must be in the cache before sampling continues. While the sequence has a row, later tokens are in the
+    row's history."""
     prompt: int
-    """How many of them are not the completion's."""
+    """The number of `tokens` that belong to the prompt."""
     arrival: int
     adapter: str = ""
     stopper: Stopper | None = None
     scored: bool = False
     """Log-probs of its prompt are still owed."""
     scores: list[Any] = field(default_factory=list)
-    """Those there are of them, chunk by chunk."""
+    """The scores of the prompt so far, chunk by chunk."""
     begun: bool = False
     """Had a row before, here or in an engine that died: one that drains still finishes it."""
     row: int = -1
-    """Its place among the running ones, -1 without."""
+    """Its index among the running sequences; -1 if it does not run."""
     gone: bool = False
     leader: Sequence | None = None
-    """Who computes the prompt that it waits for."""
+    """The sequence that computes the prompt this one waits for."""
     followers: list[Sequence] = field(default_factory=list)
     pinned: Pinned | None = None
     """The cache entries of a fork that waits for a row."""
     node: Node | None = None
-    """Of its last full block in the prefix cache; None when its entries are not for others."""
+    """The node of its last full block in the prefix cache; None if its entries are not shared."""
     tail: Node | None = None
-    """Of the block behind it, when the cache knows what that holds so far."""
+    """The node of the next, partly filled block, if it is in the prefix cache."""
     promised: list[Node] = field(default_factory=list)
     verified: int = 0
     """Blocks whose entries finite logits have vouched for."""
@@ -170,6 +171,6 @@ class Running:
         return tuple(self.history[row, start : self.columns["known"][row] if stop is None else stop].tolist())
 
     def settings(self, rows: np.ndarray | None) -> Settings:
-        """Of some rows, or of all."""
+        """Returns the sampling settings of these rows; None: of all rows."""
         chosen = self.columns[: len(self)] if rows is None else self.columns[rows]
         return Settings(**{name: chosen[name].copy() for name in _SETTINGS})

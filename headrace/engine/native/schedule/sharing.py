@@ -1,4 +1,4 @@
-"""What the prefix cache is told of the running sequences, and what it gives to those that come."""
+"""Enters the blocks of running sequences into the prefix cache, and finds cached blocks for new sequences."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Sharing:
         self._prefixes = Prefixes(blocks)
 
     def find(self, sequence: Sequence) -> Match:
-        """What is cached of a sequence that waits. Nothing is taken for a prompt whose logits are wanted, nor for a fork,
+        """Returns the cached prefix of a waiting sequence. It is empty for a prompt whose logits are wanted, and for a fork,
         which has its entries already."""
         root = self._served.root(sequence.adapter)
         if sequence.pinned is not None or sequence.scored:
@@ -25,7 +25,7 @@ class Sharing:
         return self._prefixes.find(root, sequence.tokens)
 
     def promise(self, sequence: Sequence, match: Match, table: list[int]) -> None:
-        """It has a row now, and will compute what the cache lacks."""
+        """Announces the blocks that a sequence with a new row will compute."""
         sequence.promised = self._prefixes.promise(sequence, match, sequence.tokens, table)
         sequence.node = match.node
         for node in sequence.promised:
@@ -35,7 +35,7 @@ class Sharing:
                 sequence.tail = node
 
     def follow(self, sequence: Sequence, computed: int, table: list[int]) -> None:
-        """A fork has its row: what it adds is cached too, if what it goes on from is (under the weights that are live)."""
+        """A fork has its row: its new blocks are cached too, if those that it continues from are (under the live weights)."""
         sequence.node = self._prefixes.follow(self._served.root(sequence.adapter), sequence.tokens[:computed], table)
 
     def fulfil(self, sequence: Sequence) -> None:
@@ -44,7 +44,7 @@ class Sharing:
         sequence.promised = []
 
     def full(self, rows: np.ndarray) -> None:
-        """Those whose last block has just been filled (and found finite) are found."""
+        """Caches the last blocks of these rows if they have just been filled. Their logits were finite."""
         computed = self._running.columns["computed"][rows]
         for row in rows[computed % BLOCK == 0].tolist():
             self._cache_block(self._running.sequences[row])
@@ -74,7 +74,7 @@ class Sharing:
             sequence.node = other
 
     def leave(self, sequence: Sequence, table: list[int]) -> None:
-        """It gives up its row. What nobody has vouched for yet is nobody's."""
+        """A sequence gives up its row. Blocks that no finite logits have confirmed leave the cache."""
         for node in sequence.promised:
             node.remove(self._blocks)
         if sequence.verified < len(table):
@@ -84,7 +84,7 @@ class Sharing:
         sequence.promised, sequence.node, sequence.tail = [], None, None
 
     def _cache_rest(self, sequence: Sequence, table: list[int]) -> None:
-        """The block that is not full: a conversation that goes on needs it."""
+        """Caches the last, partly filled block, which the next turn of a conversation needs."""
         node, tail = sequence.node, sequence.tail
         computed = int(self._running.columns["computed"][sequence.row])
         start = computed - computed % BLOCK
@@ -97,11 +97,11 @@ class Sharing:
             tail.rename(tokens)
 
     def cut(self, adapter: str | None = None) -> None:
-        """Forgets everything, or what one adapter's weights computed."""
+        """Forgets all entries, or those that one adapter's weights computed."""
         self._prefixes.cut(adapter)
 
     def integrity(self) -> None:
-        """Asserts that the cache agrees with the pool, and sequences with what they have shared."""
+        """Asserts that the cache agrees with the pool, and the sequences with the blocks that they share."""
         self._prefixes.integrity()
         for sequence in self._running.sequences:
             node, table = sequence.node, self._running.table(sequence.row)

@@ -1,4 +1,4 @@
-"""Who waits for a row: by priority, then in order of arrival."""
+"""The sequences that wait for a row: by priority, then in order of arrival."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class Queue:
     def __init__(self) -> None:
         self.draining = False
         self._heap: list[tuple[tuple[int, int], Sequence]] = []
-        """Who was cancelled stays in it until its turn comes."""
+        """A cancelled sequence stays in the heap until it reaches the top."""
         self.held_back: list[Sequence] = []
-        """While draining: those that have not begun."""
+        """Sequences that have not begun, while draining."""
 
     def push(self, sequence: Sequence) -> None:
         if self.draining and not sequence.begun:
@@ -31,7 +31,7 @@ class Queue:
         heapq.heappop(self._heap)
 
     def drain(self) -> None:
-        """Nobody who has not begun is let in any more."""
+        """Holds back all sequences that have not begun."""
         self.draining = True
         heap, self._heap = self._heap, []
         for _, sequence in heap:
@@ -45,7 +45,7 @@ class Queue:
             self.push(sequence)
 
     def leave(self, sequence: Sequence) -> None:
-        """Called when it is gone."""
+        """Called when a waiting sequence was removed."""
         if sequence in self.held_back:
             self.held_back.remove(sequence)
 

@@ -1,13 +1,15 @@
-// Attention over packed trees, backward, and in float32 forward (served.h has that of bf16): a segment's tokens see all of its ancestors, and themselves causally.
+// Attention over packed trees, backward, and in float32 forward (served.h has that of bf16): a segment's tokens attend to all of
+// its ancestors, and causally to their own segment.
 //
 // Thirty-two rows of queries at a time (the heads that share keys, of neighbouring tokens) against all keys they see: scores are
 // whole rows, so the softmax is the plain one and nothing but q, k and v is kept for the backward pass, which computes scores
-// again. Keys and values lie in blocks of 32 tokens of one segment. No mask is ever made: what a row sees of a block is a range.
+// again. Keys and values lie in blocks of 32 tokens of one segment. No mask is ever made: the tokens of a block that a row sees
+// are a range.
 //
-// In bf16 queries and keys come in float32, of numbers that bf16 has. What is computed inside (the weights of the softmax, the
-// gradients of the scores) is float32 too: products take both halves of it, x = high + low. The gradients of a row's scores sum
-// to zero; the weight of a token that all attend to is just below one and rounds the same way in every row. (Measured on
-// SmolLM2-135M: rounded once, they make the error of the whole gradient several times that of attention in float32.)
+// In bf16 queries and keys are passed in float32, with values that bf16 can represent. The intermediate results (the weights of
+// the softmax, the gradients of the scores) are float32 too: products take both halves of it, x = high + low. The gradients of a
+// row's scores sum to zero; the weight of a token that all attend to is just below one and rounds the same way in every row.
+// (Measured on SmolLM2-135M: rounded once, they make the error of the whole gradient several times that of attention in float32.)
 #pragma once
 #include "rows.h"
 
@@ -44,7 +46,7 @@ struct Layout {
         }
     }
 
-    // What these rows see, root first. Returns the number of key blocks.
+    // The key blocks that these rows see, root first. Returns their number.
     int spans(const Rows& rows, std::vector<Span>& out) const {
         out.clear();
         int s = rows.segment, low = base[s] + rows.first / group, high = base[s] + (rows.first + rows.count - 1) / group, total = 0;
@@ -59,7 +61,7 @@ struct Layout {
         return total;
     }
     int position(const Rows& rows, int r) const { return base[rows.segment] + (rows.first + r) / group; }
-    // Where row r of key-value head h lies in [tokens, heads, dim].
+    // The offset of row r of key-value head h in [tokens, heads, dim].
     size_t place(const Rows& rows, int h, int r) const {
         int at = rows.first + r;
         return ((size_t)(t.start[rows.segment] + at / group) * t.heads + h * group + at % group) * t.dim;
@@ -74,7 +76,7 @@ struct Attention {
     Layout layout{t};
     const int panels = up(t.dim), wide = panels * SIDE;
     const size_t one = (size_t)panels * AREA;  // elements of a packed block
-    static constexpr bool HALVES = sizeof(T) == 2;  // whether there is a second half to what is computed inside
+    static constexpr bool HALVES = sizeof(T) == 2;  // whether intermediate results have a second half
 
     static T* arena(size_t count, int which) {
         static thread_local Arena kept[4];
@@ -131,7 +133,7 @@ struct Attention {
         }
     }
 
-    // exp(scaled score - largest) of what a row at `position` sees, zero elsewhere. Returns the sum.
+    // exp(scaled score - largest) for the tokens that a row at `position` sees, zero elsewhere. Returns the sum.
     float exponentials(float* s, const std::vector<Span>& spans, int position) const {
         const float by = t.scale * 1.44269504f;
         f16x high = splat(-INFINITY), total = {};
@@ -157,7 +159,7 @@ struct Attention {
         return sum(total);
     }
 
-    // How many threads may share one tree and head: as many as it takes for enough work to share out, whatever the threads.
+    // The number of parts that one tree and head is split into: enough to occupy the threads, and independent of their number.
     int chunks() const { return std::max(1, 16 / (int)(layout.trees.size() * t.kv_heads)); }
 
     void backward(const T* d_out, float* dq, float* dk, T* dv) const {

@@ -8,10 +8,10 @@ template <class T>
 struct Weight {
     const T *across, *down;  // packed for y = x W^T: [up(n)][up(k)][AREA], and for dx = dy W: [up(k)][up(n)][AREA]
     const float* bias;       // [n] or null
-    T* y;                    // [rows, n], in float32 where `wide`; in the backward pass dy
+    T* y;                    // [rows, n], in float32 if `wide`; in the backward pass dy
     float* gradient;         // [n, k] or null
-    const float* onto;       // [rows, n]: what the sums begin with, or null for zero
-    int32_t n, add, wide;    // add: to what the gradient holds
+    const float* onto;       // [rows, n]: the initial values of the sums, or null for zero
+    int32_t n, add, wide;    // add: to the content of the gradient
 };
 
 // Both packings of a matrix [n, k] of float32; null for one that is not wanted.
@@ -27,8 +27,8 @@ static void pack_weight(const float* w, int n, int k, T* across, T* down) {
     });
 }
 
-// From a row of `steps` steps to the next: whole lines of the cache, and rows do not all begin in the same set of the first level,
-// which they would where it is a multiple of 4 KiB.
+// The distance between rows of `steps` steps: whole cache lines, and no multiple of 4 KiB, with which all rows would begin in the
+// same set of the first-level cache.
 template <class T>
 static inline size_t apart(int steps) {
     constexpr size_t line = 64 / sizeof(T);
@@ -36,14 +36,14 @@ static inline size_t apart(int steps) {
     return ld % (16 * line) ? ld : ld + line;
 }
 
-// A part of the sum that a product runs over: of factor `which`, `steps` of 32 from step `first` on.
+// A part of the sum of a product: `steps` steps of 32 of factor `which`, from step `first` on.
 struct Piece {
     int which, first, steps;
 };
 
-// The sum over all factors, factor i of `steps[i]`, in pieces of 64 KiB of a panel, which is read anew for every few rows and has to stay
-// near: whole sums over 1,536 inputs and more ran at half the speed in float32; pieces of 32 and 128 KiB are about as fast. AMX reads a
-// panel for 32 rows at once, and keeps sums in its tiles as long as possible.
+// The sum over all factors, factor i of `steps[i]`, in pieces of 64 KiB of a panel, which is read again for every few rows and
+// has to stay in the cache: whole sums over 1,536 inputs and more ran at half the speed in float32; pieces of 32 and 128 KiB are
+// about as fast. AMX reads a panel for 32 rows at once, and keeps sums in its tiles as long as possible.
 template <class T>
 static std::vector<Piece> pieces_of(const int* steps, int count) {
 #if defined(VISIBLE)
@@ -63,7 +63,7 @@ static std::vector<Piece> pieces_of(const int* steps, int count) {
 template <class T>
 static std::vector<Piece> pieces_of(std::initializer_list<int> steps) { return pieces_of<T>(steps.begin(), (int)steps.size()); }
 
-// A piece of 32 rows of x [rows, k] from row `first` on, as whole blocks: where it lies, or a copy with zeros around it.
+// A piece of 32 rows of x [rows, k] from row `first` on, as whole blocks: in place, or a copy padded with zeros.
 template <class T>
 static inline const T* whole(const T* x, int rows, int k, int first, const Piece& piece, size_t& ld) {
     const int column = piece.first * SIDE, columns = std::min(k - column, piece.steps * SIDE);
@@ -75,7 +75,7 @@ static inline const T* whole(const T* x, int rows, int k, int first, const Piece
     return copy;
 }
 
-// A block of results [32, 32] to rows of T.
+// Stores a block of results [32, 32] to rows of T.
 template <class T>
 static inline void put(const float* c, const float* bias, T* to, size_t ld, int rows, int columns) {
     for (int r = 0; r < rows; r++)
@@ -88,12 +88,12 @@ static inline void put(const float* c, const float* bias, T* to, size_t ld, int 
 
 constexpr int ROWS_AT_ONCE = 8;
 
-// How many panels to go through for some rows before the next: a piece of them and their sums should fill half of the second-level
-// cache.
+// The number of panels to process for some rows before the next rows: a piece of them and their sums should fill half of the
+// second-level cache.
 template <class T>
 static inline int panels_at_once(const std::vector<Piece>& pieces) {
 #if defined(_SC_LEVEL2_CACHE_SIZE)
-    static const long cache = sysconf(_SC_LEVEL2_CACHE_SIZE);  // 0 or -1 where the system does not know
+    static const long cache = sysconf(_SC_LEVEL2_CACHE_SIZE);  // 0 or -1 if the system does not know
 #else
     constexpr long cache = 0;
 #endif
@@ -104,8 +104,8 @@ static inline int panels_at_once(const std::vector<Piece>& pieces) {
 }
 
 // Blocks of 32 by 32 of the sum over all pieces of rows times panels. rows(piece, b, ld): 32 rows, from one to the next `ld`.
-// panel(piece, j): one panel. begin(c, b, j): whether it wrote into c what the sum begins with. out(c, b, j): takes a block
-// [32, 32] of results. With EACH > 1, out takes as many blocks at once, and j counts them: their panels are j * EACH and what follows.
+// panel(piece, j): one panel. begin(c, b, j): whether it wrote the sum's initial value into c. out(c, b, j): takes a block [32,
+// 32] of results. With EACH > 1, out takes as many blocks at once, and j counts them: their panels are j * EACH and what follows.
 template <class T, int EACH = 1, class X, class W, class Begin, class Out>
 static void product(int row_blocks, int panels, const std::vector<Piece>& pieces, const X& rows, const W& panel, const Begin& begin, const Out& out) {
     const int most = std::max(1, panels_at_once<T>(pieces) / EACH), groups = (panels + most - 1) / most, wide = (panels + groups - 1) / groups;
@@ -131,7 +131,7 @@ static void product(int row_blocks, int panels, const std::vector<Piece>& pieces
     });
 }
 
-// Sums begin with zero.
+// Lets sums begin with zero.
 static inline bool from_nothing(float*, int, int) { return false; }
 
 template <class T>
@@ -171,7 +171,7 @@ static void linear_input_gradient(T* dx, int rows, int k, const Weight<T>* weigh
         });
 }
 
-// Block (row, column) of a matrix [rows, columns]: where it lies, or copied with zeros around what there is.
+// Block (row, column) of a matrix [rows, columns]: in place, or copied and padded with zeros.
 template <class T>
 static inline const T* part(const T* x, int rows, int columns, int row, int column, T* copy, size_t& ld) {
     x += (size_t)row * SIDE * columns + column * SIDE;
@@ -183,7 +183,7 @@ static inline const T* part(const T* x, int rows, int columns, int row, int colu
     return copy;
 }
 
-// A block of results [32, 32] to rows of a gradient, or added to them.
+// Stores a block of results [32, 32] to rows of a gradient, or adds it to them.
 static inline void add_up(const float* c, float* to, size_t ld, int rows, int columns, bool add) {
     for (int r = 0; r < rows; r++, c += SIDE, to += ld)
         for (int j = 0; j < columns; j += 16) {
@@ -199,7 +199,7 @@ static inline size_t room_of(int rows, int k, int n) {
     return (size_t)up(k) * up(rows) * AREA + (size_t)up(n) * SIDE * apart<T>(up(rows));
 }
 
-// gradient [n, k] = dy^T x, or added to it. `room`: as room_of says, for the largest n.
+// gradient [n, k] = dy^T x, or added to it. `room`: of the size that room_of returns for the largest n.
 template <class T>
 static void linear_weight_gradient(const T* x, int rows, int k, const Weight<T>* weights, int count, T* room) {
     int steps = up(rows);

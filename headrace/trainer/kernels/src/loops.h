@@ -1,4 +1,4 @@
-// Loops shared out among a team of threads. Autograd calls one operation after the other, so each loop is a run of its own.
+// Loops distributed over a team of threads. Autograd calls one operation after the other, so each loop is a run of its own.
 #pragma once
 #include <mutex>
 
@@ -17,7 +17,7 @@ static void use_threads(int threads) {
     members = new Team<Ready>(threads);  // never deleted at the process's end: its threads are asleep
 }
 
-// f(i) for all i in [0, n), each by one thread. What a thread does must not depend on who does the rest.
+// f(i) for all i in [0, n), each by one thread. An item's result must not depend on which threads do the others.
 template <class F>
 void each(int n, const F& f) {
     const Phase all = {n, [&](int first, int last) {
@@ -27,7 +27,7 @@ void each(int n, const F& f) {
     members->run(&all, 1);
 }
 
-// Room that a thread keeps from one loop to the next; `which` tells several apart.
+// A buffer that a thread keeps from one loop to the next; `which` distinguishes several.
 template <class T>
 static inline T* room(size_t count, int which = 0) {
     static thread_local std::vector<char> kept[12];

@@ -1,4 +1,4 @@
-// What stands between the products, row by row: norms, gated activations, rotary embeddings.
+// The operations between the products, row by row: norms, gated activations, rotary embeddings.
 // Each is one pass over memory in each direction; everything inside is float32.
 #pragma once
 #include "formulas.h"
@@ -37,7 +37,7 @@ static inline f16x rounded(f16x v) {
     return widen(low);
 }
 
-// Rows that one thread takes at once, and whose parts of a weight's gradient it sums: fixed, so that sums have one order.
+// The rows that one thread takes at once, summing their parts of a weight's gradient: fixed, so that the order of sums is too.
 constexpr int STRETCH = 32;
 static inline int stretches(int rows) { return (rows + STRETCH - 1) / STRETCH; }
 
@@ -145,14 +145,14 @@ struct Gated {
     }
 };
 
-// Rotary embedding (arXiv:2104.09864) of the heads of each token, after an RMSNorm of each head where there is a weight.
+// Rotary embedding (arXiv:2104.09864) of the heads of each token, after an RMSNorm of each head if there is a weight.
 template <class T>
 struct Rotary {
     int rows, heads, dim;
     const float *cos, *sin;  // [rows, dim]
     const float* weight;     // [dim] or null
     float eps, unit;
-    bool low;  // the result is float32 all the same, of numbers that bf16 has
+    bool low;  // the result is float32 even so, rounded to bf16
 
     void forward(const T* x, float* y) const {
         team::each(stretches(rows), [&](int item) {

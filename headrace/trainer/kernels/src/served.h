@@ -1,11 +1,12 @@
-// Forward passes in the engine's own order of sums and with its roundings, so that a token's log-prob is the sampler's, bit by bit:
-// attention over blocks of 32 positions (look.h), gated activations of sums that no bf16 has rounded, log-probs of float32 logits.
+// Forward passes in the engine's own order of sums and with its roundings, so that a token's log-prob equals the sampler's bit by
+// bit: attention over blocks of 32 positions (look.h), gated activations of sums that were not rounded to bf16, log-probs of
+// float32 logits.
 #pragma once
 #include "attention.h"
 #include "linear.h"
 #include "look.h"
 
-// gate, up = x W^T in bf16, for the backward pass; y = act(gate) * up of what they were before they were rounded.
+// gate, up = x W^T in bf16, for the backward pass; y = act(gate) * up, from their values before rounding.
 static void linear_gated(const bf16* x, int rows, int k, const Weight<bf16>& gate, const Weight<bf16>& up_, bf16* y, bool gelu) {
     const int n = gate.n;
     const Weight<bf16>* both[2] = {&gate, &up_};
@@ -28,13 +29,13 @@ static void linear_gated(const bf16* x, int rows, int k, const Weight<bf16>& gat
         });
 }
 
-// Attention forward. A segment has blocks of its own from the one on that its first token lies in: what its ancestors have there
-// is copied, as the engine copies a block where a sequence forks.
+// Attention forward. A segment has blocks of its own, beginning with the one that holds its first token. Its ancestors' tokens in
+// that block are copied, as the engine copies a block when a sequence forks.
 template <class T>
 struct Served {
     static constexpr int PAIR = sizeof(float) / sizeof(T);
     const Trees& t;
-    const float *q, *k;  // [tokens, heads, dim] and [tokens, kv_heads, dim], of numbers that T has
+    const float *q, *k;  // [tokens, heads, dim] and [tokens, kv_heads, dim], with values that T can represent
     const T* v;          // [tokens, kv_heads, dim]
     const int group = t.heads / t.kv_heads, dim = up(t.dim) * SIDE;
     const size_t one = (size_t)2 * dim * SIDE;  // elements of a block of one head: keys, then values
@@ -113,8 +114,8 @@ struct Served {
     }
 };
 
-// From hidden states [rows, k] and a head [vocabulary, k]: log-probs of the ids [offsets[r], offsets[r + 1]) of each row, the
-// log-sum-exp of its logits over the temperature, and the entropy.
+// Computes from hidden states [rows, k] and a head [vocabulary, k] the log-probs of the ids [offsets[r], offsets[r + 1]) of each
+// row, the log-sum-exp of its logits over the temperature, and the entropy.
 template <class T>
 static void log_probabilities(const T* hidden, int rows, int k, const T* packed, int vocabulary, float inverse_temperature,
                               const int64_t* offsets, const int64_t* ids, float* found, float* logsumexp, float* entropy) {

@@ -1,8 +1,8 @@
-// Blocks of 32 by 32 of bf16 or float32: cut out of matrices, turned, and packed as the second operand of product.h.
+// Blocks of 32 by 32 of bf16 or float32: cut out of matrices, transposed, and packed as the second operand of product.h.
 #pragma once
 #include "product.h"
 
-// [rows, columns] of a matrix as a full block, zeros where there is nothing.
+// [rows, columns] of a matrix as a full block, padded with zeros.
 template <class S, class T>
 static inline void cut(const S* from, size_t ld, int rows, int columns, T* block, size_t to_ld) {
     for (int r = 0; r < SIDE; r++, block += to_ld)
@@ -18,7 +18,7 @@ static inline void transpose16(const uint32_t* from, size_t ld, uint32_t* to, si
     __m512i v[16], w[16];
     for (int i = 0; i < 16; i++) v[i] = _mm512_loadu_si512(from + i * ld);
     const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    for (int s = 1; s < 16; s *= 2) {  // rows i and i + s trade the lanes in which their numbers differ
+    for (int s = 1; s < 16; s *= 2) {  // rows i and i + s swap the lanes in which their indices differ
         const __m512i far = _mm512_set1_epi32(s), bit = _mm512_and_epi32(lane, far);
         const __mmask16 high = _mm512_test_epi32_mask(bit, bit);
         const __m512i down = _mm512_add_epi32(_mm512_sub_epi32(lane, far), _mm512_set1_epi32(16)), above = _mm512_add_epi32(lane, far);
@@ -73,7 +73,8 @@ static inline void turn(const bf16* block, size_t ld, bf16* to, size_t to_ld) {
         transpose16((const uint32_t*)(pairs + tile * 512), 16, (uint32_t*)(to + tile * 16 * to_ld), to_ld / 2);
 }
 
-// c [32, 32] = a [32, steps * 32], rows as they lie in memory, times a panel whose steps lie `apart`, added to c where ADD.
+// c [32, 32] = a [32, steps * 32], rows as they lie in memory, times a panel whose steps are `apart` elements apart, added to c
+// if ADD.
 template <bool ADD, class T>
 static inline void multiply(const T* a, size_t lda, const T* b, size_t apart, int steps, float* c, size_t ldc) {
     multiply<ADD>(Inputs<T>{a, lda, SIDE}, Panel<T>{b, apart}, steps, c, ldc, SIDE);

@@ -1,5 +1,5 @@
-// The trainer's kernels: what a forward and a backward pass are made of, each call one operation on contiguous arrays.
-// `wide` says float32 (1) or bf16 (0), of x first where there are two.
+// The trainer's kernels: the operations of a forward and a backward pass; each call is one operation on contiguous arrays.
+// `wide`: float32 (1) or bf16 (0); if there are two, the first is x's.
 #include "attention.h"
 #include "served.h"
 

@@ -2,9 +2,9 @@
 //
 //   embed | norm  qkv  rotate+store  attend  out(+=)  norm  gate_up*act  down(+=) | ... | norm  head
 //
-// Each word is a phase: its items are shared out among the threads, and the next begins when all are done (team.h). The functions
-// below write the phases down before the first begins. The residual stream is float32 and lies in the blocks of packing.h, so `out`
-// and `down` add to it where they store their tiles.
+// Each word is a phase: its items are distributed over the threads, and the next phase begins when all are done (team.h). The
+// functions below list all phases before the first begins. The residual stream is float32 and lies in the blocks of packing.h, so
+// `out` and `down` add to it where they store their tiles.
 #include "mixture.h"
 #include "sampling.h"
 
@@ -83,7 +83,7 @@ void headrace_pack(const stored* w, int k, const int32_t* rows, int n, stored* p
     for (int panel = 0; panel < up(n); panel++) pack_panel(w, k, rows, n, panel, packed);
 }
 
-// c = x times w, both in blocks of 32 rows, by the calling thread: what tests and benchmarks look at.
+// c = x times w, both in blocks of 32 rows, in the calling thread, for tests and benchmarks.
 void headrace_product(const taken* x, int rows, const Linear* w, float* c) {
     Ready ready;
     for (int panel = 0; panel < up(w->n); panel++)

@@ -1,4 +1,4 @@
-// What the decoder is told: plain structs that `binding.py` mirrors field by field. Pointers stay owned by Python.
+// Inputs of the decoder: plain structs that `binding.py` mirrors field by field. Python owns the memory behind all pointers.
 #pragma once
 #include "formulas.h"
 #include "look.h"
@@ -14,22 +14,22 @@ struct Linear {
     Panel<stored> panel(int i) const { return {packed + (size_t)i * up(k) * AREA}; }
 };
 struct Layer {
-    Linear qkv, out, gate_up, down;  // gate_up: 16 gates, then their 16 ups, and so on; experts' lie behind one another
+    Linear qkv, out, gate_up, down;  // gate_up: 16 gates, then their 16 ups, and so on; experts' are consecutive
     const float *input_norm, *after_attention, *mlp_norm, *after_mlp;  // [hidden up to 32]; the second and fourth may be null
     const float *q_norm, *k_norm;                                      // [head_dim] (or all heads') or null
     int32_t window;                                                    // 0: none
-    int32_t rotary;                                                    // which of the tables
-    float scale;                                                       // of the attention scores
-    int32_t whole_norm;                                                // q_norm and k_norm are taken over all heads at once
-    int32_t experts, chosen, normalise_chosen, mixture;                // 0 experts: dense; mixture: how many stand before
+    int32_t rotary;                                                    // index of the rotary table
+    float scale;                                                       // factor of the attention scores
+    int32_t whole_norm;                                                // q_norm and k_norm normalise all heads together
+    int32_t experts, chosen, normalise_chosen, mixture;                // 0 experts: dense; mixture: number of mixture layers before this one
     const float* router;                                               // [experts, hidden up to 32]
 };
 struct LowRank {
-    const stored *a, *b;  // A [rank, k] and B [n, rank] with the scale in it, packed as the linear's weights are; null: left alone
+    const stored *a, *b;  // A [rank, k] and B [n, rank] scale included, packed as the linear's weights; null: no adapter
     int64_t rank;
 };
 struct Model {
-    int32_t layers, hidden, heads, kv_heads, head_dim, inter, vocabulary, gelu, mixtures;  // inter: of the widest dense layer
+    int32_t layers, hidden, heads, kv_heads, head_dim, inter, vocabulary, gelu, mixtures;  // inter: the widest dense layer's
     float eps, embed_scale;
     const stored* embed;  // [vocabulary, hidden], not packed
     const Layer* layer;
@@ -54,5 +54,5 @@ struct Pass {
     float* logits;            // [R up to 32, vocabulary up to 32]
     uint16_t* routing;        // [N, mixtures, chosen] out, or null
     int32_t* broken;          // [N] out: first layer after which a hidden state was not finite, -1 if none
-    float* stream;            // [layers + 1, N, hidden] out: the residual stream before the first layer and behind each; or null
+    float* stream;            // [layers + 1, N, hidden] out: the residual stream before the first layer and after each; or null
 };

@@ -1,11 +1,11 @@
-// Norms and products of all rows, with what stands beside a product: bias, activation, adapters.
+// Norms and products of all rows, with bias, activation and adapters.
 #pragma once
 #include "state.h"
 
 struct Dense : State {
     using State::State;
 
-    // x += w(from), through a norm of its own where there is one.
+    // x += w(from), normalised first if there is a norm.
     void add(const Pass& p, int index, int which, const Linear& w, Blocks<taken>& from, const float* norm) {
         if (!norm) return product<true>(p, index, which, w, from, x);
         product<false>(p, index, which, w, from, side);
@@ -22,7 +22,7 @@ struct Dense : State {
         return ::inverse_rms(squares, m.hidden, m.eps);
     }
 
-    // h = RMSNorm(x) of all rows, or of the chosen ones. Notes the rows that are not finite: the layer before is to blame.
+    // h = RMSNorm(x) of all rows, or of the chosen ones. Notes the rows that are not finite: the layer before caused it.
     void normalise(int count, const float* weight, const int64_t* chosen, int32_t* broken, int before) {
         constexpr int EACH = 8;
         plan.each((count + EACH - 1) / EACH, [=](int item) {
@@ -48,7 +48,7 @@ struct Dense : State {
         });
     }
 
-    // What stands beside the product: bias and adapters.
+    // Adds bias and adapters to a product.
     void finish(const Pass& p, int index, int which, const Linear& w, int panel, int b, float* c) {
         for (int r = 0; w.bias && r < SIDE; r++)
             for (int j = 0; j < SIDE; j += 16) store(c + r * SIDE + j, load(c + r * SIDE + j) + load(w.bias + panel * SIDE + j));
@@ -81,7 +81,7 @@ struct Dense : State {
         });
     }
 
-    // act(gate) * up: sixteen of each lie in one panel.
+    // act(gate) * up: a panel holds sixteen of each.
     void gate(const Pass& p, int index, const Linear& w) {
         int n = p.tokens_count;
         shrink(p, index, 2, h);

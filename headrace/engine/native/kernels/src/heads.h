@@ -1,12 +1,13 @@
-// From the product q, k, v to what attention makes of it: rotation, the cache, and who looks at which blocks.
+// Attention from the product q, k, v on: rotation, the cache, and the distribution of blocks over threads.
 #pragma once
 #include "dense.h"
 
 struct Heads : Dense {
     using Dense::Dense;
 
-    // Rotary embedding (and norms of queries and keys) of every head. Keys and values of longer segments go into the cache, for
-    // the whole segment looks at them; that of a single token is stored by who attends for it, next to reading the block.
+    // Rotary embedding (and norms of queries and keys) of every head. Keys and values of longer segments are stored in the
+    // cache, because the whole segment reads them. Those of a single token are stored by the item that attends for it and reads the
+    // block anyway.
     void rotate(const Pass& p, int index, const Layer& l) {
         plan.each(p.tokens_count, [=, &p, &l](int row) {
             const int d = m.head_dim, half = d / 2, s = segment[row];
@@ -50,7 +51,7 @@ struct Heads : Dense {
         for (int c = 0; c < m.head_dim; c++) to[c * PAIR] = kept(value[c]);
     }
 
-    // The lines that a token's key and value go to lie far apart; while queries are rotated they come.
+    // A token's key and value are stored to distant cache lines, which are prefetched while queries are rotated.
     void await(const Pass& p, int index, int row) const {
         const int slot = position[row] % SIDE;
         for (int head = 0; head < m.kv_heads; head++) {
@@ -69,8 +70,8 @@ struct Heads : Dense {
         for (int c = 0; c < m.head_dim; c += 16) store(in + c, load(in + c) * by * load(weight + c));
     }
 
-    // An item and several heads at once: their keys and values lie behind one another, and memory likes long reads. With few
-    // items every head is a job of its own.
+    // One job takes an item and several heads: their keys and values are adjacent, and long reads are faster. With few items every
+    // head is a job of its own.
     void attend(const Pass& p, int index, const Layer& l) {
         const int jobs = (int)items.size() < 4 * team.size ? m.kv_heads : 1, heads = m.kv_heads / jobs;
         plan.each(items.size() * jobs, [=, &p, &l](int i) {
@@ -89,8 +90,8 @@ struct Heads : Dense {
         });
     }
 
-    // The query rows of an item: one `Queries` for each of its key-value heads, more where a group of heads exceeds a tile. As
-    // many again stand behind them for the sequences one by one.
+    // The query rows of an item: one `Queries` for each of its key-value heads, more if a group of heads exceeds a tile. As
+    // many again follow, for the sequences one by one.
     struct Rows {
         Queries<taken>* first;
         int count, kv_head, tiles;
@@ -107,8 +108,8 @@ struct Heads : Dense {
     void give(const Queries<taken>& a, int r, int row, int head) {
         for (int c = 0; c < m.head_dim; c += 16) write(mixed.at(row, head * m.head_dim + c), load(a.out + r * dim + c) * (1.f / a.total[r]));
     }
-    // Blocks [begin, end) of a sequence. `fresh`: the token whose key and value belong into the last one and are not there yet,
-    // -1 where there is none. While a block is looked at the next one comes from memory.
+    // Blocks [begin, end) of a sequence. `fresh`: the token whose key and value belong into the last one and are not stored
+    // yet, -1 if there is none. While a block is read, the next one is prefetched.
     void look_at(Queries<taken>* first, const Rows& rows, const Pass& p, int index, int s, int begin, int end, int fresh) const {
         const int32_t* table = p.tables + (size_t)s * p.width;
         const size_t one = 2 * dim * SIDE;
@@ -141,7 +142,7 @@ struct Heads : Dense {
             for (int r = 0, heads = heads_of(rows, t); r < rows.first[t].rows; r++) give(rows.first[t], r, first + r / heads, first_head(rows, t) + r % heads);
     }
 
-    // Several sequences over the blocks they share, then each over its own.
+    // Attends with several sequences to the blocks that they share, then with each to its own.
     void attend_together(const Pass& p, int index, const Layer& l, const Item& item, const Rows& rows) {
         int low = item.shared;
         for (int t = 0; t < rows.count; t++) {

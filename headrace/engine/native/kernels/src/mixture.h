@@ -7,7 +7,7 @@ struct Mixture : Heads {
 
     std::vector<int> chosen;         // [N, K], best first
     std::vector<float> weights;      // [N, K]
-    std::vector<int> place;          // [N, K]: row of each assignment in the blocks below, where those of an expert lie together
+    std::vector<int> place;          // [N, K]: row of each assignment in the blocks below; those of one expert are adjacent
     std::vector<int> count, first;   // [E]: its assignments, and its first block
     Blocks<taken> gathered, inner;
     Blocks<float> told;
@@ -42,7 +42,7 @@ struct Mixture : Heads {
         });
     }
 
-    // Softmax over all experts in float32, of which the best serve; of equals the first.
+    // Softmax over all experts in float32; the best are chosen, the first among equals.
     void choose(const Pass& p, const Layer& l, int row) {
         const int k = l.chosen;
         float score[MOST_EXPERTS], high = LOWEST, total = 0, kept = 0;
@@ -64,7 +64,7 @@ struct Mixture : Heads {
         for (int i = 0; l.normalise_chosen && i < k; i++) weights[row * k + i] /= kept;
     }
 
-    // Gives every assignment a row: the experts' one after the other, each from a new block on.
+    // Gives every assignment a row, expert by expert; each expert begins a new block.
     void settle(int n, const Layer& l) {
         count.assign(l.experts, 0), first.assign(l.experts, 0);
         for (int i = 0; i < n * l.chosen; i++) count[chosen[i]]++;
@@ -73,7 +73,7 @@ struct Mixture : Heads {
         for (int i = 0; i < n * l.chosen; i++) place[i] = first[chosen[i]] * SIDE + next[chosen[i]]++;
     }
 
-    // f for every panel of every expert that has rows, block by block.
+    // Calls f for every panel of every expert that has rows, block by block.
     template <class F>
     void each_expert(const Layer& l, const Linear& w, const F& f) {
         const int panels = up(w.n);

@@ -5,8 +5,8 @@
 #pragma once
 #include "product.h"
 
-// Weights and cache are stored in bf16, or (with -DWIDE) in float32. The other operand of a product is bf16 too where an
-// instruction multiplies by it; elsewhere it stays float32, which costs nothing there and rounds less.
+// Weights and cache are stored in bf16, or (with -DWIDE) in float32. The other operand of a product is bf16 too if the
+// processor has an instruction for it; otherwise it stays float32, which costs nothing there and rounds less.
 #if defined(WIDE)
 using stored = float;
 #else
@@ -19,7 +19,7 @@ static inline stored kept(taken x) {
     else return narrow1(x);
 }
 
-// Packs one panel. rows[j] is the row of `w` [?, k] that becomes output j; -1 and what lies behind n_out are zeros.
+// Packs one panel. rows[j] is the row of `w` [?, k] that becomes output j; -1 and outputs from n_out on are zeros.
 static inline void pack_panel(const stored* w, int k, const int32_t* rows, int n_out, int panel, stored* packed) {
     static const stored nothing[SIDE] = {};
     const Panel<stored> layout = {};

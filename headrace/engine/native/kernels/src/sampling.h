@@ -4,7 +4,7 @@
 
 struct Draw {
     int64_t token;
-    double logprob;  // NaN where the row held NaN or +inf
+    double logprob;  // NaN if the row held NaN or +inf
 };
 
 // logits [vocabulary], readable up to the next multiple of 16. `u` in [0, 1); negative takes the most probable entry.
@@ -38,7 +38,7 @@ static inline Draw draw(const float* logits, int vocabulary, float inverse_tempe
             for (int lane = 0; lane < 16 && (last < 0 || before <= target); lane++)
                 if (p[lane] > 0) before += p[lane], last = j + lane;
         }
-        token = last;  // rounding may leave target a hair above the last entry's sum: then it is the last one
+        token = last;  // rounding may leave target slightly above the last entry's sum: then it is the last one
     }
     return {token, log_probability(logits[token], peak, inverse_temperature, total)};
 }

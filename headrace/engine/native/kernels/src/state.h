@@ -1,4 +1,4 @@
-// What a pass works on, and who works on what: made before the threads begin.
+// The data of a pass and its distribution over threads, made before the threads begin.
 #pragma once
 #include <vector>
 
@@ -7,7 +7,7 @@
 #include "team.h"
 
 template <class T>
-struct Blocks {  // [rows / 32][panels][32][32]; grows, and is zero where nothing was written
+struct Blocks {  // [rows / 32][panels][32][32]; grows; zero until written
     Arena arena;
     int panels = 0;
     void size(int rows, int columns) {
@@ -80,7 +80,7 @@ struct State {
         arrange_adapters(p);
     }
 
-    // Leading blocks of two sequences that are the same and full, `most` at most.
+    // The number of leading blocks, `most` at most, that two sequences share and that are full.
     int shared(const Pass& p, int a, int b, int most) const {
         most = std::min(most, p.context[b] / SIDE);
         int i = 0;
