@@ -177,7 +177,7 @@ class FakeVllm:
         """`labels`: those that the tokens were sampled under, with the first token of each."""
         stream, part = piece.stream, slice(piece.start, piece.stop)
         tokens, end = stream.tokens[part], stream.end
-        content = [
+        content: list[dict[str, Any]] = [
             {"token_id": token, "logprob": logprob, "rank": None, "top_logprobs": []}
             for token, logprob in zip(tokens, stream.logprobs[part], strict=True)
         ]
