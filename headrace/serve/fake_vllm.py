@@ -37,7 +37,7 @@ GUARDED = ("/v1", "/v2", "/inference", "/cohere")
 
 Positive = Annotated[int, Meta(ge=1)]
 FAULTS = ("weights_ignored", "adapter_ignored", "load_fails")
-"""What a server may do wrong: report weights or an adapter as loaded without having done it; fail to load."""
+"""Errors that a server may make: report weights or an adapter as loaded without having done it; fail to load."""
 
 
 class SamplingParams(Body, kw_only=True):

@@ -42,7 +42,7 @@ class Standstill:
 
     @asynccontextmanager
     async def of(self, adapter: str) -> AsyncIterator[None]:
-        """While it is held, no request that the adapter's weights sample is at the server. One at a time for each adapter."""
+        """Keeps the server free of requests that the adapter's weights would sample. One at a time for each adapter."""
         self._updating.add(adapter)
         try:
             while streams := [left for name, left in self._streams.values() if self._waits(name)]:

@@ -48,7 +48,7 @@ NO_LOGPROB = -9999.0
 class _Live:
     update: WeightUpdate
     name: str
-    """At the server: the label of the base weights, or the name of an adapter."""
+    """The label of the base weights, or the name of an adapter, at the server."""
 
 
 class VllmDialect:
@@ -61,7 +61,7 @@ class VllmDialect:
         self._boots, self._loads = 0, itertools.count()
         self._facts: Facts | None = None
         self._live: dict[str, _Live] = {}
-        """By adapter; the base by the empty name."""
+        """The live weights by adapter; the base model's go by the empty name."""
         self._state: ServerState | None = None
         self._loading = asyncio.Lock()
 
@@ -220,7 +220,7 @@ class VllmDialect:
         return LoadReport(update.version, verify_seconds=0.0, swap_seconds=time.perf_counter() - begun)
 
     async def _load_base(self, connection: Connection, update: WeightUpdate, seconds: float) -> None:
-        """Where it breaks off, the server stays paused under its old label, and serves nobody."""
+        """Leaves the server paused under its old label if it breaks off: then it serves nobody."""
         label = f"{self._prefix}{self._boots}-v{update.version}-{quote(update.fingerprint, safe='')}"
         reload = {"method": "reload_weights", "kwargs": {"weights_path": str(update.where["path"])}}
         await connection.tell("/pause?mode=abort&clear_cache=true", None, seconds)
@@ -230,7 +230,7 @@ class VllmDialect:
         self._live[""] = _Live(update, label)
 
     async def _load_adapter(self, connection: Connection, update: WeightUpdate, seconds: float) -> None:
-        """Under a name that was never used, even by an attempt of which no answer came: requests of another version cannot reach it."""
+        """Uses a name that nothing has had, not even an attempt without an answer: requests of another version cannot reach it."""
         assert update.adapter is not None
         adapter, before = update.adapter.name, self._live.get(update.adapter.name)
         name = f"{self._prefix}{self._boots}-{adapter}-v{update.version}.{next(self._loads)}"

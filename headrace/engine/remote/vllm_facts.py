@@ -1,4 +1,4 @@
-"""What a vLLM server is: its settings, which it reports in full, its statistics, and who can reach it."""
+"""Facts about a vLLM server: its settings, which it reports in full, its statistics, and who can reach it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MEETING = 120.0
 
 @dataclass(frozen=True)
 class Facts:
-    """What does not change while the process lives."""
+    """The facts that do not change while the process lives."""
 
     dtype: str
     capabilities: Capabilities
@@ -73,7 +73,7 @@ _SAMPLE = re.compile(r"^vllm:(\w+?)(?:_total)?(?:\{[^}]*\})? (\S+)$", re.MULTILI
 
 
 def statistics(text: str) -> EngineStats:
-    """From the Prometheus text of `/metrics`, summed over the engines behind the server."""
+    """Reads the Prometheus text of `/metrics`. Sums over the engines behind the server."""
     sums: dict[str, float] = {}
     for name, value in _SAMPLE.findall(text):
         sums[name] = sums.get(name, 0.0) + float(value)
