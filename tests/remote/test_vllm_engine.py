@@ -184,6 +184,9 @@ def test_adapters_need_their_routes(tiny_tokenizer: Path) -> None:
                 state = await VllmDialect().look(connection, 60)
                 await connection.close()
                 can = state.capabilities
+                assert can.context_length == FakeEngine().context_length - 1, (
+                    "behind a scored prompt one token is sampled"
+                )
                 assert (can.adapters, can.masks, can.stop_strings, can.exact, can.forks) == (adapters, *[False] * 4)
 
     asyncio.run(go())
