@@ -56,7 +56,7 @@ def test_thread_sanitizer_finds_no_race(tmp_path: Path, flags: tuple[str, ...]) 
         pytest.param(BELL, "if (asleep > 0) wake(most);", "(void)most;", STUCK, id="nobody is woken"),
         pytest.param(
             BELL,
-            "asleep++;  // then the number is looked at once more: whoever changes it after that look sees a sleeper\n"
+            "asleep++;  // then the number is read once more: a thread that changes it after that sees a sleeper\n"
             "        wait(seen);\n        asleep--;",
             "wait(seen);",
             STUCK,
