@@ -55,17 +55,39 @@ class Truth:
     keys: dict[int, dict[str, RolloutKey]] = field(default_factory=dict)
     """The keys of a ticket's requests, by ticket."""
 
+    several: bool = False
+    """Whether several engines may sample one request: one that hung goes on with requests that others have by now. Then only what the
+    controller accepted is true, and it may accept only what somebody has sampled."""
+    options: dict[tuple[str, int], set[tuple[int, int]]] = field(default_factory=dict)
+    """The tokens that any engine has sampled, by request and place."""
+
     def sampled(self, request: str, place: int, token: int, version: int) -> None:
         if not self.remembers:
             return
+        if self.several:
+            self.options.setdefault((request, place), set()).add((token, version))
+            return
+        known = self._known(request)
+        assert place <= len(known), f"{request} goes on at token {place}, and {len(known)} were sampled"
+        del known[place:]
+        known.append((token, version))
+
+    def accepted(self, request: str, place: int, pair: tuple[int, int]) -> None:
+        """The controller was told of a token. `place`: the number of tokens of the request that it had been told of before."""
+        if not (self.remembers and self.several) or request.startswith("eval"):
+            return
+        found = self.options.get((request, place), set())
+        assert pair in found, f"C5: token {place} of {request} is {pair}, and nobody has sampled it: {found}"
+        known = self._known(request)
+        del known[place:]
+        known.append(pair)
+
+    def _known(self, request: str) -> list[tuple[int, int]]:
         if request not in self.tokens:
             key = RolloutKey.read(request)
             assert key is not None, f"{request} is no rollout's"
             self.keys.setdefault(key.ticket, {})[request] = key
-        known = self.tokens.setdefault(request, [])
-        assert place <= len(known), f"{request} goes on at token {place}, and {len(known)} were sampled"
-        del known[place:]
-        known.append((token, version))
+        return self.tokens.setdefault(request, [])
 
     def serves(self, version: int, weights: str) -> None:
         first = self.served.setdefault(version, weights)

@@ -243,6 +243,9 @@ class RemoteEngine:
         self._latest = (await self._presence.retrying(lambda: self._dialect.look(self._connection, LOADING))).stats
         return self._totals()
 
+    async def absence(self) -> str:
+        return await self._presence.absence()
+
     async def watch(self) -> None:
         await self._presence.watch()
 
