@@ -85,5 +85,5 @@ def case_of(seed: int) -> Case:
         skips=rng.random() < 0.25,
         faults=some_faults(rng, operations),
         stragglers=rng.choice([0, 0, 2, 3, 5]),
-        members=rng.choice([1, 1, 1, 2, 3]),
+        members=rng.choice([1, 1, 2, 2, 3]),
     )

@@ -113,6 +113,8 @@ class SimulatedEngineProcess(Process):
         self._memory, self._truth, self._turns = memory, truth, turns
         self._version, self._weights = -1, ""
         self._pass = chance.random.choice([0.01, 0.1, 0.5])
+        self._loading = chance.random.choice([0.3, 3.0, 40.0]) if truth.several else 0.3
+        """Seconds that an update takes on average. Members of a fleet differ, and some are later than a fleet waits."""
         self._waiting: dict[str, Request] = {}
         self._running: dict[str, _Row] = {}
         self._ended: list[Finished] = []
@@ -247,7 +249,7 @@ class SimulatedEngineProcess(Process):
         update, parts = unpack(frame.payload, tuple[WeightUpdate, int])
         slot = update.where["slot"]
         found = self._memory[slot]
-        await asyncio.sleep(self.chance.seconds(0.3))
+        await asyncio.sleep(self.chance.seconds(self._loading))
         if not found == update.fingerprint == self._memory[slot]:
             self.fail(frame, IdentityError(f"version {update.version}: {found} instead of {update.fingerprint}"))
             return

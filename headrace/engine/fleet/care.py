@@ -60,7 +60,8 @@ class Care:
         absence = asyncio.ensure_future(member.engine.absence())
         silence = asyncio.ensure_future(self._until_silent())
         try:
-            await asyncio.wait([member.gone, absence, silence], return_when=asyncio.FIRST_COMPLETED)
+            ends: list[asyncio.Future[Any]] = [member.gone, absence, silence]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             return next((task.result() for task in (absence, silence) if task.done()), member.why)
         finally:
             await _cancelled(absence, silence)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from headrace.engine.request_book import Pending
 from headrace.protocols import Engine
@@ -97,8 +97,9 @@ class Member:
     async def while_serving(self, work: Awaitable[T]) -> T | None:
         """Returns the result of `work`, or None as soon as the member leaves the rotation. Raises what `work` raises."""
         task, gone = asyncio.ensure_future(work), self.gone
+        ends: list[asyncio.Future[Any]] = [task, gone]
         try:
-            await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             return task.result() if task.done() and not gone.done() else None
         finally:
             if not task.done():

@@ -155,8 +155,8 @@ def _end(attempt: Attempt) -> None:
 
 def _names(output: StepOutput) -> set[str]:
     """Everybody in an output: the ids of its requests."""
-    others = (*output.details, *output.finished, *output.scores)
-    return {*output.request_ids, *(one.request_id for one in others)}
+    named = {one.request_id for one in output.details} | {one.request_id for one in output.scores}
+    return {*output.request_ids, *named, *(one.request_id for one in output.finished)}
 
 
 def _only(output: StepOutput, names: Iterable[str]) -> StepOutput:

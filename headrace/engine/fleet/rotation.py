@@ -89,6 +89,7 @@ class Rotation:
         member.leave(str(error), "lost")
         self._has_left(member, "lost") if served else self._record(member, "lost")
         self._if_nobody_is_left(error)
+        self.notify()
 
     def remove(self, member: Member) -> None:
         """Takes a member out for good. Its requests go on elsewhere."""
