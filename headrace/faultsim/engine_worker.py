@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 from headrace.errors import IdentityError
 from headrace.faultsim.chance import Chance, Process
@@ -46,6 +46,7 @@ def fate(seed: int, max_tokens: int) -> tuple[int, bool]:
 class Truth:
     """Everything that engines sampled and served in all lives of a run, whether or not the controller received it."""
 
+    _: KW_ONLY
     tokens: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     """Each token with its version, by request. A token that is sampled again replaces the earlier one."""
     served: dict[int, str] = field(default_factory=dict)

@@ -392,15 +392,23 @@ ELSEWHERE = (
     ),
 )  # fmt: skip
 
+NOT_ALL = (
+    "[member.reports[name] for member in rotation.serving]",
+    "[member.reports[name] for member in rotation.serving if name in member.reports]",
+)
+"""Some who serve have not loaded it."""
+
 OF_FLEET = (
     _one(
         "late_stays", FLEET, "C1", "a member that is late with new weights stays, and the version counts as live",
-        "                    self._rotation.expel(loading[task], self._late(update))", "                    task.cancel()",
+        "                    self._rotation.expel(loading[task], self._late(update))", "                    return {}",
+        NOT_ALL,
     ),
     _one(
         "first_suffices", FLEET, "C1", "a version counts as live when the first member has it",
         "while waiting := [task for task in loading if not task.done()]:",
         "while (waiting := [task for task in loading if not task.done()]) and deadline is None:",
+        NOT_ALL,
     ),
     _one(
         "old_weights_enter", CARE, "C1", "a member comes back with the weights that it had",

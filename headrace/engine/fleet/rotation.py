@@ -109,8 +109,17 @@ class Rotation:
     def _record(self, member: Member, what: str, requests: int = 0, tokens: int = 0) -> None:
         """`what`: what has happened to the member."""
         told = self.telemetry
-        fact = MemberMoved(told.clock(), member.name, what, member.why, requests, tokens, len(self.serving))
-        told.record(fact)
+        told.record(
+            MemberMoved(
+                t=told.clock(),
+                member=member.name,
+                state=what,
+                why=member.why,
+                requests=requests,
+                tokens=tokens,
+                serving=len(self.serving),
+            )
+        )
         if what in ("away", "lost"):
             went = f"; its {requests} requests go on elsewhere from {tokens} tokens" if requests else ""
             left = f"{len(self.serving)} of {len(self.members)} members serve"
