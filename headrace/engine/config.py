@@ -19,7 +19,7 @@ from headrace.settings.extras import install
 class EngineConfig:
     kind: str = "native"
     """The engine that serves the policy. native: headrace's own, in a process on this machine; headrace: the same engine behind
-    HTTP (`headrace serve`)."""
+    HTTP (`headrace serve`); vllm: a vLLM server (docs/engines.md has the options that it is started with)."""
     urls: tuple[str, ...] = ()
     """Address of the server, such as ["http://127.0.0.1:8000"], for kinds that are one."""
     token_file: str = ""
@@ -103,11 +103,11 @@ def engine_problems(config: EngineConfig) -> Iterator[str]:
     if not config.is_server:
         for name in changed:
             if name in _OF_SERVERS:
-                yield f'engine.{name} is about servers, and engine.kind = "{config.kind}" is none; set engine.kind = "headrace", or remove it'
+                yield f'engine.{name} is about servers, and engine.kind = "{config.kind}" is none; set engine.kind = "headrace" or "vllm", or remove it'
         return
     for name in changed:
         if name not in (*_OF_SERVERS, *_OF_BOTH):
-            yield f"engine.{name} is the server's business: give it to the command that starts it (headrace serve --set engine.{name}=...)"
+            yield f"engine.{name} is the server's business: give it to the command that starts it (headrace serve --set engine.{name}=..., or vLLM's own option)"
     if len(config.urls) != 1:
         yield f'engine.kind = "{config.kind}" needs the address of one server, and engine.urls names {len(config.urls)}: engine.urls = ["http://127.0.0.1:8000"]'
     for url in config.urls:

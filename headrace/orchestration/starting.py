@@ -13,6 +13,8 @@ from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialect import Dialect
 from headrace.engine.remote.headrace import HeadraceDialect
 from headrace.engine.remote.remote_engine import RemoteEngine, check_state
+from headrace.engine.remote.vllm import VllmDialect
+from headrace.engine.remote.vllm_facts import open_routes
 from headrace.errors import ConfigError
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.clients.process_engine import ProcessEngine
@@ -22,7 +24,7 @@ from headrace.protocols import Engine, Job, Launcher, Transport
 from headrace.settings.secrets import read_token
 from headrace.weights import Manifest
 
-DIALECTS: dict[str, Callable[[], Dialect]] = {"headrace": HeadraceDialect}
+DIALECTS: dict[str, Callable[[], Dialect]] = {"headrace": HeadraceDialect, "vllm": VllmDialect}
 """The dialect of each `engine.kind`."""
 
 
@@ -85,6 +87,8 @@ def _server(config: RunConfig, telemetry: Telemetry) -> Starting:
     )
 
     async def launch() -> None:
+        if settings.kind == "vllm" and (warning := open_routes(url)):
+            telemetry.warn(warning)
         check_state(await engine.open(), settings.serving_dtype, settings.context_length, url)
 
     async def finish(manifests: Mapping[str, Manifest], adapters: int) -> None:

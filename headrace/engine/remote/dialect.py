@@ -55,6 +55,10 @@ class Heard:
 
 
 class Dialect(Protocol):
+    keeps_requests: bool
+    """Whether requests go on at the server through an update. Where they do not, their streams are left before it, and they go on
+    from their prefixes after it."""
+
     async def look(self, connection: Connection, seconds: float) -> ServerState:
         """Raises Unreachable without an answer, ConfigError for a server of another kind."""
 

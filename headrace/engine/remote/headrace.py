@@ -28,6 +28,8 @@ _CANNOT = ("forks", "streamed")
 class HeadraceDialect:
     """Protocol `Dialect`."""
 
+    keeps_requests = True
+
     async def look(self, connection: Connection, seconds: float) -> ServerState:
         told = await connection.get("/headrace/state", seconds)
         try:

@@ -11,6 +11,7 @@ others meanwhile, the run ends instead of training on their tokens.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,6 +22,7 @@ from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialect import Dialect, Heard, ServerState
 from headrace.engine.remote.errors import Busy, Unreachable
 from headrace.engine.remote.outages import Presence
+from headrace.engine.remote.standstill import Standstill
 from headrace.engine.request_book import Pending, RequestBook
 from headrace.engine.streaming import check_parts
 from headrace.errors import ConfigError, HeadraceError, IdentityError
@@ -58,6 +60,7 @@ class RemoteEngine:
         """Fingerprint by adapter and version."""
         self._admits, self._running = True, 0
         self._changed = asyncio.Event()
+        self._standstill = Standstill()
         self._names, self._nonce = itertools.count(), secrets.token_hex(4)
         self._before, self._base, self._latest = EngineStats(), EngineStats(), EngineStats()
         """Statistics of processes of the server that ended; what the present one had done before this run; what it has now."""
@@ -105,6 +108,7 @@ class RemoteEngine:
         failures, had = 0, 0
         while not pending.done.done():
             await self._presence.until_up()
+            await self._standstill.until_over(pending.request.adapter, pending.done)
             try:
                 await self._follow(pending)
             except Busy as busy:
@@ -121,16 +125,19 @@ class RemoteEngine:
                 self._presence.give_up(error)
 
     async def _follow(self, pending: Pending) -> None:
-        """One stream, to its end or to where it breaks. It is left as soon as the request is to end, or the server is missed."""
+        """One stream, to its end or to where it breaks. It is left as soon as the request is to end, the server is missed, or an update
+        needs it to be."""
+        left = self._standstill.enter(pending.request)
         reading = asyncio.ensure_future(self._read(pending))
         try:
-            ends: list[asyncio.Future[object]] = [reading, pending.done, self._presence.outage]  # type: ignore[list-item]
+            ends: list[asyncio.Future[object]] = [reading, pending.done, self._presence.outage, left]  # type: ignore[list-item]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if reading.done():
                 reading.result()
         finally:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
+            self._standstill.leave(pending.request)
 
     async def _read(self, pending: Pending) -> None:
         rest = pending.rest()
@@ -201,7 +208,8 @@ class RemoteEngine:
         self._published[name, update.version] = update.fingerprint
         self._wanted[name] = update
         try:
-            return await self._presence.retrying(lambda: self._dialect.load(self._connection, update, LOADING))
+            async with contextlib.nullcontext() if self._dialect.keeps_requests else self._standstill.of(name):
+                return await self._presence.retrying(lambda: self._dialect.load(self._connection, update, LOADING))
         except (HeadraceError, ValueError):
             if before is None:  # refused: a server that comes back has no use for it
                 del self._wanted[name]
@@ -289,5 +297,6 @@ def check_state(state: ServerState, dtype: str, context_length: int, url: str) -
     if state.capabilities.context_length < context_length:
         raise ConfigError(
             f"the server at {url} holds {state.capabilities.context_length} tokens, and engine.context_length = {context_length}; lower that, "
-            f"or start the server with --set engine.context_length={context_length}"
+            f"or start the server with room for as many (headrace serve --set engine.context_length={context_length}, vllm serve "
+            f"--max-model-len {context_length + 1})"
         )
