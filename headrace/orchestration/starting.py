@@ -16,6 +16,7 @@ from headrace.engine.remote.remote_engine import RemoteEngine, check_state
 from headrace.engine.remote.vllm import VllmDialect
 from headrace.engine.remote.vllm_facts import open_routes
 from headrace.errors import ConfigError
+from headrace.models.endings import end_tokens
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.clients.process_engine import ProcessEngine
 from headrace.orchestration.workers.build import open_files, open_transport
@@ -24,8 +25,11 @@ from headrace.protocols import Engine, Job, Launcher, Transport
 from headrace.settings.secrets import read_token
 from headrace.weights import Manifest
 
-DIALECTS: dict[str, Callable[[], Dialect]] = {"headrace": HeadraceDialect, "vllm": VllmDialect}
-"""The dialect of each `engine.kind`."""
+DIALECTS: dict[str, Callable[[Path], Dialect]] = {
+    "headrace": lambda model_dir: HeadraceDialect(),
+    "vllm": lambda model_dir: VllmDialect(end_tokens(model_dir)),
+}
+"""The dialect of each `engine.kind`, made from the model's directory."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ def start_engine(
     telemetry: Telemetry,
 ) -> Starting:
     if config.engine.is_server:
-        return _server(config, telemetry)
+        return _server(config, model_dir, telemetry)
     job = Job("engine", "engine", config.engine.cores, transport.inherited)
     engine = ProcessEngine(launcher, job, config.engine.max_deaths, telemetry)
 
@@ -75,12 +79,12 @@ def _engine_settings(config: RunConfig, adapters: int) -> dict[str, Any]:
     return dataclasses.asdict(dataclasses.replace(config.engine, routing=routing, max_adapters=room))
 
 
-def _server(config: RunConfig, telemetry: Telemetry) -> Starting:
+def _server(config: RunConfig, model_dir: Path, telemetry: Telemetry) -> Starting:
     settings, (url,) = config.engine, config.engine.urls
     token = read_token(Path(settings.token_file), "engine.token_file") if settings.token_file else ""
     engine = RemoteEngine(
         Connection(url, token),
-        DIALECTS[settings.kind](),
+        DIALECTS[settings.kind](model_dir),
         patience=settings.patience,
         max_deaths=settings.max_deaths,
         telemetry=telemetry,

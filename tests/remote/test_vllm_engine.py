@@ -30,6 +30,8 @@ from headrace.weight_sync.files import RECORD, Record
 from headrace.weights import Manifest, WeightUpdate
 
 LENGTH = 60
+ENDS = (102, 105)
+"""Tokens that the fake engine does not sample."""
 
 
 def request(name: str, **more: Any) -> Request:
@@ -67,7 +69,7 @@ async def served(
 def engine_at(url: str, token: str = "") -> RemoteEngine:
     facts, clock = FactList(), asyncio.get_running_loop().time
     telemetry = Telemetry(facts.record, clock, Waits(facts.record, clock, 100.0, 200.0))
-    return RemoteEngine(Connection(url, token), VllmDialect(), patience=60.0, max_deaths=3, telemetry=telemetry)
+    return RemoteEngine(Connection(url, token), VllmDialect(ENDS), patience=60.0, max_deaths=3, telemetry=telemetry)
 
 
 Case = Callable[[RemoteEngine, FakeVllm, Path], Awaitable[None]]
@@ -126,6 +128,25 @@ def test_a_prompt_is_scored_and_a_request_that_has_all_its_tokens_ends(tiny_toke
         assert scored.prompt_logprobs == (-1.0, -1.0) and scored.spans[0].version == 0 and not scored.tokens
         whole = await engine.generate(request("a", prefix=tuple(range(1, LENGTH + 1))))
         assert whole.stop == "length" and not whole.tokens
+        asked = len(server.bodies)
+        for drawn, prefix in (
+            (Sampling(max_tokens=9), (7, 105)),
+            (Sampling(max_tokens=9, stop_token_ids=(7,)), (5, 7)),
+        ):
+            ended = await engine.generate(Request("a", (1,), drawn, prefix=prefix))
+            assert ended.stop == "stop" and not ended.tokens, (
+                "its end was sampled before, and only that was not recorded"
+            )
+        assert len(server.bodies) == asked
+        for drawn, stops in (
+            (Sampling(max_tokens=9, stop_token_ids=(7,)), [7, 102, 105]),
+            (Sampling(ignore_eos=True), []),
+        ):
+            await engine.generate(Request("a", (1,), drawn, prefix=(4,)))
+            assert server.bodies[-1].sampling_params.stop_token_ids == stops
+            assert server.bodies[-1].sampling_params.ignore_eos, (
+                "vLLM goes by the tokens that are named, and by no others"
+            )
         for more in ({"return_mask": True}, {"top_logprobs": 3}, {"return_routing": True}):
             with pytest.raises(ValueError, match="vLLM is not asked for"):
                 await engine.generate(request("b", **more))
@@ -181,7 +202,7 @@ def test_adapters_need_their_routes(tiny_tokenizer: Path) -> None:
         for how, adapters in (({"max_loras": 2}, 2), ({"max_loras": 2, "absent": ["lora"]}, 0), ({}, 0)):
             async with served(tiny_tokenizer, **how) as (url, _):
                 connection = Connection(url)
-                state = await VllmDialect().look(connection, 60)
+                state = await VllmDialect(ENDS).look(connection, 60)
                 await connection.close()
                 can = state.capabilities
                 assert can.context_length == FakeEngine().context_length - 1, (

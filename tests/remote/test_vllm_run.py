@@ -93,7 +93,9 @@ def test_the_probe_stops_a_run_whose_server_did_not_load(
     with serving(tiny_llama, tmp_path / "logs", fault) as server:
         train = {"steps": 3, "learning_rate": 0.5}
         watch = {"identity_every": 1}
-        with pytest.raises(IdentityError, match="does not compute the policy that is trained"):
+        with pytest.raises(
+            IdentityError, match=r"does not compute the policy that is trained\. Its server has not applied"
+        ):
             headrace.train(config_for(tmp_path, tiny_llama, server, lora=lora, train=train, watch=watch))
 
 

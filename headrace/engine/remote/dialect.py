@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from headrace.engine.remote.connection import Connection
 from headrace.reports import Capabilities, EngineStats, LoadReport
 from headrace.steps import Finished, PromptScores, TokenDetails
-from headrace.types import Request
+from headrace.types import Request, Stop
 from headrace.weights import WeightUpdate
 
 
@@ -64,6 +64,9 @@ class Dialect(Protocol):
 
     def ask(self, request: Request, wire_id: str) -> tuple[str, dict[str, Any]]:
         """Route and body of a stream."""
+
+    def ended(self, request: Request) -> Stop | None:
+        """How a request ended before it is sent, where all its tokens are in its prefix and the server would sample another one."""
 
     def hear(self, event: Any, request: Request) -> Heard:
         """Raises Unreachable for an answer that cannot be read."""

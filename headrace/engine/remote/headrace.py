@@ -75,6 +75,9 @@ class HeadraceDialect:
         }
         return "/inference/v1/generate", body | ({"model": request.adapter} if request.adapter else {})
 
+    def ended(self, request: Request) -> Stop | None:
+        return None  # the server knows its prefix, and finds out
+
     def hear(self, event: Any, request: Request) -> Heard:
         try:
             return _heard(event, request)

@@ -141,6 +141,9 @@ class RemoteEngine:
 
     async def _read(self, pending: Pending) -> None:
         rest = pending.rest()
+        if stop := self._dialect.ended(rest):
+            self._tell(StepOutput(self._version(), finished=(Finished(rest.id, stop),)))
+            return
         path, body = self._dialect.ask(rest, f"{self._nonce}.{rest.id}.{next(self._names)}")
         stream = self._connection.stream(path, body)
         try:

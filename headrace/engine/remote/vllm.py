@@ -21,6 +21,7 @@ import itertools
 import math
 import secrets
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
@@ -56,7 +57,9 @@ class VllmDialect:
 
     keeps_requests = False
 
-    def __init__(self) -> None:
+    def __init__(self, ends: Collection[int]) -> None:
+        """`ends`: the model's end-of-sequence tokens."""
+        self._ends = frozenset(ends)
         self._nonce = secrets.token_hex(4)
         self._boots, self._loads = 0, itertools.count()
         self._facts: Facts | None = None
@@ -120,18 +123,21 @@ class VllmDialect:
 
     def ask(self, request: Request, wire_id: str) -> tuple[str, dict[str, Any]]:
         """vLLM draws with random numbers of its own: `Sampling.seed` is not sent, because a request that goes on from its prefix under
-        the same seed would be drawn with the numbers that drew its first tokens."""
+        the same seed would be drawn with the numbers that drew its first tokens. The tokens that end a request are all named, because
+        vLLM goes by its tokenizer's for others than `ended` does."""
         self._refuse(request)
         assert self._facts is not None
         sampling, scores = request.sampling, request.prompt_logprobs
         drawn: dict[str, Any] = {
-            "max_tokens": max(1, sampling.max_tokens - len(request.prefix)),
+            "max_tokens": max(
+                1, sampling.max_tokens - len(request.prefix)
+            ),  # vLLM samples at least one, behind scores too
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
             "min_p": sampling.min_p,
-            "stop_token_ids": list(sampling.stop_token_ids),
-            "ignore_eos": sampling.ignore_eos,
+            "stop_token_ids": sorted(self._stops(request)),
+            "ignore_eos": True,
             "logprobs": 0,
             "detokenize": False,
         }
@@ -146,6 +152,16 @@ class VllmDialect:
         if self._facts.priorities:
             body["priority"] = request.priority
         return "/inference/v1/generate", body | ({"model": self._live[request.adapter].name} if request.adapter else {})
+
+    def ended(self, request: Request) -> Stop | None:
+        """Without this, vLLM would sample behind an end of which only the token was recorded before a run was killed."""
+        if request.prefix and request.prefix[-1] in self._stops(request):
+            return "stop"
+        return "length" if request.prefix and len(request.prefix) >= request.sampling.max_tokens else None
+
+    def _stops(self, request: Request) -> set[int]:
+        sampling = request.sampling
+        return set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else self._ends)
 
     def _refuse(self, request: Request) -> None:
         """Raises ValueError for what `Capabilities` does not hold, whoever asks for it nevertheless."""
@@ -177,8 +193,6 @@ class VllmDialect:
             logprobs = _prompt_logprobs(event["prompt_logprobs"], request.prompt)
             scores = PromptScores(request.id, live.update.version, logprobs)
             return Heard(scores=scores, end=Finished(request.id, "length"))
-        if len(request.prefix) >= request.sampling.max_tokens:  # vLLM samples at least one
-            return Heard(end=Finished(request.id, "length"))
         tokens, reason = choice["token_ids"] or [], choice["finish_reason"]
         content = choice["logprobs"]["content"] if tokens else []
         if [one["token_id"] for one in content] != list(tokens):
