@@ -3,9 +3,9 @@ vLLM 0.32 does, over headrace's engine."""
 
 from __future__ import annotations
 
+import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,22 +18,34 @@ import vllm_server
 from tiny_run import of, tiny_config, when_step
 
 import headrace
+from headrace.engine.servers.server_process import free_port
 from headrace.errors import ConfigError, IdentityError
 from headrace.observe.facts import IdentityChecked, RunEnded, WorkerLost
 from headrace.observe.records import StepRow
 
+OPTIONS = "--host 127.0.0.1 --dtype float32 --max-model-len 65 --enable-lora --max-loras 2 --enable-scale-out"
+VARIABLES = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
+
 
 class Server:
-    def __init__(self, model: Path, logs: Path, *faults: str) -> None:
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            self.port = sock.getsockname()[1]
-        self._words = [str(model), str(self.port), str(logs), *faults]
-        self.url = f"http://127.0.0.1:{self.port}"
+    def __init__(self, model: Path, *faults: str) -> None:
+        port = free_port()
+        self._words = [
+            "serve",
+            str(model),
+            "--port",
+            str(port),
+            "--logprobs-mode",
+            "processed_logprobs",
+            *OPTIONS.split(),
+        ]
+        self._words += [word for fault in faults for word in ("--fault", fault)]
+        self.url = f"http://127.0.0.1:{port}"
         self.start()
 
     def start(self) -> None:
-        self.process = subprocess.Popen([sys.executable, vllm_server.__file__, *self._words])
+        command = [sys.executable, vllm_server.__file__, *self._words]
+        self.process = subprocess.Popen(command, env={**os.environ, **VARIABLES})
 
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
@@ -41,8 +53,8 @@ class Server:
 
 
 @contextmanager
-def serving(model: Path, logs: Path, *faults: str) -> Iterator[Server]:
-    server = Server(model, logs, *faults)
+def serving(model: Path, *faults: str) -> Iterator[Server]:
+    server = Server(model, *faults)
     try:
         yield server
     finally:
@@ -64,7 +76,7 @@ def checked_run(directory: Path, steps: int) -> None:
 
 
 def test_a_run_trains_and_a_server_that_is_killed_costs_nothing(tiny_llama: Path, tmp_path: Path) -> None:
-    with serving(tiny_llama, tmp_path / "logs") as server:
+    with serving(tiny_llama) as server:
         run = tmp_path / "runs" / "tiny"
 
         def kill_and_start_again() -> None:
@@ -80,7 +92,7 @@ def test_a_run_trains_and_a_server_that_is_killed_costs_nothing(tiny_llama: Path
 
 
 def test_an_adapter_is_trained(tiny_llama: Path, tmp_path: Path) -> None:
-    with serving(tiny_llama, tmp_path / "logs") as server:
+    with serving(tiny_llama) as server:
         config = config_for(tmp_path, tiny_llama, server, lora={"rank": 4}, train={"steps": 3, "learning_rate": 1e-2})
         assert headrace.train(config).step == 3
     checked_run(tmp_path / "runs" / "tiny", 3)
@@ -90,7 +102,7 @@ def test_an_adapter_is_trained(tiny_llama: Path, tmp_path: Path) -> None:
 def test_the_probe_stops_a_run_whose_server_did_not_load(
     fault: str, lora: dict[str, Any], tiny_llama: Path, tmp_path: Path
 ) -> None:
-    with serving(tiny_llama, tmp_path / "logs", fault) as server:
+    with serving(tiny_llama, fault) as server:
         train = {"steps": 3, "learning_rate": 0.5}
         watch = {"identity_every": 1}
         with pytest.raises(
@@ -100,7 +112,7 @@ def test_the_probe_stops_a_run_whose_server_did_not_load(
 
 
 def test_what_cannot_be_is_refused_before_the_trainer_starts(tiny_llama: Path, tmp_path: Path) -> None:
-    with serving(tiny_llama, tmp_path / "logs") as server:
+    with serving(tiny_llama) as server:
         for tables, words in (
             ({"engine": {"dtype": "bfloat16"}}, 'set engine.dtype = "float32"'),
             ({"engine": {"context_length": 128}}, "vllm serve --max-model-len 129"),

@@ -21,7 +21,7 @@ import msgspec
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialect import Dialect, Heard, ServerState
 from headrace.engine.remote.errors import Busy, Unreachable
-from headrace.engine.remote.outages import Presence
+from headrace.engine.remote.outages import Host, Presence
 from headrace.engine.remote.standstill import Standstill
 from headrace.engine.request_book import Pending, RequestBook
 from headrace.engine.streaming import check_parts
@@ -49,10 +49,12 @@ class RemoteEngine:
         patience: float,
         max_deaths: int,
         telemetry: Telemetry,
+        host: Host | None = None,
     ) -> None:
-        self._connection, self._dialect = connection, dialect
+        """`host`: the process of a server that the run starts, and ends; None for one that it joins."""
+        self._connection, self._dialect, self._host = connection, dialect, host
         self._telemetry = telemetry
-        self._presence = Presence(connection, dialect, self, patience, max_deaths)
+        self._presence = Presence(connection, dialect, self, patience=patience, max_deaths=max_deaths, host=host)
         self._book = RequestBook()
         self._wanted: dict[str, WeightUpdate] = {}
         """The newest weights by adapter; the base model's go by the empty name."""
@@ -258,11 +260,15 @@ class RemoteEngine:
         await self._presence.watch()
 
     def kill(self) -> None:
-        """Does nothing: the server is not ours to kill, and `close` closes the connections."""
+        """A server that was joined is not ours to kill: `close` closes the connections."""
+        if self._host:
+            self._host.kill()
 
     async def close(self) -> None:
         await self._presence.close()
         await self._connection.close()
+        if self._host:
+            await self._host.end()
 
     # -- for its presence (protocol `Dependent`) ----------------------------------------------------------------------------
 
