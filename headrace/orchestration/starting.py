@@ -12,6 +12,7 @@ from headrace.config import RunConfig, adapter_runs
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialect import Dialect
 from headrace.engine.remote.headrace import HeadraceDialect
+from headrace.engine.remote.outages import SILENT
 from headrace.engine.remote.remote_engine import RemoteEngine, check_state
 from headrace.engine.remote.vllm import VllmDialect
 from headrace.engine.remote.vllm_facts import open_routes
@@ -122,11 +123,20 @@ def _server(config: RunConfig, model_dir: Path, logs: Path, telemetry: Telemetry
     )
 
     async def launch() -> None:
-        if settings.kind == "vllm" and (warning := open_routes(url)):
-            telemetry.warn(warning)
         check_state(await engine.open(), settings.serving_dtype, settings.context_length, url)
+        if settings.kind == "vllm":
+            await _warn_of_open_routes(url, telemetry)
 
     async def finish(manifests: Mapping[str, Manifest], adapters: int) -> None:
         """Does nothing: the layout is in the files, and the server has its own settings."""
 
     return Starting(engine, launch, finish)
+
+
+async def _warn_of_open_routes(url: str, telemetry: Telemetry) -> None:
+    stranger = Connection(url)
+    try:
+        if warning := await open_routes(url, stranger, SILENT):
+            telemetry.warn(warning)
+    finally:
+        await stranger.close()

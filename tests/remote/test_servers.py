@@ -12,11 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import vllm_server
 
+from headrace.commands.doctor import engine_findings
 from headrace.engine.config import EngineConfig
 from headrace.engine.servers import guard
 from headrace.engine.servers.commands import Command, Place, command
-from headrace.engine.servers.installed import Found, interpreter, look, require
+from headrace.engine.servers.installed import Found, interpreter, look, places, require
 from headrace.engine.servers.server_process import ServerProcess
 from headrace.errors import ConfigError
 
@@ -123,6 +125,24 @@ def test_an_interpreter_is_asked_what_it_has(tmp_path: Path) -> None:
         interpreter(str(tmp_path / "python"))
     with pytest.raises(ConfigError, match="is no Python interpreter"):
         look("vllm", "/bin/sh")
+
+
+def test_the_doctor_says_which_interpreter_has_which_engine(tmp_path: Path, monkeypatch) -> None:
+    def found(*pythons: str) -> dict[str, tuple[str, str, str]]:
+        return {one.what: (one.state, one.value, one.remedy) for one in engine_findings(places(pythons))}
+
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    assert found()["native"][0] == "ok" and sys.executable in found()["headrace"][1]
+    assert found()["vllm"][:2] == ("note", f"no vllm in {sys.executable}") and "pip install vllm" in found()["vllm"][2]
+    python = str(vllm_server.interpreter(tmp_path))
+    there = ("ok", f"0.32.0 in {python}", "name it in engine.python")
+    assert found(python)["vllm"] == there
+    (tmp_path / "vllm").write_text("#!/bin/sh")
+    (tmp_path / "vllm").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert found()["vllm"] == there, "beside the program vllm"
+    with pytest.raises(ConfigError, match="starts no server of engine.kind"):
+        require("sglang", "")
 
 
 def place(model: Path, **more: int) -> Place:

