@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import vllm_server
+from processes import servers
 from tiny_run import of, tiny_config, when_step
 
 import headrace
-from headrace.engine.servers import guard
 from headrace.errors import ConfigError
 from headrace.observe.facts import IdentityChecked, RunEnded, WorkerLost
 from headrace.observe.records import StepRow
@@ -26,22 +26,6 @@ def config_for(directory: Path, model: Path, kind: str, **tables: Any) -> dict[s
     return tiny_config(directory, model, engine=engine, train={"steps": 4}, checkpoint={"every": 4}, **tables)
 
 
-def sessions() -> dict[int, list[int]]:
-    """The processes of each server that this process has started, the server's main one first."""
-    found: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                leader = os.getsid(int(entry.name))
-                words = Path(f"/proc/{leader}/cmdline").read_bytes()
-                parent = int(Path(f"/proc/{leader}/stat").read_text().rpartition(")")[2].split()[1])
-            except (OSError, IndexError):  # gone meanwhile
-                continue
-            if guard.__file__.encode() in words and parent == os.getpid() and int(entry.name) != leader:
-                found.setdefault(leader, []).append(int(entry.name))
-    return {leader: sorted(members) for leader, members in found.items()}
-
-
 def checked(run: Path, deaths: int) -> None:
     (ended,) = of(run, RunEnded)
     assert ended.reason == "finished" and ended.accounting.balance() == 0
@@ -49,7 +33,7 @@ def checked(run: Path, deaths: int) -> None:
     rows = of(run, StepRow)
     assert len(rows) == 4 and max(lag for row in rows for lag in row.lags) <= 1
     assert len(of(run, WorkerLost)) == deaths
-    assert not sessions(), "the server has ended with the run"
+    assert not servers(), "the server has ended with the run"
     assert not list(run.rglob("engine.token"))
 
 
@@ -57,7 +41,7 @@ def test_a_vllm_that_the_run_started_is_started_again_when_it_is_killed(tiny_lla
     run = tmp_path / "runs" / "tiny"
 
     def kill() -> None:
-        ((server, *_),) = sessions().values()
+        ((server, *_),) = servers().values()
         os.kill(server, signal.SIGKILL)
 
     killer = when_step(run, 2, kill)
@@ -79,4 +63,4 @@ def test_a_server_that_cannot_start_is_refused_with_its_last_words(tiny_llama: P
         ConfigError, match=re.escape("the vllm server that this run started did not come up")
     ) as refused:
         headrace.train(config)
-    assert "unrecognized arguments: --no-such-option" in str(refused.value) and not sessions()
+    assert "unrecognized arguments: --no-such-option" in str(refused.value) and not servers()

@@ -70,7 +70,9 @@ class RemoteEngine:
 
     async def open(self) -> ServerState:
         """Waits for the server. Raises WorkerDied where it does not come, ConfigError where it is another one."""
-        state = await self._presence.open()
+        # Endless: its deadline is the presence's, and that of a server which has to load a large model is long.
+        async with self._telemetry.waits.named("start", "the server to answer", endless=True):
+            state = await self._presence.open()
         self.capabilities = msgspec.structs.replace(
             state.capabilities, path=f"{state.capabilities.path} at {self._connection.url}"
         )
