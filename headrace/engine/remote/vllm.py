@@ -154,7 +154,7 @@ class VllmDialect:
         return "/inference/v1/generate", body | ({"model": self._live[request.adapter].name} if request.adapter else {})
 
     def ended(self, request: Request) -> Stop | None:
-        """Without this, vLLM would sample behind an end of which only the token was recorded before a run was killed."""
+        """vLLM would sample behind an end of which only the token was recorded before a run was killed."""
         if request.prefix and request.prefix[-1] in self._stops(request):
             return "stop"
         return "length" if request.prefix and len(request.prefix) >= request.sampling.max_tokens else None

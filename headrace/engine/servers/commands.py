@@ -18,7 +18,7 @@ HOST = "127.0.0.1"
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """What a server needs to know beside the settings of the engine."""
+    """The facts that a server needs beside the settings of the engine."""
 
     model: Path
     port: int

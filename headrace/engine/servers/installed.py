@@ -1,4 +1,4 @@
-"""What a Python interpreter has installed: found out by asking it, because a server may live in an environment of its own."""
+"""Asks a Python interpreter for the packages of a server, because that may live in an environment of its own."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class ServerProcess:
         return f"the {self._kind} server that this run started"
 
     def kill(self) -> None:
-        """At once, with all that it started."""
+        """Ends it at once, with all that it started."""
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
 

@@ -33,6 +33,7 @@ class IdentityProbe:
         tolerance: float,
         telemetry: Telemetry,
         adapter: str = "",
+        *,
         served: bool = False,
     ) -> None:
         """`every`: versions between two probes; 0 switches them off. `adapter`: the policy that is probed. `served`: whether the engine
