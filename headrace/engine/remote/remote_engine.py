@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 
 from headrace.engine.remote.connection import Connection
+from headrace.engine.remote.counts import RunCounts
 from headrace.engine.remote.dialect import Dialect, Heard, ServerState
 from headrace.engine.remote.errors import Busy, Unreachable
 from headrace.engine.remote.outages import Host, Presence
@@ -28,7 +29,7 @@ from headrace.engine.streaming import check_parts
 from headrace.errors import ConfigError, HeadraceError, IdentityError
 from headrace.observe.facts import EngineSample, WorkerLost
 from headrace.observe.telemetry import Telemetry
-from headrace.reports import TOTALS, Capabilities, EngineStats, LoadReport
+from headrace.reports import Capabilities, EngineStats, LoadReport
 from headrace.steps import Finished, StepOutput, Transcript
 from headrace.types import Completion, Request, scoring
 from headrace.weights import WeightUpdate
@@ -64,8 +65,7 @@ class RemoteEngine:
         self._changed = asyncio.Event()
         self._standstill = Standstill()
         self._names, self._nonce = itertools.count(), secrets.token_hex(4)
-        self._before, self._base, self._latest = EngineStats(), EngineStats(), EngineStats()
-        """Statistics of processes of the server that ended; what the present one had done before this run; what it has now."""
+        self._counts = RunCounts()
         self.capabilities = Capabilities(context_length=0)
 
     async def open(self) -> ServerState:
@@ -76,7 +76,7 @@ class RemoteEngine:
         self.capabilities = msgspec.structs.replace(
             state.capabilities, path=f"{state.capabilities.path} at {self._connection.url}"
         )
-        self._base = self._latest = state.stats
+        self._counts.begin(state.stats)
         for name in filter(None, state.fingerprints):  # of a run before this one, made for other base weights
             await self._dialect.unload(self._connection, name, LOADING)
         return state
@@ -255,8 +255,9 @@ class RemoteEngine:
         self._book.listen(listener)
 
     async def stats(self) -> EngineStats:
-        self._latest = (await self._presence.retrying(lambda: self._dialect.look(self._connection, LOADING))).stats
-        return self._totals()
+        state = await self._presence.retrying(lambda: self._dialect.look(self._connection, LOADING))
+        self._counts.update(state.stats)
+        return self._counts.of_run(self._version())
 
     async def watch(self) -> None:
         await self._presence.watch()
@@ -280,23 +281,15 @@ class RemoteEngine:
                 await self._dialect.load(self._connection, update, LOADING)
 
     def seen(self, state: ServerState) -> None:
-        self._latest = state.stats
-        self._telemetry.record(EngineSample(self._telemetry.clock(), self._totals()))
+        self._counts.update(state.stats)
+        self._telemetry.record(EngineSample(self._telemetry.clock(), self._counts.of_run(self._version())))
 
     def lost(self, how: str, deaths: int) -> None:
-        self._before, self._base, self._latest = self._totals(), EngineStats(), EngineStats()
+        self._counts.process_ended()
         self._telemetry.record(WorkerLost(self._telemetry.clock(), "engine", how, deaths, len(self._book)))
 
     def given_up(self, error: Exception) -> None:
         self._book.give_up(error)
-
-    def _totals(self) -> EngineStats:
-        """Returns this run's counts: the server may have counted other work before it."""
-        counts = {
-            name: getattr(self._before, name) + getattr(self._latest, name) - getattr(self._base, name)
-            for name in TOTALS
-        }
-        return msgspec.structs.replace(self._latest, version=self._version(), **counts)
 
 
 def check_state(state: ServerState, dtype: str, context_length: int, url: str) -> None:
