@@ -49,13 +49,8 @@ async def faked(
         dtype="float32",
     )
     await serving.load(WeightUpdate(version=0, kind="full", fingerprint="fake-0", nbytes=0, seconds=0.0))
-<<<<<<< HEAD
     async with answering(make_app(serving, token)) as url, aiohttp.ClientSession(base_url=url) as session:
-        yield Client(session), serving
-=======
-    async with answering(serving, token) as url, aiohttp.ClientSession(base_url=url) as session:
         yield Client(session, url), serving
->>>>>>> main
 
 
 class Client:
