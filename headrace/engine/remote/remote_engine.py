@@ -70,12 +70,11 @@ class RemoteEngine:
 
     async def open(self) -> ServerState:
         """Waits for the server. Raises WorkerDied where it does not come, ConfigError where it is another one."""
-        # Endless: its deadline is the presence's, and that of a server which has to load a large model is long.
+        # Endless, because the presence has a deadline, which is long for a server that has to load a large model.
         async with self._telemetry.waits.named("start", "the server to answer", endless=True):
             state = await self._presence.open()
-        self.capabilities = msgspec.structs.replace(
-            state.capabilities, path=f"{state.capabilities.path} at {self._connection.url}"
-        )
+        path = f"{state.capabilities.path} at {self._connection.url}"
+        self.capabilities = msgspec.structs.replace(state.capabilities, path=path)
         self._counts.begin(state.stats)
         for name in filter(None, state.fingerprints):  # of a run before this one, made for other base weights
             await self._dialect.unload(self._connection, name, LOADING)
@@ -255,8 +254,9 @@ class RemoteEngine:
         self._book.listen(listener)
 
     async def stats(self) -> EngineStats:
-        state = await self._presence.retrying(lambda: self._dialect.look(self._connection, LOADING))
-        self._counts.update(state.stats)
+        self._counts.update(
+            (await self._presence.retrying(lambda: self._dialect.look(self._connection, LOADING))).stats
+        )
         return self._counts.of_run(self._version())
 
     async def watch(self) -> None:
