@@ -187,10 +187,7 @@ class RemoteEngine:
     def _check(self, adapter: str, version: int, fingerprint: str) -> None:
         expected = self._published.get((adapter, version))
         if fingerprint and fingerprint != expected:
-            raise IdentityError(
-                f"the server at {self._connection.url} sampled with weights {fingerprint} as version {version}, and this run published "
-                f"{expected or 'none'} under that number: somebody else loads weights into it. Give each run a server of its own"
-            )
+            raise _foreign(self._connection.url, version, fingerprint, expected)
 
     def _tell(self, output: StepOutput) -> None:
         try:
@@ -290,6 +287,13 @@ class RemoteEngine:
 
     def given_up(self, error: Exception) -> None:
         self._book.give_up(error)
+
+
+def _foreign(url: str, version: int, found: str, expected: str | None) -> IdentityError:
+    return IdentityError(
+        f"the server at {url} sampled with weights {found} as version {version}, and this run published {expected or 'none'} under that "
+        "number: somebody else loads weights into it. Give each run a server of its own"
+    )
 
 
 def check_state(state: ServerState, dtype: str, context_length: int, url: str) -> None:
