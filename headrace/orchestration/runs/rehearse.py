@@ -252,7 +252,8 @@ def _machine_and_memory(found: Rehearsal, machine: Machine, model_dir: Path) -> 
         found.notes += notes(wanted, machine)
     if config.engine.starts_server:
         server = require(config.engine.kind, config.engine.python)
-        found.sections["Where"].append(("server", f"{server.python}, {config.engine.kind} {server.version}".rstrip()))
+        line = ("server", f"{server.python}, {config.engine.kind} {server.version}".rstrip())
+        found.sections["Where"] = [*found.sections["Where"], line]
 
 
 def _plan(config: RunConfig, machine: Machine) -> MemoryPlan:
