@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import subprocess
@@ -16,11 +17,17 @@ import vllm_server
 
 from headrace.commands.doctor import engine_findings
 from headrace.engine.config import EngineConfig
+from headrace.engine.remote.connection import Connection
+from headrace.engine.remote.dialect import ServerState
+from headrace.engine.remote.errors import Unreachable
+from headrace.engine.remote.outages import Presence
 from headrace.engine.servers import guard
 from headrace.engine.servers.commands import Command, Place, command
 from headrace.engine.servers.installed import Found, interpreter, look, places, require
 from headrace.engine.servers.server_process import ServerProcess
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, WorkerDied
+from headrace.reports import Capabilities, EngineStats
+from headrace.simulate import virtual_time
 
 SERVER = """
 import os, pathlib, signal, subprocess, sys, time
@@ -177,3 +184,92 @@ def test_variables_of_this_python_are_not_given_to_another(monkeypatch) -> None:
     here = command(EngineConfig(kind="headrace"), Found(sys.executable, "", "", ()), place(Path("/m")))
     there = command(EngineConfig(kind="headrace"), Found("/p/python", "", "", ()), place(Path("/m")))
     assert here.variables["PYTHONPATH"] == "/ours" and "PYTHONPATH" not in there.variables
+
+
+# --- its presence, in virtual time --------------------------------------------------------------------------------------
+
+
+class Played:
+    """A host and the dialect of its server: each process of it comes up `starting` seconds after its start, and is silent or dead at the
+    seconds of `silent` and `dead` after that. `early`: it ends before it is up."""
+
+    who = "the server"
+
+    def __init__(
+        self, starting: float = 1.0, silent: float = math.inf, dead: float = math.inf, early: bool = False
+    ) -> None:
+        self.starting, self.silent, self.dead, self.early = starting, silent, dead, early
+        self.starts: list[float] = []
+        self.kills = 0
+        self._killed = False
+        self.lost_of: list[str] = []
+        self.gone: list[Exception] = []
+
+    def _age(self) -> float:
+        return asyncio.get_running_loop().time() - self.starts[-1] - self.starting
+
+    def start(self) -> None:
+        self.starts.append(asyncio.get_running_loop().time())
+        self._killed = False
+
+    def ended(self) -> str:
+        return "died" if self._killed or self.early or self._age() > self.dead else ""
+
+    def kill(self) -> None:
+        self.kills += 1
+        self._killed = True
+
+    async def end(self) -> None: ...
+
+    async def look(self, connection: Connection, seconds: float) -> ServerState:
+        if self.ended() or not 0 <= self._age() <= self.silent:
+            raise Unreachable("no answer")
+        return ServerState(f"boot {len(self.starts)}", "float32", Capabilities(context_length=1), {}, EngineStats())
+
+    async def restore(self, state: ServerState) -> None: ...
+
+    def seen(self, state: ServerState) -> None: ...
+
+    def lost(self, how: str, deaths: int) -> None:
+        self.lost_of.append(how)
+
+    def given_up(self, error: Exception) -> None:
+        self.gone.append(error)
+
+
+def played(server: Played, seconds: float) -> None:
+    async def go() -> None:
+        presence = Presence(Connection("http://127.0.0.1:1"), server, server, patience=60.0, max_deaths=2, host=server)  # type: ignore[arg-type]
+        try:
+            await presence.open()
+            await asyncio.sleep(seconds)
+        finally:
+            await presence.close()
+
+    virtual_time.run(go())
+
+
+def test_a_server_may_take_long_to_come_up_and_must_not_end_before() -> None:
+    slow = Played(starting=600.0)
+    played(slow, 5.0)
+    assert len(slow.starts) == 1 and not slow.kills and not slow.gone
+    with pytest.raises(WorkerDied, match="was away for 900 s"):
+        played(Played(starting=1000.0), 5.0)
+    with pytest.raises(ConfigError, match="the server did not come up: it died"):
+        played(Played(early=True), 5.0)
+
+
+def test_a_server_that_dies_or_is_silent_is_started_again_so_many_times() -> None:
+    dying = Played(dead=100.0)
+    played(dying, 150.0)
+    assert len(dying.starts) == 2 and dying.lost_of == ["died"] and not dying.kills
+    hanging = Played(silent=100.0)
+    played(hanging, 155.0)
+    assert len(hanging.starts) == 1 and not hanging.kills, "it has engine.patience to answer"
+    hanging = Played(silent=100.0)
+    played(hanging, 170.0)
+    assert len(hanging.starts) == 2 and hanging.kills == 1 and not hanging.gone
+    hopeless = Played(dead=10.0)
+    played(hopeless, 100.0)
+    (error,) = hopeless.gone
+    assert len(hopeless.starts) == 3 and "its death no. 3 (engine.max_deaths allows 2)" in str(error)

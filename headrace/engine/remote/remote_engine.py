@@ -73,7 +73,8 @@ class RemoteEngine:
         # Endless, because the presence has a deadline, which is long for a server that has to load a large model.
         async with self._telemetry.waits.named("start", "the server to answer", endless=True):
             state = await self._presence.open()
-        path = f"{state.capabilities.path} at {self._connection.url}"
+        # A port that is another one at every start would make a resumed run look like one under other conditions.
+        path = state.capabilities.path + ("" if self._host else f" at {self._connection.url}")
         self.capabilities = msgspec.structs.replace(state.capabilities, path=path)
         self._counts.begin(state.stats)
         for name in filter(None, state.fingerprints):  # of a run before this one, made for other base weights
