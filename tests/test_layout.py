@@ -63,10 +63,10 @@ FLOORS = {
 # own, but a folder has no circle among its rooms and files.
 ROOMS = {
     "algo": ("policy", "rules", "advantage", "loss"),
-    "engine": ("native", "remote", "servers", "fleet"),
+    "engine": ("native", "servers", "remote", "fleet"),
     "engine.native": ("cache", "sampling", "schedule", "runners", "kernels"),
     "observe": ("numbers", "diagnosis", "health", "screen", "report", "sinks"),
-    "orchestration": ("store", "loops", "workers", "clients", "runs"),
+    "orchestration": ("store", "loops", "fleets", "workers", "clients", "runs"),
     "plan": ("rates", "parts"),
     "scoring": ("workers", "teacher"),
     "trainer": ("kernels", "model", "forward", "placement", "step"),

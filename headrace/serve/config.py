@@ -40,6 +40,11 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         """Raises ConfigError for an address that other machines can reach, if there is no token."""
+        if self.engine.replicas > 1:
+            raise ConfigError(
+                f"engine.replicas = {self.engine.replicas}: a server serves one engine; start a server for each and name them all in the run's "
+                "engine.urls"
+            )
         if not 0 <= self.port < 1 << 16:
             raise ConfigError(f"--port {self.port} is none; choose 1 to 65535, or 0 for any that is free")
         if not self.token and not is_loopback(self.host):
