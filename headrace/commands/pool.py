@@ -6,11 +6,8 @@ import argparse
 import re
 from pathlib import Path
 
-from rich.console import Console
-
+from headrace.commands.finding import run_directory
 from headrace.errors import ConfigError, HeadraceError
-from headrace.observe.screen.members import table
-from headrace.orchestration.fleets.door import Question, ask
 
 SECONDS = 120.0
 """Seconds in which a run answers. One that adds a server waits until that answers, or for engine.patience."""
@@ -19,11 +16,22 @@ SECONDS = 120.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="directory of the run, or its name under runs/")
     parser.add_argument("change", nargs="?", default="show", choices=("show", "add", "remove"), help="default: show")
-    parser.add_argument("member", nargs="?", default="", metavar="URL", help="address of a server, or the name of a member")
+    parser.add_argument(
+        "member", nargs="?", default="", metavar="URL", help="address of a server, or the name of a member"
+    )
 
 
-def pool(run_dir: Path, change: str, member: str) -> int:
+def pool(arguments: argparse.Namespace) -> int:
+    return change_pool(run_directory(arguments.run), arguments.change, arguments.member)
+
+
+def change_pool(run_dir: Path, change: str, member: str) -> int:
     """Raises ConfigError for a wrong question, HeadraceError for what the run has refused."""
+    from rich.console import Console
+
+    from headrace.observe.screen.members import table
+    from headrace.orchestration.fleets.door import Question, ask
+
     if (change == "show") == bool(member):
         raise ConfigError(f"headrace pool RUN {change} takes {'no address' if member else 'the address of a server'}")
     if change == "add" and not re.fullmatch(r"https?://[^/\s?#@]+/?", member):

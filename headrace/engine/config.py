@@ -107,7 +107,9 @@ class EngineConfig:
     def for_worker(self) -> EngineConfig:
         """Settings of an engine in a process of this machine, for a teacher or a reference beside a policy that a server serves."""
         if not self.is_server:
-            return replace(self, replicas=1, member_patience=EngineConfig.member_patience, patience=EngineConfig.patience)
+            return replace(
+                self, replicas=1, member_patience=EngineConfig.member_patience, patience=EngineConfig.patience
+            )
         kept = {name: getattr(self, name) for name in ("dtype", "context_length", "max_deaths", "exact")}
         return EngineConfig(**kept)
 

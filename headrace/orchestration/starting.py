@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from headrace.config import RunConfig, adapter_runs
 from headrace.engine.config import EngineConfig
-from headrace.engine.fleet.member import Part
+from headrace.engine.fleet.member import MemberEngine
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialect import Dialect
 from headrace.engine.remote.headrace import HeadraceDialect
@@ -29,7 +29,7 @@ from headrace.orchestration.fleets.start import Starting, come, start_fleet
 from headrace.orchestration.needs import adapters_served
 from headrace.orchestration.workers.build import open_files, open_transport
 from headrace.orchestration.workers.messages import EngineStart
-from headrace.protocols import Engine, Job, Launcher, Transport
+from headrace.protocols import Job, Launcher, Transport
 from headrace.settings.secrets import read_token
 from headrace.weights import Manifest
 
@@ -61,7 +61,7 @@ def start_engine(
 ) -> Starting:
     """`logs`: the directory for what processes print."""
 
-    def start(one: EngineConfig, name: str, told: Telemetry) -> Starting[Part]:
+    def start(one: EngineConfig, name: str, told: Telemetry) -> Starting[MemberEngine]:
         member = dataclasses.replace(config, engine=one)
         if one.is_server:
             return _server(member, model_dir=model_dir, logs=logs, telemetry=told, member=bool(name))
@@ -75,7 +75,7 @@ def start_engine(
 
 def _process(
     config: RunConfig, who: str, *, model_dir: Path, launcher: Launcher, transport: Transport, telemetry: Telemetry
-) -> Starting[Part]:
+) -> Starting[MemberEngine]:
     job = Job("engine", who, config.engine.cores, transport.inherited)
     engine = ProcessEngine(launcher, job, config.engine.max_deaths, telemetry)
 
@@ -113,7 +113,7 @@ def _host(config: RunConfig, model_dir: Path, logs: Path) -> ServerProcess:
 
 def _server(
     config: RunConfig, *, model_dir: Path, logs: Path, telemetry: Telemetry, member: bool
-) -> Starting[Part]:
+) -> Starting[MemberEngine]:
     """`member`: whether it is one of a fleet, which goes on without it for as long as others serve."""
     settings = config.engine
     host = _host(config, model_dir, logs) if settings.starts_server else None

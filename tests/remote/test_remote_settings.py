@@ -26,7 +26,7 @@ SERVER = EngineConfig(kind="headrace", urls=(URL,))
         (replace(SERVER, server_args=("--x",)), "engine.server_args is about a server that the run starts"),
         (EngineConfig(kind="vllm", token_file="t"), "a run makes a token for the one that it starts"),
         (EngineConfig(kind="vllm", swap="recompute"), "give vLLM's own options in engine.server_args"),
-        (replace(SERVER, urls=(URL, URL)), "engine.urls names 2"),
+        (replace(SERVER, urls=(URL, f"{URL}/")), "more than once; name each server once"),
         (replace(SERVER, urls=("127.0.0.1:8000",)), "is no address of a server"),
         (replace(SERVER, urls=("http://127.0.0.1:8000/v1",)), "is no address of a server"),
         (replace(SERVER, urls=("http://me:secret@host:1",)), "is no address of a server"),

@@ -12,7 +12,7 @@ from headrace.observe.screen.layout import FAINT, Line
 from headrace.observe.text import clip, plural
 
 STYLES = {"serving": "green", "away": "yellow", "lost": "bold red"}
-NAME = 32
+NAME = 27
 """Characters of a name; a longer one loses its middle."""
 WHY = 160
 
@@ -45,10 +45,14 @@ def line_of(state: RunState) -> list[Line]:
     if len(state.members) < 2:
         return []
     serving = [one for one in state.members if one.state == "serving"]
-    parts = [Text(f"{len(serving)} of {len(state.members)} serve", "" if len(serving) == len(state.members) else "yellow")]
+    parts = [
+        Text(f"{len(serving)} of {len(state.members)} serve", "" if len(serving) == len(state.members) else "yellow")
+    ]
     for one in state.members:
         rate = f"{one.rate:,.0f} tok/s, {plural(one.running, 'request')}" if one.state == "serving" else one.state
-        parts.append(Text(f"{short(one.name.removeprefix('http://'), NAME)} ", FAINT).append(rate, STYLES.get(one.state, "")))
+        parts.append(
+            Text(f"{short(one.name.removeprefix('http://'), NAME)} ", FAINT).append(rate, STYLES.get(one.state, ""))
+        )
     return [("members", parts)]
 
 
@@ -63,4 +67,6 @@ def absences(moves: Sequence[MemberMoved]) -> str:
     words = f"{', '.join(names)} left {plural(len(left), 'time')}, came back {plural(back, 'time')}"
     words += f", {lost} for good" if lost else ""
     moved = sum(one.requests for one in left)
-    return f"{words}; {plural(moved, 'request')} went on elsewhere from {plural(sum(one.tokens for one in left), 'token')}"
+    return (
+        f"{words}; {plural(moved, 'request')} went on elsewhere from {plural(sum(one.tokens for one in left), 'token')}"
+    )

@@ -63,7 +63,12 @@ def lines_of(name: str, status: Status, state: RunState) -> Sequence[Line]:
         lines.append(("processes", _processes(status, status.live)))
     if state.started:
         lines += [("step", _step(status, state)), ("reward", live.reward(state)), ("lag", _lag(state))]
-        lines += [("engine", live.engine(state)), *line_of(state), ("trainer", live.trainer(state)), ("tickets", [_tickets(state)])]
+        lines += [
+            ("engine", live.engine(state)),
+            *line_of(state),
+            ("trainer", live.trainer(state)),
+            ("tickets", [_tickets(state)]),
+        ]
         lines += [("", [Text(one, FAINT)]) for one in reasons(state.accounting)]
         lines.append(("checkpoint", _checkpoint(state)))
         lines += _troubles(state)

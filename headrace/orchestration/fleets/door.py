@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 
 from headrace.engine.fleet.fleet import Fleet
-from headrace.engine.fleet.member import Part
+from headrace.engine.fleet.member import MemberEngine
 from headrace.engine.fleet.totals import samples
 from headrace.errors import ConfigError, HeadraceError
 from headrace.observe.facts import MemberSample
@@ -27,7 +27,7 @@ SOCKET = "pool.sock"
 LONGEST = 4096
 """Largest size of a question in bytes."""
 
-Join = Callable[[str], Awaitable[Part]]
+Join = Callable[[str], Awaitable[MemberEngine]]
 """Connects to the server at an address. Raises HeadraceError where it does not come, or does not go with the run."""
 
 
@@ -122,12 +122,16 @@ def ask(run_dir: Path, question: Question, seconds: float) -> Answer:
         try:
             connection.connect(place)
         except OSError as error:
-            raise ConfigError(f"{run_dir} does not answer ({error.strerror or error}): it does not run, or has one engine") from None
+            raise ConfigError(
+                f"{run_dir} does not answer ({error.strerror or error}): it does not run, or has one engine"
+            ) from None
         try:
             connection.sendall(msgspec.json.encode(question) + b"\n")
             line = connection.makefile("rb").readline()
         except TimeoutError:
-            raise HeadraceError(f"{run_dir} has not answered for {seconds:g} s; headrace status {run_dir} shows what it waits for") from None
+            raise HeadraceError(
+                f"{run_dir} has not answered for {seconds:g} s; headrace status {run_dir} shows what it waits for"
+            ) from None
     if not line.endswith(b"\n"):
         raise HeadraceError(f"{run_dir} ended before it answered")
     return msgspec.json.decode(line, type=Answer)

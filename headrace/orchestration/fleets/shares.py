@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 from headrace.engine.config import EngineConfig
@@ -24,16 +25,12 @@ def members_of(config: EngineConfig) -> dict[str, EngineConfig]:
 
 
 def split(cores: Sequence[int], count: int) -> list[tuple[int, ...]]:
-    """Neighbouring cores for each of `count` members; the first ones have one more where they cannot be shared evenly.
-
-    >>> split((0, 1, 2, 3, 4), 2), split((), 2)
-    ([(0, 1, 2), (3, 4)], [(), ()])
-    """
+    """Neighbouring cores for each of `count` members; the first ones have one more where they cannot be shared evenly."""
     least, more = divmod(len(cores), count)
     ends = [0]
     for number in range(count):
         ends.append(ends[-1] + least + (number < more))
-    return [tuple(cores[begin:end]) for begin, end in zip(ends, ends[1:], strict=False)]
+    return [tuple(cores[begin:end]) for begin, end in itertools.pairwise(ends)]
 
 
 def in_words(members: dict[str, EngineConfig]) -> str:

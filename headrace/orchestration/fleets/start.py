@@ -11,8 +11,8 @@ from typing import Generic, Protocol, TypeVar
 
 from headrace.engine.config import EngineConfig
 from headrace.engine.fleet.fleet import Fleet
-from headrace.engine.fleet.member import Part
-from headrace.engine.fleet.rotation import Patience
+from headrace.engine.fleet.member import MemberEngine
+from headrace.engine.fleet.rotation import FleetPatience
 from headrace.engine.fleet.totals import in_common
 from headrace.errors import ConfigError, WorkerDied
 from headrace.observe.facts import EngineSample, Fact
@@ -49,7 +49,7 @@ class _Fleet(Fleet):
 
 
 class Start(Protocol):
-    def __call__(self, one: EngineConfig, name: str, told: Telemetry) -> Starting[Part]:
+    def __call__(self, one: EngineConfig, name: str, told: Telemetry) -> Starting[MemberEngine]:
         """Makes the engine of these settings. `name`: that of the member."""
 
 
@@ -58,10 +58,10 @@ def start_fleet(settings: EngineConfig, run_dir: Path, start: Start, telemetry: 
     told = _without_samples(telemetry)
     members = {name or own.urls[0]: one for name, one in members_of(own).items()}  # one server may be left of several
     starting = {name: start(one, name, told) for name, one in members.items()}
-    patience = Patience(settings.patience, settings.member_patience)
+    patience = FleetPatience(settings.patience, settings.member_patience)
     fleet = _Fleet({name: one.engine for name, one in starting.items()}, patience, telemetry)
 
-    async def join(url: str) -> Part:
+    async def join(url: str) -> MemberEngine:
         """Raises HeadraceError for a server that does not come, or does not go with the run."""
         joining = start(dataclasses.replace(settings, urls=(url,)), url, told)
         try:
@@ -87,7 +87,7 @@ def start_fleet(settings: EngineConfig, run_dir: Path, start: Start, telemetry: 
     return Starting(fleet, launch, finish)
 
 
-def _lacks(fleet: Fleet, part: Part) -> str:
+def _lacks(fleet: Fleet, part: MemberEngine) -> str:
     """The abilities that the fleet has without the engine, and would not have with it."""
     has, would = fleet.capabilities, in_common([fleet.capabilities, part.capabilities])
     names = [name for name in has.__struct_fields__ if name != "path"]
