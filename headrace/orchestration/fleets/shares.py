@@ -34,7 +34,7 @@ def split(cores: Sequence[int], count: int) -> list[tuple[int, ...]]:
 
 
 def in_words(members: dict[str, EngineConfig]) -> str:
-    """What was chosen for the members on this machine."""
+    """The choice for the members on this machine."""
     parts = []
     for name, one in members.items():
         cores = f"cores {', '.join(map(str, one.cores))}" if one.cores else "no cores of its own"
