@@ -142,10 +142,10 @@ class FakeEngine:
             await self._pass(pending, self.seconds_per_token)
             self._sampled += 1
             token, live = number % 99 + 1, self._live(request)
-            told = StepOutput(
+            output = StepOutput(
                 self.version, (request.id,), (token,), (-1.0,), (kv,), versions=(live,), mixed=self._mixed
             )
-            self._tell(told)
+            self._tell(output)
         if fails:
             return Finished(request.id, "error", "injected failure")
         stop: Stop = "length" if wanted == request.sampling.max_tokens else "stop"
@@ -156,9 +156,9 @@ class FakeEngine:
 
     def _tell(self, output: StepOutput) -> None:
         if self._listeners:
-            told = msgspec.msgpack.encode(output)
+            encoded = msgspec.msgpack.encode(output)
             for listener in self._listeners:
-                listener(told)
+                listener(encoded)
         write_down(output, self._pending.get)
 
     # -- time ---------------------------------------------------------------------------------------------------------------

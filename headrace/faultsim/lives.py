@@ -166,7 +166,7 @@ class Life:
             self._directory, load_controller(checkpoint) if checkpoint else None, not history.changes
         )
         rewinds = history.damaged or history.changes or (history.rotten and saved.rewinds)
-        assert saved.complaints or not history.damaged, "C7: damage of the journal is not told"
+        assert saved.complaints or not history.damaged, "C7: damage of the journal is not reported"
         assert saved.rewinds == rewinds, (
             f"C7: is what came after the checkpoint set aside? {saved.rewinds}: {saved.complaints}"
         )

@@ -20,7 +20,7 @@ from headrace.auto.measurer import Measurer, thread_counts
 from headrace.auto.share import Share
 from headrace.config import RunConfig, config_of_run, read_config, read_tree
 from headrace.native.arithmetic import TIERS
-from headrace.observe.text import duration, plural
+from headrace.observe.formats import duration, plural
 from headrace.rehearsal.machine import Machine
 from headrace.settings.other_names import meaning
 from headrace.settings.toml import Tree, build, merge

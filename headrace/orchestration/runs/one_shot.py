@@ -12,8 +12,8 @@ from headrace.config import RunConfig
 from headrace.errors import CheckpointError, ConfigError, HeadraceError
 from headrace.models.resolve import resolve_model
 from headrace.observe.facts import Evaluated, Fact, FirstFailure, Warned, WorkerLost
+from headrace.observe.formats import plural
 from headrace.observe.records import steps_done
-from headrace.observe.text import plural
 from headrace.orchestration.build import (
     build_environment,
     build_scorer,

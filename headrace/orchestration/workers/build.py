@@ -100,7 +100,7 @@ def build_shadow(start: TrainerStart, core: TrainerCore) -> tuple[Shadow | None,
 def build_engine_core(start: EngineStart) -> tuple[EngineCore, WeightReceiver]:
     import torch
 
-    from headrace.engine.native.runners.weights import parameters_from_dir
+    from headrace.engine.native.runners.weight_tensors import parameters_from_dir
     from headrace.weight_sync.directory import DirectoryReceiver
 
     directory, config = Path(start.model_dir), EngineConfig(**start.engine)

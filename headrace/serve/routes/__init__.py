@@ -1,1 +1,1 @@
-"""The routes. Read `tokens.py` (tokens in, tokens out), `openai.py` (text), `control.py` (weights, pauses, health)."""
+"""The routes. Read `generate.py` (tokens in, tokens out), `openai.py` (text), `control.py` (weights, pauses, health)."""

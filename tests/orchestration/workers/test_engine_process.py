@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from headrace.engine.fake import FakeEngine
-from headrace.engine.native.runners.weights import parameters_from_dir
+from headrace.engine.native.runners.weight_tensors import parameters_from_dir
 from headrace.observe.health.waits import Waits
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.clients.process_engine import ProcessEngine

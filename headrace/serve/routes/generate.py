@@ -83,7 +83,7 @@ def choice(serving: Serving, piece: Piece) -> dict[str, Any]:
         }
         for place, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True))
     ]
-    told: dict[str, Any] = {
+    body: dict[str, Any] = {
         "index": piece.index,
         "token_ids": tokens,
         "logprobs": {"content": content},
@@ -92,14 +92,14 @@ def choice(serving: Serving, piece: Piece) -> dict[str, Any]:
         "spans": spans,
     }
     if stream.request.return_mask:
-        told["sampling_mask"] = [np.frombuffer(one.mask, np.int32).tolist() for one in details]
+        body["sampling_mask"] = [np.frombuffer(one.mask, np.int32).tolist() for one in details]
     if piece.ended:
-        told["finish_reason"] = REASONS[stream.end.stop] if stream.end else "abort"
+        body["finish_reason"] = REASONS[stream.end.stop] if stream.end else "abort"
         if stream.end and stream.end.error:
-            told["error"] = stream.end.error
+            body["error"] = stream.end.error
         if stream.end and stream.end.routing:
-            told["routed_experts"] = experts(stream.end.routing)
-    return told
+            body["routed_experts"] = experts(stream.end.routing)
+    return body
 
 
 def _versions(spans: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any]]:
