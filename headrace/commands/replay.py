@@ -24,9 +24,9 @@ from headrace.config import RunConfig, config_of_run, read_config
 from headrace.durable.journal import LiveRecord, read_only
 from headrace.errors import CheckpointError
 from headrace.observe.facts import RunStarted, WeightsLive
-from headrace.observe.formats import plural
 from headrace.observe.machine_mark import machine_mark
 from headrace.observe.records import StepRow, read_metrics
+from headrace.observe.texts import plural
 from headrace.reports import TrainReport, differing
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}

@@ -48,7 +48,7 @@ from headrace.orchestration.store.recovery import SavedRun, read_saved_run
 from headrace.orchestration.store.snapshots import Snapshots, load_controller
 from headrace.orchestration.store.storage import Storage
 from headrace.orchestration.workers.fake import FakeLauncher
-from headrace.orchestration.workers.messages import EngineStart, TrainerStart
+from headrace.orchestration.workers.worker_messages import EngineStart, TrainerStart
 from headrace.protocols import Engine, Job, Task, Trainer
 from headrace.rollouts.partial import PartialConfig
 from headrace.rollouts.rollout import RolloutConfig

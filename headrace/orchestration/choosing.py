@@ -20,7 +20,7 @@ from headrace.auto.measurer import Measurer, ProbeMeasurer, thread_counts
 from headrace.auto.share import Share
 from headrace.config import RunConfig, config_of_run, read_config, read_tree
 from headrace.native.arithmetic import TIERS
-from headrace.observe.formats import duration, plural
+from headrace.observe.texts import duration, plural
 from headrace.rehearsal.machine import Machine, ask_torch, inspect_machine, may_have_gpu
 from headrace.rehearsal.shape import read_shape
 from headrace.settings.other_names import meaning

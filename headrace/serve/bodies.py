@@ -100,7 +100,7 @@ class Completions(Drawing, kw_only=True):
     request_id: str | None = None
 
 
-class Message(msgspec.Struct, kw_only=True):
+class ChatMessage(msgspec.Struct, kw_only=True):
     role: str
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
@@ -112,7 +112,7 @@ class Chat(Drawing, kw_only=True):
     """`/v1/chat/completions`"""
 
     model: str | None = None
-    messages: Annotated[list[Message], Meta(min_length=1)]
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None

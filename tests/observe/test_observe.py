@@ -39,7 +39,6 @@ from headrace.observe.facts import (
     TicketDrawn,
     Warned,
 )
-from headrace.observe.formats import bar, duration, number, sparkline
 from headrace.observe.health.live_status import Follower
 from headrace.observe.numbers import measures
 from headrace.observe.numbers.engine_use import EngineUse
@@ -50,6 +49,7 @@ from headrace.observe.report import write_report
 from headrace.observe.resume import Resume, kept_of
 from headrace.observe.screen.summary import print_summary, summary
 from headrace.observe.screen.terminal import Header, LiveTerminal, PlainTerminal
+from headrace.observe.texts import bar, duration, number, sparkline
 from headrace.reports import EngineStats
 
 

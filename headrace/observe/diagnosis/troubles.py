@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from headrace.observe.facts import Evaluated, FirstFailure
-from headrace.observe.formats import counted, percent, plural
 from headrace.observe.numbers.shares import Tally
 from headrace.observe.numbers.state import RunState
+from headrace.observe.texts import counted, percent, plural
 
 
 class Failing(NamedTuple):

@@ -8,10 +8,10 @@ from typing import Literal, NamedTuple
 
 from headrace.observe.diagnosis.troubles import measured_on
 from headrace.observe.facts import Accounting, Evaluated
-from headrace.observe.formats import counted, number, percent, plural, with_error
 from headrace.observe.numbers.fates import Shift, discarded, length_shift, reward_shift
 from headrace.observe.numbers.measures import mean_lag, trimmed_tokens
 from headrace.observe.numbers.state import RunState
+from headrace.observe.texts import counted, number, percent, plural, with_error
 
 Mood = Literal["good", "bad", "plain", "unknown"]
 

@@ -10,12 +10,12 @@ from itertools import accumulate
 
 from headrace.observe.diagnosis.troubles import measured_on
 from headrace.observe.facts import Evaluated
-from headrace.observe.formats import clip, number, percent, with_error
 from headrace.observe.numbers.engine_use import EngineSpan
 from headrace.observe.report.data import Bin, ReportData
 from headrace.observe.report.draw.axes import extent
 from headrace.observe.report.draw.svg import Chart, figure
 from headrace.observe.report.frame import hovers, note_of, of_steps, resumes
+from headrace.observe.texts import clip, number, percent, with_error
 
 Line = tuple[str, str, Callable[[Bin], float]]
 """Colour, name, value."""

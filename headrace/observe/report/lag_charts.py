@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from html import escape
 
-from headrace.observe.formats import number, percent
 from headrace.observe.numbers.lags import over_steps
 from headrace.observe.report.data import Bin, ReportData
 from headrace.observe.report.draw.axes import extent
 from headrace.observe.report.draw.svg import Chart, figure
 from headrace.observe.report.draw.tables import table
 from headrace.observe.report.frame import hovers, note_of, of_steps, resumes
+from headrace.observe.texts import number, percent
 from headrace.reports import LagStats
 
 LAST = 5

@@ -8,7 +8,6 @@ from pathlib import Path
 from headrace.observe.diagnosis.advice import advices
 from headrace.observe.diagnosis.troubles import failings
 from headrace.observe.diagnosis.verdicts import all_verdicts, equation, reasons
-from headrace.observe.formats import clip, counted, duration, percent, plural, short_time
 from headrace.observe.numbers import measures
 from headrace.observe.numbers.state import RunState
 from headrace.observe.report.data import ReportData
@@ -17,6 +16,7 @@ from headrace.observe.report.gantt import gantt
 from headrace.observe.report.lag_charts import lag_table
 from headrace.observe.report.plots import all_plots
 from headrace.observe.report.rollouts import rollouts
+from headrace.observe.texts import clip, counted, duration, percent, plural, short_time
 
 HERE = Path(__file__).parent
 SECTIONS = ("curves", "pools", "accounting", "rollouts", "warnings", "setup")

@@ -11,12 +11,12 @@ from rich.text import Text
 
 from headrace.observe.config import ObserveConfig
 from headrace.observe.facts import Evaluated, RunEnded, RunStarted
-from headrace.observe.formats import duration
 from headrace.observe.numbers.state import RunState
 from headrace.observe.records import MetricsFact, StepRow
 from headrace.observe.screen.live import brief, padded
 from headrace.observe.screen.surface import REFRESH, open_screen, terminal_mode
 from headrace.observe.screen.terminal import Header, PlainLines
+from headrace.observe.texts import duration
 
 
 class Board:

@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.observe.diagnosis.troubles import judged
-from headrace.observe.formats import clip, counted, number, plural
 from headrace.observe.numbers.rollout_view import RolloutView, span_list
 from headrace.observe.screen.layout import one_line
+from headrace.observe.texts import clip, counted, number, plural
 from headrace.reports import TrainReport
 
 LAG_STYLES = ("green", "cyan", "bright_blue", "magenta", "bright_magenta", "red")

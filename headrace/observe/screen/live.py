@@ -13,11 +13,11 @@ from rich.text import Text
 from headrace.observe.diagnosis.advice import advices
 from headrace.observe.diagnosis.troubles import failings, judged, measured_on, shares
 from headrace.observe.diagnosis.verdicts import before_and_after
-from headrace.observe.formats import bar, counted, number, percent, plural, sparkline, with_error
 from headrace.observe.numbers import measures
 from headrace.observe.numbers.state import RunState
 from headrace.observe.records import Sample
 from headrace.observe.screen.layout import FAINT, Line, Lines, distinct, middle_out, printable, without_marks
+from headrace.observe.texts import bar, counted, number, percent, plural, sparkline, with_error
 
 GOOD, BAD, WARN = "bold green", "bold red", "yellow"
 WIDTH = 120

@@ -25,13 +25,13 @@ from headrace.observe.facts import (
     Warned,
     WorkerLost,
 )
-from headrace.observe.formats import clip, duration, number, percent, plural, short_time, with_error
 from headrace.observe.numbers import measures
 from headrace.observe.numbers.state import RunState
 from headrace.observe.records import MetricsFact, StepRow
 from headrace.observe.screen.layout import FAINT, LABEL, HeaderAbove, flow
 from headrace.observe.screen.live import WIDTH, frame, padded
 from headrace.observe.screen.surface import REFRESH, open_screen
+from headrace.observe.texts import clip, duration, number, percent, plural, short_time, with_error
 
 
 class Header:

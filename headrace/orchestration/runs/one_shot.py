@@ -14,8 +14,8 @@ from headrace.config import RunConfig
 from headrace.errors import CheckpointError, ConfigError, HeadraceError
 from headrace.models.resolve import resolve_model
 from headrace.observe.facts import Evaluated, Fact, FirstFailure, Warned, WorkerLost
-from headrace.observe.formats import plural
 from headrace.observe.records import steps_done
+from headrace.observe.texts import plural
 from headrace.orchestration.build import (
     build_environment,
     build_scorer,
@@ -52,6 +52,7 @@ def evaluate(
     prompts: int | None = None,
     step: int | None = None,
     inputs: PythonInputs = NO_INPUTS,
+    *,
     measurer: Measurer | None = None,
 ) -> Evaluated:
     """Measures the mean reward on `prompts` held-out prompts: of the config's model, or of the last checkpoint of `run` (or of `step`, see

@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 from headrace.config import config_of_run, read_config
 from headrace.observe.facts import Evaluated
-from headrace.observe.formats import with_error
 from headrace.observe.numbers import progress
 from headrace.observe.numbers.state import RunState
 from headrace.observe.report.data import sampled
+from headrace.observe.texts import with_error
 from headrace.orchestration.runs import one_shot
 from headrace.orchestration.runs.lane import Lane
 from headrace.orchestration.store.checkpoints import Checkpoints

@@ -11,7 +11,7 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.kinds import core_class
 from headrace.models.lora import LoraConfig
 from headrace.orchestration.workers.local import LocalLauncher
-from headrace.orchestration.workers.messages import EngineStart, TrainerStart
+from headrace.orchestration.workers.worker_messages import EngineStart, TrainerStart
 from headrace.protocols import EngineCore, Launcher, TrainerCore, Transport, WeightReceiver, WeightSender
 from headrace.trainer.config import TrainConfig
 from headrace.weight_sync.files import Files
