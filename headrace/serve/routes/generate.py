@@ -45,14 +45,14 @@ async def _events(
     serving: Serving, requests: Sequence[Request], name: str, usage: bool
 ) -> AsyncIterator[dict[str, Any]]:
     prompt, sampled = len(requests[0].prompt), 0
-    told_prompt = False
+    sent_prompt = False
     async with aclosing(follow(serving, requests)) as pieces:
         async for piece in pieces:
             sampled += piece.stop - piece.start
             event = {"request_id": name, "choices": [choice(serving, piece)]}
-            if piece.stream.scores and not told_prompt:
+            if piece.stream.scores and not sent_prompt:
                 event |= prompt_logprobs(serving, piece.stream.request.prompt, piece.stream.scores)
-                told_prompt = True
+                sent_prompt = True
             yield event
     if usage:
         yield {"request_id": name, "choices": [], "usage": usage_of(prompt, sampled)}
