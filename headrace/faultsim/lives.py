@@ -21,7 +21,7 @@ from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.config import AlgoConfig
 from headrace.durable.journal import Journal
 from headrace.engine.fleet.fleet import Fleet
-from headrace.engine.fleet.rotation import Patience
+from headrace.engine.fleet.rotation import FleetPatience
 from headrace.environments.fake import scripted
 from headrace.environments.single_turn import SINGLE_TURN
 from headrace.errors import HeadraceError, StalledError, WorkerDied
@@ -214,7 +214,7 @@ class Life:
         if len(parts) == 1:
             return parts[0]
         names = {str(number): part for number, part in enumerate(parts)}
-        fleet = Fleet(names, Patience(PATIENCE, SILENCE), self._telemetry)
+        fleet = Fleet(names, FleetPatience(PATIENCE, SILENCE), self._telemetry)
         await fleet.open()
         return fleet
 

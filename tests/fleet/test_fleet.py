@@ -13,7 +13,7 @@ import pytest
 
 from headrace.engine.fake import FakeEngine
 from headrace.engine.fleet.fleet import Fleet
-from headrace.engine.fleet.rotation import Patience
+from headrace.engine.fleet.rotation import FleetPatience
 from headrace.engine.fleet.totals import in_common
 from headrace.errors import ConfigError, IdentityError, WorkerDied
 from headrace.observe.facts import MemberMoved, Warned
@@ -62,7 +62,7 @@ def telemetry(facts: FactList) -> Telemetry:
 async def flock(engines: list[FakeEngine], version: int | None = 0) -> Flock:
     facts = FactList()
     parts = {str(number): engine for number, engine in enumerate(engines, 1)}
-    made = Flock(engines, Fleet(parts, Patience(NOBODY, SILENCE), telemetry(facts)), facts)
+    made = Flock(engines, Fleet(parts, FleetPatience(NOBODY, SILENCE), telemetry(facts)), facts)
     made.fleet.listen(lambda raw: made.heard.append(msgspec.msgpack.decode(raw, type=StepOutput)))
     await made.fleet.open()
     if version is not None:

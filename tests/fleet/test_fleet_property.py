@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from headrace.engine.fake import FakeEngine
 from headrace.engine.fleet.fleet import Fleet
-from headrace.engine.fleet.rotation import Patience
+from headrace.engine.fleet.rotation import FleetPatience
 from headrace.errors import IdentityError
 from headrace.observe.facts import GroupEnded, MemberMoved, TicketDrawn, WeightsLive
 from headrace.observe.health.waits import Waits
@@ -128,7 +128,7 @@ def befall(engine: Unlike, number: int, one: dict[str, Any]) -> None:
 async def life(world: World, s: dict[str, Any], engines: list[Unlike]) -> None:
     clock, record = asyncio.get_running_loop().time, world.observer.record
     telemetry = Telemetry(record, clock, Waits(record, clock, 1e6, 1e6))
-    world.engine = fleet = Fleet({str(i): one for i, one in enumerate(engines)}, Patience(1e5, SILENCE), telemetry)
+    world.engine = fleet = Fleet({str(i): one for i, one in enumerate(engines)}, FleetPatience(1e5, SILENCE), telemetry)
     await fleet.open()
     fleet.listen(Witness(world).listen)
     for one in s["misfortunes"]:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 from headrace.engine.fleet.care import EVERY, Care
-from headrace.engine.fleet.member import Member, Part
-from headrace.engine.fleet.rotation import Check, Examination, Patience, Rotation
+from headrace.engine.fleet.member import Member, MemberEngine
+from headrace.engine.fleet.rotation import Check, Examination, FleetPatience, Rotation
 from headrace.engine.fleet.totals import Totals, in_common, samples
 from headrace.engine.streaming import check_parts
 from headrace.errors import ConfigError, HeadraceError, IdentityError
@@ -27,7 +27,7 @@ from headrace.weights import WeightUpdate
 
 
 class Fleet:
-    def __init__(self, parts: Mapping[str, Part], patience: Patience, telemetry: Telemetry) -> None:
+    def __init__(self, parts: Mapping[str, MemberEngine], patience: FleetPatience, telemetry: Telemetry) -> None:
         """`parts`: the engines, which are open, by their names for people."""
         self._rotation = Rotation(patience, telemetry)
         self._telemetry = telemetry
@@ -217,7 +217,7 @@ class Fleet:
 
     # -- members --------------------------------------------------------------------------------------------------------------
 
-    def add(self, name: str, part: Part) -> None:
+    def add(self, name: str, part: MemberEngine) -> None:
         """Adds an engine that is open. It enters the rotation when it has the newest weights."""
         if any(member.name == name for member in self.members):
             raise ConfigError(f"{name} is a member already")
@@ -240,7 +240,7 @@ class Fleet:
             care.cancel()
         await member.engine.close()
 
-    def _join(self, name: str, part: Part) -> Member:
+    def _join(self, name: str, part: MemberEngine) -> Member:
         member = Member(name=name, engine=part)
         self._rotation.members.append(member)
         part.listen(lambda raw: self._rotation.requests.heard(member, raw))

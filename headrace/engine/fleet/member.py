@@ -20,7 +20,7 @@ person has taken it out."""
 Held = Literal["", "drain"]
 
 
-class Part(Engine, Protocol):
+class MemberEngine(Engine, Protocol):
     """An engine that can be a member of a fleet."""
 
     async def absence(self) -> str:
@@ -49,7 +49,7 @@ class Member:
     """`name`: its address or number, for people."""
 
     name: str
-    engine: Part
+    engine: MemberEngine
     state: State = "away"
     why: str = ""
     """The reason why it does not serve."""

@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from headrace.engine.fleet.member import Held, Member, Part
-from headrace.engine.fleet.requests import Requests
+from headrace.engine.fleet.member import Held, Member, MemberEngine
+from headrace.engine.fleet.moving_requests import Requests
 from headrace.errors import IdentityError, WorkerDied
 from headrace.observe.facts import MemberMoved
 from headrace.observe.telemetry import Telemetry
 from headrace.weights import WeightUpdate
 
-Check = Callable[[Part], Awaitable[float]]
+Check = Callable[[MemberEngine], Awaitable[float]]
 """Probes an engine. Returns the difference that it found, and raises IdentityError where that is too large."""
 
 
@@ -26,7 +26,7 @@ class Examination:
 
 
 @dataclass(frozen=True)
-class Patience:
+class FleetPatience:
     """Deadlines, in seconds."""
 
     nobody: float = 60.0
@@ -40,7 +40,7 @@ class Rotation:
     version counts as live when every member in the rotation has it: those that have not are out by then. So a request that begins
     while version v is live is sampled by v or later, whichever member it is on and wherever it moves."""
 
-    def __init__(self, patience: Patience, telemetry: Telemetry) -> None:
+    def __init__(self, patience: FleetPatience, telemetry: Telemetry) -> None:
         self.patience, self.telemetry = patience, telemetry
         self.members: list[Member] = []
         self.requests = Requests(self.members, self.expel, self.give_up)
