@@ -238,8 +238,13 @@ class Turn(Struct, frozen=True):
     """The tokens before the completion that its parents do not hold."""
     completion: Completion
     parents: tuple[int, ...] = ()
-    """Indices of turns in the episode."""
+    """Indices of turns in the episode. A turn without parents begins a path: the first one, and one whose context had to be written
+    anew because the chat template changes earlier messages."""
     agent: str = ""
+    messages: tuple[dict[str, Any], ...] = ()
+    """The messages that were new before the completion, in a chat. Training never reads them (C5)."""
+    reply: dict[str, Any] = {}
+    """The completion as a message, with the tool calls that were read from it, in a chat."""
 
 
 class Episode(Struct, frozen=True):
@@ -251,6 +256,8 @@ class Episode(Struct, frozen=True):
     """
 
     turns: tuple[Turn, ...]
+    cut: str = ""
+    """The limit at which the episode was cut off: `turns` or `tokens`. Empty if its environment ended it."""
 
     @property
     def last(self) -> Completion:
@@ -260,6 +267,16 @@ class Episode(Struct, frozen=True):
     def sampled(self) -> int:
         """Tokens that were sampled, in all turns."""
         return sum(len(turn.completion.tokens) for turn in self.turns)
+
+    @property
+    def truncated(self) -> bool:
+        """Whether a limit ended it: that of its turns or tokens, or that of its last completion."""
+        return bool(self.cut) or self.last.stop == "length"
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """All messages of a chat, in their order; empty if it was none."""
+        return [message for turn in self.turns for message in (*turn.messages, turn.reply) if message]
 
 
 class TeacherTrace(Struct, frozen=True):
@@ -294,6 +311,8 @@ class Scored(Struct, frozen=True):
     extracted: dict[str, str] = {}
     """The part of the completion that each reward function was given, by its name, if not the whole text
     (`reward.extract`)."""
+    turn_rewards: tuple[dict[str, float], ...] = ()
+    """The rewards that the environment gave to single turns, by name, one dict per turn. `rewards` has their sums."""
 
 
 OUTAGES = ("engine_error", "teacher_error", "reference_error", "reward_unreachable")

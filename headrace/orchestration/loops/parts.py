@@ -19,8 +19,8 @@ from headrace.orchestration.loops.turns import Turns
 from headrace.orchestration.store.snapshots import Snapshots
 from headrace.protocols import Engine, EnvironmentKind, Scorer, Task, Trainer
 from headrace.rollouts.buffer import Buffer
-from headrace.rollouts.episodes import Decode
 from headrace.rollouts.partial import Interrupts
+from headrace.rollouts.session import Decode
 
 
 @dataclass(frozen=True, kw_only=True)
