@@ -60,13 +60,17 @@ class EnvironmentConfig:
     def _names_a_function(cls, function: str) -> str:
         path, _, name = function.rpartition(":")
         if function and not (path.endswith(".py") and name.isidentifier()):
-            raise ValueError(f'environment.function = "{function}" is not of the form path/to/file.py:name; write it so')
+            raise ValueError(
+                f'environment.function = "{function}" is not of the form path/to/file.py:name; write it so'
+            )
         return function
 
     @model_validator(mode="after")
     def _settings_of_a_function(self) -> EnvironmentConfig:
         if self.function and self.kind != "single_turn":
-            raise ValueError(f'environment.function and environment.kind = "{self.kind}" are both set; keep one of them')
+            raise ValueError(
+                f'environment.function and environment.kind = "{self.kind}" are both set; keep one of them'
+            )
         if self.function:
             return self
         for field in dataclasses.fields(self):
@@ -85,7 +89,7 @@ class EnvironmentConfig:
     @property
     def limits(self) -> Limits:
         if self.function:
-            return Limits(self.max_turns, self.seconds, self.max_tokens)
+            return Limits(self.max_turns, tokens=self.max_tokens)  # its processes keep the limit of seconds
         return environment_kind(self.kind).limits
 
     @property

@@ -73,6 +73,7 @@ class Conversation:
         """The end of the last reply's turn."""
         self._tools: Sequence[Message] = ()
         self._calls = 0
+        self._over = False
 
     async def say(self, new: Sequence[Message], tools: Sequence[Message] | None) -> Reply:
         """Samples the answer to new messages. `tools`: their schemas; None: those of the turn before.
@@ -85,7 +86,8 @@ class Conversation:
         text, glue = self._rendered(told)
         fresh = glue is None
         context = self._encoder.encode_completion(text if glue is None else glue, False)
-        if limit := self._agent.cut_off(context, fresh=fresh):
+        if (limit := self._agent.cut_off(context, fresh=fresh)) and not self._over:
+            self._over = True  # said once: whoever asks again has failed, or it would ask for ever
             return Reply(over=limit)
         replies: list[Reply] = []
 

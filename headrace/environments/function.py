@@ -10,7 +10,7 @@ from headrace.environments.config import EnvironmentConfig
 from headrace.environments.conversation import Conversation, Encoder
 from headrace.environments.workers.frames import Chat, Reply
 from headrace.environments.workers.pool import Pool, check_function
-from headrace.environments.workers.process import Settings
+from headrace.environments.workers.process import Asked, Settings
 from headrace.errors import ConfigError, RolloutFailed
 from headrace.protocols import Agent, Environment, EnvironmentKind
 from headrace.types import Prompt
@@ -21,6 +21,7 @@ def open_function(config: EnvironmentConfig, encoder: Encoder, *, system: str, l
     function prints. Raises ConfigError if it cannot be loaded."""
     settings = Settings(
         config.function,
+        seconds=config.seconds,
         tool_seconds=config.tool_seconds,
         tool_characters=config.tool_characters,
         memory=int(config.memory_gib * (1 << 30)),
@@ -61,7 +62,7 @@ class FunctionEnvironment:
 
         columns = dict(self._prompt.columns)
         asked = columns.pop(self._prompt.chat) if self._prompt.chat else self._prompt.text
-        ended = await self._pool.play(asked, columns, self._seed, listener=listener)
+        ended = await self._pool.play(Asked(asked, columns, self._seed), listener)
         if ended.failure:
             raise RolloutFailed(ended.failure.reason, ended.failure.detail, ended.failure.traceback)
         rewards: Mapping[str, Any] = ended.rewards or {}

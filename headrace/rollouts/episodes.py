@@ -38,10 +38,7 @@ async def roll_out(
 
 def with_rewards(judged: Sequence[Scored | Failure], played: Sequence[Played]) -> list[Scored | Failure]:
     """Adds the environments' rewards to those of the scorer. The two never share a name."""
-    return [
-        one if isinstance(one, Failure) else _with_rewards(one, of)
-        for one, of in zip(judged, played, strict=True)
-    ]
+    return [one if isinstance(one, Failure) else _with_rewards(one, of) for one, of in zip(judged, played, strict=True)]
 
 
 def _with_rewards(scored: Scored, played: Played) -> Scored | Failure:

@@ -42,15 +42,17 @@ DROPS = (
 )
 """Drops what earlier replies have before `=`, as some templates drop the thinking of earlier turns."""
 ALTERNATES = (
-    "<s>{% set state = namespace(last='') %}{% for message in messages %}"
-    "{% if message.role == 'tool' and state.last != 'call' %}{{ raise_exception('a result without a call') }}{% endif %}"
-    "{% if message.role == 'user' %}[INST]{{ message.content }}[/INST]{% elif message.role == 'tool' %}(={{ message.content }})"
-    "{% elif message.tool_calls is defined %}[TOOL_CALLS]{{ message.tool_calls[0].function.name }}[ARGS]"
-    "{{ message.tool_calls[0].function.arguments | tojson }}<|im_end|>{% else %}{{ message.content }}<|im_end|>{% endif %}"
-    "{% set state.last = 'call' if message.tool_calls is defined else message.role %}{% endfor %}"
-    "{% if tools %}{{ tools[0].function.name }}{% endif %}"
-).replace("<s>{% set", "<s>{% if tools %}[{{ tools[0].function.name }}]{% endif %}{% set").replace(
-    "{% if tools %}{{ tools[0].function.name }}{% endif %}", ""
+    (
+        "<s>{% set state = namespace(last='') %}{% for message in messages %}"
+        "{% if message.role == 'tool' and state.last != 'call' %}{{ raise_exception('a result without a call') }}{% endif %}"
+        "{% if message.role == 'user' %}[INST]{{ message.content }}[/INST]{% elif message.role == 'tool' %}(={{ message.content }})"
+        "{% elif message.tool_calls is defined %}[TOOL_CALLS]{{ message.tool_calls[0].function.name }}[ARGS]"
+        "{{ message.tool_calls[0].function.arguments | tojson }}<|im_end|>{% else %}{{ message.content }}<|im_end|>{% endif %}"
+        "{% set state.last = 'call' if message.tool_calls is defined else message.role %}{% endfor %}"
+        "{% if tools %}{{ tools[0].function.name }}{% endif %}"
+    )
+    .replace("<s>{% set", "<s>{% if tools %}[{{ tools[0].function.name }}]{% endif %}{% set")
+    .replace("{% if tools %}{{ tools[0].function.name }}{% endif %}", "")
 )
 """Mistral's manner: no result of a tool without a message that has the call."""
 MERGED = ["to", "ol", "ll", " 1", "add", "ar", "\n<", '{"', '": ', "}}"]
@@ -101,7 +103,12 @@ Talk = Callable[[Conversation, int, Reply | None], Sequence[Mapping[str, Any]] |
 
 
 def talked(
-    model: Model, talk: Talk, *, tools: Sequence[Any] | None = (TOOL,), place: Any = "template", limits: Limits | None = None
+    model: Model,
+    talk: Talk,
+    *,
+    tools: Sequence[Any] | None = (TOOL,),
+    place: Any = "template",
+    limits: Limits | None = None,
 ) -> Played | Failure:
     class Environment:
         def __init__(self, prompt: Prompt, seed: int) -> None:
@@ -149,7 +156,9 @@ def check_rows(played: Played, model: Model) -> None:
     paths = [(*row.prompt, *row.tokens) for row in rows]
     for asked, done in zip(model.asked, model.sampled, strict=True):
         whole = (*asked.context, *done.tokens)
-        assert any(path[: len(whole)] == whole for path in paths), "a turn was sampled after other tokens than its row's"
+        assert any(path[: len(whole)] == whole for path in paths), (
+            "a turn was sampled after other tokens than its row's"
+        )
 
 
 CALLS = {
@@ -198,7 +207,10 @@ def test_a_template_that_insists_on_calls_is_given_them(tmp_path: Path) -> None:
     assert [turn.parents for turn in found.episode.turns] == [(), (0,), (1,), (2,)]
     check_rows(found, model)
     path = (*model.asked[-1].context, *model.sampled[-1].tokens)
-    assert encoder.written(path) == f"<s>[add][INST]1?[/INST]{call}(=12)is<|im_end|>[INST]more[/INST]{call}(=3)12<|im_end|>"
+    assert (
+        encoder.written(path)
+        == f"<s>[add][INST]1?[/INST]{call}(=12)is<|im_end|>[INST]more[/INST]{call}(=3)12<|im_end|>"
+    )
 
 
 def test_a_reply_that_was_cut_off_is_closed_by_the_template(tmp_path: Path) -> None:
@@ -224,9 +236,13 @@ def test_where_the_template_rewrites_history_a_path_begins_and_nothing_is_traine
     check_rows(found, model)
 
 
-WORDS = st.sampled_from([" ", "\n", "to", "ol", "a", "=", "12", "add", "<tool_call>", '{"name": "add"', "}", "</tool_call>"])
+WORDS = st.sampled_from(
+    [" ", "\n", "to", "ol", "a", "=", "12", "add", "<tool_call>", '{"name": "add"', "}", "</tool_call>"]
+)
 REPLIES = st.lists(
-    st.tuples(st.one_of(st.sampled_from(list(CALLS.values())), st.lists(WORDS, max_size=6).map("".join)), st.booleans()),
+    st.tuples(
+        st.one_of(st.sampled_from(list(CALLS.values())), st.lists(WORDS, max_size=6).map("".join)), st.booleans()
+    ),
     min_size=1,
     max_size=4,
 )
@@ -240,7 +256,11 @@ def encoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ChatEncoder]
 
 
 @settings(max_examples=80, deadline=None)
-@given(family=st.sampled_from([*tool_chats.TEMPLATES, "trims", "drops", "alternates"]), replies=REPLIES, seed=st.integers(0, 99))
+@given(
+    family=st.sampled_from([*tool_chats.TEMPLATES, "trims", "drops", "alternates"]),
+    replies=REPLIES,
+    seed=st.integers(0, 99),
+)
 def test_what_was_sampled_is_what_is_trained(
     encoders: dict[str, ChatEncoder], family: str, replies: list[tuple[str, bool]], seed: int
 ) -> None:

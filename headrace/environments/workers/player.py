@@ -97,9 +97,7 @@ class Player:
         if is_async(self._function):
             return await self._function(agent, **given)
         waits = _Waits(self._loop)
-        answer = in_thread(
-            lambda: self._function(BlockingAgent(agent, waits.wait), **given), f"rollout {order.id}"
-        )
+        answer = in_thread(lambda: self._function(BlockingAgent(agent, waits.wait), **given), f"rollout {order.id}")
         try:
             return await asyncio.shield(answer)
         except asyncio.CancelledError:
@@ -181,7 +179,9 @@ def arguments(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[
         given = {one.name: offered[one.name] for one in parameters if one.name in offered}
     missing = [one.name for one in parameters if one.default is one.empty and one.name not in given]
     if missing := [name for name in missing if name in {one.name for one in parameters if _named(one)}]:
-        raise TypeError(f"it needs {', '.join(missing)}, which is no column of the task; there are: {', '.join(offered)}")
+        raise TypeError(
+            f"it needs {', '.join(missing)}, which is no column of the task; there are: {', '.join(offered)}"
+        )
     return given
 
 

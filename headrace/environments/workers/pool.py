@@ -12,10 +12,9 @@ import subprocess
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 from headrace.environments.workers.frames import Ended, Ready, unpack_report
-from headrace.environments.workers.process import MODULE, EnvironmentProcess, Listener, Lost, Settings
+from headrace.environments.workers.process import MODULE, Asked, EnvironmentProcess, Listener, Lost, Settings
 from headrace.errors import ConfigError, RolloutFailed
 from headrace.observe.health.user_process import LOAD_SECONDS, ProcessLost, ending, run_once
 
@@ -51,21 +50,14 @@ class Pool:
         self._starting = asyncio.Lock()
         self._alone = asyncio.Semaphore(workers)
 
-    async def play(
-        self,
-        prompt: str | list[dict[str, Any]],
-        columns: dict[str, Any],
-        seed: int,
-        *,
-        listener: Callable[[], Listener],
-    ) -> Ended:
+    async def play(self, asked: Asked, listener: Callable[[], Listener]) -> Ended:
         """Returns how the rollout ended. `listener`: makes the one that answers it, for each time that it is played. Raises
         `RolloutFailed` if it ended its process, and what the listener raises."""
         alone = False
         for _ in range(LIVES):
             try:
                 async with self._place(alone) as process:
-                    ended = await process.play(prompt, columns, seed, listener())
+                    ended = await process.play(asked, listener())
             except ProcessLost as lost:  # it could not be started
                 raise RolloutFailed("environment_died", f"its process {lost}") from None
             except Lost as lost:

@@ -24,6 +24,7 @@ from headrace.environments.workers.frames import (
     pack,
     receive,
 )
+from headrace.errors import RolloutFailed
 from headrace.observe.health.patience import within
 from headrace.observe.health.user_process import LOAD_SECONDS, ProcessLost, UserProcess, ending
 from headrace.types import Struct
@@ -41,6 +42,8 @@ class Settings(Struct, frozen=True):
 
     spec: str
     """The user's function, `path/to/file.py:name`."""
+    seconds: float
+    """What a rollout may take between its turns; 0 sets no limit."""
     tool_seconds: float
     tool_characters: int
     memory: int
@@ -54,6 +57,14 @@ class Settings(Struct, frozen=True):
             "check": check,
         }
         return [self.spec, json.dumps(rest)]
+
+
+class Asked(Struct, frozen=True):
+    """A rollout that is to be played."""
+
+    prompt: str | list[dict[str, Any]]
+    columns: dict[str, Any]
+    seed: int
 
 
 class Listener(Protocol):
@@ -77,6 +88,7 @@ class Lost(Exception):
 class EnvironmentProcess(UserProcess):
     def __init__(self, settings: Settings, log: Path | None) -> None:
         super().__init__("environment", MODULE, settings.arguments(), log)
+        self._settings = settings
         self._ids: Iterator[int] = itertools.count()
         self._heard: dict[int, asyncio.Queue[FromProcess | None]] = {}
         """The frames of each rollout; None: the process has ended."""
@@ -112,18 +124,16 @@ class EnvironmentProcess(UserProcess):
         self.alive = True
         self._receiving = asyncio.create_task(self._receive())
 
-    async def play(
-        self, prompt: str | list[dict[str, Any]], columns: dict[str, Any], seed: int, listener: Listener
-    ) -> Ended:
-        """Plays one rollout. Raises `Lost` if the process ends before it does, and what the listener raises. When it is cancelled, the
-        user's `finally` blocks run behind it."""
+    async def play(self, asked: Asked, listener: Listener) -> Ended:
+        """Plays one rollout. Raises `Lost` if the process ends before it does, `RolloutFailed` if it takes too long, and what the
+        listener raises. When it is cancelled, the user's `finally` blocks run behind it."""
         id = next(self._ids)
         heard = self._heard[id] = asyncio.Queue()
-        over = False
+        over, left = False, self._settings.seconds
         try:
-            self._send(Play(id, prompt, columns, seed))
+            self._send(Play(id, asked.prompt, asked.columns, asked.seed))
             while True:
-                frame = await heard.get()
+                frame, left = await self._next(heard, left)
                 match frame:
                     case None:
                         over = True
@@ -141,6 +151,19 @@ class EnvironmentProcess(UserProcess):
                 del self._heard[id]
             else:
                 self._part(id, heard)
+
+    async def _next(self, heard: asyncio.Queue[FromProcess | None], left: float) -> tuple[FromProcess | None, float]:
+        """Returns the next frame, and how many of the seconds that were left the rollout has not used for it."""
+        if not self._settings.seconds:
+            return await heard.get(), 0.0
+        clock = asyncio.get_running_loop().time
+        since = clock()
+        try:
+            frame = await within(self.pid, left, heard.get())
+        except TimeoutError:
+            limit = f"took more than {self._settings.seconds:g} s between its turns (environment.seconds)"
+            raise RolloutFailed("environment_timeout", limit) from None
+        return frame, max(left - (clock() - since), 1e-3)
 
     async def _answered(self, asked: Chat, listener: Listener) -> Reply:
         reply = await listener.chat(asked)

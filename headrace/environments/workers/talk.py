@@ -51,20 +51,28 @@ class Agent:
     """What an async function is given."""
 
     def __init__(
-        self, id: int, seed: int, *, ask: Callable[[Chat], Awaitable[Reply]], tell: Callable[[Rewarded], None], box: Toolbox
+        self,
+        id: int,
+        seed: int,
+        *,
+        ask: Callable[[Chat], Awaitable[Reply]],
+        tell: Callable[[Rewarded], None],
+        box: Toolbox,
     ) -> None:
         self.seed = seed
         """A number for everything random, the same when the rollout is played again."""
         self._id, self._ask, self._tell, self._box = id, ask, tell, box
 
     async def chat(
-        self, messages: str | Mapping[str, Any] | Sequence[Mapping[str, Any]], tools: Sequence[Callable[..., Any]] | None = None
+        self,
+        messages: str | Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        tools: Sequence[Callable[..., Any]] | None = None,
     ) -> AgentReply:
         """Adds messages to the conversation (a text is one of the user), and samples the model's answer. `tools`: functions that the
         model may call from now on; None: those of the turn before.
 
         Raises ValueError for messages that are none, and for what the chat template refuses."""
-        schemas = None if tools is None else self._box.offer(tools)
+        schemas = None if tools is None else await self._box.offer(tools)
         reply = await self._ask(Chat(self._id, messages_of(messages), schemas))
         if reply.refused:
             raise ValueError(reply.refused)
@@ -99,7 +107,9 @@ class BlockingAgent:
         self._agent, self._wait = agent, wait
 
     def chat(
-        self, messages: str | Mapping[str, Any] | Sequence[Mapping[str, Any]], tools: Sequence[Callable[..., Any]] | None = None
+        self,
+        messages: str | Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        tools: Sequence[Callable[..., Any]] | None = None,
     ) -> AgentReply:
         reply: AgentReply = self._wait(self._agent.chat(messages, tools))
         return reply

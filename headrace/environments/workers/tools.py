@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -24,10 +25,11 @@ class Toolbox:
         self.left = 0
         """Threads that were given up."""
 
-    def offer(self, tools: Sequence[Callable[..., Any]]) -> list[Schema]:
+    async def offer(self, tools: Sequence[Callable[..., Any]]) -> list[Schema]:
         """Replaces the tools. Returns their schemas. Raises ValueError for a function that has no schema."""
         self._tools = {name_of(tool): tool for tool in tools}
-        return [schema_of(tool) for tool in tools]
+        schemas: list[Schema] = await in_thread(lambda: [schema_of(tool) for tool in tools], "schemas")
+        return schemas
 
     async def use(self, name: str, arguments: Mapping[str, Any]) -> Answer:
         tool = self._tools.get(name)
@@ -102,8 +104,11 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
+@functools.lru_cache(maxsize=256)
 def schema_of(tool: Callable[..., Any]) -> Schema:
-    """Returns the schema that type hints and docstring give, in OpenAI's form. Raises ValueError if they do not."""
+    """Returns the schema that type hints and docstring give, in OpenAI's form. Raises ValueError if they do not.
+
+    The first call imports transformers, which takes seconds: it is not made in the event loop."""
     from transformers.utils import get_json_schema
 
     if not callable(tool):

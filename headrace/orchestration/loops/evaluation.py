@@ -79,9 +79,7 @@ class Evaluator:
 
         seeds = [seed_of("held-out environment", index, i) for i in range(self._config.samples)]
         async with self._telemetry.waits.named("evaluation", "the engine"):
-            rolled = await roll_out(
-                self._environment, prompt, seeds, ask=ask, decode=self._decode, room=self._room
-            )
+            rolled = await roll_out(self._environment, prompt, seeds, ask=ask, decode=self._decode, room=self._room)
         played = [one for one in rolled if isinstance(one, Played)]
         episodes = [one.episode for one in played]
         self._texts.report(prompt, episodes)

@@ -58,7 +58,9 @@ def evaluate(
         raise ConfigError(
             f"the config trains several adapters ({names}); evaluate one of them by its directory, such as RUN/{config.adapters[0].name}"
         )
-    if not (config.reward.specs or config.environment.rewards) and all(teacher.mode == "tokens" for teacher in config.teachers):
+    if not (config.reward.specs or config.environment.rewards) and all(
+        teacher.mode == "tokens" for teacher in config.teachers
+    ):
         raise ConfigError('there is no reward to measure: set reward.function = "path/to/file.py:name"')
     count = config.eval.prompts if prompts is None else prompts
     if not 0 < count <= config.task.held_out:
