@@ -73,7 +73,10 @@ def _read_one(section: str) -> tuple[ToolCall, ...]:
 
 def _read_several(section: str) -> tuple[ToolCall, ...]:
     """Objects one after another, with semicolons or white space between them."""
-    return tuple(_call(_decoded(part, _Written)) for part in _objects(section))
+    calls = tuple(_call(_decoded(part, _Written)) for part in _objects(section))
+    if not calls:
+        raise ValueError("the call is empty")
+    return calls
 
 
 def _objects(section: str) -> Iterator[str]:

@@ -85,7 +85,7 @@ class CallReader:
             yield from self._read(section)
 
     def _opening(self, last: bool) -> tuple[int, bool]:
-        """Where a section begins (True), or up to where there is none (False)."""
+        """The place where a section begins (True), or up to which there is none (False)."""
         stripped = self._rest.lstrip()
         if not self._begun:
             if stripped.startswith("{"):

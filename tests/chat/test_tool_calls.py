@@ -77,6 +77,7 @@ MALFORMED: list[tuple[CallFormat, str, int]] = [
     (LLAMA, '{"answer": 42}', 0),
     (LLAMA, '{"name": "weather", "parameters": {"place": "Paris"}} or not', 0),
     (LLAMA, "<|python_tag|>weather.call(place='Paris')", 1),
+    (LLAMA, "<|python_tag|> ", 1),
     (LLAMA, "{" * 5000, 0),
 ]  # fmt: skip
 
