@@ -88,6 +88,7 @@ CONCRETE = {
     "RowsTask": "tasks",
     "FakeTask": "tasks",
     "SingleTurn": "environments",
+    "FunctionEnvironment": "environments",
     "ScriptedTurns": "environments",
 }
 BUILD = ("orchestration/build.py", "orchestration/workers/build.py")

@@ -164,7 +164,7 @@ class Conversation:
 
     def _keep(self, told: Sequence[Message], text: str, done: Completion, reply: Reply) -> None:
         last = done.tokens[-1:]
-        ended = bool(last) and not self._encoder.decode(last) and bool(self._encoder.written(last))
+        ended = done.stop == "stop" and not self._encoder.decode(last) and bool(self._encoder.written(last))
         content = self._encoder.written(done.tokens[:-1] if ended else done.tokens)
         self._past += [_Past(one, one) for one in told]
         sampled, parsed = {"role": "assistant", "content": content}, _as_message(reply)

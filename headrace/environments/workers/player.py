@@ -45,7 +45,8 @@ class Player:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
         self._owners: weakref.WeakKeyDictionary[asyncio.Task[Any], int] = weakref.WeakKeyDictionary()
-        self._loop.set_task_factory(self._owned)
+        factory: Any = self._owned
+        self._loop.set_task_factory(factory)
 
     def obey(self, order: FromController) -> None:
         match order:
