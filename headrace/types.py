@@ -1,7 +1,6 @@
 """The nouns of headrace: one frozen type per stage, each born complete.
 
 Read this file, then `protocols.py`, then `orchestration/loops/pipeline.py`, and you have understood the system.
-
     Prompt --ticket--> Request --engine--> Completion --> Episode --scorer--> Scored --> Group --> Batch --> WeightUpdate
 
 A stage makes a new value; it never fills a hole in an old one. Every type is a `msgspec.Struct`, so that the same value
@@ -238,13 +237,11 @@ class Turn(Struct, frozen=True):
     """The tokens before the completion that its parents do not hold."""
     completion: Completion
     parents: tuple[int, ...] = ()
-    """Indices of turns in the episode. A turn without parents begins a path: the first one, and one whose context had to be written
-    anew because the chat template changes earlier messages."""
+    """Indices of turns in the episode. One without parents begins a path: the first, or one before which a template rewrote history."""
     agent: str = ""
     messages: tuple[dict[str, Any], ...] = ()
-    """The messages that were new before the completion, in a chat. Training never reads them (C5)."""
     reply: dict[str, Any] = {}
-    """The completion as a message, with the tool calls that were read from it, in a chat."""
+    """In a chat: the messages that are new before the completion, and the completion as one. Training never reads them (C5)."""
 
 
 class Episode(Struct, frozen=True):
@@ -270,13 +267,7 @@ class Episode(Struct, frozen=True):
 
     @property
     def truncated(self) -> bool:
-        """Whether a limit ended it: that of its turns or tokens, or that of its last completion."""
         return bool(self.cut) or self.last.stop == "length"
-
-    @property
-    def messages(self) -> list[dict[str, Any]]:
-        """All messages of a chat, in their order; empty if it was none."""
-        return [message for turn in self.turns for message in (*turn.messages, turn.reply) if message]
 
 
 class TeacherTrace(Struct, frozen=True):
@@ -309,8 +300,7 @@ class Scored(Struct, frozen=True):
     references: tuple[tuple[float, ...], ...] = ()
     """The [T] log-probs of the reference model per turn, if the KL to it is part of the reward."""
     extracted: dict[str, str] = {}
-    """The part of the completion that each reward function was given, by its name, if not the whole text
-    (`reward.extract`)."""
+    """The part of the completion that each reward function was given, by its name, if not all of it (`reward.extract`)."""
     turn_rewards: tuple[dict[str, float], ...] = ()
     """The rewards that the environment gave to single turns, by name, one dict per turn. `rewards` has their sums."""
 

@@ -37,6 +37,7 @@ FLOORS = {
     "algo": 2,
     "observe": 3,
     "protocols": 3,
+    "playing": 3,
     "packing": 3,
     "tasks": 4,
     "scoring": 4,

@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
 from headrace.environments.kinds import ENVIRONMENTS, environment_kind
-from headrace.protocols import Limits, Resumes
+from headrace.playing import Limits, Resumes
 
 ToolPlace = Literal["template", "hermes"]
 

@@ -22,7 +22,7 @@ from headrace.chat.reading import read_calls
 from headrace.environments.config import ToolPlace
 from headrace.environments.workers.frames import PROBLEM, Call, Reply
 from headrace.errors import ConfigError
-from headrace.protocols import Agent
+from headrace.playing import Agent
 from headrace.types import Completion
 
 Message = Mapping[str, Any]
@@ -68,7 +68,7 @@ class Conversation:
         self._as_calls = False
         """Whether the template is given replies as parsed: some allow no result of a tool without the call."""
         self._opened = self._text = ""
-        """What the template wrote before the last reply; this and the reply, which is what the path stands for."""
+        """The template's text before the last reply; this and the reply, for which the path stands."""
         self._end = ""
         """The end of the last reply's turn."""
         self._tools: Sequence[Message] = ()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from headrace.protocols import Agent, EnvironmentKind, Limits, Resumes
+from headrace.playing import Agent, EnvironmentKind, Limits, Resumes
 from headrace.types import Completion, Prompt
 
 Reply = Callable[[Completion, int], Sequence[int]]

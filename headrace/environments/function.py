@@ -12,7 +12,7 @@ from headrace.environments.workers.frames import Chat, Reply
 from headrace.environments.workers.pool import Pool, check_function
 from headrace.environments.workers.process import Asked, Settings
 from headrace.errors import ConfigError, RolloutFailed
-from headrace.protocols import Agent, Environment, EnvironmentKind
+from headrace.playing import Agent, Environment, EnvironmentKind
 from headrace.types import Prompt
 
 

@@ -23,7 +23,8 @@ from headrace.orchestration.loops.parts import Parts
 from headrace.orchestration.loops.turns import Turns
 from headrace.orchestration.store.recovery import SavedRun, recover
 from headrace.orchestration.store.snapshots import Snapshots
-from headrace.protocols import Engine, EnvironmentKind, Scorer, Task, Trainer
+from headrace.playing import EnvironmentKind
+from headrace.protocols import Engine, Scorer, Task, Trainer
 from headrace.rollouts.buffer import Buffer
 from headrace.rollouts.partial import Interrupts, PartialConfig
 from headrace.rollouts.session import Decode

@@ -41,7 +41,8 @@ from headrace.orchestration.store.snapshots import Snapshots
 from headrace.orchestration.store.storage import Storage
 from headrace.orchestration.teaching import PlannedTeacher, Student, open_teaching, plan_teachers, reward_weights
 from headrace.orchestration.wording import headline, placement
-from headrace.protocols import EnvironmentKind, Observer, Scorer, Task
+from headrace.playing import EnvironmentKind
+from headrace.protocols import Observer, Scorer, Task
 from headrace.rehearsal.reward import try_in_loop
 from headrace.scoring.overlong import punished
 from headrace.scoring.python_rewards import RewardFunction

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from headrace.errors import ConfigError
-from headrace.protocols import EnvironmentKind
+from headrace.playing import EnvironmentKind
 from headrace.rehearsal.reward import Encode, stand_in
 from headrace.rollouts.episodes import roll_out
 from headrace.rollouts.session import Decode, Played, TurnAsked

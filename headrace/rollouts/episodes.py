@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import msgspec
 import xxhash
 
-from headrace.protocols import EnvironmentKind
+from headrace.playing import EnvironmentKind
 from headrace.rollout_key import RolloutKey
 from headrace.rollouts.session import ENDLESS, Ask, Decode, Played, Room, Session, TurnAsked
 from headrace.types import Failure, Prompt, Scored

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headrace.errors import RolloutFailed, RolloutOver
-from headrace.protocols import Environment, Limits
+from headrace.playing import Environment, Limits
 from headrace.settings.user_code import one_line, traceback_of
 from headrace.types import Completion, Episode, Failure, Prompt, Request, Turn
 

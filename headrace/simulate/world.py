@@ -33,7 +33,8 @@ from headrace.orchestration.loops.pipeline import Pipeline
 from headrace.orchestration.store.checkpoints import Checkpoints
 from headrace.orchestration.store.recovery import SavedRun, read_saved_run
 from headrace.orchestration.store.snapshots import Snapshots, load_controller
-from headrace.protocols import Engine, EnvironmentKind, Observer, Scorer, Task, Trainer
+from headrace.playing import EnvironmentKind
+from headrace.protocols import Engine, Observer, Scorer, Task, Trainer
 from headrace.rollouts.buffer import Buffer
 from headrace.rollouts.partial import PartialConfig
 from headrace.rollouts.rollout import RolloutConfig

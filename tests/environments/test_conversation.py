@@ -18,7 +18,7 @@ from headrace.environments.conversation import Conversation, with_tools
 from headrace.environments.workers.frames import Reply
 from headrace.errors import ConfigError
 from headrace.models.chat import ChatEncoder
-from headrace.protocols import Limits
+from headrace.playing import Limits
 from headrace.rollouts.episodes import Played
 from headrace.rollouts.session import Session, TurnAsked
 from headrace.simulate import virtual_time

@@ -16,7 +16,7 @@ from headrace.environments.function import open_function
 from headrace.environments.workers import process as processes
 from headrace.errors import ConfigError
 from headrace.models.chat import ChatEncoder
-from headrace.protocols import EnvironmentKind
+from headrace.playing import EnvironmentKind
 from headrace.rollouts.episodes import Played, roll_out
 from headrace.rollouts.session import TurnAsked
 from headrace.types import Completion, Failure, Prompt, VersionSpan

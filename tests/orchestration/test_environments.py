@@ -27,7 +27,7 @@ from headrace.errors import ConfigError, WorkerDied
 from headrace.observe.facts import GroupEnded, Warned
 from headrace.orchestration.store.snapshots import load_controller
 from headrace.packing.plan import pack_rows
-from headrace.protocols import Agent, EnvironmentKind, Limits
+from headrace.playing import Agent, EnvironmentKind, Limits
 from headrace.rollout_key import RolloutKey
 from headrace.rollouts.episodes import name_of_turn, roll_out, with_rewards
 from headrace.rollouts.session import Played, TurnAsked

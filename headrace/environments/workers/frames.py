@@ -30,7 +30,7 @@ class Call(Struct, frozen=True, kw_only=True):
     """A JSON object, as the model wrote it; the whole text of a malformed call."""
     id: str
     problem: str = ""
-    """Why a call is malformed; empty if it is not."""
+    """The reason why a call is malformed; empty if it is not."""
 
 
 # -- from the controller ------------------------------------------------------------------------------------------------------

@@ -38,12 +38,12 @@ MODULE = "headrace.environments.workers.worker"
 
 
 class Settings(Struct, frozen=True):
-    """What a process is started with."""
+    """The settings that a process is started with."""
 
     spec: str
     """The user's function, `path/to/file.py:name`."""
     seconds: float
-    """What a rollout may take between its turns; 0 sets no limit."""
+    """The time that a rollout may take between its turns; 0 sets no limit."""
     tool_seconds: float
     tool_characters: int
     memory: int
@@ -68,7 +68,7 @@ class Asked(Struct, frozen=True):
 
 
 class Listener(Protocol):
-    """What a rollout asks for while it is played."""
+    """The part of the controller that answers a rollout while it is played."""
 
     async def chat(self, asked: Chat) -> Reply:
         """Raises what ends the rollout."""

@@ -27,7 +27,7 @@ class ToolCall:
     arguments: Mapping[str, Any]
     id: str
     problem: str = ""
-    """Why it is malformed; empty if it is not."""
+    """The reason why it is malformed; empty if it is not."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class AgentReply:
 
 
 class Agent:
-    """What an async function is given."""
+    """The agent of an async function."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Agent:
 
 
 class BlockingAgent:
-    """What a plain function is given, which runs in a thread of its own: the same methods, which return when they are done."""
+    """The agent of a plain function, which runs in a thread of its own: the same methods, which return when they are done."""
 
     def __init__(self, agent: Agent, wait: Callable[[Awaitable[Any]], Any]) -> None:
         self.seed = agent.seed

@@ -12,7 +12,7 @@ from typing import Any
 
 Schema = dict[str, Any]
 Answer = tuple[str, str]
-"""What the model is shown, and the problem (`frames.PROBLEM`); empty if there is none."""
+"""The text that the model is shown, and the problem (`frames.PROBLEM`); empty if there is none."""
 
 
 class Toolbox:

@@ -12,7 +12,8 @@ from typing import Literal
 from headrace.observe.facts import Evaluated
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.loops.outcomes import Firsts, FirstTexts
-from headrace.protocols import EnvironmentKind, Scorer
+from headrace.playing import EnvironmentKind
+from headrace.protocols import Scorer
 from headrace.rollouts.episodes import roll_out, with_rewards
 from headrace.rollouts.rollout import RolloutConfig, seed_of
 from headrace.rollouts.session import Decode, Generate, Played, Room, TurnAsked
