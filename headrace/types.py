@@ -241,7 +241,7 @@ class Turn(Struct, frozen=True):
     agent: str = ""
     messages: tuple[dict[str, Any], ...] = ()
     reply: dict[str, Any] = {}
-    """In a chat: the messages that are new before the completion, and the completion as one. Training never reads them (C5)."""
+    """The messages that are new before the completion, and the completion as one, in a chat. Training never reads them (C5)."""
 
 
 class Episode(Struct, frozen=True):

@@ -24,7 +24,6 @@ FLOORS = {
     "types": 0,
     "errors": 0,
     "version": 0,
-    "orphans": 0,
     "chat": 1,
     "native": 1,
     "weights": 1,

@@ -21,9 +21,9 @@ from typing import Any, BinaryIO
 from headrace.environments.workers.frames import Beat, FromProcess, Ready, pack, read_order
 from headrace.environments.workers.player import Player, ToolLimits, signature_problem
 from headrace.errors import ConfigError
+from headrace.observe.health.orphans import signal_me_when_orphaned
 from headrace.observe.health.own_stacks import answer_signals
 from headrace.observe.health.patience import Patience
-from headrace.orphans import signal_me_when_orphaned
 from headrace.settings.user_code import load_function
 
 BEAT = 1.0

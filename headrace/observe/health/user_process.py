@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace import orphans
+from headrace.observe.health import orphans
 from headrace.observe.health.family import Child, current_family
 from headrace.observe.health.own_stacks import VARIABLE
 from headrace.observe.health.patience import communicate
