@@ -55,6 +55,7 @@ ALTERNATES = (
     .replace("{% if tools %}{{ tools[0].function.name }}{% endif %}", "")
 )
 """Mistral's manner: no result of a tool without a message that has the call."""
+ENDS = ("<|im_end|>", "</s>", "<|eot_id|>")
 MERGED = ["to", "ol", "ll", " 1", "add", "ar", "\n<", '{"', '": ', "}}"]
 """Tokens of several characters: the tokenizer prefers them, and a model need not."""
 
@@ -92,7 +93,7 @@ class Model:
         rng = random.Random(f"{self.seed}/{asked.turn}")
         self.asked.append(asked)
         tokens = as_sampled(self.encoder, self.says[asked.turn], rng)
-        stop: Any = "stop" if self.says[asked.turn].endswith("<|im_end|>") else "length"
+        stop: Any = "stop" if self.says[asked.turn].endswith(ENDS) else "length"
         logprobs = tuple(-rng.random() for _ in tokens)
         spans = (VersionSpan(0, asked.turn, 0), *([VersionSpan(1, asked.turn + 1, 0)] if len(tokens) > 1 else []))
         self.sampled.append(Completion(tokens, logprobs, spans, stop))
