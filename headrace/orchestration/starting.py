@@ -28,7 +28,7 @@ from headrace.orchestration.clients.process_engine import ProcessEngine
 from headrace.orchestration.fleets.start import Starting, come, start_fleet
 from headrace.orchestration.needs import adapters_served
 from headrace.orchestration.workers.build import open_files, open_transport
-from headrace.orchestration.workers.messages import EngineStart
+from headrace.orchestration.workers.worker_messages import EngineStart
 from headrace.protocols import Job, Launcher, Transport
 from headrace.settings.secrets import read_token
 from headrace.weights import Manifest

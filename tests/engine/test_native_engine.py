@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
-from headrace.engine.native.runners.weights import parameters_from_dir
+from headrace.engine.native.runners.weight_tensors import parameters_from_dir
 from headrace.errors import ConfigError
 from headrace.simulate.makers import update
 from headrace.steps import PromptScores, TokenDetails

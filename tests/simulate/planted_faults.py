@@ -36,7 +36,7 @@ RECOVERY, SNAPSHOTS, CHECKPOINT = (
 BUFFER, PARTIAL, STALENESS = "rollouts/buffer.py", "rollouts/partial.py", "rollouts/staleness.py"
 FLEET, ROTATION, CARE = "engine/fleet/fleet.py", "engine/fleet/rotation.py", "engine/fleet/care.py"
 REQUESTS, HOMES = "engine/fleet/moving_requests.py", "engine/fleet/homes.py"
-JOURNAL, TICKETS, FILES = "durable/journal.py", "observe/numbers/tickets.py", "durable/files.py"
+JOURNAL, TICKETS, FILES = "durable/journal.py", "observe/numbers/tickets.py", "durable/atomic_files.py"
 
 OF_BUFFER = (
     _one(

@@ -9,7 +9,7 @@ from rich.text import Text
 from headrace.observe.facts import MemberMoved, MemberSample
 from headrace.observe.numbers.state import RunState
 from headrace.observe.screen.layout import FAINT, Line
-from headrace.observe.text import clip, plural
+from headrace.observe.texts import clip, plural
 
 STYLES = {"serving": "green", "away": "yellow", "lost": "bold red"}
 NAME = 27

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.durable.files import replace_file
+from headrace.durable.atomic_files import replace_file
 from headrace.types import Struct
 
 FILE = "pool.json"
