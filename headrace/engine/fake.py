@@ -17,7 +17,7 @@ import msgspec
 
 from headrace.errors import IdentityError, WorkerDied
 from headrace.reports import EngineStats, LoadReport, capable
-from headrace.steps import Finished, PromptScores, StepOutput, Transcript, write_down
+from headrace.steps import Finished, PromptScores, StepOutput, TokenDetails, Transcript, write_down
 from headrace.types import Completion, Request, Stop, TopLogprobs, VersionSpan
 from headrace.weights import WeightUpdate
 
@@ -146,8 +146,16 @@ class FakeEngine:
             await self._pass(pending, self.seconds_per_token)
             self._sampled += 1
             token, live = script[place] if script else number % 99 + 1, self._live(request)
+            details = (_details(request, token),) if request.top_logprobs or request.return_mask else ()
             told = StepOutput(
-                self.version, (request.id,), (token,), (-1.0,), (kv,), versions=(live,), mixed=self._mixed
+                self.version,
+                (request.id,),
+                (token,),
+                (-1.0,),
+                (kv,),
+                versions=(live,),
+                mixed=self._mixed,
+                details=details,
             )
             self._tell(told)
         if fails:
@@ -288,6 +296,16 @@ class FakeEngine:
 
     async def close(self) -> None:
         pass
+
+
+def _details(request: Request, token: int) -> TokenDetails:
+    """The sampled token is the only one that was left, and all others are impossible."""
+    tops = [token, *range(100, 99 + request.top_logprobs)]
+    logprobs = [-1.0] + [-math.inf] * (request.top_logprobs - 1)
+    mask = array("i", [token]) if request.return_mask else array("i")
+    if not request.top_logprobs:
+        return TokenDetails(request.id, mask=mask.tobytes())
+    return TokenDetails(request.id, array("i", tops).tobytes(), array("f", logprobs).tobytes(), mask.tobytes())
 
 
 def _mixed_up(counter: int) -> int:
