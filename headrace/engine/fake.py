@@ -147,7 +147,7 @@ class FakeEngine:
             self._sampled += 1
             token, live = script[place] if script else number % 99 + 1, self._live(request)
             details = (_details(request, token),) if request.top_logprobs or request.return_mask else ()
-            told = StepOutput(
+            output = StepOutput(
                 self.version,
                 (request.id,),
                 (token,),
@@ -157,7 +157,7 @@ class FakeEngine:
                 mixed=self._mixed,
                 details=details,
             )
-            self._tell(told)
+            self._tell(output)
         if fails:
             return Finished(request.id, "error", "injected failure")
         cut = wanted == request.sampling.max_tokens and not (script is not None and len(script) == wanted)
@@ -169,9 +169,9 @@ class FakeEngine:
 
     def _tell(self, output: StepOutput) -> None:
         if self._listeners:
-            told = msgspec.msgpack.encode(output)
+            encoded = msgspec.msgpack.encode(output)
             for listener in self._listeners:
-                listener(told)
+                listener(encoded)
         write_down(output, self._pending.get)
 
     # -- time ---------------------------------------------------------------------------------------------------------------
