@@ -2,8 +2,9 @@
 
 It takes the fields that SGLang documents (docs.sglang.io; `managers/io_struct.py`, `sampling/sampling_params.py`), and refuses any other
 with 400, where SGLang itself would ignore some: a client that misspells a field is found out. It has the traps of the real one, too:
-weights that are read while a request is there cannot clear the cache, which ends the scheduler (500, and nothing works afterwards); a client
-that leaves takes every request with it whose id begins with its own; and `ignore_eos` ignores `stop_token_ids`.
+weights that are read while a request is there cannot clear the cache, which ends the scheduler (500, and nothing works afterwards); a request
+whose client has left goes on for a while, and then takes every other with it whose id begins with its own; and `ignore_eos` ignores
+`stop_token_ids`.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ from headrace.weight_sync.files import RECORD, Record
 VERSION = "0.5.19"
 FAULTS = ("weights_ignored", "adapter_ignored", "load_fails", "masks_ignored")
 """Errors that a server may make: report weights or an adapter as loaded without having done it; fail to load; leave masks out."""
+
+LINGER = 0.2
+"""Seconds for which a request goes on after its client has left (SGLang: 2, `create_abort_task`)."""
 
 Limit = Annotated[int, Meta(ge=0)]
 
@@ -169,20 +173,32 @@ class FakeSglang:
         )
 
     async def _events(self, body: Generate) -> AsyncIterator[dict[str, Any]]:
+        events: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        sampling = asyncio.ensure_future(self._sample(body, events))
+        try:
+            while event := await events.get():
+                yield event
+            await sampling
+        finally:
+            if not sampling.done():
+                asyncio.get_running_loop().call_later(LINGER, self._left, body.rid)
+
+    async def _sample(self, body: Generate, events: asyncio.Queue[dict[str, Any] | None]) -> None:
         self._rids.add(body.rid)
         spans: list[dict[str, Any]] = []
-        ended = False
         try:
             async with aclosing(follow(self.serving, [self._request(body)])) as pieces:
                 async for piece in pieces:
-                    ended = piece.ended
                     self._extend(spans, piece)
-                    if ended or piece.stop > piece.start:
-                        yield self._event(body, piece, spans)
+                    if piece.ended or piece.stop > piece.start:
+                        events.put_nowait(self._event(body, piece, spans))
         finally:
             self._rids.discard(body.rid)
-            if not ended:
-                self.serving.abort([rid for rid in self._rids if rid.startswith(body.rid)])
+            events.put_nowait(None)
+
+    def _left(self, rid: str) -> None:
+        """Its client is gone."""
+        self.serving.abort([one for one in self._rids if one.startswith(rid)])
 
     async def _whole(self, body: Generate) -> Response:
         (piece,) = await to_their_ends(self.serving, [self._request(body)])
@@ -220,8 +236,10 @@ class FakeSglang:
 
     async def abort(self, request: HttpRequest) -> Response:
         body = await read_body(request, Abort, self.serving.limits)
-        every = body.abort_all or not body.rid
-        self.serving.abort(None if every else [rid for rid in self._rids if rid.startswith(body.rid)])
+        if body.abort_all:
+            self.serving.abort(None)
+        elif body.rid:
+            self._left(body.rid)
         return Response()
 
     # -- weights --------------------------------------------------------------------------------------------------------
