@@ -12,7 +12,7 @@ from pathlib import Path
 
 from headrace.engine.config import EngineConfig
 from headrace.serve.config import ServeConfig
-from headrace.serve.fakes.sglang import FakeSglang
+from headrace.serve.fakes.fake_sglang import FakeSglang
 from headrace.serve.start import bind, make_server, opened
 
 

@@ -2,7 +2,7 @@
 
 Routes and fields are those of SGLang's own documentation (docs.sglang.io, "SGLang for RL Systems", "Sampling Parameters", "LoRA Serving")
 and source (`entrypoints/http_server.py`, `managers/io_struct.py`, `managers/tokenizer_manager.py`, `utils/weight_versions.py`). It has
-been run against the fake server only (`serve/fakes/sglang.py`), never against SGLang itself.
+been run against the fake server only (`serve/fakes/fake_sglang.py`), never against SGLang itself.
 
 **Versions.** SGLang clears its cache of prefixes only while it has no request, and a clearing that fails ends its scheduler
 (`managers/scheduler_components`, "Cache flush failed"). So no stream lives through an update: the client leaves all of them, pauses the
@@ -28,7 +28,7 @@ from urllib.parse import quote
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialect import Heard, Run, ServerState
 from headrace.engine.remote.errors import Unreachable
-from headrace.engine.remote.sglang_facts import Facts, meet, statistics
+from headrace.engine.remote.sglang_facts import SglangFacts, meet, statistics
 from headrace.errors import ConfigError, IdentityError
 from headrace.reports import LoadReport
 from headrace.steps import Finished, PromptScores, TokenDetails
@@ -58,7 +58,7 @@ class SglangDialect:
         self._ends = frozenset(ends)
         self._nonce = secrets.token_hex(4)
         self._boots, self._loads = 0, itertools.count()
-        self._facts: Facts | None = None
+        self._facts: SglangFacts | None = None
         self._live: dict[str, _Live] = {}
         """The live weights by adapter; the base model's go by the empty name."""
         self._state: ServerState | None = None
@@ -140,7 +140,7 @@ class SglangDialect:
         return "/generate", body
 
     def ended(self, request: Request) -> Stop | None:
-        """Without this, SGLang would sample behind an end of which only the token was recorded before a run was killed."""
+        """SGLang would otherwise sample behind an end of which only the token was recorded before a run was killed."""
         if request.prefix and request.prefix[-1] in self._stops(request):
             return "stop"
         return "length" if request.prefix and len(request.prefix) >= request.sampling.max_tokens else None

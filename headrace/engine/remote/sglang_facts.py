@@ -11,7 +11,7 @@ from headrace.reports import Capabilities, EngineStats
 
 
 @dataclass(frozen=True)
-class Facts:
+class SglangFacts:
     """The facts that do not change while the process lives."""
 
     dtype: str
@@ -22,13 +22,13 @@ class Facts:
     """Whether it counts its work for `/metrics`."""
 
 
-def meet(url: str, info: Any) -> Facts:
+def meet(url: str, info: Any) -> SglangFacts:
     """`info`: the answer of `/get_server_info`, the server's arguments beside facts of its scheduler. Raises ConfigError for a server
     that was started without what a run needs, with the options to start it with."""
     try:
         version, dtype = str(info["version"]), str(info["dtype"])
         length, incremental = int(info["max_req_input_len"]), bool(info["incremental_streaming_output"])
-        facts = Facts(
+        facts = SglangFacts(
             dtype=dtype,
             capabilities=Capabilities(
                 context_length=length,

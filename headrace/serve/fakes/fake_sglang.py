@@ -25,6 +25,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from headrace.errors import HeadraceError
+from headrace.reports import EngineStats
 from headrace.serve.bodies import Body, Token
 from headrace.serve.errors import Refused, answer_error
 from headrace.serve.following import Piece, follow, to_their_ends
@@ -44,7 +45,7 @@ LINGER = 0.2
 Limit = Annotated[int, Meta(ge=0)]
 
 
-class SamplingParams(Body, kw_only=True):
+class _SamplingParams(Body, kw_only=True):
     """Fields of SGLang's `SamplingParams` that a client of ours may send."""
 
     max_new_tokens: Limit = 128
@@ -54,12 +55,11 @@ class SamplingParams(Body, kw_only=True):
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
     stop_token_ids: list[Token] | None = None
     ignore_eos: bool = False
-    sampling_seed: int | None = None
 
 
-class Generate(Body, kw_only=True):
+class _Generate(Body, kw_only=True):
     input_ids: Annotated[list[Token], Meta(min_length=1)]
-    sampling_params: SamplingParams
+    sampling_params: _SamplingParams
     rid: Annotated[str, Meta(min_length=1)]
     return_logprob: bool = False
     logprob_start_len: Annotated[int, Meta(ge=-1)] = -1
@@ -69,38 +69,36 @@ class Generate(Body, kw_only=True):
     priority: int | None = None
 
 
-class Pause(Body, kw_only=True):
+class _Pause(Body, kw_only=True):
     mode: Literal["abort", "retract", "in_place"] = "abort"
 
 
-class Continue(Body, kw_only=True):
+class _Continue(Body, kw_only=True):
     torch_empty_cache: bool = True
 
 
-class UpdateFromDisk(Body, kw_only=True):
+class _UpdateFromDisk(Body, kw_only=True):
     model_path: str
     load_format: Literal["safetensors"] | None = None
-    abort_all_requests: bool = False
     weight_version: str | None = None
     flush_cache: bool = True
 
 
-class NewVersion(Body, kw_only=True):
+class _NewVersion(Body, kw_only=True):
     new_version: str
     abort_all_requests: bool = True
 
 
-class LoadLora(Body, kw_only=True):
+class _LoadLora(Body, kw_only=True):
     lora_name: str
     lora_path: str
-    pinned: bool = False
 
 
-class UnloadLora(Body, kw_only=True):
+class _UnloadLora(Body, kw_only=True):
     lora_name: str
 
 
-class Abort(Body, kw_only=True):
+class _Abort(Body, kw_only=True):
     rid: str = ""
     abort_all: bool = False
 
@@ -112,7 +110,7 @@ class FakeSglang:
         assert set(faults) <= set(FAULTS)
         self.serving, self.faults = serving, set(faults)
         self.label, self.dead = "default", False
-        self.bodies: list[Generate] = []
+        self.bodies: list[_Generate] = []
         """Requests that were served, for tests to look at."""
         self._rids: set[str] = set()
         self._arguments = {
@@ -130,7 +128,7 @@ class FakeSglang:
 
     async def generate(self, request: HttpRequest) -> Response:
         self._alive()
-        body = await read_body(request, Generate, self.serving.limits)
+        body = await read_body(request, _Generate, self.serving.limits)
         if problem := self._problem(body):
             said = {"message": problem, "type": "BadRequest", "code": 400}
             return Events(_told({"error": said})) if body.stream else json_response({"error": said}, 400)
@@ -139,7 +137,7 @@ class FakeSglang:
             return Events(self._events(body))
         return await while_there(request, self._whole(body)) or GONE
 
-    def _problem(self, body: Generate) -> str:
+    def _problem(self, body: _Generate) -> str:
         asked = len(body.input_ids) + body.sampling_params.max_new_tokens
         if asked > (room := self.serving.engine.capabilities.context_length):
             return f"Requested token count exceeds the model's maximum context length of {room} tokens."
@@ -151,7 +149,7 @@ class FakeSglang:
             return f"Duplicate request ID detected: {body.rid}"
         return ""
 
-    def _request(self, body: Generate) -> Request:
+    def _request(self, body: _Generate) -> Request:
         drawn = body.sampling_params
         adapter = self.serving.adapter_of(body.lora_path)
         return Request(
@@ -172,7 +170,7 @@ class FakeSglang:
             return_mask=body.return_sampling_mask and self.serving.engine.capabilities.path != "fake",
         )
 
-    async def _events(self, body: Generate) -> AsyncIterator[dict[str, Any]]:
+    async def _events(self, body: _Generate) -> AsyncIterator[dict[str, Any]]:
         events: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         sampling = asyncio.ensure_future(self._sample(body, events))
         try:
@@ -183,7 +181,7 @@ class FakeSglang:
             if not sampling.done():
                 asyncio.get_running_loop().call_later(LINGER, self._left, body.rid)
 
-    async def _sample(self, body: Generate, events: asyncio.Queue[dict[str, Any] | None]) -> None:
+    async def _sample(self, body: _Generate, events: asyncio.Queue[dict[str, Any] | None]) -> None:
         self._rids.add(body.rid)
         spans: list[dict[str, Any]] = []
         try:
@@ -200,7 +198,7 @@ class FakeSglang:
         """Its client is gone."""
         self.serving.abort([one for one in self._rids if one.startswith(rid)])
 
-    async def _whole(self, body: Generate) -> Response:
+    async def _whole(self, body: _Generate) -> Response:
         (piece,) = await to_their_ends(self.serving, [self._request(body)])
         spans: list[dict[str, Any]] = []
         self._extend(spans, piece)
@@ -212,7 +210,7 @@ class FakeSglang:
             spans.append({"version": self.label, "start": piece.start})
         spans[-1]["end"] = piece.stop
 
-    def _event(self, body: Generate, piece: Piece, spans: list[dict[str, Any]]) -> dict[str, Any]:
+    def _event(self, body: _Generate, piece: Piece, spans: list[dict[str, Any]]) -> dict[str, Any]:
         stream, part = piece.stream, slice(piece.start, piece.stop)
         meta: dict[str, Any] = {
             "id": body.rid,
@@ -235,7 +233,7 @@ class FakeSglang:
         return {"text": "", "output_ids": stream.tokens[part], "meta_info": meta}
 
     async def abort(self, request: HttpRequest) -> Response:
-        body = await read_body(request, Abort, self.serving.limits)
+        body = await read_body(request, _Abort, self.serving.limits)
         if body.abort_all:
             self.serving.abort(None)
         elif body.rid:
@@ -246,7 +244,7 @@ class FakeSglang:
 
     async def pause(self, request: HttpRequest) -> Response:
         self._alive()
-        mode = (await read_body(request, Pause, self.serving.limits)).mode
+        mode = (await read_body(request, _Pause, self.serving.limits)).mode
         await self.serving.pause("abort" if mode == "abort" else "keep")
         while mode == "abort" and self.serving.under_way:
             self.serving.abort(None)
@@ -254,13 +252,13 @@ class FakeSglang:
         return json_response({"message": "Generation paused successfully.", "status": "ok"})
 
     async def resume(self, request: HttpRequest) -> Response:
-        await read_body(request, Continue, self.serving.limits)
+        await read_body(request, _Continue, self.serving.limits)
         await self.serving.resume()
         return json_response({"message": "Generation continued successfully.", "status": "ok"})
 
     async def update(self, request: HttpRequest) -> Response:
         self._alive()
-        body = await read_body(request, UpdateFromDisk, self.serving.limits)
+        body = await read_body(request, _UpdateFromDisk, self.serving.limits)
         path = Path(body.model_path) / RECORD
         if "load_fails" in self.faults or not path.exists():
             return _outcome(f"Failed to get weights iterator: {body.model_path}, safetensors.", done=False)
@@ -276,14 +274,14 @@ class FakeSglang:
         return _outcome(f"Succeeded to update model weights. Weight version updated to {self.label}.")
 
     async def relabel(self, request: HttpRequest) -> Response:
-        body = await read_body(request, NewVersion, self.serving.limits)
+        body = await read_body(request, _NewVersion, self.serving.limits)
         if body.abort_all_requests:
             self.serving.abort(None)
         self.label = body.new_version
         return json_response({"success": True, "message": "", "new_version": self.label})
 
     async def load_lora(self, request: HttpRequest) -> Response:
-        body = await read_body(request, LoadLora, self.serving.limits)
+        body = await read_body(request, _LoadLora, self.serving.limits)
         if not self._arguments["enable_lora"]:
             return _outcome("LoRA is not enabled. Please set `--enable-lora` to enable LoRA.", done=False)
         if body.lora_name in self.serving.loaded:
@@ -295,7 +293,7 @@ class FakeSglang:
         return _outcome("")
 
     async def unload_lora(self, request: HttpRequest) -> Response:
-        body = await read_body(request, UnloadLora, self.serving.limits)
+        body = await read_body(request, _UnloadLora, self.serving.limits)
         while True:
             try:
                 await self.serving.unload(body.lora_name)
@@ -327,16 +325,7 @@ class FakeSglang:
     async def metrics(self, request: HttpRequest) -> Response:
         if not self._arguments["enable_metrics"]:
             raise Refused(404, "Not Found")
-        stats = await self.serving.engine.stats()
-        rows = [
-            ("num_running_reqs", stats.running),
-            ("num_queue_reqs", stats.waiting),
-            ("token_usage", stats.kv_used),
-            ("generation_tokens_total", stats.sampled_tokens),
-            ("prompt_tokens_total", stats.asked_tokens),
-            ("cached_tokens_total", stats.cached_tokens),
-        ]
-        return PlainTextResponse("".join(f'sglang:{name}{{model_name="m"}} {float(value)}\n' for name, value in rows))
+        return PlainTextResponse(_metrics(await self.serving.engine.stats()))
 
     # -- together -------------------------------------------------------------------------------------------------------
 
@@ -384,7 +373,7 @@ def _finish(stream: Stream) -> dict[str, Any]:
     return {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
 
 
-def _scored(body: Generate, stream: Stream) -> list[tuple[float | None, int, None]]:
+def _scored(body: _Generate, stream: Stream) -> list[tuple[float | None, int, None]]:
     if not stream.scores:
         return []
     logprobs = [None, *stream.scores.logprobs]
@@ -397,3 +386,15 @@ def _mask(stream: Stream, place: int) -> list[int]:
         return [stream.tokens[place]]
     kept: list[int] = np.frombuffer(stream.details[place].mask, np.int32).tolist()
     return kept
+
+
+def _metrics(stats: EngineStats) -> str:
+    rows = [
+        ("num_running_reqs", stats.running),
+        ("num_queue_reqs", stats.waiting),
+        ("token_usage", stats.kv_used),
+        ("generation_tokens_total", stats.sampled_tokens),
+        ("prompt_tokens_total", stats.asked_tokens),
+        ("cached_tokens_total", stats.cached_tokens),
+    ]
+    return "".join(f'sglang:{name}{{model_name="m"}} {float(value)}\n' for name, value in rows)
