@@ -212,7 +212,9 @@ def _config(file: str | None, run_dir: Path | None, sets: Sequence[str]) -> RunC
     config = load_config(resumed_settings(file, run_dir) if file and run_dir else source, sets)
     for run in adapter_runs(config) or (config,):
         refuse_python_inputs(run)
-        if not run.reward.specs and not run.teachers:  # a command takes no function, unlike `headrace.train`
+        if not (
+            run.reward.specs or run.teachers or run.environment.rewards
+        ):  # a command takes no function, unlike `headrace.train`
             raise ConfigError(
                 'nothing gives rewards: set reward.function = "path/to/file.py:name" (or "reasoning_gym"); functions that were '
                 "passed from Python are not in the config"

@@ -32,6 +32,8 @@ def resolve_paths(tree: Tree, base: Path) -> Tree:
     if isinstance(algo, dict):
         functions = {k: algo[k] for k in ("advantage", "loss") if isinstance(algo.get(k), str)}
         changed["algo"] = {**algo, **{k: _function_path(function, base) for k, function in functions.items()}}
+    if isinstance(place := tree.get("environment"), dict) and isinstance(place.get("function"), str):
+        changed["environment"] = {**place, "function": _function_path(place["function"], base)}
     if isinstance(adapters := tree.get("adapters"), list):
         changed["adapters"] = [resolve_paths(one, base) if isinstance(one, dict) else one for one in adapters]
     return {**tree, **changed}

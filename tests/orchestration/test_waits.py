@@ -309,6 +309,7 @@ async def of_evaluation(tmp: Path, spoil: Callable[[Waits], Waits]) -> None:
         rollout=rollout,
         decode=str,
         telemetry=Telemetry(FactList().record, clock, waits),
+        context_length=1000,
     )
     await evaluator.measure("before", 0)
 
