@@ -26,7 +26,7 @@ from headrace.serve.fakes.fake_sglang import FakeSglang
 from headrace.serve.serving import Serving
 from headrace.simulate.world import FactList
 from headrace.types import Request, Sampling
-from headrace.weight_sync.files import RECORD, Record
+from headrace.weight_sync.files import RECORD, UpdateRecord
 from headrace.weights import Manifest, WeightUpdate
 
 LENGTH = 60
@@ -50,7 +50,7 @@ def update(directory: Path, version: int) -> WeightUpdate:
         seconds=0.0,
         where={"path": str(path)},
     )
-    (path / RECORD).write_bytes(msgspec.json.encode(Record(found, Manifest((), 0))))
+    (path / RECORD).write_bytes(msgspec.json.encode(UpdateRecord(found, Manifest((), 0))))
     return found
 
 

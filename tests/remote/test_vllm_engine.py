@@ -21,12 +21,12 @@ from headrace.errors import ConfigError, HeadraceError, IdentityError
 from headrace.models.chat import ChatEncoder
 from headrace.observe.health.waits import Waits
 from headrace.observe.telemetry import Telemetry
-from headrace.serve.config import Limits
+from headrace.serve.config import ServerLimits
 from headrace.serve.fakes.fake_vllm import FakeVllm
 from headrace.serve.serving import Serving
 from headrace.simulate.world import FactList
 from headrace.types import Request, Sampling
-from headrace.weight_sync.files import RECORD, Record
+from headrace.weight_sync.files import RECORD, UpdateRecord
 from headrace.weights import Manifest, WeightUpdate
 
 LENGTH = 60
@@ -50,7 +50,7 @@ def update(directory: Path, version: int) -> WeightUpdate:
         seconds=0.0,
         where={"path": str(path)},
     )
-    (path / RECORD).write_bytes(msgspec.json.encode(Record(found, Manifest((), 0))))
+    (path / RECORD).write_bytes(msgspec.json.encode(UpdateRecord(found, Manifest((), 0))))
     return found
 
 
@@ -59,7 +59,7 @@ async def served(
     model: Path, speed: float = 0.002, api_key: str = "", **how: Any
 ) -> AsyncIterator[tuple[str, FakeVllm]]:
     fake = FakeEngine(seconds_per_token=speed, length=lambda rng: LENGTH)
-    serving = Serving(engine=fake, encoder=ChatEncoder(model), name="tiny", limits=Limits())
+    serving = Serving(engine=fake, encoder=ChatEncoder(model), name="tiny", limits=ServerLimits())
     await serving.load(WeightUpdate(version=0, kind="full", fingerprint="fake-0", nbytes=0, seconds=0.0))
     server = FakeVllm(serving, **how)
     async with answering(server.app(api_key)) as url:

@@ -33,7 +33,7 @@ from headrace.serve.guard import Guard
 from headrace.serve.sending import GONE, Events, json_response, read_body, while_there
 from headrace.serve.serving import Serving, Stream
 from headrace.types import Request, Sampling
-from headrace.weight_sync.files import RECORD, Record
+from headrace.weight_sync.files import RECORD, UpdateRecord
 
 VERSION = "0.5.19"
 FAULTS = ("weights_ignored", "adapter_ignored", "load_fails", "masks_ignored")
@@ -267,7 +267,7 @@ class FakeSglang:
         if body.flush_cache and self.serving.under_way:
             self.dead = True
             raise RuntimeError("Cache flush failed after updating weights")
-        record = msgspec.json.decode(path.read_bytes(), type=Record)
+        record = msgspec.json.decode(path.read_bytes(), type=UpdateRecord)
         if "weights_ignored" not in self.faults:
             await asyncio.shield(asyncio.ensure_future(self.serving.load(record.update)))
         self.label = body.weight_version or self.label

@@ -29,7 +29,7 @@ from headrace.serve.following import Piece, follow, to_their_ends
 from headrace.serve.sending import GONE, Events, json_response, read_body, while_there
 from headrace.serve.serving import Serving
 from headrace.types import Request, Sampling
-from headrace.weight_sync.files import RECORD, Record
+from headrace.weight_sync.files import RECORD, UpdateRecord
 
 VERSION = "0.32.0"
 GUARDED = ("/v1", "/v2", "/inference", "/cohere")
@@ -221,7 +221,7 @@ class FakeVllm:
             raise Refused(400, "weights are reloaded while the server is not paused: tokens of both would be mixed")
         if "load_fails" in self.faults:
             raise RuntimeError("no safetensors there")
-        record = msgspec.json.decode((Path(body.kwargs["weights_path"]) / RECORD).read_bytes(), type=Record)
+        record = msgspec.json.decode((Path(body.kwargs["weights_path"]) / RECORD).read_bytes(), type=UpdateRecord)
         if "weights_ignored" not in self.faults:
             await asyncio.shield(asyncio.ensure_future(self.serving.load(record.update)))
         self._reloads += 1
