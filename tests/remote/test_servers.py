@@ -21,7 +21,7 @@ from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialect import ServerState
 from headrace.engine.remote.errors import Unreachable
 from headrace.engine.remote.outages import Presence
-from headrace.engine.servers import guard
+from headrace.engine.servers import server_guard
 from headrace.engine.servers.commands import Command, Place, command
 from headrace.engine.servers.installed import Found, interpreter, look, places, require
 from headrace.engine.servers.server_process import ServerProcess
@@ -74,7 +74,9 @@ def test_a_server_ends_with_the_controller_even_one_that_is_killed(how: str, tmp
     """A deaf one does not end when it is asked to."""
     controller = "import subprocess, sys, time; subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE, start_new_session=True); time.sleep(1000)"
     pids = tmp_path / "pids"
-    run = subprocess.Popen([sys.executable, "-c", controller, sys.executable, "-I", guard.__file__, *words(pids, how)])
+    run = subprocess.Popen(
+        [sys.executable, "-c", controller, sys.executable, "-I", server_guard.__file__, *words(pids, how)]
+    )
     server, child = started(pids)
     leader = os.getsid(server)
     os.kill(leader, signal.SIGSTOP)  # a guard that is stopped is woken

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from headrace.engine.servers import guard
+from headrace.engine.servers import server_guard
 
 
 def servers() -> dict[int, list[int]]:
@@ -19,6 +19,6 @@ def servers() -> dict[int, list[int]]:
                 parent = int(Path(f"/proc/{leader}/stat").read_text().rpartition(")")[2].split()[1])
             except (OSError, IndexError):  # gone meanwhile
                 continue
-            if guard.__file__.encode() in words and parent == os.getpid() and int(entry.name) != leader:
+            if server_guard.__file__.encode() in words and parent == os.getpid() and int(entry.name) != leader:
                 found.setdefault(leader, []).append(int(entry.name))
     return {leader: sorted(members) for leader, members in found.items()}

@@ -143,6 +143,11 @@ class Presence:
             self._given_up.exception()  # the watcher raises it; without one it is no error
             self._dependent.given_up(error)
 
+    async def absence(self) -> str:
+        """Returns the reason as soon as the server is missed; at once if it is missed now."""
+        await asyncio.shield(self.outage)
+        return self._why
+
     async def watch(self) -> None:
         assert self._given_up is not None
         await asyncio.shield(self._given_up)

@@ -257,6 +257,9 @@ class RemoteEngine:
         )
         return self._counts.of_run(self._version())
 
+    async def absence(self) -> str:
+        return await self._presence.absence()
+
     async def watch(self) -> None:
         await self._presence.watch()
 

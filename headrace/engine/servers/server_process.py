@@ -1,4 +1,4 @@
-"""A server that the run starts, starts anew when it has died, and ends with itself. Its parent is the guard (`guard.py`)."""
+"""A server that the run starts, starts anew when it has died, and ends with itself. Its parent is the guard (`server_guard.py`)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from headrace.engine.servers import guard
+from headrace.engine.servers import server_guard
 from headrace.engine.servers.commands import HOST, Command
 from headrace.observe.health import patience
 
-ENDING = 2 * guard.GRACE
+ENDING = 2 * server_guard.GRACE
 """Seconds in which the guard should have ended the server."""
 
 
@@ -42,7 +42,7 @@ class ServerProcess:
     def start(self) -> None:
         """Raises OSError."""
         self._write_token()
-        words = [sys.executable, "-I", guard.__file__, *self._command.words]
+        words = [sys.executable, "-I", server_guard.__file__, *self._command.words]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 words,
@@ -64,12 +64,12 @@ class ServerProcess:
         code = self._process.poll()
         if code is None:
             return ""
-        guard.end_session(self._process.pid)  # nobody is left, unless the guard was killed
-        code = guard.KILLED - code if code < 0 else code
+        server_guard.end_session(self._process.pid)  # nobody is left, unless the guard was killed
+        code = server_guard.KILLED - code if code < 0 else code
         how = f"ended with exit code {code}"
-        if code > guard.KILLED:
+        if code > server_guard.KILLED:
             with contextlib.suppress(ValueError):
-                how = f"was killed by {signal.Signals(code - guard.KILLED).name}"
+                how = f"was killed by {signal.Signals(code - server_guard.KILLED).name}"
         return f"{how} (its output is in {self._log}{self._last_words()})"
 
     def _last_words(self) -> str:
@@ -98,5 +98,5 @@ class ServerProcess:
             await asyncio.to_thread(patience.wait, self._process, ENDING)
         except subprocess.TimeoutExpired:
             self._process.kill()
-        guard.end_session(self._process.pid)
+        server_guard.end_session(self._process.pid)
         self._token_file.unlink(missing_ok=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from headrace.engine.fleet.fleet import Fleet
 from headrace.errors import IdentityError
 from headrace.observe.facts import IdentityChecked
 from headrace.observe.telemetry import Telemetry
@@ -50,10 +51,17 @@ class IdentityProbe:
     async def engine_side(self, engine: Engine, version: int, expected: list[float] | None) -> float | None:
         """Returns the root mean square of the differences, in nats; None if this version is not probed.
 
-        Raises `IdentityError` when the served policy is not the trained one.
+        Raises `IdentityError` when the served policy is not the trained one. Every member of a fleet is probed; it goes on without those that
+        fail, as long as one is left.
         """
         if expected is None:
             return None
+        if isinstance(engine, Fleet):
+            check = lambda part: self._difference(part, version, expected)  # noqa: E731
+            return await engine.examine(version, check, self._adapter)
+        return await self._difference(engine, version, expected)
+
+    async def _difference(self, engine: Engine, version: int, expected: Sequence[float]) -> float:
         completion = await engine.score(self._tokens, self._adapter)
         found = completion.prompt_logprobs
         if found is None or completion.spans[0].version != version:

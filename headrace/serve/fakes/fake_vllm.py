@@ -40,7 +40,7 @@ FAULTS = ("weights_ignored", "adapter_ignored", "load_fails")
 """Errors that a server may make: report weights or an adapter as loaded without having done it; fail to load."""
 
 
-class SamplingParams(Body, kw_only=True):
+class VllmSampling(Body, kw_only=True):
     """Fields of vLLM's `SamplingParams` that a client of ours may send."""
 
     max_tokens: Positive = 16
@@ -57,9 +57,9 @@ class SamplingParams(Body, kw_only=True):
     detokenize: bool = True
 
 
-class Generate(Body, kw_only=True):
+class VllmGenerate(Body, kw_only=True):
     token_ids: Annotated[list[Token], Meta(min_length=1)]
-    sampling_params: SamplingParams
+    sampling_params: VllmSampling
     request_id: str = "none"
     model: str | None = None
     stream: bool = False
@@ -96,7 +96,7 @@ class FakeVllm:
         self.serving, self.dtype, self.max_loras, self.logprobs_mode = serving, dtype, max_loras, logprobs_mode
         self.faults, self.absent = set(faults), set(absent)
         self.label = "default"
-        self.bodies: list[Generate] = []
+        self.bodies: list[VllmGenerate] = []
         """Requests that were served, for tests to look at."""
         self._salts: dict[str, int] = {}
         """The number of reloads under which each salt was used first."""
@@ -108,14 +108,14 @@ class FakeVllm:
         if "scale_out" in self.absent:
             said = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
             raise Refused(403, said)
-        body = await read_body(request, Generate, self.serving.limits)
+        body = await read_body(request, VllmGenerate, self.serving.limits)
         self._check(body)
         self.bodies.append(body)
         if body.stream:
             return Events(self._events(body))
         return await while_there(request, self._whole(body)) or GONE
 
-    def _check(self, body: Generate) -> None:
+    def _check(self, body: VllmGenerate) -> None:
         drawn = body.sampling_params
         if body.priority:
             raise Refused(400, "the server does not use priority scheduling (--scheduling-policy priority)")
@@ -127,7 +127,7 @@ class FakeVllm:
         if self._salts.setdefault(body.cache_salt or "", self._reloads) != self._reloads:
             raise Refused(400, f"cache_salt {body.cache_salt} was used with other weights, whose KV it would be given")
 
-    def _request(self, body: Generate, name: str, scores: bool = False) -> Request:
+    def _request(self, body: VllmGenerate, name: str, scores: bool = False) -> Request:
         drawn = body.sampling_params
         room = self.serving.engine.capabilities.context_length - len(body.token_ids)
         adapter = self.serving.adapter_of(body.model)
@@ -148,7 +148,7 @@ class FakeVllm:
             prompt_logprobs=scores,
         )
 
-    async def _events(self, body: Generate) -> AsyncIterator[dict[str, Any]]:
+    async def _events(self, body: VllmGenerate) -> AsyncIterator[dict[str, Any]]:
         async with aclosing(follow(self.serving, [self._request(body, "0")])) as pieces:
             labels: list[tuple[str, int]] = []
             async for piece in pieces:
@@ -158,7 +158,7 @@ class FakeVllm:
                     choice = self._choice(piece, body, labels)
                     yield {"request_id": body.request_id, "usage": None, "output_mode": "tokens", "choices": [choice]}
 
-    async def _whole(self, body: Generate) -> Response:
+    async def _whole(self, body: VllmGenerate) -> Response:
         asked = [self._request(body, "0")]
         if body.sampling_params.prompt_logprobs is not None:
             asked.append(self._request(body, "scores", scores=True))
@@ -173,7 +173,7 @@ class FakeVllm:
             {"request_id": body.request_id, "model": body.model, "choices": [choice], "prompt_logprobs": rows}
         )
 
-    def _choice(self, piece: Piece, body: Generate, labels: Sequence[tuple[str, int]]) -> dict[str, Any]:
+    def _choice(self, piece: Piece, body: VllmGenerate, labels: Sequence[tuple[str, int]]) -> dict[str, Any]:
         """`labels`: those that the tokens were sampled under, with the first token of each."""
         stream, part = piece.stream, slice(piece.start, piece.stop)
         tokens, end = stream.tokens[part], stream.end

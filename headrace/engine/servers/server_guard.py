@@ -1,4 +1,4 @@
-"""Runs a server and ends it, with all processes that it started: `python -I guard.py COMMAND ...`. Imports only the standard library.
+"""Runs a server and ends it, with all processes that it started: `python -I server_guard.py COMMAND ...`. Imports only the standard library.
 
 A server such as vLLM is several processes, and outlives a parent that is killed. So a run does not start it itself: it starts this
 guard, in a session of its own, and holds the other end of its standard input. When that is closed, because the run has ended or was
