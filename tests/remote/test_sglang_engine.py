@@ -21,7 +21,7 @@ from headrace.errors import ConfigError, HeadraceError, IdentityError
 from headrace.models.chat import ChatEncoder
 from headrace.observe.health.waits import Waits
 from headrace.observe.telemetry import Telemetry
-from headrace.serve.config import Limits
+from headrace.serve.config import ServerLimits
 from headrace.serve.fakes.fake_sglang import FakeSglang
 from headrace.serve.serving import Serving
 from headrace.simulate.world import FactList
@@ -59,7 +59,7 @@ async def served(
     model: Path, speed: float = 0.002, api_key: str = "", **how: Any
 ) -> AsyncIterator[tuple[str, FakeSglang]]:
     fake = FakeEngine(seconds_per_token=speed, length=lambda rng: LENGTH, context_length=500)
-    serving = Serving(engine=fake, encoder=ChatEncoder(model), name="tiny", limits=Limits())
+    serving = Serving(engine=fake, encoder=ChatEncoder(model), name="tiny", limits=ServerLimits())
     await serving.load(WeightUpdate(version=0, kind="full", fingerprint="fake-0", nbytes=0, seconds=0.0))
     server = FakeSglang(serving, **how)
     async with answering(server.app(api_key)) as url:

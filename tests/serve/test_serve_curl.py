@@ -15,7 +15,7 @@ from served import answering, faked
 
 from headrace.engine.config import EngineConfig
 from headrace.engine.fake import FakeEngine
-from headrace.serve.config import Limits, ServeConfig
+from headrace.serve.config import ServeConfig, ServerLimits
 from headrace.serve.serving import Serving
 from headrace.serve.start import opened
 
@@ -86,7 +86,7 @@ def test_broken_input_is_answered_with_a_status_and_a_sentence(tiny_tokenizer: P
         assert serving.counters.completions == 0
         assert (await curl(*JSON, "-d", body(), url + CHAT))[0] == 200, "and it goes on"
 
-    run(tiny_tokenizer, case, limits=Limits(body_bytes=4000))
+    run(tiny_tokenizer, case, limits=ServerLimits(body_bytes=4000))
 
 
 def test_a_slow_body_is_cut_off_and_nobody_waits_for_it(tiny_tokenizer: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_slow_body_is_cut_off_and_nobody_waits_for_it(tiny_tokenizer: Path) ->
         status, text = await slow
         assert status == 408 and "did not arrive within 1 seconds" in text
 
-    run(tiny_tokenizer, case, limits=Limits(body_seconds=1.0))
+    run(tiny_tokenizer, case, limits=ServerLimits(body_seconds=1.0))
 
 
 async def ask(url: str, number: int, tokens: int, leave_after: int = 0) -> list[int]:
