@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import headrace
-from headrace.commands import pool as pooling
+from headrace.commands import pool_command as pooling
 from headrace.commands import serve as serving
 from headrace.commands.finding import is_config, run_directory
 from headrace.errors import ConfigError, HeadraceError, RunPaused

@@ -26,7 +26,7 @@ from headrace.errors import ConfigError
 from headrace.models.endings import end_tokens
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.clients.process_engine import ProcessEngine
-from headrace.orchestration.fleets.start import Starting, come, start_fleet
+from headrace.orchestration.fleets.fleet_start import Starting, come, start_fleet
 from headrace.orchestration.needs import adapters_served
 from headrace.orchestration.workers.build import open_files, open_transport
 from headrace.orchestration.workers.worker_messages import EngineStart

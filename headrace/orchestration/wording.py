@@ -9,7 +9,7 @@ from headrace.config import RunConfig
 from headrace.native.cores import usable_cores
 from headrace.observe.facts import RunStarted
 from headrace.observe.texts import plural
-from headrace.orchestration.fleets.shares import in_words, members_of
+from headrace.orchestration.fleets.core_shares import in_words, members_of
 
 
 def headline(config: RunConfig) -> str:

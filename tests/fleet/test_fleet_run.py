@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_run import of, tiny_config, when_step
-from tiny_server import checked_run, config_for, serving
+from tiny_run import checked_run, config_for, of, serving, tiny_config, when_step
 
 import headrace
 from headrace.observe.facts import FleetSample, MemberMoved, RunEnded, WeightsLive
 from headrace.observe.records import StepRow
-from headrace.orchestration.fleets.door import Question, ask
+from headrace.orchestration.fleets.door import PoolQuestion, ask
 
 SLOWLY = """
 import time
@@ -88,9 +87,9 @@ def test_a_server_is_added_and_another_removed_while_a_run_goes_on(tiny_llama: P
         )
 
         def change() -> None:
-            added = ask(run, Question("add", three.url), DEADLINE)
+            added = ask(run, PoolQuestion("add", three.url), DEADLINE)
             assert not added.error, added.error
-            removed = ask(run, Question("remove", one.url), DEADLINE)
+            removed = ask(run, PoolQuestion("remove", one.url), DEADLINE)
             assert not removed.error and [member.name for member in removed.members] == [two.url, three.url]
 
         thread = when_step(run, 2, change)

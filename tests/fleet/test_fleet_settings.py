@@ -9,7 +9,7 @@ import pytest
 from headrace.engine.config import EngineConfig, engine_problems
 from headrace.errors import ConfigError
 from headrace.native.cores import usable_cores
-from headrace.orchestration.fleets.shares import in_words, members_of, split
+from headrace.orchestration.fleets.core_shares import in_words, members_of, split
 from headrace.serve.config import ServeConfig
 
 ONE, TWO = "http://127.0.0.1:8101", "http://127.0.0.1:8102"

@@ -23,7 +23,7 @@ from headrace.observe.health.waits import Waits
 from headrace.observe.screen.members import absences, short, table
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.fleets import roster
-from headrace.orchestration.fleets.door import SOCKET, Answer, Door, Question, ask
+from headrace.orchestration.fleets.door import SOCKET, Door, PoolAnswer, PoolQuestion, ask
 from headrace.simulate.makers import request, update
 
 ONE, TWO, THREE = (f"http://127.0.0.1:{port}" for port in (8101, 8102, 8103))
@@ -58,11 +58,11 @@ def run(directory: Path, case: Case, settings: tuple[str, ...] = (ONE, TWO), joi
     asyncio.run(whole())
 
 
-async def asked(directory: Path, do: str, member: str = "") -> Answer:
-    return await asyncio.to_thread(ask, directory, Question(do, member), 50.0)  # type: ignore[arg-type]
+async def asked(directory: Path, do: str, member: str = "") -> PoolAnswer:
+    return await asyncio.to_thread(ask, directory, PoolQuestion(do, member), 50.0)  # type: ignore[arg-type]
 
 
-def names(answer: Answer) -> list[str]:
+def names(answer: PoolAnswer) -> list[str]:
     return [one.name for one in answer.members]
 
 
@@ -151,7 +151,7 @@ def test_nonsense_is_answered_or_dropped_and_the_door_stays_open(tmp_path: Path,
 
 def test_a_run_that_does_not_run_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="it does not run, or has one engine"):
-        ask(tmp_path, Question("show"), 1.0)
+        ask(tmp_path, PoolQuestion("show"), 1.0)
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,8 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from tiny_run import of, when_step
-from tiny_server import checked_run, config_for, serving
+from tiny_run import checked_run, config_for, of, serving, when_step
 
 import headrace
 from headrace.errors import ConfigError, WorkerDied

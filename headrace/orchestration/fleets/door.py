@@ -31,12 +31,12 @@ Join = Callable[[str], Awaitable[MemberEngine]]
 """Connects to the server at an address. Raises HeadraceError where it does not come, or does not go with the run."""
 
 
-class Question(Struct, frozen=True):
+class PoolQuestion(Struct, frozen=True):
     do: Literal["show", "add", "remove"]
     member: str = ""
 
 
-class Answer(Struct, frozen=True):
+class PoolAnswer(Struct, frozen=True):
     members: tuple[MemberSample, ...] = ()
     error: str = ""
 
@@ -77,16 +77,16 @@ class Door:
         finally:
             writer.close()
 
-    async def _answer(self, line: bytes) -> Answer:
+    async def _answer(self, line: bytes) -> PoolAnswer:
         try:
-            question = msgspec.json.decode(line, type=Question)
+            question = msgspec.json.decode(line, type=PoolQuestion)
             async with self._changing:
                 await self._obey(question)
         except (HeadraceError, msgspec.MsgspecError) as error:
-            return Answer(samples(self._fleet.members), str(error))
-        return Answer(samples(self._fleet.members))
+            return PoolAnswer(samples(self._fleet.members), str(error))
+        return PoolAnswer(samples(self._fleet.members))
 
-    async def _obey(self, question: Question) -> None:
+    async def _obey(self, question: PoolQuestion) -> None:
         name = question.member
         match question.do:
             case "add":
@@ -115,7 +115,7 @@ class Door:
             roster.keep(self._run_dir, self._settings, self._names())
 
 
-def ask(run_dir: Path, question: Question, seconds: float) -> Answer:
+def ask(run_dir: Path, question: PoolQuestion, seconds: float) -> PoolAnswer:
     """Asks a running run. Raises ConfigError where it has no fleet or does not run, HeadraceError without an answer."""
     with _short(run_dir) as place, socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(seconds)
@@ -134,7 +134,7 @@ def ask(run_dir: Path, question: Question, seconds: float) -> Answer:
             ) from None
     if not line.endswith(b"\n"):
         raise HeadraceError(f"{run_dir} ended before it answered")
-    return msgspec.json.decode(line, type=Answer)
+    return msgspec.json.decode(line, type=PoolAnswer)
 
 
 @contextlib.contextmanager

@@ -30,13 +30,13 @@ def change_pool(run_dir: Path, change: str, member: str) -> int:
     from rich.console import Console
 
     from headrace.observe.screen.members import table
-    from headrace.orchestration.fleets.door import Question, ask
+    from headrace.orchestration.fleets.door import PoolQuestion, ask
 
     if (change == "show") == bool(member):
         raise ConfigError(f"headrace pool RUN {change} takes {'no address' if member else 'the address of a server'}")
     if change == "add" and not re.fullmatch(r"https?://[^/\s?#@]+/?", member):
         raise ConfigError(f"{member} is no address of a server; write it as http://HOST:PORT")
-    answer = ask(run_dir, Question(change, member), SECONDS)  # type: ignore[arg-type]
+    answer = ask(run_dir, PoolQuestion(change, member), SECONDS)  # type: ignore[arg-type]
     console = Console(highlight=False, soft_wrap=True)
     for line in table(answer.members):
         console.print(line)

@@ -18,8 +18,8 @@ from headrace.errors import ConfigError, WorkerDied
 from headrace.observe.facts import EngineSample, Fact
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.fleets import roster
+from headrace.orchestration.fleets.core_shares import members_of
 from headrace.orchestration.fleets.door import Door
-from headrace.orchestration.fleets.shares import members_of
 from headrace.protocols import Engine
 from headrace.weights import Manifest
 
