@@ -1,0 +1,134 @@
+"""What is done to a client's model, one operation at a time, and the answers that the API has for it."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from headrace.orchestration.clients.process_shared import ProcessSharedTrainer
+from headrace.serve.errors import Refused
+from headrace.serve.serving import Serving
+from headrace.serve.training.futures import Answer
+from headrace.serve.training.messages.bodies import SaveForSampler, SaveWeights
+from headrace.serve.training.messages.wire import pass_output
+from headrace.serve.training.models import Model
+from headrace.serve.training.sampling import Sampler
+from headrace.serve.training.sessions import Session
+from headrace.serve.training.shelf import Weights
+from headrace.serve.training.store import Facts, Kind, Store, path_of
+from headrace.trainer.shared.calls import AdamStep, Checkpoint, Pass, Publish, SharedLora
+from headrace.weights import WeightUpdate
+
+
+@dataclass(frozen=True)
+class Operations:
+    serving: Serving
+    trainer: ProcessSharedTrainer
+    store: Store
+
+    async def create(self, model: Model) -> Answer:
+        lora = model.lora
+        seed = secrets.randbits(31) if lora.seed is None else lora.seed
+        wanted = SharedLora(rank=lora.rank, seed=seed, attention=lora.train_attn, mlp=lora.train_mlp)
+        await self.trainer.add(model.id, wanted)
+        return Answer.json({"model_id": model.id, "type": "create_model"})
+
+    async def create_from(self, model: Model, facts: Facts, optimizer: bool) -> Answer:
+        if facts.base_model != self.serving.name:
+            raise Refused(400, f"{facts.path} belongs to {facts.base_model}, and this server has {self.serving.name}")
+        await self.create(model)
+        return await self.load(model, facts, optimizer)
+
+    async def load(self, model: Model, facts: Facts, optimizer: bool) -> Answer:
+        where = str(self.store.place(facts.path))
+        model.version = await self.trainer.restore(Checkpoint(model=model.id, directory=where, optimizer=optimizer))
+        return Answer.json({"path": facts.path, "model_id": model.id, "type": "load_weights"})
+
+    async def spoil(self, model: Model, why: str) -> Answer:
+        await self.trainer.spoil(model.id, why)
+        return Answer.failure(why, "user")
+
+    async def run(self, model: Model, call: Pass) -> Answer:
+        report = await self.trainer.run(call)
+        if call.backward:
+            model.account.trained_tokens += report.tokens
+        else:
+            model.account.forward_tokens += report.tokens
+        widths = [example.width for example in call.examples]
+        return Answer.protobuf(pass_output(report.logprobs, widths, {"loss:sum": report.loss}))
+
+    async def step(self, model: Model, call: AdamStep) -> Answer:
+        done = await self.trainer.optim_step(call)
+        model.version = done.version
+        model.account.steps += 1
+        return Answer.json({"metrics": {"grad_norm": done.grad_norm, "version": done.version}})
+
+    async def save(self, model: Model, body: SaveWeights) -> Answer:
+        path = path_of(model.id, "weights", body.path)
+        coming = await asyncio.to_thread(self.store.coming, path, body.overwrite)
+        await self.trainer.save(Checkpoint(model=model.id, directory=str(coming)))
+        facts = self._facts(model, path, "weights", body)
+        await asyncio.to_thread(self.store.put, coming, facts)
+        model.account.saves += 1
+        return Answer.json({"path": path, "type": "save_weights"})
+
+    async def save_for_sampler(
+        self, session: Session, model: Model, body: SaveForSampler, inflight: Weights | None
+    ) -> Answer:
+        """With a name: weights to be sampled from by whoever knows it. Without: a sampler at once, for this session."""
+        changes = body.path is None and body.kind == "inflight"
+        name = body.path or f"{body.kind}-{body.sampling_session_seq_id}"
+        path = path_of(model.id, "sampler_weights", name)
+        update = await self._publish(model, path, f"{model.id}/inflight" if changes else path, body)
+        if body.path is not None:
+            return Answer.json({"path": path, "type": "save_weights_for_sampler"})
+        session.snapshots.append(path)
+        weights = inflight if changes and inflight else Weights(update)
+        weights.update = update
+        sampler = Sampler(
+            id=f"{session.id}:sample:{body.sampling_session_seq_id}",
+            session=session.id,
+            path=None if changes else path,
+            weights=weights,
+        )
+        session.samplers[sampler.id] = sampler
+        return Answer.json({"sampling_session_id": sampler.id, "type": "save_weights_for_sampler"})
+
+    async def _publish(self, model: Model, path: str, served_as: str, body: SaveForSampler) -> WeightUpdate:
+        coming = await asyncio.to_thread(self.store.coming, path, False)
+        base = self.serving.loaded[""].label.fingerprint
+        update = await self.trainer.publish(
+            Publish(model=model.id, directory=str(coming), served_as=served_as, dtype=self.serving.dtype, base=base)
+        )
+        facts = self._facts(model, path, "sampler_weights", body)
+        place = await asyncio.to_thread(self.store.put, coming, facts)
+        model.account.saves += 1
+        return msgspec.structs.replace(update, where={"path": str(place)})
+
+    def _facts(self, model: Model, path: str, kind: Kind, body: SaveWeights | SaveForSampler) -> Facts:
+        now = time.time()
+        return Facts(
+            path=path,
+            kind=kind,
+            base_model=self.serving.name,
+            lora=model.lora,
+            version=model.version,
+            saved_at=now,
+            expires_at=now + body.ttl_seconds if body.ttl_seconds else None,
+            user_metadata=body.user_metadata,
+        )
+
+
+def report_of(model: Model) -> dict[str, Any]:
+    """What a model is and has cost."""
+    return {
+        "version": model.version,
+        "lora_rank": model.lora.rank,
+        "lost": model.lost or None,
+        **{name: getattr(model.account, name) for name in model.account.__dataclass_fields__},
+    }
