@@ -113,9 +113,8 @@ class Futures:
                     raise
 
         promise.task = asyncio.get_running_loop().create_task(run())
-        promise.task.add_done_callback(
-            lambda _: promise.answer or self.resolve(promise, failure_of(asyncio.CancelledError()))
-        )
+        # a task that is cancelled before it has begun never comes to its own handling of that
+        promise.task.add_done_callback(lambda _: self.resolve(promise, failure_of(asyncio.CancelledError())))
 
     def resolve(self, promise: Promise, answer: Answer) -> None:
         """The first answer counts."""

@@ -61,9 +61,9 @@ class Model:
 
     def lose(self, why: str) -> None:
         """Nothing more can be done: everything that waits fails with `why`, and so does all that comes."""
-        self.lost = why
+        self.lost = self.lost or why
         for promise, _ in self._waiting.values():
-            self.futures.resolve(promise, failure_of(StateLost(why)))
+            self.futures.resolve(promise, failure_of(StateLost(self.lost)))
         self._waiting.clear()
 
     async def end(self) -> None:
@@ -98,10 +98,11 @@ class Model:
         try:
             answer = await work()
         except StateLost as error:
-            answer = failure_of(StateLost(f"{error}. {REMEDY}"))
-        except BaseException as error:
+            self.lose(f"{error}. {REMEDY}")
+            answer = failure_of(StateLost(self.lost))
+        except Exception as error:  # one that began after the trainer's death finds no such model in the new process
+            answer = failure_of(StateLost(self.lost) if self.lost else error)
+        except asyncio.CancelledError as error:
             self.futures.resolve(promise, failure_of(error))
-            if not isinstance(error, Exception):
-                raise
-            return
+            raise
         self.futures.resolve(promise, answer)

@@ -51,7 +51,8 @@ class Adapters:
         """Fingerprint of the base model as it was read: it does not depend on the dtype of the computation."""
         kinds = {config.quantise for config in configs.values()}
         assert len(kinds) <= 1, "one base for all adapters"
-        self._quantised = quantise(model, kind, dtype) if (kind := "".join(kinds)) else {}
+        kind = kinds.pop() if kinds else ""
+        self._quantised = quantise(model, kind, dtype) if kind else {}
         self._modules, self._stacks = adaptable(model), stacks
         _freeze(model, dtype, [] if any(config.experts for config in configs.values()) else stacks)
         self._base = dict(model.named_parameters())

@@ -138,7 +138,7 @@ class SharedTrainer:
                     losses.append(loss.value(part, inputs, call.constants).sum())
                 value = torch.stack(losses).sum()
                 if call.backward:
-                    value.backward()  # type: ignore[no-untyped-call]
+                    value.backward()
             total += float(value.detach())
             logprobs += [part.detach().cpu().numpy().tobytes() for part in parts]
         return PassReport(logprobs=logprobs, loss=total, tokens=sum(len(row.tokens) for row in rows))

@@ -49,7 +49,7 @@ class LoraBody(Body, kw_only=True):
     train_attn: bool = True
 
 
-class Optimizer(Body, kw_only=True, frozen=True):
+class Optimizer(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     type: str = "adamw"
     version: int | None = None
 

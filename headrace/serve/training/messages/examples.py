@@ -13,7 +13,7 @@ from headrace.serve.errors import Refused
 from headrace.serve.training.messages.wire import FLOAT32, INT32, INT64
 from headrace.trainer.shared.calls import Example, Pass
 
-_DTYPES = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8"), INT32: np.dtype("<i4")}
+_DTYPES: dict[int, np.dtype[Any]] = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8"), INT32: np.dtype("<i4")}
 
 
 def pass_of(message: Any) -> Pass:
