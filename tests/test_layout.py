@@ -25,6 +25,7 @@ FLOORS = {
     "errors": 0,
     "version": 0,
     "orphans": 0,
+    "chat": 1,
     "native": 1,
     "weights": 1,
     "reports": 1,

@@ -58,6 +58,8 @@ class FakeEngine:
     context_length: int = 1_000_000
     opinion: Callable[[Sequence[int]], float] = lambda tokens: -1.0
     """Log-prob of the last of some tokens given those before it, for requests that score their prompt."""
+    script: Callable[[Request], Sequence[int]] | None = None
+    """The tokens of a request's whole completion, in place of drawn ones; after the last of them the model stops by itself."""
 
     def __post_init__(self) -> None:
         self.version = -1
@@ -131,7 +133,9 @@ class FakeEngine:
     async def _sample(self, pending: _Pending) -> Finished:
         request = pending.request
         rng = random.Random(f"{self.seed}/{request.id}")
-        wanted = min(max(1, self.length(rng)), request.sampling.max_tokens)
+        script = self.script(request) if self.script else None
+        length = self.length(rng) if script is None else len(script)
+        wanted = min(max(1, length), request.sampling.max_tokens)
         fails, own = rng.random() < self.failure_rate, rng.getrandbits(64)
         kv = self._live(request)
         for place in range(len(request.prefix), wanted):
@@ -141,14 +145,15 @@ class FakeEngine:
                 kv = self._live(request)
             await self._pass(pending, self.seconds_per_token)
             self._sampled += 1
-            token, live = number % 99 + 1, self._live(request)
+            token, live = script[place] if script else number % 99 + 1, self._live(request)
             told = StepOutput(
                 self.version, (request.id,), (token,), (-1.0,), (kv,), versions=(live,), mixed=self._mixed
             )
             self._tell(told)
         if fails:
             return Finished(request.id, "error", "injected failure")
-        stop: Stop = "length" if wanted == request.sampling.max_tokens else "stop"
+        cut = wanted == request.sampling.max_tokens and not (script is not None and len(script) == wanted)
+        stop: Stop = "length" if cut else "stop"
         return Finished(request.id, stop)
 
     def _live(self, request: Request) -> int:

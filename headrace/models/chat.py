@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from headrace.chat.formats import CallFormat
+from headrace.chat.probing import format_of
 from headrace.errors import ConfigError
 
-Message = Mapping[str, str]
-"""`{"role": "system" | "user" | "assistant", "content": text}`"""
+Message = Mapping[str, Any]
+"""`{"role": "system" | "user" | "assistant", "content": text}`; with tools, those that `headrace.chat.messages.for_template` returns."""
 
 _GENERIC = ("TokenizersBackend", "PreTrainedTokenizerFast")
 """Tokenizer classes that add nothing to tokenizer.json."""
@@ -28,20 +31,23 @@ class ChatEncoder:
     def has_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
 
-    def encode_messages(self, messages: Sequence[Message]) -> tuple[str, tuple[int, ...]]:
+    @cached_property
+    def call_format(self) -> CallFormat:
+        """The format in which the model writes tool calls. Raises ConfigError if the template shows it no tools."""
+        self._check_template()
+        return format_of(lambda messages, tools: self._rendered(messages, tools, opened=False), str(self._directory))
+
+    def encode_messages(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[str, tuple[int, ...]]:
         """Returns the conversation as the template writes it, with the assistant's turn opened, and its tokens.
 
-        Raises ConfigError if there is no template, or the template refuses the messages.
+        `tools`: as `headrace.chat.messages.described` returns them, for a template that has a `call_format`. Raises ConfigError if there
+        is no template, or the template refuses the messages.
         """
-        if not self.has_template:
-            raise ConfigError(
-                f"{self._directory} has no chat template; use an instruct model, add its chat_template.jinja, or set "
-                "task.chat = false and write prompts as plain text"
-            )
+        self._check_template()
         try:
-            text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
-            )
+            text = self._rendered(messages, tools, opened=True)
         except Exception as error:  # a template is a program of the model's author and may raise anything
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise ConfigError(
@@ -50,6 +56,21 @@ class ChatEncoder:
             ) from None
         # The template has already written the special tokens: adding them again would double the start token.
         return text, self._tokens(text, add_special_tokens=False)
+
+    def _check_template(self) -> None:
+        if not self.has_template:
+            raise ConfigError(
+                f"{self._directory} has no chat template; use an instruct model, add its chat_template.jinja, or set "
+                "task.chat = false and write prompts as plain text"
+            )
+
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, *, opened: bool) -> str:
+        return self._tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tools=list(tools or ()) or None,  # templates ask whether there are tools, and an empty list is one for some
+            add_generation_prompt=opened,
+            tokenize=False,
+        )
 
     def encode_text(self, text: str) -> tuple[int, ...]:
         """Returns the tokens of plain text, with the special tokens that the tokenizer adds (usually a start token)."""
@@ -67,6 +88,17 @@ class ChatEncoder:
     def decode(self, tokens: Sequence[int]) -> str:
         """Returns text for rewards and reports: without special tokens, otherwise unchanged."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def decode_with_calls(self, tokens: Sequence[int]) -> str:
+        """Returns the text of `decode`, with the special tokens that mark a tool call. Raises ConfigError without a `call_format`."""
+        hidden = self._hidden_beside_calls
+        shown = [token for token in tokens if token not in hidden]
+        return self._tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    @cached_property
+    def _hidden_beside_calls(self) -> frozenset[int]:
+        added, markers = self._tokenizer.added_tokens_decoder, self.call_format.markers
+        return frozenset(token for token, one in added.items() if one.special and one.content not in markers)
 
     def written(self, tokens: Sequence[int]) -> str:
         """Returns text with the special tokens: exactly what the model is given."""

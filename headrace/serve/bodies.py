@@ -11,6 +11,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from headrace.chat.messages import Message, Tool
+
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Seed = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
@@ -100,14 +102,6 @@ class Completions(Drawing, kw_only=True):
     request_id: str | None = None
 
 
-class Message(msgspec.Struct, kw_only=True):
-    role: str
-    content: str | list[dict[str, Any]] | None = None
-    name: str | None = None
-    tool_calls: list[Any] | None = None
-    tool_call_id: str | None = None
-
-
 class Chat(Drawing, kw_only=True):
     """`/v1/chat/completions`"""
 
@@ -119,8 +113,9 @@ class Chat(Drawing, kw_only=True):
     top_logprobs: Count | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    tools: list[Any] | None = None
+    tools: list[Tool] | None = None
     tool_choice: Any = None
+    """`auto`, or `none`: the model is then shown no tools. Others would need constrained sampling."""
     parallel_tool_calls: bool | None = None
     functions: list[Any] | None = None
     function_call: Any = None

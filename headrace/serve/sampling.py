@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from headrace.chat.messages import Tool, described, for_template, uses_tools
 from headrace.serve.bodies import Chat, Completions, Drawing, Generate
 from headrace.serve.errors import Refused
 from headrace.serve.serving import Serving
@@ -22,9 +23,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
     "suffix": (None, ""),
     "echo": (None, False),
-    "tools": (None, []),
-    "functions": (None, []),
     "tool_choice": (None, "none", "auto"),
+    "parallel_tool_calls": (None, True),
+    "functions": (None, []),
     "function_call": (None, "none", "auto"),
     "response_format": (None, {"type": "text"}),
     "modalities": (None, ["text"]),
@@ -32,8 +33,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Fields that are not served, and the values with which they ask for nothing."""
 
 REMEDIES = {
-    "tools": "write them into a system message and read the calls from the text",
-    "functions": "write them into a system message and read the calls from the text",
+    "tool_choice": "leave it out or choose auto or none: nothing here forces a model to call",
+    "parallel_tool_calls": "leave it out, and take the first call of an answer",
+    "functions": "give them as tools",
+    "function_call": "give tools and tool_choice",
     "echo": "/inference/v1/generate scores a prompt: max_tokens = 0 and prompt_logprobs",
 }
 
@@ -147,23 +150,25 @@ def _prompts(serving: Serving, prompt: str | list[Any]) -> Iterator[tuple[int, .
 
 def of_chat(serving: Serving, body: Chat, name: str) -> list[Request]:
     refuse_unserved(body)
-    messages = [{"role": one.role, "content": _text_of(one.content)} for one in body.messages]
-    if any(one.tool_calls or one.tool_call_id for one in body.messages):
-        raise Refused(400, f"messages with tool calls are not served; {REMEDIES['tools']}", "unsupported_parameter")
-    _, prompt = serving.encoder.encode_messages(messages)
+    tools = offered_tools(body)
+    if tools or uses_tools(body.messages):
+        _ = serving.encoder.call_format  # a template that knows no tools would leave them out without a word
+    _, prompt = serving.encoder.encode_messages(for_template(body.messages), described(tools))
     most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     top = (body.top_logprobs or 0) if body.logprobs else 0
     most = _room(serving, prompt) if most is None else most
     return list(_requests(serving, body, prompts=[prompt], name=name, most=most, top=top))
 
 
-def _text_of(content: str | list[dict[str, Any]] | None) -> str:
-    if not isinstance(content, list):
-        return content or ""
-    for part in content:
-        if part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise Refused(400, f"a part of a message is of type {part.get('type')}; only text is served")
-    return "".join(part["text"] for part in content)
+def offered_tools(body: Chat) -> list[Tool]:
+    """Returns the tools that the model is shown."""
+    for tool in body.tools or ():
+        if tool.function.strict:
+            raise Refused(
+                400,
+                f"strict is not served (tool {tool.function.name}); leave it out: arguments are what the model writes",
+            )
+    return [] if body.tool_choice == "none" else body.tools or []
 
 
 def _requests(

@@ -48,14 +48,14 @@ async def faked(
     )
     await serving.load(WeightUpdate(version=0, kind="full", fingerprint="fake-0", nbytes=0, seconds=0.0))
     async with answering(serving, token) as url, aiohttp.ClientSession(base_url=url) as session:
-        yield Client(session), serving
+        yield Client(session, url), serving
 
 
 class Client:
     """A client that believes nothing: status and body as they are."""
 
-    def __init__(self, session: aiohttp.ClientSession) -> None:
-        self.session = session
+    def __init__(self, session: aiohttp.ClientSession, url: str = "") -> None:
+        self.session, self.url = session, url
 
     async def get(self, path: str, **more: Any) -> tuple[int, Any]:
         async with self.session.get(path, **more) as answer:

@@ -1,1 +1,2 @@
-"""The routes. Read `tokens.py` (tokens in, tokens out), `openai.py` (text), `control.py` (weights, pauses, health)."""
+"""The routes. Read `tokens.py` (tokens in, tokens out), `openai.py` (text) with `answers.py` (text and tool calls of a completion),
+`control.py` (weights, pauses, health)."""

@@ -16,13 +16,14 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from headrace.chat.formats import CallFormat
 from headrace.serve.bodies import Chat, Completions
 from headrace.serve.following import Piece, follow, to_their_ends
+from headrace.serve.routes.answers import Answer
 from headrace.serve.routes.tokens import REASONS, choice, tops, usage_of
-from headrace.serve.sampling import of_chat, of_completions, stops
+from headrace.serve.sampling import of_chat, of_completions, offered_tools, stops
 from headrace.serve.sending import GONE, Events, json_response, read_body, while_there
 from headrace.serve.serving import Serving
-from headrace.serve.text import Text
 from headrace.types import Request
 
 STARTED = int(time.time())
@@ -64,12 +65,16 @@ async def chat(request: HttpRequest) -> Response:
     body = await read_body(request, Chat, serving.limits)
     name = body.request_id or f"chatcmpl-{uuid.uuid4().hex}"
     requests = of_chat(serving, body, name)
-    top = bool(body.logprobs)
-    return await _answer(
-        request,
-        body,
-        Answering(serving=serving, requests=requests, name=name, chat=True, logprobs=top, stops=stops(body)),
+    answering = Answering(
+        serving=serving,
+        requests=requests,
+        name=name,
+        chat=True,
+        logprobs=bool(body.logprobs),
+        stops=stops(body),
+        format=serving.encoder.call_format if offered_tools(body) else None,
     )
+    return await _answer(request, body, answering)
 
 
 async def _answer(request: HttpRequest, body: Completions | Chat, answering: Answering) -> Response:
@@ -89,9 +94,11 @@ class Answering:
     chat: bool
     logprobs: bool
     stops: Sequence[str]
+    format: CallFormat | None = None
+    """The format of tool calls, where tools were offered."""
 
     def __post_init__(self) -> None:
-        self._texts = [Text(self.serving.encoder.decode, self.stops) for _ in self.requests]
+        self._answers = [Answer(self.serving.encoder, self.stops, self.format) for _ in self.requests]
         self._head = {
             "id": self.name,
             "created": int(time.time()),
@@ -102,9 +109,9 @@ class Answering:
         ended = await to_their_ends(self.serving, self.requests)
         choices = []
         for piece in ended:
-            text = self._texts[piece.index].push(piece.stream.tokens, last=True)
+            text, calls = self._answers[piece.index].push(piece.stream.tokens, last=True)
             told = self._choice(piece, 0)
-            told |= {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
+            told |= {"message": _message(text, calls)} if self.chat else {"text": text}
             choices.append(told)
         kind = "chat.completion" if self.chat else "text_completion"
         return json_response({**self._head, "object": kind, "choices": choices, "usage": self._usage(ended)})
@@ -114,10 +121,11 @@ class Answering:
         first, ended = set(range(len(self.requests))), []
         async with aclosing(follow(self.serving, self.requests)) as pieces:
             async for piece in pieces:
-                before = len(self._texts[piece.index].whole)
-                text = self._texts[piece.index].push(piece.stream.tokens[piece.start : piece.stop], last=piece.ended)
+                answer, tokens = self._answers[piece.index], piece.stream.tokens[piece.start : piece.stop]
+                before = answer.characters
+                text, calls = answer.push(tokens, last=piece.ended)
                 role = {"role": "assistant"} if piece.index in first else {}
-                own = {"delta": {**role, "content": text}} if self.chat else {"text": text}
+                own = {"delta": role | _delta(text, calls)} if self.chat else {"text": text}
                 first.discard(piece.index)
                 yield {**head, "choices": [self._choice(piece, before) | own]}
                 ended += [piece] if piece.ended else []
@@ -132,11 +140,15 @@ class Answering:
         """A choice without its text. `offset`: characters of the completion before this piece."""
         told = choice(self.serving, piece)
         own: dict[str, Any] = {name: told[name] for name in ("index", "token_ids", "weight_versions")}
-        own["finish_reason"] = _reason(piece) if piece.ended else None
+        own["finish_reason"] = self._reason(piece) if piece.ended else None
         own["logprobs"] = (
             (self._chat_logprobs if self.chat else self._logprobs(offset))(piece) if self.logprobs else None
         )
         return own
+
+    def _reason(self, piece: Piece) -> str:
+        reason = REASONS[piece.stream.end.stop] if piece.stream.end else "abort"
+        return "tool_calls" if reason == "stop" and self._answers[piece.index].called else reason
 
     def _chat_logprobs(self, piece: Piece) -> dict[str, Any]:
         content = []
@@ -171,6 +183,15 @@ class Answering:
         return told
 
 
-def _reason(piece: Piece) -> str:
-    end = piece.stream.end
-    return REASONS[end.stop] if end else "abort"
+def _message(text: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
+    if not calls:
+        return {"role": "assistant", "content": text}
+    made = [{name: call[name] for name in ("id", "type", "function")} for call in calls]
+    return {"role": "assistant", "content": text or None, "tool_calls": made}
+
+
+def _delta(text: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
+    """A call arrives in one piece: while it is incomplete nobody knows whether it will be one."""
+    if not calls:
+        return {"content": text}
+    return ({"content": text} if text else {}) | {"tool_calls": calls}

@@ -1,0 +1,138 @@
+"""How the families of models write tool calls. A format finds the calls of one *section*, the text between its markers."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    name: str
+    arguments: str
+    """A JSON object, as the model wrote it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallFormat:
+    name: str
+    opening: str
+    """The marker before a section."""
+    closing: str = ""
+    """The marker after it. Empty: the section ends with the text, or before the next opening."""
+    bare: bool = False
+    """Whether a text that begins with a brace is a section without a marker."""
+    markers: tuple[str, ...]
+    """Texts of tokens that must stay in the decoded text, even where the tokenizer calls them special."""
+    read: Callable[[str], tuple[ToolCall, ...]]
+    """Returns the calls of a section without its markers. Raises ValueError for a malformed one."""
+
+
+class _Written(msgspec.Struct):
+    """A call as JSON. Llama's models write `parameters`, the others `arguments`."""
+
+    name: str
+    arguments: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    parameters: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+def _call(written: _Written) -> ToolCall:
+    given = [one for one in (written.arguments, written.parameters) if one is not msgspec.UNSET]
+    if not written.name:
+        raise ValueError("the call names no tool")
+    if len(given) != 1:
+        raise ValueError("a call has `name` and `arguments`")
+    return ToolCall(written.name, _object(bytes(given[0]).decode()))
+
+
+def _object(text: str) -> str:
+    """Returns the text of a JSON object as it is. Raises ValueError for another one."""
+    _decoded(text, dict[str, object])
+    return text.strip()
+
+
+def _decoded(text: str, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except RecursionError:
+        raise ValueError("the call is nested too deeply") from None
+    except msgspec.DecodeError as error:
+        raise ValueError(str(error)) from None
+
+
+def _read_one(section: str) -> tuple[ToolCall, ...]:
+    return (_call(_decoded(section, _Written)),)
+
+
+def _read_several(section: str) -> tuple[ToolCall, ...]:
+    """Objects one after another, with semicolons or white space between them."""
+    calls = tuple(_call(_decoded(part, _Written)) for part in _objects(section))
+    if not calls:
+        raise ValueError("the call is empty")
+    return calls
+
+
+def _objects(section: str) -> Iterator[str]:
+    decoder, at, rest = json.JSONDecoder(), 0, section.strip()
+    while at < len(rest):
+        try:
+            _, end = decoder.raw_decode(rest, at)
+        except RecursionError:
+            raise ValueError("the call is nested too deeply") from None
+        yield rest[at:end]
+        at = end + len(rest[end:]) - len(rest[end:].lstrip("; \t\r\n"))
+
+
+_NAMED = re.compile(r"([^\s\[\]{}]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(\{.*\})", re.DOTALL)
+
+
+def _read_list_or_named(section: str) -> tuple[ToolCall, ...]:
+    """Mistral's tokenizers up to v7 write a list of calls; those from v11 on write `name[ARGS]{...}`, some with `[CALL_ID]id`."""
+    text = section.strip()
+    if text.startswith("["):
+        calls = tuple(_call(one) for one in _decoded(text, list[_Written]))
+        if not calls:
+            raise ValueError("the list of calls is empty")
+        return calls
+    if not (found := _NAMED.fullmatch(text)):
+        raise ValueError("a call is a JSON list, or a name and a JSON object")
+    return (ToolCall(found[1], _object(found[2])),)
+
+
+HERMES = CallFormat(
+    name="hermes",
+    opening="<tool_call>",
+    closing="</tool_call>",
+    markers=("<tool_call>", "</tool_call>"),
+    read=_read_one,
+)
+"""`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, one call in each: Hermes, Qwen 2.5, Qwen 3
+(https://github.com/NousResearch/Hermes-Function-Calling)."""
+
+MISTRAL = CallFormat(
+    name="mistral",
+    opening="[TOOL_CALLS]",
+    markers=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+    read=_read_list_or_named,
+)
+"""`[TOOL_CALLS]` and a list of `{"name": ..., "arguments": {...}}`, or a name and its arguments
+(https://docs.mistral.ai, the tokenizers v3 to v13)."""
+
+LLAMA = CallFormat(
+    name="llama3",
+    opening="<|python_tag|>",
+    bare=True,
+    markers=("<|python_tag|>",),
+    read=_read_several,
+)
+"""`{"name": ..., "parameters": {...}}` as the whole completion, after `<|python_tag|>` or nothing: Llama 3.1 to 3.3
+(https://www.llama.com/docs/model-cards-and-prompt-formats/llama3_1, "JSON based tool calling")."""
+
+FORMATS = (HERMES, MISTRAL, LLAMA)

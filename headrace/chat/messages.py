@@ -1,0 +1,122 @@
+"""Messages and tools in OpenAI's format (https://platform.openai.com/docs/api-reference/chat), and their form for chat templates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from headrace.errors import ConfigError
+
+Name = Annotated[str, Meta(min_length=1, max_length=128)]
+
+
+class Named(msgspec.Struct, kw_only=True):
+    """The function of a tool call."""
+
+    name: Name
+    arguments: str
+    """A JSON object as text."""
+
+
+class MadeCall(msgspec.Struct, kw_only=True):
+    """A tool call in a message."""
+
+    id: Annotated[str, Meta(min_length=1)]
+    function: Named
+    type: Literal["function"] = "function"
+
+
+class Message(msgspec.Struct, kw_only=True):
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+    """Text, or parts of the type `text`."""
+    name: str | None = None
+    tool_calls: list[MadeCall] | None = None
+    tool_call_id: str | None = None
+    """The call that a message of the role `tool` answers."""
+
+
+class Function(msgspec.Struct, kw_only=True):
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """A JSON schema of the arguments."""
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    function: Function
+    type: Literal["function"] = "function"
+
+
+def text_of(content: str | Sequence[Mapping[str, Any]] | None) -> str:
+    """Raises ConfigError for a part that is no text."""
+    if not isinstance(content, Sequence) or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ConfigError(f"a part of a message is of type {part.get('type')}; only text is served")
+    return "".join(part["text"] for part in content)
+
+
+def uses_tools(messages: Sequence[Message]) -> bool:
+    """Whether a message makes a tool call or answers one."""
+    return any(message.tool_calls or message.role == "tool" for message in messages)
+
+
+def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Returns messages as chat templates expect them: arguments of calls as objects, an answer with the name of its tool, and no field
+    that is not set, because templates ask whether a field is there. Raises ConfigError for calls and answers that do not fit together.
+    """
+    return list(_for_template(messages))
+
+
+def _for_template(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
+    names: dict[str, str] = {}
+    for place, message in enumerate(messages):
+        told: dict[str, Any] = {"role": message.role, "content": text_of(message.content)}
+        if message.name is not None:
+            told["name"] = message.name
+        if message.tool_calls and message.role != "assistant":
+            raise ConfigError(
+                f"messages[{place}] has the role {message.role} and tool_calls; only an assistant makes calls"
+            )
+        if message.tool_calls:
+            told["tool_calls"] = [_made(place, call) for call in message.tool_calls]
+            names |= {call.id: call.function.name for call in message.tool_calls}
+        if message.role == "tool":
+            if message.tool_call_id not in names:
+                raise ConfigError(
+                    f"messages[{place}] answers the tool call {message.tool_call_id}, which no message before it makes; set tool_call_id "
+                    "to the id of a call"
+                )
+            told |= {"tool_call_id": message.tool_call_id, "name": names[message.tool_call_id]}
+        yield told
+
+
+def _made(place: int, call: MadeCall) -> dict[str, Any]:
+    try:
+        arguments = msgspec.json.decode(call.function.arguments or "{}", type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ConfigError(
+            f"messages[{place}] calls {call.function.name} with arguments that are no JSON object: {error}"
+        ) from None
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+
+
+def described(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """Returns tools as chat templates expect them: with a description and a schema, which some read without asking."""
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.function.name,
+                "description": tool.function.description or "",
+                "parameters": {"type": "object", "properties": {}, **(tool.function.parameters or {})},
+            },
+        }
+        for tool in tools
+    ]

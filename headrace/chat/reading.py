@@ -1,0 +1,149 @@
+"""A completion becomes text and tool calls, whole or while it arrives.
+
+A call is returned when its section is complete: a malformed one stays text, exactly as the model wrote it, and that is known only then.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from headrace.chat.formats import CallFormat, ToolCall
+
+
+@dataclass(frozen=True)
+class Malformed:
+    """A section that holds no call. Its text is content too."""
+
+    text: str
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Said:
+    """A whole completion."""
+
+    content: str
+    """The text outside the calls, without white space beside them; unchanged where there is no call."""
+    calls: tuple[ToolCall, ...]
+    malformed: tuple[Malformed, ...]
+
+
+Event = str | ToolCall | Malformed
+
+
+def read_calls(text: str, format: CallFormat) -> Said:
+    events = CallReader(format).push(text, last=True)
+    return Said(
+        content="".join(event for event in events if isinstance(event, str)),
+        calls=tuple(event for event in events if isinstance(event, ToolCall)),
+        malformed=tuple(event for event in events if isinstance(event, Malformed)),
+    )
+
+
+class CallReader:
+    """Reads one completion in pieces. Its events are the same however the text is cut."""
+
+    def __init__(self, format: CallFormat) -> None:
+        self._format = format
+        self._end = format.closing or format.opening
+        self._stops = re.compile(rf'\\.|"|{re.escape(self._end)}', re.DOTALL)
+        self._rest = ""
+        """Text that is not decided yet."""
+        self._inside = False
+        """Whether the rest begins with a section."""
+        self._begun = not format.bare
+        """Whether there was any text but white space."""
+        self._gap, self._after_call = "", False
+        """White space that goes if a call follows; whether the last event was a call."""
+        self._reset()
+
+    def _reset(self) -> None:
+        self._scanned, self._quoted, self._first = 0, False, -1
+        """Characters of the section that were searched for its end; whether they end inside a string; the first end inside one."""
+
+    def push(self, text: str, last: bool) -> list[Event]:
+        """Returns text and calls that later text cannot change. `last`: no more text follows."""
+        self._rest += text
+        events = [event for event in self._events(last) if event != ""]
+        if last and not self._after_call and self._gap:
+            events.append(self._gap)
+        return events
+
+    def _events(self, last: bool) -> Iterator[Event]:
+        while True:
+            if not self._inside:
+                place, self._inside = self._opening(last)
+                said, self._rest = self._rest[:place], self._rest[place:]
+                yield self._say(said)
+            if not self._inside or (end := self._section_end(last)) < 0:
+                return
+            section, self._rest = self._rest[:end], self._rest[end:]
+            self._inside = False
+            self._reset()
+            yield from self._read(section)
+
+    def _opening(self, last: bool) -> tuple[int, bool]:
+        """The place where a section begins (True), or up to which there is none (False)."""
+        stripped = self._rest.lstrip()
+        if not self._begun:
+            if stripped.startswith("{"):
+                self._begun = True
+                return len(self._rest) - len(stripped), True
+            if not stripped and not last:
+                return 0, False
+            self._begun = bool(stripped)
+        place = self._rest.find(self._format.opening)
+        if place >= 0:
+            return place, True
+        return len(self._rest) - (0 if last else _overlap(self._rest, self._format.opening)), False
+
+    def _section_end(self, last: bool) -> int:
+        """The length of the section with its closing marker; -1: not known yet. A marker inside a JSON string is none."""
+        start = len(self._format.opening) if self._rest.startswith(self._format.opening) else 0
+        safe = len(self._rest) if last else len(self._rest) - len(self._end) + 1  # a marker may be cut at the end
+        for found in self._stops.finditer(self._rest, max(self._scanned, start)):
+            if found.start() >= safe:
+                break
+            self._scanned = found.end()
+            if found[0] == '"':
+                self._quoted = not self._quoted
+            elif found[0] == self._end:
+                if not self._quoted:
+                    return found.end() if self._format.closing else found.start()
+                self._first = found.start() if self._first < 0 else self._first
+        self._scanned = max(self._scanned, start, safe)
+        if not last:
+            return -1
+        if self._first < 0 or not self._quoted:
+            return len(self._rest)
+        return self._first + (len(self._end) if self._format.closing else 0)  # a string that never ends hides nothing
+
+    def _read(self, section: str) -> Iterator[Event]:
+        inner = section.removeprefix(self._format.opening)
+        inner = inner.removesuffix(self._format.closing) if self._format.closing else inner
+        try:
+            calls = self._format.read(inner)
+        except ValueError as error:
+            yield self._say(section)
+            if section.startswith(self._format.opening):  # an object without a marker may be an answer
+                yield Malformed(section, str(error))
+            return
+        self._gap, self._after_call = "", True
+        yield from calls
+
+    def _say(self, text: str) -> str:
+        """Returns text that is shown now: without white space at its end, which waits for what follows."""
+        text = self._gap + text
+        shown = (text.lstrip() if self._after_call else text).rstrip()
+        if not shown:
+            self._gap = "" if self._after_call else text
+            return ""
+        self._gap, self._after_call = text[len(text.rstrip()) :], False
+        return shown
+
+
+def _overlap(text: str, marker: str) -> int:
+    """The number of characters at the end of the text with which the marker begins."""
+    return next((size for size in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:size])), 0)

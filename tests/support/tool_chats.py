@@ -1,0 +1,96 @@
+"""Chat templates in the manner of the families that call tools, and a tokenizer of characters for them. Each template writes what its
+family writes where a call is concerned; the rest is short."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+_TURN = "{{ '<|im_start|>' + message.role + '\\n' + message.content }}"
+_CHATML_TOOLS = (
+    '{% if tools %}<|im_start|>system\n# Tools: write <tool_call>{"name": <name>, "arguments": <object>}</tool_call>\n'
+    "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+)
+_OPENED = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+HERMES = (
+    _CHATML_TOOLS + "{% for message in messages %}{% if message.role == 'tool' %}"
+    "<|im_start|>user\n<tool_response>\n{{ message.name }}: {{ message.content }}\n</tool_response><|im_end|>\n"
+    "{% else %}" + _TURN + "{% for call in message.tool_calls or [] %}\n<tool_call>\n"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
+    "<|im_end|>\n{% endif %}{% endfor %}" + _OPENED
+)
+
+MISTRAL_LIST = (
+    "<s>{% for message in messages %}{% if message.role == 'user' %}{% if tools %}[AVAILABLE_TOOLS] {{ tools | tojson }}"
+    "[/AVAILABLE_TOOLS]{% endif %}[INST] {{ message.content }}[/INST]{% elif message.tool_calls is defined %}[TOOL_CALLS] ["
+    "{% for call in message.tool_calls %}{% if call.id | length != 9 %}{{ raise_exception('ids have nine characters') }}{% endif %}"
+    '{{ (call.function | tojson)[:-1] }}, "id": "{{ call.id }}"}{{ \', \' if not loop.last }}{% endfor %}]</s>'
+    '{% elif message.role == \'tool\' %}[TOOL_RESULTS] {"content": {{ message.content | tojson }}, "call_id": '
+    '"{{ message.tool_call_id }}"}[/TOOL_RESULTS]{% else %} {{ message.content }}</s>{% endif %}{% endfor %}'
+)
+
+MISTRAL_NAMED = (
+    "<s>{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}{% for message in messages %}"
+    "{% if message.role == 'user' %}[INST]{{ message.content }}[/INST]{% elif message.role == 'tool' %}[TOOL_RESULTS]"
+    "{{ message.content }}[/TOOL_RESULTS]{% else %}{{ message.content }}{% for call in message.tool_calls or [] %}[TOOL_CALLS]"
+    "{{ call.function.name }}[ARGS]{{ call.function.arguments | tojson }}{% endfor %}</s>{% endif %}{% endfor %}"
+)
+
+_HEADER = "<|start_header_id|>{{ 'ipython' if message.role == 'tool' else message.role }}<|end_header_id|>\n\n"
+LLAMA = (
+    "<|begin_of_text|>{% for message in messages %}" + _HEADER + "{% if 'tool_calls' in message %}"
+    "{% if message.tool_calls | length != 1 %}{{ raise_exception('only one call at once') }}{% endif %}"
+    "{% set call = message.tool_calls[0].function %}"
+    '{"name": "{{ call.name }}", "parameters": {{ call.arguments | tojson }}}'
+    '{% else %}{% if loop.first and tools is not none %}Respond with {"name": name, "parameters": object}.\n'
+    "{% for tool in tools %}{{ tool | tojson(indent=4) }}\n\n{% endfor %}{% endif %}{{ message.content }}{% endif %}<|eot_id|>"
+    "{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+
+XML = (
+    _CHATML_TOOLS
+    + "{% for message in messages %}"
+    + _TURN
+    + "{% for call in message.tool_calls or [] %}<tool_call><function="
+    "{{ call.function.name }}></function></tool_call>{% endfor %}<|im_end|>\n{% endfor %}" + _OPENED
+)
+"""Shows tools, and writes calls as no format reads them."""
+
+PLAIN = "{% for message in messages %}" + _TURN + "<|im_end|>\n{% endfor %}" + _OPENED
+"""Knows no tools."""
+
+TEMPLATES = {"hermes": HERMES, "mistral-list": MISTRAL_LIST, "mistral-named": MISTRAL_NAMED, "llama3": LLAMA}
+
+SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|eot_id|>", "<|python_tag|>"]
+SPECIAL += ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[INST]", "[/INST]"]
+CHARACTERS = "".join(map(chr, range(32, 127))) + "\n\xe9"
+
+
+def save_tokenizer(directory: Path, template: str) -> Path:
+    """One token for each character and each special text."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = {word: i for i, word in enumerate([*SPECIAL, *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(SPECIAL)
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    names = {"eos_token": "<|im_end|>", "bos_token": "<s>", "unk_token": "<unk>"}
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **names})
+    )
+    (directory / "chat_template.jinja").write_text(template)
+    return directory
+
+
+def tokens_of(text: str) -> list[int]:
+    """As the tokenizer encodes it, with the special texts as their tokens."""
+    tokens = []
+    while text:
+        word = next((one for one in SPECIAL if text.startswith(one)), text[0])
+        tokens.append((SPECIAL.index(word)) if word in SPECIAL else len(SPECIAL) + CHARACTERS.index(word))
+        text = text[len(word) :]
+    return tokens
