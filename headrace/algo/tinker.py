@@ -29,7 +29,7 @@ class NamedLoss:
     inputs: tuple[str, ...]
     """The tensors that every example has in addition to its target tokens, in the shape of the targets."""
     value: Callable[[Tensor, Inputs, Constants], Tensor]
-    """From the [N] log-probs of one example's targets, its inputs, and the constants: [N] losses."""
+    """Computes [N] losses from the [N] log-probs of one example's targets, its inputs, and the constants."""
     constants: Mapping[str, float] = field(default_factory=dict)
     """Names and defaults of what `loss_fn_config` may set."""
     wide: bool = False

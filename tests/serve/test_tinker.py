@@ -19,7 +19,7 @@ from tinker_server import KEY, PLACES, Running, running
 from transformers import AutoModelForCausalLM
 
 TEXT = [1, *[5, 9, 13, 6, 10] * 2, 5]
-ADAM = types.AdamParams(learning_rate=0.02, eps=1e-8)
+ADAM = types.AdamParams(learning_rate=0.01, eps=1e-8)
 
 
 @pytest.fixture(scope="module")
@@ -87,29 +87,29 @@ def test_a_supervised_loss_goes_down_and_what_is_sampled_is_what_was_taught(
         logits = plain(input_ids=torch.tensor([TEXT[:-1]])).logits[0].log_softmax(-1)
     expected = logits.gather(1, torch.tensor(TEXT[1:])[:, None])[:, 0]
     np.testing.assert_allclose(scored(model), expected.numpy(), rtol=1e-4, atol=1e-4)
-    losses = [step(model, [supervised()]) for _ in range(40)]
+    losses = [step(model, [supervised()]) for _ in range(30)]
     assert losses[0] == pytest.approx(-float(expected[2:].sum()), rel=1e-4)
-    assert losses[-1] < 0.1 * losses[0], losses
+    assert losses[-1] < 0.2 * losses[0], losses
     sampler = model.save_weights_and_get_sampling_client().result()
     sequence = sampler.sample(PROMPT, 1, greedy(9)).result().sequences[0]
     assert sequence.tokens == TEXT[3:], "the engine samples from the weights of the last step"
-    assert sequence.sequence_id.endswith("@v40") and sequence.stop_reason == "length"
+    assert sequence.sequence_id.endswith("@v30") and sequence.stop_reason == "length"
     np.testing.assert_allclose(sequence.logprobs, scored(model)[2:], rtol=1e-3, atol=1e-3)
     logprobs = sampler.compute_logprobs(types.ModelInput.from_ints(TEXT)).result()
     assert logprobs[0] is None
     np.testing.assert_allclose(logprobs[1:], scored(model), rtol=1e-3, atol=1e-3)
     report = server.call("/headrace/training")[1]["sessions"][client.holder.get_session_id()]
     assert report["models"][model.model_id] | {"forward_tokens": 0} == {
-        "version": 40,
+        "version": 30,
         "lora_rank": 4,
         "lost": None,
         "forward_tokens": 0,
-        "trained_tokens": 40 * 11,
-        "steps": 40,
+        "trained_tokens": 30 * 11,
+        "steps": 30,
         "saves": 1,
     }
     (sampled,) = report["samplers"].values()
-    assert (sampled["samples"], sampled["version"], sampled["sampled_tokens"]) == (2, 40, 9 + 1)
+    assert (sampled["samples"], sampled["version"], sampled["sampled_tokens"]) == (2, 30, 9 + 1)
 
 
 def test_a_reward_goes_up_with_importance_sampling(client: tinker.ServiceClient) -> None:
@@ -135,7 +135,7 @@ def test_a_reward_goes_up_with_importance_sampling(client: tinker.ServiceClient)
             }
             tokens = types.ModelInput.from_ints([*PROMPT.to_ints(), *one.tokens[:-1]])
             data.append(types.Datum(model_input=tokens, loss_fn_inputs=inputs))
-        step(model, data, "importance_sampling")
+        step(model, data, "importance_sampling", types.AdamParams(learning_rate=0.02, eps=1e-8))
     assert np.mean(means[-3:]) > np.mean(means[:2]) + 0.3, means
 
 

@@ -264,7 +264,9 @@ class Door:
             raise Refused(429, f"{self.serving.under_way} samples are under way; try again", "busy")
 
         def begin(promise: Promise) -> None:
-            work = sampling.sample(self.serving, self._shelf, sampler, requests, body, promise)
+            work = sampling.sample(
+                self.serving, self._shelf, sampler=sampler, requests=requests, body=body, promise=promise
+            )
             self.futures.start(promise, work)
 
         return self._promise(name, owner, begin), sampler.mark

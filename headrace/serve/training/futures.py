@@ -22,7 +22,7 @@ from headrace.serve.errors import Refused
 from headrace.serve.training.messages.wire import PROTOBUF
 
 Category = Literal["user", "server", "unknown"]
-"""Whose fault a failure is, in the words of the API."""
+"""The side whose fault a failure is, in the words of the API."""
 JSON = "application/json"
 CANCELLED = "the request was cancelled, or its session has ended"
 
@@ -45,7 +45,7 @@ class Answer:
         return cls.json({"error": sentence, "category": category})
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Promise:
     id: str
     owner: str
@@ -57,7 +57,7 @@ class Promise:
     answer: Answer | None = None
     there: asyncio.Event = field(default_factory=asyncio.Event)
     since: float = 0.0
-    """When the answer was there."""
+    """The time at which the answer was there."""
 
 
 def failure_of(error: BaseException) -> Answer:
@@ -98,7 +98,7 @@ class Futures:
             raise Refused(
                 429, f"{self.pending} requests are pending, and {self._limits.pending} may be; try again", "busy"
             )
-        promise = self._promises[name] = Promise(name, owner)
+        promise = self._promises[name] = Promise(id=name, owner=owner)
         return promise
 
     def start(self, promise: Promise, work: Coroutine[Any, Any, Answer]) -> None:

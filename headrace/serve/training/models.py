@@ -21,7 +21,7 @@ REMEDY = "What this model has learned since its last save_state is lost; continu
 
 @dataclass(kw_only=True)
 class Account:
-    """What a model has cost."""
+    """The cost of a model so far."""
 
     forward_tokens: int = 0
     """Tokens of forward passes without a backward pass."""
@@ -42,7 +42,7 @@ class Model:
     """Optimizer steps of its weights, those before a checkpoint that it was loaded from included."""
     account: Account = field(default_factory=Account)
     lost: str = ""
-    """Why nothing can be done with it any more."""
+    """The reason why nothing can be done with it any more; empty while it can be used."""
     _waiting: dict[int, tuple[Promise, Work]] = field(default_factory=dict)
     _next: int = 1
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)

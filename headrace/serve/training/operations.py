@@ -1,4 +1,4 @@
-"""What is done to a client's model, one operation at a time, and the answers that the API has for it."""
+"""The operations on a client's model, and the answers that the API has for them."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Operations:
     async def save_for_sampler(
         self, session: Session, model: Model, body: SaveForSampler, inflight: Weights | None
     ) -> Answer:
-        """With a name: weights to be sampled from by whoever knows it. Without: a sampler at once, for this session."""
+        """Saves weights to be sampled from by whoever knows their name, or, without a name, makes a sampler for this session."""
         changes = body.path is None and body.kind == "inflight"
         name = body.path or f"{body.kind}-{body.sampling_session_seq_id}"
         path = path_of(model.id, "sampler_weights", name)
@@ -125,7 +125,7 @@ class Operations:
 
 
 def report_of(model: Model) -> dict[str, Any]:
-    """What a model is and has cost."""
+    """The state of a model, and its cost so far."""
     return {
         "version": model.version,
         "lora_rank": model.lora.rank,

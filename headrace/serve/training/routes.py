@@ -31,7 +31,7 @@ FLAGS = {
     "sample_join_sampling_session": True,
     "custom_loss_server_side": False,
 }
-"""What the client may do with this server. Custom losses run in the client, which then sends their gradients as weights."""
+"""Features of the server that the client asks about. Custom losses run in the client, which then sends their gradients as weights."""
 LIVE_FLAGS = {"sample_cancel_enabled": True}
 
 
@@ -213,7 +213,7 @@ class Routes:
         return json_response({})
 
     async def report(self, request: HttpRequest) -> Response:
-        """What was trained and sampled, by session, model and sampler."""
+        """Reports what was trained and sampled, by session, model and sampler."""
         return json_response(
             {
                 "pending": self.door.futures.pending,

@@ -26,7 +26,7 @@ UNSERVED = {
 """Fields that are not served, and the values with which they ask for nothing."""
 
 NOTHING = -99999.0
-"""With the token 0, the API's sign of a position without log-probs."""
+"""The API's sign of a position without log-probs, together with the token 0."""
 
 
 @dataclass(kw_only=True)
@@ -34,7 +34,7 @@ class Sampler:
     id: str
     session: str
     path: str | None = None
-    """Of its weights; None for the base model, and for weights that change (`inflight`)."""
+    """The path of its weights; None for the base model, and for weights that change (`inflight`)."""
     weights: Weights | None = None
     """None: the base model's own."""
     clones: int = 0
@@ -119,7 +119,7 @@ def _sampling(params: Params, most: int, index: int) -> Sampling:
 
 
 async def sample(
-    serving: Serving, shelf: Shelf, sampler: Sampler, requests: Sequence[Request], body: Sample, promise: Promise
+    serving: Serving, shelf: Shelf, *, sampler: Sampler, requests: Sequence[Request], body: Sample, promise: Promise
 ) -> Answer:
     """Samples all, and counts what they were."""
     if sampler.weights is None:

@@ -23,7 +23,7 @@ class Session:
     snapshots: list[str] = field(default_factory=list)
     """Paths of weights that were saved without a name, for this session only."""
     ending: str = ""
-    """Why it is over."""
+    """The reason why it is over; empty while it is not."""
     timer: asyncio.TimerHandle | None = None
 
 

@@ -18,7 +18,7 @@ FULL = "all places for adapters in the engine are in use; it was started with to
 
 @dataclass(eq=False)
 class Weights:
-    """What a sampler samples from. `update` changes where later weights take its place (`kind = "inflight"`)."""
+    """The weights that a sampler samples from. `update` changes where later weights take its place (`kind = "inflight"`)."""
 
     update: WeightUpdate
     users: int = 0

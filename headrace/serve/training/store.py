@@ -91,7 +91,7 @@ class Store:
         return found
 
     def update(self, path: str) -> WeightUpdate:
-        """What an engine loads of sampler weights. Raises Refused where there are none."""
+        """Returns what an engine loads. Raises Refused where there are none."""
         self.facts(path)
         place = self.place(path)
         try:

@@ -1,4 +1,4 @@
-"""What clients ask of the trainer that they share, as messages. Imports no torch. Shapes: N tokens of an example, K targets a position."""
+"""The messages of clients to the trainer that they share. Imports no torch. Shapes: N tokens of an example, K targets a position."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class SharedLora(Struct, frozen=True, kw_only=True):
 
     rank: int
     seed: int
-    """Of the first matrix of each pair; the second begins at zero."""
+    """Seed of the first matrix of each pair; the second begins at zero."""
     attention: bool = True
     mlp: bool = True
     alpha: float = 32.0
@@ -65,7 +65,7 @@ class StepDone(Struct, frozen=True, kw_only=True):
     version: int
     """Optimizer steps of the adapter so far."""
     grad_norm: float
-    """Before clipping."""
+    """The norm before clipping."""
 
 
 class Checkpoint(Struct, frozen=True, kw_only=True):

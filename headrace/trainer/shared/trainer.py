@@ -43,7 +43,7 @@ class Tenant:
     parameters: dict[str, torch.nn.Parameter]
     version: int = 0
     spoiled: str = ""
-    """Why the next optimizer step is refused: a pass before it failed, and its gradient would lack a part."""
+    """The reason why the next optimizer step is refused: a pass before it failed, and its gradient would lack a part."""
     optimizer: torch.optim.Optimizer = field(init=False)
 
     def __post_init__(self) -> None:

@@ -1,1 +1,1 @@
-"""What clients send and get: `bodies.py` (JSON), `wire.py` (protobuf), `examples.py` (the data of a pass)."""
+"""The requests of clients, and the answers: `bodies.py` (JSON), `wire.py` (protobuf), `examples.py` (the data of a pass)."""
