@@ -15,9 +15,9 @@ from starlette.routing import Route
 
 from headrace.serve.errors import Refused
 from headrace.serve.sending import json_response, read_body, read_bytes
-from headrace.serve.training.messages import bodies
 from headrace.serve.training.door import Door
 from headrace.serve.training.futures import Promise
+from headrace.serve.training.messages import bodies
 from headrace.serve.training.messages.wire import PROTOBUF, read_message
 from headrace.serve.training.operations import report_of
 from headrace.serve.training.store import KINDS, Facts
