@@ -15,7 +15,7 @@ SHORTEST_TOKEN = 16
 
 
 @dataclass(frozen=True)
-class Limits:
+class ServerLimits:
     body_bytes: int = 16 << 20
     """Largest body of one request; a larger one is answered with 413."""
     body_seconds: float = 30.0
@@ -65,7 +65,7 @@ class ServeConfig:
     name: str = ""
     """The name of the model in requests; empty: `model` as it is given."""
     engine: EngineConfig = field(default_factory=EngineConfig)
-    limits: Limits = Limits()
+    limits: ServerLimits = ServerLimits()
     training: TrainingConfig | None = None
     """Set where clients train adapters here (the Tinker API)."""
 

@@ -21,7 +21,7 @@ from headrace.observe.health.waits import Waits
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.clients.process_engine import ProcessEngine
 from headrace.orchestration.workers.build import open_launcher
-from headrace.orchestration.workers.messages import EngineStart
+from headrace.orchestration.workers.worker_messages import EngineStart
 from headrace.protocols import Job
 from headrace.serve.app import make_app
 from headrace.serve.config import ServeConfig
@@ -121,8 +121,8 @@ async def training(
     if config.training is None:
         yield ()
         return
+    from headrace.serve.training.opening import opened_door
     from headrace.serve.training.routes import routes
-    from headrace.serve.training.start import opened_door
 
     places, deaths = config.engine.max_adapters, config.engine.max_deaths
     async with opened_door(

@@ -38,7 +38,7 @@ KEPT = 2
 RECORD = "update.json"
 
 
-class Record(Struct, frozen=True):
+class UpdateRecord(Struct, frozen=True):
     """The facts in `update.json`, beside the tensors."""
 
     update: WeightUpdate
@@ -99,7 +99,7 @@ class FilesSender:
             where={"path": str(target)},
             adapter=adapter,
         )
-        write_version(target, Record(update, manifest), buffer)
+        write_version(target, UpdateRecord(update, manifest), buffer)
         self._prune(name, target)
         return msgspec.structs.replace(update, seconds=time.perf_counter() - started)
 
@@ -118,7 +118,7 @@ class FilesSender:
             shutil.rmtree(written.pop(0), ignore_errors=True)
 
 
-def write_version(target: Path, record: Record, buffer: memoryview) -> None:
+def write_version(target: Path, record: UpdateRecord, buffer: memoryview) -> None:
     """Writes one version whole or not at all. `buffer`: the packed buffer of the record's manifest. Raises OSError."""
     target.parent.mkdir(parents=True, exist_ok=True)
     coming = target.with_name(f".{target.name}")
@@ -144,7 +144,7 @@ class FilesReceiver:
 
         path = Path(str(update.where["path"]))
         try:
-            record = msgspec.json.decode((path / RECORD).read_bytes(), type=Record)
+            record = msgspec.json.decode((path / RECORD).read_bytes(), type=UpdateRecord)
             _check(record.update, update, path)
             buffer = memoryview(
                 bytearray(record.manifest.nbytes)

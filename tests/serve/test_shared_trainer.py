@@ -15,9 +15,9 @@ from torch.func import functional_call
 
 from headrace.algo.tinker import LOSSES
 from headrace.errors import CheckpointError, ConfigError
-from headrace.trainer.shared.calls import AdamStep, Checkpoint, Example, Pass, SharedLora
+from headrace.trainer.shared.calls import AdamStep, Checkpoint, Example, SharedLora, TrainingPass
 from headrace.trainer.shared.config import SharedConfig
-from headrace.trainer.shared.trainer import SharedTrainer
+from headrace.trainer.shared.shared_trainer import SharedTrainer
 
 LORA = SharedLora(rank=4, seed=1)
 CONFIG = SharedConfig(device="cpu", dtype="float32", microbatch_tokens=16)
@@ -52,13 +52,15 @@ def example(seed: int, length: int = 9, width: int = 1) -> Example:
 EXAMPLES = [example(0), example(1, 14), example(2, 5)]
 
 
-def asked(model: str, loss: str, examples: list[Example] = EXAMPLES, backward: bool = True, **constants: float) -> Pass:
+def asked(
+    model: str, loss: str, examples: list[Example] = EXAMPLES, backward: bool = True, **constants: float
+) -> TrainingPass:
     chosen = LOSSES[loss].with_constants(constants)
     wanted = [
         Example(tokens=x.tokens, targets=x.targets, width=x.width, inputs={n: x.inputs[n] for n in LOSSES[loss].inputs})
         for x in examples
     ]
-    return Pass(model=model, examples=wanted, loss=loss, constants=chosen, backward=backward)
+    return TrainingPass(model=model, examples=wanted, loss=loss, constants=chosen, backward=backward)
 
 
 # -- the reference ----------------------------------------------------------------------------------------------------------

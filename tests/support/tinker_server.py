@@ -21,8 +21,8 @@ from headrace.serve.config import ServeConfig, TrainingConfig, TrainLimits
 from headrace.serve.serving import Serving
 from headrace.serve.start import bind, make_server, opened
 from headrace.serve.training.door import Door
+from headrace.serve.training.opening import opened_door
 from headrace.serve.training.routes import routes
-from headrace.serve.training.start import opened_door
 from headrace.trainer.shared.config import SharedConfig
 
 T = TypeVar("T")

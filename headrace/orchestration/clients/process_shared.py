@@ -11,16 +11,16 @@ from typing import TypeVar
 
 from headrace.errors import HeadraceError, WorkerDied
 from headrace.orchestration.clients.keeper import Keeper
-from headrace.orchestration.workers.messages import SharedStart
+from headrace.orchestration.workers.worker_messages import SharedStart
 from headrace.protocols import Job, Launcher, Worker
 from headrace.trainer.shared.calls import (
     AdamStep,
     Checkpoint,
-    Pass,
     PassReport,
     Publish,
     SharedLora,
     StepDone,
+    TrainingPass,
 )
 from headrace.weights import WeightUpdate
 
@@ -54,7 +54,7 @@ class ProcessSharedTrainer:
     async def remove(self, name: str) -> None:
         await self._call("remove", name, type(None))
 
-    async def run(self, call: Pass) -> PassReport:
+    async def run(self, call: TrainingPass) -> PassReport:
         return await self._call("run", call, PassReport)
 
     async def spoil(self, name: str, why: str) -> None:

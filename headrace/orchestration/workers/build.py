@@ -11,7 +11,7 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.kinds import core_class
 from headrace.models.lora import LoraConfig
 from headrace.orchestration.workers.local import LocalLauncher
-from headrace.orchestration.workers.messages import EngineStart, SharedStart, TrainerStart
+from headrace.orchestration.workers.worker_messages import EngineStart, SharedStart, TrainerStart
 from headrace.protocols import EngineCore, Launcher, TrainerCore, Transport, WeightReceiver, WeightSender
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.shared.config import SharedConfig
@@ -20,7 +20,7 @@ from headrace.weight_sync.transport import TRANSPORTS
 from headrace.weights import Manifest
 
 if TYPE_CHECKING:
-    from headrace.trainer.shared.trainer import SharedTrainer
+    from headrace.trainer.shared.shared_trainer import SharedTrainer
     from headrace.trainer.step.shadow import Shadow
 
 
@@ -44,7 +44,7 @@ def preload(kind: str) -> None:
     modules = {
         "trainer": "headrace.trainer.step.trainer",
         "engine": "headrace.engine.native.core",
-        "shared trainer": "headrace.trainer.shared.trainer",
+        "shared trainer": "headrace.trainer.shared.shared_trainer",
     }
     importlib.import_module(modules[kind])
 
@@ -107,7 +107,7 @@ def build_shadow(start: TrainerStart, core: TrainerCore) -> tuple[Shadow | None,
 def build_shared_trainer(start: SharedStart) -> SharedTrainer:
     import torch
 
-    from headrace.trainer.shared.trainer import SharedTrainer
+    from headrace.trainer.shared.shared_trainer import SharedTrainer
 
     config = SharedConfig(**start.train)
     torch.set_num_threads(config.threads or torch.get_num_threads())
@@ -117,7 +117,7 @@ def build_shared_trainer(start: SharedStart) -> SharedTrainer:
 def build_engine_core(start: EngineStart) -> tuple[EngineCore, WeightReceiver]:
     import torch
 
-    from headrace.engine.native.runners.weights import parameters_from_dir
+    from headrace.engine.native.runners.weight_tensors import parameters_from_dir
     from headrace.weight_sync.directory import DirectoryReceiver
 
     directory, config = Path(start.model_dir), EngineConfig(**start.engine)

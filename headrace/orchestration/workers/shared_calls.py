@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.orchestration.workers.answers import answer, begun
-from headrace.orchestration.workers.messages import SharedStart
 from headrace.orchestration.workers.wire import Frame, WorkerEnd, unpack
-from headrace.trainer.shared.calls import AdamStep, Checkpoint, Pass, Publish, SharedLora
-from headrace.weight_sync.files import Record, write_version
+from headrace.orchestration.workers.worker_messages import SharedStart
+from headrace.trainer.shared.calls import AdamStep, Checkpoint, Publish, SharedLora, TrainingPass
+from headrace.weight_sync.files import UpdateRecord, write_version
 from headrace.weights import WeightUpdate
 
 if TYPE_CHECKING:
-    from headrace.trainer.shared.trainer import SharedTrainer
+    from headrace.trainer.shared.shared_trainer import SharedTrainer
 
 
 def serve_clients(end: WorkerEnd, inbox: queue.Queue[Frame]) -> None:
@@ -43,7 +43,7 @@ def _call(core: SharedTrainer, frame: Frame) -> Any:
         case "remove":
             return core.remove(unpack(frame.payload, str))
         case "run":
-            return core.run(unpack(frame.payload, Pass))
+            return core.run(unpack(frame.payload, TrainingPass))
         case "spoil":
             return core.spoil(*unpack(frame.payload, tuple[str, str]))
         case "optim_step":
@@ -79,5 +79,5 @@ def publish(core: SharedTrainer, wanted: Publish) -> WeightUpdate:
         where={"path": wanted.directory},
         adapter=core.spec(wanted.model, wanted.served_as, wanted.base),
     )
-    write_version(Path(wanted.directory), Record(update, manifest), buffer)
+    write_version(Path(wanted.directory), UpdateRecord(update, manifest), buffer)
     return update

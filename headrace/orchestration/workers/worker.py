@@ -24,9 +24,9 @@ from headrace.observe.health.own_stacks import answer_signals
 from headrace.orchestration.workers.answers import answer, begun
 from headrace.orchestration.workers.dial_in import SEAT, TOKEN, dial
 from headrace.orchestration.workers.engine_loop import EngineLoop
-from headrace.orchestration.workers.messages import EngineStart, TrainerReady, TrainerStart
 from headrace.orchestration.workers.shared_calls import serve_clients
 from headrace.orchestration.workers.wire import Frame, WorkerEnd, unpack
+from headrace.orchestration.workers.worker_messages import EngineStart, TrainerReady, TrainerStart
 from headrace.orphans import PARENT, signal_me_when_orphaned
 from headrace.protocols import TrainerCore, WeightSender
 from headrace.reports import TrainReport

@@ -20,7 +20,7 @@ from headrace.errors import ConfigError
 from headrace.observe.health.family import Child, current_family
 from headrace.observe.health.own_stacks import VARIABLE
 from headrace.observe.health.patience import communicate, within
-from headrace.scoring.job import Job, Loaded, Values, fail_all, too_late
+from headrace.scoring.job import LoadedReward, ScoringJob, Values, fail_all, too_late
 from headrace.scoring.workers.frames import Call, Ready, pack, read_answer, receive
 
 LOAD_SECONDS = 120.0
@@ -30,7 +30,7 @@ GRACE = 1.0
 """Seconds beyond the timeout before a process whose loop an async function blocks is killed."""
 
 
-def check_functions(specs: Sequence[str]) -> tuple[Loaded, ...]:
+def check_functions(specs: Sequence[str]) -> tuple[LoadedReward, ...]:
     """Loads the functions once in a separate process. Raises ConfigError if one cannot be loaded."""
     named = ", ".join(specs)
     try:
@@ -61,7 +61,7 @@ def _checked(specs: Sequence[str]) -> tuple[int, bytes, bytes]:
 
 def _command(arguments: Sequence[str]) -> list[str]:
     # -P: a file random.py in the working directory must not replace Python's; reward files still find files beside them
-    return [sys.executable, "-P", "-m", "headrace.scoring.workers.worker", *arguments]
+    return [sys.executable, "-P", "-m", "headrace.scoring.workers.reward_worker", *arguments]
 
 
 def _environment(file: Path | None = None) -> dict[str, str]:
@@ -147,7 +147,7 @@ class WorkerProcess:
                 start_new_session=True,  # Ctrl-C reaches the controller only; a kill reaches what the function started too
             )
 
-    async def ask(self, function: int, job: Job, seconds: float) -> Values:
+    async def ask(self, function: int, job: ScoringJob, seconds: float) -> Values:
         """Returns the worker's answer, without a deadline of its own; the worker cancels an async function after `seconds`.
 
         Raises ProcessLost if the process ends before it answers.
@@ -234,7 +234,7 @@ class PrivatePool:
     def pids(self) -> list[int]:
         return [worker.pid for worker in self._all if worker.alive]
 
-    async def call(self, function: int, job: Job) -> Values:
+    async def call(self, function: int, job: ScoringJob) -> Values:
         async with self._slots:  # waiting for a free process does not count towards the timeout
             worker = self._take()
             answered = False
@@ -287,7 +287,7 @@ class SharedProcess:
     def pids(self) -> list[int]:
         return [self._worker.pid] if self._worker is not None and self._worker.alive else []
 
-    async def call(self, function: int, job: Job) -> Values:
+    async def call(self, function: int, job: ScoringJob) -> Values:
         worker: WorkerProcess | None = None
         try:
             worker = await self._ready()

@@ -17,9 +17,10 @@ from headrace.orchestration.clients.process_shared import ProcessSharedTrainer
 from headrace.serve.config import TrainLimits
 from headrace.serve.errors import Refused
 from headrace.serve.serving import Serving
-from headrace.serve.training import sampling
-from headrace.serve.training.futures import Answer, Futures, Promise
-from headrace.serve.training.messages.bodies import (
+from headrace.serve.training import samplers
+from headrace.serve.training.futures import FutureAnswer, Futures, Promise
+from headrace.serve.training.messages.examples import pass_of
+from headrace.serve.training.messages.json_bodies import (
     CreateModel,
     CreateSampler,
     CreateSession,
@@ -27,16 +28,15 @@ from headrace.serve.training.messages.bodies import (
     LoraBody,
     Optimizer,
     OptimStep,
-    Sample,
+    SampleBody,
     SaveForSampler,
     SaveWeights,
 )
-from headrace.serve.training.messages.examples import pass_of
 from headrace.serve.training.models import REMEDY, Model, Work
 from headrace.serve.training.operations import Operations
-from headrace.serve.training.sampling import Sampler
-from headrace.serve.training.sessions import Session, Sessions
-from headrace.serve.training.shelf import Shelf, Weights
+from headrace.serve.training.samplers import Sampler
+from headrace.serve.training.sessions import ClientSession, Sessions
+from headrace.serve.training.shelf import SavedAdapter, Shelf
 from headrace.serve.training.store import Store
 from headrace.trainer.shared.calls import AdamStep
 
@@ -67,7 +67,7 @@ class Door:
     async def close(self) -> None:
         await self.sessions.close()
 
-    async def _free(self, session: Session) -> None:
+    async def _free(self, session: ClientSession) -> None:
         self.futures.end(session.id)
         for model in session.models.values():
             await model.end()
@@ -128,7 +128,7 @@ class Door:
         new = self._new_model(session, body.model_seq_id, facts.lora)
         return self._create(session, new, lambda: self._operations.create_from(new, facts, body.optimizer))
 
-    def _new_model(self, session: Session, number: int, lora: LoraBody) -> Model:
+    def _new_model(self, session: ClientSession, number: int, lora: LoraBody) -> Model:
         return Model(
             id=f"{session.id}:train:{number}",
             session=session.id,
@@ -137,13 +137,13 @@ class Door:
             gap_seconds=self.limits.gap_seconds,
         )
 
-    def _create(self, session: Session, model: Model, work: Work) -> Promise:
+    def _create(self, session: ClientSession, model: Model, work: Work) -> Promise:
         name = f"{model.id}/create"
         return self._promise(
             name, session.id, lambda promise: self.futures.start(promise, self._begin(session, model, work))
         )
 
-    async def _begin(self, session: Session, model: Model, work: Work) -> Answer:
+    async def _begin(self, session: ClientSession, model: Model, work: Work) -> FutureAnswer:
         if len(self.models()) >= self.limits.models:
             raise Refused(
                 400,
@@ -208,7 +208,7 @@ class Door:
             lambda: self._operations.save_for_sampler(session, model, body, self._inflight(session, model)),
         )
 
-    def _inflight(self, session: Session, model: Model) -> Weights | None:
+    def _inflight(self, session: ClientSession, model: Model) -> SavedAdapter | None:
         """The weights that all samplers of the kind `inflight` of this model share."""
         prefix = f"{model.id}/"
         for sampler in session.samplers.values():
@@ -245,12 +245,12 @@ class Door:
             session.samplers[name] = Sampler(id=name, session=session.id, path=body.model_path, weights=weights)
         return session.samplers[name]
 
-    def _weights(self, path: str | None, base: str | None) -> Weights | None:
+    def _weights(self, path: str | None, base: str | None) -> SavedAdapter | None:
         if base is not None:
             self._check_base(base)
-        return Weights(self.store.update(path)) if path else None
+        return SavedAdapter(self.store.update(path)) if path else None
 
-    def sample(self, body: Sample) -> tuple[Promise, str]:
+    def sample(self, body: SampleBody) -> tuple[Promise, str]:
         """Also returns the mark of the weights. Raises Refused (429) where too many samples are under way."""
         if body.sampling_session_id is not None:
             sampler = self.sampler(body.sampling_session_id)
@@ -259,12 +259,12 @@ class Door:
             name, owner = f"direct:{uuid.uuid4()}", ""
             weights = self._weights(body.model_path, body.base_model)
             sampler = Sampler(id=name, session="", path=body.model_path, weights=weights)
-        requests = sampling.requests_of(self.serving, sampler, body, name)
+        requests = samplers.requests_of(self.serving, sampler, body, name)
         if self.serving.under_way + len(requests) > self.serving.limits.requests:
             raise Refused(429, f"{self.serving.under_way} samples are under way; try again", "busy")
 
         def begin(promise: Promise) -> None:
-            work = sampling.sample(
+            work = samplers.sample(
                 self.serving, self._shelf, sampler=sampler, requests=requests, body=body, promise=promise
             )
             self.futures.start(promise, work)

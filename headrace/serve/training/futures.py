@@ -19,7 +19,7 @@ from headrace.errors import HeadraceError, WorkerDied
 from headrace.orchestration.clients.process_shared import StateLost
 from headrace.serve.config import TrainLimits
 from headrace.serve.errors import Refused
-from headrace.serve.training.messages.wire import PROTOBUF
+from headrace.serve.training.messages.protobuf import PROTOBUF
 
 Category = Literal["user", "server", "unknown"]
 """The side whose fault a failure is, in the words of the API."""
@@ -28,20 +28,20 @@ CANCELLED = "the request was cancelled, or its session has ended"
 
 
 @dataclass(frozen=True)
-class Answer:
+class FutureAnswer:
     body: bytes
     media: str
 
     @classmethod
-    def json(cls, value: Any) -> Answer:
+    def json(cls, value: Any) -> FutureAnswer:
         return cls(msgspec.json.encode(value), JSON)
 
     @classmethod
-    def protobuf(cls, body: bytes) -> Answer:
+    def protobuf(cls, body: bytes) -> FutureAnswer:
         return cls(body, PROTOBUF)
 
     @classmethod
-    def failure(cls, sentence: str, category: Category) -> Answer:
+    def failure(cls, sentence: str, category: Category) -> FutureAnswer:
         return cls.json({"error": sentence, "category": category})
 
 
@@ -54,25 +54,25 @@ class Promise:
     """Set while it cannot run, with the reason."""
     task: asyncio.Task[None] | None = None
     """The work, where it has a task of its own; a cancellation ends it."""
-    answer: Answer | None = None
+    answer: FutureAnswer | None = None
     there: asyncio.Event = field(default_factory=asyncio.Event)
     since: float = 0.0
     """The time at which the answer was there."""
 
 
-def failure_of(error: BaseException) -> Answer:
+def failure_of(error: BaseException) -> FutureAnswer:
     """An error that names the remedy is the client's; any other is the server's."""
     if isinstance(error, asyncio.CancelledError):
-        return Answer.failure(CANCELLED, "user")
+        return FutureAnswer.failure(CANCELLED, "user")
     if isinstance(error, Refused):
-        return Answer.failure(error.message, "user" if error.status < 500 else "server")
+        return FutureAnswer.failure(error.message, "user" if error.status < 500 else "server")
     if isinstance(error, (StateLost, WorkerDied)):
-        return Answer.failure(str(error), "server")
+        return FutureAnswer.failure(str(error), "server")
     if isinstance(error, (ValueError, HeadraceError)):
         text = str(error)  # an error that the worker did not expect has its traceback, whose end says what it was
         known = isinstance(error, ValueError) or "Traceback" not in text
-        return Answer.failure(text if known else text.strip().rpartition("\n")[2], "user" if known else "server")
-    return Answer.failure(f"{type(error).__name__}: {error}", "server")
+        return FutureAnswer.failure(text if known else text.strip().rpartition("\n")[2], "user" if known else "server")
+    return FutureAnswer.failure(f"{type(error).__name__}: {error}", "server")
 
 
 class Futures:
@@ -101,7 +101,7 @@ class Futures:
         promise = self._promises[name] = Promise(id=name, owner=owner)
         return promise
 
-    def start(self, promise: Promise, work: Coroutine[Any, Any, Answer]) -> None:
+    def start(self, promise: Promise, work: Coroutine[Any, Any, FutureAnswer]) -> None:
         """Runs `work` in a task of its own, whose result or error is the promise's answer."""
 
         async def run() -> None:
@@ -116,7 +116,7 @@ class Futures:
         # a task that is cancelled before it has begun never comes to its own handling of that
         promise.task.add_done_callback(lambda _: self.resolve(promise, failure_of(asyncio.CancelledError())))
 
-    def resolve(self, promise: Promise, answer: Answer) -> None:
+    def resolve(self, promise: Promise, answer: FutureAnswer) -> None:
         """The first answer counts."""
         if promise.answer is None:
             promise.answer, promise.since = answer, time.monotonic()
@@ -124,7 +124,7 @@ class Futures:
             self._bytes += len(answer.body)
             promise.there.set()
 
-    async def wait(self, name: str) -> Answer | None:
+    async def wait(self, name: str) -> FutureAnswer | None:
         """The answer; None if it is not there within `poll_seconds`. Raises Refused (410) for a promise that is not known here."""
         promise = self._promises.get(name)
         if promise is None:

@@ -11,16 +11,16 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from headrace.orchestration.clients.process_shared import StateLost
-from headrace.serve.training.futures import Answer, Futures, Promise, failure_of
-from headrace.serve.training.messages.bodies import LoraBody
+from headrace.serve.training.futures import FutureAnswer, Futures, Promise, failure_of
+from headrace.serve.training.messages.json_bodies import LoraBody
 
-Work = Callable[[], Awaitable[Answer]]
+Work = Callable[[], Awaitable[FutureAnswer]]
 
 REMEDY = "What this model has learned since its last save_state is lost; continue with create_training_client_from_state_with_optimizer"
 
 
 @dataclass(kw_only=True)
-class Account:
+class TrainingAccount:
     """The cost of a model so far."""
 
     forward_tokens: int = 0
@@ -40,7 +40,7 @@ class Model:
     gap_seconds: float
     version: int = 0
     """Optimizer steps of its weights, those before a checkpoint that it was loaded from included."""
-    account: Account = field(default_factory=Account)
+    account: TrainingAccount = field(default_factory=TrainingAccount)
     lost: str = ""
     """The reason why nothing can be done with it any more; empty while it can be used."""
     _waiting: dict[int, tuple[Promise, Work]] = field(default_factory=dict)

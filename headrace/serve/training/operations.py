@@ -13,15 +13,15 @@ import msgspec
 from headrace.orchestration.clients.process_shared import ProcessSharedTrainer
 from headrace.serve.errors import Refused
 from headrace.serve.serving import Serving
-from headrace.serve.training.futures import Answer
-from headrace.serve.training.messages.bodies import SaveForSampler, SaveWeights
-from headrace.serve.training.messages.wire import pass_output
+from headrace.serve.training.futures import FutureAnswer
+from headrace.serve.training.messages.json_bodies import SaveForSampler, SaveWeights
+from headrace.serve.training.messages.protobuf import pass_output
 from headrace.serve.training.models import Model
-from headrace.serve.training.sampling import Sampler
-from headrace.serve.training.sessions import Session
-from headrace.serve.training.shelf import Weights
+from headrace.serve.training.samplers import Sampler
+from headrace.serve.training.sessions import ClientSession
+from headrace.serve.training.shelf import SavedAdapter
 from headrace.serve.training.store import Facts, Kind, Store, path_of
-from headrace.trainer.shared.calls import AdamStep, Checkpoint, Pass, Publish, SharedLora
+from headrace.trainer.shared.calls import AdamStep, Checkpoint, Publish, SharedLora, TrainingPass
 from headrace.weights import WeightUpdate
 
 
@@ -31,64 +31,64 @@ class Operations:
     trainer: ProcessSharedTrainer
     store: Store
 
-    async def create(self, model: Model) -> Answer:
+    async def create(self, model: Model) -> FutureAnswer:
         lora = model.lora
         seed = secrets.randbits(31) if lora.seed is None else lora.seed
         wanted = SharedLora(rank=lora.rank, seed=seed, attention=lora.train_attn, mlp=lora.train_mlp)
         await self.trainer.add(model.id, wanted)
-        return Answer.json({"model_id": model.id, "type": "create_model"})
+        return FutureAnswer.json({"model_id": model.id, "type": "create_model"})
 
-    async def create_from(self, model: Model, facts: Facts, optimizer: bool) -> Answer:
+    async def create_from(self, model: Model, facts: Facts, optimizer: bool) -> FutureAnswer:
         if facts.base_model != self.serving.name:
             raise Refused(400, f"{facts.path} belongs to {facts.base_model}, and this server has {self.serving.name}")
         await self.create(model)
         return await self.load(model, facts, optimizer)
 
-    async def load(self, model: Model, facts: Facts, optimizer: bool) -> Answer:
+    async def load(self, model: Model, facts: Facts, optimizer: bool) -> FutureAnswer:
         where = str(self.store.place(facts.path))
         model.version = await self.trainer.restore(Checkpoint(model=model.id, directory=where, optimizer=optimizer))
-        return Answer.json({"path": facts.path, "model_id": model.id, "type": "load_weights"})
+        return FutureAnswer.json({"path": facts.path, "model_id": model.id, "type": "load_weights"})
 
-    async def spoil(self, model: Model, why: str) -> Answer:
+    async def spoil(self, model: Model, why: str) -> FutureAnswer:
         await self.trainer.spoil(model.id, why)
-        return Answer.failure(why, "user")
+        return FutureAnswer.failure(why, "user")
 
-    async def run(self, model: Model, call: Pass) -> Answer:
+    async def run(self, model: Model, call: TrainingPass) -> FutureAnswer:
         report = await self.trainer.run(call)
         if call.backward:
             model.account.trained_tokens += report.tokens
         else:
             model.account.forward_tokens += report.tokens
         widths = [example.width for example in call.examples]
-        return Answer.protobuf(pass_output(report.logprobs, widths, {"loss:sum": report.loss}))
+        return FutureAnswer.protobuf(pass_output(report.logprobs, widths, {"loss:sum": report.loss}))
 
-    async def step(self, model: Model, call: AdamStep) -> Answer:
+    async def step(self, model: Model, call: AdamStep) -> FutureAnswer:
         done = await self.trainer.optim_step(call)
         model.version = done.version
         model.account.steps += 1
-        return Answer.json({"metrics": {"grad_norm": done.grad_norm, "version": done.version}})
+        return FutureAnswer.json({"metrics": {"grad_norm": done.grad_norm, "version": done.version}})
 
-    async def save(self, model: Model, body: SaveWeights) -> Answer:
+    async def save(self, model: Model, body: SaveWeights) -> FutureAnswer:
         path = path_of(model.id, "weights", body.path)
         coming = await asyncio.to_thread(self.store.coming, path, body.overwrite)
         await self.trainer.save(Checkpoint(model=model.id, directory=str(coming)))
         facts = self._facts(model, path, "weights", body)
         await asyncio.to_thread(self.store.put, coming, facts)
         model.account.saves += 1
-        return Answer.json({"path": path, "type": "save_weights"})
+        return FutureAnswer.json({"path": path, "type": "save_weights"})
 
     async def save_for_sampler(
-        self, session: Session, model: Model, body: SaveForSampler, inflight: Weights | None
-    ) -> Answer:
+        self, session: ClientSession, model: Model, body: SaveForSampler, inflight: SavedAdapter | None
+    ) -> FutureAnswer:
         """Saves weights to be sampled from by whoever knows their name, or, without a name, makes a sampler for this session."""
         changes = body.path is None and body.kind == "inflight"
         name = body.path or f"{body.kind}-{body.sampling_session_seq_id}"
         path = path_of(model.id, "sampler_weights", name)
         update = await self._publish(model, path, f"{model.id}/inflight" if changes else path, body)
         if body.path is not None:
-            return Answer.json({"path": path, "type": "save_weights_for_sampler"})
+            return FutureAnswer.json({"path": path, "type": "save_weights_for_sampler"})
         session.snapshots.append(path)
-        weights = inflight if changes and inflight else Weights(update)
+        weights = inflight if changes and inflight else SavedAdapter(update)
         weights.update = update
         sampler = Sampler(
             id=f"{session.id}:sample:{body.sampling_session_seq_id}",
@@ -97,7 +97,7 @@ class Operations:
             weights=weights,
         )
         session.samplers[sampler.id] = sampler
-        return Answer.json({"sampling_session_id": sampler.id, "type": "save_weights_for_sampler"})
+        return FutureAnswer.json({"sampling_session_id": sampler.id, "type": "save_weights_for_sampler"})
 
     async def _publish(self, model: Model, path: str, served_as: str, body: SaveForSampler) -> WeightUpdate:
         coming = await asyncio.to_thread(self.store.coming, path, False)

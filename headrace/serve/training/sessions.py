@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.serve.errors import Refused
-from headrace.serve.training.messages.bodies import CreateSession
+from headrace.serve.training.messages.json_bodies import CreateSession
 from headrace.serve.training.models import Model
-from headrace.serve.training.sampling import Sampler
+from headrace.serve.training.samplers import Sampler
 
 
 @dataclass(kw_only=True)
-class Session:
+class ClientSession:
     id: str
     wishes: CreateSession
     models: dict[str, Model] = field(default_factory=dict)
@@ -28,22 +28,22 @@ class Session:
 
 
 class Sessions:
-    def __init__(self, seconds: float, free: Callable[[Session], Coroutine[Any, Any, None]]) -> None:
+    def __init__(self, seconds: float, free: Callable[[ClientSession], Coroutine[Any, Any, None]]) -> None:
         """`seconds` without a heartbeat end a session. `free` is called once with each session that is over."""
         self._seconds, self._free = seconds, free
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, ClientSession] = {}
         self._freeing: set[asyncio.Task[None]] = set()
 
     def __iter__(self) -> Any:
         return iter([one for one in self._sessions.values() if not one.ending])
 
-    def begin(self, wishes: CreateSession) -> Session:
-        session = Session(id=str(uuid.uuid4()), wishes=wishes)
+    def begin(self, wishes: CreateSession) -> ClientSession:
+        session = ClientSession(id=str(uuid.uuid4()), wishes=wishes)
         self._sessions[session.id] = session
         self._wind(session)
         return session
 
-    def get(self, name: str) -> Session:
+    def get(self, name: str) -> ClientSession:
         """Raises Refused: 404 for one that never was, 410 for one that is over."""
         session = self._sessions.get(name)
         if session is None:
@@ -52,14 +52,14 @@ class Sessions:
             raise Refused(410, f"the session {name} is over: {session.ending}", "gone")
         return session
 
-    def of(self, member: str) -> Session:
+    def of(self, member: str) -> ClientSession:
         """The session of a model or sampler, whose id begins with its own."""
         return self.get(member.partition(":")[0])
 
     def heard(self, name: str) -> None:
         self._wind(self.get(name))
 
-    def end(self, session: Session, why: str) -> asyncio.Task[None]:
+    def end(self, session: ClientSession, why: str) -> asyncio.Task[None]:
         """Returns the task that frees what belongs to it."""
         session.ending = why
         if session.timer:
@@ -74,7 +74,7 @@ class Sessions:
             self.end(session, "the server is being stopped")
         await asyncio.gather(*self._freeing, return_exceptions=True)
 
-    def _wind(self, session: Session) -> None:
+    def _wind(self, session: ClientSession) -> None:
         if session.timer:
             session.timer.cancel()
         why = f"nothing was heard of its client for {self._seconds:g} s"

@@ -17,7 +17,7 @@ FULL = "all places for adapters in the engine are in use; it was started with to
 
 
 @dataclass(eq=False)
-class Weights:
+class SavedAdapter:
     """The weights that a sampler samples from. `update` changes where later weights take its place (`kind = "inflight"`)."""
 
     update: WeightUpdate
@@ -40,14 +40,14 @@ class Shelf:
     def __init__(self, serving: Serving, places: int) -> None:
         """`places`: adapters that the engine can hold."""
         self._serving, self._places = serving, places
-        self._known: dict[str, Weights] = {}
+        self._known: dict[str, SavedAdapter] = {}
         self._turn = asyncio.Lock()
         """Held by whoever comes next, also while it waits for a place: who came later waits behind it, and nobody starves."""
         self._freed = asyncio.Event()
         self._uses = itertools.count(1)
 
     @asynccontextmanager
-    async def borrowed(self, weights: Weights, promise: Promise) -> AsyncIterator[None]:
+    async def borrowed(self, weights: SavedAdapter, promise: Promise) -> AsyncIterator[None]:
         """Within it, the engine serves these weights. Raises IdentityError if what it loaded is not what was saved."""
         async with self._turn:
             await self._ready(weights, promise)
@@ -59,7 +59,7 @@ class Shelf:
             weights.users -= 1
             self._freed.set()
 
-    async def forget(self, weights: Weights) -> None:
+    async def forget(self, weights: SavedAdapter) -> None:
         """Takes it out of the engine, when the last request that uses it has ended."""
         async with self._turn:
             while weights.users:
@@ -67,7 +67,7 @@ class Shelf:
             if self._known.pop(weights.name, None) and weights.name in self._serving.loaded:
                 await self._serving.unload(weights.name)
 
-    async def _ready(self, weights: Weights, promise: Promise) -> None:
+    async def _ready(self, weights: SavedAdapter, promise: Promise) -> None:
         loaded = self._serving.loaded
         while weights.name not in loaded and len([name for name in loaded if name]) >= self._places:
             idle = [one for name, one in self._known.items() if name in loaded and not one.users]

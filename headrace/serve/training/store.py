@@ -18,11 +18,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from headrace.durable.files import sync_to_disk
+from headrace.durable.atomic_files import sync_to_disk
 from headrace.serve.errors import Refused
-from headrace.serve.training.messages.bodies import LoraBody
+from headrace.serve.training.messages.json_bodies import LoraBody
 from headrace.types import Struct
-from headrace.weight_sync.files import RECORD, Record
+from headrace.weight_sync.files import RECORD, UpdateRecord
 from headrace.weights import WeightUpdate
 
 Kind = Literal["weights", "sampler_weights"]
@@ -95,7 +95,7 @@ class Store:
         self.facts(path)
         place = self.place(path)
         try:
-            record = msgspec.json.decode((place / RECORD).read_bytes(), type=Record)
+            record = msgspec.json.decode((place / RECORD).read_bytes(), type=UpdateRecord)
         except (OSError, msgspec.DecodeError) as error:
             raise Refused(
                 400, f"{path} cannot be sampled from ({error}); name one that save_weights_for_sampler returned"

@@ -30,7 +30,7 @@ class Example(Struct, frozen=True, kw_only=True):
     """[N, K] float32 each, by the names of the loss's inputs (`algo/tinker.py`)"""
 
 
-class Pass(Struct, frozen=True, kw_only=True):
+class TrainingPass(Struct, frozen=True, kw_only=True):
     """A forward pass over examples, and a backward pass which adds to the adapter's gradient."""
 
     model: str

@@ -15,7 +15,7 @@ from headrace.trainer.shared.calls import Example
 
 
 @dataclass(frozen=True)
-class Row:
+class ExampleRow:
     """An example as tensors."""
 
     tokens: Tensor
@@ -32,15 +32,17 @@ class Row:
         return (positions,) if width == 1 else (positions, width)
 
 
-def row_of(example: Example) -> Row:
+def row_of(example: Example) -> ExampleRow:
     tokens = np.frombuffer(example.tokens, np.int32).astype(np.int64)
     targets = np.frombuffer(example.targets, np.int32).astype(np.int64).reshape(len(tokens), example.width)
     shape = (len(tokens),) if example.width == 1 else targets.shape
     inputs = {name: torch.from_numpy(np.frombuffer(x, np.float32).copy()) for name, x in example.inputs.items()}
-    return Row(torch.from_numpy(tokens), torch.from_numpy(targets), {name: x.view(shape) for name, x in inputs.items()})
+    return ExampleRow(
+        torch.from_numpy(tokens), torch.from_numpy(targets), {name: x.view(shape) for name, x in inputs.items()}
+    )
 
 
-def check_rows(rows: Sequence[Row], vocabulary: int, context: int) -> None:
+def check_rows(rows: Sequence[ExampleRow], vocabulary: int, context: int) -> None:
     """Raises ValueError for tokens that the model does not have, and sequences that are longer than it can see."""
     for number, row in enumerate(rows):
         for name, tokens in (("model_input", row.tokens), ("target_tokens", row.targets)):
@@ -55,9 +57,9 @@ def check_rows(rows: Sequence[Row], vocabulary: int, context: int) -> None:
             )
 
 
-def packs_of(rows: Sequence[Row], budget: int) -> Iterator[tuple[Pack, Sequence[Row]]]:
+def packs_of(rows: Sequence[ExampleRow], budget: int) -> Iterator[tuple[Pack, Sequence[ExampleRow]]]:
     """Yields microbatches of at most `budget` tokens (more where one row alone is longer), with their rows."""
-    waiting: list[Row] = []
+    waiting: list[ExampleRow] = []
     for row in rows:
         if waiting and sum(len(one.tokens) for one in waiting) + len(row.tokens) > budget:
             yield _pack(waiting), waiting
@@ -67,7 +69,7 @@ def packs_of(rows: Sequence[Row], budget: int) -> Iterator[tuple[Pack, Sequence[
         yield _pack(waiting), waiting
 
 
-def _pack(rows: Sequence[Row]) -> Pack:
+def _pack(rows: Sequence[ExampleRow]) -> Pack:
     lengths = [len(row.tokens) for row in rows]
     starts = np.cumsum([0, *lengths])
     places = [torch.arange(length) for length in lengths]

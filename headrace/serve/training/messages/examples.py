@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 
 from headrace.algo.tinker import LOSSES, NamedLoss
 from headrace.serve.errors import Refused
-from headrace.serve.training.messages.wire import FLOAT32, INT32, INT64
-from headrace.trainer.shared.calls import Example, Pass
+from headrace.serve.training.messages.protobuf import FLOAT32, INT32, INT64
+from headrace.trainer.shared.calls import Example, TrainingPass
 
 _DTYPES: dict[int, np.dtype[Any]] = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8"), INT32: np.dtype("<i4")}
 
 
-def pass_of(message: Any) -> Pass:
+def pass_of(message: Any) -> TrainingPass:
     """Raises Refused with the name of what is not served, or the place of what does not fit."""
     loss, name = LOSSES.get(message.loss_fn), str(message.loss_fn)
     if loss is None:
@@ -32,7 +32,7 @@ def pass_of(message: Any) -> Pass:
     except ValueError as error:
         raise Refused(400, f"{name}: {error}") from None
     examples = [_example(f"data[{number}]", datum, name, loss) for number, datum in enumerate(message.data)]
-    return Pass(
+    return TrainingPass(
         model=message.model_id,
         examples=examples,
         loss=name,

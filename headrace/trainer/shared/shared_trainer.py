@@ -27,9 +27,9 @@ from headrace.trainer.model.causal_lm import (
     resolve_dtype,
 )
 from headrace.trainer.placement.single import Single
-from headrace.trainer.shared.calls import AdamStep, Checkpoint, Pass, PassReport, SharedLora, StepDone
+from headrace.trainer.shared.calls import AdamStep, Checkpoint, PassReport, SharedLora, StepDone, TrainingPass
 from headrace.trainer.shared.config import SharedConfig
-from headrace.trainer.shared.packs import Row, check_rows, packs_of, row_of
+from headrace.trainer.shared.packs import ExampleRow, check_rows, packs_of, row_of
 from headrace.trainer.step import checkpoint
 from headrace.trainer.step.checkpoint import Contents
 from headrace.weights import AdapterSpec
@@ -112,7 +112,7 @@ class SharedTrainer:
 
     # -- gradients ----------------------------------------------------------------------------------------------------------
 
-    def run(self, call: Pass) -> PassReport:
+    def run(self, call: TrainingPass) -> PassReport:
         """Forwards the examples and, if asked to, adds their gradient to the adapter's. A failure leaves no gradient."""
         self._tenant(call.model)
         rows = [row_of(example) for example in call.examples]
@@ -126,7 +126,7 @@ class SharedTrainer:
                 self.spoil(call.model, str(error))
             raise
 
-    def _passes(self, rows: Sequence[Row], loss: NamedLoss, call: Pass) -> PassReport:
+    def _passes(self, rows: Sequence[ExampleRow], loss: NamedLoss, call: TrainingPass) -> PassReport:
         logprobs: list[bytes] = []
         total = 0.0
         for pack, members in packs_of(rows, self._config.microbatch_tokens):
@@ -143,7 +143,7 @@ class SharedTrainer:
             logprobs += [part.detach().cpu().numpy().tobytes() for part in parts]
         return PassReport(logprobs=logprobs, loss=total, tokens=sum(len(row.tokens) for row in rows))
 
-    def _logprobs(self, pack: Pack, rows: Sequence[Row]) -> list[Tensor]:
+    def _logprobs(self, pack: Pack, rows: Sequence[ExampleRow]) -> list[Tensor]:
         """The log-probs of each row, with gradient."""
         whole = self._forward.logprobs(pack, 1.0, self._dtype).logprob
         parts = whole.split([row.targets.numel() for row in rows])

@@ -12,10 +12,10 @@ import numpy as np
 from headrace.serve.errors import Refused
 from headrace.serve.following import Piece, to_their_ends
 from headrace.serve.serving import Serving, Stream
-from headrace.serve.training.futures import Answer, Promise
-from headrace.serve.training.messages.bodies import Params, Sample
-from headrace.serve.training.messages.wire import MESSAGES, STOPPED, TOO_LONG
-from headrace.serve.training.shelf import Shelf, Weights
+from headrace.serve.training.futures import FutureAnswer, Promise
+from headrace.serve.training.messages.json_bodies import Params, SampleBody
+from headrace.serve.training.messages.protobuf import MESSAGES, STOPPED, TOO_LONG
+from headrace.serve.training.shelf import SavedAdapter, Shelf
 from headrace.types import Request, Sampling
 
 UNSERVED = {
@@ -35,7 +35,7 @@ class Sampler:
     session: str
     path: str | None = None
     """The path of its weights; None for the base model, and for weights that change (`inflight`)."""
-    weights: Weights | None = None
+    weights: SavedAdapter | None = None
     """None: the base model's own."""
     clones: int = 0
     samples: int = 0
@@ -60,7 +60,7 @@ class Sampler:
         }
 
 
-def requests_of(serving: Serving, sampler: Sampler, body: Sample, name: str) -> list[Request]:
+def requests_of(serving: Serving, sampler: Sampler, body: SampleBody, name: str) -> list[Request]:
     """Raises Refused for what is not served, or cannot be."""
     for field, values in UNSERVED.items():
         if getattr(body, field) not in values:
@@ -93,7 +93,7 @@ def requests_of(serving: Serving, sampler: Sampler, body: Sample, name: str) -> 
     ]
 
 
-def tokens_of(body: Sample) -> tuple[int, ...]:
+def tokens_of(body: SampleBody) -> tuple[int, ...]:
     for chunk in body.prompt.chunks:
         if chunk.type != "encoded_text":
             raise Refused(400, f"the prompt has a chunk of {chunk.type}; only tokens are served")
@@ -119,8 +119,8 @@ def _sampling(params: Params, most: int, index: int) -> Sampling:
 
 
 async def sample(
-    serving: Serving, shelf: Shelf, *, sampler: Sampler, requests: Sequence[Request], body: Sample, promise: Promise
-) -> Answer:
+    serving: Serving, shelf: Shelf, *, sampler: Sampler, requests: Sequence[Request], body: SampleBody, promise: Promise
+) -> FutureAnswer:
     """Samples all, and counts what they were."""
     if sampler.weights is None:
         pieces = await to_their_ends(serving, requests)
@@ -130,10 +130,10 @@ async def sample(
     sampler.samples += len(pieces)
     sampler.prompt_tokens += len(requests[0].prompt)
     sampler.sampled_tokens += sum(piece.stop for piece in pieces)
-    return Answer.protobuf(response_of(pieces, body))
+    return FutureAnswer.protobuf(response_of(pieces, body))
 
 
-def response_of(pieces: Sequence[Piece], body: Sample) -> bytes:
+def response_of(pieces: Sequence[Piece], body: SampleBody) -> bytes:
     """Raises ValueError where a sample was ended by somebody else."""
     answer = MESSAGES["SampleResponse"]()
     for piece in pieces:

@@ -138,7 +138,7 @@ class JoinSampler(Body, kw_only=True):
     type: Literal["join_sampling_session"] = "join_sampling_session"
 
 
-class Chunk(Body, kw_only=True):
+class PromptChunk(Body, kw_only=True):
     type: str = "encoded_text"
     tokens: list[Token] = []
     data: Any = None
@@ -148,8 +148,8 @@ class Chunk(Body, kw_only=True):
     expected_tokens: Any = None
 
 
-class Prompt(Body, kw_only=True):
-    chunks: list[Chunk]
+class SamplePrompt(Body, kw_only=True):
+    chunks: list[PromptChunk]
 
 
 class Params(Body, kw_only=True):
@@ -162,8 +162,8 @@ class Params(Body, kw_only=True):
     top_p: float = 1.0
 
 
-class Sample(Body, kw_only=True):
-    prompt: Prompt
+class SampleBody(Body, kw_only=True):
+    prompt: SamplePrompt
     sampling_params: Params
     num_samples: Few = 1
     base_model: str | None = None

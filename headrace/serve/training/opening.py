@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from headrace.orchestration.clients.process_shared import ProcessSharedTrainer
-from headrace.orchestration.workers.messages import SharedStart
+from headrace.orchestration.workers.worker_messages import SharedStart
 from headrace.protocols import Launcher
 from headrace.serve.config import TrainingConfig
 from headrace.serve.serving import Serving
