@@ -192,7 +192,7 @@ class Routes:
         return json_response({"sampler_id": sampler.id, "base_model": name, "model_path": sampler.path})
 
     async def sample(self, request: HttpRequest) -> Response:
-        body = await read_body(request, bodies.Sample, self._limits)
+        body = await read_body(request, bodies.SampleBody, self._limits)
         promise, mark = self.door.sample(body)
         ids = [f"{promise.id}/{index}@{mark}" for index in range(body.num_samples)]
         return _promised(promise, sample_sequence_ids=ids)
