@@ -190,7 +190,7 @@ def doctor(arguments: argparse.Namespace) -> int:
         raise ConfigError("--dtype says in what headrace doctor --parity MODEL computes; name the model")
     from headrace.commands.doctor import examine
 
-    return examine(full=arguments.full)
+    return examine(full=arguments.full, pythons=arguments.python)
 
 
 # --- arguments -------------------------------------------------------------------------------------------------------
@@ -212,7 +212,9 @@ def _config(file: str | None, run_dir: Path | None, sets: Sequence[str]) -> RunC
     config = load_config(resumed_settings(file, run_dir) if file and run_dir else source, sets)
     for run in adapter_runs(config) or (config,):
         refuse_python_inputs(run)
-        if not run.reward.specs and not run.teachers:  # a command takes no function, unlike `headrace.train`
+        if not (
+            run.reward.specs or run.teachers or run.environment.rewards
+        ):  # a command takes no function, unlike `headrace.train`
             raise ConfigError(
                 'nothing gives rewards: set reward.function = "path/to/file.py:name" (or "reasoning_gym"); functions that were '
                 "passed from Python are not in the config"
@@ -278,6 +280,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     one = _command(commands, "doctor", doctor, "what is installed, what would run where, and what is missing")
     one.add_argument("--full", action="store_true", help="also read cached models and compare their checksums")
+    one.add_argument(
+        "--python", action="append", default=[], metavar="PYTHON", help="look for engines in this interpreter too"
+    )
     one.add_argument(
         "--parity", metavar="MODEL", help="instead: do engine and trainer compute the same log-probs of this model?"
     )

@@ -19,7 +19,7 @@ from pydantic.dataclasses import dataclass
 from headrace.algo.config import AlgoConfig
 from headrace.algo.earlier import as_it_was
 from headrace.engine.config import EngineConfig, engine_problems
-from headrace.environments.config import EnvironmentConfig, turn_problems
+from headrace.environments.config import EnvironmentConfig, chat_problems, turn_problems
 from headrace.errors import ConfigError
 from headrace.models.lora import AdapterConfig, LoraConfig, lora_problems
 from headrace.models.resolve import ModelConfig
@@ -140,6 +140,7 @@ def check(config: RunConfig) -> list[str]:
         *_teacher_problems(config),
         *partial_problems(config.partial, bool(config.lora.served_name), several=False),
         *parity_problems(config.train, config.engine, config.rollout, bool(config.lora.rank)),
+        *chat_problems(config.environment, chat=config.task.chat, examples=config.task.examples),
         *turn_problems(
             config.environment.turns,
             text_teachers=[one.name for one in config.teachers if one.mode == "text"],

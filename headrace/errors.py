@@ -49,6 +49,14 @@ class RolloutOver(Exception):
     has failed, for the reason that it carries."""
 
 
+class RolloutFailed(Exception):
+    """Raised by an environment whose rollout has failed for a reason that it knows: the fields of `types.Failure`."""
+
+    def __init__(self, reason: str, detail: str, traceback: str = "") -> None:
+        super().__init__(detail)
+        self.reason, self.detail, self.traceback = reason, detail, traceback
+
+
 def first_error(group: BaseException) -> BaseException:
     """The exception of a group that the user should read: the first of our own, else the first of all."""
     leaves = _leaves(group)

@@ -1,7 +1,7 @@
 """The ports between the parts. Each has one shipped fake (`engine/fake.py`, `trainer/fake.py`, `tasks/fake.py`, ...).
 
 The pipeline uses the ports of the first half (asynchronous); a worker process holds those of the second (synchronous).
-The examples go on with the values of those in `types.py`, on the fakes.
+The ports of environments are in `playing.py`. The examples go on with the values of those in `types.py`, on the fakes.
 """
 
 from __future__ import annotations
@@ -184,62 +184,6 @@ class Task(Protocol):
         """Returns the position of the cursor (JSON-able)."""
 
     def restore(self, state: Mapping[str, Any]) -> None: ...
-
-
-class Agent(Protocol):
-    """The engine as the environment of one rollout sees it: a handle that samples turns, one after the other."""
-
-    async def turn(self, context: Sequence[int]) -> Completion:
-        """Samples the next turn, and returns it decoded. `context`: the tokens before it that no turn holds yet (the prompt, or
-        a tool's result before a later turn). They are never in the loss.
-
-        Raises `RolloutOver` if the rollout has failed: it took more turns than its limit, or the engine refused a request."""
-
-
-class Environment(Protocol):
-    """The environment of one rollout: it is made for that rollout, and never reset or used for another one.
-
-    >>> from headrace.environments.single_turn import SINGLE_TURN
-    >>> environment = SINGLE_TURN.make(prompt, 7)
-    """
-
-    async def play(self, agent: Agent) -> Mapping[str, float]:
-        """Asks the agent for turns until the episode is over. Returns the environment's own rewards by name, which are added to
-        the scorer's. An exception makes the rollout a `Failure`, never a reward of zero."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of a rollout; a rollout that exceeds one has failed.
-
-    >>> limits = Limits(turns=4, seconds=30.0)
-    """
-
-    turns: int
-    seconds: float = 0.0
-    """Total time that the environment itself may take between its turns. 0 sets no limit."""
-
-
-Resumes = Literal["replayed", "restarted"]
-"""The ways to resume a rollout that was in progress when the run was killed. In both its environment is made again, and a turn with
-the same context as the recorded one is not sampled again.
-
-replayed: given the same turns, the environment asks for the same ones, and the episode continues where it was.
-restarted: it may ask for others. Then the tokens of its recorded turns are lost, and counted (`GroupEnded.lost_tokens`)."""
-
-
-@dataclass(frozen=True)
-class EnvironmentKind:
-    """The environments of a run: how they are made, and their common properties.
-
-    >>> SINGLE_TURN.limits.turns, SINGLE_TURN.resumes
-    (1, 'replayed')
-    """
-
-    make: Callable[[Prompt, int], Environment]
-    """Makes one from the prompt and a seed, which are the same when the run is resumed."""
-    limits: Limits
-    resumes: Resumes
 
 
 class Scorer(Protocol):

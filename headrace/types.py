@@ -1,7 +1,6 @@
 """The nouns of headrace: one frozen type per stage, each born complete.
 
 Read this file, then `protocols.py`, then `orchestration/loops/pipeline.py`, and you have understood the system.
-
     Prompt --ticket--> Request --engine--> Completion --> Episode --scorer--> Scored --> Group --> Batch --> WeightUpdate
 
 A stage makes a new value; it never fills a hole in an old one. Every type is a `msgspec.Struct`, so that the same value
@@ -238,8 +237,11 @@ class Turn(Struct, frozen=True):
     """The tokens before the completion that its parents do not hold."""
     completion: Completion
     parents: tuple[int, ...] = ()
-    """Indices of turns in the episode."""
+    """Indices of turns in the episode. One without parents begins a path: the first, or one before which a template rewrote history."""
     agent: str = ""
+    messages: tuple[dict[str, Any], ...] = ()
+    reply: dict[str, Any] = {}
+    """The messages that are new before the completion, and the completion as one, in a chat. Training never reads them (C5)."""
 
 
 class Episode(Struct, frozen=True):
@@ -251,6 +253,8 @@ class Episode(Struct, frozen=True):
     """
 
     turns: tuple[Turn, ...]
+    cut: str = ""
+    """The limit at which the episode was cut off: `turns` or `tokens`. Empty if its environment ended it."""
 
     @property
     def last(self) -> Completion:
@@ -260,6 +264,10 @@ class Episode(Struct, frozen=True):
     def sampled(self) -> int:
         """Tokens that were sampled, in all turns."""
         return sum(len(turn.completion.tokens) for turn in self.turns)
+
+    @property
+    def truncated(self) -> bool:
+        return bool(self.cut) or self.last.stop == "length"
 
 
 class TeacherTrace(Struct, frozen=True):
@@ -292,8 +300,9 @@ class Scored(Struct, frozen=True):
     references: tuple[tuple[float, ...], ...] = ()
     """The [T] log-probs of the reference model per turn, if the KL to it is part of the reward."""
     extracted: dict[str, str] = {}
-    """The part of the completion that each reward function was given, by its name, if not the whole text
-    (`reward.extract`)."""
+    """The part of the completion that each reward function was given, by its name, if not all of it (`reward.extract`)."""
+    turn_rewards: tuple[dict[str, float], ...] = ()
+    """The rewards that the environment gave to single turns, by name, one dict per turn. `rewards` has their sums."""
 
 
 OUTAGES = ("engine_error", "teacher_error", "reference_error", "reward_unreachable")

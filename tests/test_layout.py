@@ -24,7 +24,6 @@ FLOORS = {
     "types": 0,
     "errors": 0,
     "version": 0,
-    "orphans": 0,
     "chat": 1,
     "native": 1,
     "weights": 1,
@@ -37,6 +36,7 @@ FLOORS = {
     "algo": 2,
     "observe": 3,
     "protocols": 3,
+    "playing": 3,
     "packing": 3,
     "tasks": 4,
     "scoring": 4,
@@ -63,13 +63,13 @@ FLOORS = {
 # own, but a folder has no circle among its rooms and files.
 ROOMS = {
     "algo": ("policy", "rules", "advantage", "loss"),
-    "engine": ("native", "remote"),
+    "engine": ("native", "servers", "remote", "fleet"),
     "engine.native": ("cache", "sampling", "schedule", "runners", "kernels"),
     "observe": ("numbers", "diagnosis", "health", "screen", "report", "sinks"),
     "orchestration": ("store", "loops", "workers", "clients", "runs"),
     "plan": ("rates", "parts"),
     "scoring": ("workers", "teacher"),
-    "serve": ("routes", "training"),
+    "serve": ("routes", "training", "fakes"),
     "trainer": ("kernels", "model", "forward", "placement", "step", "shared"),
 }
 BETWEEN = ("engine.native.sampling.details",)
@@ -89,6 +89,7 @@ CONCRETE = {
     "RowsTask": "tasks",
     "FakeTask": "tasks",
     "SingleTurn": "environments",
+    "FunctionEnvironment": "environments",
     "ScriptedTurns": "environments",
 }
 BUILD = ("orchestration/build.py", "orchestration/workers/build.py")

@@ -2,18 +2,51 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
-from pydantic import ConfigDict, field_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
 from headrace.environments.kinds import ENVIRONMENTS, environment_kind
+from headrace.playing import Limits, Resumes
+
+ToolPlace = Literal["template", "hermes"]
 
 
-@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class EnvironmentConfig:
     kind: str = "single_turn"
-    """The environment that is made for each rollout. single_turn: one completion of the prompt."""
+    """The environment that is made for each rollout, unless `function` is set. single_turn: one completion of the
+    prompt."""
+    function: str = ""
+    """`path/to/file.py:name`, a function that plays a rollout: `async def play(agent, prompt, **columns)`. It asks for
+    turns (`await agent.chat(messages, tools=[...])`) and returns a reward, or rewards by name (docs/environments.md)."""
+    max_turns: int = Field(default=8, gt=0)
+    """The most turns of a rollout. One that asks for more is cut off: it gets an empty reply with the stop `limit`."""
+    max_tokens: int = Field(default=0, ge=0)
+    """The most tokens of a rollout: prompt, completions and results of tools. 0: `engine.context_length`. One with no
+    room for another turn of rollout.max_tokens is cut off."""
+    seconds: float = Field(default=600.0, ge=0)
+    """Seconds that the function itself may take between its turns, tools included. After that the rollout has failed
+    (`environment_timeout`). 0 sets no limit."""
+    tool_seconds: float = Field(default=120.0, ge=0)
+    """Seconds that one tool call may take. After that the model is told so. 0 sets no limit."""
+    tool_characters: int = Field(default=8000, gt=0)
+    """Characters of a tool's result that the model is shown."""
+    tools: ToolPlace = "template"
+    """The place where tools are described to the model. template: the model's chat template writes them, and chooses
+    the format of calls. hermes: they are written into the system message, for models whose template knows no tools."""
+    resumes: Resumes = "replayed"
+    """How a rollout goes on when the run was killed: the function is called again, and a turn that was sampled after the
+    same tokens is not sampled again. replayed: it is expected to ask for the same turns, and the run warns if it does not.
+    restarted: it may ask for others."""
+    workers: int = Field(default=2, gt=0)
+    """Number of processes that play rollouts. Each plays many at once: async functions in one event loop, others in a
+    thread each."""
+    memory_gib: float = Field(default=4.0, ge=0)
+    """GiB of memory that each of these processes may allocate. 0 sets no limit."""
 
     @field_validator("kind")
     @classmethod
@@ -22,10 +55,58 @@ class EnvironmentConfig:
             raise ValueError(f'environment.kind = "{kind}" is not one of the environments: {", ".join(ENVIRONMENTS)}')
         return kind
 
+    @field_validator("function")
+    @classmethod
+    def _names_a_function(cls, function: str) -> str:
+        path, _, name = function.rpartition(":")
+        if function and not (path.endswith(".py") and name.isidentifier()):
+            raise ValueError(
+                f'environment.function = "{function}" is not of the form path/to/file.py:name; write it so'
+            )
+        return function
+
+    @model_validator(mode="after")
+    def _settings_of_a_function(self) -> EnvironmentConfig:
+        if self.function and self.kind != "single_turn":
+            raise ValueError(
+                f'environment.function and environment.kind = "{self.kind}" are both set; keep one of them'
+            )
+        if self.function:
+            return self
+        for field in dataclasses.fields(self):
+            default = getattr(field.default, "default", field.default)  # of a pydantic Field
+            if field.name != "kind" and getattr(self, field.name) != default:
+                raise ValueError(
+                    f"environment.{field.name} belongs to environment.function, which is not set; set it, or remove the other"
+                )
+        return self
+
     @property
     def turns(self) -> int:
         """The most turns that a rollout can have."""
-        return environment_kind(self.kind).limits.turns
+        return self.limits.turns
+
+    @property
+    def limits(self) -> Limits:
+        if self.function:
+            return Limits(self.max_turns, tokens=self.max_tokens)  # its processes keep the limit of seconds
+        return environment_kind(self.kind).limits
+
+    @property
+    def rewards(self) -> bool:
+        """Whether it gives rewards of its own, so that no reward function is needed."""
+        return bool(self.function)
+
+
+def chat_problems(config: EnvironmentConfig, *, chat: bool, examples: int) -> Iterator[str]:
+    """Returns a sentence for each setting of the task that a conversation cannot follow."""
+    if config.function and not chat:
+        yield "environment.function talks through the chat template, and task.chat = false: set it to true"
+    if config.function and examples:
+        yield (
+            f"task.examples = {examples} are turns before the prompt, which environment.function begins by itself: set it to 0, and let "
+            "the function begin with the messages of solved examples"
+        )
 
 
 def turn_problems(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib
 
-from headrace.protocols import EnvironmentKind
+from headrace.playing import EnvironmentKind
 
 ENVIRONMENTS = {
     "single_turn": "headrace.environments.single_turn:SINGLE_TURN",
 }
-"""Places of `protocols.EnvironmentKind` values, by name: only a run that uses one imports its module, with the packages
+"""Places of `playing.EnvironmentKind` values, by name: only a run that uses one imports its module, with the packages
 that it needs."""
 
 

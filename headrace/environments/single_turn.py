@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from headrace.protocols import Agent, EnvironmentKind, Limits
+from headrace.playing import Agent, EnvironmentKind, Limits
 from headrace.types import Prompt
 
 

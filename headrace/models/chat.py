@@ -57,6 +57,10 @@ class ChatEncoder:
         # The template has already written the special tokens: adding them again would double the start token.
         return text, self._tokens(text, add_special_tokens=False)
 
+    def written_messages(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """Returns the conversation as the template writes it, without opening another turn. For messages that `encode_messages` accepts."""
+        return self._rendered(messages, tools, opened=False)
+
     def _check_template(self) -> None:
         if not self.has_template:
             raise ConfigError(

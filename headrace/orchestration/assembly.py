@@ -23,10 +23,11 @@ from headrace.orchestration.loops.parts import Parts
 from headrace.orchestration.loops.turns import Turns
 from headrace.orchestration.store.recovery import SavedRun, recover
 from headrace.orchestration.store.snapshots import Snapshots
-from headrace.protocols import Engine, EnvironmentKind, Scorer, Task, Trainer
+from headrace.playing import EnvironmentKind
+from headrace.protocols import Engine, Scorer, Task, Trainer
 from headrace.rollouts.buffer import Buffer
-from headrace.rollouts.episodes import Decode
 from headrace.rollouts.partial import Interrupts, PartialConfig
+from headrace.rollouts.rollout_session import Decode
 from headrace.settings.process_config import EvalConfig
 from headrace.types import Prompt
 
@@ -111,6 +112,7 @@ def assemble(
             rollout=plan.rollout,
             decode=decode,
             telemetry=telemetry,
+            context_length=engine.capabilities.context_length,
             adapter=plan.adapter,
         ),
         turns=turns or Turns(),

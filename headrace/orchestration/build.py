@@ -18,7 +18,6 @@ from headrace.algo.advantage.groups import algorithm_of
 from headrace.algo.noise import NoiseWatch, inside_rounding
 from headrace.config import RunConfig
 from headrace.durable.journal import JournalStep
-from headrace.environments.config import EnvironmentConfig
 from headrace.environments.kinds import environment_kind
 from headrace.errors import ConfigError
 from headrace.models.chat import ChatEncoder
@@ -42,7 +41,8 @@ from headrace.orchestration.store.snapshots import Snapshots
 from headrace.orchestration.store.storage import Storage
 from headrace.orchestration.teaching import PlannedTeacher, Student, open_teaching, plan_teachers, reward_weights
 from headrace.orchestration.wording import headline, placement
-from headrace.protocols import EnvironmentKind, Observer, Scorer, Task
+from headrace.playing import EnvironmentKind
+from headrace.protocols import Observer, Scorer, Task
 from headrace.rehearsal.reward import try_in_loop
 from headrace.scoring.overlong import punished
 from headrace.scoring.python_rewards import RewardFunction
@@ -110,6 +110,7 @@ class BuiltRun:
             telemetry.warn(sentence)
 
     async def close(self) -> None:
+        await self.parts.environment.close()
         await self.parts.scorer.close()
         await self.pools.close()
 
@@ -146,7 +147,7 @@ async def prepare(
         scorer=scorer,
         prompts=prompts,
         planned_teachers=planned_teachers,
-        environment=build_environment(config.environment),
+        environment=await asyncio.to_thread(build_environment, config, encoder, logs / "environment.log"),
     )
 
 
@@ -158,6 +159,7 @@ async def build(
         prepared = await prepare(config, *await open_model(config), inputs, logs)
     async with AsyncExitStack() as undo:
         undo.push_async_callback(prepared.scorer.close)
+        undo.push_async_callback(prepared.environment.close)
         adapter = config.lora.served_name
         restore = {adapter: storage.checkpoint} if storage.checkpoint else {}
         pools = await open_pools(config, prepared.model_dir, logs, telemetry, restore)
@@ -268,7 +270,8 @@ def _built(
 def _probe(config: RunConfig, encoder: ChatEncoder, pools: Pools, telemetry: Telemetry, adapter: str) -> IdentityProbe:
     tokens = encoder.encode_text(PROBE)[: pools.engine.capabilities.context_length]
     tolerance = max(TOLERANCE[config.engine.serving_dtype], TOLERANCE[pools.trainer_dtype])
-    return IdentityProbe(tokens, config.watch.identity_every, tolerance, telemetry, adapter)
+    every, served = config.watch.identity_every, config.engine.is_server
+    return IdentityProbe(tokens, every, tolerance, telemetry, adapter=adapter, served=served)
 
 
 def plan_of(config: RunConfig, adapter: str) -> LoopPlan:
@@ -286,8 +289,13 @@ def plan_of(config: RunConfig, adapter: str) -> LoopPlan:
     )
 
 
-def build_environment(config: EnvironmentConfig) -> EnvironmentKind:
-    return environment_kind(config.kind)
+def build_environment(config: RunConfig, encoder: ChatEncoder, log: Path | None = None) -> EnvironmentKind:
+    """`log` receives what the user's function prints. Raises ConfigError if it cannot be loaded."""
+    from headrace.environments.function import open_function
+
+    if config.environment.function:
+        return open_function(config.environment, encoder, system=config.task.system, log=log)
+    return environment_kind(config.environment.kind)
 
 
 def build_task(config: TaskConfig, encoder: ChatEncoder, seed: int, rows: Sequence[Row] | None = None) -> Task:
@@ -304,11 +312,13 @@ def build_task(config: TaskConfig, encoder: ChatEncoder, seed: int, rows: Sequen
 
 
 def build_scorer(config: RunConfig, rewards: Sequence[RewardFunction] = (), log: Path | None = None) -> Scorer:
-    """A scorer of the config's reward functions, or of `rewards`, which were passed from Python. A run that only learns from teachers
-    has neither; its scorer gives no reward."""
+    """A scorer of the config's reward functions, or of `rewards`, which were passed from Python. A run whose environment gives the reward,
+    or that only learns from teachers, has neither; its scorer gives no reward."""
     from headrace.scoring.functions import FunctionScorer
     from headrace.scoring.teacher.stage import NoReward
 
+    if config.environment.rewards and not config.reward.specs and not rewards:
+        return NoReward()
     if config.teachers and not config.reward.specs and not rewards:
         if config.eval.prompts and all(teacher.mode == "tokens" for teacher in config.teachers):
             raise ConfigError(

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from headrace.algo.advantage.groups import Algorithm
 from headrace.durable.journal import JournalStep
 from headrace.rollout_key import RolloutKey
-from headrace.rollouts.episodes import TurnAsked, name_of_turn
+from headrace.rollouts.episodes import name_of_turn
 from headrace.rollouts.rollout import RolloutConfig, seed_of
+from headrace.rollouts.rollout_session import TurnAsked
 from headrace.rollouts.staleness import StalenessConfig, judge
 from headrace.settings.process_config import WatchConfig
 from headrace.types import Batch, Group, Prompt, Request

@@ -31,20 +31,35 @@ class RewardTrial(NamedTuple):
     rewards: dict[str, float]
 
 
+def stand_in(prompt: Prompt, *, answer: str, tags: bool) -> tuple[str, bool]:
+    """Returns the text that stands for a completion, and whether it is the row's own answer."""
+    right = prompt.columns.get(answer)
+    is_answer = isinstance(right, str | int | float) and not isinstance(right, bool) and str(right) != ""
+    return (f"<answer>{right}</answer>" if is_answer and tags else str(right) if is_answer else SENTENCE), is_answer
+
+
 async def try_reward(
-    scorer: Scorer, prompt: Prompt, *, answer: str, tags: bool, group_size: int, encode: Encode
+    scorer: Scorer,
+    prompt: Prompt,
+    *,
+    answer: str,
+    tags: bool,
+    group_size: int,
+    encode: Encode,
+    episode: Episode | None = None,
 ) -> RewardTrial:
     """Scores one group whose completions are all the same text. `answer`: the column of the right answer; `tags`: whether to write it as
-    <answer>...</answer>, which is what the built-in functions look for.
+    <answer>...</answer>, which is what the built-in functions look for; `episode`: the rollout, if an environment has played one.
 
     Raises ConfigError with the traceback if a function does not return a number.
     """
-    right = prompt.columns.get(answer)
-    is_answer = isinstance(right, str | int | float) and not isinstance(right, bool) and str(right) != ""
-    text = f"<answer>{right}</answer>" if is_answer and tags else str(right) if is_answer else SENTENCE
-    tokens = encode(text, True)
-    completion = Completion(tokens, (0.0,) * len(tokens), (VersionSpan(0, 0, 0),), "stop", text)
-    episode = Episode((Turn(prompt.tokens, completion),))
+    text, is_answer = stand_in(prompt, answer=answer, tags=tags)
+    if episode:
+        text, is_answer = episode.last.text, False
+    else:
+        tokens = encode(text, True)
+        completion = Completion(tokens, (0.0,) * len(tokens), (VersionSpan(0, 0, 0),), "stop", text)
+        episode = Episode((Turn(prompt.tokens, completion),))
     results = await scorer.score(prompt, [episode] * group_size)
     failed = next((one for one in results if isinstance(one, Failure)), None)
     if failed:

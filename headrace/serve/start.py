@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
 import uvicorn
+from starlette.applications import Starlette
 from starlette.routing import Route
 
 from headrace.errors import ConfigError, WorkerDied
@@ -73,7 +74,7 @@ async def _serve(config: ServeConfig, sock: socket.socket, say: Callable[[str], 
     shown = f"[{host}]" if ":" in host else host
     logs = cache_dir() / "serve" / str(port)
     async with opened(config, directory, logs) as serving, training(config, serving, directory, logs) as more:
-        server = make_server(serving, config.token, more)
+        server = make_server(make_app(serving, config.token, more))
         lost = asyncio.ensure_future(serving.engine.watch())
         lost.add_done_callback(lambda _: setattr(server, "should_exit", True))
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -98,10 +99,9 @@ class _Server(uvicorn.Server):
         yield
 
 
-def make_server(serving: Serving, token: str, more: Sequence[Route] = ()) -> uvicorn.Server:
-    """`more`: routes beside the engine's."""
+def make_server(app: Starlette) -> uvicorn.Server:
     settings = uvicorn.Config(
-        make_app(serving, token, more),
+        app,
         log_level="warning",
         access_log=False,
         lifespan="off",

@@ -23,12 +23,17 @@ def resolve_paths(tree: Tree, base: Path) -> Tree:
         changed["reward"] = _reward_paths(reward, base)
     if isinstance(engine := tree.get("engine"), dict):
         named = {k: _absolute(engine[k], base) for k in ("token_file", "shared_dir") if _names_file(engine.get(k))}
+        python = engine.get("python")
+        if isinstance(python, str) and "/" in python:  # a word alone is searched for, as in a shell
+            named["python"] = _absolute(python, base)
         changed["engine"] = {**engine, **named}
     if isinstance(teachers := tree.get("teachers"), list):
         changed["teachers"] = [_teacher_paths(one, base) for one in teachers]
     if isinstance(algo, dict):
         functions = {k: algo[k] for k in ("advantage", "loss") if isinstance(algo.get(k), str)}
         changed["algo"] = {**algo, **{k: _function_path(function, base) for k, function in functions.items()}}
+    if isinstance(place := tree.get("environment"), dict) and isinstance(place.get("function"), str):
+        changed["environment"] = {**place, "function": _function_path(place["function"], base)}
     if isinstance(adapters := tree.get("adapters"), list):
         changed["adapters"] = [resolve_paths(one, base) if isinstance(one, dict) else one for one in adapters]
     return {**tree, **changed}

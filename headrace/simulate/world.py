@@ -33,11 +33,12 @@ from headrace.orchestration.loops.pipeline import Pipeline
 from headrace.orchestration.store.checkpoints import Checkpoints
 from headrace.orchestration.store.recovery import SavedRun, read_saved_run
 from headrace.orchestration.store.snapshots import Snapshots, load_controller
-from headrace.protocols import Engine, EnvironmentKind, Observer, Scorer, Task, Trainer
+from headrace.playing import EnvironmentKind
+from headrace.protocols import Engine, Observer, Scorer, Task, Trainer
 from headrace.rollouts.buffer import Buffer
-from headrace.rollouts.episodes import Decode
 from headrace.rollouts.partial import PartialConfig
 from headrace.rollouts.rollout import RolloutConfig
+from headrace.rollouts.rollout_session import Decode
 from headrace.rollouts.staleness import StalenessConfig
 from headrace.settings.process_config import EvalConfig, WatchConfig
 

@@ -27,9 +27,10 @@ from headrace.errors import ConfigError, WorkerDied
 from headrace.observe.facts import GroupEnded, Warned
 from headrace.orchestration.store.snapshots import load_controller
 from headrace.packing.plan import pack_rows
-from headrace.protocols import Agent, EnvironmentKind, Limits
+from headrace.playing import Agent, EnvironmentKind, Limits
 from headrace.rollout_key import RolloutKey
-from headrace.rollouts.episodes import Played, TurnAsked, name_of_turn, roll_out, with_rewards
+from headrace.rollouts.episodes import name_of_turn, roll_out, with_rewards
+from headrace.rollouts.rollout_session import Played, TurnAsked
 from headrace.simulate import virtual_time
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.step.trainer import TorchTrainer
@@ -393,7 +394,7 @@ def test_only_kinds_that_work_are_accepted() -> None:
     assert {name: environment_kind(name).limits.turns for name in ENVIRONMENTS} == {"single_turn": 1}
     with pytest.raises(ConfigError, match=r'environment.kind = "chess" is not one of the environments: single_turn'):
         load_config({**MINIMAL, "environment": {"kind": "chess"}})
-    assert load_config(MINIMAL).environment == EnvironmentConfig("single_turn")
+    assert load_config(MINIMAL).environment == EnvironmentConfig(kind="single_turn")
 
 
 MINIMAL = {"model": {"path": "m"}, "task": {"kind": "jsonl", "path": "rows.jsonl"}, "reward": {"function": "a.py:f"}}

@@ -17,6 +17,7 @@ import tinker
 
 from headrace.engine.config import EngineConfig
 from headrace.orchestration.workers.build import open_launcher
+from headrace.serve.app import make_app
 from headrace.serve.config import ServeConfig, TrainingConfig, TrainLimits
 from headrace.serve.serving import Serving
 from headrace.serve.start import bind, make_server, opened
@@ -82,7 +83,7 @@ def running(model: Path, work: Path, limits: TrainLimits | None = None) -> Itera
                 training, serving, launcher=open_launcher(work / "logs"), directory=model, places=PLACES, max_deaths=3
             ) as door,
         ):
-            server = make_server(serving, KEY, routes(door))
+            server = make_server(make_app(serving, KEY, routes(door)))
             serve = asyncio.ensure_future(server.serve(sockets=[sock]))
             url = f"http://127.0.0.1:{sock.getsockname()[1]}"
             found.append(Running(url, door, serving, asyncio.get_running_loop(), work / "logs"))

@@ -66,6 +66,7 @@ def row_of(
 ) -> Row:
     """Makes the row of one path. Completions of turns in `trained` are context in it."""
     turns, pieces = one.episode.turns, list(_pieces(one.episode, path))
+    kept = overlong == "train" or not one.episode.cut
     tokens: list[int] = []
     logprobs: list[float] = []
     mask: list[bool] = []
@@ -76,7 +77,7 @@ def row_of(
         spans, kv = done.versions(), done.kv_versions()
         tokens += piece.tokens
         logprobs += done.logprobs if piece.sampled else [0.0] * count
-        mask += [piece.sampled and _trains(done, overlong) and piece.turn not in trained] * count
+        mask += [piece.sampled and kept and _trains(done, overlong) and piece.turn not in trained] * count
         versions += spans if piece.sampled else [_version_beside(versions, spans)] * count
         kv_versions += kv if piece.sampled else versions[len(kv_versions) :]
     return Row(

@@ -12,9 +12,11 @@ from typing import Literal
 from headrace.observe.facts import Evaluated
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.loops.outcomes import Firsts, FirstTexts
-from headrace.protocols import EnvironmentKind, Scorer
-from headrace.rollouts.episodes import Decode, Generate, Played, TurnAsked, roll_out, with_rewards
+from headrace.playing import EnvironmentKind
+from headrace.protocols import Scorer
+from headrace.rollouts.episodes import roll_out, with_rewards
 from headrace.rollouts.rollout import RolloutConfig, seed_of
+from headrace.rollouts.rollout_session import Decode, Generate, Played, Room, TurnAsked
 from headrace.settings.process_config import EvalConfig
 from headrace.types import Completion, Failure, Prompt, Request, Scored
 
@@ -31,11 +33,13 @@ class Evaluator:
         rollout: RolloutConfig,
         decode: Decode,
         telemetry: Telemetry,
+        context_length: int,
         adapter: str = "",
     ) -> None:
         self._generate, self._environment, self._scorer, self._telemetry = generate, environment, scorer, telemetry
         self._prompts, self._config, self._rollout = prompts, config, rollout
         self._decode, self._adapter = decode, adapter
+        self._room = Room(context_length, rollout.max_tokens)
         self._firsts = Firsts(telemetry.record, telemetry.clock, held_out=True)
         self._texts = FirstTexts(telemetry.record, telemetry.clock)
         self._numbers = itertools.count()
@@ -65,7 +69,7 @@ class Evaluator:
             seconds=clock() - started,
             asked=len(self._prompts),
             kinds=dict(Counter(one.kind for one in failures)),
-            truncated=sum(one.episode.last.stop == "length" for one in scored),
+            truncated=sum(one.episode.truncated for one in scored),
         )
         self._telemetry.record(fact)
         return fact
@@ -76,7 +80,7 @@ class Evaluator:
 
         seeds = [seed_of("held-out environment", index, i) for i in range(self._config.samples)]
         async with self._telemetry.waits.named("evaluation", "the engine"):
-            rolled = await roll_out(self._environment, prompt, seeds, ask=ask, decode=self._decode)
+            rolled = await roll_out(self._environment, prompt, seeds, ask=ask, decode=self._decode, room=self._room)
         played = [one for one in rolled if isinstance(one, Played)]
         episodes = [one.episode for one in played]
         self._texts.report(prompt, episodes)

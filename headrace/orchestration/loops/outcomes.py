@@ -45,7 +45,7 @@ class Rolled:
             detail=self.detail,
             rewards=tuple(one.reward for one in self.scored),
             lengths=tuple(one.episode.sampled for one in self.scored),
-            truncated=sum(one.episode.last.stop == "length" for one in self.scored),
+            truncated=sum(one.episode.truncated for one in self.scored),
             failures=dict(Counter(failure.reason for failure in self.failures)),
             seconds=self.seconds,
             lost_tokens=self.lost_tokens,

@@ -17,10 +17,11 @@ from headrace.orchestration.loops.ledger import Ledger
 from headrace.orchestration.loops.minutes import Minutes
 from headrace.orchestration.loops.turns import Turns
 from headrace.orchestration.store.snapshots import Snapshots
-from headrace.protocols import Engine, EnvironmentKind, Scorer, Task, Trainer
+from headrace.playing import EnvironmentKind
+from headrace.protocols import Engine, Scorer, Task, Trainer
 from headrace.rollouts.buffer import Buffer
-from headrace.rollouts.episodes import Decode
 from headrace.rollouts.partial import Interrupts
+from headrace.rollouts.rollout_session import Decode
 
 
 @dataclass(frozen=True, kw_only=True)

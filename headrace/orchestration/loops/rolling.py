@@ -10,7 +10,8 @@ from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.loops.budgets import Budgets
 from headrace.orchestration.loops.outcomes import FirstTexts, Rolled
 from headrace.orchestration.loops.parts import EarlierMetrics, Parts
-from headrace.rollouts.episodes import Played, TurnAsked, roll_out, with_rewards
+from headrace.rollouts.episodes import roll_out, with_rewards
+from headrace.rollouts.rollout_session import Played, Room, TurnAsked
 from headrace.types import Completion, Failure, Group, Prompt, Scored
 
 
@@ -127,7 +128,12 @@ class Rolling:
 
         async with parts.telemetry.waits.named("rollouts", "the engine"):
             results = await roll_out(
-                parts.environment, prompt, self._plan.environment_seeds(ticket), ask=ask, decode=parts.decode
+                parts.environment,
+                prompt,
+                self._plan.environment_seeds(ticket),
+                ask=ask,
+                decode=parts.decode,
+                room=Room(room, rollout.max_tokens),
             )
         played = [result for result in results if isinstance(result, Played)]
         episodes = [one.episode for one in played]

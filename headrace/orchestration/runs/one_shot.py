@@ -63,7 +63,9 @@ def evaluate(
         raise ConfigError(
             f"the config trains several adapters ({names}); evaluate one of them by its directory, such as RUN/{config.adapters[0].name}"
         )
-    if not config.reward.specs and all(teacher.mode == "tokens" for teacher in config.teachers):
+    if not (config.reward.specs or config.environment.rewards) and all(
+        teacher.mode == "tokens" for teacher in config.teachers
+    ):
         raise ConfigError('there is no reward to measure: set reward.function = "path/to/file.py:name"')
     count = config.eval.prompts if prompts is None else prompts
     if not 0 < count <= config.task.held_out:
@@ -94,6 +96,7 @@ async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int, in
             planned_teachers = await plan_teachers(reading, model_dir, encoder)
         task = build_task(config.task, encoder, config.seed, inputs.rows)
         scorer = build_scorer(config, inputs.rewards)
+        environment = build_environment(config, encoder)
         adapter = config.lora.served_name
         restore = {adapter: checkpoint} if checkpoint else {}
         pools = await open_pools(config, model_dir, Path(logs), telemetry, restore)
@@ -113,19 +116,21 @@ async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int, in
             pools.teaching = await open_teaching(reading, planned_teachers, student, telemetry)
             evaluator = Evaluator(
                 generate=pools.engine.generate,
-                environment=build_environment(config.environment),
+                environment=environment,
                 scorer=pools.teaching.rewarding(scorer),
                 prompts=task.held_out(prompts),
                 config=config.eval,
                 rollout=config.rollout,
                 decode=encoder.decode,
                 telemetry=telemetry,
+                context_length=pools.engine.capabilities.context_length,
                 adapter=adapter,
             )
             measured = await evaluator.measure("after", step_of(checkpoint) if checkpoint else 0)
             assert measured is not None
             return measured
         finally:
+            await environment.close()
             await scorer.close()
             await pools.close()
 

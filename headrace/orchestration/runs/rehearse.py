@@ -18,17 +18,19 @@ from headrace.algo.config import AlgoConfig, is_user_function
 from headrace.auto.measurer import Measurer, ProbeMeasurer
 from headrace.auto.share import measure_share
 from headrace.config import RunConfig, adapter_runs
+from headrace.engine.servers.installed import require
 from headrace.errors import ConfigError
 from headrace.models.chat import ChatEncoder
 from headrace.models.model_files import check_model_dir
 from headrace.models.resolve import resolve_model
-from headrace.orchestration.build import build_scorer, build_task
+from headrace.orchestration.build import build_environment, build_scorer, build_task
 from headrace.orchestration.choosing import fit_minutes, settle
 from headrace.orchestration.python_inputs import NO_INPUTS, PythonInputs
 from headrace.orchestration.store.run_directory import refuse_used
 from headrace.orchestration.teaching import PlannedTeacher, plan_teachers
 from headrace.orchestration.wording import headline, placement
 from headrace.rehearsal import machine as machines
+from headrace.rehearsal.episode import episode_lines, try_environment
 from headrace.rehearsal.machine import Machine, gib
 from headrace.rehearsal.memory_needs import (
     MemoryNeed,
@@ -47,9 +49,9 @@ from headrace.rehearsal.words import Lines, algorithm, memory_lines, page
 from headrace.scoring.job import is_async
 from headrace.scoring.python_rewards import RewardFunction
 from headrace.settings.user_code import defines
-from headrace.types import Prompt
+from headrace.types import Episode, Prompt
 
-_ORDER = ("Run", "Prompts", "Reward", "Algorithm", "Where", "Memory")
+_ORDER = ("Run", "Prompts", "Environment", "Reward", "Algorithm", "Where", "Memory")
 
 
 @dataclass(kw_only=True)
@@ -174,7 +176,11 @@ async def _task_and_reward(found: Rehearsal, config: RunConfig, model_dir: Path 
         prompts = await asyncio.to_thread(first_prompts, task, config.eval.prompts)
         found.sections[f"Prompts{several}"] = _prompts(found, config, read_shape(model_dir), encoder, prompts)
         found.planned_teachers += await plan_teachers(config, model_dir, encoder, inputs.rows)
-        found.sections[f"Reward{several}"] = await _reward(config, inputs.rewards, prompts[0], encoder)
+        episode: Episode | None = None
+        if config.environment.function:
+            episode, lines = await _environment(config, prompts[0], encoder)
+            found.sections[f"Environment{several}"] = lines
+        found.sections[f"Reward{several}"] = await _reward(config, inputs.rewards, prompts[0], encoder, episode)
 
 
 def _own_functions(algo: AlgoConfig) -> None:
@@ -198,7 +204,30 @@ def _prompts(
     return [("lengths", f"{said} ({seen.looked_at} looked at)"), ("the first", first), ("", f"({prompts[0].id})")]
 
 
-async def _reward(config: RunConfig, rewards: Sequence[RewardFunction], prompt: Prompt, encoder: ChatEncoder) -> Lines:
+async def _environment(config: RunConfig, prompt: Prompt, encoder: ChatEncoder) -> tuple[Episode, Lines]:
+    """Plays one episode with a fixed text in place of each reply."""
+    with TemporaryDirectory() as logs:
+        log = Path(logs) / "environment.log"
+        kind = await asyncio.to_thread(build_environment, config, encoder, log)
+        try:
+            seed, answer = config.seed, config.task.answer
+            played = await try_environment(
+                kind, prompt, seed, answer=answer, encode=encoder.encode_completion, decode=encoder.decode
+            )
+        finally:
+            await kind.close()
+        printed = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+    first = encoder.written(played.episode.turns[0].context)
+    return played.episode, [*episode_lines(played, first), *(("it printed", line) for line in printed[:3])]
+
+
+async def _reward(
+    config: RunConfig,
+    rewards: Sequence[RewardFunction],
+    prompt: Prompt,
+    encoder: ChatEncoder,
+    episode: Episode | None,
+) -> Lines:
     if any(map(is_async, rewards)):  # an open connection belongs to the run's event loop, where `prepare` calls it
         return [
             ("", "an async function from Python: it is called once when the run starts, before the model is loaded")
@@ -208,11 +237,22 @@ async def _reward(config: RunConfig, rewards: Sequence[RewardFunction], prompt: 
         scorer = await asyncio.to_thread(build_scorer, config, rewards, log)
         try:
             if not config.reward.specs and not rewards:
-                return [("", "none: the run learns only from its teachers")]
+                alone = (
+                    "the environment's own"
+                    if config.environment.rewards
+                    else "none: the run learns only from its teachers"
+                )
+                return [("", alone)]
             tags = any(spec.extract == "answer_tag" for spec in config.reward.specs)
             size = config.rollout.group_size
             tried = await try_reward(
-                scorer, prompt, answer=config.task.answer, tags=tags, group_size=size, encode=encoder.encode_completion
+                scorer,
+                prompt,
+                answer=config.task.answer,
+                tags=tags,
+                group_size=size,
+                encode=encoder.encode_completion,
+                episode=episode,
             )
         finally:
             await scorer.close()
@@ -257,6 +297,10 @@ def _machine_and_memory(found: Rehearsal, machine: Machine, model_dir: Path) -> 
         found.doubt(problem, certain=True)
     if not problems:
         found.notes += notes(wanted, machine)
+    if config.engine.starts_server:
+        server = require(config.engine.kind, config.engine.python)
+        line = ("server", f"{server.python}, {config.engine.kind} {server.version}".rstrip())
+        found.sections["Where"] = [*found.sections["Where"], line]
 
 
 def _plan(config: RunConfig, machine: Machine) -> MemoryPlan:

@@ -167,6 +167,7 @@ class _SeveralRuns:
                 for name, lane in self._lanes.items():
                     prepared[name] = await prepare(lane.config, model_dir, encoder, self._inputs, lane.directory.logs)
                     undo.push_async_callback(prepared[name].scorer.close)
+                    undo.push_async_callback(prepared[name].environment.close)
             restore = {name: at for name, lane in self._lanes.items() if (at := lane.storage.checkpoint)}
             pools = await open_pools(self._config, model_dir, self._directory.logs, telemetry, restore)
             undo.push_async_callback(_close, pools, telemetry)

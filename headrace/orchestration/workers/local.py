@@ -15,9 +15,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from headrace import orphans
 from headrace.native.cores import usable_cores
-from headrace.observe.health import patience
+from headrace.observe.health import orphans, patience
 from headrace.observe.health.family import Child, current_family
 from headrace.observe.health.own_stacks import VARIABLE
 from headrace.observe.health.stacks import process_state

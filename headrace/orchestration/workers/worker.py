@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from headrace.errors import ConfigError, IdentityError
+from headrace.observe.health.orphans import PARENT, signal_me_when_orphaned
 from headrace.observe.health.own_stacks import answer_signals
 from headrace.orchestration.workers.answers import answer, begun
 from headrace.orchestration.workers.dial_in import SEAT, TOKEN, dial
@@ -27,7 +28,6 @@ from headrace.orchestration.workers.engine_loop import EngineLoop
 from headrace.orchestration.workers.shared_calls import serve_clients
 from headrace.orchestration.workers.wire import Frame, WorkerEnd, unpack
 from headrace.orchestration.workers.worker_messages import EngineStart, TrainerReady, TrainerStart
-from headrace.orphans import PARENT, signal_me_when_orphaned
 from headrace.protocols import TrainerCore, WeightSender
 from headrace.reports import TrainReport
 from headrace.types import Batch

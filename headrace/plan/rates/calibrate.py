@@ -28,8 +28,9 @@ from headrace.orchestration.pools import Pools, open_pools
 from headrace.plan.rates.fits import alike, line
 from headrace.plan.rates.rates import EngineRates, Rates, TrainerRates
 from headrace.protocols import Scorer, Task
-from headrace.rollouts.episodes import Played, TurnAsked, roll_out
+from headrace.rollouts.episodes import roll_out
 from headrace.rollouts.rollout import seed_of
+from headrace.rollouts.rollout_session import Played, TurnAsked
 from headrace.simulate.distributions import empirical
 from headrace.types import Batch, Completion, Episode, Failure, Group, Prompt, Request, Sampling, Scored
 

@@ -6,25 +6,17 @@ import asyncio
 import contextlib
 import io
 import itertools
-import os
-import signal
 import subprocess
-import sys
-import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from headrace import orphans
 from headrace.errors import ConfigError
-from headrace.observe.health.family import Child, current_family
-from headrace.observe.health.own_stacks import VARIABLE
-from headrace.observe.health.patience import communicate, within
+from headrace.observe.health.patience import within
+from headrace.observe.health.user_process import LOAD_SECONDS, ProcessLost, UserProcess, ending, run_once
 from headrace.scoring.job import LoadedReward, ScoringJob, Values, fail_all, too_late
 from headrace.scoring.workers.frames import Call, Ready, pack, read_answer, receive
 
-LOAD_SECONDS = 120.0
-"""Seconds that importing the user's file may take."""
+_MODULE = "headrace.scoring.workers.reward_worker"
 
 GRACE = 1.0
 """Seconds beyond the timeout before a process whose loop an async function blocks is killed."""
@@ -34,7 +26,7 @@ def check_functions(specs: Sequence[str]) -> tuple[LoadedReward, ...]:
     """Loads the functions once in a separate process. Raises ConfigError if one cannot be loaded."""
     named = ", ".join(specs)
     try:
-        code, out, err = _checked(specs)
+        code, out, err = run_once(_MODULE, ["--check", *specs])
     except subprocess.TimeoutExpired:
         raise ConfigError(
             f"loading the reward functions {named} took more than {LOAD_SECONDS:g} s; move slow work out of the file's top level"
@@ -48,129 +40,59 @@ def check_functions(specs: Sequence[str]) -> tuple[LoadedReward, ...]:
     return first.functions
 
 
-def _checked(specs: Sequence[str]) -> tuple[int, bytes, bytes]:
-    """Returns the exit code, standard output and standard error of the process."""
-    command, pipe = _command(["--check", *specs]), subprocess.PIPE
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=_environment()) as process:
-        try:
-            out, err = communicate(process, LOAD_SECONDS)
-        finally:
-            process.kill()
-    return process.returncode, out, err
-
-
-def _command(arguments: Sequence[str]) -> list[str]:
-    # -P: a file random.py in the working directory must not replace Python's; reward files still find files beside them
-    return [sys.executable, "-P", "-m", "headrace.scoring.workers.reward_worker", *arguments]
-
-
-def _environment(file: Path | None = None) -> dict[str, str]:
-    """`file`: the file into which the worker writes its stacks when it is asked for them."""
-    # Several workers run beside the engine: each takes one core and does not spin, unless the user sets these variables.
-    environment = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", **os.environ}
-    package = str(Path(__file__).resolve().parents[3])
-    if package not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):  # run from a checkout
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
-    return environment | orphans.of_this_process() | ({VARIABLE: str(file)} if file else {})
-
-
-def ending(code: int | None) -> str:
-    if code is not None and code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"ended with exit code {code}"
-
-
-_numbers = itertools.count(1)
-"""Numbers for the names of this process's workers."""
-
-
-class ProcessLost(Exception):
-    """Raised when a worker has ended; the message says how."""
-
-
-class WorkerProcess:
+class WorkerProcess(UserProcess):
     """One worker process, and the calls that it has not answered yet."""
 
     def __init__(self, specs: Sequence[str], log: Path | None) -> None:
-        self._specs, self._log = specs, log
+        super().__init__("scorer", _MODULE, specs, log)
         self._ids: Iterator[int] = itertools.count()
         self._waiting: dict[int, asyncio.Future[Values]] = {}
-        self._process: asyncio.subprocess.Process | None = None
         self._receiving: asyncio.Task[None] | None = None
-        self._why = ""
-        self.alive = False
-        self.who = f"scorer {next(_numbers)}"
-        self._family = current_family()
-        self._stacks = log.with_name(f"{self.who.replace(' ', '-')}.stacks") if log else None
-
-    @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
 
     async def start(self) -> None:
         """Returns when the functions are loaded. Raises ProcessLost when they are not."""
+        await self.spawn()
         try:
-            self._process = await self._spawn()
-        except OSError as error:  # no memory, no descriptors, no directory for its log
-            self._why = f"could not be started: {error}"
-            raise ProcessLost(self._why) from error
-        self._family.started(Child(self.who, self.pid, self._stacks))
-        assert self._process.stdout is not None
-        try:
-            ready = await within(self.pid, LOAD_SECONDS, receive(self._process.stdout))
+            ready = await within(self.pid, LOAD_SECONDS, receive(self.reports))
         except TimeoutError:
             await self.close(f"did not load the reward functions within {LOAD_SECONDS:g} s")
-            raise ProcessLost(self._why) from None
+            raise ProcessLost(self.why) from None
         except EOFError:
-            how = ending(await self._process.wait())
+            how = ending(await self.gone())
             await self.close(f"{how} while it loaded the reward functions")
-            raise ProcessLost(self._why) from None
+            raise ProcessLost(self.why) from None
         except asyncio.CancelledError:
             await self.close("was not needed any more")
             raise
         assert isinstance(ready, Ready)
         if ready.error:
             await self.close(f"could not load the reward functions a second time: {ready.error}")
-            raise ProcessLost(self._why)
+            raise ProcessLost(self.why)
         self.alive = True
         self._receiving = asyncio.create_task(self._receive())
-
-    async def _spawn(self) -> asyncio.subprocess.Process:
-        with _opened(self._log) as log:
-            return await asyncio.create_subprocess_exec(
-                *_command(self._specs),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=_environment(self._stacks),
-                start_new_session=True,  # Ctrl-C reaches the controller only; a kill reaches what the function started too
-            )
 
     async def ask(self, function: int, job: ScoringJob, seconds: float) -> Values:
         """Returns the worker's answer, without a deadline of its own; the worker cancels an async function after `seconds`.
 
         Raises ProcessLost if the process ends before it answers.
         """
-        assert self._process is not None and self._process.stdin is not None
         if not self.alive:
-            raise ProcessLost(self._why)
+            raise ProcessLost(self.why)
         id = next(self._ids)
         answer: asyncio.Future[Values] = asyncio.get_running_loop().create_future()
         self._waiting[id] = answer
         try:
             with contextlib.suppress(ConnectionError):  # `_receive` finds out how the process ended
-                self._process.stdin.write(pack(Call(id, function, job, seconds)))
-                await self._process.stdin.drain()
+                self.orders.write(pack(Call(id, function, job, seconds)))
+                await self.orders.drain()
             return await answer
         finally:
             self._waiting.pop(id, None)
 
     async def _receive(self) -> None:
-        assert self._process is not None and self._process.stdout is not None
         try:
             while True:
-                reply = await receive(self._process.stdout)
+                reply = await receive(self.reports)
                 assert not isinstance(reply, Ready)
                 waiting = self._waiting.get(reply.id)
                 if waiting is not None and not waiting.done():
@@ -180,44 +102,20 @@ class WorkerProcess:
         except (
             Exception
         ) as error:  # nothing awaits this task: without this, the caller would report a timeout of the function
-            self._why = f"was killed, because its answer made no sense: {error!r}"
+            self.why = f"was killed, because its answer made no sense: {error!r}"
         self.alive = False
         self.kill()  # a worker that closed its pipe cannot be used, and may have left children
-        code = await self._process.wait()
-        self._is_gone()
-        self._why = self._why or ending(code)
+        code = await self.gone()
+        self.why = self.why or ending(code)
         for waiting in self._waiting.values():
             if not waiting.done():
-                waiting.set_exception(ProcessLost(self._why))
-
-    def _is_gone(self) -> None:
-        self._family.ended(self.pid)
-        if self._stacks is not None:
-            self._stacks.unlink(missing_ok=True)
-
-    def kill(self, why: str = "") -> None:
-        self.alive = False
-        self._why = self._why or why
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+                waiting.set_exception(ProcessLost(self.why))
 
     async def close(self, why: str = "was closed") -> None:
         """Returns with the process gone."""
-        self.kill(why)
-        if self._process is None:
-            return
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        await self._process.wait()
-        self._is_gone()
+        await self.end(why)
         if self._receiving is not None:
             await asyncio.wait({self._receiving})
-
-
-def _opened(log: Path | None) -> Any:
-    """Opens the file for the workers' standard error, or inherits ours if there is none."""
-    return log.open("ab") if log is not None else contextlib.nullcontext()
 
 
 class PrivatePool:

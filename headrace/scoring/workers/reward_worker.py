@@ -18,8 +18,8 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 from headrace.errors import ConfigError
+from headrace.observe.health.orphans import signal_me_when_orphaned
 from headrace.observe.health.own_stacks import answer_signals
-from headrace.orphans import signal_me_when_orphaned
 from headrace.scoring.job import LoadedReward, call, call_async, is_async
 from headrace.scoring.workers.frames import Call, Ready, Reply, pack, read_call
 from headrace.scoring.workers.load import load_functions

@@ -1,0 +1,200 @@
+"""Chat to tokens and back, for one rollout: what was sampled stays as it was sampled, and only new messages are rendered (C5).
+
+A chat template is a program of the model's author, and may write earlier messages differently when later ones follow: some drop the
+thinking of earlier turns, some trim white space. So the whole conversation is rendered at each turn, with the replies exactly as they
+were sampled. If the text begins with the text that the path stands for, the rest is the new part: it alone becomes tokens, behind the
+tokens that were sampled. If it does not, the template has rewritten history: a new path begins with the tokens of the whole text, as
+the model would be asked in use, and the turn is counted as forked (a turn without parents).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from headrace.chat.formats import HERMES, CallFormat
+from headrace.chat.messages import Tool, described
+from headrace.chat.reading import read_calls
+from headrace.environments.config import ToolPlace
+from headrace.environments.workers.episode_frames import PROBLEM, ChatReply, WrittenCall
+from headrace.errors import ConfigError
+from headrace.playing import Agent
+from headrace.types import Completion
+
+Message = Mapping[str, Any]
+
+
+class TurnEncoder(Protocol):
+    """The part of `models.chat.ChatEncoder` that conversations use."""
+
+    @property
+    def call_format(self) -> CallFormat: ...
+
+    def encode_messages(
+        self, messages: Sequence[Message], tools: Sequence[Message] = ()
+    ) -> tuple[str, tuple[int, ...]]: ...
+
+    def written_messages(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> str: ...
+
+    def encode_completion(self, text: str, ended: bool) -> tuple[int, ...]: ...
+
+    def decode(self, tokens: Sequence[int]) -> str: ...
+
+    def decode_with_calls(self, tokens: Sequence[int]) -> str: ...
+
+    def written(self, tokens: Sequence[int]) -> str: ...
+
+
+class _Past(NamedTuple):
+    """A message that the path holds."""
+
+    sampled: Message
+    """A reply has its text as it was sampled."""
+    parsed: Message
+    """A reply has the calls that were read from it."""
+
+
+class Conversation:
+    """The messages of one rollout, and the tokens that stand for them."""
+
+    def __init__(self, agent: Agent, encoder: TurnEncoder, *, system: str, tools: ToolPlace) -> None:
+        """`system`: begins a conversation that has no system message of its own. `tools`: the place where tools are described."""
+        self._agent, self._encoder, self._system, self._place = agent, encoder, system, tools
+        self._past: list[_Past] = []
+        self._as_calls = False
+        """Whether the template is given replies as parsed: some allow no result of a tool without the call."""
+        self._opened = self._text = ""
+        """The template's text before the last reply; this and the reply, for which the path stands."""
+        self._end = ""
+        """The end of the last reply's turn."""
+        self._tools: Sequence[Message] = ()
+        self._calls = 0
+        self._over = False
+
+    async def say(self, new: Sequence[Message], tools: Sequence[Message] | None) -> ChatReply:
+        """Samples the answer to new messages. `tools`: their schemas; None: those of the turn before.
+
+        Raises ConfigError if the chat template refuses the messages or has no place for tools."""
+        self._tools = self._tools if tools is None else tools
+        format = self._format() if self._tools else None
+        added = new if self._past else [*self._front(new), *new]
+        told = [{key: value for key, value in one.items() if key != PROBLEM} for one in added]
+        text, glue = self._rendered(told)
+        fresh = glue is None
+        context = self._encoder.encode_completion(text if glue is None else glue, False)
+        if (limit := self._agent.cut_off(context, fresh=fresh)) and not self._over:
+            self._over = True  # said once: whoever asks again has failed, or it would ask for ever
+            return ChatReply(over=limit)
+        replies: list[ChatReply] = []
+
+        def read(done: Completion) -> dict[str, Any]:
+            replies.append(self._read(done, format))
+            return _as_message(replies[-1])
+
+        done = await self._agent.turn(context, fresh=fresh and bool(self._past), messages=added, read=read)
+        self._keep(told, text, done, replies[-1])
+        return replies[-1]
+
+    def _front(self, new: Sequence[Message]) -> list[Message]:
+        has_own = bool(new) and new[0].get("role") == "system"
+        return [{"role": "system", "content": self._system}] if self._system and not has_own else []
+
+    # -- rendering --------------------------------------------------------------------------------------------------------
+
+    def _rendered(self, told: Sequence[Message]) -> tuple[str, str | None]:
+        """Returns the text of the conversation with `told` behind it, and its part behind the path; None if it does not extend the
+        path."""
+        if self._as_calls or all(one.sampled == one.parsed for one in self._past):
+            return self._as_given(told)
+        with contextlib.suppress(ConfigError):
+            text, behind = self._as_given(told)
+            if behind is not None:
+                return text, behind
+        self._as_calls = True
+        return self._as_given(told)
+
+    def _as_given(self, told: Sequence[Message]) -> tuple[str, str | None]:
+        text, _ = self._encoder.encode_messages(*self._shown(told))
+        if self._as_calls and "tool_calls" in self._past[-1].parsed:
+            return text, self._behind_calls(text)
+        return text, text[len(self._text) :] if self._text and text.startswith(self._text) else None
+
+    def _behind_calls(self, text: str) -> str | None:
+        """The part of the text behind the path, where the last reply is written as calls: it follows the end of that reply."""
+        answered, end = self._encoder.written_messages(*self._shown(())), self._end
+        place = answered.rfind(end, len(self._opened)) if end else -1
+        if place < 0 or not answered.startswith(self._opened) or not text.startswith(answered):
+            return None
+        return text[place + (len(end) if self._text.endswith(end) else 0) :]
+
+    def _shown(self, told: Sequence[Message]) -> tuple[list[Message], Sequence[Message]]:
+        """The arguments of the template: messages and tools."""
+        past = [one.parsed if self._as_calls else one.sampled for one in self._past]
+        if self._place == "template":
+            return [*past, *told], described(msgspec.convert(list(self._tools), list[Tool]))
+        return with_tools([*past, *told], self._tools), ()
+
+    # -- replies ----------------------------------------------------------------------------------------------------------
+
+    def _format(self) -> CallFormat:
+        if self._place == "hermes":
+            return HERMES
+        try:
+            return self._encoder.call_format
+        except ConfigError as error:
+            raise ConfigError(f'{error}. environment.tools = "hermes" does that') from None
+
+    def _read(self, done: Completion, format: CallFormat | None) -> ChatReply:
+        stop, count = "length" if done.stop == "length" else "stop", len(done.tokens)
+        if format is None:
+            return ChatReply(text=self._encoder.decode(done.tokens), stop=stop, tokens=count)
+        decode = self._encoder.decode if self._place == "hermes" else self._encoder.decode_with_calls
+        said = read_calls(decode(done.tokens), format)
+        calls = [WrittenCall(name=one.name, arguments=one.arguments, id=self._id()) for one in said.calls]
+        calls += [WrittenCall(name="", arguments=one.text, problem=one.why, id=self._id()) for one in said.malformed]
+        return ChatReply(text=said.content, calls=tuple(calls), stop=stop, tokens=count)
+
+    def _id(self) -> str:
+        self._calls += 1
+        return f"call{self._calls:05d}"  # Mistral's templates want nine letters and digits
+
+    def _keep(self, told: Sequence[Message], text: str, done: Completion, reply: ChatReply) -> None:
+        last = done.tokens[-1:]
+        ended = done.stop == "stop" and not self._encoder.decode(last) and bool(self._encoder.written(last))
+        content = self._encoder.written(done.tokens[:-1] if ended else done.tokens)
+        self._past += [_Past(one, one) for one in told]
+        sampled, parsed = {"role": "assistant", "content": content}, _as_message(reply)
+        self._past.append(_Past(sampled, parsed if "tool_calls" in parsed else sampled))
+        self._opened, self._text = text, text + self._encoder.written(done.tokens)
+        self._end = self._encoder.written(last if ended else self._encoder.encode_completion("", True))
+
+
+def _as_message(reply: ChatReply) -> dict[str, Any]:
+    """The reply as a message in OpenAI's form, with the arguments of calls as objects, as chat templates expect them."""
+    message: dict[str, Any] = {"role": "assistant", "content": reply.text}
+    calls = [
+        {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": json.loads(one.arguments)}}
+        for one in reply.calls
+        if not one.problem
+    ]
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def with_tools(messages: Sequence[Message], tools: Sequence[Message]) -> list[Message]:
+    """Writes tools into the system message, for chat templates that show none. The form is that which Hermes' models were trained with
+    (https://github.com/NousResearch/Hermes-Function-Calling); the sentences are ours."""
+    if not tools:
+        return list(messages)
+    listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    said = (
+        f"You can call these functions:\n<tools>\n{listed}\n</tools>\nTo call one, write its name and arguments as JSON:\n"
+        '<tool_call>{"name": "...", "arguments": {...}}</tool_call>'
+    )
+    if messages and messages[0].get("role") == "system":
+        first, *rest = messages
+        return [{**first, "content": f"{first['content']}\n\n{said}"}, *rest]
+    return [{"role": "system", "content": said}, *messages]

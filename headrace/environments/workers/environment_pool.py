@@ -1,0 +1,125 @@
+"""The processes of a run's environments: many rollouts in each, and one alone where it may have ended the process of others.
+
+A crash ends a process with all rollouts in it, and does not say which of them caused it. So each is played again, alone in a process:
+the turns that were sampled are asked for again under the same names, so that they cost nothing. The one that ends its process
+again has failed, and the others have lost time only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from headrace.environments.workers.episode_frames import FunctionLoaded, RolloutDone, unpack_report
+from headrace.environments.workers.process import (
+    MODULE,
+    EnvironmentProcess,
+    FunctionSettings,
+    Lost,
+    RolloutAsked,
+    RolloutListener,
+)
+from headrace.errors import ConfigError, RolloutFailed
+from headrace.observe.health.user_process import LOAD_SECONDS, ProcessLost, ending, run_once
+
+LIVES = 3
+"""How often a rollout is played at most, where others end its process."""
+
+
+def check_function(settings: FunctionSettings) -> None:
+    """Loads the function once in a process of its own. Raises ConfigError if it cannot be loaded."""
+    try:
+        code, out, err = run_once(MODULE, settings.arguments(check=True))
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"loading environment.function = {settings.spec} took more than {LOAD_SECONDS:g} s; move slow work out of the file's top level"
+        ) from None
+    first = unpack_report(out)
+    if not isinstance(first, FunctionLoaded):
+        said = (err.decode(errors="replace").strip().splitlines() or ["nothing"])[-1]
+        raise ConfigError(
+            f"the process that loads environment.function = {settings.spec} {ending(code)}; it said: {said}"
+        )
+    if first.error:
+        raise ConfigError(first.error)
+
+
+class Pool:
+    def __init__(self, settings: FunctionSettings, workers: int, log: Path | None) -> None:
+        """`workers`: processes that are shared, and as many rollouts alone in further ones."""
+        self._settings, self._width, self._log = settings, workers, log
+        self._shared: list[EnvironmentProcess] = []
+        self._retired: set[EnvironmentProcess] = set()
+        """Shared ones with hanging threads, which get no more rollouts; and those of one rollout."""
+        self._starting = asyncio.Lock()
+        self._alone = asyncio.Semaphore(workers)
+
+    async def play(self, asked: RolloutAsked, listener: Callable[[], RolloutListener]) -> RolloutDone:
+        """Returns how the rollout ended. `listener`: makes the one that answers it, for each time that it is played. Raises
+        `RolloutFailed` if it ended its process, and what the listener raises."""
+        alone = False
+        for _ in range(LIVES):
+            try:
+                async with self._place(alone) as process:
+                    ended = await process.play(asked, listener())
+            except ProcessLost as lost:  # it could not be started
+                raise RolloutFailed("environment_died", f"its process {lost}") from None
+            except Lost as lost:
+                if lost.blamed or (alone and lost.blamed is None):
+                    raise RolloutFailed("environment_died", f"its process {lost.how}") from None
+                alone = lost.blamed is None
+                continue
+            if alone or not (ended.failure and ended.failure.reason == "environment_memory"):
+                return ended
+            alone = True  # another rollout may have taken the memory
+        raise RolloutFailed("environment_died", f"other rollouts ended its process {LIVES} times")
+
+    @asynccontextmanager
+    async def _place(self, alone: bool) -> AsyncIterator[EnvironmentProcess]:
+        if not alone:
+            process = await self._least_busy()
+            try:
+                yield process
+            finally:
+                await self._sort_out(process)
+            return
+        async with self._alone:
+            process = EnvironmentProcess(self._settings, self._log)
+            self._retired.add(process)
+            try:
+                await process.start()
+                yield process
+            finally:
+                await process.close()
+                self._retired.discard(process)
+
+    async def _least_busy(self) -> EnvironmentProcess:
+        async with self._starting:
+            self._shared = [one for one in self._shared if one.alive]
+            if len(self._shared) < self._width:
+                process = EnvironmentProcess(self._settings, self._log)
+                await process.start()
+                self._shared.append(process)
+            return min(self._shared, key=lambda one: one.playing)
+
+    async def _sort_out(self, process: EnvironmentProcess) -> None:
+        """Gives no more rollouts to a process in which threads of tools hang, and ends it when it has none left."""
+        if process.left and process in self._shared:
+            self._shared.remove(process)
+            self._retired.add(process)
+        if process in self._retired and not process.playing:
+            self._retired.discard(process)
+            await process.close()
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids of the live processes."""
+        return [one.pid for one in (*self._shared, *self._retired) if one.alive]
+
+    async def close(self) -> None:
+        await asyncio.gather(*(one.close() for one in (*self._shared, *self._retired)))
+        self._shared.clear()
+        self._retired.clear()

@@ -1,0 +1,114 @@
+"""A process that plays environments: `python -m headrace.environments.workers.environment_worker FILE:FUNCTION SETTINGS`, driven by `process.py`.
+
+Frames arrive on the original standard input and leave on the original standard output. Both are moved to other descriptors before the
+user's code runs: what it prints goes to standard error, and its standard input is empty.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+import traceback
+from typing import Any, BinaryIO
+
+from headrace.environments.workers.episode_frames import Beat, FromProcess, FunctionLoaded, pack, read_order
+from headrace.environments.workers.player import Player, ToolLimits, signature_problem
+from headrace.errors import ConfigError
+from headrace.observe.health.orphans import signal_me_when_orphaned
+from headrace.observe.health.own_stacks import answer_signals
+from headrace.observe.health.patience import Patience
+from headrace.settings.user_code import load_function
+
+BEAT = 1.0
+"""Seconds between two beats."""
+BLOCKED = 10.0
+"""Seconds in which it could run after which an async function that has not let the event loop run is reported."""
+
+
+def main(arguments: list[str]) -> None:
+    # Not SIGKILL: this process continues, reads the end of its input, and then kills what the user's function has started.
+    signal_me_when_orphaned(signal.SIGCONT)
+    answer_signals()
+    orders, reports = _take_pipes()
+    spec, settings = arguments[0], json.loads(arguments[1])
+    sender = _Sender(reports)
+    if settings["memory"]:
+        resource.setrlimit(resource.RLIMIT_DATA, (settings["memory"], settings["memory"]))
+    try:
+        function = load_function(spec, "environment.function")
+        if problem := signature_problem(function):
+            raise ConfigError(f"environment.function: {spec.rpartition(':')[2]} {problem}")
+    except ConfigError as error:
+        sender.send(FunctionLoaded(str(error)))
+        return
+    sender.send(FunctionLoaded())
+    if not settings["check"]:
+        asyncio.run(_serve(orders, sender, function, ToolLimits(settings["seconds"], settings["characters"])))
+
+
+def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
+    orders, reports = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    return orders, reports
+
+
+class _Sender:
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream, self._one = stream, threading.Lock()
+
+    def send(self, frame: FromProcess) -> None:
+        with self._one:
+            self._stream.write(pack(frame))
+            self._stream.flush()
+
+
+async def _serve(orders: BinaryIO, sender: _Sender, function: Any, limits: ToolLimits) -> None:
+    player, loop = Player(function, sender.send, limits), asyncio.get_running_loop()
+    threading.Thread(target=_read, args=(orders, player, loop), daemon=True).start()
+    threading.Thread(
+        target=_beat, args=(sender, player, loop, threading.get_native_id()), name="headrace-beat", daemon=True
+    ).start()
+    await loop.create_future()  # the reading thread ends the process
+
+
+def _read(orders: BinaryIO, player: Player, loop: asyncio.AbstractEventLoop) -> None:
+    """Reads orders in a separate thread, so that the process ends with its parent whatever the user's function is doing."""
+    try:
+        while (order := read_order(orders)) is not None:
+            loop.call_soon_threadsafe(player.obey, order)
+    except Exception:
+        traceback.print_exc()
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if os.getpgrp() == os.getpid():  # the leader of a process group, which holds all that the function started
+            os.killpg(0, signal.SIGKILL)
+    os._exit(0)
+
+
+def _beat(sender: _Sender, player: Player, loop: asyncio.AbstractEventLoop, thread: int) -> None:
+    """Sends a beat every second, which says whether one rollout keeps the loop from running. It needs the interpreter's lock: a process
+    whose code never releases that is silent."""
+    ran = threading.Event()
+    patience = Patience(thread, BLOCKED)
+    loop.call_soon_threadsafe(ran.set)
+    with contextlib.suppress(OSError, RuntimeError):  # the process is ending
+        while True:
+            time.sleep(BEAT)
+            if ran.is_set():
+                ran.clear()
+                patience = Patience(thread, BLOCKED)
+                loop.call_soon_threadsafe(ran.set)
+            sender.send(Beat(player.running() if patience.left < 0 else -1))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,138 @@
+"""Frames between the controller and the processes that run environments: four bytes of length, then msgpack."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from typing import Any, BinaryIO
+
+import msgspec
+
+from headrace.types import Failure, Struct
+
+_LENGTH = struct.Struct(">I")
+LARGEST = 64 << 20
+"""Bytes of a frame. A larger one is a mistake of the user's code, which must not fill the controller's memory."""
+
+PROBLEM = "problem"
+"""The key of a message with the result of a tool that says why there is none: `malformed`, `unknown_tool`, `wrong_arguments`, `raised`
+or `timeout`. No chat template sees it."""
+
+Rewards = dict[str, float | str]
+"""Rewards by name; text in place of what is no number."""
+
+
+class WrittenCall(Struct, frozen=True, kw_only=True):
+    """A tool call that was read from a completion."""
+
+    name: str
+    arguments: str
+    """A JSON object, as the model wrote it; the whole text of a malformed call."""
+    id: str
+    problem: str = ""
+    """The reason why a call is malformed; empty if it is not."""
+
+
+# -- from the controller ------------------------------------------------------------------------------------------------------
+
+
+class Play(Struct, frozen=True, tag="play"):
+    id: int
+    prompt: str | list[dict[str, Any]]
+    columns: dict[str, Any]
+    seed: int
+
+
+class ChatReply(Struct, frozen=True, kw_only=True, tag="reply"):
+    """The answer to a `ChatAsked`: what was sampled, or the limit that was reached (`over`), or why the messages were refused."""
+
+    id: int = 0
+    text: str = ""
+    """The text outside the tool calls."""
+    calls: tuple[WrittenCall, ...] = ()
+    stop: str = ""
+    """`stop` or `length`."""
+    tokens: int = 0
+    over: str = ""
+    refused: str = ""
+
+
+class Cancel(Struct, frozen=True, tag="cancel"):
+    id: int
+
+
+# -- from the process -----------------------------------------------------------------------------------------------------------
+
+
+class FunctionLoaded(Struct, frozen=True, tag="ready"):
+    """The first frame: empty, or why the function could not be loaded."""
+
+    error: str = ""
+
+
+class ChatAsked(Struct, frozen=True, tag="chat"):
+    id: int
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+
+
+class Rewarded(Struct, frozen=True, tag="rewarded"):
+    id: int
+    name: str
+    value: float
+
+
+class RolloutDone(Struct, frozen=True, kw_only=True, tag="ended"):
+    id: int
+    rewards: Rewards | None = None
+    """None if the environment returned no rewards."""
+    failure: Failure | None = None
+    leaves: int = 0
+    """Threads of tools that it left behind: they still run, and nothing can end them but the end of the process."""
+
+
+class Beat(Struct, frozen=True, tag="beat"):
+    """Sent every second by a thread of its own."""
+
+    blocked_by: int = -1
+    """The rollout whose async function has kept the event loop for too long."""
+
+
+FromController = Play | ChatReply | Cancel
+FromProcess = FunctionLoaded | ChatAsked | Rewarded | RolloutDone | Beat
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_order = msgspec.msgpack.Decoder(FromController).decode
+_decode_report = msgspec.msgpack.Decoder(FromProcess).decode
+
+
+def pack(frame: FromController | FromProcess) -> bytes:
+    body = _encode(frame)
+    if len(body) > LARGEST:
+        raise ValueError(f"a message of {len(body):,} bytes is larger than {LARGEST:,}")
+    return _LENGTH.pack(len(body)) + body
+
+
+def read_order(stream: BinaryIO) -> FromController | None:
+    """Reads one frame of the controller; None at the end of the stream. Blocks."""
+    head = stream.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        return None
+    body = stream.read(_LENGTH.unpack(head)[0])
+    return _decode_order(body) if len(body) == _LENGTH.unpack(head)[0] else None
+
+
+async def receive(stream: asyncio.StreamReader) -> FromProcess:
+    """Reads one frame of a process. Raises IncompleteReadError (an EOFError) at the end of the stream, ValueError for nonsense."""
+    (length,) = _LENGTH.unpack(await stream.readexactly(_LENGTH.size))
+    if length > LARGEST:
+        raise ValueError(f"a frame of {length:,} bytes")
+    return _decode_report(await stream.readexactly(length))
+
+
+def unpack_report(data: bytes) -> FromProcess | None:
+    """Reads the first frame of a process from its whole output; None if it is not whole."""
+    size = _LENGTH.size
+    if len(data) < size or len(data) < size + (length := _LENGTH.unpack(data[:size])[0]):
+        return None
+    return _decode_report(data[size : size + length])

@@ -1,0 +1,203 @@
+"""Plays rollouts with the user's function: async ones in one event loop, plain ones in a thread each. Runs in the processes of environments."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import inspect
+import weakref
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.environments.workers.episode_frames import (
+    Cancel,
+    ChatAsked,
+    ChatReply,
+    FromController,
+    FromProcess,
+    Play,
+    Rewards,
+    RolloutDone,
+)
+from headrace.environments.workers.talk import AsyncAgent, BlockingAgent, RolloutEnded
+from headrace.environments.workers.tools import Toolbox, in_thread, is_async
+from headrace.settings.user_code import one_line, traceback_of
+from headrace.types import Failure
+
+_owner: ContextVar[int] = ContextVar("headrace_rollout", default=-1)
+"""The rollout that a task works for."""
+
+
+@dataclass(frozen=True)
+class ToolLimits:
+    seconds: float
+    characters: int
+
+
+class Player:
+    """The rollouts of one process. Its methods are called in the loop's thread."""
+
+    def __init__(self, function: Callable[..., Any], send: Callable[[FromProcess], None], limits: ToolLimits) -> None:
+        self._function, self._send, self._limits = function, send, limits
+        self._loop = asyncio.get_running_loop()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._waiting: dict[int, asyncio.Future[ChatReply]] = {}
+        self._owners: weakref.WeakKeyDictionary[asyncio.Task[Any], int] = weakref.WeakKeyDictionary()
+        factory: Any = self._owned
+        self._loop.set_task_factory(factory)
+
+    def obey(self, order: FromController) -> None:
+        match order:
+            case Play():
+                self._tasks[order.id] = self._loop.create_task(self._play(order))
+            case ChatReply():
+                waiting = self._waiting.get(order.id)
+                if waiting and not waiting.done():
+                    waiting.set_result(order)
+            case Cancel():
+                if task := self._tasks.get(order.id):
+                    task.cancel()
+
+    def running(self) -> int:
+        """The rollout whose task runs now; -1 if none does. May be called from another thread."""
+        task = asyncio.current_task(self._loop)
+        return self._owners.get(task, -1) if task else -1
+
+    def _owned(self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any], **rest: Any) -> asyncio.Task[Any]:
+        task: asyncio.Task[Any] = asyncio.Task(work, loop=loop, **rest)
+        self._owners[task] = _owner.get()
+        return task
+
+    async def _play(self, order: Play) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._owners[task] = order.id
+        _owner.set(order.id)
+        box = Toolbox(self._limits.seconds, self._limits.characters)
+        agent = AsyncAgent(order.id, order.seed, ask=self._ask, tell=self._send, box=box)
+        rewards: Rewards | None = None
+        failure: Failure | None = None
+        try:
+            rewards = read_rewards(self._function.__name__, await self._called(agent, order))
+        except asyncio.CancelledError:
+            failure = Failure("environment_cancelled")  # nobody reads it: who cancels knows why
+        except MemoryError as error:
+            failure = Failure("environment_memory", one_line(error), traceback_of(error))
+        except _NoReward as error:
+            failure = Failure("environment_reward", str(error))
+        except BaseException as error:
+            failure = Failure("environment_raised", one_line(error), traceback_of(error))
+        del self._tasks[order.id]
+        self._send(RolloutDone(id=order.id, rewards=rewards, failure=failure, leaves=box.left))
+
+    async def _called(self, agent: AsyncAgent, order: Play) -> Any:
+        offered = {**order.columns, "prompt": order.prompt}
+        given = arguments(self._function, offered)
+        if is_async(self._function):
+            return await self._function(agent, **given)
+        waits = _Waits(self._loop)
+        answer = in_thread(lambda: self._function(BlockingAgent(agent, waits.wait), **given), f"rollout {order.id}")
+        try:
+            return await asyncio.shield(answer)
+        except asyncio.CancelledError:
+            waits.end()
+            await asyncio.wait({answer})  # until its `finally` blocks are done; who cancels has a deadline
+            answer.exception()
+            raise
+
+    async def _ask(self, chat: ChatAsked) -> ChatReply:
+        if chat.id in self._waiting:
+            raise RuntimeError("a rollout asks for one turn at a time: await the one before")
+        answer = self._waiting[chat.id] = self._loop.create_future()
+        try:
+            self._send(chat)
+            return await answer
+        finally:
+            del self._waiting[chat.id]
+
+
+class _Waits:
+    """The waits of a plain function's thread for the event loop, which can be ended."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._current: concurrent.futures.Future[Any] | None = None
+        self._ended = False
+
+    def wait(self, work: Awaitable[Any]) -> Any:
+        assert inspect.iscoroutine(work)
+        if self._ended:
+            work.close()
+            raise RolloutEnded("the rollout is over")
+        self._current = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return self._current.result()
+        except concurrent.futures.CancelledError:
+            raise RolloutEnded("the rollout is over") from None
+
+    def end(self) -> None:
+        self._ended = True
+        if self._current:
+            self._current.cancel()
+
+
+class _NoReward(Exception):
+    """The function returned something else than rewards."""
+
+
+def read_rewards(name: str, result: object) -> Rewards:
+    """Returns rewards by name: a number alone has the name of the function."""
+    if isinstance(result, Mapping):
+        return {str(key): _number(value) for key, value in result.items()}
+    if isinstance(value := _number(result), float):
+        return {name: value}
+    said = "None: is its return statement missing?" if result is None else value
+    raise _NoReward(f"{name} returned {said} It returns a number, or a dict of rewards by name")
+
+
+def _number(value: object) -> float | str:
+    if hasattr(value, "item") and not isinstance(value, (int, float)):  # NumPy and torch
+        try:
+            value = value.item()
+        except Exception:
+            return repr(value)[:60]
+    if not isinstance(value, (bool, int, float)):
+        return repr(value)[:60]
+    try:
+        return float(value)
+    except OverflowError:
+        return repr(value)[:60]
+
+
+def arguments(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the columns that the function's signature names, or all if it takes `**columns`. Raises TypeError for one that is missing."""
+    first, *parameters = inspect.signature(function).parameters.values()
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        given = {name: value for name, value in offered.items() if name != first.name}
+    else:
+        given = {one.name: offered[one.name] for one in parameters if one.name in offered}
+    missing = [one.name for one in parameters if one.default is one.empty and one.name not in given]
+    if missing := [name for name in missing if name in {one.name for one in parameters if _named(one)}]:
+        raise TypeError(
+            f"it needs {', '.join(missing)}, which is no column of the task; there are: {', '.join(offered)}"
+        )
+    return given
+
+
+def _named(one: inspect.Parameter) -> bool:
+    return one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+
+
+def signature_problem(function: Any) -> str:
+    """Says why the function cannot be called as `fn(agent, prompt=, **columns)`; empty if it can."""
+    if not inspect.isroutine(function):
+        return f"is a {type(function).__name__}, not a function"
+    first, *others = [*inspect.signature(function).parameters.values(), None]
+    if first is None or first.kind not in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD):
+        return "takes no agent; it is called as fn(agent, prompt=..., **columns)"
+    for one in others:
+        if one is not None and one.kind is one.POSITIONAL_ONLY and one.default is one.empty:
+            return f"takes {one.name} by position only; it is called as fn(agent, prompt=..., **columns)"
+    return ""

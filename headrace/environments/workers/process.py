@@ -1,0 +1,237 @@
+"""One process that plays environments, as the controller sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from headrace.environments.workers.episode_frames import (
+    Beat,
+    Cancel,
+    ChatAsked,
+    ChatReply,
+    FromController,
+    FromProcess,
+    FunctionLoaded,
+    Play,
+    Rewarded,
+    RolloutDone,
+    pack,
+    receive,
+)
+from headrace.errors import RolloutFailed
+from headrace.observe.health.patience import within
+from headrace.observe.health.user_process import LOAD_SECONDS, ProcessLost, UserProcess, ending
+from headrace.types import Struct
+
+SILENT = 30.0
+"""Seconds in which it could run after which a process that sends no beat is killed: something holds the interpreter's lock."""
+GRACE = 10.0
+"""Seconds that the user's `finally` blocks may take after a rollout was cancelled."""
+
+MODULE = "headrace.environments.workers.environment_worker"
+
+
+class FunctionSettings(Struct, frozen=True):
+    """The settings that a process is started with."""
+
+    spec: str
+    """The user's function, `path/to/file.py:name`."""
+    seconds: float
+    """The time that a rollout may take between its turns; 0 sets no limit."""
+    tool_seconds: float
+    tool_characters: int
+    memory: int
+    """Bytes of memory; 0 sets no limit."""
+
+    def arguments(self, check: bool = False) -> list[str]:
+        rest = {
+            "seconds": self.tool_seconds,
+            "characters": self.tool_characters,
+            "memory": self.memory,
+            "check": check,
+        }
+        return [self.spec, json.dumps(rest)]
+
+
+class RolloutAsked(Struct, frozen=True):
+    """A rollout that is to be played."""
+
+    prompt: str | list[dict[str, Any]]
+    columns: dict[str, Any]
+    seed: int
+
+
+class RolloutListener(Protocol):
+    """The part of the controller that answers a rollout while it is played."""
+
+    async def chat(self, asked: ChatAsked) -> ChatReply:
+        """Raises what ends the rollout."""
+
+    def rewarded(self, name: str, value: float) -> None: ...
+
+
+class Lost(Exception):
+    """The process has ended while it played a rollout."""
+
+    def __init__(self, how: str, blamed: bool | None) -> None:
+        """`blamed`: whether this rollout is known to have ended it; None if nobody is."""
+        super().__init__(how)
+        self.how, self.blamed = how, blamed
+
+
+class EnvironmentProcess(UserProcess):
+    def __init__(self, settings: FunctionSettings, log: Path | None) -> None:
+        super().__init__("environment", MODULE, settings.arguments(), log)
+        self._settings = settings
+        self._ids: Iterator[int] = itertools.count()
+        self._heard: dict[int, asyncio.Queue[FromProcess | None]] = {}
+        """The frames of each rollout; None: the process has ended."""
+        self._receiving: asyncio.Task[None] | None = None
+        self._parting: set[asyncio.Task[None]] = set()
+        self._blamed = -1
+        self.left = 0
+        """Threads of tools that hang in it."""
+
+    @property
+    def playing(self) -> int:
+        """Number of rollouts."""
+        return len(self._heard)
+
+    async def start(self) -> None:
+        """Returns when the function is loaded. Raises ProcessLost if it is not."""
+        try:
+            await self.spawn()
+            ready = await within(self.pid, LOAD_SECONDS, receive(self.reports))
+        except TimeoutError:
+            await self.end(f"did not load the environment within {LOAD_SECONDS:g} s")
+            raise ProcessLost(self.why) from None
+        except EOFError:
+            how = ending(await self.gone())
+            raise ProcessLost(f"{how} while it loaded the environment") from None
+        except asyncio.CancelledError:
+            await self.end("was not needed any more")
+            raise
+        assert isinstance(ready, FunctionLoaded)
+        if ready.error:
+            await self.end(f"could not load the environment a second time: {ready.error}")
+            raise ProcessLost(self.why)
+        self.alive = True
+        self._receiving = asyncio.create_task(self._receive())
+
+    async def play(self, asked: RolloutAsked, listener: RolloutListener) -> RolloutDone:
+        """Plays one rollout. Raises `Lost` if the process ends before it does, `RolloutFailed` if it takes too long, and what the
+        listener raises. When it is cancelled, the user's `finally` blocks run behind it."""
+        id = next(self._ids)
+        heard = self._heard[id] = asyncio.Queue()
+        over, left = False, self._settings.seconds
+        try:
+            self._send(Play(id, asked.prompt, asked.columns, asked.seed))
+            while True:
+                frame, left = await self._next(heard, left)
+                match frame:
+                    case None:
+                        over = True
+                        raise Lost(self.why, None if self._blamed < 0 else self._blamed == id)
+                    case ChatAsked():
+                        self._send(await self._answered(frame, listener))
+                    case Rewarded():
+                        listener.rewarded(frame.name, frame.value)
+                    case RolloutDone():
+                        over = True
+                        self.left += frame.leaves
+                        return frame
+        finally:
+            if over or not self.alive:
+                del self._heard[id]
+            else:
+                self._part(id, heard)
+
+    async def _next(self, heard: asyncio.Queue[FromProcess | None], left: float) -> tuple[FromProcess | None, float]:
+        """Returns the next frame, and how many of the seconds that were left the rollout has not used for it."""
+        if not self._settings.seconds:
+            return await heard.get(), 0.0
+        clock = asyncio.get_running_loop().time
+        since = clock()
+        try:
+            frame = await within(self.pid, left, heard.get())
+        except TimeoutError:
+            limit = f"took more than {self._settings.seconds:g} s between its turns (environment.seconds)"
+            raise RolloutFailed("environment_timeout", limit) from None
+        return frame, max(left - (clock() - since), 1e-3)
+
+    async def _answered(self, asked: ChatAsked, listener: RolloutListener) -> ChatReply:
+        reply = await listener.chat(asked)
+        return ChatReply(
+            id=asked.id,
+            text=reply.text,
+            calls=reply.calls,
+            stop=reply.stop,
+            tokens=reply.tokens,
+            over=reply.over,
+            refused=reply.refused,
+        )
+
+    def _part(self, id: int, heard: asyncio.Queue[FromProcess | None]) -> None:
+        """Cancels a rollout, and kills the process if it does not end."""
+        self._send(Cancel(id))
+        task = asyncio.create_task(self._parted(id, heard))
+        self._parting.add(task)
+        task.add_done_callback(self._parting.discard)
+
+    async def _parted(self, id: int, heard: asyncio.Queue[FromProcess | None]) -> None:
+        async def ended() -> None:
+            while not isinstance(frame := await heard.get(), RolloutDone | None):
+                pass
+            self.left += frame.leaves if isinstance(frame, RolloutDone) else 0
+
+        try:
+            await within(self.pid, GRACE, ended())
+        except TimeoutError:
+            self._lose(id, "was killed, because a rollout that was over did not end")
+        del self._heard[id]
+
+    async def _receive(self) -> None:
+        try:
+            while True:
+                frame = await within(self.pid, SILENT, receive(self.reports))
+                match frame:
+                    case Beat(blocked_by=id) if id >= 0:
+                        self._lose(id, "was killed, because an async function kept its event loop from running")
+                    case ChatAsked(id=id) | Rewarded(id=id) | RolloutDone(id=id):
+                        if id in self._heard:
+                            self._heard[id].put_nowait(frame)
+        except TimeoutError:
+            self.why = "was killed, because nothing in it could run: a call that never gives up Python's interpreter, such as 9**9**9"
+        except (EOFError, ConnectionError):
+            pass
+        except Exception as error:  # nothing awaits this task
+            self.why = f"was killed, because its message made no sense: {error!r}"
+        self.kill()  # one that closed its pipe cannot be used, and may have left children
+        self.orders.close()
+        code = await self.gone()
+        self.why = self.why or ending(code)
+        for heard in self._heard.values():
+            heard.put_nowait(None)
+
+    def _lose(self, id: int, why: str) -> None:
+        self._blamed = id if self.alive else self._blamed
+        self.kill(why)
+
+    def _send(self, frame: FromController) -> None:
+        # Not drained: what is sent is small, and a process that reads nothing is killed when it has been silent for too long.
+        with contextlib.suppress(ConnectionError, RuntimeError):  # `_receive` finds out how the process ended
+            self.orders.write(pack(frame))
+
+    async def close(self) -> None:
+        """Lets the rollouts that were cancelled end, within their grace, and kills the process."""
+        if self._parting:
+            await asyncio.wait(set(self._parting))
+        await self.end("was closed")
+        if self._receiving is not None:
+            await asyncio.wait({self._receiving})

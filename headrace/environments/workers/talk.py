@@ -1,0 +1,135 @@
+"""The agent as the user's function sees it: `chat`, `call`, `reward`. Runs in the processes of environments."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.environments.workers.episode_frames import PROBLEM, ChatAsked, ChatReply, Rewarded
+from headrace.environments.workers.tools import Toolbox
+
+Message = dict[str, Any]
+
+
+class RolloutEnded(Exception):
+    """Raised into the user's function when its rollout is over: it was cancelled, or the engine refused a turn."""
+
+
+@dataclass(frozen=True)
+class CalledTool:
+    """A tool call that the model wrote."""
+
+    name: str
+    """Empty for a malformed call."""
+    arguments: Mapping[str, Any]
+    id: str
+    problem: str = ""
+    """The reason why it is malformed; empty if it is not."""
+
+
+@dataclass(frozen=True)
+class AgentReply:
+    """One turn of the model."""
+
+    text: str
+    """Its text outside the tool calls."""
+    tool_calls: tuple[CalledTool, ...]
+    """Its tool calls, the malformed ones too: `AsyncAgent.call` answers them with an error message."""
+    stop: str
+    """`stop`, `length` (cut off at rollout.max_tokens), or `limit`: the rollout is at its limit, nothing was sampled, and no more turns
+    can be had."""
+    tokens: int
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class AsyncAgent:
+    """The agent of an async function."""
+
+    def __init__(
+        self,
+        id: int,
+        seed: int,
+        *,
+        ask: Callable[[ChatAsked], Awaitable[ChatReply]],
+        tell: Callable[[Rewarded], None],
+        box: Toolbox,
+    ) -> None:
+        self.seed = seed
+        """A number for everything random, the same when the rollout is played again."""
+        self._id, self._ask, self._tell, self._box = id, ask, tell, box
+
+    async def chat(
+        self,
+        messages: str | Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        tools: Sequence[Callable[..., Any]] | None = None,
+    ) -> AgentReply:
+        """Adds messages to the conversation (a text is one of the user), and samples the model's answer. `tools`: functions that the
+        model may call from now on; None: those of the turn before.
+
+        Raises ValueError for messages that are none, and for what the chat template refuses."""
+        schemas = None if tools is None else await self._box.offer(tools)
+        reply = await self._ask(ChatAsked(self._id, messages_of(messages), schemas))
+        if reply.refused:
+            raise ValueError(reply.refused)
+        calls = tuple(
+            CalledTool(one.name, {} if one.problem else json.loads(one.arguments), one.id, one.problem)
+            for one in reply.calls
+        )
+        return AgentReply(reply.text, calls, "limit" if reply.over else reply.stop, reply.tokens)
+
+    async def call(self, reply: AgentReply) -> list[Message]:
+        """Runs the tools that the reply calls, all at once, and returns their results as messages for `chat`. A call that is malformed,
+        names no tool or does not fit it, and a tool that raises or takes too long, gives a message that says so."""
+        return list(await asyncio.gather(*(self._answer(one) for one in reply.tool_calls)))
+
+    def reward(self, name: str, value: float) -> None:
+        """Gives the last turn a reward of its own."""
+        self._tell(Rewarded(self._id, str(name), float(value)))
+
+    async def _answer(self, call: CalledTool) -> Message:
+        content, problem = ("", "malformed") if call.problem else await self._box.use(call.name, call.arguments)
+        if call.problem:
+            content = f"error: the tool call cannot be read: {call.problem}"
+        message = {"role": "tool", "content": content, "tool_call_id": call.id, "name": call.name or "unknown"}
+        return message | ({PROBLEM: problem} if problem else {})
+
+
+class BlockingAgent:
+    """The agent of a plain function, which runs in a thread of its own: the same methods, which return when they are done."""
+
+    def __init__(self, agent: AsyncAgent, wait: Callable[[Awaitable[Any]], Any]) -> None:
+        self.seed = agent.seed
+        self._agent, self._wait = agent, wait
+
+    def chat(
+        self,
+        messages: str | Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        tools: Sequence[Callable[..., Any]] | None = None,
+    ) -> AgentReply:
+        reply: AgentReply = self._wait(self._agent.chat(messages, tools))
+        return reply
+
+    def call(self, reply: AgentReply) -> list[Message]:
+        messages: list[Message] = self._wait(self._agent.call(reply))
+        return messages
+
+    def reward(self, name: str, value: float) -> None:
+        self._agent.reward(name, value)
+
+
+def messages_of(given: object) -> list[Message]:
+    """Raises ValueError for what are no messages."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    messages = [given] if isinstance(given, Mapping) else given
+    if not isinstance(messages, Sequence) or not messages:
+        raise ValueError(f"chat was given {given!r:.80}; give it a text, or messages {{role, content}}")
+    for one in messages:
+        if not isinstance(one, Mapping) or not all(isinstance(one.get(key), str) for key in ("role", "content")):
+            raise ValueError(f"chat was given {one!r:.80} for a message; a message has the texts role and content")
+    return [dict(one) for one in messages]

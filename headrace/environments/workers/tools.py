@@ -1,0 +1,123 @@
+"""Tools: Python functions that the model may call. Runs in the processes of environments."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+Schema = dict[str, Any]
+Answer = tuple[str, str]
+"""The text that the model is shown, and the problem (`episode_frames.PROBLEM`); empty if there is none."""
+
+
+class Toolbox:
+    """The tools of one rollout."""
+
+    def __init__(self, seconds: float, characters: int) -> None:
+        """`seconds`: of one call, after which the model is told that it took too long. `characters`: of a result; more are cut off."""
+        self._seconds, self._characters = seconds, characters
+        self._tools: dict[str, Callable[..., Any]] = {}
+        self.left = 0
+        """Threads that were given up."""
+
+    async def offer(self, tools: Sequence[Callable[..., Any]]) -> list[Schema]:
+        """Replaces the tools. Returns their schemas. Raises ValueError for a function that has no schema."""
+        self._tools = {name_of(tool): tool for tool in tools}
+        schemas: list[Schema] = await in_thread(lambda: [schema_of(tool) for tool in tools], "schemas")
+        return schemas
+
+    async def use(self, name: str, arguments: Mapping[str, Any]) -> Answer:
+        tool = self._tools.get(name)
+        if tool is None:
+            return f"error: there is no tool {name}; there are: {', '.join(self._tools) or 'none'}", "unknown_tool"
+        try:
+            inspect.signature(tool).bind(**arguments)
+        except TypeError as error:
+            return f"error: {name} cannot be called so: {error}", "wrong_arguments"
+        try:
+            async with asyncio.timeout(self._seconds or None) as clock:
+                result = await (tool(**arguments) if is_async(tool) else self._in_thread(tool, arguments))
+        except (Exception, SystemExit) as error:
+            if isinstance(error, TimeoutError) and clock.expired():
+                return f"error: {name} took more than {self._seconds:g} s", "timeout"
+            if isinstance(error, MemoryError):  # it may be another rollout that has taken the memory
+                raise
+            return self._raised(name, error)
+        return self._clipped(result if isinstance(result, str) else repr(result)), ""
+
+    def _raised(self, name: str, error: BaseException) -> Answer:
+        return self._clipped(f"error: {name} failed: {type(error).__name__}: {error}"), "raised"
+
+    def _clipped(self, text: str) -> str:
+        more = len(text) - self._characters
+        return text if more <= 0 else f"{text[: self._characters]} ... ({more:,} characters more)"
+
+    async def _in_thread(self, tool: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+        answer = in_thread(lambda: tool(**arguments), f"tool {name_of(tool)}")
+        try:
+            return await asyncio.shield(answer)
+        except asyncio.CancelledError:
+            if not answer.done():
+                self.left += 1
+                answer.add_done_callback(self._came_back)
+            raise
+
+    def _came_back(self, answer: asyncio.Future[Any]) -> None:
+        self.left -= 1
+        answer.exception()
+
+
+def in_thread(work: Callable[[], Any], name: str) -> asyncio.Future[Any]:
+    """Runs `work` in a thread of its own. Not in a pool: those that hang would fill it."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[Any] = loop.create_future()
+
+    def run() -> None:
+        try:
+            result, error = work(), None
+        except BaseException as raised:
+            result, error = None, raised
+        with contextlib.suppress(RuntimeError):  # the loop may be closed by now
+            loop.call_soon_threadsafe(settle, result, error)
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if answer.done():
+            return
+        if isinstance(error, StopIteration):  # a future does not take it
+            error = RuntimeError("StopIteration")
+        answer.set_result(result) if error is None else answer.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return answer
+
+
+def name_of(tool: Callable[..., Any]) -> str:
+    return getattr(tool, "__name__", type(tool).__name__)
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+@functools.lru_cache(maxsize=256)
+def schema_of(tool: Callable[..., Any]) -> Schema:
+    """Returns the schema that type hints and docstring give, in OpenAI's form. Raises ValueError if they do not.
+
+    The first call imports transformers, which takes seconds: it is not made in the event loop."""
+    from transformers.utils import get_json_schema
+
+    if not callable(tool):
+        raise ValueError(f"a tool is a function, not {tool!r:.60}")
+    try:
+        schema: Schema = get_json_schema(tool)
+    except Exception as error:  # its own kinds of exceptions, and those of the inspection
+        raise ValueError(
+            f"the tool {name_of(tool)} has no schema: {error} Give it type hints, and a docstring that says what it does, with a line "
+            "for each argument beneath `Args:`"
+        ) from None
+    return schema

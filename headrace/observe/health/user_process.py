@@ -1,0 +1,141 @@
+"""A process of ours that runs the user's code and can be killed with all that the code started: reward functions, environments."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from headrace.observe.health import orphans
+from headrace.observe.health.family import Child, current_family
+from headrace.observe.health.own_stacks import VARIABLE
+from headrace.observe.health.patience import communicate
+
+LOAD_SECONDS = 120.0
+"""Seconds that importing the user's file may take."""
+
+_numbers = itertools.count(1)
+"""Numbers for the names of such processes."""
+
+
+def command(module: str, arguments: Sequence[str]) -> list[str]:
+    # -P: a file random.py in the working directory must not replace Python's; the user's files still find those beside them
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def environment(file: Path | None = None) -> dict[str, str]:
+    """`file`: the file into which the process writes its stacks when it is asked for them."""
+    # Several such processes run beside the engine: each takes one core and does not spin, unless the user sets these variables.
+    variables = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", **os.environ}
+    package = str(Path(__file__).resolve().parents[3])
+    if package not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):  # run from a checkout
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+    return variables | orphans.of_this_process() | ({VARIABLE: str(file)} if file else {})
+
+
+def run_once(module: str, arguments: Sequence[str]) -> tuple[int, bytes, bytes]:
+    """Returns exit code, standard output and standard error of a process that loads the user's code and ends.
+
+    Raises subprocess.TimeoutExpired after `LOAD_SECONDS`. Blocks."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command(module, arguments), stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=environment()
+    ) as process:
+        try:
+            out, err = communicate(process, LOAD_SECONDS)
+        finally:
+            process.kill()
+    return process.returncode, out, err
+
+
+def ending(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
+
+
+class ProcessLost(Exception):
+    """Raised when a process has ended; the message says how."""
+
+
+class UserProcess:
+    """One process. Its standard input and output carry frames."""
+
+    def __init__(self, kind: str, module: str, arguments: Sequence[str], log: Path | None) -> None:
+        """`kind`: the first word of its name in messages. `log` receives what the user's code prints."""
+        self._module, self._arguments, self._log = module, arguments, log
+        self._process: asyncio.subprocess.Process | None = None
+        self.why = ""
+        """How it ended."""
+        self.alive = False
+        self.who = f"{kind} {next(_numbers)}"
+        self._family = current_family()
+        self._stacks = log.with_name(f"{self.who.replace(' ', '-')}.stacks") if log else None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def reports(self) -> asyncio.StreamReader:
+        assert self._process is not None and self._process.stdout is not None
+        return self._process.stdout
+
+    @property
+    def orders(self) -> asyncio.StreamWriter:
+        assert self._process is not None and self._process.stdin is not None
+        return self._process.stdin
+
+    async def spawn(self) -> None:
+        """Raises ProcessLost if the system starts no process."""
+        try:
+            with _opened(self._log) as log:
+                self._process = await asyncio.create_subprocess_exec(
+                    *command(self._module, self._arguments),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    env=environment(self._stacks),
+                    start_new_session=True,  # Ctrl-C reaches the controller only; a kill reaches what the user's code started too
+                )
+        except OSError as error:  # no memory, no descriptors, no directory for its log
+            self.why = f"could not be started: {error}"
+            raise ProcessLost(self.why) from error
+        self._family.started(Child(self.who, self.pid, self._stacks))
+
+    def kill(self, why: str = "") -> None:
+        self.alive = False
+        self.why = self.why or why
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def gone(self) -> int:
+        """Returns the exit code, when the process has ended."""
+        assert self._process is not None
+        code = await self._process.wait()
+        self._family.ended(self.pid)
+        if self._stacks is not None:
+            self._stacks.unlink(missing_ok=True)
+        return code
+
+    async def end(self, why: str) -> None:
+        """Kills it, and returns when it has ended."""
+        self.kill(why)
+        if self._process is not None:
+            self.orders.close()
+            await self.gone()
+
+
+def _opened(log: Path | None) -> Any:
+    """Opens the file for standard error, or inherits ours if there is none."""
+    return log.open("ab") if log is not None else contextlib.nullcontext()

@@ -1,0 +1,97 @@
+"""The ports of environments: what plays a rollout (`Environment`), and the handle that it asks for turns (`Agent`).
+
+The shipped fake is `environments/fake.py`. The example goes on with the values of those in `types.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from headrace.types import Completion, Prompt
+
+
+class Agent(Protocol):
+    """The engine as the environment of one rollout sees it: a handle that samples turns, one after the other."""
+
+    async def turn(
+        self,
+        context: Sequence[int],
+        *,
+        fresh: bool = False,
+        messages: Sequence[Mapping[str, Any]] = (),
+        read: Callable[[Completion], dict[str, Any]] | None = None,
+    ) -> Completion:
+        """Samples the next turn, and returns it decoded. `context`: the tokens before it that no turn holds yet (the prompt, or
+        a tool's result before a later turn). They are never in the loss.
+
+        `fresh`: the context is all that precedes the turn, and the turn begins a path of its own. `messages` and `read` (which returns
+        the completion as a message) are kept with the turn for reward functions and people.
+
+        Raises `RolloutOver` if the rollout has failed: it took more turns than its limit, or the engine refused a request."""
+
+    def cut_off(self, context: Sequence[int], *, fresh: bool = False) -> str:
+        """Returns the limit (`turns` or `tokens`) that a turn after this context would exceed; empty if it may be asked for. Once it has
+        returned a limit the episode counts as cut off, and no more turns can be had."""
+
+    def reward(self, name: str, value: float) -> None:
+        """Gives the turn that was sampled last a reward, which is added to those that `play` returns."""
+
+    def again(self) -> None:
+        """Forgets the turns: the environment was lost and begins again. A turn with the context of a recorded one is not sampled again."""
+
+
+class Environment(Protocol):
+    """The environment of one rollout: it is made for that rollout, and never reset or used for another one.
+
+    >>> from headrace.environments.single_turn import SINGLE_TURN
+    >>> environment = SINGLE_TURN.make(prompt, 7)
+    """
+
+    async def play(self, agent: Agent) -> Mapping[str, float]:
+        """Asks the agent for turns until the episode is over. Returns the environment's own rewards by name, which are added to
+        the scorer's. An exception makes the rollout a `Failure`, never a reward of zero; `RolloutFailed` names its reason."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of a rollout. An environment that asks `Agent.cut_off` first is cut off at the limits of turns and tokens, and keeps what it
+    has; one that does not, or that takes too long, has failed.
+
+    >>> limits = Limits(turns=4, seconds=30.0)
+    """
+
+    turns: int
+    seconds: float = 0.0
+    """Total time that the environment itself may take between its turns. 0 sets no limit."""
+    tokens: int = 0
+    """The most tokens of a path of the episode: prompt, completions and what lies between them. 0: the engine's context."""
+
+
+async def _nothing_to_close() -> None:
+    pass
+
+
+Resumes = Literal["replayed", "restarted"]
+"""The ways to resume a rollout that was in progress when the run was killed. In both its environment is made again, and a turn with
+the same context as the recorded one is not sampled again.
+
+replayed: given the same turns, the environment asks for the same ones, and the episode continues where it was.
+restarted: it may ask for others. Then the tokens of its recorded turns are lost, and counted (`GroupEnded.lost_tokens`)."""
+
+
+@dataclass(frozen=True)
+class EnvironmentKind:
+    """The environments of a run: how they are made, and their common properties.
+
+    >>> SINGLE_TURN.limits.turns, SINGLE_TURN.resumes
+    (1, 'replayed')
+    """
+
+    make: Callable[[Prompt, int], Environment]
+    """Makes one from the prompt and a seed, which are the same when the run is resumed."""
+    limits: Limits
+    resumes: Resumes
+    close: Callable[[], Awaitable[None]] = _nothing_to_close
+    """Ends what they share, such as processes."""

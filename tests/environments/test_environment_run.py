@@ -1,0 +1,112 @@
+"""A whole run whose rollouts a function of the user plays."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_run import of, tiny_config
+
+import headrace
+from headrace.config import load_config
+from headrace.durable.journal import read_steps
+from headrace.errors import ConfigError
+from headrace.observe.facts import Evaluated, GroupEnded
+from headrace.orchestration.runs.rehearse import rehearse
+
+ENV = '''
+async def play(agent, prompt, answer, **columns):
+    reply = await agent.chat(prompt)
+    agent.reward("length", len(reply.text) / 100)
+    reply = await agent.chat("more?")
+    return {"e": reply.text.count("e") / max(len(reply.text), 1)}
+
+async def fails(agent, prompt, answer):
+    raise RuntimeError(f"no game has the answer {answer}")
+
+async def calls(agent, prompt, answer):
+    def look(word: str) -> str:
+        """Looks a word up.
+
+        Args:
+            word: the word
+        """
+        return word
+
+    return float((await agent.chat(prompt, tools=[look])).text == answer)
+'''
+
+
+def config_of(directory: Path, model: Path, function: str = "play", **tables: Any) -> dict[str, Any]:
+    (directory / "env.py").write_text(ENV)
+    return tiny_config(
+        directory,
+        model,
+        reward={"function": ""},
+        environment={"function": f"{directory / 'env.py'}:{function}", "workers": 1},
+        engine={"context_length": 128},
+        **tables,
+    )
+
+
+def test_a_function_plays_the_rollouts_of_a_run(tiny_llama: Path, tmp_path: Path) -> None:
+    result = headrace.train(config_of(tmp_path, tiny_llama, train={"steps": 2}, eval={"prompts": 2, "samples": 1}))
+    assert result.reason == "finished"
+    directory = tmp_path / "runs" / "tiny"
+    steps = list(read_steps(directory))
+    assert len(steps) == 2
+    for group in (group for step in steps for group in step.groups):
+        for row, one in zip(group.rows, group.scored, strict=True):
+            first, second = one.episode.turns
+            assert row.prompt == group.prompt.tokens == first.context, "the template, as the task applies it"
+            said, more = first.completion, second.completion
+            assert row.tokens == said.tokens + second.context + more.tokens
+            assert row.mask == (True,) * len(said.tokens) + (False,) * len(second.context) + (True,) * len(more.tokens)
+            sampled = [p for p, kept in zip(row.logprobs, row.mask, strict=True) if kept]
+            assert sampled == [*said.logprobs, *more.logprobs]
+            assert one.rewards.keys() == {"e", "length"} and one.reward == pytest.approx(sum(one.rewards.values()))
+            assert one.turn_rewards == ({"length": one.rewards["length"]}, {})
+            assert [turn.messages[0]["role"] for turn in one.episode.turns] == ["user"] * 2
+            assert first.reply == {"role": "assistant", "content": said.text}
+    assert all(not fact.failures for fact in of(directory, GroupEnded))
+    assert all(not fact.failures and fact.prompts == 2 for fact in of(directory, Evaluated))
+
+
+def test_the_rehearsal_plays_an_episode(tiny_llama: Path, tmp_path: Path) -> None:
+    found = asyncio.run(rehearse(load_config(config_of(tmp_path, tiny_llama))))
+    lines = dict(found.sections["Environment"])
+    assert lines["returned"].startswith("e = 0; to turns: length = 0.0") and "after 2 turn(s)" in found.page()
+    assert lines["the first turn"].startswith("<user>") and "the environment's own" in found.page()
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [("fails", "no game has the answer"), ("calls", "environment.tools"), ("lacks", "defines no lacks")],
+)
+def test_what_fails_in_every_rollout_is_refused_at_the_start(
+    tiny_llama: Path, tmp_path: Path, function: str, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        asyncio.run(rehearse(load_config(config_of(tmp_path, tiny_llama, function))))
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ({"task": {"chat": False}}, "task.chat = false"),
+        ({"task": {"examples": 2}}, "task.examples = 2"),
+        ({"rollout": {"keep_routing": True}}, "up to 8 turns, and rollout.keep_routing"),
+        ({"environment": {"kind": "single_turn", "max_turns": 3}}, "environment.max_turns belongs to"),
+        ({"environment": {"function": "env:play"}}, "is not of the form path/to/file.py:name"),
+    ],
+)
+def test_pairs_that_cannot_work_are_refused(tables: dict[str, Any], words: str, tmp_path: Path) -> None:
+    config = config_of(tmp_path, tmp_path)
+    merged = {**config, **{name: {**config.get(name, {}), **table} for name, table in tables.items()}}
+    if words.startswith("environment.max_turns"):
+        merged["environment"] = tables["environment"]
+    with pytest.raises(ConfigError) as error:
+        load_config(merged)
+    assert words in str(error.value)

@@ -1,0 +1,379 @@
+"""User code in processes beside generation: whatever it does, it ends its own rollout only."""
+
+from __future__ import annotations
+
+import asyncio
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tool_chats
+
+from headrace.environments.config import EnvironmentConfig
+from headrace.environments.function import open_function
+from headrace.environments.workers import process as processes
+from headrace.errors import ConfigError
+from headrace.models.chat import ChatEncoder
+from headrace.playing import EnvironmentKind
+from headrace.rollouts.episodes import Played, roll_out
+from headrace.rollouts.rollout_session import TurnAsked
+from headrace.types import Completion, Failure, Prompt, VersionSpan
+
+ENV = '''
+import asyncio, os, re, sys, time
+from pathlib import Path
+
+def add(a: int, b: int) -> int:
+    """Adds two numbers.
+
+    Args:
+        a: the first
+        b: the second
+    """
+    return int(a) + int(b)
+
+def large(a: int) -> str:
+    """Says much.
+
+    Args:
+        a: how much
+    """
+    return "x" * 10_000_000
+
+def breaks(a: int) -> int:
+    """Fails.
+
+    Args:
+        a: a number
+    """
+    raise KeyError("gone")
+
+def sleeps(a: int) -> int:
+    """Never returns.
+
+    Args:
+        a: a number
+    """
+    time.sleep(3600)
+
+def exits(a: int) -> int:
+    """Ends the program, it thinks.
+
+    Args:
+        a: a number
+    """
+    sys.exit(3)
+
+TOOLS = [add, large, breaks, sleeps, exits]
+
+async def play(agent, prompt, how="", mark="", **columns):
+    """The ten lines of the documents, after something that `how` names."""
+    try:
+        if how == "exits":
+            sys.exit(3)
+        if how == "dies":
+            os._exit(9)
+        if how == "raises":
+            raise RuntimeError("no such luck")
+        if how == "blocks":
+            await agent.chat(prompt)
+            time.sleep(3600)
+        if how == "holds":
+            await agent.chat(prompt)
+            re.match(r"(a+)+$", "a" * 60 + "b")
+        if how == "hog":
+            await agent.chat(prompt)
+            much = [bytearray(1 << 24) for _ in range(1 << 12)]
+        if how == "waits":
+            await agent.chat(prompt)
+            await asyncio.sleep(3600)
+        reply = await agent.chat(prompt, tools=TOOLS if how == "calls" else None)
+        for _ in range(3):
+            if not reply.tool_calls:
+                break
+            agent.reward("called", 0.25)
+            reply = await agent.chat(await agent.call(reply))
+        return float(reply.text == "12")
+    finally:
+        if mark:
+            Path(mark).write_text("torn down")
+
+def plain(agent, prompt, how="", mark="", **columns):
+    try:
+        reply = agent.chat(prompt, tools=TOOLS if how == "calls" else None)
+        if how == "waits":
+            time.sleep(3600)
+        if how == "spins":
+            while True:
+                try:
+                    time.sleep(0.01)
+                except BaseException:
+                    pass
+        while reply.tool_calls and reply.stop != "limit":
+            reply = agent.chat(agent.call(reply))
+        return {"right": reply.text == "12", "turns": 2}
+    finally:
+        if mark:
+            Path(mark).write_text("torn down")
+
+async def nothing(agent, prompt):
+    await agent.chat(prompt)
+
+async def strange(agent, prompt):
+    await agent.chat(prompt)
+    return {"one": 1, "two": "many"}
+
+async def twice(agent, prompt, mark):
+    """Another path when it is played again."""
+    seen = Path(mark)
+    count = len(seen.read_text()) if seen.exists() else 0
+    seen.write_text("x" * (count + 1))
+    await agent.chat(f"life {count}")
+    if not count:
+        os._exit(1)
+    return count
+
+async def needs(agent, prompt, missing):
+    return 0.0
+
+async def odd(agent, prompt):
+    await agent.chat([{"role": "user", "content": 3}])
+
+async def endless(agent, prompt):
+    while True:
+        await agent.chat(prompt)
+'''
+CALL = '<tool_call>{"name": "NAME", "arguments": ARGUMENTS}</tool_call><|im_end|>'
+PROMPT = Prompt("p", "6 and 6?", (1,))
+
+
+@pytest.fixture(scope="module")
+def env(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("env") / "env.py"
+    path.write_text(textwrap.dedent(ENV))
+    return path
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> ChatEncoder:
+    return ChatEncoder(tool_chats.save_tokenizer(tmp_path_factory.mktemp("tokens"), tool_chats.HERMES))
+
+
+class Engine:
+    """Says what is written down for each turn. A turn that it was asked for before is not sampled again, as in a run."""
+
+    def __init__(self, *says: str) -> None:
+        self._says = says
+        self.sampled: dict[TurnAsked, Completion] = {}
+        self.asked: list[TurnAsked] = []
+
+    async def __call__(self, asked: TurnAsked) -> Completion:
+        self.asked.append(asked)
+        await asyncio.sleep(0)
+        if asked not in self.sampled:
+            tokens = tuple(tool_chats.tokens_of(self._says[min(asked.turn, len(self._says) - 1)]))
+            self.sampled[asked] = Completion(tokens, (-1.0,) * len(tokens), (VersionSpan(0, 0, 0),), "stop")
+        return self.sampled[asked]
+
+
+TWELVE = Engine("12<|im_end|>")
+
+
+def play_all(
+    env: Path,
+    encoder: ChatEncoder,
+    rollouts: Sequence[tuple[dict[str, Any], Engine]],
+    *,
+    function: str = "play",
+    pids: list[int] | None = None,
+    **config: Any,
+) -> list[Played | Failure]:
+    """Rollouts of prompts with these columns, at once in one process (and more, where one is alone). `pids` gets the processes at the end."""
+    settings = EnvironmentConfig(**{"function": f"{env}:{function}", "workers": 1, **config})
+
+    async def main() -> list[Played | Failure]:
+        kind = open_function(settings, encoder, system="", log=None)
+        try:
+            each = await asyncio.gather(
+                *(
+                    roll_out(kind, Prompt(f"p{i}", "6 and 6?", (1,), given), [i], ask=engine, decode=encoder.decode)
+                    for i, (given, engine) in enumerate(rollouts)
+                )
+            )
+            if pids is not None:
+                pids.extend(pool_of(kind).pids)
+            return [one for (one,) in each]
+        finally:
+            await kind.close()
+
+    return asyncio.run(main())
+
+
+def pool_of(kind: EnvironmentKind) -> Any:
+    return kind.close.__self__  # type: ignore[attr-defined]
+
+
+def reason(result: Played | Failure) -> str:
+    return result.reason if isinstance(result, Failure) else ""
+
+
+def call(name: str, arguments: str) -> str:
+    return CALL.replace("NAME", name).replace("ARGUMENTS", arguments)
+
+
+# --- the ten lines of the documents ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("function", ["play", "plain"])
+def test_a_tool_is_called_and_its_result_is_the_next_message(env: Path, encoder: ChatEncoder, function: str) -> None:
+    engine = Engine(call("add", '{"a": 5, "b": 7}'), "12<|im_end|>")
+    (found,) = play_all(env, encoder, [({"how": "calls"}, engine)], function=function)
+    assert isinstance(found, Played), found
+    first, second = found.episode.turns
+    assert first.messages == ({"role": "user", "content": "6 and 6?"},)
+    assert first.reply["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 5, "b": 7}}
+    assert second.messages == ({"role": "tool", "content": "12", "tool_call_id": "call00001", "name": "add"},)
+    if function == "play":
+        assert found.rewards == {"play": 1.0} and found.turn_rewards == ({"called": 0.25}, {})
+    else:
+        assert found.rewards == {"right": 1.0, "turns": 2.0} and not found.turn_rewards
+    assert "Adds two numbers." in encoder.written(engine.asked[0].context)
+
+
+WRONG = [
+    (call("mul", "{}"), "unknown_tool", "there is no tool mul; there are: add, large"),
+    (call("add", '{"a": 1}'), "wrong_arguments", "missing a required argument: 'b'"),
+    (call("breaks", '{"a": 1}'), "raised", "KeyError: 'gone'"),
+    (call("exits", '{"a": 1}'), "raised", "SystemExit: 3"),
+    (call("sleeps", '{"a": 1}'), "timeout", "took more than 0.5 s"),
+    ("<tool_call>add 1</tool_call><|im_end|>", "malformed", "cannot be read"),
+    (call("large", '{"a": 1}'), "", "x" * 300 + " ... (9,999,700 characters more)"),
+]
+
+
+def test_what_goes_wrong_with_a_call_is_an_observation(env: Path, encoder: ChatEncoder) -> None:
+    pids: list[int] = []
+    rollouts = [({"how": "calls"}, Engine(says, "12<|im_end|>")) for says, _, _ in WRONG]
+    found = play_all(env, encoder, rollouts, tool_seconds=0.5, tool_characters=300, pids=pids)
+    for one, (_, problem, words) in zip(found, WRONG, strict=True):
+        assert isinstance(one, Played), one
+        (message,) = one.episode.turns[1].messages
+        assert message.get("problem", "") == problem and words in message["content"]
+        assert words in encoder.written(one.episode.turns[1].context) and one.rewards == {"play": 1.0}
+    assert not pids, "a process in which a tool hangs gets no more rollouts, and ends with its last one"
+
+
+# --- one that fails, among others that do not -------------------------------------------------------------------------------
+
+OTHERS: list[tuple[dict[str, Any], Engine]] = [({}, TWELVE)] * 3
+
+
+def test_one_that_fails_ends_no_other(env: Path, encoder: ChatEncoder, tmp_path: Path) -> None:
+    failing = {
+        "exits": ("environment_raised", "SystemExit: 3"),
+        "raises": ("environment_raised", "no such luck"),
+        "hog": ("environment_memory", "MemoryError"),
+        "waits": ("environment_timeout", "took more than 3 s"),
+    }
+    rollouts = [({"how": how, "mark": str(tmp_path / how)}, TWELVE) for how in failing]
+    found = play_all(env, encoder, [*OTHERS, *rollouts, *OTHERS], seconds=3.0, memory_gib=0.5)
+    assert [reason(one) for one in found] == [""] * 3 + [why for why, _ in failing.values()] + [""] * 3
+    for one, (how, (_, words)) in zip(found[3:7], failing.items(), strict=True):
+        assert isinstance(one, Failure) and words in one.detail, one
+        assert (tmp_path / how).read_text() == "torn down"
+    raised = found[4]
+    assert isinstance(raised, Failure) and "no such luck" in raised.traceback and "env.py" in raised.traceback
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("dies", "ended with exit code 9"),
+        ("blocks", "kept its event loop from running"),
+        ("holds", "never gives up Python's interpreter"),
+    ],
+)
+def test_one_that_ends_its_process_is_found_out(
+    env: Path, encoder: ChatEncoder, how: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "SILENT", 12.0)
+    found = play_all(env, encoder, [*OTHERS, ({"how": how}, TWELVE), *OTHERS], seconds=0.0)
+    assert [reason(one) for one in found] == [""] * 3 + ["environment_died"] + [""] * 3
+    assert isinstance(found[3], Failure) and words in found[3].detail
+
+
+def test_a_plain_function_that_never_ends_is_ended_with_its_process(
+    env: Path, encoder: ChatEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "GRACE", 1.0)
+    rollouts = [*OTHERS, ({"how": "spins"}, TWELVE)]
+    found = play_all(env, encoder, rollouts, function="plain", seconds=2.0)
+    assert [reason(one) for one in found] == ["", "", "", "environment_timeout"]
+
+
+def test_one_that_is_played_again_has_the_turns_of_its_last_life(
+    env: Path, encoder: ChatEncoder, tmp_path: Path
+) -> None:
+    engine = Engine("12<|im_end|>")
+    (found,) = play_all(env, encoder, [({"mark": str(tmp_path / "lives")}, engine)], function="twice")
+    assert isinstance(found, Played) and found.rewards == {"twice": 1.0}
+    assert [turn.messages[0]["content"] for turn in found.episode.turns] == ["life 1"]
+    assert len(engine.sampled) == 2
+
+
+@pytest.mark.parametrize(
+    ("function", "failure", "words"),
+    [
+        ("nothing", "environment_reward", "returned None: is its return statement missing?"),
+        ("strange", "environment_reward", "the reward two is \"'many'\""),
+        ("needs", "environment_raised", "it needs missing, which is no column of the task; there are: prompt"),
+        ("odd", "environment_raised", "a message has the texts role and content"),
+        ("endless", "environment_turns", "cut off at its limit of turns"),
+    ],
+)
+def test_what_a_function_does_wrong_is_said(
+    env: Path, encoder: ChatEncoder, function: str, failure: str, words: str
+) -> None:
+    (found,) = play_all(env, encoder, [({}, TWELVE)], function=function)
+    assert isinstance(found, Failure) and (found.reason, True) == (failure, words in found.detail), found
+
+
+def test_what_cannot_be_loaded_is_refused(env: Path, encoder: ChatEncoder, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text("import os\nos._exit(4)")
+    none = tmp_path / "none.py"
+    none.write_text("def play():\n    pass\nclass Game:\n    pass\n")
+    for spec, words in {
+        f"{env}:plya": "did you mean play?",
+        f"{broken}:play": "exit code 4",
+        f"{none}:play": "takes no agent",
+        f"{none}:Game": "not a function",
+        f"{tmp_path}/missing.py:play": "there is no file",
+    }.items():
+        with pytest.raises(ConfigError) as error:
+            open_function(EnvironmentConfig(function=spec), encoder, system="", log=None)
+        assert words in str(error.value), str(error.value)
+
+
+def test_a_tool_of_minutes_blocks_nobody(env: Path, encoder: ChatEncoder) -> None:
+    """One rollout waits in a tool until it is cancelled; forty others are played meanwhile, in the same process."""
+
+    async def main() -> None:
+        kind = open_function(EnvironmentConfig(function=f"{env}:play", workers=1), encoder, system="", log=None)
+        slow, quick = Engine(call("sleeps", '{"a": 1}')), Engine(call("add", '{"a": 5, "b": 7}'), "12<|im_end|>")
+        calls = Prompt("p", "6 and 6?", (1,), {"how": "calls"})
+        try:
+            waits = asyncio.create_task(roll_out(kind, calls, [0], ask=slow, decode=encoder.decode))
+            while not slow.asked:
+                await asyncio.sleep(0.01)
+            found = await roll_out(kind, calls, list(range(40)), ask=quick, decode=encoder.decode)
+            assert [reason(one) for one in found] == [""] * 40 and not waits.done()
+            assert len(pool_of(kind).pids) == 1
+            waits.cancel()
+            await asyncio.wait({waits})
+        finally:
+            await kind.close()
+
+    asyncio.run(main())
