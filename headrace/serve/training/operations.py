@@ -20,7 +20,7 @@ from headrace.serve.training.models import Model
 from headrace.serve.training.samplers import Sampler
 from headrace.serve.training.sessions import ClientSession
 from headrace.serve.training.shelf import SavedAdapter
-from headrace.serve.training.store import Facts, Kind, Store, path_of
+from headrace.serve.training.store import CheckpointFacts, Kind, Store, path_of
 from headrace.trainer.shared.calls import AdamStep, Checkpoint, Publish, SharedLora, TrainingPass
 from headrace.weights import WeightUpdate
 
@@ -38,13 +38,13 @@ class Operations:
         await self.trainer.add(model.id, wanted)
         return FutureAnswer.json({"model_id": model.id, "type": "create_model"})
 
-    async def create_from(self, model: Model, facts: Facts, optimizer: bool) -> FutureAnswer:
+    async def create_from(self, model: Model, facts: CheckpointFacts, optimizer: bool) -> FutureAnswer:
         if facts.base_model != self.serving.name:
             raise Refused(400, f"{facts.path} belongs to {facts.base_model}, and this server has {self.serving.name}")
         await self.create(model)
         return await self.load(model, facts, optimizer)
 
-    async def load(self, model: Model, facts: Facts, optimizer: bool) -> FutureAnswer:
+    async def load(self, model: Model, facts: CheckpointFacts, optimizer: bool) -> FutureAnswer:
         where = str(self.store.place(facts.path))
         model.version = await self.trainer.restore(Checkpoint(model=model.id, directory=where, optimizer=optimizer))
         return FutureAnswer.json({"path": facts.path, "model_id": model.id, "type": "load_weights"})
@@ -110,9 +110,9 @@ class Operations:
         model.account.saves += 1
         return msgspec.structs.replace(update, where={"path": str(place)})
 
-    def _facts(self, model: Model, path: str, kind: Kind, body: SaveWeights | SaveForSampler) -> Facts:
+    def _facts(self, model: Model, path: str, kind: Kind, body: SaveWeights | SaveForSampler) -> CheckpointFacts:
         now = time.time()
-        return Facts(
+        return CheckpointFacts(
             path=path,
             kind=kind,
             base_model=self.serving.name,

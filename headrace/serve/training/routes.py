@@ -20,7 +20,7 @@ from headrace.serve.training.futures import Promise
 from headrace.serve.training.messages import json_bodies as bodies
 from headrace.serve.training.messages.protobuf import PROTOBUF, read_message
 from headrace.serve.training.operations import report_of
-from headrace.serve.training.store import KINDS, Facts
+from headrace.serve.training.store import KINDS, CheckpointFacts
 
 FLAGS = {
     "pjwt_auth_enabled": False,
@@ -209,7 +209,7 @@ class Routes:
         return json_response({"type": "try_again", "request_id": name, **state}, 408)
 
     async def cancel(self, request: HttpRequest) -> Response:
-        self.door.futures.cancel((await read_body(request, bodies.Cancel, self._limits)).request_id)
+        self.door.futures.cancel((await read_body(request, bodies.CancelFuture, self._limits)).request_id)
         return json_response({})
 
     async def report(self, request: HttpRequest) -> Response:
@@ -229,7 +229,7 @@ class Routes:
         )
 
 
-def _checkpoint(facts: Facts) -> dict[str, Any]:
+def _checkpoint(facts: CheckpointFacts) -> dict[str, Any]:
     return {
         "checkpoint_id": "/".join(facts.path.split("/")[-2:]),
         "checkpoint_type": KINDS[facts.kind],

@@ -35,7 +35,7 @@ _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9:._-]{0,200}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
-class Facts(Struct, frozen=True, kw_only=True):
+class CheckpointFacts(Struct, frozen=True, kw_only=True):
     path: str
     kind: Kind
     base_model: str
@@ -72,7 +72,7 @@ class Store:
         coming.parent.mkdir(parents=True, exist_ok=True)
         return coming
 
-    def put(self, coming: Path, facts: Facts) -> Path:
+    def put(self, coming: Path, facts: CheckpointFacts) -> Path:
         """Gives what was written its name."""
         place = self.place(facts.path)
         size = sum(path.stat().st_size for path in coming.iterdir())
@@ -83,7 +83,7 @@ class Store:
         coming.rename(place)
         return place
 
-    def facts(self, path: str) -> Facts:
+    def facts(self, path: str) -> CheckpointFacts:
         """Raises Refused (404) where there is nothing (any more)."""
         found = self._find(self.place(path))
         if found is None:
@@ -102,7 +102,7 @@ class Store:
             ) from None
         return msgspec.structs.replace(record.update, where={"path": str(place)})
 
-    def of_model(self, model: str) -> Iterator[Facts]:
+    def of_model(self, model: str) -> Iterator[CheckpointFacts]:
         """All that a model has saved, the oldest first."""
         if not _MODEL.fullmatch(model):
             return
@@ -112,9 +112,9 @@ class Store:
     def remove(self, path: str) -> None:
         shutil.rmtree(self.place(path), ignore_errors=True)
 
-    def _find(self, place: Path) -> Facts | None:
+    def _find(self, place: Path) -> CheckpointFacts | None:
         try:
-            facts = msgspec.json.decode((place / FACTS).read_bytes(), type=Facts)
+            facts = msgspec.json.decode((place / FACTS).read_bytes(), type=CheckpointFacts)
         except (OSError, msgspec.DecodeError):
             return None
         if facts.expires_at is not None and facts.expires_at <= time.time():

@@ -186,7 +186,7 @@ class Retrieve(Body, kw_only=True):
     """Accepted and without effect: every result is sent whole."""
 
 
-class Cancel(Body, kw_only=True):
+class CancelFuture(Body, kw_only=True):
     request_id: str
 
 
