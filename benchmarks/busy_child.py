@@ -69,7 +69,7 @@ def engine(sequences: int) -> Callable[[], int]:
 
     from headrace.engine.config import EngineConfig
     from headrace.engine.native.core import NativeEngine
-    from headrace.engine.native.runners.weights import parameters_from_dir
+    from headrace.engine.native.runners.weight_tensors import parameters_from_dir
     from headrace.types import Request, Sampling
     from headrace.weights import WeightUpdate
 

@@ -28,8 +28,8 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig
 from headrace.algo.config import AlgoConfig
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import Core
-from headrace.engine.native.parts import read_model
 from headrace.engine.native.runners.decoder import FusedRunner
+from headrace.engine.native.servable import read_model
 from headrace.steps import PromptScores
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.step.trainer import TorchTrainer

@@ -21,7 +21,7 @@ import headrace
 from headrace.config import load_config
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
-from headrace.engine.native.runners.weights import parameters_from_dir
+from headrace.engine.native.runners.weight_tensors import parameters_from_dir
 from headrace.models.chat import ChatEncoder
 from headrace.observe.facts import CheckpointSaved, EngineSample, TicketDrawn, WeightsLive
 from headrace.observe.records import StepRow, read_metrics

@@ -32,7 +32,7 @@ from transformers.utils.logging import disable_progress_bar
 from headrace.algo.loss.aggregate import token_mean
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
-from headrace.engine.native.runners.weights import parameters_from_dir
+from headrace.engine.native.runners.weight_tensors import parameters_from_dir
 from headrace.models.chat import ChatEncoder
 from headrace.models.resolve import resolve_model
 from headrace.packing import Pack, pack_rows

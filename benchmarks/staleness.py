@@ -159,10 +159,10 @@ def asked(scenario: Any, tickets: int) -> list[Prompted]:
     from headrace.rollouts.rollout import seed_of
     from headrace.simulate.codes import difficulty
     from headrace.simulate.distributions import solve_shift
-    from headrace.simulate.surroundings import Lengths, SimulatedScorer, SimulatedTask
+    from headrace.simulate.surroundings import CompletionLengths, SimulatedScorer, SimulatedTask
 
     task = SimulatedTask(scenario.prompts, scenario.seed)
-    length = Lengths(scenario.completions, scenario.rollout.max_tokens)
+    length = CompletionLengths(scenario.completions, scenario.rollout.max_tokens)
     scorer = SimulatedScorer(latency=scenario.latency, workers=1, seed=scenario.seed, solved=scenario.solved)
     found = []
     for ticket in range(tickets):

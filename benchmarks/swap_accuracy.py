@@ -34,7 +34,7 @@ from headrace.config import load_config
 from headrace.engine.native.forward_pass import BLOCK, ForwardInput
 from headrace.engine.native.runners import skeleton
 from headrace.engine.native.runners.decoder import FusedRunner
-from headrace.engine.native.runners.weights import parameters_from_dir
+from headrace.engine.native.runners.weight_tensors import parameters_from_dir
 from headrace.engine.native.sampling.sampler import Settings, sample, token_logprobs
 from headrace.models.chat import ChatEncoder
 from headrace.models.resolve import resolve_model

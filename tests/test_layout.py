@@ -347,6 +347,23 @@ def _long_functions(scope: ast.Module | ast.ClassDef) -> Iterator[ast.FunctionDe
         todo += ast.iter_child_nodes(node)
 
 
+SHARED_FILE_NAMES = {"__init__.py", "build.py", "binding.py", "config.py", "errors.py", "fake.py", "kinds.py"}
+"""File names that several packages have because they mean the same thing in each: its settings, its fake, its table of kinds."""
+
+
+def names_used_twice(package: Path) -> Iterator[str]:
+    """Public classes and files of one name in two places: a reader could not tell which of them is meant."""
+    places: dict[str, list[str]] = {}
+    for path in sorted(package.rglob("*.py")):
+        where = path.relative_to(package).as_posix()
+        if path.name not in SHARED_FILE_NAMES:
+            places.setdefault(path.name, []).append(where)
+        for node in parsed(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(where)
+    yield from (f"{name}: {', '.join(found)}" for name, found in sorted(places.items()) if len(found) > 1)
+
+
 def dangling_docstrings(package: Path) -> Iterator[str]:
     """Docstrings, those of fields and constants included, that begin with one of the DANGLING words."""
     for path in modules(package).values():
@@ -382,6 +399,10 @@ def test_definitions_with_more_than_five_values_take_keywords():
 
 def test_docstrings_begin_with_their_subject_or_verb():
     assert list(dangling_docstrings(PACKAGE)) == []
+
+
+def test_a_name_has_one_meaning():
+    assert not list(names_used_twice(PACKAGE))
 
 
 def test_no_folder_is_crowded():
@@ -504,6 +525,22 @@ def test_crowd_and_order_checkers_see_the_thirteenth_file_and_the_one_that_is_no
     plant(package, room__more="")
     assert list(crowded(package)) == ["a/room has 13 files"]
     assert list(unordered(package)) == ["room/__init__.py does not say when to read more.py"]
+
+
+def test_name_checker_sees_classes_and_files_of_one_name(tmp_path):
+    package = plant(
+        tmp_path,
+        **{
+            "one__batch": "class Batch: ...\nclass _Own: ...\n",
+            "two__batch": "class _Own: ...\n",
+            "two__config": "class Batch: ...\n",
+            "one__config": "def batch(): ...\n",
+        },
+    )
+    assert list(names_used_twice(package)) == [
+        "Batch: one/batch.py, two/config.py",
+        "batch.py: one/batch.py, two/batch.py",
+    ]
 
 
 def test_budget_checker_counts(tmp_path):

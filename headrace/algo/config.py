@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from pydantic import ConfigDict, Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
-from headrace.algo.advantages import ADVANTAGES
+from headrace.algo.advantages import ADVANTAGES, PER_TURN
 from headrace.algo.policy.constants import settings_of
 from headrace.algo.policy.loss import Loss
 from headrace.algo.policy.user import UserLoss

@@ -18,7 +18,7 @@ import msgspec
 
 from headrace.auto.candidates import CANDIDATES, Candidate, Figures
 from headrace.auto.slices import slice_of
-from headrace.durable.files import replace_file
+from headrace.durable.atomic_files import replace_file
 from headrace.models.resolve import cache_dir
 from headrace.observe.machine_mark import cpu_model
 

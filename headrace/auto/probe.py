@@ -22,7 +22,7 @@ from headrace.auto.candidates import Candidate, Figures
 from headrace.auto.slices import Slice, slice_of
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.forward_pass import BLOCK, ForwardInput
-from headrace.engine.native.parts import read_model
+from headrace.engine.native.servable import read_model
 from headrace.errors import ConfigError
 from headrace.trainer.config import TrainConfig
 from headrace.types import Row, Struct

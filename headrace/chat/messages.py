@@ -77,15 +77,15 @@ def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
 def _for_template(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
     names: dict[str, str] = {}
     for place, message in enumerate(messages):
-        told: dict[str, Any] = {"role": message.role, "content": text_of(message.content)}
+        rendered: dict[str, Any] = {"role": message.role, "content": text_of(message.content)}
         if message.name is not None:
-            told["name"] = message.name
+            rendered["name"] = message.name
         if message.tool_calls and message.role != "assistant":
             raise ConfigError(
                 f"messages[{place}] has the role {message.role} and tool_calls; only an assistant makes calls"
             )
         if message.tool_calls:
-            told["tool_calls"] = [_made(place, call) for call in message.tool_calls]
+            rendered["tool_calls"] = [_made(place, call) for call in message.tool_calls]
             names |= {call.id: call.function.name for call in message.tool_calls}
         if message.role == "tool":
             if message.tool_call_id not in names:
@@ -93,8 +93,8 @@ def _for_template(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
                     f"messages[{place}] answers the tool call {message.tool_call_id}, which no message before it makes; set tool_call_id "
                     "to the id of a call"
                 )
-            told |= {"tool_call_id": message.tool_call_id, "name": names[message.tool_call_id]}
-        yield told
+            rendered |= {"tool_call_id": message.tool_call_id, "name": names[message.tool_call_id]}
+        yield rendered
 
 
 def _made(place: int, call: MadeCall) -> dict[str, Any]:

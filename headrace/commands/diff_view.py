@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from headrace.commands.diff import KINDS, RunComparison, compare_runs
-from headrace.observe.text import clip, plural
+from headrace.observe.texts import clip, plural
 
 
 def report(a: Path, b: Path, console: Console | None = None) -> int:

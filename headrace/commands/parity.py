@@ -23,7 +23,7 @@ from headrace.engine.config import EngineConfig
 from headrace.errors import ConfigError
 from headrace.models.chat import ChatEncoder
 from headrace.orchestration.workers.build import build_engine_core, build_trainer_core, open_transport
-from headrace.orchestration.workers.messages import EngineStart, TrainerStart
+from headrace.orchestration.workers.worker_messages import EngineStart, TrainerStart
 from headrace.protocols import EngineCore, TrainerCore
 from headrace.steps import Transcript, write_down
 from headrace.trainer.config import TrainConfig

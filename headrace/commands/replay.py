@@ -26,7 +26,7 @@ from headrace.errors import CheckpointError
 from headrace.observe.facts import RunStarted, WeightsLive
 from headrace.observe.machine_mark import machine_mark
 from headrace.observe.records import StepRow, read_metrics
-from headrace.observe.text import plural
+from headrace.observe.texts import plural
 from headrace.reports import TrainReport, differing
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}

@@ -14,7 +14,7 @@ from rich.console import Console, Group
 from rich.live import Live as Redrawn
 
 from headrace.errors import ConfigError, HeadraceError
-from headrace.observe.health import stacks, status
+from headrace.observe.health import live_status, stacks
 from headrace.observe.screen import status_view
 from headrace.orchestration.store.run_directory import CONFIG, LOCK, held
 
@@ -35,7 +35,7 @@ def report(run: Path, watch: bool = False, as_json: bool = False) -> int:
             else ""
         )
         raise ConfigError(f"{run} holds no run: it has no {CONFIG}{never}")
-    followers = [status.Follower(path) for path in status.parts_of(run)]
+    followers = [live_status.Follower(path) for path in live_status.parts_of(run)]
     console = Console(highlight=False)
     if as_json:
         looked = _look(followers)
@@ -45,28 +45,30 @@ def report(run: Path, watch: bool = False, as_json: bool = False) -> int:
     else:
         looked = _look(followers)
         _print(console, followers, looked)
-        while watch and any(one.life in status.LIVING for one in looked):
+        while watch and any(one.life in live_status.LIVING for one in looked):
             time.sleep(EVERY)
             looked = _look(followers)
             _print(console, followers, looked)
     return 0 if all(one.ok for one in looked) else DEAD
 
 
-def _look(followers: Sequence[status.Follower]) -> list[status.Status]:
+def _look(followers: Sequence[live_status.Follower]) -> list[live_status.Status]:
     return [one.look(held(one.run_dir), time.time()) for one in followers]
 
 
-def _tree(followers: Sequence[status.Follower], looked: Sequence[status.Status]) -> object:
-    trees = {one.run_dir.name: status.as_dict(each, one.state) for one, each in zip(followers, looked, strict=True)}
+def _tree(followers: Sequence[live_status.Follower], looked: Sequence[live_status.Status]) -> object:
+    trees = {
+        one.run_dir.name: live_status.as_dict(each, one.state) for one, each in zip(followers, looked, strict=True)
+    }
     return trees if len(trees) > 1 else next(iter(trees.values()))
 
 
-def _print(console: Console, followers: Sequence[status.Follower], looked: Sequence[status.Status]) -> None:
+def _print(console: Console, followers: Sequence[live_status.Follower], looked: Sequence[live_status.Status]) -> None:
     for one, each in zip(followers, looked, strict=True):
         status_view.show(console, str(one.run_dir), each, one.state)
 
 
-def _watch(console: Console, followers: Sequence[status.Follower]) -> list[status.Status]:
+def _watch(console: Console, followers: Sequence[live_status.Follower]) -> list[live_status.Status]:
     """Redraws one view until the run has ended. Ctrl-C ends the view, not the run."""
 
     def panels() -> Group:
@@ -76,7 +78,7 @@ def _watch(console: Console, followers: Sequence[status.Follower]) -> list[statu
     looked = _look(followers)
     try:
         with Redrawn(panels(), console=console, auto_refresh=False) as redrawn:
-            while any(one.life in status.LIVING for one in looked):
+            while any(one.life in live_status.LIVING for one in looked):
                 time.sleep(EVERY)
                 looked = _look(followers)
                 redrawn.update(panels(), refresh=True)
@@ -88,8 +90,8 @@ def _watch(console: Console, followers: Sequence[status.Follower]) -> list[statu
 def ask_for_stacks(run: Path) -> int:
     """Makes a live run write the stacks of its processes, as `kill -USR1` does, and prints them. Raises HeadraceError if it
     cannot."""
-    place = status.parts_of(run)[0]
-    live = status.read_live(place)
+    place = live_status.parts_of(run)[0]
+    live = live_status.read_live(place)
     if live is None or not held(place):
         raise ConfigError(f"{run} is not running; headrace status {run} shows how it ended")
     if stacks.listens(live.pid) is False:

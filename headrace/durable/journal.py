@@ -18,7 +18,7 @@ from typing import Literal, TypeVar
 import msgspec
 import xxhash
 
-from headrace.durable.files import AppendFile, keep_lines, read_lines
+from headrace.durable.atomic_files import AppendFile, keep_lines, read_lines
 from headrace.durable.spelling import encode
 from headrace.errors import HeadraceError
 from headrace.reports import TrainReport

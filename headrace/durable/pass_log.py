@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from headrace.durable.files import AppendFile
+from headrace.durable.atomic_files import AppendFile
 from headrace.errors import HeadraceError
 from headrace.steps import StepOutput
 

@@ -146,10 +146,10 @@ class FakeEngine:
             await self._pass(pending, self.seconds_per_token)
             self._sampled += 1
             token, live = script[place] if script else number % 99 + 1, self._live(request)
-            told = StepOutput(
+            output = StepOutput(
                 self.version, (request.id,), (token,), (-1.0,), (kv,), versions=(live,), mixed=self._mixed
             )
-            self._tell(told)
+            self._tell(output)
         if fails:
             return Finished(request.id, "error", "injected failure")
         cut = wanted == request.sampling.max_tokens and not (script is not None and len(script) == wanted)
@@ -161,9 +161,9 @@ class FakeEngine:
 
     def _tell(self, output: StepOutput) -> None:
         if self._listeners:
-            told = msgspec.msgpack.encode(output)
+            encoded = msgspec.msgpack.encode(output)
             for listener in self._listeners:
-                listener(told)
+                listener(encoded)
         write_down(output, self._pending.get)
 
     # -- time ---------------------------------------------------------------------------------------------------------------

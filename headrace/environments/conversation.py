@@ -20,7 +20,7 @@ from headrace.chat.formats import HERMES, CallFormat
 from headrace.chat.messages import Tool, described
 from headrace.chat.reading import read_calls
 from headrace.environments.config import ToolPlace
-from headrace.environments.workers.frames import PROBLEM, Call, Reply
+from headrace.environments.workers.episode_frames import PROBLEM, ChatReply, WrittenCall
 from headrace.errors import ConfigError
 from headrace.playing import Agent
 from headrace.types import Completion
@@ -28,7 +28,7 @@ from headrace.types import Completion
 Message = Mapping[str, Any]
 
 
-class Encoder(Protocol):
+class TurnEncoder(Protocol):
     """The part of `models.chat.ChatEncoder` that conversations use."""
 
     @property
@@ -61,7 +61,7 @@ class _Past(NamedTuple):
 class Conversation:
     """The messages of one rollout, and the tokens that stand for them."""
 
-    def __init__(self, agent: Agent, encoder: Encoder, *, system: str, tools: ToolPlace) -> None:
+    def __init__(self, agent: Agent, encoder: TurnEncoder, *, system: str, tools: ToolPlace) -> None:
         """`system`: begins a conversation that has no system message of its own. `tools`: the place where tools are described."""
         self._agent, self._encoder, self._system, self._place = agent, encoder, system, tools
         self._past: list[_Past] = []
@@ -75,7 +75,7 @@ class Conversation:
         self._calls = 0
         self._over = False
 
-    async def say(self, new: Sequence[Message], tools: Sequence[Message] | None) -> Reply:
+    async def say(self, new: Sequence[Message], tools: Sequence[Message] | None) -> ChatReply:
         """Samples the answer to new messages. `tools`: their schemas; None: those of the turn before.
 
         Raises ConfigError if the chat template refuses the messages or has no place for tools."""
@@ -88,8 +88,8 @@ class Conversation:
         context = self._encoder.encode_completion(text if glue is None else glue, False)
         if (limit := self._agent.cut_off(context, fresh=fresh)) and not self._over:
             self._over = True  # said once: whoever asks again has failed, or it would ask for ever
-            return Reply(over=limit)
-        replies: list[Reply] = []
+            return ChatReply(over=limit)
+        replies: list[ChatReply] = []
 
         def read(done: Completion) -> dict[str, Any]:
             replies.append(self._read(done, format))
@@ -148,21 +148,21 @@ class Conversation:
         except ConfigError as error:
             raise ConfigError(f'{error}. environment.tools = "hermes" does that') from None
 
-    def _read(self, done: Completion, format: CallFormat | None) -> Reply:
+    def _read(self, done: Completion, format: CallFormat | None) -> ChatReply:
         stop, count = "length" if done.stop == "length" else "stop", len(done.tokens)
         if format is None:
-            return Reply(text=self._encoder.decode(done.tokens), stop=stop, tokens=count)
+            return ChatReply(text=self._encoder.decode(done.tokens), stop=stop, tokens=count)
         decode = self._encoder.decode if self._place == "hermes" else self._encoder.decode_with_calls
         said = read_calls(decode(done.tokens), format)
-        calls = [Call(name=one.name, arguments=one.arguments, id=self._id()) for one in said.calls]
-        calls += [Call(name="", arguments=one.text, problem=one.why, id=self._id()) for one in said.malformed]
-        return Reply(text=said.content, calls=tuple(calls), stop=stop, tokens=count)
+        calls = [WrittenCall(name=one.name, arguments=one.arguments, id=self._id()) for one in said.calls]
+        calls += [WrittenCall(name="", arguments=one.text, problem=one.why, id=self._id()) for one in said.malformed]
+        return ChatReply(text=said.content, calls=tuple(calls), stop=stop, tokens=count)
 
     def _id(self) -> str:
         self._calls += 1
         return f"call{self._calls:05d}"  # Mistral's templates want nine letters and digits
 
-    def _keep(self, told: Sequence[Message], text: str, done: Completion, reply: Reply) -> None:
+    def _keep(self, told: Sequence[Message], text: str, done: Completion, reply: ChatReply) -> None:
         last = done.tokens[-1:]
         ended = done.stop == "stop" and not self._encoder.decode(last) and bool(self._encoder.written(last))
         content = self._encoder.written(done.tokens[:-1] if ended else done.tokens)
@@ -173,7 +173,7 @@ class Conversation:
         self._end = self._encoder.written(last if ended else self._encoder.encode_completion("", True))
 
 
-def _as_message(reply: Reply) -> dict[str, Any]:
+def _as_message(reply: ChatReply) -> dict[str, Any]:
     """The reply as a message in OpenAI's form, with the arguments of calls as objects, as chat templates expect them."""
     message: dict[str, Any] = {"role": "assistant", "content": reply.text}
     calls = [

@@ -11,7 +11,7 @@ from functools import partial
 from headrace.playing import Agent, EnvironmentKind, Limits, Resumes
 from headrace.types import Completion, Prompt
 
-Reply = Callable[[Completion, int], Sequence[int]]
+ChatReply = Callable[[Completion, int], Sequence[int]]
 """The tokens that follow a turn, given its completion and the seed of the rollout."""
 
 
@@ -27,7 +27,7 @@ class ScriptedTurns:
     prompt: Prompt = field(kw_only=False)
     seed: int = field(kw_only=False)
     turns: int = 2
-    reply: Reply = echo
+    reply: ChatReply = echo
     seconds: float = 0.0
     """Seconds between two turns. Only `asyncio.sleep`, so that it works in virtual time."""
     reward: float = 0.5
@@ -44,7 +44,7 @@ class ScriptedTurns:
 def scripted(
     turns: int = 2,
     *,
-    reply: Reply = echo,
+    reply: ChatReply = echo,
     seconds: float = 0.0,
     reward: float = 0.5,
     limits: Limits | None = None,

@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from headrace.environments.config import EnvironmentConfig
-from headrace.environments.conversation import Conversation, Encoder
-from headrace.environments.workers.frames import Chat, Reply
-from headrace.environments.workers.pool import Pool, check_function
-from headrace.environments.workers.process import Asked, Settings
+from headrace.environments.conversation import Conversation, TurnEncoder
+from headrace.environments.workers.environment_pool import Pool, check_function
+from headrace.environments.workers.episode_frames import ChatAsked, ChatReply
+from headrace.environments.workers.process import FunctionSettings, RolloutAsked
 from headrace.errors import ConfigError, RolloutFailed
 from headrace.playing import Agent, Environment, EnvironmentKind
 from headrace.types import Prompt
 
 
-def open_function(config: EnvironmentConfig, encoder: Encoder, *, system: str, log: Path | None) -> EnvironmentKind:
+def open_function(config: EnvironmentConfig, encoder: TurnEncoder, *, system: str, log: Path | None) -> EnvironmentKind:
     """Makes the environments of `environment.function`. `system`: the system message of prompts that are text; `log` receives what the
     function prints. Raises ConfigError if it cannot be loaded."""
-    settings = Settings(
+    settings = FunctionSettings(
         config.function,
         seconds=config.seconds,
         tool_seconds=config.tool_seconds,
@@ -44,7 +44,7 @@ class FunctionEnvironment:
         seed: int,
         *,
         pool: Pool,
-        encoder: Encoder,
+        encoder: TurnEncoder,
         config: EnvironmentConfig,
         system: str,
     ) -> None:
@@ -62,7 +62,7 @@ class FunctionEnvironment:
 
         columns = dict(self._prompt.columns)
         asked = columns.pop(self._prompt.chat) if self._prompt.chat else self._prompt.text
-        ended = await self._pool.play(Asked(asked, columns, self._seed), listener)
+        ended = await self._pool.play(RolloutAsked(asked, columns, self._seed), listener)
         if ended.failure:
             raise RolloutFailed(ended.failure.reason, ended.failure.detail, ended.failure.traceback)
         rewards: Mapping[str, Any] = ended.rewards or {}
@@ -75,11 +75,11 @@ class _Listener:
     def __init__(self, agent: Agent, talk: Conversation) -> None:
         self._agent, self._talk = agent, talk
 
-    async def chat(self, asked: Chat) -> Reply:
+    async def chat(self, asked: ChatAsked) -> ChatReply:
         try:
             return await self._talk.say(asked.messages, asked.tools)
         except ConfigError as error:  # the template refuses: raised into the function, whose line the person sees
-            return Reply(refused=str(error))
+            return ChatReply(refused=str(error))
 
     def rewarded(self, name: str, value: float) -> None:
         self._agent.reward(name, value)

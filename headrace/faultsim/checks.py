@@ -184,9 +184,9 @@ class RunHistory:
         for record in read_journal(directory):
             if isinstance(record, LiveRecord):
                 self.truth.serves(record.version, record.fingerprint)
-        told = [fact.report.step for fact in read_metrics(directory) if isinstance(fact, StepRow)]
+        recorded = [fact.report.step for fact in read_metrics(directory) if isinstance(fact, StepRow)]
         # They are not flushed: a loss of power costs some of them.
-        assert told == list(range(steps)) or self.passes_lost, f"C7: the metrics tell of steps {told}"
+        assert recorded == list(range(steps)) or self.passes_lost, f"C7: the metrics hold steps {recorded}"
 
     def trained_all(self, seed: int, count: int) -> None:
         """Checks C7: the trained prompts are those of a run without faults, the first ones that have contrast."""
@@ -346,8 +346,8 @@ class Referee:
 
     def _books(self) -> None:
         """Checks that the facts give the same counts as the controller (C2)."""
-        counted, told = self._buffer.accounting(), self._storage.recorder.state.tickets.accounting()
-        assert counted == told, f"C2: the controller counts {counted}, its facts {told}"
+        counted, recorded = self._buffer.accounting(), self._storage.recorder.state.tickets.accounting()
+        assert counted == recorded, f"C2: the controller counts {counted}, its facts {recorded}"
 
     def _flush(self) -> None:
         """Notes the tokens received when the journal is flushed, which is the instant that a checkpoint captures."""
@@ -370,9 +370,9 @@ class Referee:
         self._has_all(state.begun, counts.flying, self._reached, f"the checkpoint of step {fact.step} has")
 
     def _has_all(
-        self, kept: Mapping[str, Completion], tickets: Iterable[int], told: Mapping[str, int], what: str
+        self, kept: Mapping[str, Completion], tickets: Iterable[int], recorded: Mapping[str, int], what: str
     ) -> None:
-        for name, known in _of_rollouts(told, tickets) if self._history.truth.remembers else ():
+        for name, known in _of_rollouts(recorded, tickets) if self._history.truth.remembers else ():
             have = len(kept[name].tokens) if name in kept else 0
             assert have >= known, f"C7: {name} had {known} tokens, and {what} {have}"
 
@@ -385,7 +385,7 @@ class Referee:
 
 
 def _of_rollouts(reached: Mapping[str, int], tickets: Iterable[int]) -> Iterator[tuple[str, int]]:
-    """The requests of these groups, with the tokens that the controller was told of."""
+    """The requests of these groups, with the tokens that the controller received."""
     among = set(tickets)
     for name, tokens in reached.items():
         if (key := RolloutKey.read(name)) and key.ticket in among:

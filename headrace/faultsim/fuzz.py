@@ -110,13 +110,13 @@ def main() -> int:
     parser.add_argument("--first", type=int, help="the first seed; taken from the clock if not given")
     parser.add_argument("--count", type=float, default=float("inf"))
     parser.add_argument("--case", help="JSON")
-    told = parser.parse_args()
-    if told.case:
-        trial(msgspec.json.decode(told.case, type=Case))
+    options = parser.parse_args()
+    if options.case:
+        trial(msgspec.json.decode(options.case, type=Case))
         print("every contract held")
         return 0
-    first = int(time.time()) * 1000 if told.first is None else told.first
-    return 1 if fuzz(first, told.count, told.minutes * 60) else 0
+    first = int(time.time()) * 1000 if options.first is None else options.first
+    return 1 if fuzz(first, options.count, options.minutes * 60) else 0
 
 
 if __name__ == "__main__":

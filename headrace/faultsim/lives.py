@@ -48,7 +48,7 @@ from headrace.orchestration.store.recovery import SavedRun, read_saved_run
 from headrace.orchestration.store.snapshots import Snapshots, load_controller
 from headrace.orchestration.store.storage import Storage
 from headrace.orchestration.workers.fake import FakeLauncher
-from headrace.orchestration.workers.messages import EngineStart, TrainerStart
+from headrace.orchestration.workers.worker_messages import EngineStart, TrainerStart
 from headrace.protocols import Engine, Job, Task, Trainer
 from headrace.rollouts.partial import PartialConfig
 from headrace.rollouts.rollout import RolloutConfig
@@ -166,7 +166,7 @@ class Life:
             self._directory, load_controller(checkpoint) if checkpoint else None, not history.changes
         )
         rewinds = history.damaged or history.changes or (history.rotten and saved.rewinds)
-        assert saved.complaints or not history.damaged, "C7: damage of the journal is not told"
+        assert saved.complaints or not history.damaged, "C7: damage of the journal is not reported"
         assert saved.rewinds == rewinds, (
             f"C7: is what came after the checkpoint set aside? {saved.rewinds}: {saved.complaints}"
         )

@@ -14,8 +14,8 @@ import xxhash
 from headrace.errors import HeadraceError
 from headrace.faultsim.chance import Chance, Process
 from headrace.faultsim.engine_worker import opinion
-from headrace.orchestration.workers.messages import TrainerReady, TrainerStart
 from headrace.orchestration.workers.wire import Frame, unpack
+from headrace.orchestration.workers.worker_messages import TrainerReady, TrainerStart
 from headrace.reports import TrainReport
 from headrace.types import Batch
 from headrace.weights import WeightUpdate

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from headrace.durable.files import AppendFile, keep_lines, read_lines
+from headrace.durable.atomic_files import AppendFile, keep_lines, read_lines
 from headrace.durable.spelling import encode
 from headrace.errors import ConfigError
 from headrace.observe.facts import StepTrained

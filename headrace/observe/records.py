@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.durable.files import read_lines
+from headrace.durable.atomic_files import read_lines
 from headrace.durable.journal import count_steps
 from headrace.observe.facts import (
     CheckpointSaved,

@@ -27,7 +27,7 @@ from headrace.playing import EnvironmentKind
 from headrace.protocols import Engine, Scorer, Task, Trainer
 from headrace.rollouts.buffer import Buffer
 from headrace.rollouts.partial import Interrupts, PartialConfig
-from headrace.rollouts.session import Decode
+from headrace.rollouts.rollout_session import Decode
 from headrace.settings.process_config import EvalConfig
 from headrace.types import Prompt
 

@@ -16,12 +16,13 @@ from typing import Any
 from headrace.auto.allowance import Allowance
 from headrace.auto.candidates import Figures, PartChoice, candidates, choose, choose_threads
 from headrace.auto.fit import SPARE, Fitted, Speeds, Wish, fit
-from headrace.auto.measurer import Measurer, thread_counts
+from headrace.auto.measurer import Measurer, ProbeMeasurer, thread_counts
 from headrace.auto.share import Share
 from headrace.config import RunConfig, config_of_run, read_config, read_tree
 from headrace.native.arithmetic import TIERS
-from headrace.observe.text import duration, plural
-from headrace.rehearsal.machine import Machine
+from headrace.observe.texts import duration, plural
+from headrace.rehearsal.machine import Machine, ask_torch, inspect_machine, may_have_gpu
+from headrace.rehearsal.shape import read_shape
 from headrace.settings.other_names import meaning
 from headrace.settings.toml import Tree, build, merge
 
@@ -64,6 +65,13 @@ def settle(config: RunConfig, model_dir: Path, machine: Machine, parameters: int
     if on_cpu["train"]:
         config = _taken(config, choose("trainer", config.train, allowed, figures, threads))
     return Settled(config, figures=figures)
+
+
+def settle_here(config: RunConfig, model_dir: Path, measurer: Measurer | None = None) -> RunConfig:
+    """Chooses the settings that are left open, for a command that does not start a run: an evaluation, a calibration. `train.minutes`
+    has no meaning there. `measurer`: measures this machine; by default with a short probe."""
+    machine = inspect_machine(ask_torch() if may_have_gpu() else None)
+    return settle(config, model_dir, machine, read_shape(model_dir).parameters, measurer or ProbeMeasurer()).config
 
 
 def _one_arithmetic(config: RunConfig) -> RunConfig:

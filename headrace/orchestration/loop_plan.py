@@ -9,7 +9,7 @@ from headrace.durable.journal import JournalStep
 from headrace.rollout_key import RolloutKey
 from headrace.rollouts.episodes import name_of_turn
 from headrace.rollouts.rollout import RolloutConfig, seed_of
-from headrace.rollouts.session import TurnAsked
+from headrace.rollouts.rollout_session import TurnAsked
 from headrace.rollouts.staleness import StalenessConfig, judge
 from headrace.settings.process_config import WatchConfig
 from headrace.types import Batch, Group, Prompt, Request

@@ -19,7 +19,7 @@ from headrace.orchestration.needs import check_needs, check_parity
 from headrace.orchestration.starting import start_engine, transport_of
 from headrace.orchestration.teaching import Shadowing, Teaching, shadow_of
 from headrace.orchestration.workers.build import open_launcher, open_transport
-from headrace.orchestration.workers.messages import AdapterStart, TrainerReady, TrainerStart
+from headrace.orchestration.workers.worker_messages import AdapterStart, TrainerReady, TrainerStart
 from headrace.protocols import Engine, Launcher, Trainer, Transport
 
 

@@ -17,7 +17,7 @@ from headrace.errors import ConfigError
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.clients.process_engine import ProcessEngine
 from headrace.orchestration.workers.build import open_files, open_transport
-from headrace.orchestration.workers.messages import EngineStart
+from headrace.orchestration.workers.worker_messages import EngineStart
 from headrace.protocols import Engine, Job, Launcher, Transport
 from headrace.settings.secrets import read_token
 from headrace.weights import Manifest

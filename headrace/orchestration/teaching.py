@@ -25,7 +25,7 @@ from headrace.observe.health.waits import Waits
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.clients.process_engine import ProcessEngine
 from headrace.orchestration.needs import check_teacher
-from headrace.orchestration.workers.messages import EngineStart, ShadowStart
+from headrace.orchestration.workers.worker_messages import EngineStart, ShadowStart
 from headrace.protocols import Engine, Job, Launcher, Scorer, Trainer, Transport
 from headrace.scoring.teacher.config import TeacherConfig
 from headrace.scoring.teacher.stage import Teacher, TextScorer, TextTeacher, TraceScorer

@@ -8,7 +8,7 @@ from pathlib import Path
 from headrace.config import RunConfig
 from headrace.native.cores import usable_cores
 from headrace.observe.facts import RunStarted
-from headrace.observe.text import plural
+from headrace.observe.texts import plural
 
 
 def headline(config: RunConfig) -> str:

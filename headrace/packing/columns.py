@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.packing.pack import ROOT, Kept, Pack, Segment
-from headrace.packing.tree import Node, Path, preorder
+from headrace.packing.tree import Path, TreeNode, preorder
 from headrace.types import Row, SamplingMask, TeacherTrace
 
 T = TypeVar("T")
 Ints = NDArray[np.int64]
 
 
-def pack_trees(roots: Sequence[Node], step: int, routed: tuple[int, int] | None) -> tuple[Pack, int]:
+def pack_trees(roots: Sequence[TreeNode], step: int, routed: tuple[int, int] | None) -> tuple[Pack, int]:
     """Returns the pack and the number of its routing conflicts (`StepPlan.routing_conflicts`)."""
     nodes = list(preorder(roots))
     segments, path_places = _lay_out(nodes)
@@ -53,11 +53,11 @@ def _joined(parts: Sequence[NDArray[np.generic]]) -> Tensor:
     return torch.from_numpy(np.concatenate(parts))
 
 
-def _lay_out(nodes: Sequence[Node]) -> tuple[tuple[Segment, ...], list[tuple[Node, Ints]]]:
+def _lay_out(nodes: Sequence[TreeNode]) -> tuple[tuple[Segment, ...], list[tuple[TreeNode, Ints]]]:
     """Returns a segment for every node, and for each node in which paths end, the places of all tokens of the path."""
     segments: list[Segment] = []
-    path_places: list[tuple[Node, Ints]] = []
-    above: dict[Node, tuple[int, Ints]] = {}  # by node: its parent's number, and the places of the path to it
+    path_places: list[tuple[TreeNode, Ints]] = []
+    above: dict[TreeNode, tuple[int, Ints]] = {}  # by node: its parent's number, and the places of the path to it
     start = 0
     for number, node in enumerate(nodes):
         parent, places = above.pop(node, (ROOT, np.empty(0, np.int64)))
@@ -105,7 +105,7 @@ def _kept_of(mask: SamplingMask | None, loss: Ints) -> tuple[Ints, Ints]:
 
 
 def _routing(
-    nodes: Sequence[Node], paths: Sequence[tuple[Path, Ints]], routed: tuple[int, int] | None
+    nodes: Sequence[TreeNode], paths: Sequence[tuple[Path, Ints]], routed: tuple[int, int] | None
 ) -> tuple[Tensor | None, int]:
     """Returns the experts recorded by the first row that recorded any at a place, and the number of conflicts."""
     if routed is None:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from headrace.algo.loss.aggregate import AggregationFunction
 from headrace.packing.columns import pack_trees
 from headrace.packing.pack import Pack, StepPlan
-from headrace.packing.tree import LEAST_SAVED, Node, cut, first_fit, grow, path_of, prune, size_of
+from headrace.packing.tree import LEAST_SAVED, TreeNode, cut, first_fit, grow, path_of, prune, size_of
 from headrace.types import Row
 
 
@@ -62,21 +62,21 @@ def trees_of(
     budget: int,
     share: bool,
     least_saved: int,
-) -> list[Node]:
+) -> list[TreeNode]:
     """The trees of the rows, each within the budget or of a single row."""
     for row in rows:
         assert row.prompt, "the first token of a completion is predicted from the prompt"
     kept = [one for one in zip(rows, losses, weights, strict=True) if one[1]]
     paths = [path_of(row, loss, weight, routed) for row, loss, weight in kept]
     if not share:
-        return [Node(path, 0, len(path.tokens), ending=[path]) for path in paths]
+        return [TreeNode(path, 0, len(path.tokens), ending=[path]) for path in paths]
     roots = grow(paths)
     prune(roots, least_saved)
     return [piece for root in roots for piece in cut(root, budget)]
 
 
 def plan_of(
-    microbatches: Sequence[Sequence[Node]], step: int, routed: tuple[int, int] | None, dropped_tokens: int
+    microbatches: Sequence[Sequence[TreeNode]], step: int, routed: tuple[int, int] | None, dropped_tokens: int
 ) -> StepPlan:
     packs = [pack_trees(roots, step, routed) for roots in microbatches]
     return StepPlan(tuple(pack for pack, _ in packs), dropped_tokens, sum(conflicts for _, conflicts in packs))

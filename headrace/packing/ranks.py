@@ -11,7 +11,7 @@ import torch
 from headrace.algo.loss.aggregate import AggregationFunction
 from headrace.packing.pack import ROOT, Pack, Segment, StepPlan
 from headrace.packing.plan import dropped, loss_places, plan_of, routed_of, trees_of
-from headrace.packing.tree import LEAST_SAVED, Node, first_fit, preorder, size_of
+from headrace.packing.tree import LEAST_SAVED, TreeNode, first_fit, preorder, size_of
 from headrace.types import Row
 
 TOKEN_COST = 4096
@@ -40,7 +40,7 @@ def split_ranks(
     routed = routed_of(rows)
     weights = aggregation(list(map(len, losses)), constant)
 
-    def trees(limit: int) -> list[Node]:
+    def trees(limit: int) -> list[TreeNode]:
         return trees_of(
             rows, losses, weights=weights, routed=routed, budget=limit, share=share, least_saved=LEAST_SAVED
         )
@@ -55,14 +55,14 @@ def split_ranks(
     return plans
 
 
-def cost_of(root: Node) -> int:
+def cost_of(root: TreeNode) -> int:
     """The cost of a forward pass, in pairs: every token attends to its ancestors and to the tokens before it in its own node."""
     nodes = list(preorder([root]))
     pairs = sum(node.length * node.start + node.length * (node.length + 1) // 2 for node in nodes)
     return TOKEN_COST * sum(node.length for node in nodes) + pairs
 
 
-def _balanced(trees: Callable[[int], list[Node]], budget: int, ranks: int) -> list[list[Node]]:
+def _balanced(trees: Callable[[int], list[TreeNode]], budget: int, ranks: int) -> list[list[TreeNode]]:
     """The trees of each rank. Often the whole step is one tree (prompts share a template); smaller trees balance better and repeat
     more. A few sizes are tried, and the one is taken whose busiest rank has the least work."""
     total = sum(map(size_of, trees(budget)))
@@ -71,9 +71,9 @@ def _balanced(trees: Callable[[int], list[Node]], budget: int, ranks: int) -> li
     return min(tried, key=lambda hands: max(sum(map(cost_of, hand)) for hand in hands))
 
 
-def _dealt(pieces: Sequence[Node], ranks: int) -> list[list[Node]]:
+def _dealt(pieces: Sequence[TreeNode], ranks: int) -> list[list[TreeNode]]:
     loads = [(0, rank) for rank in range(ranks)]
-    hands: list[list[Node]] = [[] for _ in range(ranks)]
+    hands: list[list[TreeNode]] = [[] for _ in range(ranks)]
     for cost, piece in sorted(((cost_of(piece), piece) for piece in pieces), key=lambda priced: -priced[0]):
         load, rank = heapq.heappop(loads)
         hands[rank].append(piece)

@@ -38,13 +38,13 @@ class Path:
 
 
 @dataclass(eq=False)
-class Node:
+class TreeNode:
     """`source.tokens[start:end]`, which all nodes below share. The tokens before `start` belong to its ancestors."""
 
     source: Path
     start: int
     end: int
-    branches: dict[int, list[Node]] = field(default_factory=dict)
+    branches: dict[int, list[TreeNode]] = field(default_factory=dict)
     """The children by their first token; several begin with the same one where their recorded experts differ."""
     ending: list[Path] = field(default_factory=list)
     """Paths that end here."""
@@ -54,10 +54,10 @@ class Node:
         return self.end - self.start
 
     @property
-    def children(self) -> list[Node]:
+    def children(self) -> list[TreeNode]:
         return [child for alike in self.branches.values() for child in alike]
 
-    def adopt(self, child: Node) -> None:
+    def adopt(self, child: TreeNode) -> None:
         self.branches.setdefault(int(child.source.tokens[child.start]), []).append(child)
 
 
@@ -78,22 +78,22 @@ def _routes(trace: RoutingTrace | None, length: int, routed: tuple[int, int]) ->
     return routes
 
 
-def grow(paths: Iterable[Path]) -> list[Node]:
+def grow(paths: Iterable[Path]) -> list[TreeNode]:
     """The trees of all paths. Children are ordered by their first path."""
     above = None
     for path in paths:
-        above = above or Node(path, 0, 0)
+        above = above or TreeNode(path, 0, 0)
         _insert(above, path)
     return above.children if above else []
 
 
-def _insert(node: Node, path: Path) -> None:
+def _insert(node: TreeNode, path: Path) -> None:
     while node.end < len(path.tokens):
         alike = node.branches.get(int(path.tokens[node.end]), [])
         shares = [_shared(child, path) for child in alike]
         place = next((i for i, share in enumerate(shares) if share), None)
         if place is None:
-            below = Node(path, node.end, len(path.tokens))
+            below = TreeNode(path, node.end, len(path.tokens))
             node.adopt(below)
             node = below
         else:
@@ -103,7 +103,7 @@ def _insert(node: Node, path: Path) -> None:
     node.ending.append(path)
 
 
-def _shared(node: Node, path: Path) -> int:
+def _shared(node: TreeNode, path: Path) -> int:
     """The number of a node's first tokens that the path shares: the same token with the same recorded experts, or in both prompts."""
     here = slice(node.start, min(node.end, len(path.tokens)))
     same = node.source.tokens[here] == path.tokens[here]
@@ -115,14 +115,14 @@ def _shared(node: Node, path: Path) -> int:
     return len(same) if same.all() else int(same.argmin())
 
 
-def _split(node: Node, length: int) -> Node:
-    upper = Node(node.source, node.start, node.start + length)
+def _split(node: TreeNode, length: int) -> TreeNode:
+    upper = TreeNode(node.source, node.start, node.start + length)
     node.start += length
     upper.adopt(node)
     return upper
 
 
-def preorder(roots: Iterable[Node]) -> Iterator[Node]:
+def preorder(roots: Iterable[TreeNode]) -> Iterator[TreeNode]:
     stack = list(roots)[::-1]
     while stack:
         node = stack.pop()
@@ -130,7 +130,7 @@ def preorder(roots: Iterable[Node]) -> Iterator[Node]:
         stack += node.children[::-1]
 
 
-def prune(roots: Sequence[Node], least: int) -> None:
+def prune(roots: Sequence[TreeNode], least: int) -> None:
     """Undoes shares of sampled tokens that save less than `least` tokens: each row has its own copy again."""
     for node in reversed(list(preorder(roots))):  # children before their parents
         children = node.children
@@ -140,31 +140,31 @@ def prune(roots: Sequence[Node], least: int) -> None:
                 node.adopt(kept)
 
 
-def _is_worth_it(node: Node, least: int) -> bool:
+def _is_worth_it(node: TreeNode, least: int) -> bool:
     copies = len(node.children) + bool(node.ending)
     return copies < 2 or node.start < len(node.source.row.prompt) or (copies - 1) * node.length >= least
 
 
-def _dissolved(node: Node) -> Iterator[Node]:
+def _dissolved(node: TreeNode) -> Iterator[TreeNode]:
     for child in node.children:
         child.start = node.start
         yield child
     if node.ending:
-        yield Node(node.source, node.start, node.end, ending=node.ending)
+        yield TreeNode(node.source, node.start, node.end, ending=node.ending)
 
 
-def size_of(root: Node) -> int:
+def size_of(root: TreeNode) -> int:
     """The number of tokens of a tree."""
     return sum(node.length for node in preorder([root]))
 
 
-def cut(root: Node, budget: int) -> list[Node]:
+def cut(root: TreeNode, budget: int) -> list[TreeNode]:
     """Cuts a tree into trees of at most `budget` tokens (or of a single leaf), which repeat what they share.
 
     No two of them fit into the budget together, so no microbatch holds a repeated token twice.
     """
-    sizes: dict[Node, int] = {}
-    pieces: dict[Node, list[Node]] = {}
+    sizes: dict[TreeNode, int] = {}
+    pieces: dict[TreeNode, list[TreeNode]] = {}
     for node in reversed(list(preorder([root]))):
         children = node.children
         sizes[node] = node.length + sum(sizes[child] for child in children)
@@ -176,7 +176,7 @@ def cut(root: Node, budget: int) -> list[Node]:
     return pieces[root]
 
 
-def _cut_below(node: Node, bins: Sequence[Sequence[Node]]) -> list[Node]:
+def _cut_below(node: TreeNode, bins: Sequence[Sequence[TreeNode]]) -> list[TreeNode]:
     pieces = []
     for i, parts in enumerate(bins):
         ending = [] if i else node.ending
@@ -184,7 +184,7 @@ def _cut_below(node: Node, bins: Sequence[Sequence[Node]]) -> list[Node]:
             (piece,) = parts
             piece.start = node.start
         else:
-            piece = Node(node.source, node.start, node.end, ending=ending)
+            piece = TreeNode(node.source, node.start, node.end, ending=ending)
             for part in parts:
                 piece.adopt(part)
         pieces.append(piece)

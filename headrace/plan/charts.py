@@ -11,7 +11,7 @@ from headrace.observe.report.draw.axes import extent
 from headrace.observe.report.draw.svg import Chart, figure
 from headrace.observe.report.draw.tables import table
 from headrace.observe.report.lag_charts import lag_class
-from headrace.observe.text import number, short_time
+from headrace.observe.texts import number, short_time
 from headrace.plan.answer import Answer
 from headrace.plan.reasons import bottleneck, recommendation
 from headrace.plan.sweep import Option

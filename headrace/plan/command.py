@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.observe.text import number, short_time
+from headrace.observe.texts import number, short_time
 from headrace.plan.answer import Answer, PlanRequest, answer
 from headrace.plan.reasons import bias, bottleneck, recommendation
 from headrace.plan.sweep import Option

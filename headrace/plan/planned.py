@@ -6,10 +6,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.plan.parts.cores import Shared
 from headrace.plan.parts.engine import SimulatedEngine
 from headrace.plan.parts.pool import Replicas
-from headrace.plan.parts.trainer import SimulatedTrainer
+from headrace.plan.parts.shared_cores import Shared
+from headrace.plan.parts.simulated_trainer import SimulatedTrainer
 from headrace.plan.scenario import Scenario
 from headrace.protocols import Observer
 from headrace.rollouts.rollout import RolloutConfig

@@ -8,7 +8,7 @@ from headrace.errors import ConfigError
 from headrace.playing import EnvironmentKind
 from headrace.rehearsal.reward import Encode, stand_in
 from headrace.rollouts.episodes import roll_out
-from headrace.rollouts.session import Decode, Played, TurnAsked
+from headrace.rollouts.rollout_session import Decode, Played, TurnAsked
 from headrace.types import Completion, Failure, Prompt, VersionSpan
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from headrace.algo.config import AlgoConfig
 from headrace.algo.recipes import Recipe
 from headrace.rehearsal.machine import Machine, gib
-from headrace.rehearsal.memory import MemoryNeed
+from headrace.rehearsal.memory_needs import MemoryNeed
 
 WIDTH, LABEL = 80, 13
 

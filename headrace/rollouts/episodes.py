@@ -16,7 +16,7 @@ import xxhash
 
 from headrace.playing import EnvironmentKind
 from headrace.rollout_key import RolloutKey
-from headrace.rollouts.session import ENDLESS, Ask, Decode, Played, Room, Session, TurnAsked
+from headrace.rollouts.rollout_session import ENDLESS, Ask, Decode, Played, RolloutSession, Room, TurnAsked
 from headrace.types import Failure, Prompt, Scored
 
 
@@ -30,7 +30,7 @@ async def roll_out(
     kind: EnvironmentKind, prompt: Prompt, seeds: Sequence[int], *, ask: Ask, decode: Decode, room: Room = ENDLESS
 ) -> list[Played | Failure]:
     """The rollouts of one prompt, side by side: one for each of `seeds`, which their environments get."""
-    agents = [Session(rollout, ask, decode, limits=kind.limits, room=room) for rollout in range(len(seeds))]
+    agents = [RolloutSession(rollout, ask, decode, limits=kind.limits, room=room) for rollout in range(len(seeds))]
     return await asyncio.gather(
         *(agent.play(kind.make, prompt, seed) for agent, seed in zip(agents, seeds, strict=True))
     )

@@ -217,9 +217,11 @@ class Interrupts:
     def first_version(self, request_ids: Iterable[str]) -> int | None:
         """Returns the version of the oldest token of these requests, or None if no token is sampled yet."""
         request_ids = list(request_ids)
-        told = self._engine.unfinished(request_ids)
+        transcripts = self._engine.unfinished(request_ids)
         versions = [kept.spans[0].version for one in request_ids if (kept := self._kept.get(one)) and kept.spans]
-        versions += [running.versions[0] for one in request_ids if (running := told.get(one)) and running.versions]
+        versions += [
+            running.versions[0] for one in request_ids if (running := transcripts.get(one)) and running.versions
+        ]
         versions += [done.spans[0].version for one in request_ids if (done := self._unheard(one)) and done.spans]
         return min(versions, default=None)
 

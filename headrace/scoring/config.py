@@ -21,11 +21,11 @@ _STRICT = ConfigDict(extra="forbid")
 def distinct(names: Sequence[str]) -> list[str]:
     """Makes names distinct (`exact`, `exact#2`): functions of two files may have the same name."""
     seen: Counter[str] = Counter()
-    told = []
+    made = []
     for name in names:
         seen[name] += 1
-        told.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
-    return told
+        made.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
+    return made
 
 
 def _checked_function(function: str) -> str:

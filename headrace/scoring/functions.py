@@ -15,7 +15,7 @@ import msgspec
 from headrace.errors import ConfigError
 from headrace.scoring.config import RewardConfig, distinct
 from headrace.scoring.extract import Extractor
-from headrace.scoring.job import Job, Values, is_async, transcript_of
+from headrace.scoring.job import ScoringJob, Values, is_async, transcript_of
 from headrace.scoring.python_rewards import rewards_of
 from headrace.scoring.workers.processes import PrivatePool, SharedProcess, check_functions
 from headrace.scoring.workers.threads import ThreadPool
@@ -27,13 +27,13 @@ class _Judge:
     name: str
     weight: float
     extract: Extractor
-    call: Callable[[Job], Awaitable[Values]]
+    call: Callable[[ScoringJob], Awaitable[Values]]
 
     async def judge(self, prompt: Prompt, episodes: Sequence[Episode]) -> Values:
         texts = tuple(self.extract(episode.last) for episode in episodes)
         tokens = tuple(episode.last.tokens for episode in episodes)
         talks = tuple(transcript_of(episode) for episode in episodes)
-        job = Job(
+        job = ScoringJob(
             prompt=prompt.text,
             completions=texts,
             completion_tokens=tokens,
@@ -109,7 +109,7 @@ class FunctionScorer:
             given = rewards_of(callables)
         return [_Judge(spec.name, spec.weight, Extractor(), self._in_thread(function)) for spec, function in given]
 
-    def _in_thread(self, function: Callable[..., Any]) -> Callable[[Job], Awaitable[Values]]:
+    def _in_thread(self, function: Callable[..., Any]) -> Callable[[ScoringJob], Awaitable[Values]]:
         return partial(self.threads.call_async if is_async(function) else self.threads.call, function)
 
     def _judges_in_processes(self, config: RewardConfig, log: Path | None) -> list[_Judge]:
@@ -117,7 +117,7 @@ class FunctionScorer:
         kinds = dict(zip((spec.function for spec in config.specs), (one.is_async for one in loaded), strict=True))
         plain = [function for function, is_async in kinds.items() if not is_async]
         later = [function for function, is_async in kinds.items() if is_async]
-        calls: dict[str, Callable[[Job], Awaitable[Values]]] = {}
+        calls: dict[str, Callable[[ScoringJob], Awaitable[Values]]] = {}
         if plain:
             pool = PrivatePool(plain, config.workers, config.timeout, log)
             self._pools.append(pool)

@@ -18,7 +18,7 @@ Values = list[float | Failure | None]
 """One per completion: a finite number, a failure, or None if a function written for TRL does not apply."""
 
 
-class Job(Struct, frozen=True):
+class ScoringJob(Struct, frozen=True):
     prompt: str
     completions: tuple[str, ...]
     completion_tokens: tuple[tuple[int, ...], ...]
@@ -30,7 +30,7 @@ class Job(Struct, frozen=True):
     """The messages of each rollout, with tool calls and their results, if an environment talked with the model."""
 
 
-class Loaded(Struct, frozen=True):
+class LoadedReward(Struct, frozen=True):
     """A reward function that a worker has loaded."""
 
     name: str
@@ -42,7 +42,7 @@ def transcript_of(episode: Episode) -> list[dict[str, Any]]:
     return [message for turn in episode.turns for message in (*turn.messages, turn.reply) if message]
 
 
-def fail_all(job: Job, reason: str, detail: str) -> Values:
+def fail_all(job: ScoringJob, reason: str, detail: str) -> Values:
     return [Failure(reason, detail)] * len(job.completions)
 
 
@@ -79,7 +79,7 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
         return [inspect.Parameter("anything", inspect.Parameter.VAR_KEYWORD)]
 
 
-def arguments(function: Callable[..., Any], job: Job) -> dict[str, Any]:
+def arguments(function: Callable[..., Any], job: ScoringJob) -> dict[str, Any]:
     """Returns lists of equal length: `prompts`, `completions`, `completion_tokens` (`completion_ids` for a TRL function), `transcripts` where
     an environment talked with the model, and every column.
 
@@ -98,7 +98,7 @@ def arguments(function: Callable[..., Any], job: Job) -> dict[str, Any]:
     return {name: value for name, value in offered.items() if name in named}
 
 
-def _offered(job: Job) -> dict[str, Any]:
+def _offered(job: ScoringJob) -> dict[str, Any]:
     return _columns(job) | {
         "prompts": [job.prompt] * len(job.completions),
         "completions": list(job.completions),
@@ -107,7 +107,7 @@ def _offered(job: Job) -> dict[str, Any]:
     }
 
 
-def _offered_by_trl(job: Job) -> dict[str, Any]:
+def _offered_by_trl(job: ScoringJob) -> dict[str, Any]:
     """Returns the arguments of TRL's `GRPOTrainer._calculate_rewards`: every column but the prompt, which is passed as `prompts`."""
     columns = _columns(job)
     chats = columns.pop(job.chat) if job.chat else None
@@ -118,7 +118,7 @@ def _offered_by_trl(job: Job) -> dict[str, Any]:
     }
 
 
-def _columns(job: Job) -> dict[str, Any]:
+def _columns(job: ScoringJob) -> dict[str, Any]:
     return {
         name: [copy.deepcopy(value) for _ in job.completions]  # a copy: the function may change it
         for name, value in job.columns.items()
@@ -130,7 +130,7 @@ def _hint(missing: Sequence[str]) -> str:
     return ". A function written for TRL has to be marked: headrace.trl_reward(function)" if of_trl else ""
 
 
-def call(function: Callable[..., Any], job: Job) -> Values:
+def call(function: Callable[..., Any], job: ScoringJob) -> Values:
     """Runs a function that is not async until it returns."""
     try:
         return _read(function, function(**arguments(function, job)), job)
@@ -138,7 +138,7 @@ def call(function: Callable[..., Any], job: Job) -> Values:
         return [fail_raised(error)] * len(job.completions)
 
 
-async def call_async(function: Callable[..., Any], job: Job, seconds: float) -> Values:
+async def call_async(function: Callable[..., Any], job: ScoringJob, seconds: float) -> Values:
     """Cancels a function that is not done within `seconds`, and does not wait until it has ended."""
     try:
         return await within(threading.get_native_id(), seconds, _awaited(function, job))
@@ -146,19 +146,19 @@ async def call_async(function: Callable[..., Any], job: Job, seconds: float) -> 
         return too_late(job, seconds)
 
 
-async def _awaited(function: Callable[..., Any], job: Job) -> Values:
+async def _awaited(function: Callable[..., Any], job: ScoringJob) -> Values:
     try:
         return _read(function, await function(**arguments(function, job)), job)
     except (Exception, SystemExit) as error:
         return [fail_raised(error)] * len(job.completions)
 
 
-def too_late(job: Job, seconds: float, then: str = "it was cancelled") -> Values:
+def too_late(job: ScoringJob, seconds: float, then: str = "it was cancelled") -> Values:
     detail = f"no answer within {seconds:g} s (reward.timeout); {then}"
     return fail_all(job, "reward_timeout", detail)
 
 
-def _read(function: Callable[..., Any], result: Any, job: Job) -> Values:
+def _read(function: Callable[..., Any], result: Any, job: ScoringJob) -> Values:
     values = read_values(result, len(job.completions))
     if not isinstance(function, TrlReward) or not isinstance(result, (list, tuple)) or len(result) != len(values):
         return values

@@ -9,7 +9,7 @@ from starlette.routing import Route
 from headrace.errors import HeadraceError
 from headrace.serve.errors import Refused, answer_error
 from headrace.serve.guard import Guard
-from headrace.serve.routes import control, openai, tokens
+from headrace.serve.routes import control, generate, openai
 from headrace.serve.serving import Serving
 
 ROUTES = [
@@ -18,7 +18,7 @@ ROUTES = [
     Route("/v1/models", openai.models),
     Route("/v1/completions", openai.completions, methods=["POST"]),
     Route("/v1/chat/completions", openai.chat, methods=["POST"]),
-    Route("/inference/v1/generate", tokens.generate, methods=["POST"]),
+    Route("/inference/v1/generate", generate.generate, methods=["POST"]),
     Route("/inference/v1/abort_requests", control.abort, methods=["POST"]),
     Route("/v1/load_lora_adapter", control.load_adapter, methods=["POST"]),
     Route("/v1/unload_lora_adapter", control.unload_adapter, methods=["POST"]),

@@ -13,7 +13,7 @@ SHORTEST_TOKEN = 16
 
 
 @dataclass(frozen=True)
-class Limits:
+class ServerLimits:
     body_bytes: int = 16 << 20
     """Largest body of one request; a larger one is answered with 413."""
     body_seconds: float = 30.0
@@ -36,7 +36,7 @@ class ServeConfig:
     name: str = ""
     """The name of the model in requests; empty: `model` as it is given."""
     engine: EngineConfig = field(default_factory=EngineConfig)
-    limits: Limits = Limits()
+    limits: ServerLimits = ServerLimits()
 
     def __post_init__(self) -> None:
         """Raises ConfigError for an address that other machines can reach, if there is no token."""

@@ -13,7 +13,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from headrace.serve.config import Limits
+from headrace.serve.config import ServerLimits
 from headrace.serve.errors import Refused, error_body, refusal_of
 
 T = TypeVar("T")
@@ -22,7 +22,7 @@ GONE = Response(status_code=499)
 """Never received: the client has disconnected."""
 
 
-async def read_body(request: HttpRequest, kind: type[T], limits: Limits) -> T:
+async def read_body(request: HttpRequest, kind: type[T], limits: ServerLimits) -> T:
     """A JSON body of that shape. Raises Refused: 400, 408, 413, 415."""
     declared = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if declared != "application/json":
@@ -45,7 +45,7 @@ async def read_body(request: HttpRequest, kind: type[T], limits: Limits) -> T:
         raise Refused(400, f"the body is not what this route takes: {error}") from None
 
 
-def _too_large(limits: Limits) -> Refused:
+def _too_large(limits: ServerLimits) -> Refused:
     return Refused(413, f"a body may have {limits.body_bytes} bytes", headers={"Connection": "close"})
 
 

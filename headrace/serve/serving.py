@@ -19,7 +19,7 @@ import msgspec
 from headrace.models.chat import ChatEncoder
 from headrace.protocols import Engine
 from headrace.reports import LoadReport
-from headrace.serve.config import Limits
+from headrace.serve.config import ServerLimits
 from headrace.serve.errors import Refused, busy
 from headrace.steps import StepOutput, Transcript, spans_of, write_down
 from headrace.types import Completion, Request, Struct, VersionSpan
@@ -43,13 +43,13 @@ class Label(Struct, frozen=True):
 
 
 @dataclass
-class Loaded:
+class LoadedWeights:
     label: Label
     report: LoadReport
 
 
 @dataclass(kw_only=True)
-class Counters:
+class ServerCounters:
     completions: int = 0
     prompt_tokens: int = 0
     sampled_tokens: int = 0
@@ -83,7 +83,7 @@ class Serving:
     engine: ServedEngine
     encoder: ChatEncoder
     name: str
-    limits: Limits
+    limits: ServerLimits
     dtype: str = ""
     boot: str = field(default_factory=lambda: secrets.token_hex(8))
     """Another one for each process: its weights are not those of the process before."""
@@ -91,9 +91,9 @@ class Serving:
     def __post_init__(self) -> None:
         self.labels: dict[int, Label] = {}
         """Labels by the engine's version."""
-        self.loaded: dict[str, Loaded] = {}
+        self.loaded: dict[str, LoadedWeights] = {}
         """Loaded weights by adapter; the base has the empty name."""
-        self.counters, self.paused = Counters(), ""
+        self.counters, self.paused = ServerCounters(), ""
         self._streams: dict[str, Stream] = {}
         self._loading, self._loads = asyncio.Lock(), 0
         self.engine.listen(self._heard)
@@ -179,12 +179,12 @@ class Serving:
             self.labels[number] = label
             found = await self.engine.load(msgspec.structs.replace(update, version=number))
             report = msgspec.structs.replace(found, version=update.version)
-            self.loaded[name] = Loaded(label, report)
+            self.loaded[name] = LoadedWeights(label, report)
             self.counters.loads += 1
             return report
 
     async def load_adapter(self, name: str, directory: Path) -> LoadReport:
-        """One that peft saved. Loaded again under its name it is a new version."""
+        """One that peft saved. LoadedWeights again under its name it is a new version."""
         before = self.loaded.get(name)
         return await self.load(offer_adapter(directory, name, before.label.version + 1 if before else 0))
 

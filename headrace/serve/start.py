@@ -20,7 +20,7 @@ from headrace.observe.health.waits import Waits
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.clients.process_engine import ProcessEngine
 from headrace.orchestration.workers.build import open_launcher
-from headrace.orchestration.workers.messages import EngineStart
+from headrace.orchestration.workers.worker_messages import EngineStart
 from headrace.protocols import Job
 from headrace.serve.app import make_app
 from headrace.serve.config import ServeConfig

@@ -11,7 +11,7 @@ UNFINISHED = "\ufffd"
 """The character that decoders write for bytes that are no character yet."""
 
 
-class Text:
+class StreamedText:
     """The text of one completion in pieces. Together they are the decoded text of all tokens, up to a stop string."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str]) -> None:

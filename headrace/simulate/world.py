@@ -38,7 +38,7 @@ from headrace.protocols import Engine, Observer, Scorer, Task, Trainer
 from headrace.rollouts.buffer import Buffer
 from headrace.rollouts.partial import PartialConfig
 from headrace.rollouts.rollout import RolloutConfig
-from headrace.rollouts.session import Decode
+from headrace.rollouts.rollout_session import Decode
 from headrace.rollouts.staleness import StalenessConfig
 from headrace.settings.process_config import EvalConfig, WatchConfig
 

@@ -92,8 +92,8 @@ class RowsTask:
         asked = {_key(row[config.prompt]) for _, row in held}
         order = [index for index in order if _key(self._rows[index][config.prompt]) not in asked]
         shown, order = order[: config.examples], order[config.examples :]
-        told = {_key(self._rows[index][config.prompt]) for index in shown}
-        train = sorted(index for index in order if _key(self._rows[index][config.prompt]) not in told)
+        in_examples = {_key(self._rows[index][config.prompt]) for index in shown}
+        train = sorted(index for index in order if _key(self._rows[index][config.prompt]) not in in_examples)
         if not train:
             raise ConfigError(self._nothing_left())
         return train, held, shown

@@ -38,7 +38,7 @@ KEPT = 2
 RECORD = "update.json"
 
 
-class Record(Struct, frozen=True):
+class UpdateRecord(Struct, frozen=True):
     """The facts in `update.json`, beside the tensors."""
 
     update: WeightUpdate
@@ -99,7 +99,7 @@ class FilesSender:
             where={"path": str(target)},
             adapter=adapter,
         )
-        self._write(target, Record(update, manifest), buffer)
+        self._write(target, UpdateRecord(update, manifest), buffer)
         self._prune(name, target)
         return msgspec.structs.replace(update, seconds=time.perf_counter() - started)
 
@@ -111,7 +111,7 @@ class FilesSender:
             self._packed[name] = PackedBuffer(self._manifests[name], buffer), buffer
         return self._packed[name]
 
-    def _write(self, target: Path, record: Record, buffer: memoryview) -> None:
+    def _write(self, target: Path, record: UpdateRecord, buffer: memoryview) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         coming = target.with_name(f".{target.name}")
         shutil.rmtree(coming, ignore_errors=True)
@@ -142,7 +142,7 @@ class FilesReceiver:
 
         path = Path(str(update.where["path"]))
         try:
-            record = msgspec.json.decode((path / RECORD).read_bytes(), type=Record)
+            record = msgspec.json.decode((path / RECORD).read_bytes(), type=UpdateRecord)
             _check(record.update, update, path)
             buffer = memoryview(
                 bytearray(record.manifest.nbytes)

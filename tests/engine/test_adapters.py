@@ -11,9 +11,9 @@ import torch
 from tiny_models import MIXTURES, RunnerDriver, parameters, prompts, reference, skeleton
 
 from headrace.engine.native.forward_pass import ForwardInput
-from headrace.engine.native.runners.adapters import PREFIX, by_adapter
 from headrace.engine.native.runners.decoder import FusedRunner
 from headrace.engine.native.runners.hugging_face import HuggingFaceRunner
+from headrace.engine.native.runners.low_rank import PREFIX, by_adapter
 from headrace.errors import ConfigError
 from headrace.weights import AdapterSpec
 

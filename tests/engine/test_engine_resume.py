@@ -23,8 +23,8 @@ from tiny_models import make
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
 from headrace.engine.native.kernels import binding
-from headrace.engine.native.runners.adapters import PREFIX
-from headrace.engine.native.runners.weights import parameters_from_dir
+from headrace.engine.native.runners.low_rank import PREFIX
+from headrace.engine.native.runners.weight_tensors import parameters_from_dir
 from headrace.steps import Transcript, write_down
 from headrace.types import Request, Sampling
 from headrace.weights import AdapterSpec, WeightUpdate

@@ -20,7 +20,7 @@ from headrace.engine.native.runners.decoder import FusedRunner
 from headrace.engine.native.runners.families import expected_shapes, read_spec, read_weights, serves
 from headrace.engine.native.runners.padding import cut, fill_up
 from headrace.engine.native.runners.skeleton import read
-from headrace.engine.native.runners.weights import parameters_from_dir
+from headrace.engine.native.runners.weight_tensors import parameters_from_dir
 from headrace.models.resolve import resolve_model
 
 CPU = torch.device("cpu")

@@ -22,7 +22,7 @@ from headrace.engine.native.forward_pass import BLOCK
 from headrace.engine.native.kernels import binding
 from headrace.engine.native.kernels.packing import Packer, gate_up_order, padded
 from headrace.engine.native.kernels.runner import KernelRunner, serves
-from headrace.engine.native.runners.adapters import PREFIX
+from headrace.engine.native.runners.low_rank import PREFIX
 from headrace.engine.native.runners.skeleton import read
 from headrace.engine.native.sampling.drawing import draw
 from headrace.engine.native.sampling.sampler import Settings, sample, uniforms

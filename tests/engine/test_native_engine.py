@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
-from headrace.engine.native.runners.weights import parameters_from_dir
+from headrace.engine.native.runners.weight_tensors import parameters_from_dir
 from headrace.errors import ConfigError
 from headrace.simulate.makers import update
 from headrace.steps import PromptScores, TokenDetails
@@ -742,7 +742,7 @@ def test_text_of_half_characters_hides_nothing_and_costs_no_more_than_other_text
 def test_every_end_token_that_the_model_names_counts(tmp_path):
     from types import SimpleNamespace
 
-    from headrace.engine.native.parts import end_tokens
+    from headrace.engine.native.servable import end_tokens
 
     assert end_tokens(tmp_path, SimpleNamespace(eos_token_id=5)) == {5}
     for named, wanted in ((3, {3, 5}), ([3, 4], {3, 4, 5}), (None, {5})):

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from headrace.algo.advantage.training_rows import rows_of
 from headrace.environments.conversation import Conversation, with_tools
-from headrace.environments.workers.frames import Reply
+from headrace.environments.workers.episode_frames import ChatReply
 from headrace.errors import ConfigError
 from headrace.models.chat import ChatEncoder
 from headrace.playing import Limits
 from headrace.rollouts.episodes import Played
-from headrace.rollouts.session import Session, TurnAsked
+from headrace.rollouts.rollout_session import RolloutSession, TurnAsked
 from headrace.simulate import virtual_time
 from headrace.types import Completion, Failure, Prompt, Scored, VersionSpan
 
@@ -55,6 +55,7 @@ ALTERNATES = (
     .replace("{% if tools %}{{ tools[0].function.name }}{% endif %}", "")
 )
 """Mistral's manner: no result of a tool without a message that has the call."""
+ENDS = ("<|im_end|>", "</s>", "<|eot_id|>")
 MERGED = ["to", "ol", "ll", " 1", "add", "ar", "\n<", '{"', '": ', "}}"]
 """Tokens of several characters: the tokenizer prefers them, and a model need not."""
 
@@ -92,14 +93,14 @@ class Model:
         rng = random.Random(f"{self.seed}/{asked.turn}")
         self.asked.append(asked)
         tokens = as_sampled(self.encoder, self.says[asked.turn], rng)
-        stop: Any = "stop" if self.says[asked.turn].endswith("<|im_end|>") else "length"
+        stop: Any = "stop" if self.says[asked.turn].endswith(ENDS) else "length"
         logprobs = tuple(-rng.random() for _ in tokens)
         spans = (VersionSpan(0, asked.turn, 0), *([VersionSpan(1, asked.turn + 1, 0)] if len(tokens) > 1 else []))
         self.sampled.append(Completion(tokens, logprobs, spans, stop))
         return self.sampled[-1]
 
 
-Talk = Callable[[Conversation, int, Reply | None], Sequence[Mapping[str, Any]] | None]
+Talk = Callable[[Conversation, int, ChatReply | None], Sequence[Mapping[str, Any]] | None]
 
 
 def talked(
@@ -125,7 +126,7 @@ def talked(
     result: list[Played | Failure] = []
 
     async def main() -> None:
-        session = Session(0, model, model.encoder.decode, limits=limits or Limits(turns=9))
+        session = RolloutSession(0, model, model.encoder.decode, limits=limits or Limits(turns=9))
         result.append(await session.play(Environment, Prompt("p", "?", (1,)), 0))
 
     virtual_time.run(main())
@@ -136,7 +137,7 @@ def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-def result_of(reply: Reply, text: str = "12") -> dict[str, str]:
+def result_of(reply: ChatReply, text: str = "12") -> dict[str, str]:
     return {"role": "tool", "content": text, "tool_call_id": reply.calls[0].id, "name": "add"}
 
 
@@ -269,7 +270,7 @@ def test_what_was_sampled_is_what_is_trained(
     says = [text.removesuffix("<|im_end|>") + "<|im_end|>" * ends for text, ends in replies]
     model = Model(encoder, [text or "a" for text in says], seed)
 
-    def talk(_: Conversation, number: int, reply: Reply | None) -> Sequence[Mapping[str, Any]] | None:
+    def talk(_: Conversation, number: int, reply: ChatReply | None) -> Sequence[Mapping[str, Any]] | None:
         if number == len(says):
             return None
         good = [one for one in reply.calls if not one.problem] if reply else []
@@ -285,7 +286,7 @@ def test_at_a_limit_the_reply_says_so_and_the_episode_is_cut_off(tmp_path: Path)
     encoder = encoder_of(tmp_path, tool_chats.PLAIN)
     overs: list[str] = []
 
-    def talk(_: Conversation, number: int, reply: Reply | None) -> Sequence[Mapping[str, Any]] | None:
+    def talk(_: Conversation, number: int, reply: ChatReply | None) -> Sequence[Mapping[str, Any]] | None:
         if reply is not None:
             overs.append(reply.over)
         return None if reply and reply.over else [user("so?")]
@@ -323,9 +324,9 @@ def test_tools_join_the_system_message() -> None:
 def test_a_malformed_call_is_kept_with_its_reason(tmp_path: Path) -> None:
     encoder = encoder_of(tmp_path, tool_chats.HERMES)
     model = Model(encoder, ['<tool_call>{"name": add}</tool_call><|im_end|>'])
-    replies: list[Reply] = []
+    replies: list[ChatReply] = []
 
-    def talk(_: Conversation, number: int, reply: Reply | None) -> Sequence[Mapping[str, Any]] | None:
+    def talk(_: Conversation, number: int, reply: ChatReply | None) -> Sequence[Mapping[str, Any]] | None:
         replies.extend([reply] if reply else [])
         return None if number else [user("?")]
 

@@ -68,7 +68,8 @@ def test_a_function_plays_the_rollouts_of_a_run(tiny_llama: Path, tmp_path: Path
             assert sampled == [*said.logprobs, *more.logprobs]
             assert one.rewards.keys() == {"e", "length"} and one.reward == pytest.approx(sum(one.rewards.values()))
             assert one.turn_rewards == ({"length": one.rewards["length"]}, {})
-            assert [message["role"] for message in one.episode.messages] == ["user", "assistant"] * 2
+            assert [turn.messages[0]["role"] for turn in one.episode.turns] == ["user"] * 2
+            assert first.reply == {"role": "assistant", "content": said.text}
     assert all(not fact.failures for fact in of(directory, GroupEnded))
     assert all(not fact.failures and fact.prompts == 2 for fact in of(directory, Evaluated))
 

@@ -18,7 +18,7 @@ from headrace.errors import ConfigError
 from headrace.models.chat import ChatEncoder
 from headrace.playing import EnvironmentKind
 from headrace.rollouts.episodes import Played, roll_out
-from headrace.rollouts.session import TurnAsked
+from headrace.rollouts.rollout_session import TurnAsked
 from headrace.types import Completion, Failure, Prompt, VersionSpan
 
 ENV = '''

@@ -14,17 +14,17 @@ from headrace.algo.advantages import GroupRewards, gdpo, z_scores
 from headrace.errors import ConfigError
 from headrace.scoring.config import RewardConfig, RewardSpec
 from headrace.scoring.functions import FunctionScorer
-from headrace.scoring.job import Job, call
+from headrace.scoring.job import ScoringJob, call
 from headrace.tasks.config import TaskConfig
 from headrace.tasks.rows import RowsTask
 from headrace.types import Completion, Episode, Failure, Prompt, Scored, Turn, VersionSpan
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
-CHAT = Job("2 + 2?", ("4", "five"), ((1,), (2, 3)), {"question": MESSAGES, "answer": "4"}, chat="question")
-TEXT = Job("2 + 2?", ("4", "five"), ((1,), (2, 3)), {"answer": "4"})
+CHAT = ScoringJob("2 + 2?", ("4", "five"), ((1,), (2, 3)), {"question": MESSAGES, "answer": "4"}, chat="question")
+TEXT = ScoringJob("2 + 2?", ("4", "five"), ((1,), (2, 3)), {"answer": "4"})
 
 
-def called_with(job: Job, mark: bool = True) -> dict[str, Any]:
+def called_with(job: ScoringJob, mark: bool = True) -> dict[str, Any]:
     seen: dict[str, Any] = {}
 
     def look(**given: Any) -> list[float]:

@@ -14,7 +14,7 @@ from test_troubles import half_failed
 
 from headrace.commands.inspect import inspect
 from headrace.observe.facts import Fact, StepTrained, Warned
-from headrace.observe.health.status import LiveStatus, Status
+from headrace.observe.health.live_status import LiveStatus, Status
 from headrace.observe.numbers.state import RunState
 from headrace.observe.recorder import Recorder
 from headrace.observe.records import summarise

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from pydantic import ValidationError
 from rich.console import Console
 
-from headrace.durable.files import AppendFile, read_lines, whole_lines
+from headrace.durable.atomic_files import AppendFile, read_lines, whole_lines
 from headrace.durable.spelling import encode
 from headrace.errors import ConfigError, HeadraceError
 from headrace.observe.build import open_recorder
@@ -39,7 +39,7 @@ from headrace.observe.facts import (
     TicketDrawn,
     Warned,
 )
-from headrace.observe.health.status import Follower
+from headrace.observe.health.live_status import Follower
 from headrace.observe.numbers import measures
 from headrace.observe.numbers.engine_use import EngineUse
 from headrace.observe.numbers.state import RunState
@@ -49,7 +49,7 @@ from headrace.observe.report import write_report
 from headrace.observe.resume import Resume, kept_of
 from headrace.observe.screen.summary import print_summary, summary
 from headrace.observe.screen.terminal import Header, LiveTerminal, PlainTerminal
-from headrace.observe.text import bar, duration, number, sparkline
+from headrace.observe.texts import bar, duration, number, sparkline
 from headrace.reports import EngineStats
 
 
@@ -175,7 +175,7 @@ def test_disk_that_fills_in_the_middle_of_a_line_leaves_whole_lines(tmp_path: Pa
 import resource, signal, sys
 from pathlib import Path
 from headrace.errors import HeadraceError
-from headrace.durable.files import AppendFile
+from headrace.durable.atomic_files import AppendFile
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 file = AppendFile(Path(sys.argv[1]))
 resource.setrlimit(resource.RLIMIT_FSIZE, (25, 25))

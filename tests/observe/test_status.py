@@ -23,7 +23,7 @@ from headrace.config import dump_config, load_config
 from headrace.durable.spelling import encode
 from headrace.errors import HeadraceError
 from headrace.observe.facts import Accounting, CheckpointSaved, RunEnded, RunStarted, TicketDrawn, Warned, WorkerLost
-from headrace.observe.health.status import Follower, LiveStatus, Status, as_dict, judge, read_live, write_live
+from headrace.observe.health.live_status import Follower, LiveStatus, Status, as_dict, judge, read_live, write_live
 from headrace.observe.health.waits import Lasting
 from headrace.observe.numbers.state import RunState
 from headrace.observe.records import METRICS

@@ -26,7 +26,7 @@ from headrace.observe.facts import (
     RunStarted,
     TicketDrawn,
 )
-from headrace.observe.health import status
+from headrace.observe.health import live_status
 from headrace.observe.numbers.shares import Recent
 from headrace.observe.numbers.state import RunState
 from headrace.observe.records import StepRow, answer_of
@@ -189,14 +189,14 @@ def test_every_view_says_what_failed_and_what_to_do(tmp_path: Path) -> None:
         )
     said = {
         label: ", ".join(part.plain for part in parts)
-        for label, parts in lines_of("tiny", status.Status("alive", "training", None), state)
+        for label, parts in lines_of("tiny", live_status.Status("alive", "training", None), state)
     }
     assert (
         "failed 50 %" in said["shares"]
         and "KeyError, 96 rollouts" in said["failed"]
         and "correct the reward" in said["advice"]
     )
-    told = status.as_dict(status.Status("alive", "training", None), state)
+    told = live_status.as_dict(live_status.Status("alive", "training", None), state)
     assert told["failures"][0]["traceback"] == TRACEBACK and told["shares"]["total"]["failed"] == 0.5
     assert told["held_out_failed"] == [4, 4] and told["advice"][0][0] == "failed"
     _, numbers = scalars(state.rows[-1], state)
@@ -229,7 +229,7 @@ def test_a_log_says_a_failure_once_advice_once_and_something_while_no_step_comes
 
 def test_a_pause_is_a_state_of_its_own() -> None:
     ended = RunEnded(9.0, "paused: 31 of the last 64 rollouts failed", 2, Accounting(), 0.0, 0.0)
-    found = status.judge(folded([ended]), None, alive=False, now=0.0)
+    found = live_status.judge(folded([ended]), None, alive=False, now=0.0)
     assert found.life == "paused" and not found.ok and found.words.startswith("paused: 31")
 
 

@@ -30,7 +30,7 @@ from headrace.packing.plan import pack_rows
 from headrace.playing import Agent, EnvironmentKind, Limits
 from headrace.rollout_key import RolloutKey
 from headrace.rollouts.episodes import name_of_turn, roll_out, with_rewards
-from headrace.rollouts.session import Played, TurnAsked
+from headrace.rollouts.rollout_session import Played, TurnAsked
 from headrace.simulate import virtual_time
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.step.trainer import TorchTrainer

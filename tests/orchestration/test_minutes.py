@@ -26,7 +26,7 @@ from headrace.engine.fake import FakeEngine
 from headrace.observe.facts import FirstText, Planned, RunStarted, Warned
 from headrace.orchestration.choosing import allowance_of, fit_minutes, resumed_settings, settle
 from headrace.orchestration.loops.minutes import Minutes
-from headrace.orchestration.runs import run
+from headrace.orchestration.runs import one_shot, run
 from headrace.orchestration.runs.rehearse import rehearse
 from headrace.orchestration.wording import machine_change
 from headrace.rehearsal.machine import Machine
@@ -227,6 +227,17 @@ def test_a_run_keeps_what_was_chosen_when_it_goes_on(tmp_path, tiny_llama):
     result = headrace.train({**source, "train": {**source["train"], "steps": 5}}, resume=directory)
     assert result.step == 5 and read_config(config_of_run(directory)).train.path == "torch"
     assert msgspec.structs.asdict(started[0])["steps"] == 3
+
+
+def test_an_evaluation_of_a_config_chooses_as_a_run_would_and_one_of_a_run_does_not(tmp_path, tiny_llama, capsys):
+    config = load_config(tiny_config(tmp_path, tiny_llama, train={"dtype": "auto"}, engine={"dtype": "auto"}))
+    measurer = FakeMeasurer(Figures(OLD_XEON, update=0.1, rows=32))
+    one_shot.evaluate(config, prompts=2, measurer=measurer)
+    assert measurer.asked and "engine chosen: float32 PyTorch: 61 tokens a second" in capsys.readouterr().err
+    done = run.train(config, measurer=measurer)
+    asked = len(measurer.asked)
+    one_shot.evaluate(read_config(config_of_run(done.directory)), done.directory, prompts=2, measurer=measurer)
+    assert len(measurer.asked) == asked and "chosen" not in capsys.readouterr().err
 
 
 def test_what_is_otherwise_than_at_the_beginning_is_said():

@@ -28,10 +28,10 @@ from headrace.errors import IdentityError, StalledError
 from headrace.observe.facts import Waited, Warned
 from headrace.observe.health import stacks
 from headrace.observe.health.family import Child, Family, family
+from headrace.observe.health.live_status import read_live
 from headrace.observe.health.own_stacks import VARIABLE
 from headrace.observe.health.patience import Starvation
 from headrace.observe.health.snapshot import blame
-from headrace.observe.health.status import read_live
 from headrace.observe.health.waits import Lasting, Waits, counted
 from headrace.observe.health.waits import Testimony as Told
 from headrace.observe.health.watchdog import STALLED, Watchdog

@@ -22,7 +22,7 @@ from headrace.models.chat import ChatEncoder
 from headrace.observe.facts import WorkerLost
 from headrace.observe.health.waits import Waits
 from headrace.observe.telemetry import Telemetry
-from headrace.serve.config import Limits
+from headrace.serve.config import ServerLimits
 from headrace.serve.serving import Serving
 from headrace.simulate.world import FactList
 from headrace.steps import StepOutput
@@ -49,7 +49,7 @@ def request(name: str, **more: Any) -> Request:
 class Machine:
     """A place where a server runs, dies and runs again at one address; between it and the client a wire that can be cut."""
 
-    def __init__(self, model: Path, speed: float, limits: Limits) -> None:
+    def __init__(self, model: Path, speed: float, limits: ServerLimits) -> None:
         self.model, self.speed, self.limits = model, speed, limits
         self.port = 0
         self.wires: set[asyncio.StreamWriter] = set()
@@ -104,10 +104,10 @@ class Machine:
 
 @asynccontextmanager
 async def connected(
-    model: Path, speed: float = 0.002, limits: Limits | None = None, patience: float = 60.0, max_deaths: int = 3
+    model: Path, speed: float = 0.002, limits: ServerLimits | None = None, patience: float = 60.0, max_deaths: int = 3
 ) -> AsyncIterator[tuple[RemoteEngine, Machine]]:
     """Version 0 of the run is live."""
-    machine = Machine(model, speed, limits or Limits())
+    machine = Machine(model, speed, limits or ServerLimits())
     await machine.listen()
     await machine.start()
     facts, clock = FactList(), asyncio.get_running_loop().time
@@ -349,7 +349,7 @@ def test_a_server_without_room_is_asked_again(tiny_tokenizer: Path) -> None:
         assert [len(completion.tokens) for completion in completions] == [LENGTH] * 4
         assert machine.serving.counters.refused > 0
 
-    run(tiny_tokenizer, case, limits=Limits(requests=2))
+    run(tiny_tokenizer, case, limits=ServerLimits(requests=2))
 
 
 def test_a_server_that_is_none_of_ours_is_refused(tiny_tokenizer: Path) -> None:

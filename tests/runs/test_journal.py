@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace.durable import spelling
-from headrace.durable.files import AppendFile
+from headrace.durable.atomic_files import AppendFile
 from headrace.durable.journal import (
     JOURNAL,
     AnyRecord,

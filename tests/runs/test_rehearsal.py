@@ -22,9 +22,9 @@ from headrace.models.lora import LoraConfig
 from headrace.orchestration.build import build_task
 from headrace.orchestration.python_inputs import with_python_inputs
 from headrace.orchestration.runs.rehearse import Rehearsal, rehearse
-from headrace.rehearsal import memory
+from headrace.rehearsal import memory_needs
 from headrace.rehearsal.machine import GIB, Machine, gib
-from headrace.rehearsal.memory import MemoryPlan, needs, notes, refusals
+from headrace.rehearsal.memory_needs import MemoryPlan, needs, notes, refusals
 from headrace.rehearsal.place import place_problem
 from headrace.rehearsal.prompt_lengths import first_prompts, length_problem, lengths
 from headrace.rehearsal.shape import ModelShape, read_shape
@@ -261,11 +261,11 @@ def test_bytes_a_parameter_are_those_of_the_trainer_s_table(plan: MemoryPlan, bi
 def test_an_adapter_has_rank_times_rows_and_columns_of_what_it_adapts():
     assert BILLION.adapter(LoraConfig(rank=2)) == 2 * (150 + 250)
     assert BILLION.adapter(LoraConfig(rank=2, targets=("q_proj",))) == 2 * 150
-    assert memory.checkpoint_bytes(BILLION, plan_of(lora={"rank": 2}, adapters=1)) == 12 * 2 * 400
+    assert memory_needs.checkpoint_bytes(BILLION, plan_of(lora={"rank": 2}, adapters=1)) == 12 * 2 * 400
 
 
 def test_checkpointing_keeps_one_number_in_place_of_all_of_a_layer():
-    whole, one = (memory.activations(BILLION, TrainConfig(gradient_checkpointing=on), 2) for on in (False, True))
+    whole, one = (memory_needs.activations(BILLION, TrainConfig(gradient_checkpointing=on), 2) for on in (False, True))
     assert whole == 2048 * 10 * (10 * 1000 + 3 * 4000) * 2 and one < whole / 5
 
 

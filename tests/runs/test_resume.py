@@ -20,7 +20,7 @@ from tiny_run import Config, of, tiny_config
 import headrace
 from headrace.commands.status import report as status
 from headrace.config import RunConfig, dump_config, read_config
-from headrace.durable.files import read_lines
+from headrace.durable.atomic_files import read_lines
 from headrace.durable.journal import (
     JOURNAL,
     AnyRecord,

@@ -8,7 +8,7 @@ import pytest
 from tiny_run import tiny_config
 
 from headrace.config import RunConfig, load_config
-from headrace.durable.files import full_disk_as_error
+from headrace.durable.atomic_files import full_disk_as_error
 from headrace.errors import ConfigError, HeadraceError
 from headrace.faultsim.faults import Disk, Fault
 from headrace.observe.facts import Warned

@@ -630,12 +630,12 @@ def starts(completions):
     code = f"""
 import asyncio, pathlib
 from headrace.scoring.workers.processes import WorkerProcess
-from headrace.scoring.job import Job
+from headrace.scoring.job import ScoringJob
 async def main():
     worker = WorkerProcess(["{file}:starts"], None)
     await worker.start()
     print(worker.pid, flush=True)
-    await worker.ask(0, Job("p", ("c",), ((1,),), {{}}), 600)
+    await worker.ask(0, ScoringJob("p", ("c",), ((1,),), {{}}), 600)
 asyncio.run(main())
 """
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

@@ -12,9 +12,9 @@ import pytest
 from served import Client, faked
 
 from headrace.engine.fake import FakeEngine
-from headrace.serve.config import Limits
+from headrace.serve.config import ServerLimits
 from headrace.serve.serving import Serving
-from headrace.serve.text import Text
+from headrace.serve.text import StreamedText
 from headrace.weights import AdapterSpec, WeightUpdate
 
 Case = Callable[[Client, Serving], Awaitable[None]]
@@ -136,7 +136,7 @@ def test_text_ends_at_a_stop_string_and_never_shows_a_part_of_it() -> None:
     said = "grüße an alle ENDE und mehr".encode()
     for size in range(1, 9):
         for stops, expected in (((), said.decode()), (("ENDE",), "grüße an alle "), (("NIE",), said.decode())):
-            text, pieces = Text(decode, stops), []
+            text, pieces = StreamedText(decode, stops), []
             for at in range(0, len(said), size):
                 pieces.append(text.push(said[at : at + size], last=at + size >= len(said)))
             assert "".join(pieces) == text.whole == expected
@@ -212,7 +212,7 @@ def test_too_much_is_refused_and_room_is_found_again(tiny_tokenizer: Path) -> No
         assert {status for status, _ in await asyncio.gather(*two)} == {200}
         assert (await client.post(GENERATE, {**TOKENS, "sampling_params": {"max_tokens": 1}}))[0] == 200
 
-    run(tiny_tokenizer, case, lasting(), limits=Limits(body_bytes=2000, requests=2))
+    run(tiny_tokenizer, case, lasting(), limits=ServerLimits(body_bytes=2000, requests=2))
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(tiny_tokenizer: Path) -> None:
@@ -224,7 +224,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(tiny_tokenizer: Path) -> No
         status, answer = await client.post(GENERATE, data=slow(), headers={"Content-Type": "application/json"})
         assert status == 408 and "did not arrive" in answer["error"]["message"]
 
-    run(tiny_tokenizer, case, limits=Limits(body_seconds=0.2))
+    run(tiny_tokenizer, case, limits=ServerLimits(body_seconds=0.2))
 
 
 def long() -> dict[str, Any]:

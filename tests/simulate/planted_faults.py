@@ -34,7 +34,7 @@ RECOVERY, SNAPSHOTS, CHECKPOINT = (
     "orchestration/store/recovery.py", "orchestration/store/snapshots.py", "orchestration/store/checkpoints.py",
 )  # fmt: skip
 BUFFER, PARTIAL, STALENESS = "rollouts/buffer.py", "rollouts/partial.py", "rollouts/staleness.py"
-JOURNAL, TICKETS, FILES = "durable/journal.py", "observe/numbers/tickets.py", "durable/files.py"
+JOURNAL, TICKETS, FILES = "durable/journal.py", "observe/numbers/tickets.py", "durable/atomic_files.py"
 
 OF_BUFFER = (
     _one(

@@ -18,9 +18,9 @@ from headrace.algo.config import AlgoConfig
 from headrace.errors import ConfigError, IdentityError
 from headrace.observe.facts import StepTrained, WeightsLive
 from headrace.plan.measure import predict
-from headrace.plan.parts.cores import Shared
 from headrace.plan.parts.engine import SimulatedEngine
 from headrace.plan.parts.pool import Replicas
+from headrace.plan.parts.shared_cores import Shared
 from headrace.plan.planned import planned_world
 from headrace.plan.rates import fits
 from headrace.plan.rates.rates import EngineRates, Rates, TrainerRates, load_rates, save_rates

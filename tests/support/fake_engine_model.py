@@ -16,8 +16,8 @@ import torch
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import Core
 from headrace.engine.native.forward_pass import BLOCK, ForwardInput, ForwardOutput
-from headrace.engine.native.parts import GIB, Model
 from headrace.engine.native.sampling.sampler import Settings, sample
+from headrace.engine.native.servable import GIB, ServableModel
 from headrace.steps import StepOutput
 from headrace.types import Request, Sampling
 from headrace.weights import AdapterSpec, WeightUpdate
@@ -157,7 +157,7 @@ class CoreDriver:
 
     def __init__(self, blocks: int = 64, context_length: int = 128, ends: Iterable[int] = (), **config: Any) -> None:
         self.runner = FakeRunner()
-        model = Model(
+        model = ServableModel(
             runner=self.runner,
             context_length=context_length,
             vocabulary=VOCABULARY,

@@ -13,7 +13,7 @@ import aiohttp
 
 from headrace.engine.fake import FakeEngine
 from headrace.models.chat import ChatEncoder
-from headrace.serve.config import Limits
+from headrace.serve.config import ServerLimits
 from headrace.serve.serving import Serving
 from headrace.serve.start import bind, make_server
 from headrace.weights import WeightUpdate
@@ -36,14 +36,14 @@ async def answering(serving: Serving, token: str = "") -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def faked(
-    model: Path, engine: FakeEngine | None = None, limits: Limits | None = None, token: str = ""
+    model: Path, engine: FakeEngine | None = None, limits: ServerLimits | None = None, token: str = ""
 ) -> AsyncIterator[tuple[Client, Serving]]:
     """The real server over an engine without a model, which serves version 0."""
     serving = Serving(
         engine=engine or FakeEngine(seconds_per_token=0.001),
         encoder=ChatEncoder(model),
         name="tiny",
-        limits=limits or Limits(),
+        limits=limits or ServerLimits(),
         dtype="float32",
     )
     await serving.load(WeightUpdate(version=0, kind="full", fingerprint="fake-0", nbytes=0, seconds=0.0))

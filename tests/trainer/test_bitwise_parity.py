@@ -29,7 +29,7 @@ from headrace.native.arithmetic import arithmetic
 from headrace.orchestration.needs import check_parity
 from headrace.orchestration.workers.build import open_transport
 from headrace.orchestration.workers.first_difference import explained
-from headrace.orchestration.workers.messages import TrainerStart
+from headrace.orchestration.workers.worker_messages import TrainerStart
 from headrace.reports import Capabilities
 from headrace.steps import Transcript, write_down
 from headrace.trainer.config import TrainConfig

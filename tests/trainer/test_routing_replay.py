@@ -24,7 +24,7 @@ from headrace.commands import parity
 from headrace.commands.parity import ParityRow
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
-from headrace.engine.native.runners.weights import parameters_from_dir
+from headrace.engine.native.runners.weight_tensors import parameters_from_dir
 from headrace.errors import ConfigError
 from headrace.models.resolve import resolve_model
 from headrace.packing import Pack, pack_rows, pack_sequence

@@ -18,14 +18,14 @@ import torch
 
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.cache.blocks import Blocks
-from headrace.engine.native.cache.routing import Routing
-from headrace.engine.native.parts import Model, count_blocks, read_model
-from headrace.engine.native.requests import Limits
+from headrace.engine.native.cache.recorded_routing import RecordedRouting
+from headrace.engine.native.requests import RequestLimits
 from headrace.engine.native.sampling.stopping import Stopper
 from headrace.engine.native.schedule.forks import Forks
 from headrace.engine.native.schedule.passes import Planner
 from headrace.engine.native.schedule.scheduler import Scheduler
 from headrace.engine.native.schedule.sequences import Running, Sequence
+from headrace.engine.native.servable import ServableModel, count_blocks, read_model
 from headrace.engine.native.served import Served
 from headrace.engine.native.stepping import Stepper
 from headrace.errors import ConfigError
@@ -45,7 +45,7 @@ class Prepared:
 class Core:
     """An `EngineCore` over any model. Weights come through `prepare` and `swap`."""
 
-    def __init__(self, model: Model, config: EngineConfig) -> None:
+    def __init__(self, model: ServableModel, config: EngineConfig) -> None:
         """Raises ConfigError for a KV budget that holds no sequence."""
         self._model, self._runner, self._config = model, model.runner, config
         blocks = Blocks(count_blocks(model, config.kv_gib))
@@ -55,7 +55,7 @@ class Core:
         self._schedule = Scheduler(blocks, running, self._served)
         self._forks = Forks(self._schedule, running, blocks)
         routing = _routing(model, config, blocks.count)
-        self._limits = Limits(
+        self._limits = RequestLimits(
             model.context_length, model.vocabulary, stop_strings=model.decode is not None, routing=config.routing
         )
         ends = np.isin(np.arange(model.vocabulary), list(model.ends))
@@ -257,15 +257,15 @@ class NativeEngine(Core):
         super().__init__(read_model(model_dir, config), config)
 
 
-def _routing(model: Model, config: EngineConfig, blocks: int) -> Routing | None:
+def _routing(model: ServableModel, config: EngineConfig, blocks: int) -> RecordedRouting | None:
     if not config.routing:
         return None
     layers, k = model.runner.experts
     if not layers:
         raise ConfigError(
-            f"engine.routing = true, but {model.runner.path} has no experts whose choice it can tell; set it to false"
+            f"engine.routing = true, but {model.runner.path} has no experts whose choice it can report; set it to false"
         )
-    return Routing(blocks, layers, k)
+    return RecordedRouting(blocks, layers, k)
 
 
 def _ended_before(sequence: Sequence, ends: frozenset[int]) -> Stop | None:

@@ -12,7 +12,7 @@ COLDEST = 1e-5
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """The limits that requests are checked against."""
 
     context_length: int
@@ -47,7 +47,7 @@ class Limits:
             raise ValueError("stop strings need the model's tokenizer, which its directory lacks; use stop_token_ids")
         if not 0 <= request.top_logprobs <= self.vocabulary:
             raise ValueError(
-                f"top_logprobs = {request.top_logprobs} cannot be told; it must be 0 to {self.vocabulary}, the vocabulary"
+                f"top_logprobs = {request.top_logprobs} cannot be returned; it must be 0 to {self.vocabulary}, the vocabulary"
             )
         if request.return_routing and not self.routing:
             raise ValueError(

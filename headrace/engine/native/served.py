@@ -11,7 +11,7 @@ from headrace.weights import AdapterSpec, WeightUpdate
 
 
 @dataclass(frozen=True)
-class Loaded:
+class AdapterSlot:
     slot: int
     version: int
     base: str
@@ -25,7 +25,7 @@ class Served:
         self.fingerprint = ""
         self.mixed = False
         """Whether some parameters are newer than `base`, because an update is being streamed in."""
-        self.adapters: dict[str, Loaded] = {}
+        self.adapters: dict[str, AdapterSlot] = {}
         self._versions = np.full(max_adapters + 1, -1, dtype=np.int64)
         """The version in each adapter slot; the last entry is the base model's."""
 
@@ -87,7 +87,7 @@ class Served:
         assert before is None or version > before.version, "versions never go back"
         taken = {loaded.slot for loaded in self.adapters.values()}
         slot = before.slot if before else next(slot for slot in range(len(self._versions)) if slot not in taken)
-        self.adapters[spec.name] = Loaded(slot, version, spec.base)
+        self.adapters[spec.name] = AdapterSlot(slot, version, spec.base)
         self._versions[slot] = version
         return slot
 

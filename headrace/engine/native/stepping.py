@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import torch
 
-from headrace.engine.native.cache.routing import Routing
+from headrace.engine.native.cache.recorded_routing import RecordedRouting
 from headrace.engine.native.forward_pass import ForwardOutput, Runner
 from headrace.engine.native.sampling import details
 from headrace.engine.native.sampling.drawing import draw
@@ -50,7 +50,7 @@ class Stepper:
         planner: Planner,
         served: Served,
         forks: Forks,
-        routing: Routing | None,
+        routing: RecordedRouting | None,
         ends: np.ndarray,
     ) -> None:
         """`ends` [V] bool: end-of-sequence tokens."""
@@ -148,16 +148,16 @@ class Stepper:
 
     def _score(self, plan: Plan, logits: torch.Tensor, ends: Ends) -> tuple[PromptScores, ...]:
         """Reports the log-probs of a prompt when all of it has been computed."""
-        told, place = [], len(plan.decoding)
+        scored, place = [], len(plan.decoding)
         for chunk in plan.chunks:
             sequence = self._running.sequences[chunk.row]
             if sequence.scored and self._score_chunk(chunk, logits[place : place + chunk.scores], ends):
                 version, mixed = self._served.version(sequence.adapter), self._served.mixed
-                told.append(details.of_prompt(sequence, version, mixed))
+                scored.append(details.of_prompt(sequence, version, mixed))
                 sequence.scored, sequence.scores = False, []
                 self._running.columns["scored"][chunk.row] = False
             place += chunk.scores + chunk.samples
-        return tuple(told)
+        return tuple(scored)
 
     def _score_chunk(self, chunk: Chunk, logits: torch.Tensor, ends: Ends) -> bool:
         """Whether the prompt is through. One that was only to be scored ends with its last token."""

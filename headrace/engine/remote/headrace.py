@@ -29,16 +29,16 @@ class HeadraceDialect:
     """Protocol `Dialect`."""
 
     async def look(self, connection: Connection, seconds: float) -> ServerState:
-        told = await connection.get("/headrace/state", seconds)
+        answer = await connection.get("/headrace/state", seconds)
         try:
-            labels = {"": told["weights"], **told["adapters"]}
-            can = msgspec.convert(told["capabilities"], Capabilities)
+            labels = {"": answer["weights"], **answer["adapters"]}
+            can = msgspec.convert(answer["capabilities"], Capabilities)
             return ServerState(
-                boot=told["boot"],
-                dtype=told["dtype"],
+                boot=answer["boot"],
+                dtype=answer["dtype"],
                 capabilities=msgspec.structs.replace(can, **dict.fromkeys(_CANNOT, False)),
                 fingerprints={name: label["fingerprint"] for name, label in labels.items() if label},
-                stats=msgspec.convert(told["stats"], EngineStats),
+                stats=msgspec.convert(answer["stats"], EngineStats),
             )
         except (KeyError, TypeError, AttributeError, msgspec.ValidationError) as error:
             raise ConfigError(
@@ -77,11 +77,11 @@ class HeadraceDialect:
         try:
             return _heard(event, request)
         except (KeyError, TypeError, IndexError, AttributeError) as error:
-            raise Unreachable(f"the server told what makes no sense: {error!r}") from None
+            raise Unreachable(f"the server sent what makes no sense: {error!r}") from None
 
     async def load(self, connection: Connection, update: WeightUpdate, seconds: float) -> LoadReport:
-        told = await connection.post("/headrace/weights", msgspec.to_builtins(update), seconds)
-        return msgspec.convert(told, LoadReport)
+        answer = await connection.post("/headrace/weights", msgspec.to_builtins(update), seconds)
+        return msgspec.convert(answer, LoadReport)
 
     async def unload(self, connection: Connection, adapter: str, seconds: float) -> None:
         await connection.tell("/v1/unload_lora_adapter", {"lora_name": adapter}, seconds)
@@ -96,7 +96,7 @@ def _heard(event: Any, request: Request) -> Heard:
     content = choice["logprobs"]["content"]
     tokens, reason = choice["token_ids"], choice["finish_reason"]
     if len(content) != len(tokens):
-        raise Unreachable(f"the server told {len(tokens)} tokens and {len(content)} log-probs")
+        raise Unreachable(f"the server sent {len(tokens)} tokens and {len(content)} log-probs")
     scores, scored_by = _scores(event, request)
     return Heard(
         runs=_runs(choice["spans"], tokens, [_number(one["logprob"]) for one in content]),
@@ -111,7 +111,7 @@ def _heard(event: Any, request: Request) -> Heard:
 def _runs(spans: Sequence[Any], tokens: Sequence[int], logprobs: Sequence[float]) -> list[Run]:
     ends = [*(span["start"] for span in spans[1:]), len(tokens)]
     if tokens and (not spans or spans[0]["start"] != 0):
-        raise Unreachable("the server told tokens without their versions")
+        raise Unreachable("the server sent tokens without their versions")
     return [
         Run(
             tokens=tokens[span["start"] : end],
@@ -130,7 +130,7 @@ def _details(choice: Any, content: Sequence[Any], request: Request) -> list[Toke
         return []
     masks = choice["sampling_mask"] if request.return_mask else [()] * len(content)
     if len(masks) != len(content):
-        raise Unreachable(f"the server told {len(content)} tokens and {len(masks)} sampling masks")
+        raise Unreachable(f"the server sent {len(content)} tokens and {len(masks)} sampling masks")
     return [
         TokenDetails(
             request.id,

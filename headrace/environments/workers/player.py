@@ -11,17 +11,17 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.environments.workers.frames import (
+from headrace.environments.workers.episode_frames import (
     Cancel,
-    Chat,
-    Ended,
+    ChatAsked,
+    ChatReply,
     FromController,
     FromProcess,
     Play,
-    Reply,
     Rewards,
+    RolloutDone,
 )
-from headrace.environments.workers.talk import Agent, BlockingAgent, RolloutEnded
+from headrace.environments.workers.talk import AsyncAgent, BlockingAgent, RolloutEnded
 from headrace.environments.workers.tools import Toolbox, in_thread, is_async
 from headrace.settings.user_code import one_line, traceback_of
 from headrace.types import Failure
@@ -43,7 +43,7 @@ class Player:
         self._function, self._send, self._limits = function, send, limits
         self._loop = asyncio.get_running_loop()
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._waiting: dict[int, asyncio.Future[Reply]] = {}
+        self._waiting: dict[int, asyncio.Future[ChatReply]] = {}
         self._owners: weakref.WeakKeyDictionary[asyncio.Task[Any], int] = weakref.WeakKeyDictionary()
         factory: Any = self._owned
         self._loop.set_task_factory(factory)
@@ -52,7 +52,7 @@ class Player:
         match order:
             case Play():
                 self._tasks[order.id] = self._loop.create_task(self._play(order))
-            case Reply():
+            case ChatReply():
                 waiting = self._waiting.get(order.id)
                 if waiting and not waiting.done():
                     waiting.set_result(order)
@@ -76,7 +76,7 @@ class Player:
         self._owners[task] = order.id
         _owner.set(order.id)
         box = Toolbox(self._limits.seconds, self._limits.characters)
-        agent = Agent(order.id, order.seed, ask=self._ask, tell=self._send, box=box)
+        agent = AsyncAgent(order.id, order.seed, ask=self._ask, tell=self._send, box=box)
         rewards: Rewards | None = None
         failure: Failure | None = None
         try:
@@ -90,9 +90,9 @@ class Player:
         except BaseException as error:
             failure = Failure("environment_raised", one_line(error), traceback_of(error))
         del self._tasks[order.id]
-        self._send(Ended(id=order.id, rewards=rewards, failure=failure, leaves=box.left))
+        self._send(RolloutDone(id=order.id, rewards=rewards, failure=failure, leaves=box.left))
 
-    async def _called(self, agent: Agent, order: Play) -> Any:
+    async def _called(self, agent: AsyncAgent, order: Play) -> Any:
         offered = {**order.columns, "prompt": order.prompt}
         given = arguments(self._function, offered)
         if is_async(self._function):
@@ -107,7 +107,7 @@ class Player:
             answer.exception()
             raise
 
-    async def _ask(self, chat: Chat) -> Reply:
+    async def _ask(self, chat: ChatAsked) -> ChatReply:
         if chat.id in self._waiting:
             raise RuntimeError("a rollout asks for one turn at a time: await the one before")
         answer = self._waiting[chat.id] = self._loop.create_future()

@@ -10,17 +10,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from headrace.environments.workers.frames import (
+from headrace.environments.workers.episode_frames import (
     Beat,
     Cancel,
-    Chat,
-    Ended,
+    ChatAsked,
+    ChatReply,
     FromController,
     FromProcess,
+    FunctionLoaded,
     Play,
-    Ready,
-    Reply,
     Rewarded,
+    RolloutDone,
     pack,
     receive,
 )
@@ -34,10 +34,10 @@ SILENT = 30.0
 GRACE = 10.0
 """Seconds that the user's `finally` blocks may take after a rollout was cancelled."""
 
-MODULE = "headrace.environments.workers.worker"
+MODULE = "headrace.environments.workers.environment_worker"
 
 
-class Settings(Struct, frozen=True):
+class FunctionSettings(Struct, frozen=True):
     """The settings that a process is started with."""
 
     spec: str
@@ -59,7 +59,7 @@ class Settings(Struct, frozen=True):
         return [self.spec, json.dumps(rest)]
 
 
-class Asked(Struct, frozen=True):
+class RolloutAsked(Struct, frozen=True):
     """A rollout that is to be played."""
 
     prompt: str | list[dict[str, Any]]
@@ -67,10 +67,10 @@ class Asked(Struct, frozen=True):
     seed: int
 
 
-class Listener(Protocol):
+class RolloutListener(Protocol):
     """The part of the controller that answers a rollout while it is played."""
 
-    async def chat(self, asked: Chat) -> Reply:
+    async def chat(self, asked: ChatAsked) -> ChatReply:
         """Raises what ends the rollout."""
 
     def rewarded(self, name: str, value: float) -> None: ...
@@ -86,7 +86,7 @@ class Lost(Exception):
 
 
 class EnvironmentProcess(UserProcess):
-    def __init__(self, settings: Settings, log: Path | None) -> None:
+    def __init__(self, settings: FunctionSettings, log: Path | None) -> None:
         super().__init__("environment", MODULE, settings.arguments(), log)
         self._settings = settings
         self._ids: Iterator[int] = itertools.count()
@@ -117,14 +117,14 @@ class EnvironmentProcess(UserProcess):
         except asyncio.CancelledError:
             await self.end("was not needed any more")
             raise
-        assert isinstance(ready, Ready)
+        assert isinstance(ready, FunctionLoaded)
         if ready.error:
             await self.end(f"could not load the environment a second time: {ready.error}")
             raise ProcessLost(self.why)
         self.alive = True
         self._receiving = asyncio.create_task(self._receive())
 
-    async def play(self, asked: Asked, listener: Listener) -> Ended:
+    async def play(self, asked: RolloutAsked, listener: RolloutListener) -> RolloutDone:
         """Plays one rollout. Raises `Lost` if the process ends before it does, `RolloutFailed` if it takes too long, and what the
         listener raises. When it is cancelled, the user's `finally` blocks run behind it."""
         id = next(self._ids)
@@ -138,11 +138,11 @@ class EnvironmentProcess(UserProcess):
                     case None:
                         over = True
                         raise Lost(self.why, None if self._blamed < 0 else self._blamed == id)
-                    case Chat():
+                    case ChatAsked():
                         self._send(await self._answered(frame, listener))
                     case Rewarded():
                         listener.rewarded(frame.name, frame.value)
-                    case Ended():
+                    case RolloutDone():
                         over = True
                         self.left += frame.leaves
                         return frame
@@ -165,9 +165,9 @@ class EnvironmentProcess(UserProcess):
             raise RolloutFailed("environment_timeout", limit) from None
         return frame, max(left - (clock() - since), 1e-3)
 
-    async def _answered(self, asked: Chat, listener: Listener) -> Reply:
+    async def _answered(self, asked: ChatAsked, listener: RolloutListener) -> ChatReply:
         reply = await listener.chat(asked)
-        return Reply(
+        return ChatReply(
             id=asked.id,
             text=reply.text,
             calls=reply.calls,
@@ -186,9 +186,9 @@ class EnvironmentProcess(UserProcess):
 
     async def _parted(self, id: int, heard: asyncio.Queue[FromProcess | None]) -> None:
         async def ended() -> None:
-            while not isinstance(frame := await heard.get(), Ended | None):
+            while not isinstance(frame := await heard.get(), RolloutDone | None):
                 pass
-            self.left += frame.leaves if isinstance(frame, Ended) else 0
+            self.left += frame.leaves if isinstance(frame, RolloutDone) else 0
 
         try:
             await within(self.pid, GRACE, ended())
@@ -203,7 +203,7 @@ class EnvironmentProcess(UserProcess):
                 match frame:
                     case Beat(blocked_by=id) if id >= 0:
                         self._lose(id, "was killed, because an async function kept its event loop from running")
-                    case Chat(id=id) | Rewarded(id=id) | Ended(id=id):
+                    case ChatAsked(id=id) | Rewarded(id=id) | RolloutDone(id=id):
                         if id in self._heard:
                             self._heard[id].put_nowait(frame)
         except TimeoutError:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.environments.workers.frames import PROBLEM, Chat, Reply, Rewarded
+from headrace.environments.workers.episode_frames import PROBLEM, ChatAsked, ChatReply, Rewarded
 from headrace.environments.workers.tools import Toolbox
 
 Message = dict[str, Any]
@@ -19,7 +19,7 @@ class RolloutEnded(Exception):
 
 
 @dataclass(frozen=True)
-class ToolCall:
+class CalledTool:
     """A tool call that the model wrote."""
 
     name: str
@@ -36,8 +36,8 @@ class AgentReply:
 
     text: str
     """Its text outside the tool calls."""
-    tool_calls: tuple[ToolCall, ...]
-    """Its tool calls, the malformed ones too: `Agent.call` answers them with an error message."""
+    tool_calls: tuple[CalledTool, ...]
+    """Its tool calls, the malformed ones too: `AsyncAgent.call` answers them with an error message."""
     stop: str
     """`stop`, `length` (cut off at rollout.max_tokens), or `limit`: the rollout is at its limit, nothing was sampled, and no more turns
     can be had."""
@@ -47,7 +47,7 @@ class AgentReply:
         return self.text
 
 
-class Agent:
+class AsyncAgent:
     """The agent of an async function."""
 
     def __init__(
@@ -55,7 +55,7 @@ class Agent:
         id: int,
         seed: int,
         *,
-        ask: Callable[[Chat], Awaitable[Reply]],
+        ask: Callable[[ChatAsked], Awaitable[ChatReply]],
         tell: Callable[[Rewarded], None],
         box: Toolbox,
     ) -> None:
@@ -73,11 +73,11 @@ class Agent:
 
         Raises ValueError for messages that are none, and for what the chat template refuses."""
         schemas = None if tools is None else await self._box.offer(tools)
-        reply = await self._ask(Chat(self._id, messages_of(messages), schemas))
+        reply = await self._ask(ChatAsked(self._id, messages_of(messages), schemas))
         if reply.refused:
             raise ValueError(reply.refused)
         calls = tuple(
-            ToolCall(one.name, {} if one.problem else json.loads(one.arguments), one.id, one.problem)
+            CalledTool(one.name, {} if one.problem else json.loads(one.arguments), one.id, one.problem)
             for one in reply.calls
         )
         return AgentReply(reply.text, calls, "limit" if reply.over else reply.stop, reply.tokens)
@@ -91,7 +91,7 @@ class Agent:
         """Gives the last turn a reward of its own."""
         self._tell(Rewarded(self._id, str(name), float(value)))
 
-    async def _answer(self, call: ToolCall) -> Message:
+    async def _answer(self, call: CalledTool) -> Message:
         content, problem = ("", "malformed") if call.problem else await self._box.use(call.name, call.arguments)
         if call.problem:
             content = f"error: the tool call cannot be read: {call.problem}"
@@ -102,7 +102,7 @@ class Agent:
 class BlockingAgent:
     """The agent of a plain function, which runs in a thread of its own: the same methods, which return when they are done."""
 
-    def __init__(self, agent: Agent, wait: Callable[[Awaitable[Any]], Any]) -> None:
+    def __init__(self, agent: AsyncAgent, wait: Callable[[Awaitable[Any]], Any]) -> None:
         self.seed = agent.seed
         self._agent, self._wait = agent, wait
 

@@ -12,7 +12,7 @@ from typing import Any
 
 Schema = dict[str, Any]
 Answer = tuple[str, str]
-"""The text that the model is shown, and the problem (`frames.PROBLEM`); empty if there is none."""
+"""The text that the model is shown, and the problem (`episode_frames.PROBLEM`); empty if there is none."""
 
 
 class Toolbox:

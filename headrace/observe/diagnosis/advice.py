@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from headrace.observe.numbers import measures
 from headrace.observe.numbers.state import RunState
-from headrace.observe.text import counted, number, percent
+from headrace.observe.texts import counted, number, percent
 
 OFTEN = 0.5
 """Share of completions that are cut off, or of groups without contrast, from which advice is given."""

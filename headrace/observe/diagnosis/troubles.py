@@ -8,7 +8,7 @@ from typing import NamedTuple
 from headrace.observe.facts import Evaluated, FirstFailure
 from headrace.observe.numbers.shares import Tally
 from headrace.observe.numbers.state import RunState
-from headrace.observe.text import counted, percent, plural
+from headrace.observe.texts import counted, percent, plural
 
 
 class Failing(NamedTuple):

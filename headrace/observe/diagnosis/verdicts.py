@@ -11,7 +11,7 @@ from headrace.observe.facts import Accounting, Evaluated
 from headrace.observe.numbers.fates import Shift, discarded, length_shift, reward_shift
 from headrace.observe.numbers.measures import mean_lag, trimmed_tokens
 from headrace.observe.numbers.state import RunState
-from headrace.observe.text import counted, number, percent, plural, with_error
+from headrace.observe.texts import counted, number, percent, plural, with_error
 
 Mood = Literal["good", "bad", "plain", "unknown"]
 

@@ -19,10 +19,10 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
+from headrace.observe.health.live_status import add_verdict
 from headrace.observe.health.outside import may_be_read_by, stacks_from_outside
 from headrace.observe.health.own_stacks import innermost
 from headrace.observe.health.stacks import is_stopped, process_state
-from headrace.observe.health.status import add_verdict
 
 SLICE = 0.5
 """Seconds of one turn. A turn that took longer means that this process was stopped too, and counts as two slices at most."""

@@ -29,10 +29,10 @@ from headrace.errors import HeadraceError
 from headrace.observe.facts import RunEnded, RunStarted, Warned, WorkerLost
 from headrace.observe.health import own_stacks, stacks
 from headrace.observe.health.family import Family, family
+from headrace.observe.health.live_status import LiveStatus, write_live
 from headrace.observe.health.monitor import Monitor
 from headrace.observe.health.patience import Starvation
 from headrace.observe.health.snapshot import Camera, blame
-from headrace.observe.health.status import LiveStatus, write_live
 from headrace.observe.health.waits import Lasting, Testimony, Waits, picture
 
 STALLED = 3

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headrace.durable.files import replace_file
+from headrace.durable.atomic_files import replace_file
 from headrace.errors import ConfigError
 from headrace.observe.numbers.rollout_view import Pieces
 from headrace.observe.records import METRICS, REPORT

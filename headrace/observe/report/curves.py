@@ -15,7 +15,7 @@ from headrace.observe.report.data import Bin, ReportData
 from headrace.observe.report.draw.axes import extent
 from headrace.observe.report.draw.svg import Chart, figure
 from headrace.observe.report.frame import hovers, note_of, of_steps, resumes
-from headrace.observe.text import clip, number, percent, with_error
+from headrace.observe.texts import clip, number, percent, with_error
 
 Line = tuple[str, str, Callable[[Bin], float]]
 """Colour, name, value."""

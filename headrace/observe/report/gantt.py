@@ -12,7 +12,7 @@ from headrace.observe.numbers.engine_use import EngineSpan
 from headrace.observe.numbers.measures import train_seconds
 from headrace.observe.numbers.state import RunState
 from headrace.observe.report.draw.axes import clock_ticks
-from headrace.observe.text import duration, number, percent, short_time
+from headrace.observe.texts import duration, number, percent, short_time
 
 LANES = {"engine": (4, 34), "swaps": (42, 20), "trainer": (68, 34), "other": (108, 22)}
 """Lane -> top and height."""

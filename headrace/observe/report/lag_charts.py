@@ -11,7 +11,7 @@ from headrace.observe.report.draw.axes import extent
 from headrace.observe.report.draw.svg import Chart, figure
 from headrace.observe.report.draw.tables import table
 from headrace.observe.report.frame import hovers, note_of, of_steps, resumes
-from headrace.observe.text import number, percent
+from headrace.observe.texts import number, percent
 from headrace.reports import LagStats
 
 LAST = 5

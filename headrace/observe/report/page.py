@@ -16,7 +16,7 @@ from headrace.observe.report.gantt import gantt
 from headrace.observe.report.lag_charts import lag_table
 from headrace.observe.report.plots import all_plots
 from headrace.observe.report.rollouts import rollouts
-from headrace.observe.text import clip, counted, duration, percent, plural, short_time
+from headrace.observe.texts import clip, counted, duration, percent, plural, short_time
 
 HERE = Path(__file__).parent
 SECTIONS = ("curves", "pools", "accounting", "rollouts", "warnings", "setup")

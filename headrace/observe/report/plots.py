@@ -14,7 +14,7 @@ from headrace.observe.report.draw.svg import Chart, figure
 from headrace.observe.report.frame import hovers, note_of, of_steps, resumes
 from headrace.observe.report.lag_charts import kl_by_lag, lag_class, lag_name
 from headrace.observe.report.sieves import lengths, solve_rates
-from headrace.observe.text import number, percent, plural, short_time
+from headrace.observe.texts import number, percent, plural, short_time
 
 POSITIVE = (0.0, math.inf)
 SHARE = (0.0, 1.0)

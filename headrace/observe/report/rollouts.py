@@ -10,7 +10,7 @@ from headrace.observe.diagnosis.troubles import judged
 from headrace.observe.numbers.rollout_view import CONTEXT, RolloutView, span_list, token_details
 from headrace.observe.report.draw.tables import table
 from headrace.observe.report.lag_charts import LAST, lag_class
-from headrace.observe.text import clip, counted, number
+from headrace.observe.texts import clip, counted, number
 
 MAX_TEXT, MAX_TOKENS = 4000, 400
 """Characters of a prompt, and tokens of a completion, that the table shows."""

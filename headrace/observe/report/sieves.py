@@ -8,7 +8,7 @@ from collections import Counter
 from headrace.observe.numbers.fates import Histogram, Sieve, discarded
 from headrace.observe.numbers.state import RunState
 from headrace.observe.report.draw.svg import Chart, figure
-from headrace.observe.text import number, percent, plural
+from headrace.observe.texts import number, percent, plural
 
 SLOTS = 40
 """Slots of a histogram at most."""

@@ -16,7 +16,7 @@ from headrace.observe.records import MetricsFact, StepRow
 from headrace.observe.screen.live import brief, padded
 from headrace.observe.screen.surface import REFRESH, open_screen, terminal_mode
 from headrace.observe.screen.terminal import Header, PlainLines
-from headrace.observe.text import duration
+from headrace.observe.texts import duration
 
 
 class Board:

@@ -13,7 +13,7 @@ from rich.text import Text
 from headrace.observe.diagnosis.troubles import judged
 from headrace.observe.numbers.rollout_view import CONTEXT, RolloutView, span_list
 from headrace.observe.screen.layout import one_line
-from headrace.observe.text import clip, counted, number, plural
+from headrace.observe.texts import clip, counted, number, plural
 from headrace.reports import TrainReport
 
 LAG_STYLES = ("green", "cyan", "bright_blue", "magenta", "bright_magenta", "red")

@@ -17,7 +17,7 @@ from headrace.observe.numbers import measures
 from headrace.observe.numbers.state import RunState
 from headrace.observe.records import Sample
 from headrace.observe.screen.layout import FAINT, Line, Lines, distinct, middle_out, printable, without_marks
-from headrace.observe.text import bar, counted, number, percent, plural, sparkline, with_error
+from headrace.observe.texts import bar, counted, number, percent, plural, sparkline, with_error
 
 GOOD, BAD, WARN = "bold green", "bold red", "yellow"
 WIDTH = 120

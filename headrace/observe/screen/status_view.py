@@ -15,13 +15,13 @@ from headrace.observe.diagnosis.advice import advices
 from headrace.observe.diagnosis.troubles import failings, shares
 from headrace.observe.diagnosis.verdicts import equation, reasons
 from headrace.observe.diagnosis.verdicts import lag as lag_verdict
-from headrace.observe.health.status import LIVING, SILENT, LiveStatus, Status
+from headrace.observe.health.live_status import LIVING, SILENT, LiveStatus, Status
 from headrace.observe.numbers import measures
 from headrace.observe.numbers.state import RunState
 from headrace.observe.screen import live
 from headrace.observe.screen.layout import FAINT, GAP, Line, Lines
 from headrace.observe.screen.live import BAD, GOOD, WARN
-from headrace.observe.text import clip, duration, plural, short_time
+from headrace.observe.texts import clip, duration, plural, short_time
 
 MARKS = {
     "alive": ("●", GOOD),

@@ -29,7 +29,7 @@ from headrace.observe.numbers.lags import over_steps
 from headrace.observe.numbers.state import RunState
 from headrace.observe.screen.layout import FAINT, LABEL, distinct, without_marks
 from headrace.observe.screen.live import BAD, GOOD, WARN
-from headrace.observe.text import bar, clip, counted, duration, number, percent, plural, short_time, sparkline
+from headrace.observe.texts import bar, clip, counted, duration, number, percent, plural, short_time, sparkline
 
 WIDTH = 100
 """Columns at most."""

@@ -31,7 +31,7 @@ from headrace.observe.records import MetricsFact, StepRow
 from headrace.observe.screen.layout import FAINT, LABEL, HeaderAbove, flow
 from headrace.observe.screen.live import WIDTH, frame, padded
 from headrace.observe.screen.surface import REFRESH, open_screen
-from headrace.observe.text import clip, duration, number, percent, plural, short_time, with_error
+from headrace.observe.texts import clip, duration, number, percent, plural, short_time, with_error
 
 
 class Header:

@@ -15,8 +15,8 @@ from headrace.errors import HeadraceError
 from headrace.observe.facts import EngineSample, WorkerLost
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.clients.keeper import Keeper
-from headrace.orchestration.workers.messages import EngineStart
 from headrace.orchestration.workers.wire import unpack
+from headrace.orchestration.workers.worker_messages import EngineStart
 from headrace.protocols import Job, Launcher, Worker
 from headrace.reports import TOTALS, Capabilities, EngineStats, LoadReport
 from headrace.steps import StepOutput, Transcript

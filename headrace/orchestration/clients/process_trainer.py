@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.errors import WorkerDied
-from headrace.orchestration.workers.messages import TrainerReady, TrainerStart
+from headrace.orchestration.workers.worker_messages import TrainerReady, TrainerStart
 from headrace.protocols import Job, Launcher
 from headrace.reports import TrainReport
 from headrace.types import Batch

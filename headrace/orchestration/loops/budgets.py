@@ -26,7 +26,7 @@ from collections.abc import Callable
 from headrace.errors import RunPaused, TrainingError
 from headrace.observe.facts import Fact, GroupEnded, Warned
 from headrace.observe.numbers.shares import PROMPTS, WINDOW, Recent
-from headrace.observe.text import counted, percent
+from headrace.observe.texts import counted, percent
 from headrace.orchestration.loops.outcomes import Firsts, Rolled
 from headrace.settings.process_config import WatchConfig
 from headrace.types import Failure

@@ -16,7 +16,7 @@ from headrace.playing import EnvironmentKind
 from headrace.protocols import Scorer
 from headrace.rollouts.episodes import roll_out, with_rewards
 from headrace.rollouts.rollout import RolloutConfig, seed_of
-from headrace.rollouts.session import Decode, Generate, Played, Room, TurnAsked
+from headrace.rollouts.rollout_session import Decode, Generate, Played, Room, TurnAsked
 from headrace.settings.process_config import EvalConfig
 from headrace.types import Completion, Failure, Prompt, Request, Scored
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from headrace.auto.allowance import Allowance
 from headrace.observe.facts import Fact, Planned, Warned
-from headrace.observe.text import duration, plural
+from headrace.observe.texts import duration, plural
 from headrace.rollouts.buffer import Buffer
 
 Keep = Callable[[int, int], None]

@@ -21,7 +21,7 @@ from headrace.playing import EnvironmentKind
 from headrace.protocols import Engine, Scorer, Task, Trainer
 from headrace.rollouts.buffer import Buffer
 from headrace.rollouts.partial import Interrupts
-from headrace.rollouts.session import Decode
+from headrace.rollouts.rollout_session import Decode
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from headrace.orchestration.loops.budgets import Budgets
 from headrace.orchestration.loops.outcomes import FirstTexts, Rolled
 from headrace.orchestration.loops.parts import EarlierMetrics, Parts
 from headrace.rollouts.episodes import roll_out, with_rewards
-from headrace.rollouts.session import Played, Room, TurnAsked
+from headrace.rollouts.rollout_session import Played, Room, TurnAsked
 from headrace.types import Completion, Failure, Group, Prompt, Scored
 
 

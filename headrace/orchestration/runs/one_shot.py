@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Literal
 
+from headrace.auto.measurer import Measurer
 from headrace.config import RunConfig
 from headrace.errors import CheckpointError, ConfigError, HeadraceError
 from headrace.models.resolve import resolve_model
 from headrace.observe.facts import Evaluated, Fact, FirstFailure, Warned, WorkerLost
 from headrace.observe.records import steps_done
-from headrace.observe.text import plural
+from headrace.observe.texts import plural
 from headrace.orchestration.build import (
     build_environment,
     build_scorer,
@@ -22,6 +24,7 @@ from headrace.orchestration.build import (
     open_model,
     open_telemetry,
 )
+from headrace.orchestration.choosing import settle_here
 from headrace.orchestration.loops.evaluation import Evaluator
 from headrace.orchestration.pools import open_pools
 from headrace.orchestration.python_inputs import NO_INPUTS, PythonInputs
@@ -49,10 +52,12 @@ def evaluate(
     prompts: int | None = None,
     step: int | None = None,
     inputs: PythonInputs = NO_INPUTS,
+    *,
+    measurer: Measurer | None = None,
 ) -> Evaluated:
     """Measures the mean reward on `prompts` held-out prompts: of the config's model, or of the last checkpoint of `run` (or of `step`, see
     `checkpoint_of`). With `run`, `config` must be that run's config. `inputs`: functions and rows that the config names but cannot
-    hold."""
+    hold. `measurer`: chooses what a config without a run leaves open, as at the start of a run; a run has chosen already."""
     if config.adapters:
         names = ", ".join(one.name for one in config.adapters)
         raise ConfigError(
@@ -67,7 +72,18 @@ def evaluate(
         raise ConfigError(f"{count} held-out prompts were asked for; there are {config.task.held_out} (task.held_out)")
     if step is not None and run is None:
         raise ConfigError("a step belongs to a run: name the directory of a run, not a config")
-    return complete(_evaluate(config, checkpoint_of(run, step) if run else None, count, inputs))
+    return complete(_choose_and_evaluate(config, checkpoint_of(run, step) if run else None, count, inputs, measurer))
+
+
+async def _choose_and_evaluate(
+    config: RunConfig, checkpoint: Path | None, prompts: int, inputs: PythonInputs, measurer: Measurer | None
+) -> Evaluated:
+    if checkpoint is None:
+        model_dir = await asyncio.to_thread(resolve_model, config.model.path)
+        config = await asyncio.to_thread(settle_here, config, model_dir, measurer)
+        for what, why in config.chosen.why.items():
+            print(f"{what}: {why}", file=sys.stderr)
+    return await _evaluate(config, checkpoint, prompts, inputs)
 
 
 async def _evaluate(config: RunConfig, checkpoint: Path | None, prompts: int, inputs: PythonInputs) -> Evaluated:

@@ -31,7 +31,15 @@ from headrace.orchestration.wording import headline, placement
 from headrace.rehearsal import machine as machines
 from headrace.rehearsal.episode import episode_lines, try_environment
 from headrace.rehearsal.machine import Machine, gib
-from headrace.rehearsal.memory import MemoryNeed, MemoryPlan, checkpoint_bytes, engine_needs, needs, notes, refusals
+from headrace.rehearsal.memory_needs import (
+    MemoryNeed,
+    MemoryPlan,
+    checkpoint_bytes,
+    engine_needs,
+    needs,
+    notes,
+    refusals,
+)
 from headrace.rehearsal.place import place_problem
 from headrace.rehearsal.prompt_lengths import first_prompts, length_problem, lengths
 from headrace.rehearsal.reward import reward_lines, try_reward

@@ -13,7 +13,7 @@ from headrace.observe.facts import Evaluated
 from headrace.observe.numbers import progress
 from headrace.observe.numbers.state import RunState
 from headrace.observe.report.data import sampled
-from headrace.observe.text import with_error
+from headrace.observe.texts import with_error
 from headrace.orchestration.runs import one_shot
 from headrace.orchestration.runs.lane import Lane
 from headrace.orchestration.store.checkpoints import Checkpoints

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from headrace.auto.measurer import Measurer
 from headrace.config import RunConfig
-from headrace.durable.files import full_disk_as_error
+from headrace.durable.atomic_files import full_disk_as_error
 from headrace.errors import HeadraceError
 from headrace.observe.facts import Warned
 from headrace.observe.health.watchdog import Watchdog

@@ -19,7 +19,7 @@ from typing import Any
 
 from headrace.auto.measurer import Measurer
 from headrace.config import RunConfig, adapter_runs, config_of_run, dump_config, read_config
-from headrace.durable.files import full_disk_as_error
+from headrace.durable.atomic_files import full_disk_as_error
 from headrace.errors import HeadraceError
 from headrace.observe.facts import Warned
 from headrace.observe.health.watchdog import Watchdog

@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from headrace.durable.files import sync_to_disk
+from headrace.durable.atomic_files import sync_to_disk
 from headrace.errors import CheckpointError
 
 FILES = "files.json"

@@ -6,7 +6,7 @@ journal.jsonl      every ticket and its outcome, complete
 passes/            the tokens sampled since the last checkpoint
 checkpoints/       see checkpoints.py
 logs/              output of the worker processes
-status.json        who waits for whom at this moment, see observe/health/status.py
+status.json        who waits for whom at this moment, see observe/health/live_status.py
 report.html
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from headrace.durable.files import full_disk_as_error, read_lines, replace_file
+from headrace.durable.atomic_files import full_disk_as_error, read_lines, replace_file
 from headrace.durable.journal import JOURNAL
 from headrace.errors import ConfigError
 from headrace.observe.records import METRICS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from headrace.durable.files import remove_parts, write_error
+from headrace.durable.atomic_files import remove_parts, write_error
 from headrace.durable.journal import Journal
 from headrace.durable.pass_log import PassLog
 from headrace.observe.facts import Warned

@@ -11,7 +11,7 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.kinds import core_class
 from headrace.models.lora import LoraConfig
 from headrace.orchestration.workers.local import LocalLauncher
-from headrace.orchestration.workers.messages import EngineStart, TrainerStart
+from headrace.orchestration.workers.worker_messages import EngineStart, TrainerStart
 from headrace.protocols import EngineCore, Launcher, TrainerCore, Transport, WeightReceiver, WeightSender
 from headrace.trainer.config import TrainConfig
 from headrace.weight_sync.files import Files
@@ -100,7 +100,7 @@ def build_shadow(start: TrainerStart, core: TrainerCore) -> tuple[Shadow | None,
 def build_engine_core(start: EngineStart) -> tuple[EngineCore, WeightReceiver]:
     import torch
 
-    from headrace.engine.native.runners.weights import parameters_from_dir
+    from headrace.engine.native.runners.weight_tensors import parameters_from_dir
     from headrace.weight_sync.directory import DirectoryReceiver
 
     directory, config = Path(start.model_dir), EngineConfig(**start.engine)

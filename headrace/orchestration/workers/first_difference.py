@@ -9,7 +9,7 @@ import torch
 
 from headrace.engine.native.kernels import stream as engine
 from headrace.errors import IdentityError
-from headrace.orchestration.workers.messages import TrainerStart
+from headrace.orchestration.workers.worker_messages import TrainerStart
 from headrace.protocols import TrainerCore
 from headrace.trainer.step import rescore as trainer
 from headrace.trainer.step.bitwise import UnequalLogprobs

@@ -25,8 +25,8 @@ from headrace.observe.health.own_stacks import answer_signals
 from headrace.orchestration.workers.answers import answer
 from headrace.orchestration.workers.dial_in import SEAT, TOKEN, dial
 from headrace.orchestration.workers.engine_loop import EngineLoop
-from headrace.orchestration.workers.messages import EngineStart, TrainerReady, TrainerStart
 from headrace.orchestration.workers.wire import Frame, WorkerEnd, unpack
+from headrace.orchestration.workers.worker_messages import EngineStart, TrainerReady, TrainerStart
 from headrace.protocols import TrainerCore, WeightSender
 from headrace.reports import TrainReport
 from headrace.types import Batch

@@ -17,10 +17,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from headrace.errors import IdentityError
-from headrace.plan.parts.cores import Shared, work
 from headrace.plan.parts.flight import ROUNDING, EndTimes, Flight, LengthOf
 from headrace.plan.parts.forward_passes import Passes
 from headrace.plan.parts.listeners import Listener, Listeners, Prompts, transcript
+from headrace.plan.parts.shared_cores import Shared, work
 from headrace.plan.rates.rates import EngineRates
 from headrace.reports import EngineStats, LoadReport, capable
 from headrace.steps import Transcript

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 
-from headrace.plan.parts.cores import Shared
+from headrace.plan.parts.shared_cores import Shared
 from headrace.plan.rates.rates import EngineRates
 
 

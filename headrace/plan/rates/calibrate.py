@@ -23,13 +23,14 @@ from headrace.config import RunConfig
 from headrace.environments.single_turn import SINGLE_TURN
 from headrace.errors import ConfigError
 from headrace.orchestration.build import build_scorer, build_task, open_model, open_telemetry
+from headrace.orchestration.choosing import settle_here
 from headrace.orchestration.pools import Pools, open_pools
 from headrace.plan.rates.fits import alike, line
 from headrace.plan.rates.rates import EngineRates, Rates, TrainerRates
 from headrace.protocols import Scorer, Task
 from headrace.rollouts.episodes import roll_out
 from headrace.rollouts.rollout import seed_of
-from headrace.rollouts.session import Played, TurnAsked
+from headrace.rollouts.rollout_session import Played, TurnAsked
 from headrace.simulate.distributions import empirical
 from headrace.types import Batch, Completion, Episode, Failure, Group, Prompt, Request, Sampling, Scored
 
@@ -64,6 +65,11 @@ def calibrate(config: RunConfig, say: Say, reward: Reward | None = None, window:
 async def _calibrate(config: RunConfig, say: Say, reward: Reward | None, window: float) -> Rates:
     with tempfile.TemporaryDirectory() as logs:
         model_dir, encoder = await open_model(config)
+        config = await asyncio.to_thread(
+            settle_here, config, model_dir
+        )  # what a run would use is what has to be measured
+        for what, why in config.chosen.why.items():
+            say(f"{what}: {why}")
         telemetry = open_telemetry(config, _Silent(), time.monotonic)
         task, scorer = build_task(config.task, encoder, config.seed), build_scorer(config, [reward] if reward else [])
         say("starting engine and trainer")

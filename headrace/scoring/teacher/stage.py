@@ -47,7 +47,7 @@ class Teacher:
     """The number k of most probable tokens at every position; 0 asks for the sampled token alone."""
 
 
-class Scores(NamedTuple):
+class TeacherScores(NamedTuple):
     """The scores that another model gives the tokens of a turn."""
 
     version: int
@@ -84,11 +84,13 @@ async def ask(engine: Engine, tokens: Sequence[int], top: int = 0) -> Completion
 # -- by token ---------------------------------------------------------------------------------------------------------------
 
 
-async def score_episode(engine: Engine, prompt: Prompt, episode: Episode, top: int = 0) -> tuple[Scores, ...] | Failure:
+async def score_episode(
+    engine: Engine, prompt: Prompt, episode: Episode, top: int = 0
+) -> tuple[TeacherScores, ...] | Failure:
     """Scores the tokens of each turn, given the whole path before them. One request scores all turns on a path."""
     paths = list(_paths(prompt, episode))
     answers = await asyncio.gather(*(ask(engine, path.tokens, top) for path in paths))
-    found: dict[int, Scores] = {}
+    found: dict[int, TeacherScores] = {}
     for path, answer in zip(paths, answers, strict=True):
         if isinstance(answer, Failure):
             return answer
@@ -122,7 +124,7 @@ def _paths(prompt: Prompt, episode: Episode) -> Iterator[_Path]:
         yield _Path(tuple(tokens), starts)
 
 
-def _slice(answer: Completion, start: int, count: int) -> Scores:
+def _slice(answer: Completion, start: int, count: int) -> TeacherScores:
     """Returns the scores of `count` tokens from `start` on. Entry i of the answer belongs to token i + 1."""
     assert answer.prompt_logprobs is not None and start > 0
     first, end = start - 1, start - 1 + count
@@ -130,7 +132,7 @@ def _slice(answer: Completion, start: int, count: int) -> Scores:
     if top:
         row = 4 * top.k
         top = TopLogprobs(top.k, top.tokens[first * row : end * row], top.logprobs[first * row : end * row])
-    return Scores(answer.spans[0].version, answer.prompt_logprobs[first:end], top)
+    return TeacherScores(answer.spans[0].version, answer.prompt_logprobs[first:end], top)
 
 
 class TraceScorer:
@@ -203,7 +205,7 @@ class TraceScorer:
         ]
 
 
-def _trace(name: str, turn: Scores) -> TeacherTrace:
+def _trace(name: str, turn: TeacherScores) -> TeacherTrace:
     return TeacherTrace(name, (turn.version,) * len(turn.logprobs), turn.logprobs, turn.top)
 
 

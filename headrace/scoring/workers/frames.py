@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from headrace.scoring.job import Job, Loaded, Values
+from headrace.scoring.job import LoadedReward, ScoringJob, Values
 from headrace.types import Struct
 
 _LENGTH = struct.Struct(">I")
@@ -18,7 +18,7 @@ class Call(Struct, frozen=True):
     id: int
     function: int
     """The function's place on the worker's command line, from 0."""
-    job: Job
+    job: ScoringJob
     timeout: float
     """Seconds after which the worker cancels an async function. Any other function can only be killed, by the scorer."""
 
@@ -31,7 +31,7 @@ class Reply(Struct, frozen=True, tag_field="kind", tag="reply"):
 class Ready(Struct, frozen=True, tag_field="kind", tag="ready"):
     """The first frame of a worker: the functions that it loaded, or why it could not."""
 
-    functions: tuple[Loaded, ...] = ()
+    functions: tuple[LoadedReward, ...] = ()
     error: str = ""
 
 

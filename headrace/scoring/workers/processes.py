@@ -13,16 +13,16 @@ from pathlib import Path
 from headrace.errors import ConfigError
 from headrace.observe.health.patience import within
 from headrace.observe.health.user_process import LOAD_SECONDS, ProcessLost, UserProcess, ending, run_once
-from headrace.scoring.job import Job, Loaded, Values, fail_all, too_late
+from headrace.scoring.job import LoadedReward, ScoringJob, Values, fail_all, too_late
 from headrace.scoring.workers.frames import Call, Ready, pack, read_answer, receive
 
-_MODULE = "headrace.scoring.workers.worker"
+_MODULE = "headrace.scoring.workers.reward_worker"
 
 GRACE = 1.0
 """Seconds beyond the timeout before a process whose loop an async function blocks is killed."""
 
 
-def check_functions(specs: Sequence[str]) -> tuple[Loaded, ...]:
+def check_functions(specs: Sequence[str]) -> tuple[LoadedReward, ...]:
     """Loads the functions once in a separate process. Raises ConfigError if one cannot be loaded."""
     named = ", ".join(specs)
     try:
@@ -71,7 +71,7 @@ class WorkerProcess(UserProcess):
         self.alive = True
         self._receiving = asyncio.create_task(self._receive())
 
-    async def ask(self, function: int, job: Job, seconds: float) -> Values:
+    async def ask(self, function: int, job: ScoringJob, seconds: float) -> Values:
         """Returns the worker's answer, without a deadline of its own; the worker cancels an async function after `seconds`.
 
         Raises ProcessLost if the process ends before it answers.
@@ -132,7 +132,7 @@ class PrivatePool:
     def pids(self) -> list[int]:
         return [worker.pid for worker in self._all if worker.alive]
 
-    async def call(self, function: int, job: Job) -> Values:
+    async def call(self, function: int, job: ScoringJob) -> Values:
         async with self._slots:  # waiting for a free process does not count towards the timeout
             worker = self._take()
             answered = False
@@ -185,7 +185,7 @@ class SharedProcess:
     def pids(self) -> list[int]:
         return [self._worker.pid] if self._worker is not None and self._worker.alive else []
 
-    async def call(self, function: int, job: Job) -> Values:
+    async def call(self, function: int, job: ScoringJob) -> Values:
         worker: WorkerProcess | None = None
         try:
             worker = await self._ready()

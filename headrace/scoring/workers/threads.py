@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from headrace.observe.health.patience import within
-from headrace.scoring.job import Job, Values, call, call_async, too_late
+from headrace.scoring.job import ScoringJob, Values, call, call_async, too_late
 from headrace.scoring.trl import TrlReward
 
 _numbers = itertools.count(1)
@@ -33,7 +33,7 @@ class ThreadPool:
         self.abandoned: Counter[str] = Counter()
         """The number of abandoned threads, by the name of their function."""
 
-    async def call(self, function: Callable[..., Any], job: Job) -> Values:
+    async def call(self, function: Callable[..., Any], job: ScoringJob) -> Values:
         async with self._slots:
             answer: asyncio.Future[Values] = asyncio.get_running_loop().create_future()
             name = f"headrace-reward-{name_of(function)}-{next(_numbers)}"
@@ -48,11 +48,11 @@ class ThreadPool:
                     job, self._timeout, f"the thread {name} was abandoned ({self.abandoned.total()} so far)"
                 )
 
-    async def call_async(self, function: Callable[..., Any], job: Job) -> Values:
+    async def call_async(self, function: Callable[..., Any], job: ScoringJob) -> Values:
         return await call_async(function, job, self._timeout)
 
 
-def _work(function: Callable[..., Any], job: Job, answer: asyncio.Future[Values]) -> None:
+def _work(function: Callable[..., Any], job: ScoringJob, answer: asyncio.Future[Values]) -> None:
     values = call(function, job)
     with contextlib.suppress(RuntimeError):  # the loop may be closed by now
         answer.get_loop().call_soon_threadsafe(_settle, answer, values)

@@ -1,2 +1,2 @@
-"""The routes. Read `tokens.py` (tokens in, tokens out), `openai.py` (text) with `answers.py` (text and tool calls of a completion),
+"""The routes. Read `generate.py` (tokens in, tokens out), `openai.py` (text) with `completion_text.py` (text and tool calls of a completion),
 `control.py` (weights, pauses, health)."""

@@ -19,8 +19,8 @@ from starlette.responses import Response
 from headrace.chat.formats import CallFormat
 from headrace.serve.bodies import Chat, Completions
 from headrace.serve.following import Piece, follow, to_their_ends
-from headrace.serve.routes.answers import Answer
-from headrace.serve.routes.tokens import REASONS, choice, tops, usage_of
+from headrace.serve.routes.completion_text import CompletionText
+from headrace.serve.routes.generate import REASONS, choice, tops, usage_of
 from headrace.serve.sampling import of_chat, of_completions, offered_tools, stops
 from headrace.serve.sending import GONE, Events, json_response, read_body, while_there
 from headrace.serve.serving import Serving
@@ -98,7 +98,7 @@ class Answering:
     """The format of tool calls, where tools were offered."""
 
     def __post_init__(self) -> None:
-        self._answers = [Answer(self.serving.encoder, self.stops, self.format) for _ in self.requests]
+        self._answers = [CompletionText(self.serving.encoder, self.stops, self.format) for _ in self.requests]
         self._head = {
             "id": self.name,
             "created": int(time.time()),
@@ -110,9 +110,9 @@ class Answering:
         choices = []
         for piece in ended:
             text, calls = self._answers[piece.index].push(piece.stream.tokens, last=True)
-            told = self._choice(piece, 0)
-            told |= {"message": _message(text, calls)} if self.chat else {"text": text}
-            choices.append(told)
+            own = self._choice(piece, 0)
+            own |= {"message": _message(text, calls)} if self.chat else {"text": text}
+            choices.append(own)
         kind = "chat.completion" if self.chat else "text_completion"
         return json_response({**self._head, "object": kind, "choices": choices, "usage": self._usage(ended)})
 
@@ -138,8 +138,8 @@ class Answering:
 
     def _choice(self, piece: Piece, offset: int) -> dict[str, Any]:
         """A choice without its text. `offset`: characters of the completion before this piece."""
-        told = choice(self.serving, piece)
-        own: dict[str, Any] = {name: told[name] for name in ("index", "token_ids", "weight_versions")}
+        whole = choice(self.serving, piece)
+        own: dict[str, Any] = {name: whole[name] for name in ("index", "token_ids", "weight_versions")}
         own["finish_reason"] = self._reason(piece) if piece.ended else None
         own["logprobs"] = (
             (self._chat_logprobs if self.chat else self._logprobs(offset))(piece) if self.logprobs else None
@@ -168,7 +168,7 @@ class Answering:
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
     def _logprobs(self, offset: int) -> Callable[[Piece], dict[str, Any]]:
-        def told(piece: Piece) -> dict[str, Any]:
+        def event(piece: Piece) -> dict[str, Any]:
             part, written = slice(piece.start, piece.stop), self.serving.encoder.written
             texts = [written([token]) for token in piece.stream.tokens[part]]
             places = [offset + sum(map(len, texts[:place])) for place in range(len(texts))]
@@ -180,7 +180,7 @@ class Answering:
             logprobs = piece.stream.logprobs[part]
             return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": rows or None, "text_offset": places}
 
-        return told
+        return event
 
 
 def _message(text: str, calls: list[dict[str, Any]]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ LARGE_LOGIT = 100.0
 """Far above the caps that models set (30 to 50)."""
 
 
-class Scores(NamedTuple):
+class TokenScores(NamedTuple):
     """The scores of a pack's M loss tokens, in float32."""
 
     logprob: Tensor
@@ -53,13 +53,13 @@ class Forward:
         """The way in words."""
         return f"{'packed trees' if self.packed else 'row by row'}, {'chunked' if self.chunked_head else 'own'} head"
 
-    def logprobs(self, pack: Pack, temperature: float, dtype: torch.dtype) -> Scores:
+    def logprobs(self, pack: Pack, temperature: float, dtype: torch.dtype) -> TokenScores:
         """The log-probs of the pack's targets."""
         if not self.chunked_head:
             return self._own_logprobs(pack, temperature)
         return within(self.model, lambda: self._chunked_logprobs(pack, temperature, dtype))
 
-    def _chunked_logprobs(self, pack: Pack, temperature: float, dtype: torch.dtype) -> Scores:
+    def _chunked_logprobs(self, pack: Pack, temperature: float, dtype: torch.dtype) -> TokenScores:
         if self.packed:
             tree = tree_of(pack.segments, pack.tokens.device)
             hidden = _packed_hidden(self.model, pack.tokens, pack.positions, tree)
@@ -85,7 +85,7 @@ class Forward:
 
         return _scores(pack, within(head, of_head))
 
-    def _own_logprobs(self, pack: Pack, temperature: float) -> Scores:
+    def _own_logprobs(self, pack: Pack, temperature: float) -> TokenScores:
         """Forwards row after row: every row is one segment, and loss tokens have the order of their rows."""
         scores = []
         start = 0
@@ -109,10 +109,10 @@ def _asked(pack: Pack, predictor: Tensor) -> tuple[Tensor, Tensor, Kept | None]:
     return torch.cat([predictor, more]), torch.cat([pack.target, pack.top_ids.flatten()]), kept
 
 
-def _scores(pack: Pack, head: Head) -> Scores:
+def _scores(pack: Pack, head: Head) -> TokenScores:
     count = len(pack.target)
     top = None if pack.top_ids is None else head.logprob[count:].view(pack.top_ids.shape)
-    return Scores(head.logprob[:count], head.entropy[:count], top, head.outside)
+    return TokenScores(head.logprob[:count], head.entropy[:count], top, head.outside)
 
 
 def _loss_tokens(pack: Pack, start: int, end: int) -> Pack:
@@ -122,9 +122,9 @@ def _loss_tokens(pack: Pack, start: int, end: int) -> Pack:
     return replace(pack, predictor=pack.predictor[start:end], target=pack.target[start:end], kept=kept, top_ids=top)
 
 
-def _joined(scores: Sequence[Scores]) -> Scores:
+def _joined(scores: Sequence[TokenScores]) -> TokenScores:
     tops = [one.top for one in scores if one.top is not None]
-    return Scores(
+    return TokenScores(
         torch.cat([one.logprob for one in scores]),
         torch.cat([one.entropy for one in scores]),
         torch.cat(tops) if tops else None,

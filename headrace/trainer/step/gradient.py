@@ -16,7 +16,7 @@ from torch import Tensor
 from headrace.algo.loss.denominator import KeptCounts
 from headrace.algo.policy.tokens import Tokens, TopTokens
 from headrace.packing import Pack, StepPlan
-from headrace.trainer.forward.forward import Forward, Scores
+from headrace.trainer.forward.forward import Forward, TokenScores
 from headrace.trainer.forward.routing import Replayed, no_replay
 from headrace.trainer.model.causal_lm import computed_in
 from headrace.trainer.placement.port import Placement
@@ -89,7 +89,7 @@ class Gradient:
         keep = self.learner.selection(logprob, sampled, advantage)[mine]
         return keep.split([len(pack.target) for pack in packs])
 
-    def _scores(self, pack: Pack) -> Scores:
+    def _scores(self, pack: Pack) -> TokenScores:
         with self._precision(), self.replay(pack):
             return self.forward.logprobs(pack, self.temperature, self.dtype)
 
@@ -110,7 +110,7 @@ class Gradient:
         self.sums.add(pack, tokens, scores, result)
 
 
-def _tokens(pack: Pack, scores: Scores, reference: Tensor | None, keep: Tensor | None) -> Tokens:
+def _tokens(pack: Pack, scores: TokenScores, reference: Tensor | None, keep: Tensor | None) -> Tokens:
     top = None
     if scores.top is not None and pack.top_logprobs is not None:
         top = TopTokens(scores.top, pack.top_logprobs)

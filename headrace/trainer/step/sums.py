@@ -12,7 +12,7 @@ from headrace.algo.loss.diagnostics import Diagnostics
 from headrace.algo.loss.kl import kl_estimate
 from headrace.algo.policy.tokens import TokenLoss, Tokens, k3, ratio_of
 from headrace.packing import Pack, StepPlan
-from headrace.trainer.forward.forward import Scores
+from headrace.trainer.forward.forward import TokenScores
 from headrace.trainer.placement.port import Placement
 
 SHOWN_KL = 10.0
@@ -55,7 +55,7 @@ class Sums:
         self.dropped_tokens += plan.dropped_tokens
         self.routing_conflicts += plan.routing_conflicts
 
-    def add(self, pack: Pack, tokens: Tokens, scores: Scores, result: TokenLoss) -> None:
+    def add(self, pack: Pack, tokens: Tokens, scores: TokenScores, result: TokenLoss) -> None:
         logprob = tokens.logprob.detach()
         if not len(logprob):  # a pack that only fills up a rank
             return

@@ -23,15 +23,15 @@ Root = tuple[int, str, int]
 """Version of the base weights; name and version of the adapter (empty and 0 without one)."""
 
 
-class Node:
+class PrefixNode:
     __slots__ = ("_sorted", "block", "children", "depth", "owner", "parent", "root", "tokens")
 
-    def __init__(self, tokens: Tokens, block: int, parent: Node | None, owner: Any = None) -> None:
+    def __init__(self, tokens: Tokens, block: int, parent: PrefixNode | None, owner: Any = None) -> None:
         self.tokens, self.block, self.parent, self.owner = tokens, block, parent, owner
-        self.root: Node = parent.root if parent else self
+        self.root: PrefixNode = parent.root if parent else self
         self.depth: int = parent.depth + 1 if parent else 0
         """Blocks from the beginning, this one included."""
-        self.children: dict[Tokens, Node] = {}
+        self.children: dict[Tokens, PrefixNode] = {}
         self._sorted: list[Tokens] = []
         """Keys of `children` in order: the key with the longest common beginning is a neighbour."""
 
@@ -40,9 +40,9 @@ class Node:
         """Reachable still: neither removed, nor of weights that were swapped out."""
         return self.block >= 0 and self.root.block >= 0
 
-    def add(self, tokens: Tokens, block: int, owner: Any = None) -> Node:
+    def add(self, tokens: Tokens, block: int, owner: Any = None) -> PrefixNode:
         assert tokens not in self.children
-        node = self.children[tokens] = Node(tokens, block, self, owner)
+        node = self.children[tokens] = PrefixNode(tokens, block, self, owner)
         insort(self._sorted, tokens)
         return node
 
@@ -59,7 +59,7 @@ class Node:
         del self.parent.children[self.tokens]
         del self.parent._sorted[bisect_left(self.parent._sorted, self.tokens)]
 
-    def nearest(self, tokens: Tokens) -> tuple[Node | None, int]:
+    def nearest(self, tokens: Tokens) -> tuple[PrefixNode | None, int]:
         """The child that begins with most of `tokens`, and how many of them."""
         place = bisect_left(self._sorted, tokens)
         near = [(_common(key, tokens), key) for key in self._sorted[max(place - 1, 0) : place + 1]]
@@ -89,11 +89,11 @@ def _common(one: Tokens, other: Tokens) -> int:
 class Match:
     """The cached prefix of a sequence. It never includes the last token, whose logits are needed and which is always forwarded."""
 
-    node: Node
+    node: PrefixNode
     """The deepest full block that matches, or the root."""
     blocks: list[int]
     """The full blocks up to it."""
-    tail: Node | None = None
+    tail: PrefixNode | None = None
     """A block whose first `shared` tokens are those that follow: to be copied."""
     shared: int = 0
     awaits: Any = None
@@ -107,12 +107,12 @@ class Match:
 class Prefixes:
     def __init__(self, blocks: Blocks) -> None:
         self._blocks = blocks
-        self._roots: dict[Root, Node] = {}
+        self._roots: dict[Root, PrefixNode] = {}
 
     def nothing(self, key: Root) -> Match:
         """Returns an empty match."""
         if key not in self._roots:
-            self._roots[key] = Node((), 0, None)
+            self._roots[key] = PrefixNode((), 0, None)
         return Match(self._roots[key], [])
 
     def find(self, key: Root, tokens: Tokens) -> Match:
@@ -133,7 +133,7 @@ class Prefixes:
         covers = shared == usable - len(blocks) * BLOCK  # else it is not worth waiting for
         return Match(node, blocks, awaits=tail.owner if covers else None)
 
-    def promise(self, owner: Any, match: Match, tokens: Tokens, table: list[int]) -> list[Node]:
+    def promise(self, owner: Any, match: Match, tokens: Tokens, table: list[int]) -> list[PrefixNode]:
         """Adds nodes after the match for the blocks that `owner` is about to fill, unless they exist already."""
         node, promised = match.node, []
         for place in range(len(match.blocks), len(table)):
@@ -145,7 +145,7 @@ class Prefixes:
             promised.append(node)
         return promised
 
-    def keep(self, node: Node, tokens: Tokens, block: int) -> Node | None:
+    def keep(self, node: PrefixNode, tokens: Tokens, block: int) -> PrefixNode | None:
         """A node for a block that holds `tokens` by now, or None when one of the same beginning is there already."""
         if node.nearest(tokens)[1] == len(tokens):
             return None
@@ -153,7 +153,7 @@ class Prefixes:
         self._blocks.nodes[block] = kept
         return kept
 
-    def follow(self, key: Root, tokens: Tokens, table: list[int]) -> Node | None:
+    def follow(self, key: Root, tokens: Tokens, table: list[int]) -> PrefixNode | None:
         """The node of the last full block of `table`, when the cache knows all of them as these very blocks."""
         node = self._roots.get(key)
         for place in range(len(tokens) // BLOCK):
@@ -182,7 +182,7 @@ class Prefixes:
         assert sum(node is not None for node in self._blocks.nodes) == len(seen), "no block knows a prefix of the past"
 
 
-def _below(node: Node) -> Iterator[Node]:
+def _below(node: PrefixNode) -> Iterator[PrefixNode]:
     stack = list(node.children.values())
     while stack:
         node = stack.pop()

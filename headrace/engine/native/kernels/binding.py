@@ -14,7 +14,7 @@ class Linear(Structure):
     _fields_ = [("packed", c_void_p), ("bias", c_void_p), ("n", c_int32), ("k", c_int32)]
 
 
-class Layer(Structure):
+class LayerStruct(Structure):
     _fields_ = [
         *((name, Linear) for name in ("qkv", "out", "gate_up", "down")),
         *((name, c_void_p) for name in ("input_norm", "after_attention", "mlp_norm", "after_mlp", "q_norm", "k_norm")),
@@ -30,7 +30,7 @@ class LowRank(Structure):
     _fields_ = [("a", c_void_p), ("b", c_void_p), ("rank", c_int64)]
 
 
-class Model(Structure):
+class ModelStruct(Structure):
     _fields_ = [
         *((name, c_int32) for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "inter", "vocabulary")),
         ("gelu", c_int32),
@@ -38,7 +38,7 @@ class Model(Structure):
         ("eps", c_float),
         ("embed_scale", c_float),
         ("embed", c_void_p),
-        ("layer", POINTER(Layer)),
+        ("layer", POINTER(LayerStruct)),
         ("norm", c_void_p),
         ("head", Linear),
         ("cos", c_void_p * 2),
@@ -50,7 +50,7 @@ class Cache(Structure):
     _fields_ = [("data", c_void_p), ("blocks", c_int64)]
 
 
-class Pass(Structure):
+class PassStruct(Structure):
     _fields_ = [
         *((name, c_int32) for name in ("tokens_count", "segments", "width", "rows_count", "slots")),
         *((name, c_void_p) for name in ("tokens", "starts", "context", "tables", "rows", "adapters")),
@@ -69,8 +69,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "headrace_product": (None, [c_void_p, c_int, POINTER(Linear), c_void_p]),
     "headrace_open": (c_void_p, [POINTER(Cache), c_int]),
     "headrace_close": (None, [c_void_p]),
-    "headrace_use": (None, [c_void_p, POINTER(Model)]),
-    "headrace_forward": (None, [c_void_p, POINTER(Pass)]),
+    "headrace_use": (None, [c_void_p, POINTER(ModelStruct)]),
+    "headrace_forward": (None, [c_void_p, POINTER(PassStruct)]),
     "headrace_pack": (None, [c_void_p, c_int, c_void_p, c_int, c_void_p]),
     "headrace_draw": (None, [c_void_p, c_void_p, c_void_p, c_int, c_int, c_int64, *[c_void_p] * 4]),
 }

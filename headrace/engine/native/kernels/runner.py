@@ -16,7 +16,6 @@ import torch
 from headrace.engine.native.forward_pass import BLOCK, ForwardInput, ForwardOutput
 from headrace.engine.native.kernels import binding
 from headrace.engine.native.kernels.packing import Packer, gate_up_order, padded
-from headrace.engine.native.runners.adapters import PARTS, read_adapter
 from headrace.engine.native.runners.families import (
     Experts,
     LayerSpec,
@@ -27,6 +26,7 @@ from headrace.engine.native.runners.families import (
     rotary_tables,
 )
 from headrace.engine.native.runners.families import serves as is_family
+from headrace.engine.native.runners.low_rank import PARTS, read_adapter
 from headrace.engine.native.runners.skeleton import Skeleton
 from headrace.native.arithmetic import arithmetic
 from headrace.native.memory import address, zeros
@@ -54,7 +54,7 @@ def serves(skeleton: Skeleton, dtype: torch.dtype, device: torch.device, max_ada
 class Packed:
     """Weights ready to serve. `keep` owns what `model` points to."""
 
-    model: binding.Model
+    model: binding.ModelStruct
     keep: list[Any]
 
 
@@ -132,7 +132,7 @@ class KernelRunner:
     def prepare(self, tensors: Tensors) -> Packed:
         spec, weights = self.spec, read_weights(self.spec, tensors)
         packer = Packer(self._library, self.dtype)
-        layers = (binding.Layer * len(spec.layers))()
+        layers = (binding.LayerStruct * len(spec.layers))()
         for index, (into, layer, part) in enumerate(zip(layers, spec.layers, weights.layers, strict=True)):
             _fill(into, layer, part, packer)
             into.rotary, into.whole_norm = sorted(self._tables).index(layer.rotary), spec.qk_norm == "projection"
@@ -141,7 +141,7 @@ class KernelRunner:
                 into.experts, into.chosen, into.normalise_chosen = astuple(spec.routing)
                 into.mixture = sum(before.experts for before in spec.layers[:index])
         embed = packer.copy(weights.embed)
-        model = binding.Model(
+        model = binding.ModelStruct(
             layers=len(layers),
             hidden=spec.hidden,
             heads=spec.heads,
@@ -196,7 +196,7 @@ class KernelRunner:
         narrow = [_as(array, np.int32) for array in (batch.starts, batch.context, batch.tables, batch.adapters)]
         self._broken = np.empty(len(batch.tokens), np.int32)
         routing = np.empty((len(batch.tokens), *self.experts), np.uint16) if batch.routing and self.experts[0] else None
-        what = binding.Pass(
+        what = binding.PassStruct(
             tokens_count=len(batch.tokens),
             segments=len(batch.context),
             width=batch.tables.shape[1],
@@ -271,7 +271,7 @@ def _rotary(model: Skeleton, length: int) -> dict[str, tuple[torch.Tensor, torch
     return {kind: (half(cos), half(sin)) for kind, (cos, sin) in tables.items()}
 
 
-def _fill(into: binding.Layer, spec: LayerSpec, weights: LayerWeights, packer: Packer) -> None:
+def _fill(into: binding.LayerStruct, spec: LayerSpec, weights: LayerWeights, packer: Packer) -> None:
     mlp = weights.mlp
     into.qkv, into.out = packer.linear(weights.qkv), packer.linear(weights.out)
     if isinstance(mlp, Experts):

@@ -85,7 +85,7 @@ class PagedCache:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class AttentionChunk:
     """Tokens [start, stop) of the pass, which follow `context` tokens in the blocks of `table`."""
 
     start: int
@@ -107,7 +107,7 @@ class Pass:
     """[n] tokens that make a segment alone; None when all do."""
     tables: torch.Tensor
     """[n, W] int64: the blocks of those."""
-    chunks: list[Chunk] = field(default_factory=list)
+    chunks: list[AttentionChunk] = field(default_factory=list)
     exact: bool = False
     """Computes every token alone, a few blocks at a time, so that the order of sums depends only on the token's own context."""
     paged: tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int] | None = None
@@ -248,7 +248,7 @@ def plan_pass(batch: ForwardInput, cache: PagedCache, exact: bool = False) -> Pa
     alone = np.flatnonzero(sizes == 1)
     ends = batch.context + sizes
     chunks = [
-        Chunk(
+        AttentionChunk(
             int(batch.starts[s]),
             int(batch.starts[s + 1]),
             int(batch.context[s]),

@@ -17,7 +17,6 @@ import torch
 from torch.nn.functional import embedding, gelu, rms_norm, silu
 
 from headrace.engine.native.forward_pass import ForwardInput, ForwardOutput
-from headrace.engine.native.runners.adapters import Adapter, Groups, by_adapter, groups, read_adapter
 from headrace.engine.native.runners.attention import Pass
 from headrace.engine.native.runners.cuda_graphs import DecodeGraphs
 from headrace.engine.native.runners.experts import Mixture, Stack, route
@@ -32,6 +31,7 @@ from headrace.engine.native.runners.families import (
     rotary_tables,
 )
 from headrace.engine.native.runners.linear import Matrix, packs
+from headrace.engine.native.runners.low_rank import Adapter, Groups, by_adapter, groups, read_adapter
 from headrace.engine.native.runners.padding import EXACT_ROWS, in_pieces
 from headrace.engine.native.runners.paged import PagedRunner
 from headrace.engine.native.runners.skeleton import Skeleton

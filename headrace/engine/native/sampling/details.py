@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from headrace.engine.native.sampling.sampler import Drawn, Scores, token_logprobs
+from headrace.engine.native.sampling.sampler import Drawn, RowScores, token_logprobs
 from headrace.engine.native.schedule.passes import Chunk
 from headrace.engine.native.schedule.sequences import Running, Sequence
 from headrace.steps import PromptScores, TokenDetails
@@ -52,7 +52,7 @@ def score(logits: torch.Tensor, running: Running, chunk: Chunk) -> bool:
 
 def of_prompt(sequence: Sequence, version: int, mixed: bool) -> PromptScores:
     """Returns the scores of the whole prompt, once they are complete."""
-    parts: list[Scores] = sequence.scores
+    parts: list[RowScores] = sequence.scores
     k = sequence.request.top_logprobs
     logprobs = tuple(float(value) for part in parts for value in part.logprobs)
     ids = b"".join(part.top_ids.astype(np.int32).tobytes() for part in parts if part.top_ids is not None)

@@ -30,7 +30,7 @@ def draw(
     if not len(rest):
         return Drawn(tokens=tokens, logprobs=logprobs, finite=np.isfinite(logprobs))
     part = _sample(forward, _only(settings, rest), at[rest], masks[rest], tops[rest])
-    told = Drawn(
+    drawn = Drawn(
         tokens=_spread(part.tokens, rest, len(special), 0),
         logprobs=_spread(part.logprobs, rest, len(special), 0.0),
         finite=_spread(part.finite, rest, len(special), False),
@@ -38,8 +38,8 @@ def draw(
         top_ids=None if part.top_ids is None else _spread(part.top_ids, rest, len(special), -1),
         top_logprobs=None if part.top_logprobs is None else _spread(part.top_logprobs, rest, len(special), -np.inf),
     )
-    told.tokens[plain], told.logprobs[plain], told.finite[plain] = tokens, logprobs, np.isfinite(logprobs)
-    return told
+    drawn.tokens[plain], drawn.logprobs[plain], drawn.finite[plain] = tokens, logprobs, np.isfinite(logprobs)
+    return drawn
 
 
 def _sample(

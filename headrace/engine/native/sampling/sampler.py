@@ -88,7 +88,7 @@ class Drawn:
     """[R, top] float64; -inf if there is no token."""
 
 
-class Scores(NamedTuple):
+class RowScores(NamedTuple):
     logprobs: np.ndarray
     """[R] float64; not a number where the logits hold NaN or infinity."""
     top_ids: np.ndarray | None
@@ -124,7 +124,7 @@ def sample(logits: torch.Tensor, settings: Settings, want_mask: np.ndarray | Non
     return Drawn(tokens=tokens, logprobs=logprobs, finite=np.isfinite(peak), mask=mask, top_ids=ids, top_logprobs=best)
 
 
-def token_logprobs(logits: torch.Tensor, tokens: np.ndarray, top: int = 0) -> Scores:
+def token_logprobs(logits: torch.Tensor, tokens: np.ndarray, top: int = 0) -> RowScores:
     """Log-probs at temperature 1 of one given token per row of `logits` [R, V], and of the `top` most probable ones."""
     rows = len(logits)
     plain = Filters(np.ones(rows), np.zeros(rows, np.int64), np.ones(rows), np.zeros(rows))
@@ -134,7 +134,7 @@ def token_logprobs(logits: torch.Tensor, tokens: np.ndarray, top: int = 0) -> Sc
     peak, total = scan.on_host()
     with np.errstate(invalid="ignore"):
         base = peak + np.log(total)
-        return Scores(chosen - base, *_top(scan.near, base, plain.temperature, top))
+        return RowScores(chosen - base, *_top(scan.near, base, plain.temperature, top))
 
 
 def uniforms(seed: np.ndarray, counter: np.ndarray) -> np.ndarray:
@@ -284,8 +284,8 @@ def _draw_kept(
 
 
 def _mask(kept: Ragged, rows: np.ndarray, vocabulary: int) -> Mask:
-    told = kept.rows(rows & (kept.counts() < vocabulary))
-    return Mask(told.ids.astype(np.int32), told.offsets)
+    masked = kept.rows(rows & (kept.counts() < vocabulary))
+    return Mask(masked.ids.astype(np.int32), masked.offsets)
 
 
 def _top(

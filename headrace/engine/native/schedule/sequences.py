@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.engine.native.cache.prefixes import Node
+from headrace.engine.native.cache.prefixes import PrefixNode
 from headrace.engine.native.forward_pass import BLOCK
 from headrace.engine.native.sampling.sampler import Settings
 from headrace.engine.native.sampling.stopping import Stopper
@@ -66,11 +66,11 @@ class Sequence:
     followers: list[Sequence] = field(default_factory=list)
     pinned: Pinned | None = None
     """The cache entries of a fork that waits for a row."""
-    node: Node | None = None
+    node: PrefixNode | None = None
     """The node of its last full block in the prefix cache; None if its entries are not shared."""
-    tail: Node | None = None
+    tail: PrefixNode | None = None
     """The node of the next, partly filled block, if it is in the prefix cache."""
-    promised: list[Node] = field(default_factory=list)
+    promised: list[PrefixNode] = field(default_factory=list)
     verified: int = 0
     """Blocks whose entries finite logits have vouched for."""
 

@@ -8,7 +8,7 @@ from headrace.engine.native.forward_pass import BLOCK, ForwardInput
 from headrace.types import RoutingTrace
 
 
-class Routing:
+class RecordedRouting:
     def __init__(self, blocks: int, layers: int, k: int) -> None:
         self._shape = (blocks, BLOCK, layers, k)
         self._experts: np.ndarray | None = None

@@ -57,7 +57,7 @@ class Played:
     """Rewards of single turns by name, one dict per turn; empty if no turn got one."""
 
 
-class Session:
+class RolloutSession:
     """Protocol `Agent`."""
 
     def __init__(self, rollout: int, ask: Ask, decode: Decode, *, limits: Limits, room: Room = ENDLESS) -> None:

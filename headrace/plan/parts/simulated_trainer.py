@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace.plan.parts.cores import Shared
+from headrace.plan.parts.shared_cores import Shared
 from headrace.plan.rates.rates import TrainerRates
 from headrace.reports import TrainReport
 from headrace.simulate.codes import loss_tokens, real_tokens

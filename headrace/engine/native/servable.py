@@ -12,7 +12,7 @@ import torch
 
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.forward_pass import BLOCK, Runner
-from headrace.engine.native.runners import skeleton, weights
+from headrace.engine.native.runners import skeleton, weight_tensors
 from headrace.engine.native.sampling.stopping import Decode
 from headrace.errors import ConfigError
 
@@ -20,7 +20,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
+class ServableModel:
     """A model that can be served, without its weights."""
 
     runner: Runner
@@ -37,16 +37,16 @@ class Model:
 
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Any:
         """Raises ValueError naming the first parameter that is missing, unknown, or of another shape or dtype."""
-        weights.check(self.shapes, tensors, self.dtype)
-        return self.runner.prepare(weights.on_device(tensors, self.device))
+        weight_tensors.check(self.shapes, tensors, self.dtype)
+        return self.runner.prepare(weight_tensors.on_device(tensors, self.device))
 
 
-def read_model(model_dir: Path, config: EngineConfig) -> Model:
+def read_model(model_dir: Path, config: EngineConfig) -> ServableModel:
     """Raises ConfigError for a model that cannot be served."""
     device, dtype = find_device(config.device), getattr(torch, config.serving_dtype)
     model = skeleton.read(model_dir, dtype, device)
     context = min(config.context_length, model.context_length or config.context_length)
-    return Model(
+    return ServableModel(
         runner=_runner(model, config, context, dtype, device),
         context_length=context,
         vocabulary=model.vocabulary,
@@ -85,7 +85,7 @@ def _runner(
     raise ConfigError(f'engine.path = "{config.path}" does not serve {model.model_type} here; use "auto"')
 
 
-def count_blocks(model: Model, kv_gib: float) -> int:
+def count_blocks(model: ServableModel, kv_gib: float) -> int:
     """Raises ConfigError when not even one sequence fits."""
     block, needed = model.runner.block_nbytes, -(-model.context_length // BLOCK)
     if (fit := int(kv_gib * GIB // block)) < needed:

@@ -45,14 +45,14 @@ async def _events(
     serving: Serving, requests: Sequence[Request], name: str, usage: bool
 ) -> AsyncIterator[dict[str, Any]]:
     prompt, sampled = len(requests[0].prompt), 0
-    told_prompt = False
+    sent_prompt = False
     async with aclosing(follow(serving, requests)) as pieces:
         async for piece in pieces:
             sampled += piece.stop - piece.start
             event = {"request_id": name, "choices": [choice(serving, piece)]}
-            if piece.stream.scores and not told_prompt:
+            if piece.stream.scores and not sent_prompt:
                 event |= prompt_logprobs(serving, piece.stream.request.prompt, piece.stream.scores)
-                told_prompt = True
+                sent_prompt = True
             yield event
     if usage:
         yield {"request_id": name, "choices": [], "usage": usage_of(prompt, sampled)}
@@ -83,7 +83,7 @@ def choice(serving: Serving, piece: Piece) -> dict[str, Any]:
         }
         for place, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True))
     ]
-    told: dict[str, Any] = {
+    body: dict[str, Any] = {
         "index": piece.index,
         "token_ids": tokens,
         "logprobs": {"content": content},
@@ -92,14 +92,14 @@ def choice(serving: Serving, piece: Piece) -> dict[str, Any]:
         "spans": spans,
     }
     if stream.request.return_mask:
-        told["sampling_mask"] = [np.frombuffer(one.mask, np.int32).tolist() for one in details]
+        body["sampling_mask"] = [np.frombuffer(one.mask, np.int32).tolist() for one in details]
     if piece.ended:
-        told["finish_reason"] = REASONS[stream.end.stop] if stream.end else "abort"
+        body["finish_reason"] = REASONS[stream.end.stop] if stream.end else "abort"
         if stream.end and stream.end.error:
-            told["error"] = stream.end.error
+            body["error"] = stream.end.error
         if stream.end and stream.end.routing:
-            told["routed_experts"] = experts(stream.end.routing)
-    return told
+            body["routed_experts"] = experts(stream.end.routing)
+    return body
 
 
 def _versions(spans: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any]]:

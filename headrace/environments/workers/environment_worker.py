@@ -1,4 +1,4 @@
-"""A process that plays environments: `python -m headrace.environments.workers.worker FILE:FUNCTION SETTINGS`, driven by `process.py`.
+"""A process that plays environments: `python -m headrace.environments.workers.environment_worker FILE:FUNCTION SETTINGS`, driven by `process.py`.
 
 Frames arrive on the original standard input and leave on the original standard output. Both are moved to other descriptors before the
 user's code runs: what it prints goes to standard error, and its standard input is empty.
@@ -18,7 +18,7 @@ import time
 import traceback
 from typing import Any, BinaryIO
 
-from headrace.environments.workers.frames import Beat, FromProcess, Ready, pack, read_order
+from headrace.environments.workers.episode_frames import Beat, FromProcess, FunctionLoaded, pack, read_order
 from headrace.environments.workers.player import Player, ToolLimits, signature_problem
 from headrace.errors import ConfigError
 from headrace.observe.health.orphans import signal_me_when_orphaned
@@ -46,9 +46,9 @@ def main(arguments: list[str]) -> None:
         if problem := signature_problem(function):
             raise ConfigError(f"environment.function: {spec.rpartition(':')[2]} {problem}")
     except ConfigError as error:
-        sender.send(Ready(str(error)))
+        sender.send(FunctionLoaded(str(error)))
         return
-    sender.send(Ready())
+    sender.send(FunctionLoaded())
     if not settings["check"]:
         asyncio.run(_serve(orders, sender, function, ToolLimits(settings["seconds"], settings["characters"])))
 

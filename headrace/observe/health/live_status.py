@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from headrace.durable.files import replace_file
+from headrace.durable.atomic_files import replace_file
 from headrace.observe.diagnosis.advice import advices
 from headrace.observe.diagnosis.troubles import failings
 from headrace.observe.facts import FirstFailure, Warned

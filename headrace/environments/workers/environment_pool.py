@@ -13,8 +13,15 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from headrace.environments.workers.frames import Ended, Ready, unpack_report
-from headrace.environments.workers.process import MODULE, Asked, EnvironmentProcess, Listener, Lost, Settings
+from headrace.environments.workers.episode_frames import FunctionLoaded, RolloutDone, unpack_report
+from headrace.environments.workers.process import (
+    MODULE,
+    EnvironmentProcess,
+    FunctionSettings,
+    Lost,
+    RolloutAsked,
+    RolloutListener,
+)
 from headrace.errors import ConfigError, RolloutFailed
 from headrace.observe.health.user_process import LOAD_SECONDS, ProcessLost, ending, run_once
 
@@ -22,7 +29,7 @@ LIVES = 3
 """How often a rollout is played at most, where others end its process."""
 
 
-def check_function(settings: Settings) -> None:
+def check_function(settings: FunctionSettings) -> None:
     """Loads the function once in a process of its own. Raises ConfigError if it cannot be loaded."""
     try:
         code, out, err = run_once(MODULE, settings.arguments(check=True))
@@ -31,7 +38,7 @@ def check_function(settings: Settings) -> None:
             f"loading environment.function = {settings.spec} took more than {LOAD_SECONDS:g} s; move slow work out of the file's top level"
         ) from None
     first = unpack_report(out)
-    if not isinstance(first, Ready):
+    if not isinstance(first, FunctionLoaded):
         said = (err.decode(errors="replace").strip().splitlines() or ["nothing"])[-1]
         raise ConfigError(
             f"the process that loads environment.function = {settings.spec} {ending(code)}; it said: {said}"
@@ -41,7 +48,7 @@ def check_function(settings: Settings) -> None:
 
 
 class Pool:
-    def __init__(self, settings: Settings, workers: int, log: Path | None) -> None:
+    def __init__(self, settings: FunctionSettings, workers: int, log: Path | None) -> None:
         """`workers`: processes that are shared, and as many rollouts alone in further ones."""
         self._settings, self._width, self._log = settings, workers, log
         self._shared: list[EnvironmentProcess] = []
@@ -50,7 +57,7 @@ class Pool:
         self._starting = asyncio.Lock()
         self._alone = asyncio.Semaphore(workers)
 
-    async def play(self, asked: Asked, listener: Callable[[], Listener]) -> Ended:
+    async def play(self, asked: RolloutAsked, listener: Callable[[], RolloutListener]) -> RolloutDone:
         """Returns how the rollout ended. `listener`: makes the one that answers it, for each time that it is played. Raises
         `RolloutFailed` if it ended its process, and what the listener raises."""
         alone = False

@@ -22,7 +22,7 @@ Rewards = dict[str, float | str]
 """Rewards by name; text in place of what is no number."""
 
 
-class Call(Struct, frozen=True, kw_only=True):
+class WrittenCall(Struct, frozen=True, kw_only=True):
     """A tool call that was read from a completion."""
 
     name: str
@@ -43,13 +43,13 @@ class Play(Struct, frozen=True, tag="play"):
     seed: int
 
 
-class Reply(Struct, frozen=True, kw_only=True, tag="reply"):
-    """The answer to a `Chat`: what was sampled, or the limit that was reached (`over`), or why the messages were refused."""
+class ChatReply(Struct, frozen=True, kw_only=True, tag="reply"):
+    """The answer to a `ChatAsked`: what was sampled, or the limit that was reached (`over`), or why the messages were refused."""
 
     id: int = 0
     text: str = ""
     """The text outside the tool calls."""
-    calls: tuple[Call, ...] = ()
+    calls: tuple[WrittenCall, ...] = ()
     stop: str = ""
     """`stop` or `length`."""
     tokens: int = 0
@@ -64,13 +64,13 @@ class Cancel(Struct, frozen=True, tag="cancel"):
 # -- from the process -----------------------------------------------------------------------------------------------------------
 
 
-class Ready(Struct, frozen=True, tag="ready"):
+class FunctionLoaded(Struct, frozen=True, tag="ready"):
     """The first frame: empty, or why the function could not be loaded."""
 
     error: str = ""
 
 
-class Chat(Struct, frozen=True, tag="chat"):
+class ChatAsked(Struct, frozen=True, tag="chat"):
     id: int
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
@@ -82,7 +82,7 @@ class Rewarded(Struct, frozen=True, tag="rewarded"):
     value: float
 
 
-class Ended(Struct, frozen=True, kw_only=True, tag="ended"):
+class RolloutDone(Struct, frozen=True, kw_only=True, tag="ended"):
     id: int
     rewards: Rewards | None = None
     """None if the environment returned no rewards."""
@@ -98,8 +98,8 @@ class Beat(Struct, frozen=True, tag="beat"):
     """The rollout whose async function has kept the event loop for too long."""
 
 
-FromController = Play | Reply | Cancel
-FromProcess = Ready | Chat | Rewarded | Ended | Beat
+FromController = Play | ChatReply | Cancel
+FromProcess = FunctionLoaded | ChatAsked | Rewarded | RolloutDone | Beat
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_order = msgspec.msgpack.Decoder(FromController).decode

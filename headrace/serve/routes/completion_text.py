@@ -10,18 +10,18 @@ from typing import Any
 from headrace.chat.formats import CallFormat, ToolCall
 from headrace.chat.reading import CallReader
 from headrace.models.chat import ChatEncoder
-from headrace.serve.text import Text
+from headrace.serve.text import StreamedText
 
 _ID = string.ascii_letters + string.digits
 _ID_LENGTH = 9
 """Mistral's templates take ids of nine letters and digits only; the others take any."""
 
 
-class Answer:
+class CompletionText:
     """Takes the tokens of one completion as they arrive. `format`: that of the calls in it, None where no tools were offered."""
 
     def __init__(self, encoder: ChatEncoder, stops: Sequence[str], format: CallFormat | None) -> None:
-        self._text = Text(encoder.decode_with_calls if format else encoder.decode, stops)
+        self._text = StreamedText(encoder.decode_with_calls if format else encoder.decode, stops)
         self._reader = CallReader(format) if format else None
         self._calls = 0
 

@@ -1,4 +1,4 @@
-"""A process that runs reward functions: `python -m headrace.scoring.workers.worker [--check] FUNCTION...`, driven by `processes.py`.
+"""A process that runs reward functions: `python -m headrace.scoring.workers.reward_worker [--check] FUNCTION...`, driven by `processes.py`.
 
 Frames arrive on the original standard input and leave on the original standard output. Both are moved to other descriptors before the
 user's code runs: what it prints goes to standard error, and its standard input is empty.
@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 from headrace.errors import ConfigError
 from headrace.observe.health.orphans import signal_me_when_orphaned
 from headrace.observe.health.own_stacks import answer_signals
-from headrace.scoring.job import Loaded, call, call_async, is_async
+from headrace.scoring.job import LoadedReward, call, call_async, is_async
 from headrace.scoring.workers.frames import Call, Ready, Reply, pack, read_call
 from headrace.scoring.workers.load import load_functions
 
@@ -43,7 +43,8 @@ def main(arguments: list[str]) -> None:
         _send(answers, Ready(error=str(error)))
         return
     loaded = (
-        Loaded(spec.rpartition(":")[2], is_async(function)) for spec, function in zip(specs, functions, strict=True)
+        LoadedReward(spec.rpartition(":")[2], is_async(function))
+        for spec, function in zip(specs, functions, strict=True)
     )
     _send(answers, Ready(tuple(loaded)))
     if not check:
