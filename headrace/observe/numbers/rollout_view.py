@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from headrace.durable.journal import JournalStep
 from headrace.observe.records import answer_of
-from headrace.observe.text import clip
+from headrace.observe.texts import clip
 from headrace.types import Completion, Episode, Group, Row, Scored, Struct, VersionSpan
 
 Pieces = Callable[[Sequence[int]], list[str]]
