@@ -6,15 +6,8 @@ import ast
 import operator
 
 OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
-EXAMPLE = [
-    {"role": "user", "content": "State the final answer to the following arithmetic problem: 512 - 37 ="},
-    {
-        "role": "assistant",
-        "content": '<tool_call>{"name": "calculate", "arguments": {"expression": "512 - 37"}}</tool_call>',
-    },
-    {"role": "tool", "name": "calculate", "content": "475"},
-    {"role": "assistant", "content": "475"},
-]
+EXAMPLES = {"512 - 37": "475", "83 + 264": "347", "94 - 158": "-64"}
+"""Solved before the question. Every example uses the tool."""
 
 
 def calculate(expression: str) -> str:
@@ -37,10 +30,21 @@ def value_of(node: ast.expr) -> int:
     raise ValueError("only numbers with + - * between them can be calculated")
 
 
+def solved(expression: str, result: str) -> list[dict[str, str]]:
+    call = f'<tool_call>{{"name": "calculate", "arguments": {{"expression": "{expression}"}}}}</tool_call>'
+    return [
+        {"role": "user", "content": f"State the final answer to the following arithmetic problem: {expression} ="},
+        {"role": "assistant", "content": call},
+        {"role": "tool", "name": "calculate", "content": result},
+        {"role": "assistant", "content": result},
+    ]
+
+
 async def play(agent, prompt, answer, **columns):
-    reply = await agent.chat([*EXAMPLE, {"role": "user", "content": prompt}], tools=[calculate])
-    for _ in range(2):
-        if not reply.tool_calls:
-            break
-        reply = await agent.chat(await agent.call(reply))
-    return float(reply.text.strip() == answer)
+    messages = [message for example in EXAMPLES.items() for message in solved(*example)]
+    reply = await agent.chat([*messages, {"role": "user", "content": prompt}], tools=[calculate])
+    if reply.tool_calls:
+        results = await agent.call(reply)
+        agent.reward("calculated", 0.2 * (results[0]["content"] == answer))
+        reply = await agent.chat(results)
+    return {"right": float(reply.text.strip() == answer)}
