@@ -190,7 +190,7 @@ def doctor(arguments: argparse.Namespace) -> int:
         raise ConfigError("--dtype says in what headrace doctor --parity MODEL computes; name the model")
     from headrace.commands.doctor import examine
 
-    return examine(full=arguments.full)
+    return examine(full=arguments.full, pythons=arguments.python)
 
 
 # --- arguments -------------------------------------------------------------------------------------------------------
@@ -280,6 +280,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     one = _command(commands, "doctor", doctor, "what is installed, what would run where, and what is missing")
     one.add_argument("--full", action="store_true", help="also read cached models and compare their checksums")
+    one.add_argument(
+        "--python", action="append", default=[], metavar="PYTHON", help="look for engines in this interpreter too"
+    )
     one.add_argument(
         "--parity", metavar="MODEL", help="instead: do engine and trainer compute the same log-probs of this model?"
     )

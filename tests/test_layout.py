@@ -63,7 +63,7 @@ FLOORS = {
 # own, but a folder has no circle among its rooms and files.
 ROOMS = {
     "algo": ("policy", "rules", "advantage", "loss"),
-    "engine": ("native", "remote"),
+    "engine": ("native", "servers", "remote", "fleet"),
     "engine.native": ("cache", "sampling", "schedule", "runners", "kernels"),
     "observe": ("numbers", "diagnosis", "health", "screen", "report", "sinks"),
     "orchestration": ("store", "loops", "workers", "clients", "runs"),

@@ -7,10 +7,11 @@ import importlib.util
 import json
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from headrace.engine.servers.installed import MODULES, REMEDY, look, places
 from headrace.native.cores import usable_cores
 from headrace.rehearsal.machine import ask_torch, memory, torch_facts
 from headrace.settings.extras import EXTRAS, install
@@ -30,8 +31,9 @@ class DoctorFinding(NamedTuple):
     remedy: str = ""
 
 
-def examine(full: bool = False) -> int:
-    """Prints the table. Returns 0 if a run can start, 1 if something is missing. `full`: also read and verify cached models."""
+def examine(full: bool = False, pythons: Sequence[str] = ()) -> int:
+    """Prints the table. Returns 0 if a run can start, 1 if something is missing. `full`: also read and verify cached models. `pythons`:
+    other interpreters in which engines may be installed."""
     probe = ask_torch()
     rest = [*_machine(), *_disks()]  # while the probe imports torch
     packages = [*_packages(), *_extras()]
@@ -39,6 +41,7 @@ def examine(full: bool = False) -> int:
     torch = torch_facts(probe)
     sections = {
         "Software": [_python(), *torch_findings(torch), *_kernels(), *packages],
+        "Engines": list(engine_findings(places(pythons))),
         "Machine": rest,
         "Models": models,
         "What would run where": list(_placement(torch)),
@@ -103,6 +106,21 @@ def _extras() -> Iterator[DoctorFinding]:
             )
         else:
             yield DoctorFinding(f"[{name}]", "note", "not installed", f"{extra.brings}: {install(name)}")
+
+
+def engine_findings(interpreters: Sequence[str]) -> Iterator[DoctorFinding]:
+    """The values of `engine.kind`, and the interpreters that have what each needs."""
+    yield DoctorFinding("native", "ok", "headrace's own, in a process of the run")
+    for kind in MODULES:
+        found = [look(kind, python) for python in interpreters]
+        there = [f"{one.version or 'unknown version'} in {one.python}" for one in found if not one.missing]
+        if there:
+            yield DoctorFinding(
+                kind, "ok", "; ".join(there), "" if not found[0].missing else "name it in engine.python"
+            )
+        else:
+            lacking = "; ".join(f"no {', '.join(one.missing)} in {one.python}" for one in found)
+            yield DoctorFinding(kind, "note", lacking, f"only for runs that start such a server: {REMEDY[kind]}")
 
 
 def _version(distribution: str) -> str | None:

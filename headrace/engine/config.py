@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Literal
 
@@ -19,13 +19,19 @@ from headrace.settings.extras import install
 class EngineConfig:
     kind: str = "native"
     """The engine that serves the policy. native: headrace's own, in a process on this machine; headrace: the same engine behind
-    HTTP (`headrace serve`)."""
+    HTTP (`headrace serve`); vllm: a vLLM server. The run starts the server, unless `urls` names one."""
     urls: tuple[str, ...] = ()
-    """Address of the server, such as ["http://127.0.0.1:8000"], for kinds that are one."""
+    """Address of a server that is running, such as ["http://127.0.0.1:8000"], for kinds that are one. Empty: the run starts a server
+    on this machine and ends it."""
+    python: str = ""
+    """Python interpreter that starts the server, such as "~/vllm/bin/python". Empty: the one that runs headrace."""
+    server_args: tuple[str, ...] = ()
+    """More arguments for the command that starts the server, such as ["--tensor-parallel-size", "2"]."""
     token_file: str = ""
-    """File that holds the server's token."""
+    """File that holds the token of a server that is running."""
     patience: float = Field(default=60.0, gt=0)
-    """Seconds that a server may be unreachable before the run stops. When it is back, requests continue from their prefixes."""
+    """Seconds that a server may be unreachable before the run stops, or, if the run started it, before it is replaced. When it is back,
+    requests continue from their prefixes."""
     shared_dir: str = ""
     """Directory that the trainer and the server both see, through which weights travel. Empty: one below the run's own."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -84,6 +90,10 @@ class EngineConfig:
         return self.kind in SERVERS
 
     @property
+    def starts_server(self) -> bool:
+        return self.is_server and not self.urls
+
+    @property
     def for_worker(self) -> EngineConfig:
         """Settings of an engine in a process of this machine, for a teacher or a reference beside a policy that a server serves."""
         if not self.is_server:
@@ -92,8 +102,13 @@ class EngineConfig:
         return EngineConfig(**kept)
 
 
-_OF_SERVERS = ("urls", "token_file", "patience", "shared_dir")
+_OF_JOINED = ("urls", "token_file")
+_OF_STARTED = ("python", "server_args")
+OF_SERVERS = (*_OF_JOINED, *_OF_STARTED, "patience", "shared_dir")
+"""Settings that the native engine does not have."""
 _OF_BOTH = ("kind", "dtype", "context_length", "max_deaths", "exact")
+_SET_FOR_VLLM = ("kv_gib", "max_running", "max_adapters", "cores")
+"""Settings that become options of a vLLM server when a run starts it."""
 
 
 def engine_problems(config: EngineConfig) -> Iterator[str]:
@@ -102,16 +117,27 @@ def engine_problems(config: EngineConfig) -> Iterator[str]:
     changed = [field.name for field in fields(config) if getattr(config, field.name) != getattr(usual, field.name)]
     if not config.is_server:
         for name in changed:
-            if name in _OF_SERVERS:
-                yield f'engine.{name} is about servers, and engine.kind = "{config.kind}" is none; set engine.kind = "headrace", or remove it'
+            if name in OF_SERVERS:
+                yield f'engine.{name} is about servers, and engine.kind = "{config.kind}" is none; set engine.kind = "headrace" or "vllm", or remove it'
         return
-    for name in changed:
-        if name not in (*_OF_SERVERS, *_OF_BOTH):
-            yield f"engine.{name} is the server's business: give it to the command that starts it (headrace serve --set engine.{name}=...)"
-    if len(config.urls) != 1:
-        yield f'engine.kind = "{config.kind}" needs the address of one server, and engine.urls names {len(config.urls)}: engine.urls = ["http://127.0.0.1:8000"]'
+    yield from _server_problems(config, changed)
+    if len(config.urls) > 1:
+        yield f"engine.urls names {len(config.urls)} servers, and a run uses one; name one, or none to have it started"
     for url in config.urls:
         if not re.fullmatch(r"https?://[^/\s?#@]+/?", url):
             yield f'engine.urls: "{url}" is no address of a server; write it as http://HOST:PORT'
     if importlib.util.find_spec("aiohttp") is None:
         yield f'engine.kind = "{config.kind}" needs aiohttp, which is not installed: {install("remote")}'
+
+
+def _server_problems(config: EngineConfig, changed: Sequence[str]) -> Iterator[str]:
+    """Settings that belong to the other of the two: a server that is joined, or one that is started."""
+    for name in changed:
+        if config.urls and name in _OF_STARTED:
+            yield f"engine.{name} is about a server that the run starts, and engine.urls names one that is running; remove one of them"
+        elif config.urls and name not in (*OF_SERVERS, *_OF_BOTH):
+            yield f"engine.{name} is the server's business: give it to the command that starts it (headrace serve --set engine.{name}=..., or vLLM's own option)"
+        elif not config.urls and name == "token_file":
+            yield "engine.token_file is about a server that is running (engine.urls), and a run makes a token for the one that it starts; remove it"
+        elif config.starts_server and config.kind == "vllm" and name not in (*OF_SERVERS, *_OF_BOTH, *_SET_FOR_VLLM):
+            yield f"engine.{name} is of headrace's own engine, and vLLM has no setting like it; remove it, and give vLLM's own options in engine.server_args"

@@ -40,8 +40,49 @@ class _Interrupted(Exception):
     """The request was aborted."""
 
 
+class _Presence:
+    """Whether a fake engine answers."""
+
+    def __init__(self) -> None:
+        self._stopped, self._away = False, ""
+        self._answers, self._absent = asyncio.Event(), asyncio.Event()
+        self._answers.set()
+
+    async def _answering(self) -> None:
+        while not self._answers.is_set():
+            await self._answers.wait()
+
+    @property
+    def stopped(self) -> bool:
+        """Set for an engine that behaves like a process after SIGSTOP: no request is answered until it is unset."""
+        return self._stopped
+
+    @stopped.setter
+    def stopped(self, stopped: bool) -> None:
+        self._stopped = stopped
+        self._set_presence()
+
+    def vanish(self, how: str) -> None:
+        """Behaves like an engine whose process has died and is being replaced, until `reappear`. It has the newest weights then, and
+        its requests continue."""
+        self._away = how
+        self._set_presence()
+
+    def reappear(self) -> None:
+        self._away = ""
+        self._set_presence()
+
+    def _set_presence(self) -> None:
+        for event, holds in ((self._absent, bool(self._away)), (self._answers, not (self._away or self._stopped))):
+            event.set() if holds else event.clear()
+
+    async def absence(self) -> str:
+        await self._absent.wait()
+        return self._away
+
+
 @dataclass
-class FakeEngine:
+class FakeEngine(_Presence):
     """Samples a token of a request every `seconds_per_token`, under whatever version is live at that moment."""
 
     seconds_per_token: float = 0.01
@@ -71,8 +112,7 @@ class FakeEngine:
         self._sampled = self._active = 0
         self._admits, self._paused = True, False
         self._mixed = False
-        self.stopped = False
-        """Set for an engine that behaves like a process after SIGSTOP: no request is answered."""
+        super().__init__()
         self._died: asyncio.Future[None] | None = None
         self._changed, self._idle = asyncio.Event(), asyncio.Event()
         self._idle.set()
@@ -188,10 +228,6 @@ class FakeEngine:
         if pending.aborted:
             raise _Interrupted
 
-    async def _answering(self) -> None:
-        if self.stopped:
-            await asyncio.get_running_loop().create_future()
-
     def _notify(self) -> None:
         """Wakes all waiters, which check their conditions again."""
         self._changed.set()
@@ -200,7 +236,7 @@ class FakeEngine:
     # -- weights ------------------------------------------------------------------------------------------------------------
 
     async def load(self, update: WeightUpdate, parts: int = 1) -> LoadReport:
-        """The last of the parts is live after `load_seconds`, the first after a part of that."""
+        """The last of the parts is live after `load_seconds`, the first after a part of that. The live version is not loaded again."""
         if parts < 1 or (parts > 1 and update.adapter):
             raise ValueError("parts must be 1 for an adapter, and at least 1 for a model")
         await asyncio.sleep(self.load_seconds / parts)
@@ -208,6 +244,8 @@ class FakeEngine:
         if update.fingerprint != f"fake-{update.version}":
             raise IdentityError(f"version {update.version} was published as {update.fingerprint}")
         before = self.adapters.get(update.adapter.name, -1) if update.adapter else self.version
+        if update.version == before:
+            return LoadReport(update.version, 0.0, 0.0)
         assert update.version > before, "versions never go back"
         mixed_tokens = await self._stream(parts) if parts > 1 else 0
         if update.adapter:

@@ -37,6 +37,8 @@ class Case(Struct, frozen=True):
     """The rewards of every `stragglers`-th prompt come so late that all other groups could overtake its group. 0 for none."""
     turns: int = 1
     """Turns of every rollout; more than one are those of the scripted environment (`environments/fake.py`)."""
+    members: int = 1
+    """Engines; more than one are a fleet."""
 
     @property
     def staleness(self) -> StalenessConfig:
@@ -83,4 +85,5 @@ def case_of(seed: int) -> Case:
         skips=rng.random() < 0.25,
         faults=some_faults(rng, operations),
         stragglers=rng.choice([0, 0, 2, 3, 5]),
+        members=rng.choice([1, 1, 2, 2, 3]),
     )

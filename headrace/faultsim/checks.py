@@ -49,10 +49,11 @@ _output = msgspec.msgpack.Decoder(StepOutput)
 class RunHistory:
     """The events of all lives of a run."""
 
-    def __init__(self, group_size: int, remembers: bool = True, turns: int = 1) -> None:
-        """`remembers`: whether this object exists in all lives of the run, rather than in one of them. `turns`: turns of every rollout."""
+    def __init__(self, group_size: int, remembers: bool = True, turns: int = 1, several: bool = False) -> None:
+        """`remembers`: whether this object exists in all lives of the run, rather than in one of them. `turns`: turns of every rollout.
+        `several`: whether there are several engines."""
         self._group_size, self._turns = group_size, turns
-        self.truth = Truth(remembers=remembers)
+        self.truth = Truth(remembers=remembers, several=several)
         self.trained: dict[int, tuple[tuple[int, str], ...]] = {}
         """The trained tickets and prompts, by step."""
         self.killed = self.facts = 0
@@ -83,7 +84,10 @@ class RunHistory:
 
     def received(self, output: bytes) -> None:
         """Counts the tokens of an engine output."""
-        self.reached.update(_output.decode(output).request_ids)
+        told = _output.decode(output)
+        for name, token in zip(told.request_ids, told.tokens, strict=True):
+            self.truth.accepted(name, self.reached[name], (token, told.version))
+            self.reached[name] += 1
 
     def meanwhile(self, directory: Path, faults: Sequence[Fault]) -> None:
         """Applies the faults that happen between two lives."""

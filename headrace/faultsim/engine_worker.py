@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 from headrace.errors import IdentityError
 from headrace.faultsim.chance import Chance, Process
@@ -46,6 +46,7 @@ def fate(seed: int, max_tokens: int) -> tuple[int, bool]:
 class Truth:
     """Everything that engines sampled and served in all lives of a run, whether or not the controller received it."""
 
+    _: KW_ONLY
     tokens: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     """Each token with its version, by request. A token that is sampled again replaces the earlier one."""
     served: dict[int, str] = field(default_factory=dict)
@@ -55,17 +56,39 @@ class Truth:
     keys: dict[int, dict[str, RolloutKey]] = field(default_factory=dict)
     """The keys of a ticket's requests, by ticket."""
 
+    several: bool = False
+    """Whether several engines may sample one request: one that hung goes on with requests that others have by now. Then only what the
+    controller accepted is true, and it may accept only what somebody has sampled."""
+    options: dict[tuple[str, int], set[tuple[int, int]]] = field(default_factory=dict)
+    """The tokens that any engine has sampled, by request and place."""
+
     def sampled(self, request: str, place: int, token: int, version: int) -> None:
         if not self.remembers:
             return
+        if self.several:
+            self.options.setdefault((request, place), set()).add((token, version))
+            return
+        known = self._known(request)
+        assert place <= len(known), f"{request} goes on at token {place}, and {len(known)} were sampled"
+        del known[place:]
+        known.append((token, version))
+
+    def accepted(self, request: str, place: int, pair: tuple[int, int]) -> None:
+        """The controller was told of a token. `place`: the number of tokens of the request that it had been told of before."""
+        if not (self.remembers and self.several) or request.startswith("eval"):
+            return
+        found = self.options.get((request, place), set())
+        assert pair in found, f"C5: token {place} of {request} is {pair}, and nobody has sampled it: {found}"
+        known = self._known(request)
+        del known[place:]
+        known.append(pair)
+
+    def _known(self, request: str) -> list[tuple[int, int]]:
         if request not in self.tokens:
             key = RolloutKey.read(request)
             assert key is not None, f"{request} is no rollout's"
             self.keys.setdefault(key.ticket, {})[request] = key
-        known = self.tokens.setdefault(request, [])
-        assert place <= len(known), f"{request} goes on at token {place}, and {len(known)} were sampled"
-        del known[place:]
-        known.append((token, version))
+        return self.tokens.setdefault(request, [])
 
     def serves(self, version: int, weights: str) -> None:
         first = self.served.setdefault(version, weights)
@@ -91,6 +114,8 @@ class SimulatedEngineProcess(Process):
         self._memory, self._truth, self._turns = memory, truth, turns
         self._version, self._weights = -1, ""
         self._pass = chance.random.choice([0.01, 0.1, 0.5])
+        self._loading = chance.random.choice([0.3, 3.0, 40.0]) if truth.several else 0.3
+        """Seconds that an update takes on average. Members of a fleet differ, and some are later than a fleet waits."""
         self._waiting: dict[str, Request] = {}
         self._running: dict[str, _Row] = {}
         self._ended: list[Finished] = []
@@ -225,7 +250,7 @@ class SimulatedEngineProcess(Process):
         update, parts = unpack(frame.payload, tuple[WeightUpdate, int])
         slot = update.where["slot"]
         found = self._memory[slot]
-        await asyncio.sleep(self.chance.seconds(0.3))
+        await asyncio.sleep(self.chance.seconds(self._loading))
         if not found == update.fingerprint == self._memory[slot]:
             self.fail(frame, IdentityError(f"version {update.version}: {found} instead of {update.fingerprint}"))
             return

@@ -140,6 +140,47 @@ class EngineSample(Fact, frozen=True):
     stats: EngineStats
 
 
+class MemberSample(Struct, frozen=True, kw_only=True):
+    """One engine of a fleet."""
+
+    name: str
+    state: str
+    """`serving`; `away`: it comes back when it answers and has the newest weights; `lost`: it does not come back."""
+    version: int
+    """-1 if it is not known."""
+    running: int
+    """Requests that it has."""
+    tokens: int
+    """Tokens that it has sampled."""
+    rate: float
+    """Tokens per second."""
+    absences: int
+    """Number of times that it has left the rotation."""
+    why: str = ""
+    """The reason why it does not serve."""
+
+
+class FleetSample(Fact, frozen=True):
+    """The members of a fleet, about once a second."""
+
+    members: tuple[MemberSample, ...]
+
+
+class MemberMoved(Fact, frozen=True):
+    """An engine of a fleet has entered the rotation, or left it."""
+
+    member: str
+    state: str
+    """Its new state: one of `MemberSample.state`, or `removed`."""
+    why: str
+    requests: int
+    """Requests that go on elsewhere."""
+    tokens: int
+    """Tokens that they go on from. None of them is sampled again."""
+    serving: int
+    """Members in the rotation now."""
+
+
 class Evaluated(Fact, frozen=True):
     """The held-out prompts were evaluated."""
 
@@ -270,6 +311,8 @@ AnyFact = (
     | WeightsLive
     | IdentityChecked
     | EngineSample
+    | FleetSample
+    | MemberMoved
     | Evaluated
     | CheckpointSaved
     | WorkerLost

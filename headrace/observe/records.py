@@ -19,8 +19,10 @@ from headrace.observe.facts import (
     Fact,
     FirstFailure,
     FirstText,
+    FleetSample,
     GroupEnded,
     IdentityChecked,
+    MemberMoved,
     Planned,
     RunEnded,
     RunStarted,
@@ -91,6 +93,8 @@ MetricsFact = (
     | WeightsLive
     | IdentityChecked
     | EngineSample
+    | FleetSample
+    | MemberMoved
     | Evaluated
     | CheckpointSaved
     | WorkerLost

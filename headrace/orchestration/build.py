@@ -270,7 +270,8 @@ def _built(
 def _probe(config: RunConfig, encoder: ChatEncoder, pools: Pools, telemetry: Telemetry, adapter: str) -> IdentityProbe:
     tokens = encoder.encode_text(PROBE)[: pools.engine.capabilities.context_length]
     tolerance = max(TOLERANCE[config.engine.serving_dtype], TOLERANCE[pools.trainer_dtype])
-    return IdentityProbe(tokens, config.watch.identity_every, tolerance, telemetry, adapter)
+    every, served = config.watch.identity_every, config.engine.is_server
+    return IdentityProbe(tokens, every, tolerance, telemetry, adapter=adapter, served=served)
 
 
 def plan_of(config: RunConfig, adapter: str) -> LoopPlan:

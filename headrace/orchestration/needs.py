@@ -24,14 +24,14 @@ class EngineNeed:
     remedy: str
 
 
-def _adapters(config: RunConfig) -> int:
+def adapters_served(config: RunConfig) -> int:
     """Number of adapters that the engine must serve at once."""
     return len(config.adapters) or bool(config.lora.served_name)
 
 
 def _probes(config: RunConfig) -> bool:
     """Whether the run asks its own engine for log-probs of given tokens."""
-    return config.watch.identity_every > 0 or (config.algo.reference_in_reward and _adapters(config) > 0)
+    return config.watch.identity_every > 0 or (config.algo.reference_in_reward and adapters_served(config) > 0)
 
 
 NEEDS = {
@@ -54,8 +54,8 @@ NEEDS = {
         "set rollout.keep_routing = false",
     ),
     "adapters": EngineNeed(
-        lambda run: _adapters(run) > 0,
-        lambda engine, run: engine.adapters >= _adapters(run),
+        lambda run: adapters_served(run) > 0,
+        lambda engine, run: engine.adapters >= adapters_served(run),
         "serve as many LoRA adapters beside the model as the run trains",
         'set lora.publish = "merged", which serves them as full weights, or train fewer at once',
     ),

@@ -86,7 +86,7 @@ async def open_pools(
             undo.callback(transports[1].close)
         launcher = open_launcher(logs)
         starting = start_engine(
-            config, model_dir=model_dir, launcher=launcher, transport=transports[0], telemetry=telemetry
+            config, model_dir=model_dir, launcher=launcher, transport=transports[0], logs=logs, telemetry=telemetry
         )
         engine = starting.engine
         undo.push_async_callback(engine.close)

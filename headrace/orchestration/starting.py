@@ -8,22 +8,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.config import RunConfig
+from headrace.config import RunConfig, adapter_runs
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialect import Dialect
 from headrace.engine.remote.headrace import HeadraceDialect
+from headrace.engine.remote.outages import SILENT
 from headrace.engine.remote.remote_engine import RemoteEngine, check_state
+from headrace.engine.remote.vllm import VllmDialect
+from headrace.engine.remote.vllm_facts import open_routes
+from headrace.engine.servers.commands import Command, Place, command
+from headrace.engine.servers.installed import require
+from headrace.engine.servers.server_process import ServerProcess
 from headrace.errors import ConfigError
+from headrace.models.endings import end_tokens
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.clients.process_engine import ProcessEngine
+from headrace.orchestration.needs import adapters_served
 from headrace.orchestration.workers.build import open_files, open_transport
 from headrace.orchestration.workers.worker_messages import EngineStart
 from headrace.protocols import Engine, Job, Launcher, Transport
 from headrace.settings.secrets import read_token
 from headrace.weights import Manifest
 
-DIALECTS: dict[str, Callable[[], Dialect]] = {"headrace": HeadraceDialect}
-"""The dialect of each `engine.kind`."""
+DIALECTS: dict[str, Callable[[Path], Dialect]] = {
+    "headrace": lambda model_dir: HeadraceDialect(),
+    "vllm": lambda model_dir: VllmDialect(end_tokens(model_dir)),
+}
+"""The dialect of each `engine.kind`, made from the model's directory."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +64,12 @@ def start_engine(
     model_dir: Path,
     launcher: Launcher,
     transport: Transport,
+    logs: Path,
     telemetry: Telemetry,
 ) -> Starting:
+    """`logs`: the directory for what processes print."""
     if config.engine.is_server:
-        return _server(config, telemetry)
+        return _server(config, model_dir, logs, telemetry)
     job = Job("engine", "engine", config.engine.cores, transport.inherited)
     engine = ProcessEngine(launcher, job, config.engine.max_deaths, telemetry)
 
@@ -73,21 +86,57 @@ def _engine_settings(config: RunConfig, adapters: int) -> dict[str, Any]:
     return dataclasses.asdict(dataclasses.replace(config.engine, routing=routing, max_adapters=room))
 
 
-def _server(config: RunConfig, telemetry: Telemetry) -> Starting:
-    settings, (url,) = config.engine, config.engine.urls
-    token = read_token(Path(settings.token_file), "engine.token_file") if settings.token_file else ""
+def _host(config: RunConfig, model_dir: Path, logs: Path) -> ServerProcess:
+    """Returns the process of a server that is not started yet. Raises ConfigError if its interpreter lacks what it needs."""
+    settings = config.engine
+    found = require(settings.kind, settings.python)
+
+    def make(port: int, token: str, token_file: Path) -> Command:
+        place = Place(
+            model=model_dir,
+            port=port,
+            token=token,
+            token_file=token_file,
+            adapters=adapters_served(config),
+            rank=max(one.lora.rank for one in adapter_runs(config) or (config,)),
+        )
+        return command(settings, found, place)
+
+    return ServerProcess(settings.kind, logs, make)
+
+
+def _server(config: RunConfig, model_dir: Path, logs: Path, telemetry: Telemetry) -> Starting:
+    settings = config.engine
+    host = _host(config, model_dir, logs) if settings.starts_server else None
+    if host:
+        url, token = host.url, host.token
+    else:
+        (url,) = settings.urls
+        token = read_token(Path(settings.token_file), "engine.token_file") if settings.token_file else ""
     engine = RemoteEngine(
         Connection(url, token),
-        DIALECTS[settings.kind](),
+        DIALECTS[settings.kind](model_dir),
         patience=settings.patience,
         max_deaths=settings.max_deaths,
         telemetry=telemetry,
+        host=host,
     )
 
     async def launch() -> None:
         check_state(await engine.open(), settings.serving_dtype, settings.context_length, url)
+        if settings.kind == "vllm":
+            await _warn_of_open_routes(url, telemetry)
 
     async def finish(manifests: Mapping[str, Manifest], adapters: int) -> None:
         """Does nothing: the layout is in the files, and the server has its own settings."""
 
     return Starting(engine, launch, finish)
+
+
+async def _warn_of_open_routes(url: str, telemetry: Telemetry) -> None:
+    stranger = Connection(url)
+    try:
+        if warning := await open_routes(url, stranger, SILENT):
+            telemetry.warn(warning)
+    finally:
+        await stranger.close()

@@ -32,7 +32,8 @@ def placement(config: RunConfig, path: str) -> dict[str, str]:
 def _engine(config: RunConfig, path: str) -> str:
     engine = config.engine
     if engine.is_server:
-        return f"{engine.kind} server {engine.urls[0]}, {engine.serving_dtype}, {path}"
+        which = engine.urls[0] if engine.urls else "that this run starts"
+        return f"{engine.kind} server {which}, {engine.serving_dtype}, {path}"
     return f"own process, {_place(engine.device, engine.cores, engine.threads)}, {engine.serving_dtype}, {path}"
 
 

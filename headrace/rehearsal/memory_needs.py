@@ -55,7 +55,7 @@ def needs(shape: ModelShape, plan: MemoryPlan) -> list[MemoryNeed]:
         MemoryNeed("controller", "Python, tokenizer, groups that wait", CONTROLLER, "cpu"),
         *_trainer(shape, plan),
         MemoryNeed("between", f"published weights ({copies} ×)", copies * serving, "cpu", certain=True),
-        *([] if plan.engine.is_server else engine_needs("engine", shape, plan.engine, plan.engine_device)),
+        *([] if plan.engine.urls else engine_needs("engine", shape, plan.engine, plan.engine_device)),
     ]
 
 

@@ -34,6 +34,11 @@ class StalenessConfig:
     are taken in the order of completion, a slow group can be passed without end. The proof does not depend on which ready
     group inside the window is taken first (`order`).
 
+    *A fleet of engines* (`engine/fleet/`): version v is live when every engine in the rotation has it, and an engine enters the
+    rotation only with the newest version. So a group that is admitted while v is live is sampled at v or later, whichever engine
+    its requests are on and wherever they move, and the proof holds word for word. An engine that cannot be brought to v in time
+    leaves the rotation first, and what it samples after that is not accepted.
+
     *A killed run* is resumed with the same tickets, and every token keeps the version that sampled it. The proof does not
     depend on which process did a step.
 

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import uvicorn
+from starlette.applications import Starlette
 
 from headrace.errors import ConfigError, WorkerDied
 from headrace.models.chat import ChatEncoder
@@ -71,7 +72,7 @@ async def _serve(config: ServeConfig, sock: socket.socket, say: Callable[[str], 
     host, port = sock.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     async with opened(config, directory, cache_dir() / "serve" / str(port)) as serving:
-        server = make_server(serving, config.token)
+        server = make_server(make_app(serving, config.token))
         lost = asyncio.ensure_future(serving.engine.watch())
         lost.add_done_callback(lambda _: setattr(server, "should_exit", True))
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -96,9 +97,9 @@ class _Server(uvicorn.Server):
         yield
 
 
-def make_server(serving: Serving, token: str) -> uvicorn.Server:
+def make_server(app: Starlette) -> uvicorn.Server:
     settings = uvicorn.Config(
-        make_app(serving, token),
+        app,
         log_level="warning",
         access_log=False,
         lifespan="off",

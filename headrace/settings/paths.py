@@ -23,6 +23,9 @@ def resolve_paths(tree: Tree, base: Path) -> Tree:
         changed["reward"] = _reward_paths(reward, base)
     if isinstance(engine := tree.get("engine"), dict):
         named = {k: _absolute(engine[k], base) for k in ("token_file", "shared_dir") if _names_file(engine.get(k))}
+        python = engine.get("python")
+        if isinstance(python, str) and "/" in python:  # a word alone is searched for, as in a shell
+            named["python"] = _absolute(python, base)
         changed["engine"] = {**engine, **named}
     if isinstance(teachers := tree.get("teachers"), list):
         changed["teachers"] = [_teacher_paths(one, base) for one in teachers]

@@ -740,15 +740,22 @@ def test_text_of_half_characters_hides_nothing_and_costs_no_more_than_other_text
 
 
 def test_every_end_token_that_the_model_names_counts(tmp_path):
-    from types import SimpleNamespace
+    from headrace.models.endings import end_tokens
 
-    from headrace.engine.native.servable import end_tokens
+    def config(**fields):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **fields}))
 
-    assert end_tokens(tmp_path, SimpleNamespace(eos_token_id=5)) == {5}
+    config(eos_token_id=5)
+    assert end_tokens(tmp_path) == {5}
     for named, wanted in ((3, {3, 5}), ([3, 4], {3, 4, 5}), (None, {5})):
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
-        assert end_tokens(tmp_path, SimpleNamespace(eos_token_id=5)) == wanted
-    assert end_tokens(tmp_path, SimpleNamespace()) == set()
+        assert end_tokens(tmp_path) == wanted
+    config(eos_token_id=None)
+    assert end_tokens(tmp_path) == set()
+    config()
+    assert end_tokens(tmp_path) == {2}, "Llama's own default"
+    config(eos_token_id=7, text_config={"eos_token_id": [8, 9]})
+    assert end_tokens(tmp_path) == {8, 9}, "the text model's"
 
 
 def test_logits_that_are_not_finite_end_their_rows_and_nobody_elses(saved):

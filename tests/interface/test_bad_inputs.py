@@ -290,6 +290,7 @@ MACHINE = [
     sets("a run that is there", "already holds a run: resume it", files={"runs/mine/journal.jsonl": '{"a": 1}\n'}),
 ]
 GPU = [
+    sets("no vLLM here", ("has no vllm: install it", "name its interpreter in engine.python"), "engine.kind=vllm"),
     sets("a GPU to serve on", 'engine.device = "cuda", but torch finds no GPU', "engine.device=cuda"),
     sets("a GPU to train on", 'train.device = "cuda", but torch finds no GPU', "train.device=cuda"),
 ]

@@ -23,6 +23,9 @@ import headrace
 from headrace.config import RunConfig, load_config
 from headrace.engine.config import EngineConfig
 from headrace.engine.fake import FakeEngine
+from headrace.engine.remote.connection import Connection
+from headrace.engine.remote.headrace import HeadraceDialect
+from headrace.engine.remote.remote_engine import RemoteEngine
 from headrace.environments.single_turn import SINGLE_TURN
 from headrace.errors import IdentityError, StalledError
 from headrace.observe.facts import Waited, Warned
@@ -393,6 +396,14 @@ async def of_build(tmp: Path, spoil: Callable[[Waits], Waits], facts: FactList) 
     await build(config, tmp, storage, None, telemetry)  # type: ignore[arg-type]
 
 
+async def of_server(tmp: Path, spoil: Callable[[Waits], Waits], facts: FactList) -> None:
+    telemetry = Telemetry(facts.record, asyncio.get_running_loop().time, spoil(here(facts.record, 120.0, 600.0)))
+    engine = RemoteEngine(
+        Connection("http://127.0.0.1:1"), HeadraceDialect(), patience=1e9, max_deaths=1, telemetry=telemetry
+    )
+    await engine.open()
+
+
 class Recording(FactList):
     """A list of facts that takes sinks, and keeps none."""
 
@@ -476,6 +487,7 @@ STALLS: dict[tuple[str, str], Scenario] = {
 ENDLESS: dict[tuple[str, str], Callable[..., Awaitable[None]]] = {
     ("start", "the files of models, task and reward"): of_build,
     ("start", "the files of models, tasks and rewards"): of_several,
+    ("start", "the server to answer"): of_server,
 }
 """What is reported again and again and never stopped."""
 

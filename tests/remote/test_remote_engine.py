@@ -22,6 +22,7 @@ from headrace.models.chat import ChatEncoder
 from headrace.observe.facts import WorkerLost
 from headrace.observe.health.waits import Waits
 from headrace.observe.telemetry import Telemetry
+from headrace.serve.app import make_app
 from headrace.serve.config import ServerLimits
 from headrace.serve.serving import Serving
 from headrace.simulate.world import FactList
@@ -67,7 +68,9 @@ class Machine:
         own = WeightUpdate(version=0, kind="full", fingerprint="fake-0", nbytes=0, seconds=0.0)
         await self.serving.load(own)
         self._server = contextlib.AsyncExitStack()
-        self._behind = (await self._server.enter_async_context(answering(self.serving))).rpartition(":")[2]
+        self._behind = (await self._server.enter_async_context(answering(make_app(self.serving, "")))).rpartition(":")[
+            2
+        ]
         self.connected = True
 
     async def die(self) -> None:
@@ -362,7 +365,7 @@ def test_a_server_that_is_none_of_ours_is_refused(tiny_tokenizer: Path) -> None:
             with pytest.raises(ConfigError, match="engine.context_length=9999999"):
                 check_state(state, "float32", 9_999_999, "http://x")
         token = "0123456789abcdef"
-        async with answering(machine.serving, token) as url:
+        async with answering(make_app(machine.serving, token)) as url:
             for given, words in (("", "engine.token_file"), ("wrong-token-wrong", "engine.token_file")):
                 connection = Connection(url, given)
                 with pytest.raises(ConfigError, match=words):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -20,7 +21,11 @@ SERVER = EngineConfig(kind="headrace", urls=(URL,))
     [
         (EngineConfig(urls=(URL,)), "engine.urls is about servers"),
         (EngineConfig(patience=5.0), "engine.patience is about servers"),
-        (EngineConfig(kind="headrace"), "engine.urls names 0"),
+        (EngineConfig(python="p"), "engine.python is about servers"),
+        (replace(SERVER, python="p"), "engine.urls names one that is running"),
+        (replace(SERVER, server_args=("--x",)), "engine.server_args is about a server that the run starts"),
+        (EngineConfig(kind="vllm", token_file="t"), "a run makes a token for the one that it starts"),
+        (EngineConfig(kind="vllm", swap="recompute"), "give vLLM's own options in engine.server_args"),
         (replace(SERVER, urls=(URL, URL)), "engine.urls names 2"),
         (replace(SERVER, urls=("127.0.0.1:8000",)), "is no address of a server"),
         (replace(SERVER, urls=("http://127.0.0.1:8000/v1",)), "is no address of a server"),
@@ -37,8 +42,12 @@ def test_what_does_not_fit_is_refused_with_a_remedy(config: EngineConfig, words:
 def test_what_fits_is_taken_and_kinds_that_are_not_there_are_not() -> None:
     assert not [*engine_problems(EngineConfig()), *engine_problems(SERVER)]
     assert not [*engine_problems(replace(SERVER, dtype="float32", exact=True, context_length=99))]
-    for kind in ("vllm", "sglang", "nobody"):
-        with pytest.raises(ValueError, match="not one of the engines there are: native, headrace"):
+    assert not list(engine_problems(replace(SERVER, kind="vllm")))
+    started = EngineConfig(kind="vllm", python="p", server_args=("--x",), kv_gib=1.0, max_running=3, cores=(1,))
+    assert not list(engine_problems(started))
+    assert not list(engine_problems(replace(started, kind="headrace", swap="recompute", path="hf")))
+    for kind in ("sglang", "nobody"):
+        with pytest.raises(ValueError, match="not one of the engines there are: native, headrace, vllm"):
             EngineConfig(kind=kind)
 
 
@@ -53,5 +62,8 @@ def test_teachers_beside_a_server_run_here(tmp_path) -> None:
     assert config.engine.token_file.startswith("/") and config.engine.token_file.endswith("/token")
     own = teacher_engine(config, TeacherConfig(name="t", path="x"))
     assert (own.kind, own.urls, own.context_length) == ("native", (), 77)
-    with pytest.raises(ConfigError, match="engine.urls names 0"):
+    with pytest.raises(ConfigError, match="engine.token_file is about a server that is running"):
         load_config(tree, ["engine.urls=[]"])
+    tree["engine"] = {"kind": "vllm", "python": "~/vllm/bin/python"}
+    assert load_config(tree).engine.python == str(Path.home() / "vllm/bin/python")
+    assert load_config(tree, ["engine.python=python3.12"]).engine.python == "python3.12"

@@ -20,6 +20,7 @@ from served import Client, answering
 
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.runners.weight_tensors import parameters_from_dir
+from headrace.serve.app import make_app
 from headrace.serve.config import ServeConfig
 from headrace.serve.serving import Serving
 from headrace.serve.start import opened
@@ -42,7 +43,7 @@ async def serving_tiny(model: Path, logs: Path) -> AsyncIterator[tuple[Client, S
     async with (
         asyncio.timeout(500),
         opened(config, model, logs) as serving,
-        answering(serving) as url,
+        answering(make_app(serving, "")) as url,
         aiohttp.ClientSession(base_url=url) as session,
     ):
         yield Client(session), serving

@@ -34,6 +34,8 @@ RECOVERY, SNAPSHOTS, CHECKPOINT = (
     "orchestration/store/recovery.py", "orchestration/store/snapshots.py", "orchestration/store/checkpoints.py",
 )  # fmt: skip
 BUFFER, PARTIAL, STALENESS = "rollouts/buffer.py", "rollouts/partial.py", "rollouts/staleness.py"
+FLEET, ROTATION, CARE = "engine/fleet/fleet.py", "engine/fleet/rotation.py", "engine/fleet/care.py"
+REQUESTS, HOMES = "engine/fleet/moving_requests.py", "engine/fleet/homes.py"
 JOURNAL, TICKETS, FILES = "durable/journal.py", "observe/numbers/tickets.py", "durable/atomic_files.py"
 
 OF_BUFFER = (
@@ -390,6 +392,63 @@ ELSEWHERE = (
     ),
 )  # fmt: skip
 
+NOT_ALL = (
+    "[member.reports[name] for member in rotation.serving]",
+    "[member.reports[name] for member in rotation.serving if name in member.reports]",
+)
+"""Some who serve have not loaded it."""
+
+OF_FLEET = (
+    _one(
+        "late_stays", FLEET, "C1", "a member that is late with new weights stays, and the version counts as live",
+        "                    self._rotation.expel(loading[task], self._late(update))", "                    return {}",
+        NOT_ALL,
+    ),
+    _one(
+        "first_suffices", FLEET, "C1", "a version counts as live when the first member has it",
+        "while waiting := [task for task in loading if not task.done()]:",
+        "while (waiting := [task for task in loading if not task.done()]) and deadline is None:",
+        NOT_ALL,
+    ),
+    _one(
+        "old_weights_enter", CARE, "C1", "a member comes back with the weights that it had",
+        "                if member.versions.get(name) != update.version:\n", "                if not member.absences:\n",
+    ),
+    _one(
+        "weights_overtaken", CARE, "C1", "a member comes back though newer weights were given meanwhile",
+        "if rotation.has_newest(member) and member.held", "if member.held",
+    ),
+    _one(
+        "back_to_older", HOMES, "C4", "a request goes on at a member with older weights than its last token's",
+        "if one.versions.get(request.adapter, -1) >= floor]", "]",
+    ),
+    _one(
+        "moved_from_the_start", REQUESTS, "C5", "a request that moves begins anew",
+        "member.engine.generate(pending.rest())", "member.engine.generate(pending.request)",
+    ),
+    _one(
+        "stale_is_heard", REQUESTS, "C5", "a member that has left is still listened to",
+        "if name in member.attempts}", "if name in self._at}",
+        ("_too_old(output, member.attempts)", "_too_old(output, self._at)"),
+    ),
+    _one(
+        "not_moved", REQUESTS, "C6", "requests of a member that has left wait for it",
+        "            else:\n                self._place(one)", "            else:\n                self._waiting.setdefault(one.request.id + \"?\", one)",
+    ),
+    _one(
+        "aborted_is_moved", REQUESTS, "C6", "a request that was aborted goes on elsewhere when its member leaves",
+        "if one.aborted or one.request.fork:", "if one.request.fork:",
+    ),
+    _one(
+        "waits_for_ever", ROTATION, "C6", "requests that found no member are not placed when one comes back",
+        "            self._alarm = None\n        self.requests.place_waiting()\n", "            self._alarm = None\n",
+    ),
+    _one(
+        "nobody_is_left", ROTATION, "C6", "a fleet whose last member is lost says nothing",
+        "        self._if_nobody_is_left(error)\n", "",
+    ),
+)  # fmt: skip
+
 PLANTED = (
     *OF_BUFFER,
     *OF_PIPELINE,
@@ -400,4 +459,5 @@ PLANTED = (
     *OF_SNAPSHOTS,
     *OF_JOURNAL,
     *ELSEWHERE,
+    *OF_FLEET,
 )

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from starlette.applications import Starlette
 
 from headrace.engine.fake import FakeEngine
 from headrace.models.chat import ChatEncoder
+from headrace.serve.app import make_app
 from headrace.serve.config import ServerLimits
 from headrace.serve.serving import Serving
 from headrace.serve.start import bind, make_server
@@ -22,9 +24,9 @@ LOOPBACK = "127.0.0.1"
 
 
 @asynccontextmanager
-async def answering(serving: Serving, token: str = "") -> AsyncIterator[str]:
+async def answering(app: Starlette) -> AsyncIterator[str]:
     """Its URL."""
-    sock, server = bind(LOOPBACK, 0), make_server(serving, token)
+    sock, server = bind(LOOPBACK, 0), make_server(app)
     running = asyncio.ensure_future(server.serve(sockets=[sock]))
     try:
         yield f"http://{LOOPBACK}:{sock.getsockname()[1]}"
@@ -47,7 +49,7 @@ async def faked(
         dtype="float32",
     )
     await serving.load(WeightUpdate(version=0, kind="full", fingerprint="fake-0", nbytes=0, seconds=0.0))
-    async with answering(serving, token) as url, aiohttp.ClientSession(base_url=url) as session:
+    async with answering(make_app(serving, token)) as url, aiohttp.ClientSession(base_url=url) as session:
         yield Client(session, url), serving
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from headrace.engine.native.forward_pass import BLOCK, Runner
 from headrace.engine.native.runners import skeleton, weight_tensors
 from headrace.engine.native.sampling.stopping import Decode
 from headrace.errors import ConfigError
+from headrace.models.endings import end_tokens
 
 GIB = 2**30
 
@@ -50,7 +50,7 @@ def read_model(model_dir: Path, config: EngineConfig) -> ServableModel:
         runner=_runner(model, config, context, dtype, device),
         context_length=context,
         vocabulary=model.vocabulary,
-        ends=frozenset(end_tokens(model_dir, model.config)),
+        ends=end_tokens(model_dir),
         decode=_decoder(model_dir),
         shapes=model.shapes,
         dtype=dtype,
@@ -105,12 +105,3 @@ def _decoder(model_dir: Path) -> Decode | None:
     except Exception:  # transformers raises OSError, ValueError, TypeError, ... for the same thing: there is none
         return None
     return lambda tokens: tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-
-def end_tokens(model_dir: Path, config: Any) -> set[int]:
-    """Every end-of-sequence token that the model's generation config or config names."""
-    path = model_dir / "generation_config.json"
-    named = [json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")] if path.exists() else []
-    named.append(getattr(config, "eos_token_id", None))
-    lists = [entry if isinstance(entry, list) else [entry] for entry in named if entry is not None]
-    return {token for tokens in lists for token in tokens}

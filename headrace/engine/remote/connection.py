@@ -42,6 +42,9 @@ class Connection:
     async def get(self, path: str, seconds: float) -> Any:
         return _decoded(await self._ask("GET", path, None, seconds))
 
+    async def text(self, path: str, seconds: float) -> str:
+        return await self._ask("GET", path, None, seconds)
+
     async def post(self, path: str, body: Any, seconds: float) -> Any:
         return _decoded(await self._ask("POST", path, body, seconds))
 
@@ -113,4 +116,4 @@ def _refusal(where: str, status: int, text: str, headers: Mapping[str, str]) -> 
         return IdentityError(message)
     if status in (400, 413, 415, 422):
         return ValueError(message)
-    return Unreachable(f"{where} answered {status}: {message}")
+    return Unreachable(f"{where} answered {status}: {message}", status)

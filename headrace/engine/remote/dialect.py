@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from headrace.engine.remote.connection import Connection
 from headrace.reports import Capabilities, EngineStats, LoadReport
 from headrace.steps import Finished, PromptScores, TokenDetails
-from headrace.types import Request
+from headrace.types import Request, Stop
 from headrace.weights import WeightUpdate
 
 
@@ -55,11 +55,18 @@ class Heard:
 
 
 class Dialect(Protocol):
+    keeps_requests: bool
+    """Whether requests go on at the server through an update. Where they do not, their streams are left before it, and they go on
+    from their prefixes after it."""
+
     async def look(self, connection: Connection, seconds: float) -> ServerState:
         """Raises Unreachable without an answer, ConfigError for a server of another kind."""
 
     def ask(self, request: Request, wire_id: str) -> tuple[str, dict[str, Any]]:
         """Route and body of a stream."""
+
+    def ended(self, request: Request) -> Stop | None:
+        """How a request ended before it is sent, where all its tokens are in its prefix and the server would sample another one."""
 
     def hear(self, event: Any, request: Request) -> Heard:
         """Raises Unreachable for an answer that cannot be read."""

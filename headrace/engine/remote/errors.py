@@ -8,6 +8,11 @@ from headrace.errors import HeadraceError
 class Unreachable(HeadraceError):
     """No answer, or an incomplete one: the server may be gone. A later attempt may succeed."""
 
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+        """Status of an answer that was refused by the server; 0 where none came."""
+
 
 class Busy(HeadraceError):
     """The server has no room now."""

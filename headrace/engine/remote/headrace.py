@@ -28,6 +28,8 @@ _CANNOT = ("forks", "streamed")
 class HeadraceDialect:
     """Protocol `Dialect`."""
 
+    keeps_requests = True
+
     async def look(self, connection: Connection, seconds: float) -> ServerState:
         answer = await connection.get("/headrace/state", seconds)
         try:
@@ -72,6 +74,9 @@ class HeadraceDialect:
             "stream": True,
         }
         return "/inference/v1/generate", body | ({"model": request.adapter} if request.adapter else {})
+
+    def ended(self, request: Request) -> Stop | None:
+        return None  # the server knows its prefix, and finds out
 
     def hear(self, event: Any, request: Request) -> Heard:
         try:

@@ -1,5 +1,5 @@
 """Outages of a server: it is checked every second, its absence is noticed at once and waited out for a while, and its state is
-restored when it is back."""
+restored when it is back. A server that the run has started itself is started again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialect import Dialect, ServerState
 from headrace.engine.remote.errors import Busy, Unreachable
-from headrace.errors import HeadraceError, WorkerDied
+from headrace.errors import ConfigError, HeadraceError, WorkerDied
 
 T = TypeVar("T")
 
@@ -20,6 +20,8 @@ SILENT = 5.0
 """Seconds without an answer after which it counts as gone: a process that is stopped closes no connection."""
 AGAIN = 0.2
 """Seconds between two attempts to reach a server that is gone."""
+STARTING = 900.0
+"""Seconds that a server of the run's own may take to come up: it loads a model and may compile it. Its death is noticed at once."""
 
 
 class Dependent(Protocol):
@@ -35,13 +37,41 @@ class Dependent(Protocol):
     def given_up(self, error: Exception) -> None: ...
 
 
+class Host(Protocol):
+    """The process of a server that belongs to the run."""
+
+    @property
+    def who(self) -> str: ...
+
+    def start(self) -> None: ...
+
+    def ended(self) -> str:
+        """How it ended; empty while it runs."""
+
+    def kill(self) -> None:
+        """Ends it at once, with all that it started."""
+
+    async def end(self) -> None:
+        """Nothing of it is left when this returns."""
+
+
 class Presence:
     def __init__(
-        self, connection: Connection, dialect: Dialect, dependent: Dependent, patience: float, max_deaths: int
+        self,
+        connection: Connection,
+        dialect: Dialect,
+        dependent: Dependent,
+        *,
+        patience: float,
+        max_deaths: int,
+        host: Host | None = None,
     ) -> None:
-        """`patience`: seconds that it may be away. `max_deaths`: processes of it that may end."""
+        """`patience`: seconds that it may be away. `max_deaths`: processes of it that may end. `host`: its process, if this run starts
+        it; then it has `STARTING` seconds to come up."""
         self._connection, self._dialect, self._dependent = connection, dialect, dependent
-        self._patience, self._max_deaths = patience, max_deaths
+        self._patience, self._max_deaths, self._host = patience, max_deaths, host
+        self._was_up = False
+        """Whether the present process has answered."""
         self._deaths, self._boot = 0, ""
         self._up, self._missed = asyncio.Event(), asyncio.Event()
         self._why = ""
@@ -50,7 +80,9 @@ class Presence:
         self._keeping: asyncio.Task[None] | None = None
 
     async def open(self) -> ServerState:
-        """Waits until the server answers, and then watches it. Raises WorkerDied if it never answers."""
+        """Waits until the server answers, and then watches it. Raises WorkerDied if it never answers, ConfigError if it ends before."""
+        if self._host:
+            self._host.start()
         self._given_up = asyncio.get_running_loop().create_future()
         state = await self._found()
         self._boot = state.boot
@@ -111,6 +143,11 @@ class Presence:
             self._given_up.exception()  # the watcher raises it; without one it is no error
             self._dependent.given_up(error)
 
+    async def absence(self) -> str:
+        """Returns the reason as soon as the server is missed; at once if it is missed now."""
+        await asyncio.shield(self.outage)
+        return self._why
+
     async def watch(self) -> None:
         assert self._given_up is not None
         await asyncio.shield(self._given_up)
@@ -125,6 +162,7 @@ class Presence:
     def _begin(self) -> None:
         self._outage = asyncio.get_running_loop().create_future()
         self._missed.clear()
+        self._was_up = True
         self._up.set()
 
     async def _keep(self) -> None:
@@ -157,11 +195,9 @@ class Presence:
         while True:
             state = await self._found()
             if state.boot != self._boot:
-                self._boot, self._deaths = state.boot, self._deaths + 1
-                self._dependent.lost(self._why, self._deaths)
-                if self._deaths > self._max_deaths:
-                    said = f"at {self._connection.url} ended; it was its death no. {self._deaths} (engine.max_deaths allows {self._max_deaths})"
-                    raise WorkerDied("engine", said)
+                self._boot = state.boot
+                if self._host is None:
+                    self._died(f"at {self._connection.url} ended", self._why)
             try:
                 await self._dependent.restore(state)
             except (Unreachable, Busy) as error:
@@ -170,16 +206,38 @@ class Presence:
             self._begin()
             return
 
+    def _died(self, who: str, how: str) -> None:
+        self._deaths += 1
+        self._dependent.lost(how, self._deaths)
+        if self._deaths > self._max_deaths:
+            said = f"{who}; it was its death no. {self._deaths} (engine.max_deaths allows {self._max_deaths})"
+            raise WorkerDied("engine", said)
+
     async def _found(self) -> ServerState:
         """Raises WorkerDied where it does not come back in time."""
+        began = asyncio.get_running_loop().time()
+        patience = max(self._patience, STARTING) if self._host else self._patience
         try:
-            async with asyncio.timeout(self._patience):
+            async with asyncio.timeout(patience):
                 while True:
                     try:
                         return await self._dialect.look(self._connection, SILENT)
                     except (Unreachable, Busy) as error:
                         self._why = str(error)
-                        await asyncio.sleep(AGAIN)
+                    if self._host:
+                        self._tend(self._host, began)
+                    await asyncio.sleep(AGAIN)
         except TimeoutError:
-            said = f"at {self._connection.url} was away for {self._patience:g} s (engine.patience): {self._why}"
+            said = f"at {self._connection.url} was away for {patience:g} s (engine.patience): {self._why}"
             raise WorkerDied("engine", said) from None
+
+    def _tend(self, host: Host, missed: float) -> None:
+        """Starts the run's own server anew where it has died, and ends it where it was up and has been silent too long since `missed`."""
+        if how := host.ended():
+            if not self._boot:
+                raise ConfigError(f"{host.who} did not come up: it {how}")
+            self._was_up = False
+            self._died(f"{host.who} {how}", how)
+            host.start()
+        elif self._was_up and asyncio.get_running_loop().time() - missed > self._patience:
+            host.kill()

@@ -11,6 +11,7 @@ others meanwhile, the run ends instead of training on their tokens.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,15 +19,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 
 from headrace.engine.remote.connection import Connection
+from headrace.engine.remote.counts import RunCounts
 from headrace.engine.remote.dialect import Dialect, Heard, ServerState
 from headrace.engine.remote.errors import Busy, Unreachable
-from headrace.engine.remote.outages import Presence
+from headrace.engine.remote.outages import Host, Presence
+from headrace.engine.remote.standstill import Standstill
 from headrace.engine.request_book import Pending, RequestBook
 from headrace.engine.streaming import check_parts
 from headrace.errors import ConfigError, HeadraceError, IdentityError
 from headrace.observe.facts import EngineSample, WorkerLost
 from headrace.observe.telemetry import Telemetry
-from headrace.reports import TOTALS, Capabilities, EngineStats, LoadReport
+from headrace.reports import Capabilities, EngineStats, LoadReport
 from headrace.steps import Finished, StepOutput, Transcript
 from headrace.types import Completion, Request, scoring
 from headrace.weights import WeightUpdate
@@ -47,10 +50,12 @@ class RemoteEngine:
         patience: float,
         max_deaths: int,
         telemetry: Telemetry,
+        host: Host | None = None,
     ) -> None:
-        self._connection, self._dialect = connection, dialect
+        """`host`: the process of a server that the run starts, and ends; None for one that it joins."""
+        self._connection, self._dialect, self._host = connection, dialect, host
         self._telemetry = telemetry
-        self._presence = Presence(connection, dialect, self, patience, max_deaths)
+        self._presence = Presence(connection, dialect, self, patience=patience, max_deaths=max_deaths, host=host)
         self._book = RequestBook()
         self._wanted: dict[str, WeightUpdate] = {}
         """The newest weights by adapter; the base model's go by the empty name."""
@@ -58,18 +63,20 @@ class RemoteEngine:
         """Fingerprint by adapter and version."""
         self._admits, self._running = True, 0
         self._changed = asyncio.Event()
+        self._standstill = Standstill()
         self._names, self._nonce = itertools.count(), secrets.token_hex(4)
-        self._before, self._base, self._latest = EngineStats(), EngineStats(), EngineStats()
-        """Statistics of processes of the server that ended; what the present one had done before this run; what it has now."""
+        self._counts = RunCounts()
         self.capabilities = Capabilities(context_length=0)
 
     async def open(self) -> ServerState:
         """Waits for the server. Raises WorkerDied where it does not come, ConfigError where it is another one."""
-        state = await self._presence.open()
-        self.capabilities = msgspec.structs.replace(
-            state.capabilities, path=f"{state.capabilities.path} at {self._connection.url}"
-        )
-        self._base = self._latest = state.stats
+        # Endless, because the presence has a deadline, which is long for a server that has to load a large model.
+        async with self._telemetry.waits.named("start", "the server to answer", endless=True):
+            state = await self._presence.open()
+        # A port that is another one at every start would make a resumed run look like one under other conditions.
+        path = state.capabilities.path + ("" if self._host else f" at {self._connection.url}")
+        self.capabilities = msgspec.structs.replace(state.capabilities, path=path)
+        self._counts.begin(state.stats)
         for name in filter(None, state.fingerprints):  # of a run before this one, made for other base weights
             await self._dialect.unload(self._connection, name, LOADING)
         return state
@@ -105,6 +112,7 @@ class RemoteEngine:
         failures, had = 0, 0
         while not pending.done.done():
             await self._presence.until_up()
+            await self._standstill.until_over(pending.request.adapter, pending.done)
             try:
                 await self._follow(pending)
             except Busy as busy:
@@ -121,19 +129,25 @@ class RemoteEngine:
                 self._presence.give_up(error)
 
     async def _follow(self, pending: Pending) -> None:
-        """One stream, to its end or to where it breaks. It is left as soon as the request is to end, or the server is missed."""
+        """One stream, to its end or to where it breaks. It is left as soon as the request is to end, the server is missed, or an update
+        needs it to be."""
+        left = self._standstill.enter(pending.request)
         reading = asyncio.ensure_future(self._read(pending))
         try:
-            ends: list[asyncio.Future[object]] = [reading, pending.done, self._presence.outage]  # type: ignore[list-item]
+            ends: list[asyncio.Future[object]] = [reading, pending.done, self._presence.outage, left]  # type: ignore[list-item]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if reading.done():
                 reading.result()
         finally:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
+            self._standstill.leave(pending.request)
 
     async def _read(self, pending: Pending) -> None:
         rest = pending.rest()
+        if stop := self._dialect.ended(rest):
+            self._tell(StepOutput(self._version(), finished=(Finished(rest.id, stop),)))
+            return
         path, body = self._dialect.ask(rest, f"{self._nonce}.{rest.id}.{next(self._names)}")
         stream = self._connection.stream(path, body)
         try:
@@ -174,10 +188,7 @@ class RemoteEngine:
     def _check(self, adapter: str, version: int, fingerprint: str) -> None:
         expected = self._published.get((adapter, version))
         if fingerprint and fingerprint != expected:
-            raise IdentityError(
-                f"the server at {self._connection.url} sampled with weights {fingerprint} as version {version}, and this run published "
-                f"{expected or 'none'} under that number: somebody else loads weights into it. Give each run a server of its own"
-            )
+            raise _foreign(self._connection.url, version, fingerprint, expected)
 
     def _tell(self, output: StepOutput) -> None:
         try:
@@ -201,7 +212,8 @@ class RemoteEngine:
         self._published[name, update.version] = update.fingerprint
         self._wanted[name] = update
         try:
-            return await self._presence.retrying(lambda: self._dialect.load(self._connection, update, LOADING))
+            async with contextlib.nullcontext() if self._dialect.keeps_requests else self._standstill.of(name):
+                return await self._presence.retrying(lambda: self._dialect.load(self._connection, update, LOADING))
         except (HeadraceError, ValueError):
             if before is None:  # refused: a server that comes back has no use for it
                 del self._wanted[name]
@@ -240,18 +252,27 @@ class RemoteEngine:
         self._book.listen(listener)
 
     async def stats(self) -> EngineStats:
-        self._latest = (await self._presence.retrying(lambda: self._dialect.look(self._connection, LOADING))).stats
-        return self._totals()
+        self._counts.update(
+            (await self._presence.retrying(lambda: self._dialect.look(self._connection, LOADING))).stats
+        )
+        return self._counts.of_run(self._version())
+
+    async def absence(self) -> str:
+        return await self._presence.absence()
 
     async def watch(self) -> None:
         await self._presence.watch()
 
     def kill(self) -> None:
-        """Does nothing: the server is not ours to kill, and `close` closes the connections."""
+        """A server that was joined is not ours to kill: `close` closes the connections."""
+        if self._host:
+            self._host.kill()
 
     async def close(self) -> None:
         await self._presence.close()
         await self._connection.close()
+        if self._host:
+            await self._host.end()
 
     # -- for its presence (protocol `Dependent`) ----------------------------------------------------------------------------
 
@@ -261,23 +282,22 @@ class RemoteEngine:
                 await self._dialect.load(self._connection, update, LOADING)
 
     def seen(self, state: ServerState) -> None:
-        self._latest = state.stats
-        self._telemetry.record(EngineSample(self._telemetry.clock(), self._totals()))
+        self._counts.update(state.stats)
+        self._telemetry.record(EngineSample(self._telemetry.clock(), self._counts.of_run(self._version())))
 
     def lost(self, how: str, deaths: int) -> None:
-        self._before, self._base, self._latest = self._totals(), EngineStats(), EngineStats()
+        self._counts.process_ended()
         self._telemetry.record(WorkerLost(self._telemetry.clock(), "engine", how, deaths, len(self._book)))
 
     def given_up(self, error: Exception) -> None:
         self._book.give_up(error)
 
-    def _totals(self) -> EngineStats:
-        """Returns this run's counts: the server may have counted other work before it."""
-        counts = {
-            name: getattr(self._before, name) + getattr(self._latest, name) - getattr(self._base, name)
-            for name in TOTALS
-        }
-        return msgspec.structs.replace(self._latest, version=self._version(), **counts)
+
+def _foreign(url: str, version: int, found: str, expected: str | None) -> IdentityError:
+    return IdentityError(
+        f"the server at {url} sampled with weights {found} as version {version}, and this run published {expected or 'none'} under that "
+        "number: somebody else loads weights into it. Give each run a server of its own"
+    )
 
 
 def check_state(state: ServerState, dtype: str, context_length: int, url: str) -> None:
@@ -289,5 +309,6 @@ def check_state(state: ServerState, dtype: str, context_length: int, url: str) -
     if state.capabilities.context_length < context_length:
         raise ConfigError(
             f"the server at {url} holds {state.capabilities.context_length} tokens, and engine.context_length = {context_length}; lower that, "
-            f"or start the server with --set engine.context_length={context_length}"
+            f"or start the server with room for as many (headrace serve --set engine.context_length={context_length}, vllm serve "
+            f"--max-model-len {context_length + 1})"
         )

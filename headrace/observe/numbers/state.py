@@ -14,8 +14,11 @@ from headrace.observe.facts import (
     Evaluated,
     FirstFailure,
     FirstText,
+    FleetSample,
     GroupEnded,
     IdentityChecked,
+    MemberMoved,
+    MemberSample,
     Planned,
     RunEnded,
     RunStarted,
@@ -72,6 +75,10 @@ class RunState:
         self.swaps: list[WeightsLive] = []
         self.checkpoints: list[CheckpointSaved] = []
         self.deaths: list[WorkerLost] = []
+        self.members: Sequence[MemberSample] = ()
+        """The engines of a fleet; empty where there is one engine."""
+        self.moves: list[MemberMoved] = []
+        """The engines that left the fleet or came back, in order."""
         self.warnings: list[Warned] = []
         self.waits: defaultdict[tuple[str, str], WaitTotal] = defaultdict(WaitTotal)
         self.samples: Sequence[Sample] = ()
@@ -94,6 +101,10 @@ class RunState:
                 self._step(fact)
             case EngineSample():
                 self.engine.fold(fact.t, fact.stats)
+            case FleetSample():
+                self.members = fact.members
+            case MemberMoved():
+                self.moves.append(fact)
             case Waited():
                 self.waits[fact.owner, fact.what].add(fact.seconds)
             case RunEnded():

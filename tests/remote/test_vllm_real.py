@@ -1,0 +1,184 @@
+"""Whole runs with the real vLLM 0.32 on the CPU, which the runs start themselves. Its interpreter is $HEADRACE_VLLM_PYTHON, or that of
+.venv-bench (`make bench-setup`); without it they are skipped. A minute each on a quiet machine, most of it the start of vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from processes import servers
+from tiny_run import of, tiny_config, when_step
+
+import headrace
+from headrace.engine.remote.connection import Connection
+from headrace.engine.remote.vllm import VllmDialect
+from headrace.engine.servers.installed import look
+from headrace.errors import ConfigError, IdentityError
+from headrace.models.endings import end_tokens
+from headrace.observe.facts import IdentityChecked, RunEnded, WeightsLive, WorkerLost
+from headrace.observe.records import StepRow
+from headrace.orchestration import starting
+from headrace.weights import WeightUpdate
+
+PYTHON = os.environ.get("HEADRACE_VLLM_PYTHON") or str(Path(__file__).parents[2] / ".venv-bench/bin/python")
+
+
+def has_vllm() -> bool:
+    try:
+        return not look("vllm", PYTHON).missing
+    except ConfigError:
+        return False
+
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not has_vllm(), reason=f"no vLLM in {PYTHON}: make bench-setup, or name one in HEADRACE_VLLM_PYTHON"
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Path) -> Path:
+    """The smallest that vLLM serves on a CPU: its heads have 64 dimensions."""
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    directory = tmp_path_factory.mktemp("llama-64")
+    shutil.copytree(tiny_tokenizer, directory, dirs_exist_ok=True)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(AutoTokenizer.from_pretrained(directory)),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        max_position_embeddings=256,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def config_for(directory: Path, model: Path, **tables: Any) -> dict[str, Any]:
+    engine = {
+        "kind": "vllm",
+        "python": PYTHON,
+        "server_args": ["--enforce-eager"],  # compiling takes longer than the run
+        "dtype": "float32",
+        "kv_gib": 0.1,
+        "context_length": 128,
+        "patience": 600.0,
+    }
+    usual = {
+        "engine": engine,
+        "rollout": {"group_size": 4, "max_tokens": 64},
+        "train": {"steps": 5, "learning_rate": 1e-3},
+        "watch": {"identity_every": 1, "stop_after": 3600.0},
+    }
+    return tiny_config(directory, model, **usual, **tables)
+
+
+def checked(run: Path, steps: int, deaths: int) -> None:
+    (ended,) = of(run, RunEnded)
+    assert ended.reason == "finished" and ended.accounting.balance() == 0, ended.accounting
+    rows, probes = of(run, StepRow), of(run, IdentityChecked)
+    assert len(rows) == steps and max(lag for row in rows for lag in row.lags) <= 1
+    assert len(probes) == steps + 1 and all(one.ok and one.mean_abs_diff < 1e-3 for one in probes)
+    assert len(of(run, WorkerLost)) == deaths
+    assert not servers(), "all of its processes have ended with the run"
+
+
+def paused() -> bool:
+    """Whether the run's server is in the middle of an update."""
+    for leader in servers():
+        words = Path(f"/proc/{leader}/cmdline").read_text().split("\0")
+        url = f"http://127.0.0.1:{words[words.index('--port') + 1]}/is_paused"
+        try:
+            with urllib.request.urlopen(url, timeout=5) as answer:
+                return bool(json.load(answer)["is_paused"])
+        except OSError:
+            return False
+    return False
+
+
+def kill() -> None:
+    ((server, *_),) = servers().values()
+    os.kill(server, signal.SIGKILL)
+
+
+def when(true: Callable[[], bool], act: Callable[[], None], every: float = 0.002) -> None:
+    deadline = time.monotonic() + 600
+    while not true():
+        if time.monotonic() > deadline:
+            return
+        time.sleep(every)
+    act()
+
+
+def test_full_weights_and_a_server_that_is_killed_while_it_generates_and_in_an_update(
+    llama: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "runs" / "tiny"
+
+    def twice() -> None:
+        kill()
+        when(lambda: bool(of(run, WorkerLost)), lambda: None, every=0.2)
+        live = len(of(run, WeightsLive))
+        when(lambda: len(of(run, WeightsLive)) > live, lambda: None, every=0.2)
+        when(paused, kill)
+
+    killer = when_step(run, 1, twice)
+    headrace.train(config_for(tmp_path, llama))
+    killer.join()
+    checked(run, steps=5, deaths=2)
+    assert sum(row.swapped for row in of(run, StepRow)), "completions went on under new weights"
+    assert [one.update.version for one in of(run, WeightsLive)] == list(range(6))
+
+
+def test_an_adapter_is_trained(llama: Path, tmp_path: Path) -> None:
+    train = {"steps": 4, "learning_rate": 1e-2}
+    headrace.train({**config_for(tmp_path, llama, lora={"rank": 4}), "train": {"dtype": "float32", **train}})
+    run = tmp_path / "runs" / "tiny"
+    checked(run, steps=4, deaths=0)
+    assert sum(row.swapped for row in of(run, StepRow)), "completions went on under a new adapter"
+
+
+class _Forgetful(VllmDialect):
+    """Has vLLM load the first adapter under the name of every later one."""
+
+    def __init__(self, model_dir: Path, kept: Path) -> None:
+        super().__init__(end_tokens(model_dir))
+        self._kept = kept
+
+    async def _load_adapter(self, connection: Connection, update: WeightUpdate, seconds: float) -> None:
+        if not self._kept.exists():
+            await asyncio.to_thread(shutil.copytree, update.where["path"], self._kept)
+        await super()._load_adapter(
+            connection, msgspec.structs.replace(update, where={"path": str(self._kept)}), seconds
+        )
+
+
+def test_the_probe_stops_a_run_whose_adapter_vllm_has_not_loaded(llama: Path, tmp_path: Path, monkeypatch) -> None:
+    made = lambda model_dir: _Forgetful(model_dir, tmp_path / "first")  # noqa: E731
+    monkeypatch.setitem(starting.DIALECTS, "vllm", made)
+    config = config_for(tmp_path, llama, lora={"rank": 4})
+    config["train"] = {**config["train"], "learning_rate": 0.1}
+    with pytest.raises(
+        IdentityError, match=r"does not compute the policy that is trained\. Its server has not applied"
+    ):
+        headrace.train(config)
+    assert not servers()

@@ -1,0 +1,90 @@
+"""The fake vLLM server over the real engine, by the command line of `vllm serve`, of which it knows what headrace uses.
+
+    python vllm_server.py serve MODEL --port 8000 --dtype float32 ... [--fault NAME]
+
+`interpreter` makes one that has it installed as vLLM."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import headrace
+from headrace.engine.config import EngineConfig
+from headrace.serve.config import ServeConfig
+from headrace.serve.fake_vllm import FAULTS, FakeVllm
+from headrace.serve.start import bind, make_server, opened
+
+
+def arguments(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("command", choices=["serve"])
+    parser.add_argument("model")
+    parser.add_argument("--host", required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--dtype", required=True)
+    parser.add_argument("--max-model-len", type=int, required=True)
+    parser.add_argument("--max-num-seqs", type=int, default=16)
+    parser.add_argument("--kv-cache-memory-bytes", type=int, default=10_000_000)
+    parser.add_argument("--max-loras", type=int, default=0)
+    parser.add_argument("--max-lora-rank", type=int)
+    parser.add_argument("--logprobs-mode", default="raw_logprobs")
+    for switch in ("--enable-scale-out", "--enable-lora", "--disable-uvicorn-access-log"):
+        parser.add_argument(switch, action="store_true")
+    parser.add_argument("--fault", action="append", default=[], choices=FAULTS)
+    return parser.parse_args(words)
+
+
+async def main(words: list[str]) -> None:
+    given = arguments(words)
+    sock = bind(given.host, given.port)
+    loras = given.max_loras if given.enable_lora else 0
+    engine = EngineConfig(
+        kv_gib=given.kv_cache_memory_bytes / 2**30,
+        context_length=given.max_model_len,
+        max_running=given.max_num_seqs,
+        dtype=given.dtype,
+        max_adapters=loras,
+    )
+    has = {
+        "dev": os.environ.get("VLLM_SERVER_DEV_MODE") == "1",
+        "lora": os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") == "True",
+        "scale_out": given.enable_scale_out,
+    }
+    with tempfile.TemporaryDirectory() as logs:
+        async with opened(ServeConfig(model=given.model, engine=engine), Path(given.model), Path(logs)) as serving:
+            server = FakeVllm(
+                serving,
+                dtype=given.dtype,
+                max_loras=loras,
+                logprobs_mode=given.logprobs_mode,
+                faults=given.fault,
+                absent=[name for name, there in has.items() if not there],
+            )
+            await make_server(server.app(os.environ.get("VLLM_API_KEY", ""))).serve(sockets=[sock])
+
+
+def interpreter(directory: Path) -> Path:
+    """A Python in which this is installed as vLLM 0.32."""
+    site = directory / "site"
+    package = site / "vllm/entrypoints/cli"
+    package.mkdir(parents=True)
+    for one in (package, package.parent, package.parent.parent):
+        (one / "__init__.py").touch()
+    (package / "main.py").write_text("import asyncio, sys, vllm_server\nasyncio.run(vllm_server.main(sys.argv[1:]))\n")
+    metadata = site / "vllm-0.32.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n")
+    path = ":".join(map(str, (site, Path(__file__).parent, Path(headrace.__file__).parent.parent)))
+    python = directory / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={path} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return python
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1:]))
