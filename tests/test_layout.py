@@ -69,6 +69,7 @@ ROOMS = {
     "orchestration": ("store", "loops", "workers", "clients", "runs"),
     "plan": ("rates", "parts"),
     "scoring": ("workers", "teacher"),
+    "serve": ("routes", "fakes"),
     "trainer": ("kernels", "model", "forward", "placement", "step"),
 }
 BETWEEN = ("engine.native.sampling.details",)

@@ -19,7 +19,8 @@ from headrace.settings.extras import install
 class EngineConfig:
     kind: str = "native"
     """The engine that serves the policy. native: headrace's own, in a process on this machine; headrace: the same engine behind
-    HTTP (`headrace serve`); vllm: a vLLM server. The run starts the server, unless `urls` names one."""
+    HTTP (`headrace serve`); vllm: a vLLM server. The run starts the server, unless `urls` names one. sglang: an SGLang server that is
+    running."""
     urls: tuple[str, ...] = ()
     """Address of a server that is running, such as ["http://127.0.0.1:8000"], for kinds that are one. Empty: the run starts a server
     on this machine and ends it."""
@@ -118,7 +119,10 @@ def engine_problems(config: EngineConfig) -> Iterator[str]:
     if not config.is_server:
         for name in changed:
             if name in OF_SERVERS:
-                yield f'engine.{name} is about servers, and engine.kind = "{config.kind}" is none; set engine.kind = "headrace" or "vllm", or remove it'
+                yield f'engine.{name} is about servers, and engine.kind = "{config.kind}" is none; set engine.kind = "headrace", "vllm" or "sglang", or remove it'
+        return
+    if config.kind == "sglang" and not config.urls:
+        yield 'engine.kind = "sglang" needs engine.urls: a run starts no SGLang server; start one and name its address (docs/engines.md)'
         return
     yield from _server_problems(config, changed)
     if len(config.urls) > 1:
@@ -136,7 +140,7 @@ def _server_problems(config: EngineConfig, changed: Sequence[str]) -> Iterator[s
         if config.urls and name in _OF_STARTED:
             yield f"engine.{name} is about a server that the run starts, and engine.urls names one that is running; remove one of them"
         elif config.urls and name not in (*OF_SERVERS, *_OF_BOTH):
-            yield f"engine.{name} is the server's business: give it to the command that starts it (headrace serve --set engine.{name}=..., or vLLM's own option)"
+            yield f"engine.{name} is the server's business: give it to the command that starts it (headrace serve --set engine.{name}=..., or the server's own option)"
         elif not config.urls and name == "token_file":
             yield "engine.token_file is about a server that is running (engine.urls), and a run makes a token for the one that it starts; remove it"
         elif config.starts_server and config.kind == "vllm" and name not in (*OF_SERVERS, *_OF_BOTH, *_SET_FOR_VLLM):

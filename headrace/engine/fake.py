@@ -12,13 +12,14 @@ import random
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import msgspec
 
 from headrace.errors import IdentityError, WorkerDied
 from headrace.reports import EngineStats, LoadReport, capable
-from headrace.steps import Finished, PromptScores, StepOutput, Transcript, write_down
-from headrace.types import Completion, Request, Stop, TopLogprobs, VersionSpan
+from headrace.steps import Finished, PromptScores, StepOutput, TokenDetails, Transcript, write_down
+from headrace.types import Completion, Request, TopLogprobs, VersionSpan
 from headrace.weights import WeightUpdate
 
 _WORD = (1 << 64) - 1
@@ -186,15 +187,12 @@ class FakeEngine(_Presence):
             await self._pass(pending, self.seconds_per_token)
             self._sampled += 1
             token, live = script[place] if script else number % 99 + 1, self._live(request)
-            output = StepOutput(
-                self.version, (request.id,), (token,), (-1.0,), (kv,), versions=(live,), mixed=self._mixed
-            )
-            self._tell(output)
+            columns: dict[str, Any] = {"versions": (live,), "mixed": self._mixed, "details": _details(request, token)}
+            self._tell(StepOutput(self.version, (request.id,), (token,), (-1.0,), (kv,), **columns))
         if fails:
             return Finished(request.id, "error", "injected failure")
-        cut = wanted == request.sampling.max_tokens and not (script is not None and len(script) == wanted)
-        stop: Stop = "length" if cut else "stop"
-        return Finished(request.id, stop)
+        stops = wanted < request.sampling.max_tokens or (script is not None and len(script) == wanted)
+        return Finished(request.id, "stop" if stops else "length")
 
     def _live(self, request: Request) -> int:
         return self.adapters[request.adapter] if request.adapter else self.version
@@ -326,6 +324,18 @@ class FakeEngine(_Presence):
 
     async def close(self) -> None:
         pass
+
+
+def _details(request: Request, token: int) -> tuple[TokenDetails, ...]:
+    """The sampled token is the only one that was left, and all others are impossible. Empty for a request that asks for neither."""
+    if not request.top_logprobs and not request.return_mask:
+        return ()
+    tops = [token, *range(100, 99 + request.top_logprobs)]
+    logprobs = [-1.0] + [-math.inf] * (request.top_logprobs - 1)
+    mask = array("i", [token]) if request.return_mask else array("i")
+    if not request.top_logprobs:
+        return (TokenDetails(request.id, mask=mask.tobytes()),)
+    return (TokenDetails(request.id, array("i", tops).tobytes(), array("f", logprobs).tobytes(), mask.tobytes()),)
 
 
 def _mixed_up(counter: int) -> int:

@@ -16,7 +16,7 @@ ENGINES = {
 that serves it imports it."""
 
 
-SERVERS = ("headrace", "vllm")
+SERVERS = ("headrace", "vllm", "sglang")
 """Engines behind HTTP: values of `engine.kind` that need `engine.urls`. Their dialects are in `remote/`."""
 
 

@@ -14,6 +14,7 @@ from headrace.engine.remote.dialect import Dialect
 from headrace.engine.remote.headrace import HeadraceDialect
 from headrace.engine.remote.outages import SILENT
 from headrace.engine.remote.remote_engine import RemoteEngine, check_state
+from headrace.engine.remote.sglang import SglangDialect
 from headrace.engine.remote.vllm import VllmDialect
 from headrace.engine.remote.vllm_facts import open_routes
 from headrace.engine.servers.commands import Command, Place, command
@@ -33,6 +34,7 @@ from headrace.weights import Manifest
 DIALECTS: dict[str, Callable[[Path], Dialect]] = {
     "headrace": lambda model_dir: HeadraceDialect(),
     "vllm": lambda model_dir: VllmDialect(end_tokens(model_dir)),
+    "sglang": lambda model_dir: SglangDialect(end_tokens(model_dir)),
 }
 """The dialect of each `engine.kind`, made from the model's directory."""
 

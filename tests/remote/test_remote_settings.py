@@ -26,6 +26,8 @@ SERVER = EngineConfig(kind="headrace", urls=(URL,))
         (replace(SERVER, server_args=("--x",)), "engine.server_args is about a server that the run starts"),
         (EngineConfig(kind="vllm", token_file="t"), "a run makes a token for the one that it starts"),
         (EngineConfig(kind="vllm", swap="recompute"), "give vLLM's own options in engine.server_args"),
+        (EngineConfig(kind="sglang"), "a run starts no SGLang server"),
+        (replace(SERVER, kind="sglang", python="p"), "engine.urls names one that is running"),
         (replace(SERVER, urls=(URL, URL)), "engine.urls names 2"),
         (replace(SERVER, urls=("127.0.0.1:8000",)), "is no address of a server"),
         (replace(SERVER, urls=("http://127.0.0.1:8000/v1",)), "is no address of a server"),
@@ -42,13 +44,12 @@ def test_what_does_not_fit_is_refused_with_a_remedy(config: EngineConfig, words:
 def test_what_fits_is_taken_and_kinds_that_are_not_there_are_not() -> None:
     assert not [*engine_problems(EngineConfig()), *engine_problems(SERVER)]
     assert not [*engine_problems(replace(SERVER, dtype="float32", exact=True, context_length=99))]
-    assert not list(engine_problems(replace(SERVER, kind="vllm")))
+    assert not [*engine_problems(replace(SERVER, kind="vllm")), *engine_problems(replace(SERVER, kind="sglang"))]
     started = EngineConfig(kind="vllm", python="p", server_args=("--x",), kv_gib=1.0, max_running=3, cores=(1,))
     assert not list(engine_problems(started))
     assert not list(engine_problems(replace(started, kind="headrace", swap="recompute", path="hf")))
-    for kind in ("sglang", "nobody"):
-        with pytest.raises(ValueError, match="not one of the engines there are: native, headrace, vllm"):
-            EngineConfig(kind=kind)
+    with pytest.raises(ValueError, match="not one of the engines there are: native, headrace, vllm, sglang"):
+        EngineConfig(kind="nobody")
 
 
 def test_teachers_beside_a_server_run_here(tmp_path) -> None:

@@ -22,7 +22,7 @@ from headrace.models.chat import ChatEncoder
 from headrace.observe.health.waits import Waits
 from headrace.observe.telemetry import Telemetry
 from headrace.serve.config import ServerLimits
-from headrace.serve.fake_vllm import FakeVllm
+from headrace.serve.fakes.fake_vllm import FakeVllm
 from headrace.serve.serving import Serving
 from headrace.simulate.world import FactList
 from headrace.types import Request, Sampling

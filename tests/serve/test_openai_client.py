@@ -187,11 +187,12 @@ def test_the_client_in_a_thread_talks_streams_completes_and_is_refused(tmp_path:
         client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
         assert [model.id for model in client.models.list()] == ["tiny"]
         chat = client.chat.completions.create(
-            model="tiny", messages=ASKING, logprobs=True, seed=7, max_completion_tokens=50
+            model="tiny", messages=ASKING, logprobs=True, top_logprobs=2, seed=7, max_completion_tokens=50
         )
         assert chat.choices[0].message.content == "Good day." and chat.usage
         content = (chat.choices[0].logprobs and chat.choices[0].logprobs.content) or []
         assert len(content) == chat.usage.completion_tokens and content[0].token == "G"
+        assert content[0].top_logprobs[0].token == "G" and len(content[0].top_logprobs) == 2
         pieces = list(client.chat.completions.create(model="tiny", messages=ASKING, stream=True))
         assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == "Good night."
         assert pieces[0].choices[0].delta.role == "assistant" and pieces[-1].choices[0].finish_reason == "stop"

@@ -16,7 +16,7 @@ from pathlib import Path
 import headrace
 from headrace.engine.config import EngineConfig
 from headrace.serve.config import ServeConfig
-from headrace.serve.fake_vllm import FAULTS, FakeVllm
+from headrace.serve.fakes.fake_vllm import FAULTS, FakeVllm
 from headrace.serve.start import bind, make_server, opened
 
 

@@ -77,6 +77,7 @@ def choice(serving: Serving, piece: Piece) -> dict[str, Any]:
     spans = serving.spans(stream, piece.start, piece.stop)
     content = [
         {
+            "token": f"token_id:{token}",  # where verifiers' client looks for it
             "token_id": token,
             "logprob": logprob,
             "top_logprobs": tops(details[place]) if stream.request.top_logprobs else [],
