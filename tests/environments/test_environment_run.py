@@ -91,8 +91,13 @@ def test_a_function_plays_the_rollouts_of_a_run(tiny_llama: Path, tmp_path: Path
     assert all(not fact.failures and fact.prompts == 2 for fact in of(directory, Evaluated))
 
 
+def test_an_evaluation_is_played_too(tiny_llama: Path, tmp_path: Path) -> None:
+    measured = headrace.evaluate(config_of(tmp_path, tiny_llama, eval={"prompts": 3, "samples": 2}))
+    assert measured.prompts == 3 and not measured.failures and 0 <= measured.reward_mean <= 1.2
+
+
 CHILD = """
-import json, sys, pathlib, headrace
+import json, sys, headrace
 headrace.train(json.loads(sys.argv[1]))
 """
 
