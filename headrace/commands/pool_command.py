@@ -30,7 +30,7 @@ def change_pool(run_dir: Path, change: str, member: str) -> int:
     from rich.console import Console
 
     from headrace.observe.screen.members import table
-    from headrace.orchestration.fleets.door import PoolQuestion, ask
+    from headrace.orchestration.fleets.pool_door import PoolQuestion, ask
 
     if (change == "show") == bool(member):
         raise ConfigError(f"headrace pool RUN {change} takes {'no address' if member else 'the address of a server'}")

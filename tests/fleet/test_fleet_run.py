@@ -15,7 +15,7 @@ from tiny_run import checked_run, config_for, of, serving, tiny_config, when_ste
 import headrace
 from headrace.observe.facts import FleetSample, MemberMoved, RunEnded, WeightsLive
 from headrace.observe.records import StepRow
-from headrace.orchestration.fleets.door import PoolQuestion, ask
+from headrace.orchestration.fleets.pool_door import PoolQuestion, ask
 
 SLOWLY = """
 import time

@@ -23,11 +23,11 @@ from headrace.observe.health.waits import Waits
 from headrace.observe.screen.members import absences, short, table
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.fleets import roster
-from headrace.orchestration.fleets.door import SOCKET, Door, PoolAnswer, PoolQuestion, ask
+from headrace.orchestration.fleets.pool_door import SOCKET, PoolAnswer, PoolDoor, PoolQuestion, ask
 from headrace.simulate.makers import request, update
 
 ONE, TWO, THREE = (f"http://127.0.0.1:{port}" for port in (8101, 8102, 8103))
-Case = Callable[[Fleet, Door], Coroutine[Any, Any, None]]
+Case = Callable[[Fleet, PoolDoor], Coroutine[Any, Any, None]]
 
 
 def fake() -> FakeEngine:
@@ -46,7 +46,7 @@ def run(directory: Path, case: Case, settings: tuple[str, ...] = (ONE, TWO), joi
         fleet = Fleet({url: fake() for url in settings}, FleetPatience(60, 30), telemetry)
         await fleet.open()
         await fleet.load(update(0))
-        door = Door(directory, fleet, join if joins else None, settings)
+        door = PoolDoor(directory, fleet, join if joins else None, settings)
         await door.open()
         try:
             async with asyncio.timeout(100):
@@ -67,7 +67,7 @@ def names(answer: PoolAnswer) -> list[str]:
 
 
 def test_a_server_is_added_and_another_removed_while_requests_run(tmp_path: Path) -> None:
-    async def case(fleet: Fleet, door: Door) -> None:
+    async def case(fleet: Fleet, door: PoolDoor) -> None:
         assert names(await asked(tmp_path, "show")) == [ONE, TWO]
         tasks = [asyncio.ensure_future(fleet.generate(request(f"t{i}/0", (i,), 30))) for i in range(6)]
         await asyncio.sleep(0.01)
@@ -84,7 +84,7 @@ def test_a_server_is_added_and_another_removed_while_requests_run(tmp_path: Path
 
 
 def test_what_cannot_be_done_is_refused_with_a_sentence_and_changes_nothing(tmp_path: Path) -> None:
-    async def case(fleet: Fleet, door: Door) -> None:
+    async def case(fleet: Fleet, door: PoolDoor) -> None:
         for do, member, said in (
             ("add", ONE, "is a member already"),
             ("add", "http://127.0.0.1:9", "was away for 60 s"),
@@ -100,7 +100,7 @@ def test_what_cannot_be_done_is_refused_with_a_sentence_and_changes_nothing(tmp_
 
 
 def test_members_that_are_processes_can_be_removed_and_not_added(tmp_path: Path) -> None:
-    async def case(fleet: Fleet, door: Door) -> None:
+    async def case(fleet: Fleet, door: PoolDoor) -> None:
         assert "resume it with another number" in (await asked(tmp_path, "add", THREE)).error
         assert names(await asked(tmp_path, "remove", "1")) == ["2"]
         assert not (tmp_path / roster.FILE).exists()
@@ -115,7 +115,7 @@ def test_the_socket_is_for_the_user_alone_and_replaces_that_of_a_killed_run(tmp_
         left.bind(SOCKET)
         os.chdir(here)
 
-    async def case(fleet: Fleet, door: Door) -> None:
+    async def case(fleet: Fleet, door: PoolDoor) -> None:
         assert stat.S_IMODE((tmp_path / SOCKET).stat().st_mode) == 0o600
         assert names(await asked(tmp_path, "show")) == [ONE, TWO]
 
@@ -126,7 +126,7 @@ def test_a_long_path_is_no_obstacle(tmp_path: Path) -> None:
     deep = tmp_path / ("d" * 80) / ("e" * 80)
     deep.mkdir(parents=True)
 
-    async def case(fleet: Fleet, door: Door) -> None:
+    async def case(fleet: Fleet, door: PoolDoor) -> None:
         assert names(await asked(deep, "show")) == [ONE, TWO]
 
     run(deep, case)
@@ -134,7 +134,7 @@ def test_a_long_path_is_no_obstacle(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("line", [b"\n", b"{}\n", b'{"do": "format"}\n', b"x" * 10_000, b""])
 def test_nonsense_is_answered_or_dropped_and_the_door_stays_open(tmp_path: Path, line: bytes) -> None:
-    async def case(fleet: Fleet, door: Door) -> None:
+    async def case(fleet: Fleet, door: PoolDoor) -> None:
         def send() -> bytes:
             with socket.socket(socket.AF_UNIX) as connection:
                 connection.connect(str(tmp_path / SOCKET)) if len(str(tmp_path)) < 80 else pytest.skip("a long path")
@@ -155,7 +155,7 @@ def test_a_run_that_does_not_run_says_so(tmp_path: Path) -> None:
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    async def case(fleet: Fleet, door: Door) -> None:
+    async def case(fleet: Fleet, door: PoolDoor) -> None:
         assert await asyncio.to_thread(main, ["pool", str(tmp_path)]) == 0
         out = capsys.readouterr().out
         assert [line.split()[0] for line in out.splitlines()] == ["member", ONE, TWO] and "serving" in out

@@ -19,7 +19,7 @@ from headrace.observe.facts import EngineSample, Fact
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.fleets import roster
 from headrace.orchestration.fleets.core_shares import members_of
-from headrace.orchestration.fleets.door import Door
+from headrace.orchestration.fleets.pool_door import PoolDoor
 from headrace.protocols import Engine
 from headrace.weights import Manifest
 
@@ -41,7 +41,7 @@ class Starting(Generic[E]):
 class _Fleet(Fleet):
     """A fleet with a door in the run's directory."""
 
-    door: Door
+    door: PoolDoor
 
     async def close(self) -> None:
         await self.door.close()
@@ -74,7 +74,7 @@ def start_fleet(settings: EngineConfig, run_dir: Path, start: Start, telemetry: 
             raise
         return joining.engine
 
-    fleet.door = Door(run_dir, fleet, join if settings.is_server else None, settings.urls)
+    fleet.door = PoolDoor(run_dir, fleet, join if settings.is_server else None, settings.urls)
 
     async def launch() -> None:
         await asyncio.gather(*(one.launch() for one in starting.values()))

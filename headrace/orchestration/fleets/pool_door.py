@@ -41,7 +41,7 @@ class PoolAnswer(Struct, frozen=True):
     error: str = ""
 
 
-class Door:
+class PoolDoor:
     def __init__(self, run_dir: Path, fleet: Fleet, join: Join | None, settings: Sequence[str]) -> None:
         """`join`: None for engines on this machine. `settings`: the run's `engine.urls`."""
         self._run_dir, self._fleet, self._join, self._settings = run_dir, fleet, join, tuple(settings)
