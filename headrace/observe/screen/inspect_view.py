@@ -90,7 +90,8 @@ class _Overview:
 
 
 def _text_of(one: RolloutView) -> str:
-    return (f"[not in the loss: {counted(one.reasons)}] " if one.reasons else "") + one_line(one.text)
+    reasons = {why: count for why, count in one.reasons.items() if why != CONTEXT}
+    return (f"[not in the loss: {counted(reasons)}] " if reasons else "") + one_line(one.text)
 
 
 def _numbers(one: RolloutView, gaps: bool) -> list[str]:
