@@ -8,6 +8,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
@@ -16,7 +18,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from processes import servers
+from processes import alive, servers
 from tiny_run import of, tiny_config, when_step
 
 import headrace
@@ -159,6 +161,32 @@ def test_an_adapter_is_trained(llama: Path, tmp_path: Path) -> None:
     headrace.train({**config_for(tmp_path, llama, lora={"rank": 4}), "train": {"dtype": "float32", **train}})
     run = tmp_path / "runs" / "tiny"
     checked(run, steps=4, deaths=0)
+
+
+def test_nothing_of_vllm_outlives_a_run_that_is_killed(llama: Path, tmp_path: Path) -> None:
+    """Not even its engine process, which outlives a server that is killed."""
+    script = "import headrace, json, sys; headrace.train(json.loads(sys.argv[1]))"
+    config = config_for(tmp_path, llama)
+    config["train"]["steps"] = 1000
+    run = subprocess.Popen([sys.executable, "-c", script, json.dumps(config)], stdout=subprocess.DEVNULL)
+    pids: list[int] = []
+
+    def up() -> bool:
+        """Whether it has trained a step, and so all of its processes are there."""
+        assert run.poll() is None
+        pids[:] = [pid for leader, members in servers(run.pid).items() for pid in (leader, *members)]
+        return (
+            bool(of(tmp_path / "runs" / "tiny", StepRow)) if (tmp_path / "runs/tiny/metrics.jsonl").exists() else False
+        )
+
+    try:
+        when(up, run.kill, every=0.5)
+    finally:
+        run.kill()
+        run.wait()
+    assert len(pids) >= 3, "the guard, the server, and its engine process"
+    when(lambda: not any(map(alive, pids)), lambda: None, every=0.1)
+    assert not any(map(alive, pids))
 
 
 def changed(model: Path, to: Path) -> Path:
