@@ -69,8 +69,8 @@ ROOMS = {
     "orchestration": ("store", "loops", "workers", "clients", "runs"),
     "plan": ("rates", "parts"),
     "scoring": ("workers", "teacher"),
-    "serve": ("routes", "fakes"),
-    "trainer": ("kernels", "model", "forward", "placement", "step"),
+    "serve": ("routes", "training", "fakes"),
+    "trainer": ("kernels", "model", "forward", "placement", "step", "shared"),
 }
 BETWEEN = ("engine.native.sampling.details",)
 """Files that lie in a room and are held to the order of its folder only: this one joins what was planned to what was drawn."""

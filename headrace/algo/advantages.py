@@ -174,6 +174,10 @@ ADVANTAGES: dict[str, Advantage] = {
 }
 
 
+PER_TURN = ("group_norm", "centred", "leave_one_out", "maxrl", "group_baseline", "raw")
+"""Advantages that compare numbers alone, so that returns of turns serve as well as rewards of rollouts."""
+
+
 def advantage_of(name: str) -> Advantage:
     """Returns a row of the table, or the user's function of the form `file.py:name`. Raises ConfigError if that cannot
     be loaded."""

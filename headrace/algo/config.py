@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from pydantic import ConfigDict, Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
-from headrace.algo.advantages import ADVANTAGES
+from headrace.algo.advantages import ADVANTAGES, PER_TURN
 from headrace.algo.policy.constants import settings_of
 from headrace.algo.policy.loss import Loss
 from headrace.algo.policy.user import UserLoss
@@ -70,6 +70,9 @@ class AlgoConfig:
     length_penalty: float = Field(default=0.0, ge=0)
     """A completion of full length loses this share of its group's mean reward, if that is above 0; shorter ones lose in
     proportion."""
+    credit: Literal["rollout", "turn"] = "rollout"
+    """The tokens that share an advantage. rollout: all of a rollout. turn: those of one turn, whose return (its rewards,
+    those of later turns and those of the end) is compared with the returns of the same turn in the other rollouts."""
     overlong: Literal["train", "mask"] = "train"
     """Whether completions cut off at max_tokens are trained on, or taken out of the loss and its denominator."""
 
@@ -194,6 +197,21 @@ def _problems(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
     yield from _corrections(config, recipe)
     yield from _selections(config, recipe)
     yield from _divergences(config, recipe)
+    yield from _credits(config, recipe)
+
+
+def _credits(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:
+    if config.credit == "rollout":
+        return
+    if recipe.advantage not in PER_TURN:
+        yield (
+            f'algo.credit = "turn" compares turns of one index, which algo.advantage = {recipe.advantage} does not; use one of '
+            f"{', '.join(PER_TURN)}"
+        )
+    if recipe.loss.weighs_rollouts:
+        yield f'algo.loss = {recipe.loss} weighs whole rollouts; set algo.credit = "rollout"'
+    if config.length_penalty:
+        yield 'algo.length_penalty compares whole rollouts; set algo.credit = "rollout", or algo.length_penalty = 0'
 
 
 def _constants(config: AlgoConfig, recipe: Recipe) -> Iterator[str]:

@@ -69,7 +69,7 @@ def inspect(
 
 
 def _worst_first(one: RolloutView) -> tuple[float, float, int]:
-    """A sort key: the largest gap between trainer and sampler first, then the lowest reward, then the longest completion."""
+    """A sort key: the largest gap between trainer and sampler first, then the lowest reward, then the longest rollout."""
     return (-one.gap if math.isfinite(one.gap) else 0.0), one.reward, -len(one.tokens)
 
 
@@ -150,10 +150,10 @@ async def _rescored(run_dir: Path, step: JournalStep, ticket: int | None) -> dic
 async def _rescored_by(stage: Stage, ticket: int | None) -> dict[Place, Sequence[float]]:
     found: dict[Place, Sequence[float]] = {}
     for group in stage.journaled.groups:
-        for i, one in enumerate(group.scored):
+        for i in range(len(group.scored)):
             row = row_of(group, i)
             if row is None or ticket not in (None, group.ticket):
                 continue
             logprobs = await stage.trainer.score((*row.prompt, *row.tokens), stage.adapter)
-            found[group.ticket, i] = logprobs[len(logprobs) - len(one.episode.last.tokens) :]
+            found[group.ticket, i] = logprobs[len(logprobs) - len(row.tokens) :]
     return found

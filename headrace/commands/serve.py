@@ -5,11 +5,17 @@ from __future__ import annotations
 import argparse
 import importlib.util
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from headrace.errors import ConfigError
 from headrace.settings.extras import install
 
+if TYPE_CHECKING:
+    from headrace.serve.config import TrainingConfig
+
 NEEDED = ("starlette", "uvicorn")
+SAMPLED_AT_ONCE = 8
+"""Adapters that the engine holds at once where clients train them and --adapters says nothing."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +28,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--name", default="", help="the model's name in requests (default: MODEL)")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="engine.a=b", help="change a setting of the engine"
+        "--set",
+        action="append",
+        default=[],
+        metavar="engine.a=b",
+        help="change a setting of the engine, or of the trainer",
+    )
+    parser.add_argument("--train", action="store_true", help="let clients of the Tinker API train adapters")
+    parser.add_argument(
+        "--checkpoints",
+        type=Path,
+        metavar="DIR",
+        help="weights that these clients save (default: a directory of the cache)",
     )
 
 
@@ -36,11 +53,12 @@ def serve(arguments: argparse.Namespace) -> int:
     if missing := [module for module in NEEDED if importlib.util.find_spec(module) is None]:
         raise ConfigError(f"headrace serve needs {' and '.join(missing)}: {install('serve')}")
     tree = parse_sets(arguments.set)
-    if strange := sorted(set(tree) - {"engine"}):
+    if strange := sorted(set(tree) - {"engine", *(["train"] if arguments.train else [])}):
         raise ConfigError(
             f"--set {strange[0]}... is no setting of the server; those of the engine are: --set engine.kv_gib=4"
         )
-    engine = build(EngineConfig, merge({"max_adapters": arguments.adapters}, tree.get("engine", {})))
+    adapters = arguments.adapters or (SAMPLED_AT_ONCE if arguments.train else 0)
+    engine = build(EngineConfig, merge({"max_adapters": adapters}, tree.get("engine", {})))
     if engine.kind != "native":
         raise ConfigError(f'engine.kind = "{engine.kind}": headrace serve serves the native engine; remove it')
     config = ServeConfig(
@@ -50,7 +68,31 @@ def serve(arguments: argparse.Namespace) -> int:
         token=read_token(arguments.token_file, "--token-file") if arguments.token_file else "",
         name=arguments.name,
         engine=engine,
+        training=_training(arguments, tree.get("train", {})),
     )
     from headrace.serve import start
 
     return start.serve(config, lambda text: print(f"headrace serve: {text}", flush=True))
+
+
+def _training(arguments: argparse.Namespace, settings: dict[str, Any]) -> TrainingConfig | None:
+    from headrace.models.resolve import cache_dir
+    from headrace.serve.config import TrainingConfig
+    from headrace.settings.toml import build
+    from headrace.trainer.shared.config import SharedConfig
+
+    if not arguments.train:
+        if arguments.checkpoints:
+            raise ConfigError("--checkpoints is for servers that train; add --train")
+        return None
+    if missing := [module for module in ("google.protobuf", "peft") if not _is_there(module)]:
+        raise ConfigError(f"headrace serve --train needs {' and '.join(missing)}: {install('tinker')}")
+    directory = arguments.checkpoints or cache_dir() / "checkpoints"
+    return TrainingConfig(directory=directory, train=build(SharedConfig, settings))
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package that it would be in
+        return False

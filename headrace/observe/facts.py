@@ -75,6 +75,9 @@ class GroupEnded(Fact, frozen=True):
     """Tokens of rollouts that were cancelled before they were finished."""
     kinds: dict[str, int] = {}
     """Failed rollouts by `Failure.kind`, for example `KeyError` for the reason `reward_raised`."""
+    talk: dict[str, int] = {}
+    """Counts over the rollouts of an environment that talks: `turns`, those that were `forked` (on a path of their own, because the chat
+    template rewrote earlier messages), results of tools (`calls`), and among them those with a problem, by its name."""
 
 
 class FirstFailure(Fact, frozen=True):

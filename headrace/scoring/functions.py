@@ -15,7 +15,7 @@ import msgspec
 from headrace.errors import ConfigError
 from headrace.scoring.config import RewardConfig, distinct
 from headrace.scoring.extract import Extractor
-from headrace.scoring.job import ScoringJob, Values, is_async
+from headrace.scoring.job import ScoringJob, Values, is_async, transcript_of
 from headrace.scoring.python_rewards import rewards_of
 from headrace.scoring.workers.processes import PrivatePool, SharedProcess, check_functions
 from headrace.scoring.workers.threads import ThreadPool
@@ -32,7 +32,16 @@ class _Judge:
     async def judge(self, prompt: Prompt, episodes: Sequence[Episode]) -> Values:
         texts = tuple(self.extract(episode.last) for episode in episodes)
         tokens = tuple(episode.last.tokens for episode in episodes)
-        return await self.call(ScoringJob(prompt.text, texts, tokens, prompt.columns, prompt.chat))
+        talks = tuple(transcript_of(episode) for episode in episodes)
+        job = ScoringJob(
+            prompt=prompt.text,
+            completions=texts,
+            completion_tokens=tokens,
+            columns=prompt.columns,
+            chat=prompt.chat,
+            transcripts=talks if any(talks) else (),
+        )
+        return await self.call(job)
 
 
 class FunctionScorer:

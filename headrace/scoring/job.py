@@ -12,7 +12,7 @@ from typing import Any
 from headrace.observe.health.patience import within
 from headrace.scoring.trl import ONLY_THERE, TrlReward, conversation
 from headrace.settings.user_code import one_line, traceback_of, unreachable
-from headrace.types import Failure, Struct
+from headrace.types import Episode, Failure, Struct
 
 Values = list[float | Failure | None]
 """One per completion: a finite number, a failure, or None if a function written for TRL does not apply."""
@@ -26,6 +26,8 @@ class ScoringJob(Struct, frozen=True):
     """One value per column: all completions of a group share their row."""
     chat: str = ""
     """The column that holds the prompt as a conversation; empty if the prompt is text."""
+    transcripts: tuple[list[dict[str, Any]], ...] = ()
+    """The messages of each rollout, with tool calls and their results, if an environment talked with the model."""
 
 
 class LoadedReward(Struct, frozen=True):
@@ -33,6 +35,11 @@ class LoadedReward(Struct, frozen=True):
 
     name: str
     is_async: bool
+
+
+def transcript_of(episode: Episode) -> list[dict[str, Any]]:
+    """Returns all messages of a chat, in their order; empty if the episode was none."""
+    return [message for turn in episode.turns for message in (*turn.messages, turn.reply) if message]
 
 
 def fail_all(job: ScoringJob, reason: str, detail: str) -> Values:
@@ -73,7 +80,8 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def arguments(function: Callable[..., Any], job: ScoringJob) -> dict[str, Any]:
-    """Returns lists of equal length: `prompts`, `completions`, `completion_tokens` (`completion_ids` for a TRL function), and every column.
+    """Returns lists of equal length: `prompts`, `completions`, `completion_tokens` (`completion_ids` for a TRL function), `transcripts` where
+    an environment talked with the model, and every column.
 
     Only arguments that the function's signature names are returned, unless it takes `**columns`.
     """
@@ -95,6 +103,7 @@ def _offered(job: ScoringJob) -> dict[str, Any]:
         "prompts": [job.prompt] * len(job.completions),
         "completions": list(job.completions),
         "completion_tokens": [list(tokens) for tokens in job.completion_tokens],
+        **({"transcripts": copy.deepcopy(list(job.transcripts))} if job.transcripts else {}),
     }
 
 

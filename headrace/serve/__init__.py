@@ -4,5 +4,5 @@ Read `config.py`, `serving.py` (the engine as the routes see it: requests, weigh
 their status), then the path of a request: `guard.py` (permission), `bodies.py` (bodies of requests), `sampling.py` (a body
 becomes requests of the engine), `following.py` (completions in progress), `text.py` (tokens become text), `sending.py` (answers and
 streams; a client that leaves), and `routes/`. `app.py` puts them together, and `start.py` runs them.
-`fakes/` is for tests: the routes of other servers over the same engine.
+`training/` lets clients train adapters of the model. `fakes/` is for tests: the routes of other servers over the same engine.
 """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.routing import Route
@@ -30,10 +32,11 @@ ROUTES = [
 ]
 
 
-def make_app(serving: Serving, token: str) -> Starlette:
+def make_app(serving: Serving, token: str, more: Sequence[Route] = ()) -> Starlette:
+    """`more`: routes beside the engine's."""
     kinds = [Refused, HeadraceError, ValueError, 404, 405, Exception]
     app = Starlette(
-        routes=ROUTES,
+        routes=[*ROUTES, *more],
         middleware=[Middleware(Guard, token=token)],
         exception_handlers=dict.fromkeys(kinds, answer_error),
     )

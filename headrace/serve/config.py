@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from headrace.engine.config import EngineConfig
 from headrace.errors import ConfigError
+from headrace.trainer.shared.config import SharedConfig
 
 SHORTEST_TOKEN = 16
 """Smallest number of characters of a token."""
@@ -25,6 +27,33 @@ class ServerLimits:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrainLimits:
+    models: int = 16
+    """Adapters that may be trained at once; a further one is refused."""
+    pending: int = 4096
+    """Requests whose results are not there yet; a further one is answered with 429, and the client tries again."""
+    kept_bytes: int = 256 << 20
+    """Results that are kept for clients that have not fetched them, or may ask again after a lost connection."""
+    kept_seconds: float = 600.0
+    """Time for which a result is kept."""
+    poll_seconds: float = 20.0
+    """Time for which a request for a result waits before the client is told to ask again. The client gives up after 45 s."""
+    session_seconds: float = 600.0
+    """Time without a heartbeat (the client sends one every 10 s) after which a session ends and its adapters are freed."""
+    gap_seconds: float = 330.0
+    """Time for which requests wait for an earlier one that has not arrived. The client tries for 300 s."""
+    rank: int = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    directory: Path
+    """The checkpoints of all clients."""
+    train: SharedConfig = field(default_factory=SharedConfig)
+    limits: TrainLimits = TrainLimits()
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServeConfig:
     model: str
     """A directory, a known name, or a hub id."""
@@ -37,9 +66,15 @@ class ServeConfig:
     """The name of the model in requests; empty: `model` as it is given."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     limits: ServerLimits = ServerLimits()
+    training: TrainingConfig | None = None
+    """Set where clients train adapters here (the Tinker API)."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError for an address that other machines can reach, if there is no token."""
+        if self.training and not self.engine.max_adapters:
+            raise ConfigError(
+                "--train trains adapters, and --adapters 0 leaves the engine no room for one; give it 4, say"
+            )
         if not 0 <= self.port < 1 << 16:
             raise ConfigError(f"--port {self.port} is none; choose 1 to 65535, or 0 for any that is free")
         if not self.token and not is_loopback(self.host):

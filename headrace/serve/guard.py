@@ -19,7 +19,7 @@ from headrace.serve.errors import Refused, response_of
 class Guard:
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app
-        self._expected = f"Bearer {token}".encode() if token else b""
+        self._expected = {b"authorization": f"Bearer {token}".encode(), b"x-api-key": token.encode()} if token else {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -33,9 +33,10 @@ class Guard:
 
     def _refusal(self, headers: dict[bytes, bytes]) -> Refused | None:
         if self._expected:
-            if hmac.compare_digest(headers.get(b"authorization", b""), self._expected):
+            given = [hmac.compare_digest(headers.get(name, b""), value) for name, value in self._expected.items()]
+            if any(given):
                 return None
-            said = "this server asks for a token: send the header `Authorization: Bearer TOKEN`"
+            said = "this server asks for a token: send the header `Authorization: Bearer TOKEN` (or `X-API-Key: TOKEN`)"
             return Refused(401, said, "invalid_api_key", {"WWW-Authenticate": "Bearer"})
         host = headers.get(b"host", b"").decode("latin-1")
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host

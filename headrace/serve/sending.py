@@ -24,9 +24,18 @@ GONE = Response(status_code=499)
 
 async def read_body(request: HttpRequest, kind: type[T], limits: ServerLimits) -> T:
     """A JSON body of that shape. Raises Refused: 400, 408, 413, 415."""
+    body = await read_bytes(request, "application/json", limits)
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise Refused(400, f"the body is not what this route takes: {error}") from None
+
+
+async def read_bytes(request: HttpRequest, media: str, limits: ServerLimits) -> bytes:
+    """A body that is declared as `media`. Raises Refused: 408, 413, 415."""
     declared = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if declared != "application/json":
-        raise Refused(415, "send a JSON body with the header `Content-Type: application/json`")
+    if declared != media:
+        raise Refused(415, f"send a body of {media}, and say so in the header `Content-Type: {media}`")
     if int(request.headers.get("content-length") or 0) > limits.body_bytes:
         raise _too_large(limits)
     body = bytearray()
@@ -39,10 +48,7 @@ async def read_body(request: HttpRequest, kind: type[T], limits: ServerLimits) -
     except TimeoutError:
         said = f"the body did not arrive within {limits.body_seconds:g} seconds"
         raise Refused(408, said, headers={"Connection": "close"}) from None
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise Refused(400, f"the body is not what this route takes: {error}") from None
+    return bytes(body)
 
 
 def _too_large(limits: ServerLimits) -> Refused:

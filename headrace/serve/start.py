@@ -8,11 +8,12 @@ import dataclasses
 import math
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.routing import Route
 
 from headrace.errors import ConfigError, WorkerDied
 from headrace.models.chat import ChatEncoder
@@ -71,8 +72,9 @@ async def _serve(config: ServeConfig, sock: socket.socket, say: Callable[[str], 
     directory = await asyncio.to_thread(resolve_model, config.model)
     host, port = sock.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    async with opened(config, directory, cache_dir() / "serve" / str(port)) as serving:
-        server = make_server(make_app(serving, config.token))
+    logs = cache_dir() / "serve" / str(port)
+    async with opened(config, directory, logs) as serving, training(config, serving, directory, logs) as more:
+        server = make_server(make_app(serving, config.token, more))
         lost = asyncio.ensure_future(serving.engine.watch())
         lost.add_done_callback(lambda _: setattr(server, "should_exit", True))
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -109,6 +111,24 @@ def make_server(app: Starlette) -> uvicorn.Server:
         backlog=BACKLOG,
     )
     return _Server(settings)
+
+
+@contextlib.asynccontextmanager
+async def training(
+    config: ServeConfig, serving: Serving, directory: Path, logs: Path
+) -> AsyncIterator[Sequence[Route]]:
+    """Yields the routes of the Tinker API, with their trainer started; none where the server does not train."""
+    if config.training is None:
+        yield ()
+        return
+    from headrace.serve.training.opening import opened_door
+    from headrace.serve.training.routes import routes
+
+    places, deaths = config.engine.max_adapters, config.engine.max_deaths
+    async with opened_door(
+        config.training, serving, launcher=open_launcher(logs), directory=directory, places=places, max_deaths=deaths
+    ) as door:
+        yield routes(door)
 
 
 @contextlib.asynccontextmanager

@@ -25,6 +25,12 @@ EXTRAS = {
     "tensorboard": Extra("tensorboard", "tensorboard>=2.18,<3", "curves in TensorBoard"),
     "trackio": Extra("trackio", "trackio>=0.20,<1", "curves in trackio"),
     "serve": Extra("uvicorn", "uvicorn>=0.34,<1", "the engine behind HTTP (headrace serve)", ("starlette>=0.46,<2",)),
+    "tinker": Extra(
+        "google.protobuf",
+        "protobuf>=5,<8",
+        "training by clients of the Tinker API (headrace serve --train)",
+        ("peft>=0.18,<1", "uvicorn>=0.34,<1", "starlette>=0.46,<2"),
+    ),
     "remote": Extra("aiohttp", "aiohttp>=3.11,<4", "engines behind HTTP (engine.kind = headrace)"),
     "lora": Extra("peft", "peft>=0.18,<1", "training of LoRA adapters"),
 }

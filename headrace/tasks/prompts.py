@@ -15,7 +15,7 @@ from headrace.types import Prompt
 
 Message = dict[str, str]
 
-RESERVED = ("prompts", "completions", "completion_tokens")
+RESERVED = ("prompts", "completions", "completion_tokens", "transcripts")
 """Names of arguments of reward functions that are not columns."""
 
 

@@ -99,7 +99,7 @@ class FilesSender:
             where={"path": str(target)},
             adapter=adapter,
         )
-        self._write(target, UpdateRecord(update, manifest), buffer)
+        write_version(target, UpdateRecord(update, manifest), buffer)
         self._prune(name, target)
         return msgspec.structs.replace(update, seconds=time.perf_counter() - started)
 
@@ -111,25 +111,27 @@ class FilesSender:
             self._packed[name] = PackedBuffer(self._manifests[name], buffer), buffer
         return self._packed[name]
 
-    def _write(self, target: Path, record: UpdateRecord, buffer: memoryview) -> None:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        coming = target.with_name(f".{target.name}")
-        shutil.rmtree(coming, ignore_errors=True)
-        coming.mkdir()
-        write_tensors(coming / tensors_file(record.update), record.manifest, buffer)
-        _write_text(coming / RECORD, msgspec.json.encode(record))
-        if spec := record.update.adapter:
-            _write_text(coming / "adapter_config.json", json.dumps(peft_config(spec, record.manifest)).encode())
-        _flush_directory(coming)
-        shutil.rmtree(target, ignore_errors=True)  # the same version of before a failure
-        coming.rename(target)
-        _flush_directory(target.parent)
-
     def _prune(self, name: str, newest: Path) -> None:
         written = self._written.setdefault(name, [])
         written[:] = [*(path for path in written if path != newest), newest]
         while len(written) > KEPT:
             shutil.rmtree(written.pop(0), ignore_errors=True)
+
+
+def write_version(target: Path, record: UpdateRecord, buffer: memoryview) -> None:
+    """Writes one version whole or not at all. `buffer`: the packed buffer of the record's manifest. Raises OSError."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    coming = target.with_name(f".{target.name}")
+    shutil.rmtree(coming, ignore_errors=True)
+    coming.mkdir()
+    write_tensors(coming / tensors_file(record.update), record.manifest, buffer)
+    _write_text(coming / RECORD, msgspec.json.encode(record))
+    if spec := record.update.adapter:
+        _write_text(coming / "adapter_config.json", json.dumps(peft_config(spec, record.manifest)).encode())
+    _flush_directory(coming)
+    shutil.rmtree(target, ignore_errors=True)  # the same version of before a failure
+    coming.rename(target)
+    _flush_directory(target.parent)
 
 
 class FilesReceiver:

@@ -17,6 +17,7 @@ from headrace.algo.advantage.credit import (
     rae,
     return_to_go,
     turn_advantages,
+    turn_returns,
     whiten,
 )
 from headrace.algo.advantage.groups import algorithm_of
@@ -33,6 +34,7 @@ from headrace.algo.advantages import (
     pass_at_k,
     penalised,
     raw,
+    z_scores,
 )
 from headrace.algo.config import AlgoConfig
 from headrace.errors import ConfigError
@@ -179,10 +181,42 @@ def test_gae_is_the_sum_of_the_definition_over_sampled_tokens(steps, gamma, lam)
 
 
 def test_turns_are_compared_with_their_like():
-    out = turn_advantages([[1.0, 0.0], [0.0, 1.0, 5.0], [0.5]])
+    out = turn_advantages([[1.0, 0.0], [0.0, 1.0, 5.0], [0.5]], lambda column: leave_one_out(GroupRewards(column)))
     assert out[0] == pytest.approx([1 - 0.25, -1]) and out[1] == pytest.approx([-0.75, 1, 0]) and out[2] == [0.0]
-    scores = turn_advantages([[1.0], [0.0], [0.0]], "z_score")
+    scores = turn_advantages([[1.0], [0.0], [0.0]], z_scores)
     np.testing.assert_allclose(np.ravel(scores), (np.array([1, 0, 0]) - 1 / 3) / (np.std([1, 0, 0], ddof=1) + 1e-6))
+
+
+def test_each_turn_gets_the_return_from_it_on_and_its_tokens_that_advantage():
+    """Against the sums written down: two rollouts of two and three turns, each with rewards of turns and one at the end."""
+
+    def episode(count: int) -> Episode:
+        done = [Completion((10 + i, 20 + i), (-1.0, -2.0), (VersionSpan(0, 0, 0),), "stop") for i in range(count)]
+        return Episode(tuple(Turn((7,) if i else (1, 2), one, (i - 1,) if i else ()) for i, one in enumerate(done)))
+
+    one = Scored(episode(2), 1.75, {"won": 1.0, "form": 0.75}, turn_rewards=({"form": 0.5}, {"form": 0.25}))
+    other = Scored(episode(3), 0.5, {"won": 0.0, "form": 0.5}, turn_rewards=({}, {"form": 0.5}, {}))
+    assert turn_returns(one) == [1.75, 1.25] and turn_returns(other) == [0.5, 0.5, 0.0]
+    assert turn_returns(Scored(episode(2), 1.0, {"won": 1.0})) == [1.0, 1.0], "the end alone: every turn has it"
+    prompt = Prompt("p", "?", (1, 2))
+    rows = algorithm_of(AlgoConfig("dr_grpo", credit="turn"), 8).rows(prompt, [one, other])
+    assert rows[0].tokens == (10, 20, 7, 11, 21) and rows[0].advantages == (0.625, 0.625, 0.375, 0.375, 0.375)
+    assert rows[1].advantages == (-0.625,) * 2 + (-0.375,) * 3 + (0.0,) * 3
+    plain = algorithm_of(AlgoConfig("dr_grpo"), 8).rows(prompt, [one, other])
+    assert plain[0].advantages == (0.625,) * 5 and plain[0].mask == rows[0].mask == (True, True, False, True, True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"advantage": "opo"}, "algo.advantage = opo"),
+        ({"advantage": "gdpo"}, "algo.advantage = gdpo"),
+        ({"length_penalty": 0.5}, "algo.length_penalty"),
+    ],
+)
+def test_credit_of_turns_is_refused_where_it_means_nothing(settings: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        AlgoConfig("grpo", credit="turn", **settings)  # type: ignore[arg-type]
 
 
 def test_process_rewards_reach_the_tokens_of_their_segment_and_before():

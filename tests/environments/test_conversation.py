@@ -214,9 +214,10 @@ def test_a_template_that_insists_on_calls_is_given_them(tmp_path: Path) -> None:
     )
 
 
-def test_a_reply_that_was_cut_off_is_closed_by_the_template(tmp_path: Path) -> None:
+@pytest.mark.parametrize("reply", ["I thin", "I <|python_tag|>"])
+def test_a_reply_that_was_cut_off_is_closed_by_the_template(reply: str, tmp_path: Path) -> None:
     encoder = encoder_of(tmp_path, tool_chats.PLAIN)
-    model = Model(encoder, ["I thin", "yes<|im_end|>"])
+    model = Model(encoder, [reply, "yes<|im_end|>"])
     found = talked(model, lambda _, number, reply: [user("so?")] if number < 2 else None, tools=None)
     assert isinstance(found, Played) and found.episode.turns[1].parents == (0,)
     assert encoder.written(found.episode.turns[1].context).startswith("<|im_end|>\n<|im_start|>user\nso?<|im_end|>")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import vllm_server
+from processes import alive
 
 from headrace.commands.doctor import engine_findings
 from headrace.engine.config import EngineConfig
@@ -47,13 +48,6 @@ def until(true: Callable[[], bool]) -> None:
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def words(pids: Path, how: str = "") -> list[str]:

@@ -8,26 +8,34 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from processes import servers
+from processes import alive, servers
 from tiny_run import of, tiny_config, when_step
 
 import headrace
+from headrace.config import load_config
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.vllm import VllmDialect
 from headrace.engine.servers.installed import look
 from headrace.errors import ConfigError, IdentityError
 from headrace.models.endings import end_tokens
 from headrace.observe.facts import IdentityChecked, RunEnded, WeightsLive, WorkerLost
+from headrace.observe.health.waits import Waits
 from headrace.observe.records import StepRow
+from headrace.observe.telemetry import Telemetry
 from headrace.orchestration import starting
+from headrace.orchestration.workers.build import open_launcher, open_transport
+from headrace.simulate.world import FactList
+from headrace.types import Completion, Request, Sampling
 from headrace.weights import WeightUpdate
 
 PYTHON = os.environ.get("HEADRACE_VLLM_PYTHON") or str(Path(__file__).parents[2] / ".venv-bench/bin/python")
@@ -145,7 +153,6 @@ def test_full_weights_and_a_server_that_is_killed_while_it_generates_and_in_an_u
     headrace.train(config_for(tmp_path, llama))
     killer.join()
     checked(run, steps=5, deaths=2)
-    assert sum(row.swapped for row in of(run, StepRow)), "completions went on under new weights"
     assert [one.update.version for one in of(run, WeightsLive)] == list(range(6))
 
 
@@ -154,7 +161,105 @@ def test_an_adapter_is_trained(llama: Path, tmp_path: Path) -> None:
     headrace.train({**config_for(tmp_path, llama, lora={"rank": 4}), "train": {"dtype": "float32", **train}})
     run = tmp_path / "runs" / "tiny"
     checked(run, steps=4, deaths=0)
-    assert sum(row.swapped for row in of(run, StepRow)), "completions went on under a new adapter"
+
+
+def test_nothing_of_vllm_outlives_a_run_that_is_killed(llama: Path, tmp_path: Path) -> None:
+    """Not even its engine process, which outlives a server that is killed."""
+    script = "import headrace, json, sys; headrace.train(json.loads(sys.argv[1]))"
+    config = config_for(tmp_path, llama)
+    config["train"]["steps"] = 1000
+    run = subprocess.Popen([sys.executable, "-c", script, json.dumps(config)], stdout=subprocess.DEVNULL)
+    pids: list[int] = []
+
+    def up() -> bool:
+        """Whether it has trained a step, and so all of its processes are there."""
+        assert run.poll() is None
+        pids[:] = [pid for leader, members in servers(run.pid).items() for pid in (leader, *members)]
+        return (
+            bool(of(tmp_path / "runs" / "tiny", StepRow)) if (tmp_path / "runs/tiny/metrics.jsonl").exists() else False
+        )
+
+    try:
+        when(up, run.kill, every=0.5)
+    finally:
+        run.kill()
+        run.wait()
+    assert len(pids) >= 3, "the guard, the server, and its engine process"
+    when(lambda: not any(map(alive, pids)), lambda: None, every=0.1)
+    assert not any(map(alive, pids))
+
+
+def changed(model: Path, to: Path) -> Path:
+    """The same model with other weights."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    shutil.copytree(model, to)
+    torch.manual_seed(1)
+    other = LlamaForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    other.save_pretrained(to)
+    return to
+
+
+def reference(model: Path, prompt: Sequence[int], completion: Completion) -> list[float]:
+    """What Hugging Face's own forward pass says of the tokens."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    tokens = torch.tensor([[*prompt, *completion.tokens]])
+    with torch.no_grad():
+        logits = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32)(tokens).logits[0]
+    told = logits[len(prompt) - 1 : -1].log_softmax(-1)
+    return told[torch.arange(len(completion.tokens)), tokens[0, len(prompt) :]].tolist()
+
+
+def test_every_token_is_of_its_version_when_weights_change_while_requests_stream(llama: Path, tmp_path: Path) -> None:
+    models = [llama, changed(llama, tmp_path / "other")]
+    updates = [
+        WeightUpdate(version=v, kind="full", fingerprint=f"f{v}", nbytes=0, seconds=0.0, where={"path": str(path)})
+        for v, path in enumerate(models)
+    ]
+    config = load_config(config_for(tmp_path, llama))
+    prompts = {f"r{number}": (1, 7 + number, 20) for number in range(6)}
+
+    async def go() -> list[Completion]:
+        facts, clock = FactList(), asyncio.get_running_loop().time
+        telemetry = Telemetry(facts.record, clock, Waits(facts.record, clock, 1000.0, 2000.0))
+        begun = starting.start_engine(
+            config,
+            model_dir=llama,
+            launcher=open_launcher(tmp_path),
+            transport=open_transport(),
+            logs=tmp_path,
+            telemetry=telemetry,
+        )
+        engine = begun.engine
+        try:
+            await begun.launch()
+            await engine.load(updates[0])
+            drawn = Sampling(max_tokens=100, ignore_eos=True)
+            asked = [
+                asyncio.ensure_future(engine.generate(Request(name, prompt, drawn))) for name, prompt in prompts.items()
+            ]
+            while len(engine.unfinished()) < 6 or min(len(one.tokens) for one in engine.unfinished().values()) < 10:
+                await asyncio.sleep(0.001)
+            await engine.load(updates[1])
+            return await asyncio.gather(*asked)
+        finally:
+            await engine.close()
+
+    for prompt, completion in zip(prompts.values(), asyncio.run(go()), strict=True):
+        assert [(span.version, span.kv_version) for span in completion.spans] == [(0, 0), (1, 1)]
+        assert len(completion.tokens) == 100 and completion.stop == "length"
+        told = [reference(model, prompt, completion) for model in models]
+        versions = completion.versions()
+        own = [abs(told[version][t] - completion.logprobs[t]) for t, version in enumerate(versions)]
+        other = [abs(told[1 - version][t] - completion.logprobs[t]) for t, version in enumerate(versions)]
+        assert max(own) < 1e-4 and max(other) > 0.1, (max(own), max(other))
+    assert not servers()
 
 
 class _Forgetful(VllmDialect):

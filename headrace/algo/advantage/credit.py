@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
 
-from headrace.algo.advantages import GroupRewards, leave_one_out, z_scores
 from headrace.algo.policy.tokens import MAX_LOG_RATIO
+from headrace.types import Scored
 
 EPSILON = 1e-8
 
@@ -46,20 +45,29 @@ def gae(
 
 
 def turn_advantages(
-    rewards: Sequence[Sequence[float]], kind: Literal["leave_one_out", "z_score"] = "leave_one_out"
+    returns: Sequence[Sequence[float]], compare: Callable[[tuple[float, ...]], list[float]]
 ) -> list[list[float]]:
     """Returns advantages per rollout and turn: each turn is compared with the turns of the same index in the other rollouts.
 
-    Rollouts may have different numbers of turns; a turn that no other rollout reached gets zero.
+    `compare`: an advantage function of numbers. Rollouts may have different numbers of turns: a turn that no other rollout reached is
+    compared with nothing.
     """
-    advantages: list[list[float]] = [[] for _ in rewards]
-    for index in range(max(map(len, rewards), default=0)):
-        there = [i for i, turns in enumerate(rewards) if index < len(turns)]
-        column = tuple(rewards[i][index] for i in there)
-        compared = z_scores(column) if kind == "z_score" else leave_one_out(GroupRewards(column))
+    advantages: list[list[float]] = [[] for _ in returns]
+    for index in range(max(map(len, returns), default=0)):
+        there = [i for i, turns in enumerate(returns) if index < len(turns)]
+        compared = compare(tuple(returns[i][index] for i in there))
         for i, advantage in zip(there, compared, strict=True):
             advantages[i].append(advantage)
     return advantages
+
+
+def turn_returns(one: Scored, penalty: float = 0.0) -> list[float]:
+    """Returns each turn's return, undiscounted: its rewards, those of later turns, and what the rollout got at its end.
+
+    `penalty`: taken off the end. A reward at the end alone gives every turn the same return, which is that of the rollout."""
+    given = [sum(rewards.values()) for rewards in one.turn_rewards] or [0.0] * len(one.episode.turns)
+    end = one.reward - sum(given) - penalty
+    return [end + sum(given[number:]) for number in range(len(given))]
 
 
 def process_advantages(rewards: Sequence[float], lengths: Sequence[int], gamma: float = 1.0) -> list[float]:

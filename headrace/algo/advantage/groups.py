@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
-from headrace.algo.advantage.credit import kl_penalty, return_to_go, whiten
+from headrace.algo.advantage.credit import kl_penalty, return_to_go, turn_advantages, turn_returns, whiten
 from headrace.algo.advantage.training_rows import reference_of, rows_of
 from headrace.algo.advantages import Advantage, GroupRewards, advantage_of, penalised
 from headrace.algo.config import AlgoConfig
@@ -40,6 +40,8 @@ class Algorithm:
 
     def rows(self, prompt: Prompt, scored: Sequence[Scored]) -> tuple[Row, ...]:
         """Makes one row per root-to-leaf path of every episode; no sampled token counts twice."""
+        if self._algo.credit == "turn":
+            return self._rows_of_turns(prompt, scored)
         advantages = self._advantage.function(self._group(scored))
         idle = any(advantages) if self._weighs else False
         rows: list[Row] = []
@@ -49,6 +51,17 @@ class Algorithm:
                     row = replace(row, mask=(False,) * len(row.mask))  # cross-entropy: its own denominator
                 rows.append(self._spread(row, one, path, advantage) if self._spreads else row)
         return tuple(rows)
+
+    def _rows_of_turns(self, prompt: Prompt, scored: Sequence[Scored]) -> tuple[Row, ...]:
+        advantages = turn_advantages(
+            [turn_returns(one, self._kl(one)) for one in scored],
+            lambda column: self._advantage.function(GroupRewards(column)),
+        )
+        return tuple(
+            row
+            for one, of_turns in zip(scored, advantages, strict=True)
+            for _, row in rows_of(prompt, one, of_turns, self._algo.overlong)
+        )
 
     def barren(self, rows: Sequence[Row]) -> str:
         """Returns the reason why nothing can be learned from these rows of a group, which is then dropped; empty if

@@ -14,9 +14,10 @@ Overlong = Literal["train", "mask"]
 
 
 def rows_of(
-    prompt: Prompt, one: Scored, advantage: float, overlong: Overlong = "train"
+    prompt: Prompt, one: Scored, advantage: float | Sequence[float], overlong: Overlong = "train"
 ) -> Iterator[tuple[tuple[int, ...], Row]]:
-    """Yields the root-to-leaf paths of an episode with their rows, every token with the rollout's advantage.
+    """Yields the root-to-leaf paths of an episode with their rows, every token with the rollout's advantage, or with that of its turn if
+    there is one for each.
 
     A completion on several paths is trained in the first of them and is context in the others, so that no sampled token
     counts twice.
@@ -62,7 +63,13 @@ def _pieces(episode: Episode, path: Sequence[int]) -> Iterator[_Piece]:
 
 
 def row_of(
-    prompt: Prompt, one: Scored, *, path: Sequence[int], trained: set[int], advantage: float, overlong: Overlong
+    prompt: Prompt,
+    one: Scored,
+    *,
+    path: Sequence[int],
+    trained: set[int],
+    advantage: float | Sequence[float],
+    overlong: Overlong,
 ) -> Row:
     """Makes the row of one path. Completions of turns in `trained` are context in it."""
     turns, pieces = one.episode.turns, list(_pieces(one.episode, path))
@@ -70,12 +77,14 @@ def row_of(
     tokens: list[int] = []
     logprobs: list[float] = []
     mask: list[bool] = []
+    advantages: list[float] = []
     versions: list[int] = []
     kv_versions: list[int] = []
     for piece in pieces:
         done, count = turns[piece.turn].completion, len(piece.tokens)
         spans, kv = done.versions(), done.kv_versions()
         tokens += piece.tokens
+        advantages += [float(advantage if isinstance(advantage, (int, float)) else advantage[piece.turn])] * count
         logprobs += done.logprobs if piece.sampled else [0.0] * count
         mask += [piece.sampled and kept and _trains(done, overlong) and piece.turn not in trained] * count
         versions += spans if piece.sampled else [_version_beside(versions, spans)] * count
@@ -84,7 +93,7 @@ def row_of(
         prompt=turns[path[0]].context or prompt.tokens,
         tokens=tuple(tokens),
         logprobs=tuple(logprobs),
-        advantages=(float(advantage),) * len(tokens),
+        advantages=tuple(advantages),
         mask=tuple(mask),
         versions=tuple(versions),
         sampling_mask=_sampling_mask(one.episode, pieces),

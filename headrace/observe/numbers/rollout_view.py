@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from headrace.durable.journal import JournalStep
 from headrace.observe.records import answer_of
-from headrace.types import Completion, Group, Row, Struct, VersionSpan
+from headrace.observe.texts import clip
+from headrace.types import Completion, Episode, Group, Row, Scored, Struct, VersionSpan
 
 Pieces = Callable[[Sequence[int]], list[str]]
 """Returns the text of each token; joined, they are the whole text."""
+
+CONTEXT = "context"
 
 Place = tuple[int, int]
 """Ticket and number of a rollout."""
 
 
 class RolloutView(Struct, frozen=True, kw_only=True):
-    """The last turn of one rollout. Tuples are [T] over its sampled tokens."""
+    """One rollout: its completion, or the last path of an episode of several turns. Tuples are [T] over the tokens behind the prompt; those
+    that were not sampled (questions, results of tools) have the reason `CONTEXT` in `left_out`."""
 
     step: int
     """The step that trained it, counted from 1."""
@@ -55,10 +63,19 @@ class RolloutView(Struct, frozen=True, kw_only=True):
     extracted: dict[str, str] = {}
     """The part of the text that each reward function was given, unless that is the whole text."""
 
+    story: tuple[str, ...] = ()
+    """The turns of an episode in words: calls of tools, their results, rewards of single turns."""
+
+    @property
+    def sampled(self) -> list[int]:
+        """Places of the tokens that were sampled."""
+        return [place for place, why in enumerate(self.left_out) if why != CONTEXT]
+
     @property
     def advantage(self) -> float:
-        """Mean over the tokens; NaN if the rollout was not trained."""
-        return sum(self.advantages) / len(self.advantages) if self.advantages else math.nan
+        """Mean over the sampled tokens; NaN if the rollout was not trained."""
+        known = [self.advantages[place] for place in self.sampled] if self.advantages else []
+        return sum(known) / len(known) if known else math.nan
 
     @property
     def reasons(self) -> dict[str, int]:
@@ -67,7 +84,9 @@ class RolloutView(Struct, frozen=True, kw_only=True):
     @property
     def gap(self) -> float:
         """Mean |trainer - sampler| log-prob; NaN if the trainer's are not known."""
-        gaps = [abs(a - b) for a, b in zip(self.trainer, self.logprobs, strict=False) if math.isfinite(a - b)]
+        known = [place for place in self.sampled if place < len(self.trainer)]
+        gaps = [abs(self.trainer[place] - self.logprobs[place]) for place in known]
+        gaps = [gap for gap in gaps if math.isfinite(gap)]
         return sum(gaps) / len(gaps) if gaps else math.nan
 
 
@@ -82,9 +101,10 @@ def view_rollout(
 ) -> RolloutView:
     """Returns the view of one rollout. `oldest`: the oldest version that stays in the loss (`staleness.overdue = "trim"`)."""
     one = group.scored[rollout]
-    done = one.episode.last
-    row, count = row_of(group, rollout), len(done.tokens)
-    texts = pieces(done.tokens) if pieces else [f"{token} " for token in done.tokens]
+    done, row = one.episode.last, row_of(group, rollout)
+    path = _path(one.episode) if row else (_Piece(done.tokens, done),)
+    tokens = tuple(token for piece in path for token in piece.tokens)
+    texts = pieces(tokens) if pieces else [f"{token} " for token in tokens]
     return RolloutView(
         step=step.step + 1,
         ticket=group.ticket,
@@ -95,20 +115,72 @@ def view_rollout(
         rewards=one.rewards,
         stop=done.stop,
         turns=len(one.episode.turns),
-        spans=done.spans,
-        tokens=done.tokens,
+        spans=_spans(path),
+        tokens=tokens,
         pieces=tuple(texts),
         decoded=pieces is not None,
         text=done.text,
-        logprobs=done.logprobs,
-        lags=tuple(step.step - version for version in done.versions()),
-        mixed=_mixed(done),
-        advantages=row.advantages[-count:] if row and count else (),
-        left_out=_left_out(done, row, oldest),
+        logprobs=row.logprobs if row else done.logprobs,
+        lags=tuple(step.step - version for version in (row.versions if row else done.versions())),
+        mixed=tuple(mixed for piece in path for mixed in _mixed(piece)),
+        advantages=row.advantages if row else (),
+        left_out=_left_out(path, row, oldest),
         trainer=tuple(trainer),
         answer=answer_of(group.prompt),
         extracted=one.extracted,
+        story=tuple(_story(one)),
     )
+
+
+class _Piece(NamedTuple):
+    """Consecutive tokens of a path."""
+
+    tokens: tuple[int, ...]
+    sampled: Completion | None
+    """None for context."""
+
+
+def _path(episode: Episode) -> tuple[_Piece, ...]:
+    """The last path of an episode, behind the context of its first turn."""
+    pieces: list[_Piece] = []
+    number = len(episode.turns) - 1
+    while True:
+        turn = episode.turns[number]
+        pieces.insert(0, _Piece(turn.completion.tokens, turn.completion))
+        if not turn.parents:
+            return tuple(pieces)
+        pieces.insert(0, _Piece(turn.context, None))
+        number = turn.parents[0]
+
+
+def _spans(path: Sequence[_Piece]) -> tuple[VersionSpan, ...]:
+    spans: list[VersionSpan] = []
+    start = 0
+    for piece in path:
+        spans += [replace(span, start=span.start + start) for span in (piece.sampled.spans if piece.sampled else ())]
+        start += len(piece.tokens)
+    return tuple(spans)
+
+
+def _story(one: Scored) -> Iterator[str]:
+    """Yields lines about the turns of a chat. Single completions have none."""
+    turns = one.episode.turns
+    for number, turn in enumerate(turns if len(turns) > 1 or one.turn_rewards else ()):
+        begins = (
+            ", on a path of its own: the chat template rewrites earlier messages" if number and not turn.parents else ""
+        )
+        for message in turn.messages if number else ():
+            who = f"{message.get('name', '')} returned" if message.get("role") == "tool" else message.get("role")
+            yield f"{who}: {clip(str(message.get('content')), 200)}"
+        calls = [call["function"] for call in turn.reply.get("tool_calls", ())]
+        called = "; ".join(f"calls {call['name']}({clip(json.dumps(call['arguments']), 200)})" for call in calls)
+        said = str(turn.reply.get("content", turn.completion.text)).strip()
+        given = one.turn_rewards[number] if one.turn_rewards else {}
+        rewards = ", ".join(f"{name} {value:g}" for name, value in given.items())
+        words = [clip(said, 200)] * bool(said) + [called] * bool(called) + [f"reward {rewards}"] * bool(rewards)
+        yield f"turn {number + 1}{begins}: {' · '.join(words) or '(nothing)'}"
+    if one.episode.cut:
+        yield f"cut off at its limit of {one.episode.cut}"
 
 
 def view_step(
@@ -146,24 +218,34 @@ def row_of(group: Group, rollout: int) -> Row | None:
     return None
 
 
-def _mixed(done: Completion) -> tuple[bool, ...]:
-    ends = [*(span.start for span in done.spans[1:]), len(done.tokens)]
-    return tuple(span.mixed for span, end in zip(done.spans, ends, strict=False) for _ in range(span.start, end))
+def _mixed(piece: _Piece) -> tuple[bool, ...]:
+    if piece.sampled is None:
+        return (False,) * len(piece.tokens)
+    spans = piece.sampled.spans
+    ends = [*(span.start for span in spans[1:]), len(piece.tokens)]
+    return tuple(span.mixed for span, end in zip(spans, ends, strict=False) for _ in range(span.start, end))
 
 
-def _left_out(done: Completion, row: Row | None, oldest: int | None) -> tuple[str, ...]:
-    count = len(done.tokens)
-    if row is None:
-        return ("not trained",) * count
-    mask = row.mask[len(row.mask) - count :]
+def _left_out(path: Sequence[_Piece], row: Row | None, oldest: int | None) -> tuple[str, ...]:
+    found: list[str] = []
+    for piece in path:
+        mask = row.mask[len(found) : len(found) + len(piece.tokens)] if row else ()
+        found += _left_out_of(piece, mask if row else None, oldest)
+    return tuple(found)
+
+
+def _left_out_of(piece: _Piece, mask: Sequence[bool] | None, oldest: int | None) -> list[str]:
+    done, count = piece.sampled, len(piece.tokens)
+    if done is None or mask is None:
+        return [CONTEXT if done is None else "not trained"] * count
     why = "overlong" if done.stop == "length" and not any(mask) else "masked"
-    return tuple(
+    return [
         why if not kept
         else "no finite log-prob" if not math.isfinite(logprob)
         else "overdue" if oldest is not None and version < oldest
         else ""
         for kept, logprob, version in zip(mask, done.logprobs, done.versions(), strict=True)
-    )  # fmt: skip
+    ]  # fmt: skip
 
 
 def settings_of(run_dir: Path) -> dict[str, object]:

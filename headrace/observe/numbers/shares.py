@@ -22,6 +22,8 @@ class Tally:
         """Groups without contrast, and groups that were dropped for another reason."""
         self.kinds: Counter[str] = Counter()
         """Failed rollouts by exception, or by reason if nothing was raised."""
+        self.talk: Counter[str] = Counter()
+        """The counts of `GroupEnded.talk`."""
 
     def add(self, one: GroupEnded) -> None:
         """Counts one group."""
@@ -41,6 +43,8 @@ class Tally:
         self.outages += sign * sum(one.failures.get(reason, 0) for reason in OUTAGES)
         for kind, count in (one.kinds or one.failures).items():
             self.kinds[kind] += sign * count
+        for name, count in one.talk.items():
+            self.talk[name] += sign * count
         if one.outcome == "dropped":
             self.no_contrast += sign * (one.reason == NO_CONTRAST)
             self.dropped += sign * (one.reason != NO_CONTRAST)

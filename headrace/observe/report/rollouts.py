@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 from headrace.observe.diagnosis.troubles import judged
-from headrace.observe.numbers.rollout_view import RolloutView, span_list, token_details
+from headrace.observe.numbers.rollout_view import CONTEXT, RolloutView, span_list, token_details
 from headrace.observe.report.draw.tables import table
 from headrace.observe.report.lag_charts import LAST, lag_class
 from headrace.observe.texts import clip, counted, number
@@ -36,8 +36,9 @@ def _legend(views: Sequence[RolloutView]) -> str:
     strange = [
         f'<span class="tokens"><i class="{name}">{word}</i></span>'
         for name, word, there in (
-            ("out", "not in the loss", any(one.reasons for one in views)),
+            ("out", "not in the loss", any(one.reasons.keys() - {CONTEXT} for one in views)),
             ("mixed", "mixed weights", any(any(one.mixed) for one in views)),
+            ("between", "between turns, not sampled", any(CONTEXT in one.reasons for one in views)),
         )
         if there
     ]
@@ -54,13 +55,20 @@ def _row(one: RolloutView) -> tuple[str, ...]:
     return (
         f"{one.step}<small>ticket {one.ticket}</small>",
         _text(one.prompt),
-        (_tokens(one) if one.decoded else _text(one.text)) + (f"<small>{escape(seen)}</small>" if seen else ""),
+        _story(one)
+        + (_tokens(one) if one.decoded else _text(one.text))
+        + (f"<small>{escape(seen)}</small>" if seen else ""),
         f"{number(one.reward)}{parts}",
         "not trained" if math.isnan(one.advantage) else f"{one.advantage:+.3f}",
-        f"{len(one.tokens)}<small>{escape(one.stop)}</small>{left_out}",
+        f"{len(one.sampled)}<small>{escape(one.stop)}</small>{left_out}",
         f'<span data-tip="{escape(span_list(one))}">{shown}</span>',
         str(max(one.lags, default=0)),
     )
+
+
+def _story(one: RolloutView) -> str:
+    lines = "".join(f"<li>{escape(line)}</li>" for line in one.story)
+    return f'<ol class="turns">{lines}</ol>' if lines else ""
 
 
 def _tokens(one: RolloutView) -> str:
@@ -75,6 +83,8 @@ def _tokens(one: RolloutView) -> str:
 
 
 def _classes(one: RolloutView, place: int) -> str:
+    if one.left_out[place] == CONTEXT:
+        return "between"
     marks = " out" * bool(one.left_out[place]) + " mixed" * one.mixed[place]
     return f"{lag_class(one.lags[place])}{marks}"
 

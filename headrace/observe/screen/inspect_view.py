@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.observe.diagnosis.troubles import judged
-from headrace.observe.numbers.rollout_view import RolloutView, span_list
+from headrace.observe.numbers.rollout_view import CONTEXT, RolloutView, span_list
 from headrace.observe.screen.layout import one_line
 from headrace.observe.texts import clip, counted, number, plural
 from headrace.reports import TrainReport
@@ -90,7 +90,8 @@ class _Overview:
 
 
 def _text_of(one: RolloutView) -> str:
-    return (f"[not in the loss: {counted(one.reasons)}] " if one.reasons else "") + one_line(one.text)
+    reasons = {why: count for why, count in one.reasons.items() if why != CONTEXT}
+    return (f"[not in the loss: {counted(reasons)}] " if reasons else "") + one_line(one.text)
 
 
 def _numbers(one: RolloutView, gaps: bool) -> list[str]:
@@ -100,7 +101,7 @@ def _numbers(one: RolloutView, gaps: bool) -> list[str]:
         str(one.rollout),
         number(one.reward),
         "-" if math.isnan(one.advantage) else f"{one.advantage:+.3f}",
-        str(len(one.tokens)),
+        str(len(one.sampled)),
         one.stop,
         str(versions[0]) if len(versions) == 1 else f"{versions[0]} to {versions[-1]}" if versions else "-",
         str(max(one.lags, default=0)),
@@ -116,7 +117,7 @@ def rollout(one: RolloutView) -> RenderableType:
     """Shows one rollout token by token."""
     rewards = ", ".join(f"{name} {number(value)}" for name, value in one.rewards.items())
     advantage = "not trained" if math.isnan(one.advantage) else f"advantage {one.advantage:+.3f}"
-    turns = f" · last of {one.turns} turns" if one.turns > 1 else ""
+    turns = f" · {one.turns} turns" if one.turns > 1 else ""
     head = Text(f"\nticket {one.ticket}, rollout {one.rollout}", style="bold")
     head.append(
         f" · {one.prompt_id} · reward {number(one.reward)} ({rewards}) · {advantage} · {one.stop}{turns}", "not bold"
@@ -128,11 +129,15 @@ def rollout(one: RolloutView) -> RenderableType:
         facts.append(f"not in the loss: {counted(one.reasons)}")
     if not math.isnan(one.gap):
         facts.append(f"|trainer - sampler| mean {number(one.gap)}; the widest: {_widest(one)}")
-    finite = [value for value in one.logprobs if math.isfinite(value)]
+    finite = [one.logprobs[place] for place in one.sampled if math.isfinite(one.logprobs[place])]
     if finite:
         facts.append(f"log-prob mean {sum(finite) / len(finite):.3f}, least {min(finite):.3f}")
     return Group(
-        head, Text(f"prompt: {clip(one.prompt, 300)}", "dim"), *(Text(fact, "dim") for fact in facts), _tokens(one)
+        head,
+        Text(f"prompt: {clip(one.prompt, 300)}", "dim"),
+        *(Text(fact, "dim") for fact in facts),
+        *(Text(line) for line in one.story),
+        _tokens(one),
     )
 
 
@@ -165,6 +170,8 @@ def _token_table(one: RolloutView) -> Table:
 
 
 def _style(one: RolloutView, place: int) -> str:
+    if one.left_out[place] == CONTEXT:
+        return "dim"
     style = LAG_STYLES[min(max(one.lags[place], 0), len(LAG_STYLES) - 1)]
     if one.left_out[place]:
         style += " strike"
@@ -177,7 +184,7 @@ def _style(one: RolloutView, place: int) -> str:
 
 def _widest(one: RolloutView, count: int = 4) -> str:
     gaps = sorted(
-        ((b - a, i) for i, (a, b) in enumerate(zip(one.logprobs, one.trainer, strict=False))), key=lambda g: -abs(g[0])
+        ((one.trainer[i] - one.logprobs[i], i) for i in one.sampled if i < len(one.trainer)), key=lambda g: -abs(g[0])
     )
     return ", ".join(
         f"{gap:+.3f} at {place} ({one.pieces[place].strip() or one.tokens[place]})" for gap, place in gaps[:count]
@@ -190,6 +197,8 @@ def _legend(chosen: Sequence[RolloutView], source: str) -> RenderableType:
     for lag in lags:
         text.append(f"lag {lag}{'+' * (lag == len(LAG_STYLES) - 1)} ", LAG_STYLES[lag])
     text.append("· struck out: not in the loss · italic: mixed weights", "dim")
+    if any(CONTEXT in one.reasons for one in chosen):
+        text.append(" · faint: between turns, not sampled", "dim")
     if any(one.trainer for one in chosen):
         text.append(f" · underlined: trainer and sampler {WIDE} nats apart or more", "dim")
     text.append(f"\n{source}", "dim")

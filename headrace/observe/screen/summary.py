@@ -157,10 +157,29 @@ def _spent(table: Table, state: RunState) -> None:
             _more(table, "", words)
     if lost := shares(state.shares.total):
         _more(table, "Shares", ", ".join(lost))
+    if words := _talk(state):
+        _more(table, "Episodes", words)
     drawn, trained = state.lengths.drawn.mean, state.lengths.trained.mean
     if drawn is not None:
         of_trained = f"{trained:.1f} trained" if trained is not None else "none trained"
         _more(table, "Mean length", f"{drawn:.1f} tokens drawn, {of_trained}")
+
+
+def _talk(state: RunState) -> str:
+    """`2.1 turns a rollout, 3 % on a path of their own; 310 tool calls (malformed 12, unknown_tool 3)`"""
+    total = state.shares.total
+    if not total.talk["turns"]:
+        return ""
+    forked, calls = total.talk["forked"], total.talk["calls"]
+    words = f"{total.talk['turns'] / max(total.scored, 1):.1f} turns a rollout"
+    if forked:
+        words += (
+            f", {percent(forked / total.talk['turns'])} on a path of their own (the chat template rewrites history)"
+        )
+    wrong = {name.removeprefix("calls: "): count for name, count in total.talk.items() if ": " in name and count}
+    if calls:
+        words += f"; {plural(calls, 'tool call')}{f' ({counted(wrong)})' if wrong else ''}"
+    return words
 
 
 def _interruptions(state: RunState) -> str:

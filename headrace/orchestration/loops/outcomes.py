@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -50,7 +50,19 @@ class Rolled:
             seconds=self.seconds,
             lost_tokens=self.lost_tokens,
             kinds=dict(Counter(failure.kind for failure in self.failures)),
+            talk=talk_of([one.episode for one in self.scored]),
         )
+
+
+def talk_of(episodes: Sequence[Episode]) -> dict[str, int]:
+    """The counts of `GroupEnded.talk`; empty if no episode is a chat."""
+    turns = [turn for episode in episodes for turn in episode.turns]
+    results = [message for turn in turns for message in turn.messages if "tool_call_id" in message]
+    if not any(turn.messages for turn in turns):
+        return {}
+    problems = Counter(f"calls: {message['problem']}" for message in results if "problem" in message)
+    forked = sum(not turn.parents for turn in turns) - len(episodes)
+    return {"turns": len(turns), "forked": forked, "calls": len(results), **problems}
 
 
 class Firsts:

@@ -98,6 +98,8 @@ def scoring_mark(config: RunConfig) -> str:
         "top": algo.teacher_top,
         "rewards": [dataclasses.asdict(one) for one in config.reward.specs] if not _is_default(config.reward) else [],
     }
+    if algo.credit != "rollout":  # left out otherwise, as the punishment below
+        made["credit"] = algo.credit
     overlong = config.reward.soft_overlong_punishment
     if overlong.cache:  # left out otherwise: the mark then equals that of runs from before this setting existed
         made["punished"] = (dataclasses.asdict(overlong), config.rollout.max_tokens)

@@ -2,6 +2,6 @@
 
 The controller's half: read `wire.py` (frames and channels), `worker_messages.py` (the start messages), `connected.py` (a worker behind a
 stream), `local.py` (a child process), `dial_in.py` (a worker that connects over TCP) and `fake.py` (one without a process). The worker's
-half: `worker.py`, `build.py` (its concrete classes), `answers.py`, `engine_loop.py` and `first_difference.py`
-(the first layer in which engine and trainer differ).
+half: `worker.py`, `build.py` (its concrete classes), `answers.py`, `engine_loop.py`, `shared_calls.py` (a trainer
+that clients share) and `first_difference.py` (the first layer in which engine and trainer differ).
 """

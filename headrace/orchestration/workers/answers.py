@@ -1,7 +1,8 @@
-"""A worker's reply to a call: the result, or the name and message of the exception."""
+"""A worker's reply to a call (the result, or the name and message of the exception), and the end of its start."""
 
 from __future__ import annotations
 
+import gc
 import os
 import traceback
 from collections.abc import Callable
@@ -35,3 +36,10 @@ def fail(end: WorkerEnd, frame: Frame, error: Exception) -> None:
     # An error that is ours or the user's needs no traceback.
     known = isinstance(error, (HeadraceError, ValueError, OSError))
     end.fail(frame, name_of(error), str(error) if known else "".join(traceback.format_exception(error)))
+
+
+def begun() -> None:
+    """Garbage is collected from here on, and not among what is there already. Importing torch and transformers makes a million
+    objects that stay: looking through them again and again took a fifth of a worker's start (5.3 s of CPU time, now 4.1)."""
+    gc.freeze()
+    gc.enable()

@@ -11,14 +11,16 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.kinds import core_class
 from headrace.models.lora import LoraConfig
 from headrace.orchestration.workers.local import LocalLauncher
-from headrace.orchestration.workers.worker_messages import EngineStart, TrainerStart
+from headrace.orchestration.workers.worker_messages import EngineStart, SharedStart, TrainerStart
 from headrace.protocols import EngineCore, Launcher, TrainerCore, Transport, WeightReceiver, WeightSender
 from headrace.trainer.config import TrainConfig
+from headrace.trainer.shared.config import SharedConfig
 from headrace.weight_sync.files import Files
 from headrace.weight_sync.transport import TRANSPORTS
 from headrace.weights import Manifest
 
 if TYPE_CHECKING:
+    from headrace.trainer.shared.shared_trainer import SharedTrainer
     from headrace.trainer.step.shadow import Shadow
 
 
@@ -39,7 +41,12 @@ def open_launcher(logs: Path) -> Launcher:
 
 def preload(kind: str) -> None:
     """Imports the worker's libraries before its start message arrives, while the controller starts the other worker."""
-    importlib.import_module({"trainer": "headrace.trainer.step.trainer", "engine": "headrace.engine.native.core"}[kind])
+    modules = {
+        "trainer": "headrace.trainer.step.trainer",
+        "engine": "headrace.engine.native.core",
+        "shared trainer": "headrace.trainer.shared.shared_trainer",
+    }
+    importlib.import_module(modules[kind])
 
 
 def build_trainer_core(start: TrainerStart) -> tuple[TrainerCore, WeightSender, dict[str, Manifest]]:
@@ -95,6 +102,16 @@ def build_shadow(start: TrainerStart, core: TrainerCore) -> tuple[Shadow | None,
     if checkpoint := start.restore.get(""):
         shadow.restore(Path(checkpoint))
     return shadow, manifest
+
+
+def build_shared_trainer(start: SharedStart) -> SharedTrainer:
+    import torch
+
+    from headrace.trainer.shared.shared_trainer import SharedTrainer
+
+    config = SharedConfig(**start.train)
+    torch.set_num_threads(config.threads or torch.get_num_threads())
+    return SharedTrainer(Path(start.model_dir), config)
 
 
 def build_engine_core(start: EngineStart) -> tuple[EngineCore, WeightReceiver]:

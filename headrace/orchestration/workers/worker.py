@@ -1,4 +1,4 @@
-"""The program of a worker process: `python -m headrace.orchestration.workers.worker (engine|trainer) (--socket FD | --connect HOST:PORT)`.
+"""The program of a worker process: `python -m headrace.orchestration.workers.worker KIND (--socket FD | --connect HOST:PORT)`.
 
 It reads frames in one thread and works in another, and it ends as soon as the controller's end of the socket is closed. So a killed
 controller leaves no orphan, not even a stopped one (`orphans.py`).
@@ -22,9 +22,10 @@ import msgspec
 from headrace.errors import ConfigError, IdentityError
 from headrace.observe.health.orphans import PARENT, signal_me_when_orphaned
 from headrace.observe.health.own_stacks import answer_signals
-from headrace.orchestration.workers.answers import answer
+from headrace.orchestration.workers.answers import answer, begun
 from headrace.orchestration.workers.dial_in import SEAT, TOKEN, dial
 from headrace.orchestration.workers.engine_loop import EngineLoop
+from headrace.orchestration.workers.shared_calls import serve_clients
 from headrace.orchestration.workers.wire import Frame, WorkerEnd, unpack
 from headrace.orchestration.workers.worker_messages import EngineStart, TrainerReady, TrainerStart
 from headrace.protocols import TrainerCore, WeightSender
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    gc.disable()  # until `_begun`
+    gc.disable()  # until `begun`
     if PARENT in os.environ:  # unset in a worker that was started by hand
         signal_me_when_orphaned(signal.SIGKILL)
     kind, how, where = sys.argv[1:4]
@@ -49,7 +50,7 @@ def main() -> None:
     inbox: queue.Queue[Frame] = queue.Queue()
     threading.Thread(target=_read, args=(end, inbox), daemon=True).start()
     try:
-        {"engine": serve_engine, "trainer": serve_trainer}[kind](end, inbox)
+        {"engine": serve_engine, "trainer": serve_trainer, "shared trainer": serve_clients}[kind](end, inbox)
     except (ConnectionError, TimeoutError):
         os._exit(0)  # the controller is gone
 
@@ -73,13 +74,6 @@ def _read(end: WorkerEnd, inbox: queue.Queue[Frame]) -> None:
     os._exit(0)
 
 
-def _begun() -> None:
-    """Garbage is collected from here on, and not among what is there already. Importing torch and transformers makes a million
-    objects that stay: looking through them again and again took a fifth of a worker's start (5.3 s of CPU time, now 4.1)."""
-    gc.freeze()
-    gc.enable()
-
-
 # -- the trainer ------------------------------------------------------------------------------------------------------------
 
 
@@ -100,7 +94,7 @@ def serve_trainer(end: WorkerEnd, inbox: queue.Queue[Frame]) -> None:
         return TrainerReady(manifests, core.version, core.dtype, layout, core.arithmetic)
 
     answer(end, start, begin)
-    _begun()
+    begun()
     while parts:
         frame = inbox.get()
         answer(end, frame, lambda frame=frame: _trainer_call(frame=frame, **parts))  # type: ignore[misc]
@@ -177,7 +171,7 @@ def serve_engine(end: WorkerEnd, inbox: queue.Queue[Frame]) -> None:
     answer(end, start, begin)
     if not parts:
         return
-    _begun()
+    begun()
     loop = EngineLoop(end, inbox, parts["core"], parts["receiver"])
     while True:
         loop.turn()

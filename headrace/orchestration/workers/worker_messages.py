@@ -69,3 +69,11 @@ class EngineStart(Struct, frozen=True):
     """The layouts that the trainer reported in `TrainerReady`."""
     transport: AnyTransport | None = None
     """The transport that delivers weights. None: the weights are those in `model_dir`, which never change."""
+
+
+class SharedStart(Struct, frozen=True):
+    """The trainer that clients share (`trainer/shared/`)."""
+
+    model_dir: str
+    train: dict[str, Any]
+    """SharedConfig as plain values."""

@@ -7,6 +7,7 @@ use), or 8 or 4 bits (`quantise.py`). Embeddings, norms, adapted experts and the
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,34 +43,51 @@ class Adapters:
         Raises ConfigError for targets that the model does not have, and ranks above its dimensions.
         """
         self._whole = whole
-        peft = _peft()
+        _peft()
         modules, stacks = adaptable(model), expert_parameters(model)
         for config in configs.values():
             check(type(model).__name__, modules, stacks, config)
         self.base_mark = self._fingerprint(model.named_parameters())
         """Fingerprint of the base model as it was read: it does not depend on the dtype of the computation."""
         kinds = {config.quantise for config in configs.values()}
-        assert len(kinds) == 1, "one base for all adapters"
-        self._quantised = quantise(model, kind, dtype) if (kind := kinds.pop()) else {}
-        modules = adaptable(model)
+        assert len(kinds) <= 1, "one base for all adapters"
+        kind = kinds.pop() if kinds else ""
+        self._quantised = quantise(model, kind, dtype) if kind else {}
+        self._modules, self._stacks = adaptable(model), stacks
         _freeze(model, dtype, [] if any(config.experts for config in configs.values()) else stacks)
         self._base = dict(model.named_parameters())
-        self._active = ""
+        self._model, self._source = model, source
+        self._active: str | None = None
         self._peft: Any = None
-        self._inner = {name: f"headrace-{i}" for i, name in enumerate(configs)}
-        # peft takes an adapter's name out of tensors' names wherever it occurs: one called `model` would take that out too
+        self._inner: dict[str, str] = {}
+        self._added = itertools.count()
         for name, config in configs.items():
-            settings = _settings(modules, stacks, config)
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(config.init_seed)
-                if self._peft is None:
-                    self._peft = peft.get_peft_model(model, settings, adapter_name=self._inner[name])
-                else:
-                    self._peft.add_adapter(self._inner[name], settings)
-            settings.base_model_name_or_path = str(source)
-        self._layers = _layers(model, self._base)
+            self.add(name, config)
         self._frozen_mark = self._fingerprint(self._base.items())
-        self.activate(next(iter(configs)))
+        for name in [*configs][:1]:
+            self.activate(name)
+
+    def add(self, name: str, config: LoraConfig) -> None:
+        """Adds an adapter. The base is frozen already, so it may not be quantised otherwise or have adapted experts where no adapter had
+        them at the start. Raises ConfigError for targets and ranks that the model does not have."""
+        check(type(self._model).__name__, self._modules, self._stacks, config)
+        # peft takes an adapter's name out of tensors' names wherever it occurs: one called `model` would take that out too
+        inner = self._inner[name] = f"headrace-{next(self._added)}"
+        settings = _settings(self._modules, self._stacks, config)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.init_seed)
+            if self._peft is None:
+                self._peft = _peft().get_peft_model(self._model, settings, adapter_name=inner)
+            else:
+                self._peft.add_adapter(inner, settings)
+        settings.base_model_name_or_path = str(self._source)
+        self._layers = _layers(self._model, self._base)
+        self._active = None
+
+    def remove(self, name: str) -> None:
+        """Removes an adapter with its tensors."""
+        self._peft.delete_adapter(self._inner.pop(name))
+        self._active = None
 
     def activate(self, name: str) -> None:
         """Switches forward passes to this adapter. Only its parameters require gradients then."""

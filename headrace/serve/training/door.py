@@ -1,0 +1,304 @@
+"""The Tinker API's things behind its routes: sessions, models, samplers, saved weights.
+
+A method that begins work returns its promise at once; what the client sent wrong is refused before (`Refused`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import HeadraceError
+from headrace.orchestration.clients.process_shared import ProcessSharedTrainer
+from headrace.serve.config import TrainLimits
+from headrace.serve.errors import Refused
+from headrace.serve.serving import Serving
+from headrace.serve.training import samplers
+from headrace.serve.training.futures import FutureAnswer, Futures, Promise
+from headrace.serve.training.messages.examples import pass_of
+from headrace.serve.training.messages.json_bodies import (
+    CreateModel,
+    CreateSampler,
+    CreateSession,
+    LoadWeights,
+    LoraBody,
+    Optimizer,
+    OptimStep,
+    SampleBody,
+    SaveForSampler,
+    SaveWeights,
+)
+from headrace.serve.training.models import REMEDY, Model, Work
+from headrace.serve.training.operations import Operations
+from headrace.serve.training.samplers import Sampler
+from headrace.serve.training.sessions import ClientSession, Sessions
+from headrace.serve.training.shelf import SavedAdapter, Shelf
+from headrace.serve.training.store import Store
+from headrace.trainer.shared.calls import AdamStep
+
+UNEMBED = "this server adapts attention and MLP layers, not the output layer: train_unembed, which is on by default, has no effect here"
+
+
+class Door:
+    def __init__(self, serving: Serving, store: Store, limits: TrainLimits, *, directory: Path, places: int) -> None:
+        """`directory`: the model's. `places`: adapters that the engine can hold. `trainer` is set before anything is asked."""
+        self.serving, self.store, self.limits, self.directory = serving, store, limits, directory
+        self.trainer: ProcessSharedTrainer
+        self.futures = Futures(limits)
+        self.sessions = Sessions(limits.session_seconds, self._free)
+        self._shelf = Shelf(serving, places)
+
+    @property
+    def _operations(self) -> Operations:
+        return Operations(self.serving, self.trainer, self.store)
+
+    def lose_all(self, how: str) -> None:
+        """All models are lost with the trainer's process."""
+        for model in self.models():
+            model.lose(f"the trainer {how}. {REMEDY}")
+
+    def models(self) -> list[Model]:
+        return [model for session in self.sessions for model in session.models.values()]
+
+    async def close(self) -> None:
+        await self.sessions.close()
+
+    async def _free(self, session: ClientSession) -> None:
+        self.futures.end(session.id)
+        for model in session.models.values():
+            await model.end()
+            if not model.lost:
+                model.lose(f"the session {session.id} is over")
+                await self._remove(model)
+        for sampler in session.samplers.values():
+            if sampler.weights and (sampler.path is None or sampler.path in session.snapshots):
+                await self._shelf.forget(sampler.weights)
+        for path in session.snapshots:
+            await asyncio.to_thread(self.store.remove, path)
+
+    # -- sessions -----------------------------------------------------------------------------------------------------------
+
+    def create_session(self, body: CreateSession) -> dict[str, Any]:
+        session = self.sessions.begin(body)
+        return {"session_id": session.id, "type": "create_session", "warning_message": UNEMBED}
+
+    async def finish(self, name: str, why: str) -> None:
+        await self.sessions.end(self.sessions.get(name), f"its client has finished it ({why})")
+
+    # -- models -------------------------------------------------------------------------------------------------------------
+
+    def model(self, name: str) -> Model:
+        """Raises Refused for a model that is not there."""
+        model = self.sessions.of(name).models.get(name)
+        if model is None:
+            raise Refused(404, f"there is no model {name} here", "not_found")
+        return model
+
+    def create_model(self, body: CreateModel) -> Promise:
+        self._check_base(body.base_model)
+        _check_optimizer(body.optimizer_config)
+        if body.lora_config is None:
+            raise Refused(400, "lora_config is missing, and only LoRA is trained here; use create_lora_training_client")
+        _check_lora(body.lora_config, self.limits.rank)
+        session = self.sessions.get(body.session_id)
+        model = self._new_model(session, body.model_seq_id, body.lora_config)
+        return self._create(session, model, lambda: self._operations.create(model))
+
+    def load_weights(self, body: LoadWeights) -> Promise:
+        """Into a model that is there, or as the first thing of a new one."""
+        if body.weights_access_token:
+            raise Refused(
+                400, "weights_access_token is not served: whoever may call this server may load all weights in it"
+            )
+        facts = self.store.facts(body.path)
+        if facts.kind != "weights":
+            raise Refused(400, f"{body.path} holds weights for sampling; load one that save_state returned")
+        if body.model_id is not None and body.seq_id is not None:
+            model = self.model(body.model_id)
+            return self._in_order(model, body.seq_id, lambda: self._operations.load(model, facts, body.optimizer))
+        if body.session_id is None or body.model_seq_id is None:
+            raise Refused(400, "load_weights needs model_id and seq_id, or session_id and model_seq_id")
+        self._check_base(body.base_model or self.serving.name)
+        _check_optimizer(body.optimizer_config or Optimizer())
+        session = self.sessions.get(body.session_id)
+        new = self._new_model(session, body.model_seq_id, facts.lora)
+        return self._create(session, new, lambda: self._operations.create_from(new, facts, body.optimizer))
+
+    def _new_model(self, session: ClientSession, number: int, lora: LoraBody) -> Model:
+        return Model(
+            id=f"{session.id}:train:{number}",
+            session=session.id,
+            lora=lora,
+            futures=self.futures,
+            gap_seconds=self.limits.gap_seconds,
+        )
+
+    def _create(self, session: ClientSession, model: Model, work: Work) -> Promise:
+        name = f"{model.id}/create"
+        return self._promise(
+            name, session.id, lambda promise: self.futures.start(promise, self._begin(session, model, work))
+        )
+
+    async def _begin(self, session: ClientSession, model: Model, work: Work) -> FutureAnswer:
+        if len(self.models()) >= self.limits.models:
+            raise Refused(
+                400,
+                f"{self.limits.models} models are trained here already, and no more fit; finish one of their sessions",
+            )
+        session.models[model.id] = model
+        try:
+            answer = await work()
+        except BaseException:
+            del session.models[model.id]
+            await self._remove(model)
+            raise
+        model.begin()
+        return answer
+
+    async def _remove(self, model: Model) -> None:
+        """Frees the adapter in the trainer, if there is one."""
+        with contextlib.suppress(HeadraceError):
+            await self.trainer.remove(model.id)
+
+    def train(self, message: Any) -> Promise:
+        """A forward pass, or a forward and backward pass. One that is refused takes its number all the same, and the gradient
+        that it would have been a part of is dropped."""
+        model = self.model(message.model_id)
+        try:
+            call = pass_of(message)
+        except Refused as refused:
+            if not message.forward_only and not self.futures.find(f"{model.id}/{message.seq_id}"):
+                why = refused.message
+                self._in_order(model, message.seq_id, lambda: self._operations.spoil(model, why))
+            raise
+        return self._in_order(model, message.seq_id, lambda: self._operations.run(model, call))
+
+    def optim_step(self, body: OptimStep) -> Promise:
+        model = self.model(body.model_id)
+        if body.adam_params is None:
+            raise Refused(400, "only adam_params are served as parameters of the optimizer")
+        adam = body.adam_params
+        call = AdamStep(
+            model=model.id,
+            learning_rate=adam.learning_rate,
+            beta1=adam.beta1,
+            beta2=adam.beta2,
+            eps=adam.eps,
+            weight_decay=adam.weight_decay,
+            grad_clip_norm=max(adam.grad_clip_norm, 0.0),
+        )
+        return self._in_order(model, body.seq_id, lambda: self._operations.step(model, call))
+
+    def save_weights(self, body: SaveWeights) -> Promise:
+        model = self.model(body.model_id)
+        return self._in_order(model, body.seq_id, lambda: self._operations.save(model, body))
+
+    def save_for_sampler(self, body: SaveForSampler) -> Promise:
+        model = self.model(body.model_id)
+        session = self.sessions.get(model.session)
+        if body.path is None and body.sampling_session_seq_id is None:
+            raise Refused(400, "save_weights_for_sampler needs a path or a sampling_session_seq_id")
+        return self._in_order(
+            model,
+            body.seq_id,
+            lambda: self._operations.save_for_sampler(session, model, body, self._inflight(session, model)),
+        )
+
+    def _inflight(self, session: ClientSession, model: Model) -> SavedAdapter | None:
+        """The weights that all samplers of the kind `inflight` of this model share."""
+        prefix = f"{model.id}/"
+        for sampler in session.samplers.values():
+            if sampler.weights and sampler.path is None and sampler.weights.name.startswith(prefix):
+                return sampler.weights
+        return None
+
+    def info(self, name: str) -> dict[str, Any]:
+        model = self.model(name)
+        data = {"arch": None, "model_name": self.serving.name, "tokenizer_id": str(self.directory)}
+        return {
+            "type": "get_info",
+            "model_data": data,
+            "model_id": model.id,
+            "model_name": self.serving.name,
+            "is_lora": True,
+            "lora_rank": model.lora.rank,
+            "optimizer_config": {"type": "adamw"},
+        }
+
+    # -- samplers -----------------------------------------------------------------------------------------------------------
+
+    def sampler(self, name: str) -> Sampler:
+        sampler = self.sessions.of(name).samplers.get(name)
+        if sampler is None:
+            raise Refused(404, f"there is no sampler {name} here", "not_found")
+        return sampler
+
+    def create_sampler(self, body: CreateSampler) -> Sampler:
+        session = self.sessions.get(body.session_id)
+        name = f"{session.id}:sample:{body.sampling_session_seq_id}"
+        if name not in session.samplers:
+            weights = self._weights(body.model_path, body.base_model)
+            session.samplers[name] = Sampler(id=name, session=session.id, path=body.model_path, weights=weights)
+        return session.samplers[name]
+
+    def _weights(self, path: str | None, base: str | None) -> SavedAdapter | None:
+        if base is not None:
+            self._check_base(base)
+        return SavedAdapter(self.store.update(path)) if path else None
+
+    def sample(self, body: SampleBody) -> tuple[Promise, str]:
+        """Also returns the mark of the weights. Raises Refused (429) where too many samples are under way."""
+        if body.sampling_session_id is not None:
+            sampler = self.sampler(body.sampling_session_id)
+            name, owner = f"{sampler.id}/{body.seq_id or 0}", sampler.session
+        else:
+            name, owner = f"direct:{uuid.uuid4()}", ""
+            weights = self._weights(body.model_path, body.base_model)
+            sampler = Sampler(id=name, session="", path=body.model_path, weights=weights)
+        requests = samplers.requests_of(self.serving, sampler, body, name)
+        if self.serving.under_way + len(requests) > self.serving.limits.requests:
+            raise Refused(429, f"{self.serving.under_way} samples are under way; try again", "busy")
+
+        def begin(promise: Promise) -> None:
+            work = samplers.sample(
+                self.serving, self._shelf, sampler=sampler, requests=requests, body=body, promise=promise
+            )
+            self.futures.start(promise, work)
+
+        return self._promise(name, owner, begin), sampler.mark
+
+    # -- promises -----------------------------------------------------------------------------------------------------------
+
+    def _promise(self, name: str, owner: str, begin: Callable[[Promise], None]) -> Promise:
+        """A request that was sent before is not begun again."""
+        if there := self.futures.find(name):
+            return there
+        promise = self.futures.open(name, owner)
+        begin(promise)
+        return promise
+
+    def _in_order(self, model: Model, number: int, work: Work) -> Promise:
+        name = f"{model.id}/{number}"
+        return self._promise(name, model.session, lambda promise: model.submit(number, promise, work))
+
+    def _check_base(self, name: str) -> None:
+        if name not in (self.serving.name, str(self.directory)):
+            raise Refused(404, f"there is no model {name} here; there is: {self.serving.name}", "model_not_found")
+
+
+def _check_optimizer(optimizer: Optimizer) -> None:
+    if optimizer.type != "adamw":
+        raise Refused(
+            400, f"the optimizer {optimizer.type} is not served; leave it out: AdamW", "unsupported_parameter"
+        )
+
+
+def _check_lora(lora: LoraBody, most: int) -> None:
+    if lora.rank > most:
+        raise Refused(400, f"a rank of {lora.rank} is above {most}, the largest that is served")
+    if not (lora.train_attn or lora.train_mlp):
+        raise Refused(400, "train_unembed alone is not served; set train_attn or train_mlp", "unsupported_parameter")

@@ -1,0 +1,1 @@
+"""The requests of clients, and the answers: `json_bodies.py` (JSON), `protobuf.py` (protobuf), `examples.py` (the data of a pass)."""

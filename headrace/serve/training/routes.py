@@ -1,0 +1,246 @@
+"""The routes of the Tinker API, as its client `tinker` 0.38 calls them, and headrace's own report of what was trained.
+
+Most answers are the id of a request, whose result `retrieve_future` has. It waits for the result for a while, and then answers 408 with
+the state of the queue: the client asks again.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from headrace.serve.errors import Refused
+from headrace.serve.sending import json_response, read_body, read_bytes
+from headrace.serve.training.door import Door
+from headrace.serve.training.futures import Promise
+from headrace.serve.training.messages import json_bodies as bodies
+from headrace.serve.training.messages.protobuf import PROTOBUF, read_message
+from headrace.serve.training.operations import report_of
+from headrace.serve.training.store import KINDS, CheckpointFacts
+
+FLAGS = {
+    "pjwt_auth_enabled": False,
+    "parallel_fwdbwd_chunks": True,
+    "proto_compress_fwdbwd": False,
+    "use_pyqwest_transport": False,
+    "sample_use_retrieve_futures": False,
+    "sample_join_sampling_session": True,
+    "custom_loss_server_side": False,
+}
+"""Features of the server that the client asks about. Custom losses run in the client, which then sends their gradients as weights."""
+LIVE_FLAGS = {"sample_cancel_enabled": True}
+
+
+def routes(door: Door) -> list[Route]:
+    here = Routes(door)
+    posts = {
+        "client/config": here.config,
+        "client/dynamic_config": here.live_config,
+        "telemetry": here.telemetry,
+        "create_session": here.create_session,
+        "session_heartbeat": here.heartbeat,
+        "sessions/{name}/finish": here.finish,
+        "create_model": here.create_model,
+        "get_info": here.info,
+        "forward_backward": here.train,
+        "optim_step": here.optim_step,
+        "save_weights": here.save_weights,
+        "load_weights": here.load_weights,
+        "save_weights_for_sampler": here.save_for_sampler,
+        "weights_info": here.weights_info,
+        "create_sampling_session": here.create_sampler,
+        "join_sampling_session": here.join_sampler,
+        "asample": here.sample,
+        "retrieve_future": here.retrieve,
+        "cancel_future": here.cancel,
+    }
+    gets = {
+        "healthz": here.health,
+        "get_server_capabilities": here.capabilities,
+        "samplers/{name}": here.sampler,
+        "training_runs/{name}/checkpoints": here.checkpoints,
+    }
+    return [
+        *(Route(f"/api/v1/{path}", route, methods=["POST"]) for path, route in posts.items()),
+        *(Route(f"/api/v1/{path}", route) for path, route in gets.items()),
+        Route("/api/v1/{path:path}", unserved, methods=["GET", "POST", "PUT", "PATCH", "DELETE"]),
+        Route("/headrace/training", here.report),
+    ]
+
+
+async def unserved(request: HttpRequest) -> Response:
+    raise Refused(
+        404,
+        f"{request.method} /api/v1/{request.path_params['path']} is not served; docs/tinker.md lists what is",
+        "unsupported",
+    )
+
+
+def _promised(promise: Promise, model: str | None = None, **more: Any) -> Response:
+    return json_response({"request_id": promise.id, "model_id": model, **more})
+
+
+class Routes:
+    def __init__(self, door: Door) -> None:
+        self.door, self._limits = door, door.serving.limits
+
+    # -- sessions -----------------------------------------------------------------------------------------------------------
+
+    async def config(self, request: HttpRequest) -> Response:
+        await read_body(request, bodies.ClientConfig, self._limits)
+        return json_response(FLAGS)
+
+    async def live_config(self, request: HttpRequest) -> Response:
+        await read_body(request, bodies.ClientConfig, self._limits)
+        return json_response(LIVE_FLAGS)
+
+    async def telemetry(self, request: HttpRequest) -> Response:
+        await read_body(request, bodies.Anything, self._limits)
+        return json_response({"status": "accepted"})
+
+    async def health(self, request: HttpRequest) -> Response:
+        await self.door.serving.engine.stats()
+        return json_response({"status": "ok"})
+
+    async def capabilities(self, request: HttpRequest) -> Response:
+        serving = self.door.serving
+        model = {
+            "model_name": serving.name,
+            "max_context_length": serving.engine.capabilities.context_length,
+            "trainable": True,
+            "sampleable": True,
+        }
+        return json_response({"supported_models": [model]})
+
+    async def create_session(self, request: HttpRequest) -> Response:
+        return json_response(self.door.create_session(await read_body(request, bodies.CreateSession, self._limits)))
+
+    async def heartbeat(self, request: HttpRequest) -> Response:
+        self.door.sessions.heard((await read_body(request, bodies.Heartbeat, self._limits)).session_id)
+        return json_response({"type": "session_heartbeat"})
+
+    async def finish(self, request: HttpRequest) -> Response:
+        body = await read_body(request, bodies.Finish, self._limits)
+        await self.door.finish(request.path_params["name"], str(body.reason.get("type", "no reason")))
+        return json_response({})
+
+    # -- models -------------------------------------------------------------------------------------------------------------
+
+    async def create_model(self, request: HttpRequest) -> Response:
+        return _promised(self.door.create_model(await read_body(request, bodies.CreateModel, self._limits)))
+
+    async def info(self, request: HttpRequest) -> Response:
+        return json_response(self.door.info((await read_body(request, bodies.ModelId, self._limits)).model_id))
+
+    async def train(self, request: HttpRequest) -> Response:
+        body = await read_bytes(request, PROTOBUF, self._limits)
+        message = read_message("ForwardBackwardRequest", body)
+        return _promised(self.door.train(message), message.model_id)
+
+    async def optim_step(self, request: HttpRequest) -> Response:
+        body = await read_body(request, bodies.OptimStep, self._limits)
+        return _promised(self.door.optim_step(body), body.model_id)
+
+    async def save_weights(self, request: HttpRequest) -> Response:
+        body = await read_body(request, bodies.SaveWeights, self._limits)
+        return _promised(self.door.save_weights(body), body.model_id)
+
+    async def load_weights(self, request: HttpRequest) -> Response:
+        body = await read_body(request, bodies.LoadWeights, self._limits)
+        return _promised(self.door.load_weights(body), body.model_id)
+
+    async def save_for_sampler(self, request: HttpRequest) -> Response:
+        body = await read_body(request, bodies.SaveForSampler, self._limits)
+        return _promised(self.door.save_for_sampler(body), body.model_id)
+
+    async def weights_info(self, request: HttpRequest) -> Response:
+        facts = self.door.store.facts((await read_body(request, bodies.WeightsInfo, self._limits)).tinker_path)
+        return json_response(
+            {
+                "base_model": facts.base_model,
+                "is_lora": True,
+                "lora_rank": facts.lora.rank,
+                "train_unembed": False,
+                "train_mlp": facts.lora.train_mlp,
+                "train_attn": facts.lora.train_attn,
+                "optimizer_config": {"type": "adamw"},
+            }
+        )
+
+    async def checkpoints(self, request: HttpRequest) -> Response:
+        found = [_checkpoint(facts) for facts in self.door.store.of_model(request.path_params["name"])]
+        return json_response({"checkpoints": found, "cursor": None})
+
+    # -- samplers -----------------------------------------------------------------------------------------------------------
+
+    async def create_sampler(self, request: HttpRequest) -> Response:
+        sampler = self.door.create_sampler(await read_body(request, bodies.CreateSampler, self._limits))
+        return json_response({"sampling_session_id": sampler.id, "type": "create_sampling_session"})
+
+    async def join_sampler(self, request: HttpRequest) -> Response:
+        sampler = self.door.sampler((await read_body(request, bodies.JoinSampler, self._limits)).sampling_session_id)
+        sampler.clones += 1
+        return json_response({"client_counter": sampler.clones, "type": "join_sampling_session"})
+
+    async def sampler(self, request: HttpRequest) -> Response:
+        sampler = self.door.sampler(request.path_params["name"])
+        name = self.door.serving.name
+        return json_response({"sampler_id": sampler.id, "base_model": name, "model_path": sampler.path})
+
+    async def sample(self, request: HttpRequest) -> Response:
+        body = await read_body(request, bodies.SampleBody, self._limits)
+        promise, mark = self.door.sample(body)
+        ids = [f"{promise.id}/{index}@{mark}" for index in range(body.num_samples)]
+        return _promised(promise, sample_sequence_ids=ids)
+
+    # -- results ------------------------------------------------------------------------------------------------------------
+
+    async def retrieve(self, request: HttpRequest) -> Response:
+        name = (await read_body(request, bodies.Retrieve, self._limits)).request_id
+        if answer := await self.door.futures.wait(name):
+            return Response(answer.body, media_type=answer.media)
+        promise = self.door.futures.find(name)
+        reason = promise.waiting_for if promise else ""
+        state = {"queue_state": "paused_capacity" if reason else "active", "queue_state_reason": reason or None}
+        return json_response({"type": "try_again", "request_id": name, **state}, 408)
+
+    async def cancel(self, request: HttpRequest) -> Response:
+        self.door.futures.cancel((await read_body(request, bodies.CancelFuture, self._limits)).request_id)
+        return json_response({})
+
+    async def report(self, request: HttpRequest) -> Response:
+        """Reports what was trained and sampled, by session, model and sampler."""
+        return json_response(
+            {
+                "pending": self.door.futures.pending,
+                "sessions": {
+                    session.id: {
+                        "name": session.wishes.display_name,
+                        "models": {model.id: report_of(model) for model in session.models.values()},
+                        "samplers": {one.id: one.report() for one in session.samplers.values()},
+                    }
+                    for session in self.door.sessions
+                },
+            }
+        )
+
+
+def _checkpoint(facts: CheckpointFacts) -> dict[str, Any]:
+    return {
+        "checkpoint_id": "/".join(facts.path.split("/")[-2:]),
+        "checkpoint_type": KINDS[facts.kind],
+        "time": _time(facts.saved_at),
+        "tinker_path": facts.path,
+        "size_bytes": facts.nbytes,
+        "public": False,
+        "user_metadata": facts.user_metadata,
+        "expires_at": _time(facts.expires_at) if facts.expires_at else None,
+    }
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()

@@ -1,0 +1,227 @@
+"""The trainer of several clients: one frozen base model, and for each client an adapter with its own gradient, optimizer and version.
+
+Nothing is shared between two adapters but the frozen weights: a pass activates one adapter, so that only its parameters have gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.algo.tinker import LOSSES, NamedLoss
+from headrace.models.lora import LoraConfig
+from headrace.packing import Pack
+from headrace.trainer.forward.forward import choose_forward
+from headrace.trainer.forward.fused_model import fuse
+from headrace.trainer.model.adapters import ADAPTER_MODEL, Adapters, adaptable
+from headrace.trainer.model.causal_lm import (
+    computed_in,
+    enable_checkpointing,
+    load_model,
+    resolve_device,
+    resolve_dtype,
+)
+from headrace.trainer.placement.single import Single
+from headrace.trainer.shared.calls import AdamStep, Checkpoint, PassReport, SharedLora, StepDone, TrainingPass
+from headrace.trainer.shared.config import SharedConfig
+from headrace.trainer.shared.packs import ExampleRow, check_rows, packs_of, row_of
+from headrace.trainer.step import checkpoint
+from headrace.trainer.step.checkpoint import Contents
+from headrace.weights import AdapterSpec
+
+
+@dataclass(kw_only=True)
+class Tenant:
+    """The state of one client's adapter."""
+
+    lora: LoraConfig
+    parameters: dict[str, torch.nn.Parameter]
+    version: int = 0
+    spoiled: str = ""
+    """The reason why the next optimizer step is refused: a pass before it failed, and its gradient would lack a part."""
+    optimizer: torch.optim.Optimizer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=0.0, foreach=True)
+
+    def forget(self) -> None:
+        """The gradients so far."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+class SharedTrainer:
+    """Raises ConfigError when the model cannot be trained, ValueError for requests that cannot be done."""
+
+    def __init__(self, model_dir: Path, config: SharedConfig) -> None:
+        self._config, self._placement = config, Single()
+        self._device = resolve_device(config.device)
+        self._dtype = resolve_dtype(config.dtype, self._device)
+        self._model = load_model(model_dir, self._device)
+        self._forward = choose_forward(self._model)
+        fuse(self._forward)
+        self._modules = list(adaptable(self._model))
+        self._adapters = Adapters(self._model, {}, self._dtype, model_dir)
+        if config.gradient_checkpointing:
+            enable_checkpointing(self._model)
+        text: Any = self._model.config.get_text_config()
+        self._vocabulary = self._model.get_input_embeddings().weight.shape[0]
+        self._context = getattr(text, "max_position_embeddings", None) or 1 << 30
+        self._tenants: dict[str, Tenant] = {}
+
+    @property
+    def dtype(self) -> str:
+        return str(self._dtype).removeprefix("torch.")
+
+    # -- adapters -----------------------------------------------------------------------------------------------------------
+
+    def add(self, name: str, lora: SharedLora) -> None:
+        """Adds a new adapter, which changes nothing of the model's output yet."""
+        if name in self._tenants:
+            raise ValueError(f"there is a model {name} already")
+        config = LoraConfig(
+            rank=lora.rank, alpha=lora.alpha, targets=self._targets(lora), init_seed=lora.seed, publish="adapter"
+        )
+        self._adapters.add(name, config)
+        self._tenants[name] = Tenant(lora=config, parameters=self._adapters.parameters(name))
+
+    def remove(self, name: str) -> None:
+        if self._tenants.pop(name, None):
+            self._adapters.remove(name)
+
+    def _targets(self, lora: SharedLora) -> tuple[str, ...]:
+        """The ends of the names of the modules that are adapted."""
+        ends: set[str] = set()
+        for name in self._modules:
+            block, _, end = name.rpartition(".")
+            is_attention = "attn" in block.rpartition(".")[2] or "attention" in block.rpartition(".")[2]
+            if lora.attention if is_attention else lora.mlp:
+                ends.add(end)
+        if not ends:
+            raise ValueError("train_attn and train_mlp choose no layer of this model; set one of them to true")
+        return tuple(sorted(ends))
+
+    def _tenant(self, name: str) -> Tenant:
+        if name not in self._tenants:
+            raise ValueError(f"no model {name} is trained here")
+        return self._tenants[name]
+
+    # -- gradients ----------------------------------------------------------------------------------------------------------
+
+    def run(self, call: TrainingPass) -> PassReport:
+        """Forwards the examples and, if asked to, adds their gradient to the adapter's. A failure leaves no gradient."""
+        self._tenant(call.model)
+        rows = [row_of(example) for example in call.examples]
+        try:
+            check_rows(rows, self._vocabulary, self._context)
+            self._adapters.activate(call.model)
+            with torch.set_grad_enabled(call.backward):
+                return self._passes(rows, LOSSES[call.loss], call)
+        except Exception as error:
+            if call.backward:
+                self.spoil(call.model, str(error))
+            raise
+
+    def _passes(self, rows: Sequence[ExampleRow], loss: NamedLoss, call: TrainingPass) -> PassReport:
+        logprobs: list[bytes] = []
+        total = 0.0
+        for pack, members in packs_of(rows, self._config.microbatch_tokens):
+            with computed_in(self._dtype, self._device):
+                parts = self._logprobs(pack.to(self._device), members)
+                losses = []
+                for part, row in zip(parts, members, strict=True):
+                    inputs = {name: tensor.to(self._device) for name, tensor in row.inputs.items()}
+                    losses.append(loss.value(part, inputs, call.constants).sum())
+                value = torch.stack(losses).sum()
+                if call.backward:
+                    value.backward()
+            total += float(value.detach())
+            logprobs += [part.detach().cpu().numpy().tobytes() for part in parts]
+        return PassReport(logprobs=logprobs, loss=total, tokens=sum(len(row.tokens) for row in rows))
+
+    def _logprobs(self, pack: Pack, rows: Sequence[ExampleRow]) -> list[Tensor]:
+        """The log-probs of each row, with gradient."""
+        whole = self._forward.logprobs(pack, 1.0, self._dtype).logprob
+        parts = whole.split([row.targets.numel() for row in rows])
+        return [part.view(row.shape) for part, row in zip(parts, rows, strict=True)]
+
+    def spoil(self, name: str, why: str) -> None:
+        """Drops the gradient, and refuses the next optimizer step: a pass that belonged to it cannot be done."""
+        tenant = self._tenant(name)
+        tenant.forget()
+        tenant.spoiled = why
+
+    def optim_step(self, call: AdamStep) -> StepDone:
+        """Updates the adapter with its gradient, which is zero afterwards. Raises ValueError, with nothing updated, where there is no
+        gradient, or none that is whole and finite."""
+        tenant = self._tenant(call.model)
+        spoiled, tenant.spoiled = tenant.spoiled, ""
+        if spoiled:
+            tenant.forget()
+            raise ValueError(f"no step was made, because a forward_backward before it failed: {spoiled}")
+        parameters = [p for p in tenant.parameters.values() if p.grad is not None]
+        if not parameters:
+            raise ValueError("no step was made: there was no forward_backward since the last one")
+        norm = self._placement.norm(parameters)
+        if not torch.isfinite(norm):
+            tenant.forget()
+            raise ValueError(f"no step was made: the norm of the gradient is {float(norm)}. The gradient was dropped")
+        if 0 < call.grad_clip_norm < norm:
+            self._placement.clip(parameters, norm, call.grad_clip_norm)
+        for group in tenant.optimizer.param_groups:
+            group |= {
+                "lr": call.learning_rate,
+                "betas": (call.beta1, call.beta2),
+                "eps": call.eps,
+                "weight_decay": call.weight_decay,
+            }
+        tenant.optimizer.step()
+        tenant.forget()
+        tenant.version += 1
+        return StepDone(version=tenant.version, grad_norm=float(norm))
+
+    # -- weights ------------------------------------------------------------------------------------------------------------
+
+    def version(self, name: str) -> int:
+        return self._tenant(name).version
+
+    def spec(self, name: str, served_as: str, base: str) -> AdapterSpec:
+        return self._tenant(name).lora.spec(served_as, base)
+
+    def parameters(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """Yields the adapter's tensors as peft names them."""
+        self._tenant(name)
+        yield from self._adapters.state(name).items()
+
+    def save(self, call: Checkpoint) -> None:
+        """Raises IdentityError if frozen weights have changed, OSError if the files cannot be written."""
+        tenant = self._tenant(call.model)
+        self._adapters.check_base()
+        checkpoint.save(
+            Path(call.directory),
+            self._contents(call.model),
+            tenant.optimizer,
+            placement=self._placement,
+            version=tenant.version,
+            seed=tenant.lora.init_seed,
+        )
+        self._adapters.save_config(call.model, Path(call.directory))
+
+    def restore(self, call: Checkpoint) -> int:
+        """Returns the version. Raises CheckpointError, with nothing changed."""
+        tenant = self._tenant(call.model)
+        contents = self._contents(call.model)
+        tenant.version = checkpoint.restore(Path(call.directory), contents, tenant.optimizer, self._placement)
+        tenant.forget()
+        tenant.spoiled = ""
+        if not call.optimizer:
+            tenant.optimizer.state.clear()
+        return tenant.version
+
+    def _contents(self, name: str) -> Contents:
+        state = self._adapters.state(name)
+        return Contents(ADAPTER_MODEL, state, self._tenants[name].parameters, self._adapters.base_mark)
