@@ -113,8 +113,12 @@ class Futures:
                     raise
 
         promise.task = asyncio.get_running_loop().create_task(run())
-        # a task that is cancelled before it has begun never comes to its own handling of that
-        promise.task.add_done_callback(lambda _: self.resolve(promise, failure_of(asyncio.CancelledError())))
+
+        def over(_: object) -> None:
+            work.close()  # a task that is cancelled before it has begun never comes to its own handling of that
+            self.resolve(promise, failure_of(asyncio.CancelledError()))
+
+        promise.task.add_done_callback(over)
 
     def resolve(self, promise: Promise, answer: FutureAnswer) -> None:
         """The first answer counts."""

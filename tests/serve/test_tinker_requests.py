@@ -1,0 +1,232 @@
+"""Requests of clients without a model: their order, their results, their limits, their sessions, and the examples that they send."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.orchestration.clients.process_shared import StateLost
+from headrace.serve.config import TrainLimits
+from headrace.serve.errors import Refused
+from headrace.serve.training.futures import FutureAnswer, Futures
+from headrace.serve.training.messages.examples import pass_of
+from headrace.serve.training.messages.json_bodies import CreateSession, LoraBody
+from headrace.serve.training.messages.protobuf import FLOAT32, INT64, MESSAGES
+from headrace.serve.training.models import Model
+from headrace.serve.training.sessions import ClientSession, Sessions
+from headrace.serve.training.store import CheckpointFacts, Store
+
+
+def model_of(futures: Futures, gap: float = 60.0) -> Model:
+    model = Model(id="s:train:0", session="s", lora=LoraBody(rank=1), futures=futures, gap_seconds=gap)
+    model.begin()
+    return model
+
+
+def doing(done: list[int], number: int, error: Exception | None = None) -> Callable[[], Awaitable[FutureAnswer]]:
+    async def work() -> FutureAnswer:
+        await asyncio.sleep(0)
+        done.append(number)
+        if error:
+            raise error
+        return FutureAnswer.json(number)
+
+    return work
+
+
+async def answer_of(futures: Futures, name: str) -> Any:
+    found = await futures.wait(name)
+    return found and json.loads(found.body)
+
+
+def test_requests_are_done_in_the_order_of_their_numbers_and_one_that_fails_stops_none() -> None:
+    async def go() -> None:
+        futures, done = Futures(TrainLimits()), list[int]()
+        model = model_of(futures)
+        for number in (3, 4, 2, 5, 1):
+            error = ValueError("no") if number == 2 else None
+            model.submit(number, futures.open(f"{number}", "s"), doing(done, number, error))
+            await asyncio.sleep(0.01)
+        assert [await answer_of(futures, f"{number}") for number in (1, 3, 4, 5)] == [1, 3, 4, 5]
+        assert done == [1, 2, 3, 4, 5]
+        assert await answer_of(futures, "2") == {"error": "no", "category": "user"}
+        model.submit(2, futures.open("again", "s"), doing(done, 2))
+        assert "comes after request 5" in (await answer_of(futures, "again"))["error"]
+        await model.end()
+
+    asyncio.run(go())
+
+
+def test_a_number_that_never_comes_fails_those_that_wait_for_it() -> None:
+    async def go() -> None:
+        futures, done = Futures(TrainLimits()), list[int]()
+        model = model_of(futures, gap=0.05)
+        model.submit(1, futures.open("1", "s"), doing(done, 1))
+        model.submit(3, futures.open("3", "s"), doing(done, 3))
+        answer = await answer_of(futures, "3")
+        assert (
+            answer["category"] == "server" and "request 2 of s:train:0 has not arrived within 0.05 s" in answer["error"]
+        )
+        model.submit(4, futures.open("4", "s"), doing(done, 4))
+        assert (await answer_of(futures, "4"))["error"] == answer["error"]
+        assert done == [1]
+        await model.end()
+
+    asyncio.run(go())
+
+
+def test_what_the_trainer_lost_is_the_servers_fault_for_all_that_follows() -> None:
+    async def go() -> None:
+        futures, done = Futures(TrainLimits()), list[int]()
+        model = model_of(futures)
+        model.submit(1, futures.open("1", "s"), doing(done, 1, StateLost("trainer was killed")))
+        model.submit(2, futures.open("2", "s"), doing(done, 2))
+        for name in "12":
+            answer = await answer_of(futures, name)
+            assert answer["category"] == "server"
+            assert answer["error"].startswith("trainer was killed. What this model has learned")
+        assert done == [1]
+
+    asyncio.run(go())
+
+
+def test_results_wait_stay_a_while_and_are_bounded() -> None:
+    async def go() -> None:
+        limits = TrainLimits(pending=2, poll_seconds=0.02, kept_bytes=10)
+        futures = Futures(limits)
+        first, second = futures.open("first", "s"), futures.open("second", "t")
+        with pytest.raises(Refused, match="2 requests are pending") as refused:
+            futures.open("third", "s")
+        assert refused.value.status == 429
+        assert await futures.wait("first") is None
+        futures.resolve(first, FutureAnswer.json("a long answer"))
+        futures.resolve(first, FutureAnswer.json("another"))
+        assert [await answer_of(futures, "first") for _ in range(2)] == ["a long answer"] * 2
+        futures.open("third", "s")
+        with pytest.raises(Refused, match="there is no request first here") as refused:
+            await futures.wait("first")
+        assert refused.value.status == 410, "it was dropped for its size"
+        futures.end("t")
+        assert "its session has ended" in (await answer_of(futures, "second"))["error"]
+        assert second.answer and futures.pending == 1
+
+        async def never() -> FutureAnswer:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        futures.start(promise := futures.open("long", "s"), never())
+        futures.cancel("long")
+        assert "cancelled" in (await answer_of(futures, "long"))["error"]
+        assert promise.task and promise.task.cancelled()
+
+    asyncio.run(go())
+
+
+def test_a_session_ends_without_heartbeats_and_is_freed_once() -> None:
+    async def go() -> None:
+        freed: list[str] = []
+
+        async def free(session: ClientSession) -> None:
+            freed.append(session.id)
+
+        sessions = Sessions(0.2, free)
+        one, two = sessions.begin(CreateSession()), sessions.begin(CreateSession())
+        for _ in range(4):
+            await asyncio.sleep(0.1)
+            sessions.heard(two.id)
+        assert freed == [one.id] and [session.id for session in sessions] == [two.id]
+        for name, status in ((one.id, 410), ("nobody", 404)):
+            with pytest.raises(Refused) as refused:
+                sessions.heard(name)
+            assert refused.value.status == status
+        await sessions.close()
+        assert freed == [one.id, two.id]
+
+    asyncio.run(go())
+
+
+def tensor(message: Any, values: Any, dtype: Any, kind: int) -> None:
+    array = np.asarray(values, dtype)
+    message.dense, message.dtype = array.tobytes(), kind
+    message.shape.extend(array.shape)
+
+
+def request_of(targets: Any, weights: Any, tokens: list[int] | None = None) -> Any:
+    message = MESSAGES["ForwardBackwardRequest"](model_id="m", seq_id=1, loss_fn="cross_entropy")
+    datum = message.data.add()
+    datum.model_input.add().encoded_text.tokens = np.array(tokens or [1, 2, 3], np.int32).tobytes()
+    tensor(datum.loss_fn_inputs["target_tokens"], targets, np.int64, INT64)
+    tensor(datum.loss_fn_inputs["weights"], weights, np.float32, FLOAT32)
+    return message
+
+
+def test_a_sparse_tensor_is_zero_where_it_lists_nothing() -> None:
+    message = request_of([[0, 0]] * 3, [[0.0, 0.0]] * 3)
+    for name, dtype, values in (("target_tokens", np.int64, [7, 8, 9]), ("weights", np.float32, [0.5, 0.25, 1.0])):
+        sparse = message.data[0].loss_fn_inputs[name].sparse_csr
+        sparse.values = np.array(values, dtype).tobytes()
+        sparse.crow_indices = np.array([0, 0, 2, 3], np.int64).tobytes()
+        sparse.col_indices = np.array([0, 1, 1], np.int64).tobytes()
+    (example,) = pass_of(message).examples
+    assert example.width == 2
+    assert np.frombuffer(example.targets, np.int32).tolist() == [0, 0, 7, 8, 0, 9]
+    assert np.frombuffer(example.inputs["weights"], np.float32).tolist() == [0, 0, 0.5, 0.25, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("targets", "weights", "tokens", "said"),
+    [
+        ([1, 2], [1, 1], None, r"data\[0\] has 3 tokens and 2 target_tokens"),
+        ([1, 2, 3], [1, 1], None, r"data\[0\].weights has shape \[2\], and target_tokens \[3\]"),
+        ([1, 2, 1 << 40], [1, 1, 1], None, "a number that is no token"),
+        ([[[1]], [[2]], [[3]]], [[[1]], [[1]], [[1]]], None, "has 3 dimensions"),
+    ],
+)
+def test_examples_that_do_not_fit(targets: Any, weights: Any, tokens: Any, said: str) -> None:
+    with pytest.raises(Refused, match=said):
+        pass_of(request_of(targets, weights, tokens))
+
+
+def test_weights_expire_and_paths_lead_nowhere_else(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+
+    def put(name: str, expires_at: float | None) -> str:
+        path = f"tinker://s:train:0/weights/{name}"
+        coming = store.coming(path, overwrite=False)
+        coming.mkdir()
+        (coming / "tensors").write_bytes(b"1234")
+        facts = CheckpointFacts(
+            path=path,
+            kind="weights",
+            base_model="tiny",
+            lora=LoraBody(rank=1),
+            version=3,
+            saved_at=1.0,
+            expires_at=expires_at,
+        )
+        store.put(coming, facts)
+        return path
+
+    kept, old = put("kept", None), put("old", 2.0)
+    assert store.facts(kept).nbytes == 4
+    with pytest.raises(Refused, match="have expired"):
+        store.facts(old)
+    assert [facts.path for facts in store.of_model("s:train:0")] == [kept]
+    with pytest.raises(Refused, match="is there already"):
+        store.coming(kept, overwrite=False)
+    for path in (
+        "tinker://../weights/x",
+        "tinker://a/weights/../x",
+        "tinker://a/other/x",
+        "/etc/passwd",
+        "tinker://a/weights/.x",
+    ):
+        with pytest.raises(Refused, match="is no path of weights"):
+            store.place(path)
+    assert list(store.of_model("..")) == []
