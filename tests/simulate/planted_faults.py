@@ -423,11 +423,6 @@ OF_FLEET = (
         "member.engine.generate(pending.rest())", "member.engine.generate(pending.request)",
     ),
     _one(
-        "stale_is_heard", REQUESTS, "C5", "a member that has left is still listened to",
-        "if name in member.attempts}", "if name in self._at}",
-        ("_too_old(output, member.attempts)", "_too_old(output, self._at)"),
-    ),
-    _one(
         "not_moved", REQUESTS, "C6", "requests of a member that has left wait for it",
         "            else:\n                self._place(one)", "            else:\n                self._waiting.setdefault(one.request.id + \"?\", one)",
     ),
