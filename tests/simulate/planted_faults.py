@@ -427,14 +427,6 @@ OF_FLEET = (
         "            else:\n                self._place(one)", "            else:\n                self._waiting.setdefault(one.request.id + \"?\", one)",
     ),
     _one(
-        "aborted_is_moved", REQUESTS, "C6", "a request that was aborted goes on elsewhere when its member leaves",
-        "if one.aborted or one.request.fork:", "if one.request.fork:",
-    ),
-    _one(
-        "waits_for_ever", ROTATION, "C6", "requests that found no member are not placed when one comes back",
-        "            self._alarm = None\n        self.requests.place_waiting()\n", "            self._alarm = None\n",
-    ),
-    _one(
         "nobody_is_left", ROTATION, "C6", "a fleet whose last member is lost says nothing",
         "        self._if_nobody_is_left(error)\n", "",
     ),
