@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,11 @@ from headrace.playing import Agent, Environment, EnvironmentKind
 from headrace.types import Prompt
 
 
-def open_function(config: EnvironmentConfig, encoder: TurnEncoder, *, system: str, log: Path | None) -> EnvironmentKind:
+def open_function(
+    config: EnvironmentConfig, encoder: TurnEncoder, *, system: str, log: Path | None, alone: bool = True
+) -> EnvironmentKind:
     """Makes the environments of `environment.function`. `system`: the system message of prompts that are text; `log` receives what the
-    function prints. Raises ConfigError if it cannot be loaded."""
+    function prints; `alone`: whether nothing else gives rewards. Raises ConfigError if it cannot be loaded."""
     settings = FunctionSettings(
         config.function,
         seconds=config.seconds,
@@ -30,7 +32,7 @@ def open_function(config: EnvironmentConfig, encoder: TurnEncoder, *, system: st
     pool = Pool(settings, config.workers, log)
 
     def make(prompt: Prompt, seed: int) -> Environment:
-        return FunctionEnvironment(prompt, seed, pool=pool, encoder=encoder, config=config, system=system)
+        return FunctionEnvironment(prompt, seed, pool=pool, encoder=encoder, config=config, system=system, alone=alone)
 
     return EnvironmentKind(make, config.limits, config.resumes, pool.close)
 
@@ -47,33 +49,42 @@ class FunctionEnvironment:
         encoder: TurnEncoder,
         config: EnvironmentConfig,
         system: str,
+        alone: bool,
     ) -> None:
         self._prompt, self._seed, self._pool = prompt, seed, pool
         self._encoder, self._config, self._system = encoder, config, system
+        self._alone = alone
         self._lives = 0
+        self._given = False
+        """Whether a turn got a reward."""
 
     async def play(self, agent: Agent) -> Mapping[str, float]:
         def listener() -> _Listener:
-            self._lives += 1
+            self._lives, self._given = self._lives + 1, False
             if self._lives > 1:
                 agent.again()
             talk = Conversation(agent, self._encoder, system=self._system, tools=self._config.tools)
-            return _Listener(agent, talk)
+            return _Listener(agent, talk, self._was_given)
 
         columns = dict(self._prompt.columns)
         asked = columns.pop(self._prompt.chat) if self._prompt.chat else self._prompt.text
         ended = await self._pool.play(RolloutAsked(asked, columns, self._seed), listener)
         if ended.failure:
             raise RolloutFailed(ended.failure.reason, ended.failure.detail, ended.failure.traceback)
+        if self._alone and not ended.rewards and not self._given:
+            raise RolloutFailed("environment_reward", "returned no reward, and there is no reward function")
         rewards: Mapping[str, Any] = ended.rewards or {}
         return rewards
+
+    def _was_given(self) -> None:
+        self._given = True
 
 
 class _Listener:
     """Answers what the function asks for."""
 
-    def __init__(self, agent: Agent, talk: Conversation) -> None:
-        self._agent, self._talk = agent, talk
+    def __init__(self, agent: Agent, talk: Conversation, given: Callable[[], None]) -> None:
+        self._agent, self._talk, self._given = agent, talk, given
 
     async def chat(self, asked: ChatAsked) -> ChatReply:
         try:
@@ -82,4 +93,5 @@ class _Listener:
             return ChatReply(refused=str(error))
 
     def rewarded(self, name: str, value: float) -> None:
+        self._given()
         self._agent.reward(name, value)

@@ -294,7 +294,8 @@ def build_environment(config: RunConfig, encoder: ChatEncoder, log: Path | None 
     from headrace.environments.function import open_function
 
     if config.environment.function:
-        return open_function(config.environment, encoder, system=config.task.system, log=log)
+        alone = not config.reward.specs and not config.teachers
+        return open_function(config.environment, encoder, system=config.task.system, log=log, alone=alone)
     return environment_kind(config.environment.kind)
 
 

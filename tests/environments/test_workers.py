@@ -135,6 +135,13 @@ async def twice(agent, prompt, mark):
         os._exit(1)
     return count
 
+async def empty(agent, prompt):
+    await agent.chat(prompt)
+    return {}
+
+async def double(agent, prompt):
+    await agent.chat(prompt, tools=[add, add])
+
 async def needs(agent, prompt, missing):
     return 0.0
 
@@ -328,6 +335,8 @@ def test_one_that_is_played_again_has_the_turns_of_its_last_life(
     [
         ("nothing", "environment_reward", "returned None: is its return statement missing?"),
         ("strange", "environment_reward", "the reward two is \"'many'\""),
+        ("empty", "environment_reward", "returned no reward, and there is no reward function"),
+        ("double", "environment_raised", "two tools have one name; there are: add, add"),
         ("needs", "environment_raised", "it needs missing, which is no column of the task; there are: prompt"),
         ("odd", "environment_raised", "a message has the texts role and content"),
         ("endless", "environment_turns", "cut off at its limit of turns"),

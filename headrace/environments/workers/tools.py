@@ -28,6 +28,8 @@ class Toolbox:
     async def offer(self, tools: Sequence[Callable[..., Any]]) -> list[Schema]:
         """Replaces the tools. Returns their schemas. Raises ValueError for a function that has no schema."""
         self._tools = {name_of(tool): tool for tool in tools}
+        if len(self._tools) < len(tools):
+            raise ValueError(f"two tools have one name; there are: {', '.join(map(name_of, tools))}")
         schemas: list[Schema] = await in_thread(lambda: [schema_of(tool) for tool in tools], "schemas")
         return schemas
 
