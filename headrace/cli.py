@@ -10,7 +10,6 @@ It uses argparse, because a dozen commands with a few options each need no depen
 from __future__ import annotations
 
 import argparse
-import difflib
 import shutil
 import sys
 import textwrap
@@ -19,7 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import headrace
+from headrace.commands import pool_command as pooling
 from headrace.commands import serve as serving
+from headrace.commands.finding import is_config, run_directory
 from headrace.errors import ConfigError, HeadraceError, RunPaused
 
 if TYPE_CHECKING:
@@ -226,30 +227,6 @@ def _sets(arguments: argparse.Namespace) -> list[str]:
     return [*arguments.set, *([f'name="{arguments.name}"'] if arguments.name else [])]
 
 
-def run_directory(run: str) -> Path:
-    """Finds a run by its directory, or by its name under `runs/`."""
-    for candidate in (Path(run), Path("runs") / run):
-        if candidate.is_dir():
-            return candidate
-    if is_config(run):
-        own = Path("runs") / Path(run).stem
-        place = str(own) if own.is_dir() else "runs/NAME"
-        raise ConfigError(
-            f"{run} is a config, but the directory of a run is needed here, such as {place} (headrace train {run} starts a new run)"
-        )
-    if Path(run).is_file():
-        raise ConfigError(f"{run} is a file, but a run is a directory: give its path, or its name under runs/")
-    known = [path.name for path in Path("runs").glob("*") if path.is_dir()]
-    near = difflib.get_close_matches(Path(run).name, known, n=1)
-    hint = f"; did you mean runs/{near[0]}?" if near else ""
-    raise ConfigError(f"there is no run {run}: neither that directory nor runs/{run} exists{hint}")
-
-
-def is_config(source: str) -> bool:
-    """Whether it looks like a config rather than a run. JSON and YAML count too; they are refused when they are read."""
-    return source.endswith((".toml", ".json", ".yaml", ".yml"))
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="headrace", description="Asynchronous reinforcement learning for language models."
@@ -277,6 +254,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_plan(commands)
     serving.add_arguments(
         _command(commands, "serve", serving.serve, "the native engine behind HTTP, and new weights into it")
+    )
+    pooling.add_arguments(
+        _command(commands, "pool", pooling.pool, "the engines of a running run: show them, add one, remove one")
     )
     one = _command(commands, "doctor", doctor, "what is installed, what would run where, and what is missing")
     one.add_argument("--full", action="store_true", help="also read cached models and compare their checksums")

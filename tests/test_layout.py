@@ -66,7 +66,7 @@ ROOMS = {
     "engine": ("native", "servers", "remote", "fleet"),
     "engine.native": ("cache", "sampling", "schedule", "runners", "kernels"),
     "observe": ("numbers", "diagnosis", "health", "screen", "report", "sinks"),
-    "orchestration": ("store", "loops", "workers", "clients", "runs"),
+    "orchestration": ("store", "loops", "fleets", "workers", "clients", "runs"),
     "plan": ("rates", "parts"),
     "scoring": ("workers", "teacher"),
     "serve": ("routes", "training", "fakes"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Literal
 
 from pydantic import ConfigDict, Field, field_validator
@@ -22,8 +22,8 @@ class EngineConfig:
     HTTP (`headrace serve`); vllm: a vLLM server. The run starts the server, unless `urls` names one. sglang: an SGLang server that is
     running."""
     urls: tuple[str, ...] = ()
-    """Address of a server that is running, such as ["http://127.0.0.1:8000"], for kinds that are one. Empty: the run starts a server
-    on this machine and ends it."""
+    """Address of a server that is running, such as ["http://127.0.0.1:8000"], for kinds that are one; several are a fleet. Empty: the
+    run starts a server on this machine and ends it."""
     python: str = ""
     """Python interpreter that starts the server, such as "~/vllm/bin/python". Empty: the one that runs headrace."""
     server_args: tuple[str, ...] = ()
@@ -32,7 +32,7 @@ class EngineConfig:
     """File that holds the token of a server that is running."""
     patience: float = Field(default=60.0, gt=0)
     """Seconds that a server may be unreachable before the run stops, or, if the run started it, before it is replaced. When it is back,
-    requests continue from their prefixes."""
+    requests continue from their prefixes. With a fleet: seconds without any member that serves."""
     shared_dir: str = ""
     """Directory that the trainer and the server both see, through which weights travel. Empty: one below the run's own."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -67,6 +67,12 @@ class EngineConfig:
     """CPU cores of the engine process; if empty, all cores are shared."""
     threads: int = Field(default=0, ge=0)
     """Number of threads. 0: as many as `cores`, or as were measured to be fastest."""
+    replicas: int = Field(default=1, gt=0)
+    """Number of native engines that serve as one (docs/engines.md, fleets). Each is a process of its own, with its share of `cores` and
+    `threads` and a KV cache of `kv_gib`."""
+    member_patience: float = Field(default=30.0, gt=0)
+    """Seconds that a member of a fleet (`replicas`, or several `urls`) may leave a question unanswered, or be later than the first one with
+    new weights. Then it leaves the fleet until it has caught up, and its requests go on elsewhere."""
     max_deaths: int = Field(default=3, gt=0)
     """Number of engine processes that may die before the run stops."""
     path: Literal["auto", "kernels", "fused", "hf"] = "auto"
@@ -91,6 +97,10 @@ class EngineConfig:
         return self.kind in SERVERS
 
     @property
+    def is_fleet(self) -> bool:
+        return self.replicas > 1 or len(self.urls) > 1
+
+    @property
     def starts_server(self) -> bool:
         return self.is_server and not self.urls
 
@@ -98,7 +108,9 @@ class EngineConfig:
     def for_worker(self) -> EngineConfig:
         """Settings of an engine in a process of this machine, for a teacher or a reference beside a policy that a server serves."""
         if not self.is_server:
-            return self
+            return replace(
+                self, replicas=1, member_patience=EngineConfig.member_patience, patience=EngineConfig.patience
+            )
         kept = {name: getattr(self, name) for name in ("dtype", "context_length", "max_deaths", "exact")}
         return EngineConfig(**kept)
 
@@ -107,7 +119,12 @@ _OF_JOINED = ("urls", "token_file")
 _OF_STARTED = ("python", "server_args")
 OF_SERVERS = (*_OF_JOINED, *_OF_STARTED, "patience", "shared_dir")
 """Settings that the native engine does not have."""
-_OF_BOTH = ("kind", "dtype", "context_length", "max_deaths", "exact")
+_OF_FLEETS = ("replicas", "member_patience")
+_OF_BOTH = ("kind", "dtype", "context_length", "max_deaths", "exact", *_OF_FLEETS)
+ON_GPUS = (
+    "engine.replicas shares the cores of this machine, not its GPUs; start a server on each GPU (CUDA_VISIBLE_DEVICES=1 headrace serve "
+    'MODEL --port 8001) and name them in engine.urls with engine.kind = "headrace"'
+)
 _SET_FOR_VLLM = ("kv_gib", "max_running", "max_adapters", "cores")
 """Settings that become options of a vLLM server when a run starts it."""
 
@@ -116,22 +133,37 @@ def engine_problems(config: EngineConfig) -> Iterator[str]:
     """Settings that have no meaning for an engine of this kind, and those that a server lacks."""
     usual = EngineConfig()
     changed = [field.name for field in fields(config) if getattr(config, field.name) != getattr(usual, field.name)]
+    yield from _fleet_problems(config, changed)
     if not config.is_server:
         for name in changed:
-            if name in OF_SERVERS:
+            if name in OF_SERVERS and not (name == "patience" and config.is_fleet):
                 yield f'engine.{name} is about servers, and engine.kind = "{config.kind}" is none; set engine.kind = "headrace", "vllm" or "sglang", or remove it'
         return
     if config.kind == "sglang" and not config.urls:
         yield 'engine.kind = "sglang" needs engine.urls: a run starts no SGLang server; start one and name its address (docs/engines.md)'
         return
     yield from _server_problems(config, changed)
-    if len(config.urls) > 1:
-        yield f"engine.urls names {len(config.urls)} servers, and a run uses one; name one, or none to have it started"
     for url in config.urls:
         if not re.fullmatch(r"https?://[^/\s?#@]+/?", url):
             yield f'engine.urls: "{url}" is no address of a server; write it as http://HOST:PORT'
     if importlib.util.find_spec("aiohttp") is None:
         yield f'engine.kind = "{config.kind}" needs aiohttp, which is not installed: {install("remote")}'
+
+
+def _fleet_problems(config: EngineConfig, changed: Sequence[str]) -> Iterator[str]:
+    if "member_patience" in changed and not config.is_fleet:
+        yield "engine.member_patience is about fleets, and this run has one engine; set engine.replicas, name several engine.urls, or remove it"
+    if config.replicas == 1:
+        pass
+    elif config.is_server:
+        yield f'engine.replicas = {config.replicas} starts native engines, and engine.kind = "{config.kind}" is a server; start the servers and name them all in engine.urls'
+    elif config.device == "cuda":
+        yield ON_GPUS
+    elif 0 < len(config.cores) < config.replicas:
+        yield f"engine.cores names {len(config.cores)}, too few for engine.replicas = {config.replicas}; give each a core, or leave cores empty"
+    urls = [url.rstrip("/") for url in config.urls]
+    for url in sorted({url for url in urls if urls.count(url) > 1}):
+        yield f'engine.urls names "{url}" more than once; name each server once'
 
 
 def _server_problems(config: EngineConfig, changed: Sequence[str]) -> Iterator[str]:

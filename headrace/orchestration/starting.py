@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from headrace.config import RunConfig, adapter_runs
+from headrace.engine.config import EngineConfig
+from headrace.engine.fleet.member import MemberEngine
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialect import Dialect
 from headrace.engine.remote.headrace import HeadraceDialect
@@ -24,10 +26,11 @@ from headrace.errors import ConfigError
 from headrace.models.endings import end_tokens
 from headrace.observe.telemetry import Telemetry
 from headrace.orchestration.clients.process_engine import ProcessEngine
+from headrace.orchestration.fleets.fleet_start import Starting, come, start_fleet
 from headrace.orchestration.needs import adapters_served
 from headrace.orchestration.workers.build import open_files, open_transport
 from headrace.orchestration.workers.worker_messages import EngineStart
-from headrace.protocols import Engine, Job, Launcher, Transport
+from headrace.protocols import Job, Launcher, Transport
 from headrace.settings.secrets import read_token
 from headrace.weights import Manifest
 
@@ -37,17 +40,6 @@ DIALECTS: dict[str, Callable[[Path], Dialect]] = {
     "sglang": lambda model_dir: SglangDialect(end_tokens(model_dir)),
 }
 """The dialect of each `engine.kind`, made from the model's directory."""
-
-
-@dataclass(frozen=True)
-class Starting:
-    """An engine that is not up yet."""
-
-    engine: Engine
-    launch: Callable[[], Awaitable[None]]
-    """The part of the start that can run beside the trainer's. Raises ConfigError for a server that does not fit the run."""
-    finish: Callable[[Mapping[str, Manifest], int], Awaitable[None]]
-    """The rest of the start. Its arguments are the layouts of all weights that will be published, and the number of adapters."""
 
 
 def transport_of(config: RunConfig, logs: Path) -> Transport:
@@ -70,9 +62,23 @@ def start_engine(
     telemetry: Telemetry,
 ) -> Starting:
     """`logs`: the directory for what processes print."""
-    if config.engine.is_server:
-        return _server(config, model_dir, logs, telemetry)
-    job = Job("engine", "engine", config.engine.cores, transport.inherited)
+
+    def start(one: EngineConfig, name: str, told: Telemetry) -> Starting[MemberEngine]:
+        member = dataclasses.replace(config, engine=one)
+        if one.is_server:
+            return _server(member, model_dir=model_dir, logs=logs, telemetry=told, member=bool(name))
+        who = f"engine {name}".rstrip()
+        return _process(member, who, model_dir=model_dir, launcher=launcher, transport=transport, telemetry=told)
+
+    if not config.engine.is_fleet:
+        return start(config.engine, "", telemetry)
+    return start_fleet(config.engine, logs.parent, start, telemetry)
+
+
+def _process(
+    config: RunConfig, who: str, *, model_dir: Path, launcher: Launcher, transport: Transport, telemetry: Telemetry
+) -> Starting[MemberEngine]:
+    job = Job("engine", who, config.engine.cores, transport.inherited)
     engine = ProcessEngine(launcher, job, config.engine.max_deaths, telemetry)
 
     async def finish(manifests: Mapping[str, Manifest], adapters: int) -> None:
@@ -107,7 +113,10 @@ def _host(config: RunConfig, model_dir: Path, logs: Path) -> ServerProcess:
     return ServerProcess(settings.kind, logs, make)
 
 
-def _server(config: RunConfig, model_dir: Path, logs: Path, telemetry: Telemetry) -> Starting:
+def _server(
+    config: RunConfig, *, model_dir: Path, logs: Path, telemetry: Telemetry, member: bool
+) -> Starting[MemberEngine]:
+    """`member`: whether it is one of a fleet, which goes on without it for as long as others serve."""
     settings = config.engine
     host = _host(config, model_dir, logs) if settings.starts_server else None
     if host:
@@ -118,14 +127,15 @@ def _server(config: RunConfig, model_dir: Path, logs: Path, telemetry: Telemetry
     engine = RemoteEngine(
         Connection(url, token),
         DIALECTS[settings.kind](model_dir),
-        patience=settings.patience,
+        patience=math.inf if member else settings.patience,
         max_deaths=settings.max_deaths,
         telemetry=telemetry,
         host=host,
     )
 
     async def launch() -> None:
-        check_state(await engine.open(), settings.serving_dtype, settings.context_length, url)
+        state = await come(engine.open(), url, settings.patience) if member else await engine.open()
+        check_state(state, settings.serving_dtype, settings.context_length, url)
         if settings.kind == "vllm":
             await _warn_of_open_routes(url, telemetry)
 

@@ -9,6 +9,7 @@ from headrace.config import RunConfig
 from headrace.native.cores import usable_cores
 from headrace.observe.facts import RunStarted
 from headrace.observe.texts import plural
+from headrace.orchestration.fleets.core_shares import in_words, members_of
 
 
 def headline(config: RunConfig) -> str:
@@ -32,8 +33,10 @@ def placement(config: RunConfig, path: str) -> dict[str, str]:
 def _engine(config: RunConfig, path: str) -> str:
     engine = config.engine
     if engine.is_server:
-        which = engine.urls[0] if engine.urls else "that this run starts"
-        return f"{engine.kind} server {which}, {engine.serving_dtype}, {path}"
+        which = ", ".join(engine.urls) or "that this run starts"
+        return f"{engine.kind} server{'s' if engine.is_fleet else ''} {which}, {engine.serving_dtype}, {path}"
+    if engine.is_fleet:
+        return f"{engine.replicas} own processes, {in_words(members_of(engine))}, {engine.serving_dtype}, {path}"
     return f"own process, {_place(engine.device, engine.cores, engine.threads)}, {engine.serving_dtype}, {path}"
 
 

@@ -55,8 +55,15 @@ def needs(shape: ModelShape, plan: MemoryPlan) -> list[MemoryNeed]:
         MemoryNeed("controller", "Python, tokenizer, groups that wait", CONTROLLER, "cpu"),
         *_trainer(shape, plan),
         MemoryNeed("between", f"published weights ({copies} ×)", copies * serving, "cpu", certain=True),
-        *([] if plan.engine.urls else engine_needs("engine", shape, plan.engine, plan.engine_device)),
+        *_engines(shape, plan),
     ]
+
+
+def _engines(shape: ModelShape, plan: MemoryPlan) -> Iterator[MemoryNeed]:
+    """Yields the memory of the engines on this machine."""
+    for number in range(0 if plan.engine.urls else plan.engine.replicas):
+        who = f"engine {number + 1}" if plan.engine.replicas > 1 else "engine"
+        yield from engine_needs(who, shape, plan.engine, plan.engine_device)
 
 
 def engine_needs(who: str, shape: ModelShape, config: EngineConfig, device: Device) -> list[MemoryNeed]:

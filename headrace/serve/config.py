@@ -71,6 +71,11 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         """Raises ConfigError for an address that other machines can reach, if there is no token."""
+        if self.engine.replicas > 1:
+            raise ConfigError(
+                f"engine.replicas = {self.engine.replicas}: a server serves one engine; start a server for each and name them all in the run's "
+                "engine.urls"
+            )
         if self.training and not self.engine.max_adapters:
             raise ConfigError(
                 "--train trains adapters, and --adapters 0 leaves the engine no room for one; give it 4, say"

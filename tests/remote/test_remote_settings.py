@@ -28,7 +28,7 @@ SERVER = EngineConfig(kind="headrace", urls=(URL,))
         (EngineConfig(kind="vllm", swap="recompute"), "give vLLM's own options in engine.server_args"),
         (EngineConfig(kind="sglang"), "a run starts no SGLang server"),
         (replace(SERVER, kind="sglang", python="p"), "engine.urls names one that is running"),
-        (replace(SERVER, urls=(URL, URL)), "engine.urls names 2"),
+        (replace(SERVER, urls=(URL, f"{URL}/")), "more than once; name each server once"),
         (replace(SERVER, urls=("127.0.0.1:8000",)), "is no address of a server"),
         (replace(SERVER, urls=("http://127.0.0.1:8000/v1",)), "is no address of a server"),
         (replace(SERVER, urls=("http://me:secret@host:1",)), "is no address of a server"),

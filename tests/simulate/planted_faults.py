@@ -35,7 +35,7 @@ RECOVERY, SNAPSHOTS, CHECKPOINT = (
 )  # fmt: skip
 BUFFER, PARTIAL, STALENESS = "rollouts/buffer.py", "rollouts/partial.py", "rollouts/staleness.py"
 FLEET, ROTATION, CARE = "engine/fleet/fleet.py", "engine/fleet/rotation.py", "engine/fleet/care.py"
-REQUESTS, HOMES = "engine/fleet/moving_requests.py", "engine/fleet/homes.py"
+REQUESTS = "engine/fleet/moving_requests.py"
 JOURNAL, TICKETS, FILES = "durable/journal.py", "observe/numbers/tickets.py", "durable/atomic_files.py"
 
 OF_BUFFER = (
@@ -419,17 +419,8 @@ OF_FLEET = (
         "if rotation.has_newest(member) and member.held", "if member.held",
     ),
     _one(
-        "back_to_older", HOMES, "C4", "a request goes on at a member with older weights than its last token's",
-        "if one.versions.get(request.adapter, -1) >= floor]", "]",
-    ),
-    _one(
         "moved_from_the_start", REQUESTS, "C5", "a request that moves begins anew",
         "member.engine.generate(pending.rest())", "member.engine.generate(pending.request)",
-    ),
-    _one(
-        "stale_is_heard", REQUESTS, "C5", "a member that has left is still listened to",
-        "if name in member.attempts}", "if name in self._at}",
-        ("_too_old(output, member.attempts)", "_too_old(output, self._at)"),
     ),
     _one(
         "not_moved", REQUESTS, "C6", "requests of a member that has left wait for it",

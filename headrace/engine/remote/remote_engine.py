@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import itertools
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -277,9 +277,7 @@ class RemoteEngine:
     # -- for its presence (protocol `Dependent`) ----------------------------------------------------------------------------
 
     async def restore(self, state: ServerState) -> None:
-        for name, update in self._wanted.items():  # the base model's came first
-            if state.fingerprints.get(name) != update.fingerprint:
-                await self._dialect.load(self._connection, update, LOADING)
+        await _load_missing(self._wanted, state, lambda update: self._dialect.load(self._connection, update, LOADING))
 
     def seen(self, state: ServerState) -> None:
         self._counts.update(state.stats)
@@ -298,6 +296,20 @@ def _foreign(url: str, version: int, found: str, expected: str | None) -> Identi
         f"the server at {url} sampled with weights {found} as version {version}, and this run published {expected or 'none'} under that "
         "number: somebody else loads weights into it. Give each run a server of its own"
     )
+
+
+async def _load_missing(
+    wanted: Mapping[str, WeightUpdate], state: ServerState, load: Callable[[WeightUpdate], Awaitable[object]]
+) -> None:
+    """Loads what the server lacks. The files of an update may be removed while it reads them, if nobody waits for it (as in a fleet)."""
+    for name in list(wanted):  # the base model's comes first
+        while state.fingerprints.get(name) != (update := wanted[name]).fingerprint:
+            try:
+                await load(update)
+                break
+            except IdentityError:
+                if wanted.get(name) is update:
+                    raise
 
 
 def check_state(state: ServerState, dtype: str, context_length: int, url: str) -> None:

@@ -17,6 +17,7 @@ from headrace.observe.numbers import measures
 from headrace.observe.numbers.state import RunState
 from headrace.observe.records import Sample
 from headrace.observe.screen.layout import FAINT, Line, Lines, distinct, middle_out, printable, without_marks
+from headrace.observe.screen.members import line_of
 from headrace.observe.texts import bar, counted, number, percent, plural, sparkline, with_error
 
 GOOD, BAD, WARN = "bold green", "bold red", "yellow"
@@ -120,6 +121,7 @@ def _lines(state: RunState) -> list[Line]:
         ("reward", reward(state)),
         ("lag", _lag(state)),
         ("engine", engine(state)),
+        *line_of(state),
         ("trainer", trainer(state)),
         ("groups", _groups(state)),
         ("shares", _shares(state)),

@@ -21,6 +21,7 @@ from headrace.observe.numbers.state import RunState
 from headrace.observe.screen import live
 from headrace.observe.screen.layout import FAINT, GAP, Line, Lines
 from headrace.observe.screen.live import BAD, GOOD, WARN
+from headrace.observe.screen.members import line_of
 from headrace.observe.texts import clip, duration, plural, short_time
 
 MARKS = {
@@ -62,7 +63,12 @@ def lines_of(name: str, status: Status, state: RunState) -> Sequence[Line]:
         lines.append(("processes", _processes(status, status.live)))
     if state.started:
         lines += [("step", _step(status, state)), ("reward", live.reward(state)), ("lag", _lag(state))]
-        lines += [("engine", live.engine(state)), ("trainer", live.trainer(state)), ("tickets", [_tickets(state)])]
+        lines += [
+            ("engine", live.engine(state)),
+            *line_of(state),
+            ("trainer", live.trainer(state)),
+            ("tickets", [_tickets(state)]),
+        ]
         lines += [("", [Text(one, FAINT)]) for one in reasons(state.accounting)]
         lines.append(("checkpoint", _checkpoint(state)))
         lines += _troubles(state)

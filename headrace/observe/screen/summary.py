@@ -29,6 +29,7 @@ from headrace.observe.numbers.lags import over_steps
 from headrace.observe.numbers.state import RunState
 from headrace.observe.screen.layout import FAINT, LABEL, distinct, without_marks
 from headrace.observe.screen.live import BAD, GOOD, WARN
+from headrace.observe.screen.members import absences
 from headrace.observe.texts import bar, clip, counted, duration, number, percent, plural, short_time, sparkline
 
 WIDTH = 100
@@ -148,6 +149,8 @@ def _spent(table: Table, state: RunState) -> None:
         if rate is not None:
             text.append(f"   {rate:,.0f} tokens a second {verb}", "not bold")
         _more(table, f"{name} pool", text)
+    if left := absences(state.moves):
+        _more(table, "Fleet", left)
     gap = measures.mean_swap(state)
     if gap is not None:
         publish = sum(swap.update.seconds for swap in state.swaps) / len(state.swaps)

@@ -18,6 +18,7 @@ from headrace.algo.config import AlgoConfig, is_user_function
 from headrace.auto.measurer import Measurer, ProbeMeasurer
 from headrace.auto.share import measure_share
 from headrace.config import RunConfig, adapter_runs
+from headrace.engine.config import ON_GPUS
 from headrace.engine.servers.installed import require
 from headrace.errors import ConfigError
 from headrace.models.chat import ChatEncoder
@@ -293,6 +294,8 @@ def _machine_and_memory(found: Rehearsal, machine: Machine, model_dir: Path) -> 
     wanted = [*needs(shape, plan), *_others(found, machine, model_dir, shape, plan)]
     found.sections["Memory"] = [*memory_lines(wanted, machine), _disk(config, shape, plan)]
     problems = list(refusals(wanted, shape, plan, machine))
+    if config.engine.replicas > 1 and plan.engine_device == "cuda":
+        problems.append(ON_GPUS)
     for problem in problems:
         found.doubt(problem, certain=True)
     if not problems:

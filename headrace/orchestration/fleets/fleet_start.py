@@ -1,0 +1,114 @@
+"""The start of a fleet: of all its members at once, and of one that is added later."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+from headrace.engine.config import EngineConfig
+from headrace.engine.fleet.fleet import Fleet
+from headrace.engine.fleet.member import MemberEngine
+from headrace.engine.fleet.rotation import FleetPatience
+from headrace.engine.fleet.totals import in_common
+from headrace.errors import ConfigError, WorkerDied
+from headrace.observe.facts import EngineSample, Fact
+from headrace.observe.telemetry import Telemetry
+from headrace.orchestration.fleets import roster
+from headrace.orchestration.fleets.core_shares import members_of
+from headrace.orchestration.fleets.pool_door import PoolDoor
+from headrace.protocols import Engine
+from headrace.weights import Manifest
+
+E = TypeVar("E", bound=Engine, covariant=True)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Starting(Generic[E]):
+    """An engine that is not up yet."""
+
+    engine: E
+    launch: Callable[[], Awaitable[None]]
+    """The part of the start that can run beside the trainer's. Raises ConfigError for a server that does not fit the run."""
+    finish: Callable[[Mapping[str, Manifest], int], Awaitable[None]]
+    """The rest of the start. Its arguments are the layouts of all weights that will be published, and the number of adapters."""
+
+
+class _Fleet(Fleet):
+    """A fleet with a door in the run's directory."""
+
+    door: PoolDoor
+
+    async def close(self) -> None:
+        await self.door.close()
+        await super().close()
+
+
+class Start(Protocol):
+    def __call__(self, one: EngineConfig, name: str, told: Telemetry) -> Starting[MemberEngine]:
+        """Makes the engine of these settings. `name`: that of the member."""
+
+
+def start_fleet(settings: EngineConfig, run_dir: Path, start: Start, telemetry: Telemetry) -> Starting[Engine]:
+    own = dataclasses.replace(settings, urls=roster.urls_of(run_dir, settings.urls))
+    told = _without_samples(telemetry)
+    members = {name or own.urls[0]: one for name, one in members_of(own).items()}  # one server may be left of several
+    starting = {name: start(one, name, told) for name, one in members.items()}
+    patience = FleetPatience(settings.patience, settings.member_patience)
+    fleet = _Fleet({name: one.engine for name, one in starting.items()}, patience, telemetry)
+
+    async def join(url: str) -> MemberEngine:
+        """Raises HeadraceError for a server that does not come, or does not go with the run."""
+        joining = start(dataclasses.replace(settings, urls=(url,)), url, told)
+        try:
+            await joining.launch()
+            await joining.finish({}, 0)
+            if lacks := _lacks(fleet, joining.engine):
+                raise ConfigError(f"{url} cannot do what the fleet can: {lacks}")
+        except BaseException:
+            await joining.engine.close()
+            raise
+        return joining.engine
+
+    fleet.door = PoolDoor(run_dir, fleet, join if settings.is_server else None, settings.urls)
+
+    async def launch() -> None:
+        await asyncio.gather(*(one.launch() for one in starting.values()))
+
+    async def finish(manifests: Mapping[str, Manifest], adapters: int) -> None:
+        await asyncio.gather(*(one.finish(manifests, adapters) for one in starting.values()))
+        await fleet.open()
+        await fleet.door.open()
+
+    return Starting(fleet, launch, finish)
+
+
+def _lacks(fleet: Fleet, part: MemberEngine) -> str:
+    """The abilities that the fleet has without the engine, and would not have with it."""
+    has, would = fleet.capabilities, in_common([fleet.capabilities, part.capabilities])
+    names = [name for name in has.__struct_fields__ if name != "path"]
+    return ", ".join(f"{name} {getattr(has, name)}" for name in names if getattr(would, name) != getattr(has, name))
+
+
+async def come(opening: Awaitable[T], url: str, patience: float) -> T:
+    """Raises WorkerDied where a server does not answer in time."""
+    try:
+        async with asyncio.timeout(patience):
+            return await opening
+    except TimeoutError:
+        said = f"at {url} did not answer for {patience:g} s (engine.patience)"
+        raise WorkerDied("engine", said) from None
+
+
+def _without_samples(telemetry: Telemetry) -> Telemetry:
+    """Drops the statistics of members: the fleet records its own."""
+
+    def record(fact: Fact) -> None:
+        if not isinstance(fact, EngineSample):
+            telemetry.record(fact)
+
+    return dataclasses.replace(telemetry, record=record)

@@ -1,0 +1,151 @@
+"""Whole runs with fleets, for real: the tiny model, two servers of which one is stopped and one is killed; two replicas."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_run import checked_run, config_for, of, serving, tiny_config, when_step
+
+import headrace
+from headrace.observe.facts import FleetSample, MemberMoved, RunEnded, WeightsLive
+from headrace.observe.records import StepRow
+from headrace.orchestration.fleets.pool_door import PoolQuestion, ask
+
+SLOWLY = """
+import time
+
+def share_of_e(prompts, completions, **columns):
+    time.sleep(1.0)
+    return [text.count("e") / max(len(text), 1) for text in completions]
+"""
+"""A reward that gives the run time enough for what is done to its servers."""
+
+DEADLINE = 600.0
+"""Seconds for what should take a few."""
+
+
+def until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + DEADLINE
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def moves(run: Path) -> list[tuple[str, str]]:
+    return [(fact.member, fact.state) for fact in of(run, MemberMoved)]
+
+
+def bounded(run: Path, steps: int) -> None:
+    checked_run(run)
+    (ended,) = of(run, RunEnded)
+    assert ended.accounting.balance() == 0 and len(of(run, StepRow)) == steps
+    assert max(lag for fact in of(run, StepRow) for lag in fact.lags) <= 1
+    assert [one.update.version for one in of(run, WeightsLive)] == list(range(steps + 1))
+
+
+@pytest.mark.slow
+def test_one_server_is_stopped_and_one_is_killed(tiny_llama: Path, tmp_path: Path) -> None:
+    cache, run, steps = tmp_path / "cache", tmp_path / "runs" / "tiny", 40
+    with serving(tiny_llama, cache) as one, serving(tiny_llama, cache) as two:
+        engine = {"urls": [one.url, two.url], "member_patience": 20.0}
+        config = config_for(tmp_path, tiny_llama, one, engine=engine, train={"steps": steps, "learning_rate": 1e-2})
+        (tmp_path / "reward.py").write_text(SLOWLY)
+
+        def stop_and_go_on() -> None:
+            os.kill(one.process.pid, signal.SIGSTOP)
+            until(lambda: (one.url, "away") in moves(run))
+            time.sleep(5)
+            os.kill(one.process.pid, signal.SIGCONT)
+            until(lambda: (one.url, "serving") in moves(run))
+            two.kill()
+
+        thread = when_step(run, 2, stop_and_go_on)
+        result = headrace.train(config)
+        thread.join()
+    assert result.step == steps
+    bounded(run, steps)
+    assert moves(run)[:3] == [(one.url, "away"), (one.url, "serving"), (two.url, "away")]
+    last = of(run, FleetSample)[-1].members
+    assert [member.state for member in last] == ["serving", "away"]
+
+
+def test_a_server_is_added_and_another_removed_while_a_run_goes_on(tiny_llama: Path, tmp_path: Path) -> None:
+    cache, run, steps = tmp_path / "cache", tmp_path / "runs" / "tiny", 10
+    with serving(tiny_llama, cache) as one, serving(tiny_llama, cache) as two, serving(tiny_llama, cache) as three:
+        config = config_for(
+            tmp_path,
+            tiny_llama,
+            one,
+            engine={"urls": [one.url, two.url]},
+            train={"steps": steps, "learning_rate": 1e-2},
+        )
+
+        def change() -> None:
+            added = ask(run, PoolQuestion("add", three.url), DEADLINE)
+            assert not added.error, added.error
+            removed = ask(run, PoolQuestion("remove", one.url), DEADLINE)
+            assert not removed.error and [member.name for member in removed.members] == [two.url, three.url]
+
+        thread = when_step(run, 2, change)
+        assert headrace.train(config).step == steps
+        thread.join()
+        bounded(run, steps)
+        assert (three.url, "serving") in moves(run) and (one.url, "removed") in moves(run)
+        one.kill()
+        longer = {**config, "train": {"steps": steps + 2, "learning_rate": 1e-2, "dtype": "float32"}}
+        assert headrace.train(longer, resume=run).step == steps + 2
+        names = [member.name for member in of(run, FleetSample)[-1].members]
+        assert names == [two.url, three.url], "the resumed run goes on with the members that were left"
+
+
+def test_two_replicas_of_which_one_is_killed(tiny_llama: Path, tmp_path: Path) -> None:
+    run, steps = tmp_path / "runs" / "tiny", 10
+    config = tiny_config(tmp_path, tiny_llama, engine={"replicas": 2}, train={"steps": steps, "learning_rate": 1e-2})
+    killed: list[int] = []
+
+    def kill() -> None:
+        pids = _engines(os.getpid())
+        assert len(pids) == 2
+        killed.append(pids[0])
+        os.kill(pids[0], signal.SIGKILL)
+
+    thread = when_step(run, 2, kill)
+    result = headrace.train(config)
+    thread.join()
+    assert result.step == steps and killed
+    bounded(run, steps)
+    assert [state for _, state in moves(run)][:1] == ["away"]
+    samples = of(run, FleetSample)
+    assert all(len(fact.members) == 2 for fact in samples)
+
+
+def _engines(pid: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+        except (OSError, IndexError, ValueError):
+            continue
+        if parent == pid and b"headrace.orchestration.workers.worker" in words and b"engine" in words:
+            found.append(int(entry.name))
+    return found
+
+
+def test_a_resumed_run_may_have_another_number_of_members(tiny_llama: Path, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "tiny"
+    config = tiny_config(tmp_path, tiny_llama, engine={"replicas": 2}, train={"steps": 4, "learning_rate": 1e-2})
+    headrace.train(config)
+    longer: dict[str, Any] = {
+        **config,
+        "engine": {**config["engine"], "replicas": 1},
+        "train": {**config["train"], "steps": 6},
+    }
+    assert headrace.train(longer, resume=run).step == 6
+    assert [one.accounting.balance() for one in of(run, RunEnded)] == [0, 0]
