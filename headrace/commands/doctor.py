@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
 import shutil
 import sys
@@ -14,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 from headrace.engine.servers.installed import MODULES, REMEDY, look, places
 from headrace.native.cores import usable_cores
 from headrace.rehearsal.machine import ask_torch, memory, torch_facts
-from headrace.settings.extras import EXTRAS, install
+from headrace.settings.extras import EXTRAS, install, is_installed
 
 State = Literal["ok", "note", "bad"]
 
@@ -100,7 +99,7 @@ def _packages() -> list[DoctorFinding]:
 
 def _extras() -> Iterator[DoctorFinding]:
     for name, extra in EXTRAS.items():
-        if importlib.util.find_spec(extra.module):
+        if is_installed(extra.module):
             yield DoctorFinding(
                 f"[{name}]", "ok", f"{extra.module.replace('_', '-')} {_version(extra.module) or ''}".strip()
             )

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import ConfigError
-from headrace.settings.extras import install
+from headrace.settings.extras import install, is_installed
 
 if TYPE_CHECKING:
     from headrace.serve.config import TrainingConfig
@@ -50,7 +49,7 @@ def serve(arguments: argparse.Namespace) -> int:
     from headrace.settings.secrets import read_token
     from headrace.settings.toml import build, merge, parse_sets
 
-    if missing := [module for module in NEEDED if importlib.util.find_spec(module) is None]:
+    if missing := [module for module in NEEDED if not is_installed(module)]:
         raise ConfigError(f"headrace serve needs {' and '.join(missing)}: {install('serve')}")
     tree = parse_sets(arguments.set)
     if strange := sorted(set(tree) - {"engine", *(["train"] if arguments.train else [])}):
@@ -85,14 +84,7 @@ def _training(arguments: argparse.Namespace, settings: dict[str, Any]) -> Traini
         if arguments.checkpoints:
             raise ConfigError("--checkpoints is for servers that train; add --train")
         return None
-    if missing := [module for module in ("google.protobuf", "peft") if not _is_there(module)]:
+    if missing := [module for module in ("google.protobuf", "peft") if not is_installed(module)]:
         raise ConfigError(f"headrace serve --train needs {' and '.join(missing)}: {install('tinker')}")
     directory = arguments.checkpoints or cache_dir() / "checkpoints"
     return TrainingConfig(directory=directory, train=build(SharedConfig, settings))
-
-
-def _is_there(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of the package that it would be in
-        return False

@@ -4,6 +4,7 @@ headrace itself may not be on a package index, so that `pip install headrace[...
 
 from __future__ import annotations
 
+import importlib.util
 from typing import NamedTuple
 
 
@@ -35,6 +36,14 @@ EXTRAS = {
     "lora": Extra("peft", "peft>=0.18,<1", "training of LoRA adapters"),
 }
 """Packages by the name of headrace's extra."""
+
+
+def is_installed(module: str) -> bool:
+    """Whether a module can be imported; it may be in a package that is not there."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def install(extra: str) -> str:

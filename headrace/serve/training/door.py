@@ -79,6 +79,8 @@ class Door:
                 await self._shelf.forget(sampler.weights)
         for path in session.snapshots:
             await asyncio.to_thread(self.store.remove, path)
+        session.models.clear()
+        session.samplers.clear()
 
     # -- sessions -----------------------------------------------------------------------------------------------------------
 
