@@ -61,6 +61,8 @@ class RunHistory:
         self.befell: list[Fault] = []
         self.reached: Counter[str] = Counter()
         """The number of tokens that the controller has received, by request."""
+        self._places: Counter[str] = Counter()
+        """The number of tokens that a request has, those from before this life included."""
         self.admitted: dict[int, int] = {}
         """The version that was live when a ticket was drawn, by ticket."""
         self.journal: WatchedJournal | None = None
@@ -86,7 +88,8 @@ class RunHistory:
         """Counts the tokens of an engine output."""
         told = _output.decode(output)
         for name, token in zip(told.request_ids, told.tokens, strict=True):
-            self.truth.accepted(name, self.reached[name], (token, told.version))
+            self.truth.accepted(name, self._places[name], (token, told.version))
+            self._places[name] += 1
             self.reached[name] += 1
 
     def meanwhile(self, directory: Path, faults: Sequence[Fault]) -> None:
@@ -139,6 +142,7 @@ class RunHistory:
         if storage.saved is None or not self.truth.remembers:
             return
         kept = interrupts.so_far()
+        self._places = Counter({name: len(completion.tokens) for name, completion in kept.items()})
         reached, self.reached = self.reached, Counter()
         for name, known in _of_rollouts(reached, buffer.in_flight):
             have = len(kept[name].tokens) if name in kept else 0
