@@ -50,8 +50,7 @@ class RunHistory:
     """The events of all lives of a run."""
 
     def __init__(self, group_size: int, remembers: bool = True, turns: int = 1, several: bool = False) -> None:
-        """`remembers`: whether this object exists in all lives of the run, rather than in one of them. `turns`: turns of every rollout.
-        `several`: whether there are several engines."""
+        """`remembers`: whether it exists in all lives of the run, rather than in one. `turns`: those of every rollout. `several`: engines."""
         self._group_size, self._turns = group_size, turns
         self.truth = Truth(remembers=remembers, several=several)
         self.trained: dict[int, tuple[tuple[int, str], ...]] = {}
@@ -61,8 +60,6 @@ class RunHistory:
         self.befell: list[Fault] = []
         self.reached: Counter[str] = Counter()
         """The number of tokens that the controller has received, by request."""
-        self._places: Counter[str] = Counter()
-        """The number of tokens that a request has, those from before this life included."""
         self.admitted: dict[int, int] = {}
         """The version that was live when a ticket was drawn, by ticket."""
         self.journal: WatchedJournal | None = None
@@ -88,8 +85,7 @@ class RunHistory:
         """Counts the tokens of an engine output."""
         told = _output.decode(output)
         for name, token in zip(told.request_ids, told.tokens, strict=True):
-            self.truth.accepted(name, self._places[name], (token, told.version))
-            self._places[name] += 1
+            self.truth.accepted(name, (token, told.version))
             self.reached[name] += 1
 
     def meanwhile(self, directory: Path, faults: Sequence[Fault]) -> None:
@@ -142,7 +138,7 @@ class RunHistory:
         if storage.saved is None or not self.truth.remembers:
             return
         kept = interrupts.so_far()
-        self._places = Counter({name: len(completion.tokens) for name, completion in kept.items()})
+        self.truth.places = Counter({name: len(completion.tokens) for name, completion in kept.items()})
         reached, self.reached = self.reached, Counter()
         for name, known in _of_rollouts(reached, buffer.in_flight):
             have = len(kept[name].tokens) if name in kept else 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 
@@ -73,8 +74,13 @@ class Truth:
         del known[place:]
         known.append((token, version))
 
-    def accepted(self, request: str, place: int, pair: tuple[int, int]) -> None:
-        """The controller was told of a token. `place`: the number of tokens of the request that it had been told of before."""
+    places: Counter[str] = field(default_factory=Counter)
+    """The number of tokens that the controller has of each request, those from before this life included."""
+
+    def accepted(self, request: str, pair: tuple[int, int]) -> None:
+        """The controller was told of a token."""
+        place = self.places[request]
+        self.places[request] += 1
         if not (self.remembers and self.several) or request.startswith("eval"):
             return
         found = self.options.get((request, place), set())
