@@ -130,6 +130,7 @@ class SimulatedEngineProcess(Process):
         self._admits, self._mixed = True, False
         self._sampled = self._passes = 0
         self._loads: set[asyncio.Task[None]] = set()
+        self._weights_thread = asyncio.Lock()
 
     async def serve(self) -> None:
         self.reply(await self.receive(), capable(1000, "simulated", exact=True))
@@ -253,6 +254,11 @@ class SimulatedEngineProcess(Process):
     # -- weights ----------------------------------------------------------------------------------------------------------
 
     async def _load(self, frame: Frame) -> None:
+        """One update after another, as the weights thread of a real process does."""
+        async with self._weights_thread:
+            await self._load_next(frame)
+
+    async def _load_next(self, frame: Frame) -> None:
         update, parts = unpack(frame.payload, tuple[WeightUpdate, int])
         slot = update.where["slot"]
         found = self._memory[slot]
