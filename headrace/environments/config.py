@@ -32,7 +32,7 @@ class EnvironmentConfig:
     """Seconds that the function itself may take between its turns, tools included. After that the rollout has failed
     (`environment_timeout`). 0 sets no limit."""
     tool_seconds: float = Field(default=120.0, ge=0)
-    """Seconds that one tool call may take. After that the model is told so. 0 sets no limit."""
+    """Seconds that one tool call may take. After that the model reads that instead of a result. 0 sets no limit."""
     tool_characters: int = Field(default=8000, gt=0)
     """Characters of a tool's result that the model is shown."""
     tools: ToolPlace = "template"

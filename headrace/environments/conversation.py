@@ -82,8 +82,8 @@ class Conversation:
         self._tools = self._tools if tools is None else tools
         format = self._format() if self._tools else None
         added = new if self._past else [*self._front(new), *new]
-        told = [{key: value for key, value in one.items() if key != PROBLEM} for one in added]
-        text, glue = self._rendered(told)
+        given = [{key: value for key, value in one.items() if key != PROBLEM} for one in added]
+        text, glue = self._rendered(given)
         fresh = glue is None
         context = self._encoder.encode_completion(text if glue is None else glue, False)
         if (limit := self._agent.cut_off(context, fresh=fresh)) and not self._over:
@@ -96,7 +96,7 @@ class Conversation:
             return _as_message(replies[-1])
 
         done = await self._agent.turn(context, fresh=fresh and bool(self._past), messages=added, read=read)
-        self._keep(told, text, done, replies[-1])
+        self._keep(given, text, done, replies[-1])
         return replies[-1]
 
     def _front(self, new: Sequence[Message]) -> list[Message]:
@@ -105,20 +105,20 @@ class Conversation:
 
     # -- rendering --------------------------------------------------------------------------------------------------------
 
-    def _rendered(self, told: Sequence[Message]) -> tuple[str, str | None]:
-        """Returns the text of the conversation with `told` behind it, and its part behind the path; None if it does not extend the
+    def _rendered(self, given: Sequence[Message]) -> tuple[str, str | None]:
+        """Returns the text of the conversation with `given` behind it, and its part behind the path; None if it does not extend the
         path."""
         if self._as_calls or all(one.sampled == one.parsed for one in self._past):
-            return self._as_given(told)
+            return self._as_given(given)
         with contextlib.suppress(ConfigError):
-            text, behind = self._as_given(told)
+            text, behind = self._as_given(given)
             if behind is not None:
                 return text, behind
         self._as_calls = True
-        return self._as_given(told)
+        return self._as_given(given)
 
-    def _as_given(self, told: Sequence[Message]) -> tuple[str, str | None]:
-        text, _ = self._encoder.encode_messages(*self._shown(told))
+    def _as_given(self, given: Sequence[Message]) -> tuple[str, str | None]:
+        text, _ = self._encoder.encode_messages(*self._shown(given))
         if self._as_calls and "tool_calls" in self._past[-1].parsed:
             return text, self._behind_calls(text)
         return text, text[len(self._text) :] if self._text and text.startswith(self._text) else None
@@ -131,12 +131,12 @@ class Conversation:
             return None
         return text[place + (len(end) if self._text.endswith(end) else 0) :]
 
-    def _shown(self, told: Sequence[Message]) -> tuple[list[Message], Sequence[Message]]:
+    def _shown(self, given: Sequence[Message]) -> tuple[list[Message], Sequence[Message]]:
         """The arguments of the template: messages and tools."""
         past = [one.parsed if self._as_calls else one.sampled for one in self._past]
         if self._place == "template":
-            return [*past, *told], described(msgspec.convert(list(self._tools), list[Tool]))
-        return with_tools([*past, *told], self._tools), ()
+            return [*past, *given], described(msgspec.convert(list(self._tools), list[Tool]))
+        return with_tools([*past, *given], self._tools), ()
 
     # -- replies ----------------------------------------------------------------------------------------------------------
 
@@ -162,11 +162,11 @@ class Conversation:
         self._calls += 1
         return f"call{self._calls:05d}"  # Mistral's templates want nine letters and digits
 
-    def _keep(self, told: Sequence[Message], text: str, done: Completion, reply: ChatReply) -> None:
+    def _keep(self, given: Sequence[Message], text: str, done: Completion, reply: ChatReply) -> None:
         last = done.tokens[-1:]
         ended = done.stop == "stop" and not self._encoder.decode(last) and bool(self._encoder.written(last))
         content = self._encoder.written(done.tokens[:-1] if ended else done.tokens)
-        self._past += [_Past(one, one) for one in told]
+        self._past += [_Past(one, one) for one in given]
         sampled, parsed = {"role": "assistant", "content": content}, _as_message(reply)
         self._past.append(_Past(sampled, parsed if "tool_calls" in parsed else sampled))
         self._opened, self._text = text, text + self._encoder.written(done.tokens)

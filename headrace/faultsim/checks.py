@@ -83,9 +83,9 @@ class RunHistory:
 
     def received(self, output: bytes) -> None:
         """Counts the tokens of an engine output."""
-        told = _output.decode(output)
-        for name, token in zip(told.request_ids, told.tokens, strict=True):
-            self.truth.accepted(name, (token, told.version))
+        heard = _output.decode(output)
+        for name, token in zip(heard.request_ids, heard.tokens, strict=True):
+            self.truth.accepted(name, (token, heard.version))
             self.reached[name] += 1
 
     def meanwhile(self, directory: Path, faults: Sequence[Fault]) -> None:

@@ -78,7 +78,7 @@ class Truth:
     """The number of tokens that the controller has of each request, those from before this life included."""
 
     def accepted(self, request: str, pair: tuple[int, int]) -> None:
-        """The controller was told of a token."""
+        """The controller received a token."""
         place = self.places[request]
         self.places[request] += 1
         if not (self.remembers and self.several) or request.startswith("eval"):

@@ -63,12 +63,14 @@ def start_engine(
 ) -> Starting:
     """`logs`: the directory for what processes print."""
 
-    def start(one: EngineConfig, name: str, told: Telemetry) -> Starting[MemberEngine]:
+    def start(one: EngineConfig, name: str, member_telemetry: Telemetry) -> Starting[MemberEngine]:
         member = dataclasses.replace(config, engine=one)
         if one.is_server:
-            return _server(member, model_dir=model_dir, logs=logs, telemetry=told, member=bool(name))
+            return _server(member, model_dir=model_dir, logs=logs, telemetry=member_telemetry, member=bool(name))
         who = f"engine {name}".rstrip()
-        return _process(member, who, model_dir=model_dir, launcher=launcher, transport=transport, telemetry=told)
+        return _process(
+            member, who, model_dir=model_dir, launcher=launcher, transport=transport, telemetry=member_telemetry
+        )
 
     if not config.engine.is_fleet:
         return start(config.engine, "", telemetry)

@@ -231,7 +231,7 @@ class Fleet:
             raise ConfigError(f"there is no member {name}; there are {there}")
         if [*self._rotation.serving] in ([], [member]):
             raise ConfigError(f"no other member than {name} serves; add one first, or stop the run")
-        with suppress(TimeoutError, HeadraceError):  # one that is away has told what it could
+        with suppress(TimeoutError, HeadraceError):  # one that is away has reported what it could
             async with asyncio.timeout(EVERY):
                 member.stats = await member.engine.stats()
         self._totals.taken(self.members)
@@ -254,8 +254,8 @@ class Fleet:
 
     async def _report(self) -> None:
         """Records the statistics, as a single engine does."""
-        told = self._telemetry
+        telemetry = self._telemetry
         while True:
             await asyncio.sleep(EVERY)
-            told.record(EngineSample(told.clock(), self._totals.taken(self.members)))
-            told.record(FleetSample(told.clock(), samples(self.members)))
+            telemetry.record(EngineSample(telemetry.clock(), self._totals.taken(self.members)))
+            telemetry.record(FleetSample(telemetry.clock(), samples(self.members)))

@@ -179,8 +179,11 @@ def _only(output: StepOutput, names: Iterable[str]) -> StepOutput:
 def _too_old(output: StepOutput, attempts: dict[str, Attempt]) -> str:
     """Returns a sentence if a token is of older weights than were live at the member when its request came, else an empty string."""
     versions = output.versions or (output.version,) * len(output.request_ids)
-    told = [*zip(output.request_ids, versions, strict=True), *((one.request_id, one.version) for one in output.scores)]
-    for name, version in told:
+    labels = [
+        *zip(output.request_ids, versions, strict=True),
+        *((one.request_id, one.version) for one in output.scores),
+    ]
+    for name, version in labels:
         if version < (floor := attempts[name].floor):
             return f"sampled with version {version} after version {floor} had gone live there"
     return ""

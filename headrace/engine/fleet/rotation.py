@@ -108,10 +108,10 @@ class Rotation:
 
     def _record(self, member: Member, what: str, requests: int = 0, tokens: int = 0) -> None:
         """`what`: what has happened to the member."""
-        told = self.telemetry
-        told.record(
+        telemetry = self.telemetry
+        telemetry.record(
             MemberMoved(
-                t=told.clock(),
+                t=telemetry.clock(),
                 member=member.name,
                 state=what,
                 why=member.why,
@@ -123,7 +123,7 @@ class Rotation:
         if what in ("away", "lost"):
             went = f"; its {requests} requests go on elsewhere from {tokens} tokens" if requests else ""
             left = f"{len(self.serving)} of {len(self.members)} members serve"
-            told.warn(f"engine {member.name} is {what}: {member.why}{went} ({left})")
+            telemetry.warn(f"engine {member.name} is {what}: {member.why}{went} ({left})")
 
     # -- the end --------------------------------------------------------------------------------------------------------------
 

@@ -49,7 +49,7 @@ class _Live:
 
 
 class SglangDialect:
-    """Protocol `Dialect`. It holds what it has told its one server, so it is not shared between servers."""
+    """Protocol `Dialect`. It holds what it has sent to its one server, so it is not shared between servers."""
 
     keeps_requests = False
 
@@ -261,7 +261,7 @@ def _refusal(error: Any) -> Exception:
 def _logprobs(meta: Any, tokens: Sequence[int], truncated: bool) -> list[float]:
     rows = meta["output_token_logprobs"]
     if [row[1] for row in rows] != list(tokens):
-        raise Unreachable(f"the server told {len(tokens)} tokens and {len(rows)} log-probs of others")
+        raise Unreachable(f"the server sent {len(tokens)} tokens and {len(rows)} log-probs of others")
     if not truncated:
         return [_number(row[0]) for row in rows]
     _check_masks(meta, len(tokens))

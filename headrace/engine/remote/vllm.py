@@ -53,7 +53,7 @@ class _Live:
 
 
 class VllmDialect:
-    """Protocol `Dialect`. It holds what it has told its one server, so it is not shared between servers."""
+    """Protocol `Dialect`. It holds what it has sent to its one server, so it is not shared between servers."""
 
     keeps_requests = False
 

@@ -19,7 +19,7 @@ class Toolbox:
     """The tools of one rollout."""
 
     def __init__(self, seconds: float, characters: int) -> None:
-        """`seconds`: of one call, after which the model is told that it took too long. `characters`: of a result; more are cut off."""
+        """`seconds`: of one call, after which the model reads that it took too long. `characters`: of a result; more are cut off."""
         self._seconds, self._characters = seconds, characters
         self._tools: dict[str, Callable[..., Any]] = {}
         self.left = 0

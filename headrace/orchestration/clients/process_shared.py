@@ -1,7 +1,7 @@
 """The trainer that clients share, in a worker process.
 
 A dead process is replaced at once, but the adapters that it trained are lost with it: gradients and optimizers were only there. So
-nothing is asked a second time, and whoever trained there is told.
+nothing is asked a second time, and whoever trained there gets an error.
 """
 
 from __future__ import annotations

@@ -49,21 +49,21 @@ class _Fleet(Fleet):
 
 
 class Start(Protocol):
-    def __call__(self, one: EngineConfig, name: str, told: Telemetry) -> Starting[MemberEngine]:
+    def __call__(self, one: EngineConfig, name: str, member_telemetry: Telemetry) -> Starting[MemberEngine]:
         """Makes the engine of these settings. `name`: that of the member."""
 
 
 def start_fleet(settings: EngineConfig, run_dir: Path, start: Start, telemetry: Telemetry) -> Starting[Engine]:
     own = dataclasses.replace(settings, urls=roster.urls_of(run_dir, settings.urls))
-    told = _without_samples(telemetry)
+    member_telemetry = _without_samples(telemetry)
     members = {name or own.urls[0]: one for name, one in members_of(own).items()}  # one server may be left of several
-    starting = {name: start(one, name, told) for name, one in members.items()}
+    starting = {name: start(one, name, member_telemetry) for name, one in members.items()}
     patience = FleetPatience(settings.patience, settings.member_patience)
     fleet = _Fleet({name: one.engine for name, one in starting.items()}, patience, telemetry)
 
     async def join(url: str) -> MemberEngine:
         """Raises HeadraceError for a server that does not come, or does not go with the run."""
-        joining = start(dataclasses.replace(settings, urls=(url,)), url, told)
+        joining = start(dataclasses.replace(settings, urls=(url,)), url, member_telemetry)
         try:
             await joining.launch()
             await joining.finish({}, 0)

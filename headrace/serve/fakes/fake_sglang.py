@@ -224,8 +224,8 @@ class FakeSglang:
         if body.return_logprob:
             # With masks, these are of another distribution than the tokens were drawn from: a client that reads them is found out.
             shift = 100.0 if body.return_sampling_mask else 0.0
-            told = zip(stream.logprobs[part], stream.tokens[part], strict=True)
-            meta["output_token_logprobs"] = [(logprob - shift, token, None) for logprob, token in told]
+            sampled = zip(stream.logprobs[part], stream.tokens[part], strict=True)
+            meta["output_token_logprobs"] = [(logprob - shift, token, None) for logprob, token in sampled]
             meta["input_token_logprobs"] = _scored(body, stream)
         if body.return_sampling_mask and "masks_ignored" not in self.faults:
             meta["output_token_sampling_mask"] = [_mask(stream, place) for place in range(piece.start, piece.stop)]

@@ -166,8 +166,8 @@ class FakeVllm:
         scores = ended[-1].stream.scores
         rows: list[Any] | None = None
         if scores:
-            told = zip(body.token_ids[1:], scores.logprobs, strict=True)
-            rows = [None, *({str(token): {"logprob": p, "rank": 1, "decoded_token": None}} for token, p in told)]
+            scored = zip(body.token_ids[1:], scores.logprobs, strict=True)
+            rows = [None, *({str(token): {"logprob": p, "rank": 1, "decoded_token": None}} for token, p in scored)]
         choice = self._choice(ended[0], body, [(label, 0)])
         return json_response(
             {"request_id": body.request_id, "model": body.model, "choices": [choice], "prompt_logprobs": rows}
