@@ -415,16 +415,8 @@ OF_FLEET = (
         "                if member.versions.get(name) != update.version:\n", "                if not member.absences:\n",
     ),
     _one(
-        "weights_overtaken", CARE, "C1", "a member comes back though newer weights were given meanwhile",
-        "if rotation.has_newest(member) and member.held", "if member.held",
-    ),
-    _one(
         "moved_from_the_start", REQUESTS, "C5", "a request that moves begins anew",
         "member.engine.generate(pending.rest())", "member.engine.generate(pending.request)",
-    ),
-    _one(
-        "not_moved", REQUESTS, "C6", "requests of a member that has left wait for it",
-        "            else:\n                self._place(one)", "            else:\n                self._waiting.setdefault(one.request.id + \"?\", one)",
     ),
     _one(
         "nobody_is_left", ROTATION, "C6", "a fleet whose last member is lost says nothing",
