@@ -62,7 +62,8 @@ def test_the_fastest_is_chosen_and_what_auto_takes_by_itself_stays_auto():
 def test_among_equals_the_first_of_the_table_is_chosen():
     near = {"trainer bfloat16 kernels": 96.0, "trainer float32 kernels": 100.0, "trainer bfloat16 torch": 100.0}
     assert chosen({**AMX, **near})[1] == ("bfloat16", "auto")
-    assert chosen({**AMX, **near, "trainer bfloat16 kernels": 94.0})[1] == ("float32", "auto")
+    assert chosen({**AMX, **near, "trainer bfloat16 kernels": 91.0})[1] == ("bfloat16", "auto")
+    assert chosen({**AMX, **near, "trainer bfloat16 kernels": 89.0})[1] == ("float32", "auto")
 
 
 def test_settings_that_say_something_are_left_alone():
@@ -102,7 +103,7 @@ def test_no_choice_is_much_slower_than_the_best_and_all_of_them_were_measured(to
         mine = {name: rate for name, rate in tokens.items() if name.startswith(part)}
         choice = choose(part, config, CANDIDATES, Figures(tokens), 0)
         if mine:
-            assert choice.rate >= 0.95 * max(mine.values())
+            assert choice.rate >= {"engine": 0.95, "trainer": 0.9}[part] * max(mine.values())
             path = choice.path if choice.path != "auto" else None
             assert any(
                 Candidate(part, choice.dtype, one.path).name in mine
