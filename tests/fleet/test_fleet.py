@@ -430,6 +430,37 @@ def test_a_member_that_comes_back_is_probed_first() -> None:
     run(case)
 
 
+def test_a_fleet_ends_at_once_if_all_that_live_have_failed_their_probe() -> None:
+    """No version follows that could pass: nobody samples for it."""
+
+    async def case(flock: Flock) -> None:
+        one, two = flock.engines
+        await flock.fleet.examine(0, check(one))
+        await asyncio.sleep(1)
+        two.die()
+        await asyncio.sleep(1)
+        with pytest.raises(IdentityError, match="(?s)computes the policy that is trained.*differ by 3.*killed"):
+            await flock.fleet.watch()
+
+    run(case)
+
+
+def test_the_only_engine_that_comes_back_as_another_one_ends_the_fleet_at_once() -> None:
+    async def case(flock: Flock) -> None:
+        (one,) = flock.engines
+        wrong: list[FakeEngine] = []
+        await flock.fleet.examine(0, lambda part: check(*wrong)(part))
+        one.vanish("was killed")
+        wrong.append(one)
+        await asyncio.sleep(1)
+        one.reappear()
+        await asyncio.sleep(5)
+        with pytest.raises(IdentityError):
+            await asyncio.wait_for(flock.fleet.watch(), 1)
+
+    run(case, count=1)
+
+
 def test_weights_that_one_member_refuses_take_it_out_and_those_that_all_refuse_are_an_error() -> None:
     async def case(flock: Flock) -> None:
         one, _ = flock.engines

@@ -153,7 +153,7 @@ class Care:
                 await examination.check(member.engine)
             except IdentityError as error:
                 if rotation.wanted.get(name) is update:
-                    member.unlike, member.why = update.version, str(error)
+                    rotation.distrust(member, update.version, error)
                     return False
             else:
                 member.unlike = -1

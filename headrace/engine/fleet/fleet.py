@@ -137,6 +137,7 @@ class Fleet:
         difference. A member whose probe fails leaves; raises its IdentityError if it is the last one."""
         rotation = self._rotation
         rotation.examinations[adapter] = Examination(version, check)
+        rotation.notify()  # for members that have failed an earlier one
         found: dict[Member, float] = {}
         errors: dict[Member, IdentityError] = {}
 
@@ -155,8 +156,7 @@ class Fleet:
         if errors and not found:
             raise next(iter(errors.values()))
         for member, error in errors.items():
-            member.unlike = version
-            rotation.expel(member, str(error))
+            rotation.distrust(member, version, error)
         while not rotation.serving:  # whoever comes back has passed
             await rotation.change()
         return max(found.values(), default=0.0)

@@ -91,6 +91,12 @@ class Rotation:
         self._if_nobody_is_left(error)
         self.notify()
 
+    def distrust(self, member: Member, version: int, error: IdentityError) -> None:
+        """The member computes something else than the trainer: it serves again when it has passed the probe of another version."""
+        member.unlike, member.why = version, str(error)
+        self.expel(member, str(error))
+        self._if_nobody_is_left(error)
+
     def remove(self, member: Member) -> None:
         """Takes a member out for good. Its requests go on elsewhere."""
         served = member.serves
@@ -134,13 +140,17 @@ class Rotation:
         )
 
     def _if_nobody_is_left(self, error: Exception) -> None:
-        if any(one.state in ("serving", "away") for one in self.members):
+        """A member that has failed its probe waits for another version. Nobody samples for one where all that live have failed."""
+        if any(one.serves or (one.state == "away" and one.unlike < 0) for one in self.members):
             return
         if isinstance(error, IdentityError) or len(self.members) == 1:
             self.give_up(error)
             return
         whys = "; ".join(f"{one.name}: {one.why}" for one in self.members)
-        self.give_up(WorkerDied("engine", f"fleet has no member left: {whys}"))
+        if any(one.unlike >= 0 for one in self.members):
+            self.give_up(IdentityError(f"no engine is left that computes the policy that is trained: {whys}"))
+        else:
+            self.give_up(WorkerDied("engine", f"fleet has no member left: {whys}"))
 
     def give_up(self, error: Exception) -> None:
         if not self._lost.done():
