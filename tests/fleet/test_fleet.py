@@ -445,6 +445,39 @@ def test_a_fleet_ends_at_once_if_all_that_live_have_failed_their_probe() -> None
     run(case)
 
 
+def test_a_member_that_failed_at_an_earlier_version_is_waited_for_if_the_probe_of_this_one_is_there() -> None:
+    async def case(flock: Flock) -> None:
+        one, two = flock.engines
+        await flock.fleet.examine(0, check(one))
+        one.load_seconds = 5.0
+        await flock.fleet.load(update(1))
+        await flock.fleet.examine(1, check())
+        two.die()
+        await asyncio.sleep(10)
+        assert flock.moves() == [("1", "away"), ("2", "lost"), ("1", "serving")]
+
+    run(case)
+
+
+def test_a_fleet_that_ends_while_a_member_loads_lets_go_of_it() -> None:
+    """The care of a member watched for changes in a loop that never let any other task run."""
+
+    async def case(flock: Flock) -> None:
+        one, two = flock.engines
+        one.load_seconds = 10 * NOBODY
+        one.vanish("was killed")
+        one.reappear()
+        await asyncio.sleep(1)
+        two.vanish("was killed")
+        with pytest.raises(WorkerDied, match="had no member"):
+            await asyncio.wait_for(flock.fleet.watch(), 2 * NOBODY)
+        for _ in range(50):  # a loop that does not end lets no virtual time pass
+            await asyncio.sleep(0)
+        assert all(care.done() for member, care in flock.fleet._tasks.items() if member)
+
+    run(case)
+
+
 def test_the_only_engine_that_comes_back_as_another_one_ends_the_fleet_at_once() -> None:
     async def case(flock: Flock) -> None:
         (one,) = flock.engines

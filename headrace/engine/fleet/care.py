@@ -123,6 +123,7 @@ class Care:
                 change = asyncio.ensure_future(rotation.change())
                 await asyncio.wait([loading, change], return_when=asyncio.FIRST_COMPLETED)
                 await _cancelled(change)
+                rotation.check()
             if not loading.done():
                 return
             member.reports[name] = loading.result()

@@ -140,8 +140,7 @@ class Rotation:
         )
 
     def _if_nobody_is_left(self, error: Exception) -> None:
-        """A member that has failed its probe waits for another version. Nobody samples for one where all that live have failed."""
-        if any(one.serves or (one.state == "away" and one.unlike < 0) for one in self.members):
+        if any(one.serves or (one.state == "away" and self._may_pass(one)) for one in self.members):
             return
         if isinstance(error, IdentityError) or len(self.members) == 1:
             self.give_up(error)
@@ -151,6 +150,11 @@ class Rotation:
             self.give_up(IdentityError(f"no engine is left that computes the policy that is trained: {whys}"))
         else:
             self.give_up(WorkerDied("engine", f"fleet has no member left: {whys}"))
+
+    def _may_pass(self, member: Member) -> bool:
+        """A member that has failed its probe waits for that of another version. Unless it is there already, none follows while nobody
+        serves."""
+        return member.unlike < 0 or any(one.version > member.unlike for one in self.examinations.values())
 
     def give_up(self, error: Exception) -> None:
         if not self._lost.done():
