@@ -420,7 +420,7 @@ OF_FLEET = (
     ),
     _one(
         "nobody_is_left", ROTATION, "C6", "a fleet whose last member is lost says nothing",
-        "        self._if_nobody_is_left(error)\n", "",
+        "        self._if_nobody_is_left(error)\n        self.notify()\n", "        self.notify()\n",
     ),
 )  # fmt: skip
 

@@ -16,13 +16,14 @@ from headrace.engine.fleet.care import EVERY, Care
 from headrace.engine.fleet.member import Member, MemberEngine
 from headrace.engine.fleet.rotation import Check, Examination, FleetPatience, Rotation
 from headrace.engine.fleet.totals import Totals, in_common, samples
+from headrace.engine.scoring_request import scoring
 from headrace.engine.streaming import check_parts
 from headrace.errors import ConfigError, HeadraceError, IdentityError
 from headrace.observe.facts import EngineSample, FleetSample
 from headrace.observe.telemetry import Telemetry
 from headrace.reports import Capabilities, EngineStats, LoadReport
 from headrace.steps import Transcript
-from headrace.types import Completion, Request, scoring
+from headrace.types import Completion, Request
 from headrace.weights import WeightUpdate
 
 
@@ -78,8 +79,7 @@ class Fleet:
         rotation, name = self._rotation, update.adapter.name if update.adapter else ""
         rotation.check()
         before = rotation.wanted.get(name)
-        rotation.wanted[name] = update
-        rotation.notify()  # for members out of the rotation
+        rotation.want(name, update)
         errors = await self._load_everywhere(name, update, parts)
         if errors and all(member in errors for member in rotation.serving):
             if before is None:

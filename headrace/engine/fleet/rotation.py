@@ -61,6 +61,12 @@ class Rotation:
     def serving(self) -> list[Member]:
         return [one for one in self.members if one.serves]
 
+    def want(self, name: str, update: WeightUpdate) -> None:
+        """Sets the newest weights of an adapter, or of the base model, for members in the rotation and out of it."""
+        self.wanted[name] = update
+        self._if_nobody_is_left()
+        self.notify()
+
     # -- in and out -----------------------------------------------------------------------------------------------------------
 
     def has_newest(self, member: Member) -> bool:
@@ -139,10 +145,10 @@ class Rotation:
             WorkerDied("engine", f"fleet had no member for {self.patience.nobody:g} s (engine.patience){said}")
         )
 
-    def _if_nobody_is_left(self, error: Exception) -> None:
+    def _if_nobody_is_left(self, error: Exception | None = None) -> None:
         if any(one.serves or (one.state == "away" and self._may_pass(one)) for one in self.members):
             return
-        if isinstance(error, IdentityError) or len(self.members) == 1:
+        if error and (isinstance(error, IdentityError) or len(self.members) == 1):
             self.give_up(error)
             return
         whys = "; ".join(f"{one.name}: {one.why}" for one in self.members)
@@ -154,7 +160,9 @@ class Rotation:
     def _may_pass(self, member: Member) -> bool:
         """A member that has failed its probe waits for that of another version. Unless it is there already, none follows while nobody
         serves."""
-        return member.unlike < 0 or any(one.version > member.unlike for one in self.examinations.values())
+        newest = {name: update.version for name, update in self.wanted.items()}
+        probes = [one.version for name, one in self.examinations.items() if one.version == newest.get(name)]
+        return member.unlike < 0 or max(probes, default=-1) > member.unlike
 
     def give_up(self, error: Exception) -> None:
         if not self._lost.done():
