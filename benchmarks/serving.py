@@ -33,7 +33,7 @@ import msgspec
 
 from headrace.engine.config import EngineConfig
 from headrace.engine.remote.connection import Connection
-from headrace.engine.remote.headrace import HeadraceDialect
+from headrace.engine.remote.dialects.headrace import HeadraceDialect
 from headrace.engine.remote.remote_engine import RemoteEngine
 from headrace.models.resolve import resolve_model
 from headrace.observe.health.waits import Waits

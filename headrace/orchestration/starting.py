@@ -13,12 +13,12 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.fleet.member import MemberEngine
 from headrace.engine.remote.connection import Connection
 from headrace.engine.remote.dialect import Dialect
-from headrace.engine.remote.headrace import HeadraceDialect
+from headrace.engine.remote.dialects.headrace import HeadraceDialect
+from headrace.engine.remote.dialects.sglang import SglangDialect
+from headrace.engine.remote.dialects.vllm import VllmDialect
+from headrace.engine.remote.dialects.vllm_facts import open_routes
 from headrace.engine.remote.outages import SILENT
 from headrace.engine.remote.remote_engine import RemoteEngine, check_state
-from headrace.engine.remote.sglang import SglangDialect
-from headrace.engine.remote.vllm import VllmDialect
-from headrace.engine.remote.vllm_facts import open_routes
 from headrace.engine.servers.commands import Command, Place, command
 from headrace.engine.servers.installed import require
 from headrace.engine.servers.server_process import ServerProcess

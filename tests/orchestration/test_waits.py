@@ -24,7 +24,7 @@ from headrace.config import RunConfig, load_config
 from headrace.engine.config import EngineConfig
 from headrace.engine.fake import FakeEngine
 from headrace.engine.remote.connection import Connection
-from headrace.engine.remote.headrace import HeadraceDialect
+from headrace.engine.remote.dialects.headrace import HeadraceDialect
 from headrace.engine.remote.remote_engine import RemoteEngine
 from headrace.environments.single_turn import SINGLE_TURN
 from headrace.errors import IdentityError, StalledError

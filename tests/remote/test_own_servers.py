@@ -8,9 +8,9 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import fake_servers
 import pytest
-import vllm_server
-from processes import servers
+from server_processes import servers
 from tiny_run import of, tiny_config, when_step
 
 import headrace
@@ -22,7 +22,7 @@ from headrace.observe.records import StepRow
 def config_for(directory: Path, model: Path, kind: str, **tables: Any) -> dict[str, Any]:
     engine = {"kind": kind, **tables.pop("engine", {})}
     if kind == "vllm":
-        engine = {"python": str(vllm_server.interpreter(directory)), **engine}
+        engine = {"python": str(fake_servers.interpreter(directory)), **engine}
     return tiny_config(directory, model, engine=engine, train={"steps": 4}, checkpoint={"every": 4}, **tables)
 
 

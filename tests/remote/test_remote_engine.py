@@ -11,11 +11,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from labelled_engine import so_far, until
 from served import answering
 
 from headrace.engine.fake import FakeEngine
 from headrace.engine.remote.connection import Connection
-from headrace.engine.remote.headrace import HeadraceDialect
+from headrace.engine.remote.dialects.headrace import HeadraceDialect
 from headrace.engine.remote.remote_engine import RemoteEngine, check_state
 from headrace.errors import ConfigError, IdentityError, WorkerDied
 from headrace.models.chat import ChatEncoder
@@ -155,16 +156,6 @@ def tokens_of(outputs: Iterator[StepOutput], name: str) -> list[int]:
 def wired_id(machine: Machine) -> str:
     """The fake samples by the request's id, which on the wire has a number of its own: the first that was asked for."""
     return machine.engine.requests[0].id
-
-
-async def until(true: Callable[[], bool]) -> None:
-    while not true():
-        await asyncio.sleep(0.002)
-
-
-def so_far(engine: RemoteEngine, name: str) -> int:
-    found = engine.unfinished([name]).get(name)
-    return len(found.tokens) if found else 0
 
 
 # --- what it returns ---------------------------------------------------------------------------------------------------

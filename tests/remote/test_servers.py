@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import fake_servers
 import pytest
-import vllm_server
-from processes import alive
+from server_processes import alive
 
 from headrace.commands.doctor import engine_findings
 from headrace.engine.config import EngineConfig
@@ -137,7 +137,7 @@ def test_the_doctor_says_which_interpreter_has_which_engine(tmp_path: Path, monk
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     assert found()["native"][0] == "ok" and sys.executable in found()["headrace"][1]
     assert found()["vllm"][:2] == ("note", f"no vllm in {sys.executable}") and "pip install vllm" in found()["vllm"][2]
-    python = str(vllm_server.interpreter(tmp_path))
+    python = str(fake_servers.interpreter(tmp_path))
     there = ("ok", f"0.32.0 in {python}", "name it in engine.python")
     assert found(python)["vllm"] == there
     (tmp_path / "vllm").write_text("#!/bin/sh")

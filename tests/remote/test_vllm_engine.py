@@ -3,102 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
-from served import answering
+from labelled_engine import ENDS, LENGTH, Kind, request, so_far, until, update
 
 from headrace.engine.fake import FakeEngine
 from headrace.engine.remote.connection import Connection
+from headrace.engine.remote.dialects.vllm import VllmDialect
+from headrace.engine.remote.dialects.vllm_facts import open_routes, statistics
 from headrace.engine.remote.remote_engine import RemoteEngine
-from headrace.engine.remote.vllm import VllmDialect
-from headrace.engine.remote.vllm_facts import open_routes, statistics
 from headrace.errors import ConfigError, HeadraceError, IdentityError
-from headrace.models.chat import ChatEncoder
-from headrace.observe.health.waits import Waits
-from headrace.observe.telemetry import Telemetry
-from headrace.serve.config import ServerLimits
 from headrace.serve.fakes.fake_vllm import FakeVllm
-from headrace.serve.serving import Serving
-from headrace.simulate.world import FactList
 from headrace.types import Request, Sampling
-from headrace.weight_sync.files import RECORD, UpdateRecord
-from headrace.weights import Manifest, WeightUpdate
 
-LENGTH = 60
-ENDS = (102, 105)
-"""Tokens that the fake engine does not sample."""
-
-
-def request(name: str, **more: Any) -> Request:
-    return Request(name, (1, 7, 8), Sampling(max_tokens=LENGTH, seed=3), **more)
-
-
-def update(directory: Path, version: int) -> WeightUpdate:
-    """The fake engine calls weights by how many it has loaded: its own were the first."""
-    path = directory / f"{version}"
-    path.mkdir(exist_ok=True)
-    found = WeightUpdate(
-        version=version,
-        kind="full",
-        fingerprint=f"fake-{version + 1}",
-        nbytes=0,
-        seconds=0.0,
-        where={"path": str(path)},
-    )
-    (path / RECORD).write_bytes(msgspec.json.encode(UpdateRecord(found, Manifest((), 0))))
-    return found
-
-
-@asynccontextmanager
-async def served(
-    model: Path, speed: float = 0.002, api_key: str = "", **how: Any
-) -> AsyncIterator[tuple[str, FakeVllm]]:
-    fake = FakeEngine(seconds_per_token=speed, length=lambda rng: LENGTH)
-    serving = Serving(engine=fake, encoder=ChatEncoder(model), name="tiny", limits=ServerLimits())
-    await serving.load(WeightUpdate(version=0, kind="full", fingerprint="fake-0", nbytes=0, seconds=0.0))
-    server = FakeVllm(serving, **how)
-    async with answering(server.app(api_key)) as url:
-        yield url, server
-
-
-def engine_at(url: str, token: str = "") -> RemoteEngine:
-    facts, clock = FactList(), asyncio.get_running_loop().time
-    telemetry = Telemetry(facts.record, clock, Waits(facts.record, clock, 100.0, 200.0))
-    return RemoteEngine(Connection(url, token), VllmDialect(ENDS), patience=60.0, max_deaths=3, telemetry=telemetry)
-
-
-Case = Callable[[RemoteEngine, FakeVllm, Path], Awaitable[None]]
-
-
-def run(model: Path, directory: Path, case: Case, **how: Any) -> None:
-    """The case begins when version 0 of the run is live."""
-
-    async def go() -> None:
-        async with asyncio.timeout(300), served(model, **how) as (url, server):
-            engine = engine_at(url, how.get("api_key", ""))
-            try:
-                await engine.open()
-                await engine.load(update(directory, 0))
-                await case(engine, server, directory)
-            finally:
-                await engine.close()
-
-    asyncio.run(go())
-
-
-async def until(true: Callable[[], bool]) -> None:
-    while not true():
-        await asyncio.sleep(0.002)
-
-
-def so_far(engine: RemoteEngine, name: str) -> int:
-    found = engine.unfinished([name]).get(name)
-    return len(found.tokens) if found else 0
+SERVER: Kind[FakeVllm] = Kind(FakeVllm, VllmDialect)
+served, engine_at, run = SERVER.served, SERVER.engine_at, SERVER.run
 
 
 def test_an_update_while_requests_stream_divides_their_tokens_exactly(tiny_tokenizer: Path, tmp_path: Path) -> None:

@@ -18,13 +18,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from processes import alive, servers
+from server_processes import alive, servers
 from tiny_run import of, tiny_config, when_step
 
 import headrace
 from headrace.config import load_config
 from headrace.engine.remote.connection import Connection
-from headrace.engine.remote.vllm import VllmDialect
+from headrace.engine.remote.dialects.vllm import VllmDialect
 from headrace.engine.servers.installed import look
 from headrace.errors import ConfigError, IdentityError
 from headrace.models.endings import end_tokens

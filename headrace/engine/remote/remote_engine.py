@@ -25,13 +25,14 @@ from headrace.engine.remote.errors import Busy, Unreachable
 from headrace.engine.remote.outages import Host, Presence
 from headrace.engine.remote.standstill import Standstill
 from headrace.engine.request_book import Pending, RequestBook
+from headrace.engine.scoring_request import scoring
 from headrace.engine.streaming import check_parts
 from headrace.errors import ConfigError, HeadraceError, IdentityError
 from headrace.observe.facts import EngineSample, WorkerLost
 from headrace.observe.telemetry import Telemetry
 from headrace.reports import Capabilities, EngineStats, LoadReport
 from headrace.steps import Finished, StepOutput, Transcript
-from headrace.types import Completion, Request, scoring
+from headrace.types import Completion, Request
 from headrace.weights import WeightUpdate
 
 ATTEMPTS = 5

@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
 from typing import Any
 
+from headrace.engine.remote.dialects.labelled import ServerFacts, sums_of
 from headrace.errors import ConfigError
 from headrace.reports import Capabilities, EngineStats
 
 
-@dataclass(frozen=True)
-class SglangFacts:
-    """The facts that do not change while the process lives."""
-
-    dtype: str
-    capabilities: Capabilities
-    priorities: bool
-    """Whether requests may have a priority."""
-    metrics: bool
-    """Whether it counts its work for `/metrics`."""
-
-
-def meet(url: str, info: Any) -> SglangFacts:
+def meet(url: str, info: Any) -> ServerFacts:
     """`info`: the answer of `/get_server_info`, the server's arguments beside facts of its scheduler. Raises ConfigError for a server
     that was started without what a run needs, with the options to start it with."""
     try:
         version, dtype = str(info["version"]), str(info["dtype"])
         length, incremental = int(info["max_req_input_len"]), bool(info["incremental_streaming_output"])
-        facts = SglangFacts(
+        facts = ServerFacts(
             dtype=dtype,
             capabilities=Capabilities(
                 context_length=length,
@@ -64,14 +51,9 @@ def _adapters(info: Any) -> int:
     return served if loaded is None else max(0, min(served, int(loaded) - 1))
 
 
-_SAMPLE = re.compile(r"^sglang:(\w+?)(?:_total)?(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
-
-
 def statistics(text: str) -> EngineStats:
     """Reads the Prometheus text of `/metrics`, summed over the schedulers behind the server. Zeros for an empty text."""
-    sums: dict[str, float] = {}
-    for name, value in _SAMPLE.findall(text):
-        sums[name] = sums.get(name, 0.0) + float(value)
+    sums = sums_of(text, "sglang")
 
     def count(name: str) -> int:
         return int(sums.get(name, 0))

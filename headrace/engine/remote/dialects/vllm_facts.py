@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
-import re
-from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from headrace.engine.remote.connection import Connection
+from headrace.engine.remote.dialects.labelled import ServerFacts, sums_of
 from headrace.engine.remote.errors import Unreachable
 from headrace.errors import ConfigError
 from headrace.reports import Capabilities, EngineStats
@@ -16,17 +15,7 @@ MEETING = 120.0
 """Seconds in which the settings must be there: vLLM collects facts about its machine first."""
 
 
-@dataclass(frozen=True)
-class Facts:
-    """The facts that do not change while the process lives."""
-
-    dtype: str
-    capabilities: Capabilities
-    priorities: bool
-    """Whether requests may have a priority."""
-
-
-async def meet(connection: Connection, seconds: float) -> Facts:
+async def meet(connection: Connection, seconds: float) -> ServerFacts:
     """Raises ConfigError for a server that was started without what a run needs, with the options to start it with."""
     seconds = max(seconds, MEETING)
     version = str((await connection.get("/version", seconds))["version"])
@@ -36,7 +25,7 @@ async def meet(connection: Connection, seconds: float) -> Facts:
         model, lora = config["model_config"], config["lora_config"]
         mode, length = model["logprobs_mode"], model["max_model_len"]
         loads = str(env.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", False)).lower() in ("true", "1")
-        facts = Facts(
+        facts = ServerFacts(
             dtype=str(model["dtype"]).removeprefix("torch."),
             capabilities=Capabilities(
                 context_length=length - 1,  # behind a prompt that it scores, too, it samples one token
@@ -70,14 +59,9 @@ async def _check_generation(connection: Connection, seconds: float) -> None:
         return
 
 
-_SAMPLE = re.compile(r"^vllm:(\w+?)(?:_total)?(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
-
-
 def statistics(text: str) -> EngineStats:
     """Reads the Prometheus text of `/metrics`. Sums over the engines behind the server."""
-    sums: dict[str, float] = {}
-    for name, value in _SAMPLE.findall(text):
-        sums[name] = sums.get(name, 0.0) + float(value)
+    sums = sums_of(text, "vllm")
 
     def count(name: str) -> int:
         return int(sums.get(name, 0))

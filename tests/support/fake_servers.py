@@ -1,8 +1,9 @@
-"""The fake vLLM server over the real engine, by the command line of `vllm serve`, of which it knows what headrace uses.
+"""The fake servers of vLLM and SGLang over the real engine, each in a process of its own.
 
-    python vllm_server.py serve MODEL --port 8000 --dtype float32 ... [--fault NAME]
+    python fake_servers.py vllm serve MODEL --port 8000 --dtype float32 ... [--fault NAME]
+    python fake_servers.py sglang MODEL PORT [FAULT ...]
 
-`interpreter` makes one that has it installed as vLLM."""
+vLLM's reads the command line of `vllm serve`, as far as headrace uses it; `interpreter` makes a Python that has it installed as vLLM."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from pathlib import Path
 import headrace
 from headrace.engine.config import EngineConfig
 from headrace.serve.config import ServeConfig
+from headrace.serve.fakes.fake_sglang import FakeSglang
 from headrace.serve.fakes.fake_vllm import FAULTS, FakeVllm
 from headrace.serve.start import bind, make_server, opened
 
@@ -39,7 +41,7 @@ def arguments(words: list[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-async def main(words: list[str]) -> None:
+async def vllm(words: list[str]) -> None:
     given = arguments(words)
     sock = bind(given.host, given.port)
     loras = given.max_loras if given.enable_lora else 0
@@ -68,6 +70,16 @@ async def main(words: list[str]) -> None:
             await make_server(server.app(os.environ.get("VLLM_API_KEY", ""))).serve(sockets=[sock])
 
 
+async def sglang(words: list[str]) -> None:
+    model, port, *faults = words
+    sock = bind("127.0.0.1", int(port))
+    engine = EngineConfig(kv_gib=0.01, context_length=64, dtype="float32", max_adapters=2)
+    with tempfile.TemporaryDirectory() as logs:
+        async with opened(ServeConfig(model=model, engine=engine), Path(model), Path(logs)) as serving:
+            server = FakeSglang(serving, faults=faults, enable_lora=True, max_loras_per_batch=2, enable_metrics=True)
+            await make_server(server.app()).serve(sockets=[sock])
+
+
 def interpreter(directory: Path) -> Path:
     """A Python in which this is installed as vLLM 0.32."""
     site = directory / "site"
@@ -75,7 +87,9 @@ def interpreter(directory: Path) -> Path:
     package.mkdir(parents=True)
     for one in (package, package.parent, package.parent.parent):
         (one / "__init__.py").touch()
-    (package / "main.py").write_text("import asyncio, sys, vllm_server\nasyncio.run(vllm_server.main(sys.argv[1:]))\n")
+    (package / "main.py").write_text(
+        "import asyncio, sys, fake_servers\nasyncio.run(fake_servers.vllm(sys.argv[1:]))\n"
+    )
     metadata = site / "vllm-0.32.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n")
@@ -87,4 +101,4 @@ def interpreter(directory: Path) -> Path:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1:]))
+    asyncio.run({"vllm": vllm, "sglang": sglang}[sys.argv[1]](sys.argv[2:]))

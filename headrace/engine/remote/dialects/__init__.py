@@ -1,0 +1,2 @@
+"""The dialects. Read `headrace.py` (`headrace serve`, which reports everything), `labelled.py` (the common part of servers that label their
+weights), then `vllm.py` with `vllm_facts.py` (facts about a vLLM server), and `sglang.py` with `sglang_facts.py`."""

@@ -1,0 +1,144 @@
+"""The dialect of vLLM 0.32: token-in/token-out streams, weights by files, adapters by path.
+
+Routes and fields are those of vLLM's own source: `entrypoints/scale_out/token_in_token_out` (generation, behind `--enable-scale-out`),
+`entrypoints/rl/online` and `entrypoints/serve/dev` (pause, weights, their label; with `VLLM_SERVER_DEV_MODE=1`), `entrypoints/serve/lora`
+(with `VLLM_ALLOW_RUNTIME_LORA_UPDATING=True`).
+
+**Versions.** vLLM reports the label of the weights in the last event of a stream only. The pause before an update aborts what is left and
+clears the prefix cache.
+
+**Prefix cache.** Every request is salted with the label, so that no KV of older weights is served to it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from headrace.engine.remote.connection import Connection
+from headrace.engine.remote.dialect import Heard, Run, ServerState
+from headrace.engine.remote.dialects.labelled import ENDS, LabelledDialect
+from headrace.engine.remote.dialects.vllm_facts import meet, statistics
+from headrace.engine.remote.errors import Unreachable
+from headrace.errors import ConfigError
+from headrace.steps import Finished, PromptScores
+from headrace.types import Request
+from headrace.weights import WeightUpdate
+
+NO_LOGPROB = -9999.0
+"""vLLM's stand-in for a log-prob that is missing or not finite."""
+
+
+class VllmDialect(LabelledDialect):
+    """Protocol `Dialect`."""
+
+    kind = "vLLM"
+    adapter_routes = "/v1"
+
+    async def look(self, connection: Connection, seconds: float) -> ServerState:
+        """Raises IdentityError where somebody else has labelled the weights meanwhile."""
+        if self._loading.locked() and self._state:  # its engine answers nobody while it reads weights
+            await connection.text("/health", seconds)
+            return self._state
+        try:
+            label = str((await connection.get("/weight_info", seconds))["weight_version"])
+        except Unreachable as error:
+            if error.status == 404:
+                raise ConfigError(
+                    f"{connection.url} has no /weight_info; start vLLM 0.32 or later with VLLM_SERVER_DEV_MODE=1"
+                ) from None
+            raise
+        if not self._is_met(connection.url, label):
+            await self._label(connection, self._met(await meet(connection, seconds)), seconds)
+        return self._seen(statistics(await connection.text("/metrics", seconds)))
+
+    async def _label(self, connection: Connection, label: str, seconds: float) -> None:
+        await connection.tell("/update_weight_version", {"new_version": label}, seconds)
+
+    # -- requests -----------------------------------------------------------------------------------------------------------
+
+    def ask(self, request: Request, wire_id: str) -> tuple[str, dict[str, Any]]:
+        """vLLM draws with random numbers of its own: `Sampling.seed` is not sent, because a request that goes on from its prefix under
+        the same seed would be drawn with the numbers that drew its first tokens. The tokens that end a request are all named, because
+        vLLM goes by its tokenizer's for others than `ended` does."""
+        self._refuse(request, {"sampling masks": request.return_mask})
+        sampling, scores = request.sampling, request.prompt_logprobs
+        drawn: dict[str, Any] = {
+            "max_tokens": max(
+                1, sampling.max_tokens - len(request.prefix)
+            ),  # vLLM samples at least one, behind scores too
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "stop_token_ids": sorted(self._stops(request)),
+            "ignore_eos": True,
+            "logprobs": 0,
+            "detokenize": False,
+        }
+        base = self._live[""].name if "" in self._live else self._prefix
+        body: dict[str, Any] = {
+            "request_id": wire_id,
+            "token_ids": [*request.prompt, *request.prefix],
+            "sampling_params": drawn | ({"prompt_logprobs": 0} if scores else {}),
+            "cache_salt": base,
+            "stream": not scores,  # a stream has no field for the log-probs of a prompt
+        }
+        if self._facts.priorities:
+            body["priority"] = request.priority
+        return "/inference/v1/generate", body | ({"model": self._live[request.adapter].name} if request.adapter else {})
+
+    def _stops(self, request: Request) -> set[int]:
+        sampling = request.sampling
+        return set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else self._ends)
+
+    def _heard(self, event: Any, request: Request) -> Heard:
+        if "error" in event:
+            raise Unreachable(str(event["error"]["message"]))
+        choice, live = event["choices"][0], self._live[request.adapter]
+        self._check_labels(span["version"] for span in choice.get("weight_versions") or ())
+        if request.prompt_logprobs:
+            logprobs = _prompt_logprobs(event["prompt_logprobs"], request.prompt)
+            scores = PromptScores(request.id, live.update.version, logprobs)
+            return Heard(scores=scores, end=Finished(request.id, "length"))
+        tokens, reason = choice["token_ids"] or [], choice["finish_reason"]
+        content = choice["logprobs"]["content"] if tokens else []
+        if [one["token_id"] for one in content] != list(tokens):
+            raise Unreachable(f"the server sent {len(tokens)} tokens and {len(content)} log-probs of others")
+        run = Run(
+            tokens=tokens,
+            logprobs=[_number(one["logprob"]) for one in content],
+            version=live.update.version,
+            kv_version=live.update.version,
+            fingerprint="",
+        )
+        return Heard(
+            runs=[run] if tokens else [],
+            end=Finished(request.id, ENDS[reason]) if reason in ENDS else None,
+            cut_off=reason is not None and reason not in ENDS,
+        )
+
+    # -- weights ------------------------------------------------------------------------------------------------------------
+
+    async def _load_base(self, connection: Connection, update: WeightUpdate, label: str, seconds: float) -> None:
+        reload = {"method": "reload_weights", "kwargs": {"weights_path": str(update.where["path"])}}
+        await connection.tell("/pause?mode=abort&clear_cache=true", None, seconds)
+        await connection.tell("/collective_rpc", reload, seconds)
+        await self._label(connection, label, seconds)
+        await connection.tell("/resume", None, seconds)
+
+    async def _is_refusal(self, connection: Connection, error: ValueError | Unreachable, seconds: float) -> bool:
+        if not isinstance(error, Unreachable) or error.status < 500:
+            return False
+        await connection.text("/health", seconds)  # raises where the engine has died of it
+        return True
+
+
+def _prompt_logprobs(rows: Any, prompt: tuple[int, ...]) -> tuple[float, ...]:
+    if len(rows) != len(prompt):
+        raise Unreachable(f"the server sent {len(rows)} rows for a prompt of {len(prompt)} tokens")
+    return tuple(_number(row[str(token)]["logprob"]) for row, token in zip(rows[1:], prompt[1:], strict=True))
+
+
+def _number(value: float) -> float:
+    return math.nan if value <= NO_LOGPROB else value
