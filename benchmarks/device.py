@@ -30,10 +30,11 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import Core
 from headrace.engine.native.runners.decoder import FusedRunner
 from headrace.engine.native.servable import read_model
+from headrace.engine.scoring_request import scoring
 from headrace.steps import PromptScores
 from headrace.trainer.config import TrainConfig
 from headrace.trainer.step.trainer import TorchTrainer
-from headrace.types import Batch, Group, Prompt, Request, Row, Sampling, scoring
+from headrace.types import Batch, Group, Prompt, Request, Row, Sampling
 from headrace.weights import WeightUpdate
 
 Device = Literal["cpu", "cuda"]

@@ -15,7 +15,6 @@ Legend for shapes: P prompts a step, G rollouts a prompt, T tokens of one sequen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -109,13 +108,6 @@ class Request(Struct, frozen=True):
     """Return the vocabulary that top-k, top-p and min-p kept at every position (`SamplingMask`)."""
     return_routing: bool = False
     """Return the experts that every position was routed to (`RoutingTrace`)."""
-
-
-def scoring(request_id: str, tokens: Sequence[int], priority: int = 0, adapter: str = "") -> Request:
-    """Makes a request for the log-probs of `tokens` (`Completion.prompt_logprobs`) that samples nothing."""
-    return Request(
-        request_id, tuple(tokens), Sampling(max_tokens=0), priority=priority, adapter=adapter, prompt_logprobs=True
-    )
 
 
 class VersionSpan(Struct, frozen=True):

@@ -7,7 +7,7 @@ of one life: it checks every fact before it is written. Their reference values a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,10 @@ from headrace.faultsim.oracles import (
     Counts,
     WatchedBuffer,
     WatchedJournal,
+    aged,
     check_row,
     fate_of,
+    of_rollouts,
     oldest,
     one_age,
     records_in,
@@ -37,11 +39,10 @@ from headrace.orchestration.loop_plan import LoopPlan
 from headrace.orchestration.store.checkpoints import FILES, Checkpoints, damage
 from headrace.orchestration.store.snapshots import load_controller
 from headrace.orchestration.store.storage import Storage
-from headrace.rollout_key import RolloutKey
 from headrace.rollouts.buffer import Buffer
 from headrace.rollouts.partial import Interrupts
 from headrace.steps import StepOutput
-from headrace.types import Completion, Group, Row
+from headrace.types import Completion, Group
 
 _output = msgspec.msgpack.Decoder(StepOutput)
 
@@ -140,7 +141,7 @@ class RunHistory:
         kept = interrupts.so_far()
         self.truth.places = Counter({name: len(completion.tokens) for name, completion in kept.items()})
         reached, self.reached = self.reached, Counter()
-        for name, known in _of_rollouts(reached, buffer.in_flight):
+        for name, known in of_rollouts(reached, buffer.in_flight):
             have = len(kept[name].tokens) if name in kept else 0
             assert have >= known or self.passes_lost, f"C7: {name} had {known} tokens, and goes on from {have}"
             self.reached[name] = have
@@ -310,7 +311,7 @@ class Referee:
     def _trained(self, fact: StepTrained) -> None:
         step, tickets = fact.report.step, tuple(group.ticket for group in fact.groups)
         assert self.journal.counts.steps.get(step) == tickets, f"C7: step {step} is reported, and not in the journal"
-        lags = [step - version for group in fact.groups for row in group.rows for version in _aged(row)]
+        lags = [step - version for group in fact.groups for row in group.rows for version in aged(row)]
         assert lags and min(lags) >= 0 and max(lags) <= self._case.max_lag, f"C1: lags {sorted(set(lags))}"
         for group in fact.groups:
             self._admitted(group, step)
@@ -376,7 +377,7 @@ class Referee:
     def _has_all(
         self, kept: Mapping[str, Completion], tickets: Iterable[int], recorded: Mapping[str, int], what: str
     ) -> None:
-        for name, known in _of_rollouts(recorded, tickets) if self._history.truth.remembers else ():
+        for name, known in of_rollouts(recorded, tickets) if self._history.truth.remembers else ():
             have = len(kept[name].tokens) if name in kept else 0
             assert have >= known, f"C7: {name} had {known} tokens, and {what} {have}"
 
@@ -386,15 +387,3 @@ class Referee:
         good = [path for path in self._storage.checkpoints.all() if not history.is_spoiled(path)]
         missing = [path.name for path in good if not (root / "passes" / f"{path.name}.bin").exists()]
         assert not missing or history.passes_lost or self._disk.was_full, f"C7: there are no passes behind {missing}"
-
-
-def _of_rollouts(reached: Mapping[str, int], tickets: Iterable[int]) -> Iterator[tuple[str, int]]:
-    """The requests of these groups, with the tokens that the controller received."""
-    among = set(tickets)
-    for name, tokens in reached.items():
-        if (key := RolloutKey.read(name)) and key.ticket in among:
-            yield name, tokens
-
-
-def _aged(row: Row) -> list[int]:
-    return [version for version, kept in zip(row.versions, row.mask, strict=True) if kept]

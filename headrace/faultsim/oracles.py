@@ -28,6 +28,7 @@ from headrace.durable.journal import (
 from headrace.faultsim.engine_worker import MAX_TOKENS, fate
 from headrace.faultsim.scorer import reward_of
 from headrace.observe.facts import Accounting, GroupEnded
+from headrace.rollout_key import RolloutKey
 from headrace.rollouts.buffer import Buffer
 from headrace.rollouts.rollout import seed_of
 from headrace.rollouts.staleness import StalenessConfig
@@ -296,3 +297,16 @@ def check_row(row: Row, episode: Episode) -> None:
 def oldest(tokens: Mapping[str, list[tuple[int, int]]], names: Iterable[str]) -> int | None:
     """Returns the version of the oldest token that an engine sampled for these requests."""
     return min((version for name in names for _, version in tokens.get(name, ())), default=None)
+
+
+def of_rollouts(reached: Mapping[str, int], tickets: Iterable[int]) -> Iterator[tuple[str, int]]:
+    """The requests of these groups, with the tokens that the controller received."""
+    among = set(tickets)
+    for name, tokens in reached.items():
+        if (key := RolloutKey.read(name)) and key.ticket in among:
+            yield name, tokens
+
+
+def aged(row: Row) -> list[int]:
+    """The versions of the tokens that are trained."""
+    return [version for version, kept in zip(row.versions, row.mask, strict=True) if kept]

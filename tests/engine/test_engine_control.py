@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from fake_engine_model import LAYERS, POISON, CoreDriver, K, draw, logits_of, prompt, routing_of
 
+from headrace.engine.scoring_request import scoring
 from headrace.errors import ConfigError
 from headrace.simulate.makers import request
 from headrace.steps import Finished, Transcript, write_down
-from headrace.types import Completion, Fork, Request, Sampling, scoring
+from headrace.types import Completion, Fork, Request, Sampling
 from headrace.weights import AdapterSpec, WeightUpdate
 
 

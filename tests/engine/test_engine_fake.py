@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.engine.fake import FakeEngine
+from headrace.engine.scoring_request import scoring
 from headrace.simulate import virtual_time
 from headrace.simulate.makers import request, update
 from headrace.steps import StepOutput, Transcript, write_down
-from headrace.types import Completion, scoring
+from headrace.types import Completion
 
 
 async def opened(**options: Any) -> FakeEngine:

@@ -19,6 +19,7 @@ from tiny_models import make, parameters, saved
 from headrace.engine.config import EngineConfig
 from headrace.engine.fake import FakeEngine
 from headrace.engine.native.core import NativeEngine
+from headrace.engine.scoring_request import scoring
 from headrace.engine.streaming import check_parts, stages
 from headrace.orchestration.workers.engine_loop import EngineLoop
 from headrace.orchestration.workers.wire import Frame, pack_payload
@@ -26,7 +27,7 @@ from headrace.reports import LoadReport
 from headrace.simulate import virtual_time
 from headrace.simulate.makers import request, update
 from headrace.steps import StepOutput, Transcript, spans_of, write_down
-from headrace.types import Completion, Request, Sampling, VersionSpan, scoring
+from headrace.types import Completion, Request, Sampling, VersionSpan
 from headrace.weights import AdapterSpec, WeightUpdate
 
 # --- the parts ---------------------------------------------------------------------------------------------------------

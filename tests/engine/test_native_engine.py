@@ -18,10 +18,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.core import NativeEngine
 from headrace.engine.native.runners.weight_tensors import parameters_from_dir
+from headrace.engine.scoring_request import scoring
 from headrace.errors import ConfigError
 from headrace.simulate.makers import update
 from headrace.steps import PromptScores, TokenDetails
-from headrace.types import Fork, Request, RoutingTrace, Sampling, scoring
+from headrace.types import Fork, Request, RoutingTrace, Sampling
 from headrace.weight_sync.packed import lay_out
 from headrace.weight_sync.shared_memory import SharedMemory
 from headrace.weights import AdapterSpec, WeightUpdate

@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from headrace.engine.request_book import RequestBook
+from headrace.engine.scoring_request import scoring
 from headrace.engine.streaming import check_parts
 from headrace.errors import HeadraceError, IdentityError
 from headrace.observe.facts import EngineSample, WorkerLost
@@ -20,7 +21,7 @@ from headrace.orchestration.workers.worker_messages import EngineStart
 from headrace.protocols import Job, Launcher, Worker
 from headrace.reports import TOTALS, Capabilities, EngineStats, LoadReport
 from headrace.steps import StepOutput, Transcript
-from headrace.types import Completion, Request, scoring
+from headrace.types import Completion, Request
 from headrace.weights import WeightUpdate
 
 

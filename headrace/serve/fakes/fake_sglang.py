@@ -13,11 +13,10 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import aclosing
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
-from msgspec import Meta
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request as HttpRequest
@@ -26,8 +25,17 @@ from starlette.routing import Route
 
 from headrace.errors import HeadraceError
 from headrace.reports import EngineStats
-from headrace.serve.bodies import Body, Token
 from headrace.serve.errors import Refused, answer_error
+from headrace.serve.fakes.sglang_bodies import (
+    SglangAbort,
+    SglangContinue,
+    SglangGenerate,
+    SglangLoadLora,
+    SglangNewVersion,
+    SglangPause,
+    SglangUnloadLora,
+    SglangUpdateFromDisk,
+)
 from headrace.serve.following import Piece, follow, to_their_ends
 from headrace.serve.guard import Guard
 from headrace.serve.sending import GONE, Events, json_response, read_body, while_there
@@ -42,66 +50,6 @@ FAULTS = ("weights_ignored", "adapter_ignored", "load_fails", "masks_ignored")
 LINGER = 0.2
 """Seconds for which a request goes on after its client has left (SGLang: 2, `create_abort_task`)."""
 
-Limit = Annotated[int, Meta(ge=0)]
-
-
-class _SamplingParams(Body, kw_only=True):
-    """Fields of SGLang's `SamplingParams` that a client of ours may send."""
-
-    max_new_tokens: Limit = 128
-    temperature: Annotated[float, Meta(ge=0)] = 1.0
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Meta(ge=-1)] = -1
-    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    stop_token_ids: list[Token] | None = None
-    ignore_eos: bool = False
-
-
-class _Generate(Body, kw_only=True):
-    input_ids: Annotated[list[Token], Meta(min_length=1)]
-    sampling_params: _SamplingParams
-    rid: Annotated[str, Meta(min_length=1)]
-    return_logprob: bool = False
-    logprob_start_len: Annotated[int, Meta(ge=-1)] = -1
-    return_sampling_mask: bool = False
-    stream: bool = False
-    lora_path: str | None = None
-    priority: int | None = None
-
-
-class _Pause(Body, kw_only=True):
-    mode: Literal["abort", "retract", "in_place"] = "abort"
-
-
-class _Continue(Body, kw_only=True):
-    torch_empty_cache: bool = True
-
-
-class _UpdateFromDisk(Body, kw_only=True):
-    model_path: str
-    load_format: Literal["safetensors"] | None = None
-    weight_version: str | None = None
-    flush_cache: bool = True
-
-
-class _NewVersion(Body, kw_only=True):
-    new_version: str
-    abort_all_requests: bool = True
-
-
-class _LoadLora(Body, kw_only=True):
-    lora_name: str
-    lora_path: str
-
-
-class _UnloadLora(Body, kw_only=True):
-    lora_name: str
-
-
-class _Abort(Body, kw_only=True):
-    rid: str = ""
-    abort_all: bool = False
-
 
 class FakeSglang:
     """The state of the server beside its engine's. `arguments` replace those that `/get_server_info` reports."""
@@ -110,7 +58,7 @@ class FakeSglang:
         assert set(faults) <= set(FAULTS)
         self.serving, self.faults = serving, set(faults)
         self.label, self.dead = "default", False
-        self.bodies: list[_Generate] = []
+        self.bodies: list[SglangGenerate] = []
         """Requests that were served, for tests to look at."""
         self._rids: set[str] = set()
         self._arguments = {
@@ -128,7 +76,7 @@ class FakeSglang:
 
     async def generate(self, request: HttpRequest) -> Response:
         self._alive()
-        body = await read_body(request, _Generate, self.serving.limits)
+        body = await read_body(request, SglangGenerate, self.serving.limits)
         if problem := self._problem(body):
             said = {"message": problem, "type": "BadRequest", "code": 400}
             return Events(_told({"error": said})) if body.stream else json_response({"error": said}, 400)
@@ -137,7 +85,7 @@ class FakeSglang:
             return Events(self._events(body))
         return await while_there(request, self._whole(body)) or GONE
 
-    def _problem(self, body: _Generate) -> str:
+    def _problem(self, body: SglangGenerate) -> str:
         asked = len(body.input_ids) + body.sampling_params.max_new_tokens
         if asked > (room := self.serving.engine.capabilities.context_length):
             return f"Requested token count exceeds the model's maximum context length of {room} tokens."
@@ -149,7 +97,7 @@ class FakeSglang:
             return f"Duplicate request ID detected: {body.rid}"
         return ""
 
-    def _request(self, body: _Generate) -> Request:
+    def _request(self, body: SglangGenerate) -> Request:
         drawn = body.sampling_params
         adapter = self.serving.adapter_of(body.lora_path)
         return Request(
@@ -170,7 +118,7 @@ class FakeSglang:
             return_mask=body.return_sampling_mask and self.serving.engine.capabilities.path != "fake",
         )
 
-    async def _events(self, body: _Generate) -> AsyncIterator[dict[str, Any]]:
+    async def _events(self, body: SglangGenerate) -> AsyncIterator[dict[str, Any]]:
         events: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         sampling = asyncio.ensure_future(self._sample(body, events))
         try:
@@ -181,7 +129,7 @@ class FakeSglang:
             if not sampling.done():
                 asyncio.get_running_loop().call_later(LINGER, self._left, body.rid)
 
-    async def _sample(self, body: _Generate, events: asyncio.Queue[dict[str, Any] | None]) -> None:
+    async def _sample(self, body: SglangGenerate, events: asyncio.Queue[dict[str, Any] | None]) -> None:
         self._rids.add(body.rid)
         spans: list[dict[str, Any]] = []
         try:
@@ -198,7 +146,7 @@ class FakeSglang:
         """Its client is gone."""
         self.serving.abort([one for one in self._rids if one.startswith(rid)])
 
-    async def _whole(self, body: _Generate) -> Response:
+    async def _whole(self, body: SglangGenerate) -> Response:
         (piece,) = await to_their_ends(self.serving, [self._request(body)])
         spans: list[dict[str, Any]] = []
         self._extend(spans, piece)
@@ -210,7 +158,7 @@ class FakeSglang:
             spans.append({"version": self.label, "start": piece.start})
         spans[-1]["end"] = piece.stop
 
-    def _event(self, body: _Generate, piece: Piece, spans: list[dict[str, Any]]) -> dict[str, Any]:
+    def _event(self, body: SglangGenerate, piece: Piece, spans: list[dict[str, Any]]) -> dict[str, Any]:
         stream, part = piece.stream, slice(piece.start, piece.stop)
         meta: dict[str, Any] = {
             "id": body.rid,
@@ -233,7 +181,7 @@ class FakeSglang:
         return {"text": "", "output_ids": stream.tokens[part], "meta_info": meta}
 
     async def abort(self, request: HttpRequest) -> Response:
-        body = await read_body(request, _Abort, self.serving.limits)
+        body = await read_body(request, SglangAbort, self.serving.limits)
         if body.abort_all:
             self.serving.abort(None)
         elif body.rid:
@@ -244,7 +192,7 @@ class FakeSglang:
 
     async def pause(self, request: HttpRequest) -> Response:
         self._alive()
-        mode = (await read_body(request, _Pause, self.serving.limits)).mode
+        mode = (await read_body(request, SglangPause, self.serving.limits)).mode
         await self.serving.pause("abort" if mode == "abort" else "keep")
         while mode == "abort" and self.serving.under_way:
             self.serving.abort(None)
@@ -252,13 +200,13 @@ class FakeSglang:
         return json_response({"message": "Generation paused successfully.", "status": "ok"})
 
     async def resume(self, request: HttpRequest) -> Response:
-        await read_body(request, _Continue, self.serving.limits)
+        await read_body(request, SglangContinue, self.serving.limits)
         await self.serving.resume()
         return json_response({"message": "Generation continued successfully.", "status": "ok"})
 
     async def update(self, request: HttpRequest) -> Response:
         self._alive()
-        body = await read_body(request, _UpdateFromDisk, self.serving.limits)
+        body = await read_body(request, SglangUpdateFromDisk, self.serving.limits)
         path = Path(body.model_path) / RECORD
         if "load_fails" in self.faults or not path.exists():
             return _outcome(f"Failed to get weights iterator: {body.model_path}, safetensors.", done=False)
@@ -274,14 +222,14 @@ class FakeSglang:
         return _outcome(f"Succeeded to update model weights. Weight version updated to {self.label}.")
 
     async def relabel(self, request: HttpRequest) -> Response:
-        body = await read_body(request, _NewVersion, self.serving.limits)
+        body = await read_body(request, SglangNewVersion, self.serving.limits)
         if body.abort_all_requests:
             self.serving.abort(None)
         self.label = body.new_version
         return json_response({"success": True, "message": "", "new_version": self.label})
 
     async def load_lora(self, request: HttpRequest) -> Response:
-        body = await read_body(request, _LoadLora, self.serving.limits)
+        body = await read_body(request, SglangLoadLora, self.serving.limits)
         if not self._arguments["enable_lora"]:
             return _outcome("LoRA is not enabled. Please set `--enable-lora` to enable LoRA.", done=False)
         if body.lora_name in self.serving.loaded:
@@ -293,7 +241,7 @@ class FakeSglang:
         return _outcome("")
 
     async def unload_lora(self, request: HttpRequest) -> Response:
-        body = await read_body(request, _UnloadLora, self.serving.limits)
+        body = await read_body(request, SglangUnloadLora, self.serving.limits)
         while True:
             try:
                 await self.serving.unload(body.lora_name)
@@ -373,7 +321,7 @@ def _finish(stream: Stream) -> dict[str, Any]:
     return {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
 
 
-def _scored(body: _Generate, stream: Stream) -> list[tuple[float | None, int, None]]:
+def _scored(body: SglangGenerate, stream: Stream) -> list[tuple[float | None, int, None]]:
     if not stream.scores:
         return []
     logprobs = [None, *stream.scores.logprobs]
